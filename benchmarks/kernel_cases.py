@@ -28,7 +28,7 @@ from halfbyte.ops.experts import LowRank, StackedWeight, Unit
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
-from halfbyte.ops.optimizer import ROUNDINGS, RULES, SETTINGS, Coefficients, Parameters
+from halfbyte.ops.optimizer import ROUNDINGS, RULES, SETTINGS, TRUSTS, Coefficients, Parameters
 from halfbyte.ops.optimizer_state import STORAGES
 from halfbyte.ops.paged_attention import Shared
 
@@ -554,6 +554,8 @@ def optimizer_cases() -> Iterator[Case]:
             rows = torch.zeros(1, dtype=torch.int32)
             parameters = Parameters(rule, storage, rounding, rows, weights, gradients, [states], correction)
             optimizer.gradient_norm(coefficients, [parameters], 1.0)
+            for trust in (name for name, row in TRUSTS.items() if rule in row.rules):
+                optimizer.scale_by_trust(coefficients, [parameters], trust)
             optimizer.update_parameters(coefficients, steps, parameters, one)
 
         often = (rule, storage, rounding) in (("adamw", "dynamic8", "nearest"), ("adamw", "fp32", "nearest"))

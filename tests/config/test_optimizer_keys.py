@@ -47,6 +47,15 @@ def test_options_are_read_from_files_and_the_command_line_and_written(tmp_path):
     assert load_config(path) == found
 
 
+def test_bits_are_read_from_files_and_the_command_line_and_written(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text('model_name_or_path: m\ndataset: d\noptim_bits: {"*embed_tokens*": 32, "*": 8}\n')
+    assert load_config(path).optim_bits == {"*embed_tokens*": 32, "*": 8}
+    path.write_text(dump_config(load_config(path)))
+    assert [*load_config(path).optim_bits] == ["*embed_tokens*", "*"]
+    assert load_config(path, ["optim_bits=16"]).optim_bits == 16
+
+
 def test_text_becomes_numbers_and_switches():
     assert parse_options("a=1,b = 0.5 , c=true, d=std, e=1e-3,") == {"a": 1, "b": 0.5, "c": True, "d": "std", "e": 1e-3}
     assert parse_options("") == {}
@@ -73,6 +82,14 @@ def test_text_that_is_not_key_and_value_is_refused(text):
     ("badam", {"badam_start_block": -1}, ["badam_start_block"]),
     ("badam", {"badam_update_ratio": 1.5}, ["badam_update_ratio"]),
     ("sgd", {"nesterov": 1}, ["nesterov", "true or false"]),
+    ("adamw", {"storage": "int3"}, ["storage", "companded8"]),
+    ("adamw", {"storge": "fp32"}, ["storge", "storage?"]),
+    ("lion_8bit", {"storage": "dynamic4"}, ["storage", "dynamic4"]),
+    ("ademamix", {"storage": "companded8"}, ["storage", "companded8"]),
+    ("adamw_torch", {"storage": "fp32"}, ["storage"]),
+    ("adamw", {"rounding": "up"}, ["rounding", "correction8"]),
+    ("adamw", {"rounding": "stochastic"}, ["rounding", "adapter_dtype"]),
+    ("lars", {"trust_coefficient": 0}, ["trust_coefficient"]),
 ])  # fmt: skip
 def test_an_unknown_or_wrong_option_is_named(optim, given, words):
     refused("optim_args", *words, optim=optim, optim_args=given)
@@ -100,6 +117,17 @@ def test_every_default_is_allowed():
     ("loraplus_lr_ratio", {"loraplus_lr_ratio": 16.0, "use_peft": False, "load_in_4bit": False}),
     ("lora_preconditioner", {"lora_preconditioner": "riemannian", "use_peft": False, "load_in_4bit": False}),
     ("lora_preconditioner", {"lora_preconditioner": "newton"}),
+    ("optim_bits", {"optim": "adamw_torch", "optim_bits": 32}),
+    ("optim_bits", {"optim": "muon", "optim_bits": {"*": 32}}),
+    ("optim_bits", {"optim": "lion_8bit", "optim_bits": {"*": 32, "*mlp*": 4}}),
+    ("optim_bits", {"optim": "ademamix", "optim_bits": 4}),
+    ("optim_bits", {"optim_bits": 8, "optim_args": {"storage": "fp32"}}),
+    ("optim_bits", {"optim_bits": 7}),
+    ("optim_bits", {"optim_bits": {"*": "8"}}),
+    ("optim_bits", {"optim_bits": {}}),
+    ("rounding", {"optim_args": {"rounding": "correction8"}, "use_peft": False, "load_in_4bit": False}),
+    ("lamb", {"optim": "lamb", "parallel": {"tensor": 2}}),
+    ("adamw", {"optim_args": {"storage": "companded8"}, "parallel": {"tensor": 2}}),
     ("embedding_learning_rate", {"embedding_learning_rate": 0.0}),
     ("galore_adamw_layerwise", {"optim": "galore_adamw_layerwise", "max_grad_norm": 0.0, "parallel": {"data": 2}}),
     ("badam", {"optim": "badam", "parallel": {"pipeline": 2}}),
@@ -116,6 +144,9 @@ def test_a_contradiction_names_its_key(key, keys):
     {"optim": "badam", "parallel": {"data": 2}},
     {"optim": "galore_adamw", "parallel": {"shard": 2}, "gradient_accumulation_steps": 4},
     {"lora_preconditioner": "riemannian", "parallel": {"data": 2}},
+    {"optim": "adamw_8bit", "optim_args": "storage=fp32", "parallel": {"tensor": 2}},
+    {"optim_bits": {"*embed_tokens*": 32, "*lora_A*": 4}, "optim_args": {"storage": "companded8"}},
+    {"optim_args": {"rounding": "correction8"}, "adapter_dtype": "bfloat16"},
 ])  # fmt: skip
 def test_supported_combinations_are_accepted(keys):
     assert config(**keys).optim == keys.get("optim", "adamw")

@@ -10,6 +10,7 @@ class OptimizerSettings:
 
     optim: str = "adamw"
     optim_args: dict[str, Any] = field(default_factory=dict)
+    optim_bits: int | dict[str, int] | None = None
     optim_target_modules: str | list[str] | None = None
     learning_rate: float = 1e-3
     embedding_learning_rate: float | None = None
@@ -19,5 +20,8 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.03
+    max_steps: int = -1
     seed: int = 42
     use_peft: bool = True

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.ops.optimizer import ROUNDINGS, full_weight, update_parameters
+from halfbyte.ops.optimizer import ROUNDINGS, TRUSTS, Coefficients, full_weight, scale_by_trust, update_parameters
 from halfbyte.ops.optimizer_state import STORAGES
 from tests.helpers.optimizer_cases import KINDS, SIZES, coefficients_of, copied, exact_sqrt, make
 from tests.helpers.parity import DEVICE, INTERPRETED, mark
@@ -92,6 +92,39 @@ def test_coefficients(rule, step):
     kernels.prepare_step(*moved, mine[1], mine[0], rule, factor.to(DEVICE))
     torch.testing.assert_close(mine[0].cpu(), found[0], rtol=3e-7, atol=0)
     assert torch.equal(mine[1].cpu(), found[1])
+
+
+TRUSTED = [(trust, rule, storage) for trust, row in TRUSTS.items() for rule, storage in STORED if rule in row.rules]
+
+
+@pytest.mark.parametrize(("trust", "rule", "storage"), TRUSTED)
+def test_trust_ratios(trust, rule, storage):
+    """A weight of zeros and one without elements are among the parameters; orders of rows and parameters differ."""
+    sizes = (*FEW, 256, 0)
+    before = make(rule, storage, sizes=sizes)
+    before.weights[-2].zero_()
+    if trust == "clip":
+        before.gradients[1] *= 1e4  # clipped, if its state is young
+    mine, theirs = copied(before, DEVICE), copied(before)
+    coefficients, _ = coefficients_of(rule, len(sizes), 3)
+    coefficients[:, Coefficients._fields.index("alpha")] = 0.01
+    found, expected = coefficients.to(DEVICE, copy=True), coefficients.clone()
+    squares = kernels.scale_by_trust(found, [mine], trust)
+    torch.testing.assert_close(squares.cpu(), scale_by_trust.reference(expected, [theirs], trust), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=0)
+    changed = (expected != coefficients).any(0).nonzero().flatten().tolist()
+    assert changed == sorted(Coefficients._fields.index(name) for name in TRUSTS[trust].scales)
+
+
+@pytest.mark.parametrize("rounding", ["correction8", "correction16"])
+def test_trust_ratios_of_full_weights(rounding):
+    before = make("adamw", "dynamic8", rounding, torch.bfloat16, torch.bfloat16, (257, 33))
+    mine, theirs = copied(before, DEVICE), copied(before)
+    (found, _), (expected, _) = (coefficients_of("adamw", 2, 1) for _ in range(2))
+    squares = kernels.scale_by_trust(found.to(DEVICE), [mine], "lamb").cpu()
+    torch.testing.assert_close(squares, scale_by_trust.reference(expected, [theirs], "lamb"), rtol=1e-5, atol=0)
+    full = full_weight(before.weights[0], before.corrections[0]).square().sum()
+    torch.testing.assert_close(squares[1, 0], full, rtol=1e-6, atol=0)
 
 
 def test_a_broken_step_changes_nothing():

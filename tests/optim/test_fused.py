@@ -302,6 +302,102 @@ def test_other_states_are_refused():
         fused.AdamW(made, storage="dynamic8").load_state_dict(eight.state_dict())
 
 
+class Published(torch.optim.Optimizer):
+    """LAMB (arXiv:1904.00962, algorithm 2) or LARS (arXiv:1708.03888, with the rate behind the momentum), in fp64."""
+
+    def __init__(self, groups, kind, lr, beta1=0.9, beta2=0.999, eps=1e-6, trust=1e-3):
+        super().__init__(groups, {"lr": lr})
+        self.kind, self.numbers = kind, (beta1, beta2, eps, trust)
+
+    def step(self, closure=None):
+        beta1, beta2, eps, trust = self.numbers
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state, p, g = self.state[weight], weight.detach(), weight.grad
+                first, second = state.get("m", torch.zeros_like(p)), state.get("v", torch.zeros_like(p))
+                state["t"] = t = state.get("t", 0) + 1
+                if self.kind == "lamb":
+                    first, second = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
+                    r = first / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + eps) + group["weight_decay"] * p
+                    moved = p.norm() / r.norm() * r
+                else:
+                    ratio = trust * p.norm() / (g.norm() + group["weight_decay"] * p.norm())
+                    moved = first = beta1 * first + ratio * (g + group["weight_decay"] * p)
+                state |= {"m": first, "v": second}
+                p.sub_(group["lr"] * moved)
+
+
+TRUSTED = {
+    "lamb": (lambda g, **options: fused.LAMB(g, 1e-2, **options), lambda g: Published(g, "lamb", 1e-2)),
+    "lars": (lambda g, **options: fused.LARS(g, 1.0, **options), lambda g: Published(g, "lars", 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", TRUSTED)
+def test_trust_ratios_equal_the_papers(name):
+    ours, theirs = TRUSTED[name]
+    double = [nn.Parameter(each.detach().double()) for each in parameters()]
+    mine, _ = trained(ours, steps=20)
+    expected, _ = trained(theirs, steps=20, made=double)
+    for a, b, start in zip(mine, expected, parameters(), strict=True):
+        assert (a.double() - b).norm() < 1e-4 * (b - start).norm()
+
+
+@pytest.mark.parametrize("storage", ["bf16", "dynamic8", "companded8"])
+@pytest.mark.parametrize("name", TRUSTED)
+def test_trust_ratios_in_other_storages_follow_fp32(name, storage):
+    full, _ = trained(TRUSTED[name][0], steps=20)
+    mine, optimizer = trained(lambda g: TRUSTED[name][0](g, storage=storage), steps=20)
+    assert {optimizer.storage_of(group, 2).name for group in optimizer.param_groups[1:]} == {storage}
+    for a, b, start in zip(mine, full, parameters(), strict=True):
+        assert (a - b).norm() < 0.05 * (b - start).norm()
+
+
+@pytest.mark.parametrize("name", TRUSTED)
+def test_trust_ratios_see_clipped_and_unscaled_gradients(name):
+    mine, theirs = parameters(), parameters()
+    pair = (mine, TRUSTED[name][0](groups_of(mine))), (theirs, TRUSTED[name][0](groups_of(theirs)))
+    pair[0][1].grad_scale = torch.tensor(1024.0)
+    for step in range(5):
+        for made, optimizer in pair:
+            gradients(step, made)
+            if optimizer is pair[0][1]:
+                for each in made:
+                    each.grad *= 1024
+                optimizer.clip(512.0)
+            else:
+                nn.utils.clip_grad_norm_(made, 0.5)
+            optimizer.step()
+    for a, b, start in zip(mine, theirs, parameters(), strict=True):
+        torch.testing.assert_close(a - start, b - start, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TRUSTED)
+def test_trust_ratios_are_one_beside_zeros(name):
+    """A weight of zeros, as LoRA's B, starts; a gradient of zeros leaves no NaN; a broken step changes nothing."""
+    made = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.ones(300)), nn.Parameter(torch.zeros(0))]
+    optimizer = TRUSTED[name][0](made, weight_decay=0.0)
+    for each, value in zip(made, (1.0, 0.0, 0.0), strict=True):
+        each.grad = torch.full_like(each, value)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert not made[0].any()
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step()
+    rate = 1e-2 if name == "lamb" else 1.0
+    torch.testing.assert_close(made[0], torch.full((300,), -rate), rtol=1e-5, atol=0)
+    assert torch.equal(made[1], torch.ones(300))
+
+
+def test_trust_ratios_refuse_streamed_state_and_shards():
+    with pytest.raises(ConfigError, match="offload"):
+        fused.LAMB(parameters(), offload=True)
+    weight = parameters()[0]
+    weight._local_tensor = weight.detach()[:1]
+    with pytest.raises(ConfigError, match="LARS"):
+        fused.LARS([weight])
+
+
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(10, 4, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()

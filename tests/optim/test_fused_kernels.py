@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from halfbyte.ops.optimizer import ROUNDINGS, RULES, Coefficients, prepare_step, update_parameters
+from halfbyte.ops.optimizer import (
+    ROUNDINGS,
+    RULES,
+    TRUSTS,
+    Coefficients,
+    full_weight,
+    prepare_step,
+    scale_by_trust,
+    update_parameters,
+)
 from halfbyte.ops.optimizer_state import STORAGES, middles
 from halfbyte.utils.errors import ModelError
 from tests.helpers.kernel_backends import MARKS
@@ -117,6 +126,44 @@ def test_coefficients_equal_the_reference(rule, found_inf, kernel):
     prepare_step.reference(settings, groups, *theirs, *rest)
     assert torch.equal(mine[0], theirs[0])
     torch.testing.assert_close(mine[1], theirs[1], rtol=1.2e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("trust", "rule", "storage"),
+    [(trust, rule, storage) for trust, row in TRUSTS.items() for rule, storage in KINDS if rule in row.rules],
+)
+def test_trust_ratios_equal_the_reference(trust, rule, storage, kernel):
+    """A weight of zeros, a parameter without elements, and NaN in a gradient, which stays in its row."""
+    sizes = (1, 257, 4097, 300, 256, 0)
+    parameters = [make(rule, storage, sizes=sizes), make(rule, "fp32", gradient=torch.bfloat16, sizes=(700,))]
+    parameters[1].rows += len(sizes)
+    parameters[0].weights[4].zero_()
+    parameters[0].gradients[3][7] = torch.nan
+    parameters[0].gradients[1] *= 1e4
+    before, _ = coefficients_of(rule, len(sizes) + 1, 3)
+    before[:, Coefficients._fields.index("alpha")] = 0.01
+    mine, theirs = before.clone(), before.clone()
+    assert kernel.trust_obstacle(mine, parameters, trust) is None
+    squares = kernel.scale_by_trust(mine, parameters, trust)
+    expected = scale_by_trust.reference(theirs, parameters, trust)
+    torch.testing.assert_close(squares, expected, rtol=1e-5, atol=0, equal_nan=True)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0, equal_nan=True)
+    assert squares.isnan().any(1).nonzero().flatten().tolist() == [int(parameters[0].rows[3])]
+    for name in TRUSTS[trust].scales:
+        column = Coefficients._fields.index(name)
+        assert not torch.equal(mine[:, column], before[:, column])
+
+
+@pytest.mark.parametrize("rounding", ["correction8", "correction16"])
+def test_trust_ratios_of_full_weights(rounding, kernel):
+    parameters = make("adamw", "dynamic8", rounding, torch.bfloat16, torch.bfloat16, (70001, 33))
+    (mine, _), (theirs, _) = (coefficients_of("adamw", 2, 1) for _ in range(2))
+    squares = kernel.scale_by_trust(mine, [parameters], "lamb")
+    torch.testing.assert_close(squares, scale_by_trust.reference(theirs, [parameters], "lamb"), rtol=1e-5, atol=0)
+    full = full_weight(parameters.weights[0], parameters.corrections[0]).double().square().sum().float()
+    assert torch.equal(squares[1, 0], full)
+    kernel.update_parameters(mine, torch.ones(2), parameters, None)  # the launch is the same as before
+    assert not torch.equal(full_weight(parameters.weights[0], parameters.corrections[0]).double().square().sum(), full)
 
 
 def test_a_broken_step_changes_nothing(kernel):

@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 from halfbyte.cli.app import app
 from halfbyte.config import dump_config, load_config
 from halfbyte.modeling.adapters import add_adapter
-from halfbyte.optim import OPTIMIZERS, Optimizer, parameter_groups, trained_parameters
+from halfbyte.ops.optimizer import ROUNDINGS, RULES
+from halfbyte.ops.optimizer_state import STORAGES as state_storages
+from halfbyte.optim import OPTIMIZERS, STORAGE_OF_BITS, Optimizer, fused, parameter_groups, trained_parameters
 from halfbyte.optim.fused import FusedOptimizer
+from halfbyte.optim.options import SLICED, STORAGES
 from halfbyte.train.run import finetune
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.optimizer_settings import OptimizerSettings
@@ -21,6 +24,7 @@ from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 from tests.helpers.tiny_runs import run_config, tiny_llama
 
 OWN = [name for name, row in OPTIMIZERS.items() if row.takes_targets or row.updates == "block" or "muon" in name]
+NEW = ["lamb", "lars"]  # names that transformers does not have
 OTHERS = [name for name in OPTIMIZERS if name not in OWN]
 LAYERWISE = [name for name, row in OPTIMIZERS.items() if row.updates == "backward"]
 OPTIONS = {  # options that change the state
@@ -57,7 +61,7 @@ def known(groups, model):
     return [group | {"params": [names[id(parameter)] for parameter in group["params"]]} for group in groups]
 
 
-@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in OTHERS] + [*OPTIONS.items()])
+@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in OTHERS if name not in NEW] + [*OPTIONS.items()])
 @pytest.mark.parametrize("whole", [False, True])
 def test_equals_the_optimizer_of_transformers(whole, name, options, tmp_path):
     text = ", ".join(f"{key}={value}" for key, value in options.items())
@@ -87,9 +91,37 @@ def test_norms_and_biases_do_not_decay():
     assert others == {"params": ["up.bias", "norm.weight", "norm.bias"], "weight_decay": 0.0}
 
 
-@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in OTHERS] + [*OPTIONS.items()])
+STORED = [(name, storage) for name in ("adamw", "lamb", "lars", "ademamix", "lion_8bit", "rmsprop_bnb")
+          for storage in OPTIMIZERS[name].options["storage"].choices]  # fmt: skip
+BITS = [("adamw", 4), ("adamw_8bit", 32), ("lion_32bit", {"*": 8, "embed*": 16, "scaled.weight": 8}),
+        ("adamw_8bit", {"embed*": 8, "up.*": 4}), ("paged_adamw_8bit", {"experts": 32})]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *[(name, {}) for name in OTHERS], *OPTIONS.items(),
+        *[(name, {"storage": storage}) for name, storage in STORED],
+        *[("paged_adamw_32bit", {"storage": storage}) for storage in ("bf16", "companded8", "dynamic4", "e4m3")],
+    ],
+)  # fmt: skip
 def test_state_bytes_match_the_row(name, options, tmp_path):
-    model, config = Model(), settings(name, tmp_path, optim_args=options)
+    state_bytes_match(name, settings(name, tmp_path, optim_args=options))
+
+
+@pytest.mark.parametrize(("name", "bits"), BITS)
+def test_state_bytes_match_the_bits_of_patterns(name, bits, tmp_path):
+    state_bytes_match(name, settings(name, tmp_path, optim_bits=bits))
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "correction8", "correction16"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "lion_8bit", "paged_adamw_8bit"])
+def test_corrections_are_part_of_the_state_bytes(name, rounding, tmp_path):
+    state_bytes_match(name, settings(name, tmp_path, optim_args={"rounding": rounding}, adapter_dtype="bfloat16"))
+
+
+def state_bytes_match(name, config):
+    model = Model()
     optimizer = OPTIMIZERS[name].make(model, config)
     for parameter in trained_parameters(model).values():
         parameter.grad = torch.ones_like(parameter)
@@ -120,13 +152,57 @@ def test_capabilities_match_the_optimizer(name, tmp_path):
     assert (row.package or "torch transformers halfbyte").find(type(optimizer).__module__.partition(".")[0]) >= 0
 
 
+def test_options_of_the_storage_are_those_of_the_rules():
+    for kind, known in STORAGES.items():
+        assert known == RULES[getattr(fused, kind).rule].storages
+    assert {*STORAGE_OF_BITS.values()} < {*state_storages}
+    assert OPTIMIZERS["adamw"].options["rounding"].choices == ROUNDINGS
+    for storage, block in SLICED.items():
+        assert block == 1 or block % state_storages[storage].block == 0
+
+
+@pytest.mark.parametrize(("bits", "expected"), [
+    (None, {"embed.weight": 32, "up.weight": 8, "experts": 8, "norm.weight": 32}),
+    ({"*": 32, "experts": 8}, {"embed.weight": 32, "up.weight": 32, "experts": 8}),
+    ({"experts": 8, "*": 32}, {"embed.weight": 32, "up.weight": 32, "experts": 32}),
+    ({"embed.*": 8, "up.weight": 16, "norm.weight": 8}, {"embed.weight": 8, "up.weight": 16, "norm.weight": 32}),
+    (4, {"embed.weight": 32, "up.weight": 4, "experts": 4}),
+])  # fmt: skip
+def test_bits_of_patterns(bits, expected, tmp_path):
+    """The last pattern that matches decides; small parameters have fp32 state in place of codes with scales."""
+    model, config = Model(), settings("adamw_8bit", tmp_path, optim_bits=bits)
+    optimizer = OPTIMIZERS["adamw_8bit"].make(model, config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {
+        names[id(weight)]: optimizer.storage_of(group, index).name
+        for group in optimizer.param_groups
+        for index, weight in enumerate(group["params"])
+    }
+    assert found.keys() == trained_parameters(model).keys()
+    assert {name: found[name] for name in expected} == {name: STORAGE_OF_BITS[each] for name, each in expected.items()}
+    decays = {
+        names[id(weight)] for group in optimizer.param_groups if group["weight_decay"] for weight in group["params"]
+    }
+    assert decays == {"embed.weight", "up.weight", "scaled.weight", "experts"}
+
+
+@pytest.mark.parametrize(("name", "options", "bits", "block"), [
+    ("adamw", {}, None, 1), ("adamw_8bit", {}, None, 256), ("adamw_8bit", {"storage": "fp32"}, None, 1),
+    ("adamw", {"storage": "companded8"}, None, 256), ("adamw", {"storage": "dynamic4"}, None, 0),
+    ("adamw", {"storage": "e4m3"}, None, 0), ("adamw", {}, {"*": 8}, 256), ("adamw_8bit", {}, {"*x*": 4}, 0),
+    ("lamb", {}, None, 0), ("lars", {}, {"*": 32}, 0),
+])  # fmt: skip
+def test_slices_are_cut_at_the_blocks_of_all_storages(name, options, bits, block):
+    assert OPTIMIZERS[name].block_of(OptimizerSettings(optim=name, optim_args=options, optim_bits=bits)) == block
+
+
 def test_config_takes_the_rows_and_nothing_else():
     keys = {"model_name_or_path": "m", "dataset": "d"}
     for name in OPTIMIZERS:
         layerwise = {"max_grad_norm": 0.0} if name in LAYERWISE else {}
         assert load_config(None, keys | {"optim": name} | layerwise).optim == name
-    with pytest.raises(ConfigError, match=f"{', '.join(OPTIMIZERS)}.*'adamw_torch_4bit'"):
-        load_config(None, keys | {"optim": "adamw_torch_4bit"})
+    with pytest.raises(ConfigError, match=f"{', '.join(OPTIMIZERS)}.*'adamw_torch_xla'"):
+        load_config(None, keys | {"optim": "adamw_torch_xla"})
 
 
 def test_two_models_in_a_process_share_no_8_bit_settings(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.optim import OPTIMIZERS
+from halfbyte.optim import OPTIMIZERS, parse_options
 from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.parallel.shard.optimizer import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
@@ -206,6 +206,7 @@ def test_parameters_read_by_gemms_only(two, at_once):
 
 
 BLOCKWISE = [name for name, row in OPTIMIZERS.items() if row.block > 1]
+BLOCKWISE += ["adamw storage=companded8", "lion_8bit storage=companded8"]
 LARGE = [(64, 80), (5000,), (4096,), (300,), (1,)]  # 20 blocks; blocks that two and four ranks cannot share evenly
 
 
@@ -217,12 +218,17 @@ class Large(nn.Module):
 
 
 def run_blockwise(mesh, ranks, name, steps, state=None, values=None):
-    """Run `steps` of a block-wise optimizer; returns parameters and the full state on the main rank."""
-    model = Large()
+    """Run `steps` of a block-wise optimizer; returns parameters and the full state on the main rank.
+
+    Args:
+        name: of the optimizer, then a space and its options.
+    """
+    model, (name, _, options) = Large(), name.partition(" ")
+    config = OptimizerSettings(optim=name, optim_args=parse_options(options), **SETTINGS)
     if values is not None:
         model.load_state_dict(values)
-    optimizer = OPTIMIZERS[name].make(model, OptimizerSettings(**SETTINGS))
-    units = shard_optimizer(mesh, list(model.parameters()), block=OPTIMIZERS[name].block)
+    optimizer = OPTIMIZERS[name].make(model, config)
+    units = shard_optimizer(mesh, list(model.parameters()), block=OPTIMIZERS[name].block_of(config))
     units.adopt(optimizer)
     if state is not None:
         optimizer.load_state_dict(units.local_state(copy.deepcopy(state)))

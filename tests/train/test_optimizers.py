@@ -11,7 +11,7 @@ from halfbyte.config import load_config
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.runs import checkpoints
 from halfbyte.train import preflight
-from halfbyte.train.preflight import check_loss_scale, check_targets, prepare_run
+from halfbyte.train.preflight import check_bits, check_loss_scale, check_targets, prepare_run
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.optimizer_settings import OptimizerSettings
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
@@ -150,6 +150,29 @@ def test_targets_that_select_nothing_are_refused(place, tmp_path):
     with pytest.raises(ConfigError, match="optim_target_modules"):
         prepare_run(load_config(None, config))
     check_targets(load_config(None, config | {"optim_target_modules": ["mlp"]}), tiny_llama())
+
+
+def test_a_pattern_of_bits_that_matches_nothing_is_refused(place, tmp_path):
+    config = {"model_name_or_path": str(place / "model"), "dataset": str(place / "data.jsonl"), "device": "cpu",
+              "output_dir": str(tmp_path), "dtype": "float32",
+              "optim_bits": {"*lora_A*": 8, "*embed_tokens*": 32}}  # fmt: skip
+    with pytest.raises(ConfigError, match="optim_bits"):
+        prepare_run(load_config(None, config))
+    check_bits(load_config(None, config | {"optim_bits": {"*mlp*": 32}}), tiny_llama())
+
+
+@pytest.mark.parametrize("keys", [
+    {"optim": "adamw", "optim_args": {"storage": "companded8"}, "optim_bits": {"*mlp*": 4, "*embed_tokens*": 8}},
+    {"optim": "lamb"}, {"optim": "lars", "learning_rate": 1.0},
+])  # fmt: skip
+def test_fused_options_are_planned_and_resume(keys, place, tmp_path):
+    config = keys | {"use_peft": False, "load_in_4bit": False, "lora_dropout": 0.0}
+    resumed_equals_uninterrupted(tmp_path, config | {"max_steps": 6, "save_steps": 2}, 4)
+    run(place, tmp_path / "run", **config, sample_prompts=0, max_steps=1)
+    memory = json.loads((tmp_path / "run/memory.json").read_text())["predicted"]
+    settings = load_config(None, {"model_name_or_path": "m", "dataset": "d", **config})
+    model = tiny_llama(vocab_size=VOCABULARY)
+    assert memory["optimizer"] == OPTIMIZERS[keys["optim"]].state_bytes(model, settings)
 
 
 def test_float16_that_the_device_chose_is_refused_for_layerwise():

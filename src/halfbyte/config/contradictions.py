@@ -6,10 +6,10 @@ Every rule yields the key to change, the problem, and the fix.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import urlsplit
 
-from ..optim import OPTIMIZERS
+from ..optim import OPTIMIZERS, STORAGE_OF_BITS, Option
 from ..parallel import support
 from ..utils.text import brief
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
@@ -130,6 +130,7 @@ def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         elif not option.accepts(value):
             wrong = f"optim_args: {name} must be {option.allowed()}, not {brief(value)}"
             yield "optim_args", wrong, f"correct it, or remove it (default: {option.default})"
+    yield from _state_contradictions(config, chosen, row.options)
     if config.optim_target_modules is not None:
         yield from _target_contradictions(config, chosen, row.takes_targets)
     if row.updates == "backward":
@@ -148,6 +149,34 @@ def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if config.loraplus_lr_embedding is not None and config.loraplus_lr_ratio is None:
         wrong = "loraplus_lr_embedding without loraplus_lr_ratio has no effect"
         yield "loraplus_lr_embedding", wrong, "set loraplus_lr_ratio, or remove it"
+
+
+def _state_contradictions(config: RunKeys, chosen: str, options: Mapping[str, Option]) -> Iterator[Contradiction]:
+    """Yield contradictions of the state's bits and of the rounding of weights."""
+    given, bits = config.optim_args or {}, config.optim_bits
+    rounding = given.get("rounding", "nearest")
+    if "rounding" in options and rounding != "nearest" and not (config.use_peft and config.adapter_dtype == "bfloat16"):
+        weights = config.written("adapter_dtype") if config.use_peft else "use_peft: false, which trains fp32 weights"
+        wrong = f"optim_args: rounding {brief(rounding)} with {weights}: only bf16 weights are rounded"
+        yield "optim_args", wrong, "set adapter_dtype: bfloat16, or remove rounding"
+    if bits is None:
+        return
+    storage = options.get("storage")
+    if storage is None:
+        known = ", ".join(name for name, row in OPTIMIZERS.items() if "storage" in row.options)
+        yield (
+            "optim_bits",
+            f"{config.written('optim_bits')} with {chosen}: its state has fixed bits",
+            f"use one of {known}",
+        )
+        return
+    for each in sorted(set(bits.values() if isinstance(bits, dict) else [bits])):
+        if STORAGE_OF_BITS[each] not in storage.choices:
+            known = ", ".join(str(number) for number, name in STORAGE_OF_BITS.items() if name in storage.choices)
+            yield "optim_bits", f"optim_bits: {chosen} has no state in {each} bits", f"use {known}"
+    if isinstance(bits, int) and "storage" in given:
+        wrong = f"optim_bits: {bits} with optim_args: storage={given['storage']}: both set the state of all parameters"
+        yield "optim_bits", wrong, "remove one of them"
 
 
 def _target_contradictions(config: RunKeys, chosen: str, takes_targets: bool) -> Iterator[Contradiction]:

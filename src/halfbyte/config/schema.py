@@ -37,6 +37,7 @@ Level = Literal[  # described in memory.activations
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
 Axis = Literal["data", "shard", "tensor", "pipeline", "context"]
+StateBits = Literal[4, 8, 16, 32]  # the keys of optim.STORAGE_OF_BITS
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Scale = Annotated[float, Field(ge=1e-8)]  # a smaller scale underflows the adapter's gradients
 
@@ -304,6 +305,11 @@ class TrainingSection(Section):
     optim_args: dict[str, bool | int | float | str] | None = Field(
         None,
         description="options of the optimizer: a mapping, or text as in transformers, `rank=64, update_proj_gap=100`",
+    )
+    optim_bits: StateBits | dict[str, StateBits] | None = Field(
+        None,
+        description="bits of the optimizer's state (4, 8, 16, 32), or a mapping of patterns of parameter names to bits,"
+        ' `{"*embed_tokens*": 32}`, of which the last that matches decides; default: by optim',
     )
     optim_target_modules: str | list[str] | None = Field(
         None,

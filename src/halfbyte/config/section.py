@@ -31,7 +31,7 @@ class Section(BaseModel):
 
     @field_validator(
         *("target_modules", "dataset", "eval_dataset", "quantization", "parallel", "loss_type", "loss_weights"),
-        "optim_target_modules",
+        *("optim_target_modules", "optim_bits"),
         check_fields=False,
     )
     @classmethod

@@ -45,6 +45,15 @@ def tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tensor
     return launch["tiles"], launch["on_device"], launch["aligned"]
 
 
+def ends_of_tiles(parameters: Parameters, device: torch.device) -> Tensor:
+    """int32 [n + 1] on the device: 0, then the number of tiles up to and including each parameter; kept."""
+    if "ends" not in parameters.launch:
+        counts = [0, *(ceil_div(each.numel(), TILE) for each in parameters.weights)]
+        parameters.launch["ends"] = torch.tensor(counts).cumsum(0).int().to(device)
+    ends: Tensor = parameters.launch["ends"]
+    return ends
+
+
 def fixed_columns(parameters: Parameters) -> Tensor:
     """The address table without weights and gradients, on the host."""
     rows = []

@@ -1,10 +1,13 @@
-"""Optimizer steps over lists of parameters: rules, rounding of weights, and the two ops of a step, as torch functions.
+"""Optimizer steps over lists of parameters: rules, rounding of weights, and the ops of a step, as torch functions.
 
-A step has three parts, each of one or two launches on a GPU for all parameters: `gradient_norm` (only if gradients are
-clipped), `prepare_step`, which counts the step and computes each parameter's coefficients on the device, and
-`update_parameters`. Nothing is read on the host, so a CUDA graph can hold the step.
+A step has up to four parts, each of one or two launches on a GPU for all parameters: `gradient_norm` (only if gradients
+are clipped), `prepare_step`, which counts the step and computes each parameter's coefficients on the device,
+`scale_by_trust` (only for LAMB, LARS and clipped updates), and `update_parameters`. Nothing is read on the host, so a
+CUDA graph can hold the step.
 
 Rules treat each element separately. In their docstrings p is the weight, g the gradient, and s1, s2, … are the states.
+LAMB is AdamW, and LARS is SGD with momentum, with coefficients that `scale_by_trust` has multiplied by the trust ratio
+of each parameter. So they have the storages, roundings and update kernels of these rules.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Coefficients(NamedTuple):
         decay: lr·weight_decay for rules with decoupled weight decay, otherwise weight_decay.
         rate: step size, the bias correction of the first moment included.
         root: 1 / sqrt(bias correction of the second moment).
-        eps, alpha: as configured; AdEMAMix's alpha as scheduled.
+        eps, alpha: as configured; AdEMAMix's alpha as scheduled. Trust ratios have their factor in alpha.
         beta1, rest1, beta2, rest2, beta3, rest3: decay rates of the moments, and 1 minus each.
         first: 1 / bias correction of the first moment, for AdEMAMix.
     """
@@ -237,6 +240,88 @@ def scheduled_beta3(t: Tensor, beta1: Tensor, beta3: Tensor, horizon: Tensor) ->
     low, high = beta1.log(), beta3.log()
     grown = (low * high / ((1 - share) * high + share * low)).exp().minimum(beta3)
     return torch.where(horizon > 0, grown, beta3)
+
+
+class Trust(NamedTuple):
+    """A ratio of two norms for each parameter, by which its step is scaled.
+
+    Attributes:
+        rules: names of the rules that it scales.
+        scales: names of the coefficients that are multiplied by the ratio.
+        reads_states: whether it compares the weight with the update, which depends on the states.
+    """
+
+    rules: tuple[str, ...]
+    scales: tuple[str, ...]
+    reads_states: bool = True
+
+
+# - lamb: ‖p‖ / ‖r + λp‖, where r is Adam's direction and λ the weight decay; 1 if a norm is 0 (You et al. 2020,
+#   arXiv:1904.00962, algorithm 2, with φ the identity).
+# - lars: alpha·‖p‖ / (‖g‖ + λ‖p‖); 1 if a norm is 0 (You et al. 2017, arXiv:1708.03888, equation 6). The learning rate
+#   multiplies the momentum, as in torch's SGD, and not the gradient.
+# - clip: min(1, alpha·‖p‖ / ‖u‖), where u is Adam's direction or the momentum: LAMB and LARS in bitsandbytes.
+TRUSTS = {
+    "lamb": Trust(("adamw",), ("rate", "decay")),
+    "lars": Trust(("momentum",), ("scale", "decay"), reads_states=False),
+    "clip": Trust(("adamw", "momentum"), ("rate",)),
+}
+
+
+@op("triton.optimizer", "native.optimizer")
+def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> Tensor:
+    """Multiply coefficients by each parameter's trust ratio.
+
+    The weights and gradients, and except with "lars" the states, are read once more than by the step alone.
+
+    Args:
+        coefficients: fp32 [m, 13], from `prepare_step`; columns `TRUSTS[trust].scales` are changed in place.
+        parameters: all of one rule in `TRUSTS[trust].rules`.
+        trust: a name in `TRUSTS`.
+
+    Returns:
+        fp32 [m, 2]: squared 2-norms of each weight, and of the update or gradient that it is compared with. Those of
+        "lamb" are of the update times the learning rate.
+    """
+    squares = torch.zeros(len(coefficients), 2, device=coefficients.device)
+    for some in parameters:
+        for i, row in enumerate(some.rows.tolist()):
+            p, u = _compared(some, i, Coefficients(*coefficients[row].unbind()), trust)
+            squares[row] = torch.stack([p.square().sum(), u.square().sum()])
+        apply_trust(coefficients, squares, some.rows, trust)
+    return squares
+
+
+def _compared(parameters: Parameters, i: int, c: Coefficients, trust: str) -> tuple[Tensor, Tensor]:
+    """fp32 [n] each: the weight of parameter i, and the vector whose norm is compared with its norm."""
+    rule, storage, weight = RULES[parameters.rule], STORAGES[parameters.storage], parameters.weights[i]
+    p = full_weight(weight.flatten(), parameters.corrections[i] if parameters.corrections else None)
+    g = parameters.gradients[i].flatten().float() * c.scale
+    if trust == "lars":
+        return p, g
+    states = zip(parameters.states[i], rule.signed, strict=True)
+    s = [storage.decode(*state, signed, weight.numel()) for state, signed in states]
+    if not rule.decoupled:
+        g = g + c.decay * p
+    size = c.rate if trust == "lamb" else c.first
+    moved, _ = rule.update(torch.zeros_like(p), g, s, c._replace(rate=size, decay=torch.zeros_like(size)))
+    return p, c.decay * p - moved if trust == "lamb" else moved
+
+
+def apply_trust(coefficients: Tensor, squares: Tensor, rows: Tensor, trust: str) -> None:
+    """Multiply the coefficients of `rows` by the trust ratios from their `squares`; see `scale_by_trust`."""
+    rows = rows.to(coefficients.device).long()
+    c = Coefficients(*coefficients[rows].unbind(1))
+    weight, other = squares[rows].sqrt().unbind(1)
+    if trust == "clip":
+        most = c.alpha * weight
+        ratio = torch.where(other > most, most / other, 1.0)
+    else:
+        # with "lamb" the update has the learning rate, rate / first, in it
+        ratio = c.rate / c.first * weight / other if trust == "lamb" else c.alpha * weight / (other + c.decay * weight)
+        ratio = torch.where((weight > 0) & (other > 0), ratio, 1.0)
+    for name in TRUSTS[trust].scales:
+        coefficients[rows, Coefficients._fields.index(name)] = getattr(c, name) * ratio
 
 
 @op("triton.optimizer", "cuda.optimizer8", "native.optimizer")

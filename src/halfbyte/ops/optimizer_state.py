@@ -97,7 +97,7 @@ class Storage:
             raised = codes.view(torch.uint8).clamp(min=smallest)
             codes = torch.where(blocks > 0, raised, codes.view(torch.uint8)).view(codes.dtype)
         if self.packed == 2:
-            low, high = codes.view(len(codes), 2, -1).unbind(1)
+            low, high = codes.view(len(codes), 2, self.block // 2).unbind(1)
             return (low | high << 4).flatten(), scales
         return codes.flatten()[: len(values)].clone(), scales
 

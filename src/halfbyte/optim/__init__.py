@@ -4,11 +4,12 @@ To add an optimizer, add a row: `OPTIMIZERS["nadam"] = Optimizer(make=..., state
 """
 
 from .groups import Settings, parameter_groups, target_matrices, trained_parameters
-from .options import Option, option_values, parse_options
+from .options import STORAGE_OF_BITS, Option, option_values, parse_options
 from .table import OPTIMIZERS, Optimizer, make_optimizer
 
 __all__ = [
     "OPTIMIZERS",
+    "STORAGE_OF_BITS",
     "Optimizer",
     "Option",
     "Settings",

@@ -21,10 +21,12 @@ from ..ops.codebooks import dynamic_map
 from ..ops.optimizer import (
     RULES,
     SETTINGS,
+    TRUSTS,
     Coefficients,
     Parameters,
     gradient_norm,
     prepare_step,
+    scale_by_trust,
     update_parameters,
 )
 from ..ops.optimizer_state import STORAGES, Storage
@@ -60,10 +62,12 @@ class FusedOptimizer(Optimizer):
         defaults: options of groups.
 
     Raises:
-        ConfigError: an option has an unknown name, or the weights are not fp32, bf16 or fp16.
+        ConfigError: an option has an unknown name, the weights are not fp32, bf16 or fp16, or a rule with trust ratios
+            gets shards of parameters or offloads its state.
     """
 
     rule: ClassVar[str]
+    trust: ClassVar[str | None] = None  # a name in `ops.optimizer.TRUSTS`: two launches more, and a second pass
     _step_supports_amp_scaling = True  # torch.amp.GradScaler passes `found_inf` and does not block
 
     def __init__(self, params: Any, defaults: dict[str, Any]):
@@ -92,7 +96,19 @@ class FusedOptimizer(Optimizer):
             )
         if group["rounding"] != "nearest" and torch.float16 in dtypes:
             raise ConfigError(f"rounding: {group['rounding']!r} does not take fp16 weights", "train bf16 weights")
+        self._check_trust(group)
         self._reset()
+
+    def _check_trust(self, group: dict[str, Any]) -> None:
+        if self.trust is None:
+            return
+        name = type(self).__name__
+        if group["offload"] and TRUSTS[self.trust].reads_states:
+            wrong = f"offload: {name} reads the state twice in a step, so it is not streamed"
+            raise ConfigError(wrong, "leave the state on the device, or take another optimizer")
+        if any(_local(weight) is not weight for weight in group["params"]):
+            wrong = f"{name} needs the norms of full parameters, and these are sharded"
+            raise ConfigError(wrong, "take an optimizer that treats elements separately, such as AdamW")
 
     def _reset(self) -> None:
         """Divide the parameters again in the next step."""
@@ -108,9 +124,8 @@ class FusedOptimizer(Optimizer):
         beta1, beta2 = group["betas"][:2]
         return {"beta1": beta1, "beta2": beta2, "eps": group.get("eps", 0.0)}
 
-    def _rate_factors(self, batch: _Batch) -> Tensor | None:
-        """fp32 [n]: factors of the step sizes of the batch's parameters; None: 1."""
-        return None
+    def _keep_squares(self, batch: _Batch, squares: Tensor) -> None:
+        """Keep the squared norms fp32 [n, 2] of the batch's parameters, from `scale_by_trust`."""
 
     def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
         """Options of a saved group that torch's and bitsandbytes' optimizers of this rule need to load it."""
@@ -386,9 +401,9 @@ class _Batch:
         self.upload(optimizer)
         factor, found_inf = (each if each is None else each.to(self.device) for each in (factor, found_inf))
         prepare_step(self.settings, self.groups, self.steps, self.coefficients, optimizer.rule, factor, found_inf)
-        rates = optimizer._rate_factors(self)
-        if rates is not None:
-            self.coefficients[:, Coefficients._fields.index("rate")].mul_(rates)
+        if optimizer.trust is not None:
+            launches = [parameters for parameters, *_ in self.launches]
+            optimizer._keep_squares(self, scale_by_trust(self.coefficients, launches, optimizer.trust))
         for parameters, weights, host in self.launches:
             if host is None:
                 update_parameters(self.coefficients, self.steps, parameters, found_inf)
@@ -462,7 +477,11 @@ def elements_per_entry(key: str, value: Any, elements: int) -> int:
     """
     if not isinstance(value, Tensor) or key.startswith("qmap"):
         return 0
-    each = STORAGES["dynamic8"].block if key.startswith("absmax") else 1
+    each = 1
+    if key.startswith("absmax"):
+        each = STORAGES["dynamic8"].block
+    elif key.endswith("::scales"):
+        each = STORAGES["companded8"].block  # the other storages with scales of their own are not sharded
     return each if value.dim() and value.numel() == -(-elements // each) else 0
 
 
@@ -530,6 +549,23 @@ class AdamW(FusedOptimizer):
         super().__init__(params, numbers | options)
 
 
+class LAMB(AdamW):
+    """LAMB (arXiv:1904.00962): AdamW whose step, weight decay included, has the norm lr·‖weight‖ for each parameter."""
+
+    trust = "lamb"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        **options: Any,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
 class AdEMAMix(FusedOptimizer):
     """AdEMAMix (arXiv:2409.03137): Adam with a second, slower first moment.
 
@@ -591,6 +627,26 @@ class SGD(FusedOptimizer):
     def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
         own = {"dampening": 0.0, "nesterov": False, "betas": (group["momentum"], 0.0)}
         return super()._foreign(group) | own
+
+
+class LARS(SGD):
+    """LARS (arXiv:1708.03888): SGD with momentum of gradients scaled to `trust_coefficient`·‖weight‖ per parameter."""
+
+    trust = "lars"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+        **options: Any,
+    ):
+        super().__init__(params, lr, momentum, weight_decay, trust_coefficient=trust_coefficient, **options)
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return super()._settings(group) | {"alpha": group["trust_coefficient"]}
 
 
 class RMSprop(FusedOptimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,8 @@ class Settings(Protocol):
     @property
     def optim_args(self) -> Mapping[str, Any] | None: ...
     @property
+    def optim_bits(self) -> int | Mapping[str, int] | None: ...
+    @property
     def optim_target_modules(self) -> str | list[str] | None: ...
     @property
     def learning_rate(self) -> float: ...
@@ -40,6 +43,12 @@ class Settings(Protocol):
     def adam_beta1(self) -> float: ...
     @property
     def adam_beta2(self) -> float: ...
+    @property
+    def lr_scheduler_type(self) -> str: ...
+    @property
+    def warmup_steps(self) -> float: ...
+    @property
+    def max_steps(self) -> int: ...
     @property
     def seed(self) -> int: ...
     @property
@@ -107,6 +116,26 @@ def _lora_plus_groups(
         {"params": members[name], "weight_decay": 0.0 if name == "bare_B" else decay, "lr": rates[name]}
         for name in members
     ]
+
+
+def matched(name: str, patterns: Mapping[str, str]) -> str | None:
+    """Return the value of the last pattern (`*`, `?`, as in a shell) that matches a parameter's name, or None."""
+    return next((patterns[pattern] for pattern in reversed([*patterns]) if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def matched_groups(model: nn.Module, groups: list[dict[str, Any]], patterns: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Divide each group by the storage that the last matching pattern gives a parameter.
+
+    Each group becomes one without the key `storage`, and one for each storage in `patterns`. Groups may be empty, so
+    that all stages of a pipeline have the same number.
+    """
+    names = {id(parameter): name for name, parameter in trained_parameters(model).items()}
+    found = []
+    for storage in (None, *dict.fromkeys(patterns.values())):
+        for group in groups:
+            own = [each for each in group["params"] if matched(names[id(each)], patterns) == storage]
+            found.append({**group, "params": own} | ({} if storage is None else {"storage": storage}))
+    return found
 
 
 def embedding_weights(model: nn.Module) -> list[Tensor]:

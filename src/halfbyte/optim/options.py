@@ -16,6 +16,7 @@ class Option:
 
     Attributes:
         default: value of the option if it is not given; its type is the option's type. None: an optional integer.
+        optional: `default` gives the type only; an option that is not given is None.
         choices: allowed values; empty: any.
         above, least, most: limits of a number; `above` excludes its bound.
     """
@@ -25,6 +26,7 @@ class Option:
     above: float | None = None
     least: float | None = None
     most: float | None = None
+    optional: bool = False
 
     def accepts(self, value: Any) -> bool:
         """Return whether `value` has the option's type and is within its limits."""
@@ -78,6 +80,87 @@ def option_values(declared: Mapping[str, Option], given: Mapping[str, Any] | Non
     """Return the value of every declared option, with numbers as floats where the default is one."""
     found: dict[str, Any] = {}
     for name, option in declared.items():
-        value = (given or {}).get(name, option.default)
-        found[name] = float(value) if isinstance(option.default, float) else value
+        value = (given or {}).get(name, None if option.optional else option.default)
+        found[name] = float(value) if isinstance(option.default, float) and value is not None else value
     return found
+
+
+# --- options of the rows, by the names and with the defaults of transformers, q-galore-torch and LLaMA-Factory -------
+
+SGD_OPTIONS = {"momentum": Option(0.0, least=0), "dampening": Option(0.0), "nesterov": Option(False)}
+ADAGRAD_OPTIONS = {"lr_decay": Option(0.0, least=0), "eps": Option(1e-10, least=0)}
+RMSPROP_OPTIONS = {
+    "momentum": Option(0.0, least=0), "alpha": Option(0.99, least=0), "eps": Option(1e-8, least=0),
+    "centered": Option(False),
+}  # fmt: skip
+LAMB_OPTIONS = {"eps": Option(1e-6, least=0)}
+LARS_OPTIONS = {"momentum": Option(0.9, least=0, most=1), "trust_coefficient": Option(1e-3, above=0)}
+ADEMAMIX_OPTIONS = {
+    "beta3": Option(0.9999, least=0, most=1), "alpha": Option(5.0), "eps": Option(1e-8, least=0),
+    "t_alpha": Option(None, least=1), "t_beta3": Option(None, least=1),
+}  # fmt: skip
+PROJECTION_OPTIONS = {
+    "rank": Option(128, least=1),
+    "update_proj_gap": Option(200, least=1),
+    "scale": Option(0.25, above=0),
+    "proj_type": Option("std", ("std", "reverse_std", "right", "left", "full")),
+}
+Q_GALORE_OPTIONS = PROJECTION_OPTIONS | {
+    "quant_n_bit": Option(4, choices=(4, 8)),
+    "quant_group_size": Option(256, least=1),
+    "cos_threshold": Option(0.4, least=-1, most=1),
+    "gamma_proj": Option(2.0, least=1),
+    "queue_size": Option(5, least=1),
+}
+APOLLO_OPTIONS = {
+    "rank": Option(128, least=1),
+    "update_proj_gap": Option(200, least=1),
+    "scale": Option(1.0, above=0),
+    "proj": Option("random", ("random", "svd")),
+    "proj_type": Option("std", ("std", "reverse_std", "right", "left")),
+    "scale_type": Option("channel", ("channel", "tensor")),
+}
+APOLLO_MINI_OPTIONS = APOLLO_OPTIONS | {
+    "rank": Option(1, least=1), "scale": Option(128.0, above=0), "scale_type": Option("tensor", ("channel", "tensor")),
+}  # fmt: skip
+LOW_RANK_NAMES = {"scale_type": "scaling", "quant_n_bit": "bits", "quant_group_size": "group"}
+BADAM_OPTIONS = {
+    "badam_mode": Option("layer", ("layer", "ratio")),
+    "badam_switch_mode": Option("ascending", ("ascending", "descending", "random", "fixed")),
+    "badam_switch_interval": Option(50, least=1),
+    "badam_start_block": Option(None, least=0),
+    "badam_update_ratio": Option(0.05, above=0, most=1),
+    "badam_mask_mode": Option("adjacent", ("adjacent", "scatter")),
+}
+SCHEDULE_FREE_OPTIONS = {"weight_lr_power": Option(2.0, least=0), "r": Option(0.0, least=0)}
+TORCHAO_OPTIONS = {"block_size": Option(256, least=1), "bf16_stochastic_round": Option(False)}
+GROKADAMW_OPTIONS = {
+    "alpha_init": Option(0.98, least=0, most=1), "lamb": Option(2.0), "gamma": Option(0.1),
+    "grokking_signal_decay_rate": Option(0.1), "gradient_clipping": Option(1.0, least=0),
+}  # fmt: skip
+STABLE_ADAMW_OPTIONS = {
+    "decouple_lr": Option(False), "max_lr": Option(1.0, above=0, optional=True),
+    "kahan_sum": Option(True, optional=True),
+}  # fmt: skip
+ANY_PRECISION_OPTIONS = {"use_kahan_summation": Option(False)} | {
+    key: Option(default, ("float32", "bfloat16", "float16"))
+    for key, default in (
+        ("momentum_dtype", "float32"), ("variance_dtype", "float32"), ("compensation_buffer_dtype", "bfloat16")
+    )
+}  # fmt: skip
+
+# Storages of the state that the rule of each class of `fused` takes; see `ops.optimizer.RULES`.
+BASIC = ("fp32", "bf16", "dynamic8")
+STORAGES = {
+    "AdamW": (*BASIC, "companded8", "dynamic4", "e4m3"), "LAMB": (*BASIC, "companded8", "dynamic4", "e4m3"),
+    "AdEMAMix": BASIC, "Lion": (*BASIC, "companded8"), "LARS": (*BASIC, "companded8"), "RMSprop": BASIC,
+}  # fmt: skip
+STORAGE_OF_BITS = {4: "dynamic4", 8: "dynamic8", 16: "bf16", 32: "fp32"}  # storage by `optim_bits`
+SLICED = {"fp32": 1, "weight": 1, "bf16": 1, "dynamic8": 256, "companded8": 256}  # storage → where `shard` may cut
+
+
+def fused_options(kind: str, storage: str) -> dict[str, Option]:
+    """Return the options that all rows of `fused` have, with the default `storage` of the state."""
+    choices = (*(() if storage in STORAGES[kind] else (storage,)), *STORAGES[kind])
+    roundings = ("nearest", "stochastic", "correction8", "correction16")
+    return {"storage": Option(storage, choices), "rounding": Option("nearest", roundings)}

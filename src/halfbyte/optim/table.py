@@ -5,12 +5,57 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..utils.notices import notice
-from .groups import Settings, embedding_weights, parameter_groups, target_matrices, trained_parameters
-from .options import Option, option_values
+from .groups import (
+    Settings,
+    embedding_weights,
+    matched,
+    matched_groups,
+    parameter_groups,
+    target_matrices,
+    trained_parameters,
+)
+from .options import (
+    ADAGRAD_OPTIONS,
+    ADEMAMIX_OPTIONS,
+    ANY_PRECISION_OPTIONS,
+    APOLLO_MINI_OPTIONS,
+    APOLLO_OPTIONS,
+    BADAM_OPTIONS,
+    GROKADAMW_OPTIONS,
+    LAMB_OPTIONS,
+    LARS_OPTIONS,
+    LOW_RANK_NAMES,
+    PROJECTION_OPTIONS,
+    Q_GALORE_OPTIONS,
+    RMSPROP_OPTIONS,
+    SCHEDULE_FREE_OPTIONS,
+    SGD_OPTIONS,
+    SLICED,
+    STABLE_ADAMW_OPTIONS,
+    STORAGE_OF_BITS,
+    TORCHAO_OPTIONS,
+    Option,
+    fused_options,
+    option_values,
+)
+from .packages import (
+    adalomo_bytes,
+    any_precision_copies,
+    copies_bytes,
+    lomo_gradient_bytes,
+    make_any_precision,
+    make_grokadamw,
+    make_lomo,
+    make_schedule_free,
+    make_stable_adamw,
+    make_torchao,
+    stable_adamw_copies,
+    torchao_bytes,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +64,7 @@ if TYPE_CHECKING:
     from .badam import Blocks
     from .low_rank import LowRank
 
-BLOCK = 256  # elements of an 8-bit state with one float32 scale
+WITHOUT_SCALES = ("weight", "fp32", "bf16")  # storages that small parameters and embeddings have too
 FEWEST_IN_8_BITS = 4096  # elements; bitsandbytes stores the states of smaller parameters in 32 bits
 
 
@@ -45,7 +90,11 @@ class Optimizer:
         scratch: whether a step on an accelerator allocates temporary memory of the size of the trained parameters.
         block: elements that a step treats together, so that it can step slices of parameters that are cut at multiples
             of it; 0: whole parameters.
-        package: required extra package, or None.
+        block_by: settings → `block`, if options change it.
+        has_modes: whether the optimizer trains other weights than those to evaluate and save, so that it has `train()`
+            and `eval()`, which exchange them in place.
+        package: module of a required extra package, or None.
+        requirement: what `pip install` takes for it.
     """
 
     make: Callable[[nn.Module, Settings], torch.optim.Optimizer]
@@ -59,12 +108,19 @@ class Optimizer:
     host_bytes: Callable[[nn.Module, Settings], int] | None = None
     scratch: bool = False
     block: int = 0
+    block_by: Callable[[Settings], int] | None = None
+    has_modes: bool = False
     package: str | None = None
+    requirement: str | None = None
 
     @property
     def elementwise(self) -> bool:
-        """Whether a step treats each element separately."""
+        """Whether a step treats each element separately, without options that change it."""
         return self.block == 1
+
+    def block_of(self, settings: Settings) -> int:
+        """Return `block` with the options of a run."""
+        return self.block_by(settings) if self.block_by else self.block
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -135,53 +191,78 @@ def _with_fp32_state(groups: list[dict[str, Any]], parameters: list[Tensor]) -> 
 
 
 def _fused(
-    kind: str, bits: int | None = 32, offload: bool = False, options: Mapping[str, Option] | None = None
+    kind: str, storage: str = "fp32", offload: bool = False, options: Mapping[str, Option] | None = None
 ) -> Optimizer:
     """An optimizer of `fused` with state on the device or in host memory.
 
     Args:
-        bits: of the state, 8 (embeddings: 32) or 32; None: 16 for bf16 weights as in torch, otherwise 32.
+        storage: of the state without the option `storage` or `optim_bits`; "weight": bf16 for bf16 weights as in torch,
+            otherwise fp32.
     """
-    declared = options or {}
+    declared = fused_options(kind, storage) | dict(options or {})
+
+    def storages(settings: Settings) -> tuple[str, dict[str, str]]:
+        """Storage of the state, and of the state of parameters by pattern."""
+        bits = settings.optim_bits
+        if isinstance(bits, int):
+            return STORAGE_OF_BITS[bits], {}
+        given: str = option_values(declared, settings.optim_args)["storage"]
+        return given, {pattern: STORAGE_OF_BITS[each] for pattern, each in (bits or {}).items()}
 
     def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         from . import fused
 
         given = option_values(declared, settings.optim_args)
-        storage = {8: "dynamic8", 32: "fp32", None: "weight"}[bits]
-        keywords: dict[str, Any] = {"lr": settings.learning_rate, "storage": storage, "offload": offload}
-        if kind != "RMSprop":
+        given["storage"], patterns = storages(settings)
+        keywords: dict[str, Any] = {"lr": settings.learning_rate, "offload": offload}
+        if kind not in ("RMSprop", "LARS"):
             betas = [settings.adam_beta1, settings.adam_beta2]
             betas += [given.pop("beta3")] if kind == "AdEMAMix" else []
             keywords["betas"] = tuple(betas)
-        groups = _with_fp32_state(parameter_groups(model, settings), embedding_weights(model))
+        groups = matched_groups(model, parameter_groups(model, settings), patterns)
+        if given["storage"] not in WITHOUT_SCALES:
+            unmatched = [group for group in groups if "storage" not in group]
+            rest = [group for group in groups if "storage" in group]
+            groups = _with_fp32_state(unmatched, embedding_weights(model)) + rest
         keywords["min_quantized"] = FEWEST_IN_8_BITS
         made: torch.optim.Optimizer = getattr(fused, kind)(groups, **keywords, **given)
         return made
 
     def total(model: nn.Module, settings: Settings) -> int:
         from ..ops.optimizer import RULES
+        from ..ops.optimizer_state import STORAGES
         from . import fused
 
         copies = len(RULES[getattr(fused, kind).rule].states)
-        in_32_bits = {id(parameter) for parameter in embedding_weights(model)}
+        base, patterns = storages(settings)
+        correction = fused.CORRECTIONS.get(option_values(declared, settings.optim_args)["rounding"])
+        in_fp32 = {id(parameter) for parameter in embedding_weights(model)}
 
-        def bits_of(parameter: Tensor) -> int:
-            if bits is None:
-                return 16 if str(parameter.dtype) == "torch.bfloat16" else 32
-            return 32 if id(parameter) in in_32_bits else bits
+        def nbytes(name: str, parameter: Tensor) -> int:
+            elements, is_bf16 = parameter.numel(), str(parameter.dtype) == "torch.bfloat16"
+            chosen = matched(name, patterns) or base
+            if chosen == "weight":
+                chosen = "bf16" if is_bf16 else "fp32"
+            small = elements < FEWEST_IN_8_BITS or (id(parameter) in in_fp32 and not matched(name, patterns))
+            stored = STORAGES["fp32" if small and chosen not in WITHOUT_SCALES else chosen]
+            return copies * stored.nbytes(elements) + (correction.itemsize * elements if correction and is_bf16 else 0)
 
-        return sum(_moment_bytes(p.numel(), copies, bits_of(p)) for p in trained_parameters(model).values())
+        return sum(nbytes(name, parameter) for name, parameter in trained_parameters(model).items())
 
     def window(model: nn.Module, settings: Settings) -> int:
         from .offload import device_bytes
 
         return device_bytes(total(model, settings))
 
-    block = BLOCK if bits == 8 else 1
-    if offload:
-        return Optimizer(make, window, declared, guarded=True, host_bytes=total, block=block)
-    return Optimizer(make, total, declared, guarded=True, capturable=True, block=block)
+    def block(settings: Settings) -> int:
+        base, patterns = storages(settings)
+        cuts = {SLICED.get(each, 0) for each in (base, *patterns.values())}
+        return 0 if 0 in cuts else max(cuts)
+
+    row = Optimizer(make, total, declared, guarded=True, capturable=not offload)
+    if kind not in ("LAMB", "LARS"):  # a trust ratio needs the norms of full parameters
+        row = replace(row, block=SLICED[storage], block_by=block)
+    return replace(row, state_bytes=window, host_bytes=total) if offload else row
 
 
 # --- low-rank and block-wise optimizers ------------------------------------------------------------------------------
@@ -378,51 +459,26 @@ def _fused_parts(model: nn.Module) -> dict[Tensor, list[int]]:
     return parts
 
 
-# --- options, by the names and with the defaults of transformers, q-galore-torch and LLaMA-Factory -------------------
+def _schedule_free(kind: str, copies: int, version: str = "1.2.6") -> Optimizer:
+    options = SCHEDULE_FREE_OPTIONS
+    return Optimizer(
+        make_schedule_free(kind, options), copies_bytes(copies), options, scratch=True, has_modes=True,
+        package="schedulefree", requirement=f"schedulefree>={version}",
+    )  # fmt: skip
 
-SGD_OPTIONS = {"momentum": Option(0.0, least=0), "dampening": Option(0.0), "nesterov": Option(False)}
-ADAGRAD_OPTIONS = {"lr_decay": Option(0.0, least=0), "eps": Option(1e-10, least=0)}
-RMSPROP_OPTIONS = {
-    "momentum": Option(0.0, least=0), "alpha": Option(0.99, least=0), "eps": Option(1e-8, least=0),
-    "centered": Option(False),
-}  # fmt: skip
-ADEMAMIX_OPTIONS = {
-    "beta3": Option(0.9999, least=0, most=1), "alpha": Option(5.0), "eps": Option(1e-8, least=0),
-    "t_alpha": Option(None, least=1), "t_beta3": Option(None, least=1),
-}  # fmt: skip
-PROJECTION_OPTIONS = {
-    "rank": Option(128, least=1),
-    "update_proj_gap": Option(200, least=1),
-    "scale": Option(0.25, above=0),
-    "proj_type": Option("std", ("std", "reverse_std", "right", "left", "full")),
-}
-Q_GALORE_OPTIONS = PROJECTION_OPTIONS | {
-    "quant_n_bit": Option(4, choices=(4, 8)),
-    "quant_group_size": Option(256, least=1),
-    "cos_threshold": Option(0.4, least=-1, most=1),
-    "gamma_proj": Option(2.0, least=1),
-    "queue_size": Option(5, least=1),
-}
-APOLLO_OPTIONS = {
-    "rank": Option(128, least=1),
-    "update_proj_gap": Option(200, least=1),
-    "scale": Option(1.0, above=0),
-    "proj": Option("random", ("random", "svd")),
-    "proj_type": Option("std", ("std", "reverse_std", "right", "left")),
-    "scale_type": Option("channel", ("channel", "tensor")),
-}
-APOLLO_MINI_OPTIONS = APOLLO_OPTIONS | {
-    "rank": Option(1, least=1), "scale": Option(128.0, above=0), "scale_type": Option("tensor", ("channel", "tensor")),
-}  # fmt: skip
-LOW_RANK_NAMES = {"scale_type": "scaling", "quant_n_bit": "bits", "quant_group_size": "group"}
-BADAM_OPTIONS = {
-    "badam_mode": Option("layer", ("layer", "ratio")),
-    "badam_switch_mode": Option("ascending", ("ascending", "descending", "random", "fixed")),
-    "badam_switch_interval": Option(50, least=1),
-    "badam_start_block": Option(None, least=0),
-    "badam_update_ratio": Option(0.05, above=0, most=1),
-    "badam_mask_mode": Option("adjacent", ("adjacent", "scatter")),
-}
+
+def _torchao(bits: int) -> Optimizer:
+    return Optimizer(
+        make_torchao(f"AdamW{bits}bit", TORCHAO_OPTIONS), torchao_bytes(bits, TORCHAO_OPTIONS), TORCHAO_OPTIONS,
+        package="torchao", requirement="torchao>=0.11",
+    )  # fmt: skip
+
+
+def _lomo(kind: str, state_bytes: Callable[[nn.Module, Settings], int]) -> Optimizer:
+    return Optimizer(
+        make_lomo(kind), state_bytes, updates="backward", gradient_bytes=lomo_gradient_bytes,
+        package="lomo_optim", requirement="lomo-optim",
+    )  # fmt: skip
 
 
 def _rmsprop_copies(options: dict[str, Any]) -> int:
@@ -430,27 +486,29 @@ def _rmsprop_copies(options: dict[str, Any]) -> int:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": _fused("AdamW", bits=None),
+    "adamw": _fused("AdamW", "weight"),
     "adamw_torch": _torch("AdamW", 2, betas=True, capturable=True, scratch=True),
     "adamw_torch_fused": _torch("AdamW", 2, betas=True, fused=True, guarded=True, capturable=True),
     "adafactor": Optimizer(_make_adafactor, _adafactor_bytes),
     "sgd": _torch("SGD", lambda options: bool(options["momentum"]), options=SGD_OPTIONS),
     "adagrad": _torch("Adagrad", 1, scratch=True, options=ADAGRAD_OPTIONS),
     "rmsprop": _torch("RMSprop", _rmsprop_copies, capturable=True, scratch=True, options=RMSPROP_OPTIONS),
-    "adamw_8bit": _fused("AdamW", 8),
-    "adamw_bnb_8bit": _fused("AdamW", 8),
-    "paged_adamw_8bit": _fused("AdamW", 8, offload=True),
+    "adamw_8bit": _fused("AdamW", "dynamic8"),
+    "adamw_bnb_8bit": _fused("AdamW", "dynamic8"),
+    "paged_adamw_8bit": _fused("AdamW", "dynamic8", offload=True),
     "paged_adamw_32bit": _fused("AdamW", offload=True),
     "ademamix": _fused("AdEMAMix", options=ADEMAMIX_OPTIONS),
-    "ademamix_8bit": _fused("AdEMAMix", 8, options=ADEMAMIX_OPTIONS),
-    "paged_ademamix_8bit": _fused("AdEMAMix", 8, offload=True, options=ADEMAMIX_OPTIONS),
+    "ademamix_8bit": _fused("AdEMAMix", "dynamic8", options=ADEMAMIX_OPTIONS),
+    "paged_ademamix_8bit": _fused("AdEMAMix", "dynamic8", offload=True, options=ADEMAMIX_OPTIONS),
     "paged_ademamix_32bit": _fused("AdEMAMix", offload=True, options=ADEMAMIX_OPTIONS),
-    "lion_8bit": _fused("Lion", 8),
+    "lion_8bit": _fused("Lion", "dynamic8"),
     "lion_32bit": _fused("Lion"),
-    "paged_lion_8bit": _fused("Lion", 8, offload=True),
+    "paged_lion_8bit": _fused("Lion", "dynamic8", offload=True),
     "paged_lion_32bit": _fused("Lion", offload=True),
+    "lamb": _fused("LAMB", options=LAMB_OPTIONS),
+    "lars": _fused("LARS", options=LARS_OPTIONS),
     "rmsprop_bnb": _fused("RMSprop"),
-    "rmsprop_bnb_8bit": _fused("RMSprop", 8),
+    "rmsprop_bnb_8bit": _fused("RMSprop", "dynamic8"),
     "rmsprop_bnb_32bit": _fused("RMSprop"),
     "muon": _muon(32),
     "muon_8bit": _muon(8),
@@ -463,4 +521,24 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "apollo_adamw_layerwise": _low_rank(APOLLO_OPTIONS, layerwise=True),
     "apollo_mini": _low_rank(APOLLO_MINI_OPTIONS),
     "badam": _badam(),
-}
+    "schedule_free_radam": _schedule_free("RAdam", 2, "1.4.0"),
+    "schedule_free_adamw": _schedule_free("AdamW", 2),
+    "schedule_free_sgd": _schedule_free("SGD", 1),
+    "lomo": _lomo("Lomo", copies_bytes(0)),
+    "adalomo": _lomo("AdaLomo", adalomo_bytes),
+    "grokadamw": Optimizer(
+        make_grokadamw(GROKADAMW_OPTIONS), copies_bytes(3), GROKADAMW_OPTIONS, package="grokadamw",
+        requirement="grokadamw==0.1.2",
+    ),
+    "stable_adamw": Optimizer(
+        make_stable_adamw(STABLE_ADAMW_OPTIONS), copies_bytes(stable_adamw_copies(STABLE_ADAMW_OPTIONS)),
+        STABLE_ADAMW_OPTIONS, scratch=True, package="optimi", requirement="torch-optimi",
+    ),
+    "adamw_torch_8bit": _torchao(8),
+    "adamw_torch_4bit": _torchao(4),
+    "adamw_anyprecision": Optimizer(
+        make_any_precision(ANY_PRECISION_OPTIONS), copies_bytes(any_precision_copies(ANY_PRECISION_OPTIONS)),
+        ANY_PRECISION_OPTIONS, scratch=True, package="torchdistx",
+        requirement="git+https://github.com/pytorch/torchdistx",
+    ),
+}  # fmt: skip

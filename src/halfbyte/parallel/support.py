@@ -99,7 +99,7 @@ def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
         return Reason("recipe", problem, "set recipe: bf16")
     if reason := _unsupported_optimizer(layout, keys):
         return reason
-    if tensor and not OPTIMIZERS[keys.optim].elementwise:
+    if tensor and OPTIMIZERS[keys.optim].block_of(keys) != 1:
         known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
         problem = f"parallel: {{tensor: {layout.tensor}}}: optim {keys.optim} cannot step slices of a parameter"
         return Reason("optim", problem, f"use one of {known}")

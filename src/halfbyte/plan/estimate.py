@@ -176,7 +176,7 @@ class _Planner:
         # Bytes of gradients of an optimizer that does not hold all of them until the step; None: all are held.
         self.few_gradients = row.gradient_bytes and row.gradient_bytes(shapes.model, self.config)
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused optimizers copy all parameters
-        self.slices = optimizer_shards(layout, row.block if shapes.dtype != torch.float16 else 0)
+        self.slices = optimizer_shards(layout, row.block_of(self.config) if shapes.dtype != torch.float16 else 0)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
         captures = graphs and row.updates == "all" and {*layout.axes} <= CAPTURED and not self._reduces_in_backward
         captures = captures and not experts.layers

@@ -197,7 +197,7 @@ class TrainingLoop:
             self.log.window = Window.of_dict(state["window"])
             self._evaluation_pending = state.get("owes_evaluation", False)
         self.optimizer = make_optimizer(self.model, self.config)
-        block = self.optimizer_row.block if self.scaler is None else 0
+        block = self.optimizer_row.block_of(self.config) if self.scaler is None else 0
         static_gradients = (
             self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
         )
@@ -243,6 +243,7 @@ class TrainingLoop:
             self._evaluate_and_save()
             self._stop_if_requested()
             epoch, done, checkpoint = epoch + 1, 0, None
+        self._set_optimizer_mode(training=False)
         steps = self.state.global_step - first
         rows = steps * self._micro_batches_per_step * self.config.per_device_train_batch_size
         summary = {"total_flos": 0, "train_loss": self.log.mean_losses / max(steps, 1)}
@@ -309,6 +310,7 @@ class TrainingLoop:
         divisor = self.guards.check_count(number, counts[self.loss_count], len(taken) * self.ways)
         if not self.model.training:  # after an evaluation; `train()` walks all modules
             self.model.train()
+        self._set_optimizer_mode(training=True)
         count = torch.full((), divisor, device=self.device)  # a kernel launch; a copy from the host could block
         taken = self.look_ahead.add_numbers(taken, counts)
         before = random_states() if len(taken) > 1 else None
@@ -327,7 +329,7 @@ class TrainingLoop:
 
     def _update_weights(self) -> float:
         """Step the optimizer and the schedule; return the learning rate of this step."""
-        rate = self.schedule.get_last_lr()[0]
+        rate = float(self.schedule.get_last_lr()[0])  # torchao's is a tensor on the CPU
         self.update.step()
         self.callbacks("on_optimizer_step")
         # If the scaler skips a step, the schedule does not count it. A fused optimizer skips it on the device, where
@@ -359,6 +361,15 @@ class TrainingLoop:
             self._save()
             self.callbacks("on_save")
 
+    def _set_optimizer_mode(self, training: bool) -> None:
+        """Exchange the weights that a schedule-free optimizer trains with those that it evaluates and saves, in place.
+
+        Steps need the former. After an evaluation or a checkpoint the latter stay until the next step, so that a run
+        resumed from the checkpoint computes the same.
+        """
+        if self.optimizer_row.has_modes and self.optimizer is not None:
+            (self.optimizer.train if training else self.optimizer.eval)()
+
     # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
@@ -369,6 +380,7 @@ class TrainingLoop:
         """
         assert self.held_out is not None
         self.log.read()
+        self._set_optimizer_mode(training=False)
         began, size = time.time(), self.args.per_device_eval_batch_size
         rows, answers = self.held_out, self.rollouts
         numbers = answers.evaluate(rows, self.callbacks) if answers else self._held_out_numbers(rows, size)
@@ -408,6 +420,7 @@ class TrainingLoop:
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
+        self._set_optimizer_mode(training=False)
         states = self.mesh.gather(random or random_states())
         with full_parameters(self.trained, self.optimizer):
             split = self.pipeline_state

@@ -6,6 +6,7 @@ configurations, and report the same errors. Functions named `check_<thing>` rais
 
 from __future__ import annotations
 
+import fnmatch
 import time
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -34,7 +35,7 @@ from ..modeling.architectures import check_token_ids
 from ..modeling.projections import check_recipe, configured_recipe
 from ..modeling.routers import check_balancing
 from ..modeling.tiny_model import check_positions
-from ..optim import OPTIMIZERS, make_optimizer, target_matrices
+from ..optim import OPTIMIZERS, make_optimizer, target_matrices, trained_parameters
 from ..parallel.context.model import check_context_parallel
 from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
 from ..parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
@@ -60,7 +61,7 @@ from ..utils.files import check_space
 from ..utils.hardware import chosen_device, free_bytes, free_cached_memory, limit_primitive_caches
 from ..utils.notices import notice
 from ..utils.terminal import print_data, print_header, print_memory, print_processes, size
-from ..utils.text import one_line
+from ..utils.text import brief, one_line
 from . import samples
 from .callbacks import check_dtype, total_steps, training_arguments
 
@@ -172,6 +173,7 @@ def prepare_run(
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
     check_targets(config, shapes.model)
+    check_bits(config, shapes.model)
     check_host_state(config, shapes.model, machine.device)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
@@ -246,9 +248,10 @@ def _read_data(
 def _notice_unsharded_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:
     """Give a notice if the optimizer's state cannot be sharded although the frozen weights are."""
     scaled, row = machine.compute_dtype == torch.float16, OPTIMIZERS[config.optim]
-    if optimizer_shards(layout, 1) == optimizer_shards(layout, 0 if scaled else row.block):
+    block = row.block_of(config)
+    if optimizer_shards(layout, 1) == optimizer_shards(layout, 0 if scaled else block):
         return
-    if row.block:
+    if block:
         why, instead = "dtype: float16 scales the loss", "dtype: bfloat16 shards it"
     else:
         known = ", ".join(name for name, other in OPTIMIZERS.items() if other.block)
@@ -454,10 +457,10 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
     Raises:
         ConfigError: it cannot be created, or does not run on `device`.
     """
-    package = OPTIMIZERS[config.optim].package
-    if package is not None and find_spec(package) is None:
-        wrong = f"optim: {config.optim} needs the package {package}, which is not installed"
-        raise ConfigError(wrong, f"pip install {package}, or set optim: adamw_torch_fused")
+    row = OPTIMIZERS[config.optim]
+    if row.package is not None and find_spec(row.package) is None:
+        wrong = f"optim: {config.optim} needs the package {row.package}, which is not installed"
+        raise ConfigError(wrong, f"pip install '{row.requirement or row.package}', or set optim: adamw")
     dtype = getattr(torch, config.adapter_dtype) if config.use_peft else torch.float32
     try:
         layer = torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=device, dtype=dtype)
@@ -465,9 +468,12 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
         layer.weight.grad = torch.ones_like(layer.weight)
         optimizer = make_optimizer(layer, config)
         optimizer.step()
+    except ConfigError:
+        raise
     except Exception as error:  # any error of the optimizer's library
+        install = f"pip install '{row.requirement}', or " if row.requirement else ""
         raise ConfigError(
-            f"optim: {config.optim} does not run on {device}: {_first_line(error)}", "set optim: adamw_torch_fused"
+            f"optim: {config.optim} does not run on {device}: {_first_line(error)}", f"{install}set optim: adamw"
         ) from error
     return optimizer
 
@@ -493,6 +499,19 @@ def check_targets(config: RunConfig, model: nn.Module) -> None:
     if OPTIMIZERS[config.optim].takes_targets and not target_matrices(model, targets):
         wrong = f"optim_target_modules: {targets or 'all-linear'} selects no linear layer whose weight is trained"
         raise ConfigError(wrong, "name trained linear layers, or use another optim")
+
+
+def check_bits(config: RunConfig, model: nn.Module) -> None:
+    """Check that each pattern of `optim_bits` matches a parameter.
+
+    Raises:
+        ConfigError: it matches no trained parameter.
+    """
+    names = trained_parameters(model)
+    for pattern in config.optim_bits if isinstance(config.optim_bits, dict) else ():
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            wrong = f"optim_bits: {brief(pattern)} matches no trained parameter"
+            raise ConfigError(wrong, f"match names such as {min(names)}, or remove it")
 
 
 def check_host_state(config: RunConfig, model: nn.Module, device: torch.device) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.codebooks import dynamic_map
-from ...ops.optimizer import RULES, Coefficients
 from ...ops.optimizer_state import STORAGES, Storage
 from ...optim.fused import WRAPPED, FusedOptimizer, to_bitsandbytes
 
@@ -29,7 +28,7 @@ RULE_OF = {
     "lamb": "adamw",
     "lars": "momentum",
 }
-CLIPPED = ("lamb", "lars")  # whose update's norm is clipped to `max_unorm` times the weight's
+CLIPPED = ("lamb", "lars")  # optimizers whose update's norm is at most `max_unorm` times the weight's norm
 
 
 class MockArgs(SimpleNamespace):
@@ -230,22 +229,9 @@ class Optimizer8bit(FusedOptimizer):
     def to_gpu(self) -> None:
         """Nothing: state is created where its parameter is."""
 
-    def _rate_factors(self, batch: Any) -> Tensor | None:
-        """Factors of the parameters' step sizes by which LAMB and LARS clip updates; see `CLIPPED`."""
-        if self.args.optimizer_name not in CLIPPED or self.args.optim_bits == 8 or self.args.max_unorm <= 0:
-            return None
-        rule, factors = RULES[self.rule], []
-        for weight, state, row in zip(batch.weights, batch.states, batch.coefficients, strict=True):
-            c = Coefficients(*row.unbind())
-            p, g = weight.detach().float().flatten(), weight.grad.float().flatten() * c.scale
-            states = [state[name].flatten() for name in rule.states]
-            if not rule.decoupled:
-                g = g + c.decay * p
-            step, _ = rule.update(torch.zeros_like(p), g, states, c._replace(rate=c.first, decay=0.0))
-            norm, most = step.norm(), self.args.max_unorm * p.norm()
-            state["unorm_vec"] = norm.square().reshape(1)
-            factors.append(torch.where(norm > most, most / norm, torch.ones_like(norm)))
-        return torch.stack(factors)
+    def _keep_squares(self, batch: Any, squares: Tensor) -> None:
+        for state, row in zip(batch.states, squares, strict=True):
+            state["unorm_vec"] = row[1:]
 
     def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
         betas = group["betas"]
@@ -253,6 +239,8 @@ class Optimizer8bit(FusedOptimizer):
         if self.rule == "ademamix":
             schedule = {key: group[key] or 0 for key in ("t_alpha", "t_beta3")}
             found |= {"beta3": betas[2], "alpha": group["alpha"]} | schedule
+        if self.trust == "clip":
+            found["alpha"] = self.args.max_unorm
         return found
 
     def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -302,6 +290,8 @@ class Optimizer2State(Optimizer8bit):
         self.args = args if args is not None else MockArgs(own | {"skip_zeros": skip_zeros})
         self.args.optimizer_name = self.optimizer_name = optimizer_name
         self.rule = RULE_OF[optimizer_name]  # type: ignore[misc]
+        if optimizer_name in CLIPPED and self.args.optim_bits != 8 and self.args.max_unorm > 0:
+            self.trust = "clip"  # type: ignore[misc]
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
         super().__init__(params, defaults, optim_bits, is_paged)

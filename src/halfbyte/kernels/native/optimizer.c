@@ -14,6 +14,7 @@
 
 enum { ADAMW, ADEMAMIX, LION, MOMENTUM, RMSPROP, ADAGRAD };
 enum { STATE_FP32, STATE_BF16, DYNAMIC8, COMPANDED8, DYNAMIC4, E4M3 };
+enum { NO_TRUST, LAMB, LARS, CLIP }; /* ops.optimizer.TRUSTS */
 enum { NEAREST, STOCHASTIC, CORRECTION8, CORRECTION16 };
 enum { TILE = 512, GRAIN = 32, LARGEST_BLOCK = 256 };
 
@@ -43,7 +44,8 @@ typedef struct {
     const float *steps;
     code_table tables[2]; /* unsigned, signed */
     int64_t tiles;
-    int32_t rule, storage, rounding, weight, gradient, threads;
+    double *squares; /* [tiles, 2], written if there is a trust ratio, in place of an update */
+    int32_t rule, storage, rounding, weight, gradient, threads, trust;
 } update_job;
 
 /* Rules: p, g and the states are fp32 [n]. */
@@ -364,13 +366,55 @@ static void update_tile(const update_job *job, const parameter *entry, int64_t s
     if (job->weight != FP32) narrow(entry->weight, p, start, n, job->weight);
 }
 
+static double sum_of_squares(const float *x, int n) {
+    double sums[8] = {0};
+    for (int i = 0; i < n; i++) sums[i % 8] += (double)x[i] * x[i];
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+/* Squares of the weights of a tile, and of what the trust ratio compares with them: ops.optimizer.scale_by_trust. */
+static void square_tile(const update_job *job, const parameter *entry, int64_t start, double *out) {
+    float p[TILE], g[TILE], moved[TILE], s[2][TILE];
+    int n = entry->elements - start < TILE ? (int)(entry->elements - start) : TILE;
+    coefficients c = job->coefficients[entry->row], step = c;
+    const int many = job->rule == ADAMW ? 2 : 1;
+    if (job->weight == FP32) memcpy(p, (const float *)entry->weight + start, (size_t)n * 4);
+    else widen(p, entry->weight, start, n, job->weight);
+    if (job->gradient == FP32) memcpy(g, (const float *)entry->gradient + start, (size_t)n * 4);
+    else widen(g, entry->gradient, start, n, job->gradient);
+    if (job->rounding >= CORRECTION8) add_correction(p, entry->correction, start, n, job->rounding);
+    for (int i = 0; i < n; i++) g[i] *= c.scale;
+    out[0] = sum_of_squares(p, n);
+    if (job->trust == LARS) {
+        out[1] = sum_of_squares(g, n);
+        return;
+    }
+    for (int i = 0; i < many; i++) {
+        if (job->storage == STATE_FP32) memcpy(s[i], (const float *)entry->states[i].codes + start, (size_t)n * 4);
+        else decode(job, entry->states[i], start, n, s[i], many == 1 || i < many - 1);
+    }
+    memset(moved, 0, sizeof moved);
+    step.scale = 1, step.decay = 0, step.rate = job->trust == LAMB ? c.rate : c.first;
+    if (job->rule == ADAMW) {
+        adamw(moved, g, s[0], s[1], step, n);
+    } else {
+        for (int i = 0; i < n; i++) g[i] += c.decay * p[i];
+        momentum(moved, g, s[0], step, n);
+    }
+    if (job->trust == LAMB)
+        for (int i = 0; i < n; i++) moved[i] = c.decay * p[i] - moved[i];
+    out[1] = sum_of_squares(moved, n);
+}
+
 static void update_tiles(const void *given, int64_t first, int64_t last) {
     const update_job *job = given;
     int64_t number = 0, start = 0;
     while (job->ends[number] <= first) start = job->ends[number++];
     for (int64_t tile = first; tile < last; tile++) {
         while (job->ends[number] <= tile) start = job->ends[number++];
-        update_tile(job, job->parameters + number, (tile - start) * TILE);
+        const parameter *entry = job->parameters + number;
+        if (job->trust) square_tile(job, entry, (tile - start) * TILE, job->squares + 2 * tile);
+        else update_tile(job, entry, (tile - start) * TILE);
     }
 }
 

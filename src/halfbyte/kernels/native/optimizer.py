@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops import optimizer as reference
-from ...ops.optimizer import ROUNDINGS, RULES, Parameters
+from ...ops.optimizer import ROUNDINGS, RULES, TRUSTS, Parameters
 from ...ops.optimizer_state import STORAGES, Storage, middles
 from ...utils.errors import ModelError
 from ..operands import bump_versions
@@ -37,7 +38,8 @@ class _Job(ctypes.Structure):
         *[(name, _pointer) for name in ("parameters", "ends", "coefficients", "steps")],
         ("tables", _CodeTable * 2),
         ("tiles", ctypes.c_int64),
-        *[(name, ctypes.c_int32) for name in ("rule", "storage", "rounding", "weight", "gradient", "threads")],
+        ("squares", _pointer),
+        *[(name, ctypes.c_int32) for name in ("rule", "storage", "rounding", "weight", "gradient", "threads", "trust")],
     )
 
 
@@ -109,14 +111,46 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
     if not parameters.weights or (found_inf is not None and float(found_inf) != 0):
         return
     coefficients, steps = coefficients.contiguous(), steps.contiguous()
-    launch = parameters.launch.get("native")
+    job = _launch_of(parameters).job
+    job.coefficients, job.steps, job.threads = coefficients.data_ptr(), steps.data_ptr(), torch.get_num_threads()
+    job.trust = 0
+    _lib.halfbyte_update_parameters(ctypes.byref(job))
+    bump_versions(*parameters.weights)
+
+
+def trust_obstacle(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> str | None:
+    return next((why for some in parameters if (why := obstacle(coefficients, coefficients, some))), None)
+
+
+@reference.scale_by_trust.kernel("cpu", unless=trust_obstacle)
+def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> Tensor:
+    squares = torch.zeros(len(coefficients), 2)
+    given = coefficients.contiguous()
+    for some in parameters:
+        if not some.weights:
+            continue
+        launch = _launch_of(some)
+        partial = torch.empty(launch.job.tiles, 2, dtype=torch.float64)
+        job = launch.job
+        job.coefficients, job.threads, job.squares = given.data_ptr(), torch.get_num_threads(), partial.data_ptr()
+        job.trust = 1 + [*TRUSTS].index(trust)
+        _lib.halfbyte_update_parameters(ctypes.byref(job))
+        tiles = torch.diff(launch.ends, prepend=torch.zeros(1, dtype=torch.int64))
+        total = torch.zeros(len(tiles), 2, dtype=torch.float64)
+        squares[some.rows.long()] = total.index_add_(
+            0, torch.repeat_interleave(torch.arange(len(tiles)), tiles), partial
+        ).float()
+        reference.apply_trust(coefficients, squares, some.rows, trust)
+    return squares
+
+
+def _launch_of(parameters: Parameters) -> _Launch:
+    """The kept arguments of a launch, with the current addresses."""
+    launch: _Launch | None = parameters.launch.get("native")
     if launch is None:
         launch = parameters.launch["native"] = _Launch(parameters)
     launch.read_addresses(parameters)
-    job = launch.job
-    job.coefficients, job.steps, job.threads = coefficients.data_ptr(), steps.data_ptr(), torch.get_num_threads()
-    _lib.halfbyte_update_parameters(ctypes.byref(job))
-    bump_versions(*parameters.weights)
+    return launch
 
 
 class _Launch:

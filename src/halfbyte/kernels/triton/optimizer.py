@@ -25,7 +25,7 @@ from ...ops.optimizer import RULES, SETTINGS, Coefficients, Parameters
 from ...ops.optimizer_state import E4M3_MAX, STORAGES, code_values, middles
 from .. import parameter_tables
 from ..operands import bump_versions
-from ..parameter_tables import TILE, tables
+from ..parameter_tables import TILE, ends_of_tiles, tables
 from ..tiling import ceil_div
 from .float8 import e4m3, float8_obstacle, to_float8
 from .launch import Launcher
@@ -310,6 +310,118 @@ def _hash32(element, step, row):
 
 
 @triton.jit
+def _full_weight(
+    entry, at, start, left, ROUNDING: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Weights of a tile with their corrections, fp32."""
+    p = _load(_pointer(tl.load(entry + 2), WEIGHT, ALIGNED) + start, at, left, MASKED).to(tl.float32)
+    if ROUNDING == "correction8" or ROUNDING == "correction16":
+        if ROUNDING == "correction8":
+            correction = _pointer(tl.load(entry + 4), tl.int8, ALIGNED) + start
+            error = _load(correction, at, left, MASKED).to(tl.int32) << 8
+        else:
+            correction = _pointer(tl.load(entry + 4), tl.int16, ALIGNED) + start
+            error = _load(correction, at, left, MASKED).to(tl.int32)
+        p = (p.to(tl.int32, bitcast=True) + error).to(tl.float32, bitcast=True)
+    return p
+
+
+@triton.jit
+def _trust_tile(
+    entry, coefficients_ptr, values1_ptr, values2_ptr, out_ptr, start, left,
+    RULE: tl.constexpr, TRUST: tl.constexpr, STORAGE: tl.constexpr, ROUNDING: tl.constexpr, WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store two sums of squares of a tile: of the weights, and of what the trust ratio compares with them."""
+    at = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    c = coefficients_ptr + tl.load(entry + 1) * COEFFICIENTS
+    p = _full_weight(entry, at, start, left, ROUNDING, WEIGHT, ALIGNED, MASKED)
+    u = _load(_pointer(tl.load(entry + 3), GRADIENT, ALIGNED) + start, at, left, MASKED).to(tl.float32) * tl.load(c)
+    if TRUST != "lars":
+        codes1, scales1 = tl.load(entry + 5), tl.load(entry + 6)
+        s1 = _decode(codes1, scales1, left, values1_ptr, start, STORAGE, True, ALIGNED, MASKED, TILE, BLOCK)
+        decay, beta1, rest1 = tl.load(c + 1), tl.load(c + 6), tl.load(c + 7)
+        if RULE == "adamw":
+            codes2, scales2 = tl.load(entry + 7), tl.load(entry + 8)
+            s2 = _decode(codes2, scales2, left, values2_ptr, start, STORAGE, False, ALIGNED, MASKED, TILE, BLOCK)
+            s2 = tl.load(c + 8) * s2 + tl.load(c + 9) * u * u
+            size = tl.load(c + 2) if TRUST == "lamb" else tl.load(c + 12)
+            u = size * (beta1 * s1 + rest1 * u) / (tl.sqrt(s2) * tl.load(c + 3) + tl.load(c + 4))
+            if TRUST == "lamb":
+                u += decay * p
+        else:
+            u = beta1 * s1 + (u + decay * p)
+    if MASKED:
+        u = tl.where(at < left, u, 0.0)
+    tl.store(out_ptr, tl.sum(tl.sum(p * p, axis=1), axis=0))
+    tl.store(out_ptr + 1, tl.sum(tl.sum(u * u, axis=1), axis=0))
+
+
+@triton.jit
+def _trust(
+    tiles_ptr, table_ptr, coefficients_ptr, values1_ptr, values2_ptr, out_ptr,
+    RULE: tl.constexpr, TRUST: tl.constexpr, STORAGE: tl.constexpr, ROUNDING: tl.constexpr, WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile = tiles_ptr + tl.program_id(0) * 2
+    entry = table_ptr + tl.load(tile).to(tl.int64) * COLUMNS
+    start = tl.load(tile + 1).to(tl.int64) * TILE
+    left = tl.load(entry) - start
+    out = out_ptr + tl.program_id(0) * 2
+    if left >= TILE:
+        _trust_tile(
+            entry, coefficients_ptr, values1_ptr, values2_ptr, out, start, left,
+            RULE, TRUST, STORAGE, ROUNDING, WEIGHT, GRADIENT, ALIGNED, False, TILE, BLOCK,
+        )  # fmt: skip
+    else:
+        _trust_tile(
+            entry, coefficients_ptr, values1_ptr, values2_ptr, out, start, left,
+            RULE, TRUST, STORAGE, ROUNDING, WEIGHT, GRADIENT, ALIGNED, True, TILE, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _ratio(partial_ptr, ends_ptr, table_ptr, coefficients_ptr, out_ptr, TRUST: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the squares of one parameter's tiles and multiply its coefficients by the trust ratio."""
+    first = tl.load(ends_ptr + tl.program_id(0))
+    last = tl.load(ends_ptr + tl.program_id(0) + 1)
+    weights = tl.zeros((BLOCK,), tl.float32)
+    others = tl.zeros((BLOCK,), tl.float32)
+    for start in range(first, last, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        weights += tl.load(partial_ptr + at * 2, mask=at < last, other=0.0)
+        others += tl.load(partial_ptr + at * 2 + 1, mask=at < last, other=0.0)
+    row = tl.load(table_ptr + tl.program_id(0) * COLUMNS + 1)
+    weight = tl.sum(weights)
+    other = tl.sum(others)
+    tl.store(out_ptr + row * 2, weight)
+    tl.store(out_ptr + row * 2 + 1, other)
+    weight = tl.sqrt(weight)
+    other = tl.sqrt(other)
+    c = coefficients_ptr + row * COEFFICIENTS
+    scale, decay, rate, alpha = tl.load(c), tl.load(c + 1), tl.load(c + 2), tl.load(c + 5)
+    if TRUST == "clip":
+        most = alpha * weight
+        clips = other > most
+        ratio = tl.where(clips, most / tl.where(clips, other, 1.0), 1.0)
+    else:
+        if TRUST == "lamb":
+            ratio = rate / tl.load(c + 12) * weight
+            under = other
+        else:
+            ratio = alpha * weight
+            under = other + decay * weight
+        compares = (weight > 0) & (other > 0)
+        ratio = tl.where(compares, ratio / tl.where(compares, under, 1.0), 1.0)
+    if TRUST == "lars":
+        tl.store(c, scale * ratio)
+    else:
+        tl.store(c + 2, rate * ratio)
+    if TRUST != "clip":
+        tl.store(c + 1, decay * ratio)
+
+
+@triton.jit
 def _update_tile(
     entry, coefficients_ptr, steps_ptr, values1_ptr, middles1_ptr, values2_ptr, middles2_ptr, start, left,
     RULE: tl.constexpr, STORAGE: tl.constexpr, ROUNDING: tl.constexpr, WEIGHT: tl.constexpr, GRADIENT: tl.constexpr,
@@ -321,16 +433,7 @@ def _update_tile(
     c = coefficients_ptr + number * COEFFICIENTS
     decay, rate = tl.load(c + 1), tl.load(c + 2)
     beta1, rest1 = tl.load(c + 6), tl.load(c + 7)
-    weight = _pointer(tl.load(entry + 2), WEIGHT, ALIGNED) + start
-    p = _load(weight, at, left, MASKED).to(tl.float32)
-    if ROUNDING == "correction8" or ROUNDING == "correction16":
-        if ROUNDING == "correction8":
-            correction = _pointer(tl.load(entry + 4), tl.int8, ALIGNED) + start
-            error = _load(correction, at, left, MASKED).to(tl.int32) << 8
-        else:
-            correction = _pointer(tl.load(entry + 4), tl.int16, ALIGNED) + start
-            error = _load(correction, at, left, MASKED).to(tl.int32)
-        p = (p.to(tl.int32, bitcast=True) + error).to(tl.float32, bitcast=True)
+    p = _full_weight(entry, at, start, left, ROUNDING, WEIGHT, ALIGNED, MASKED)
     g = _load(_pointer(tl.load(entry + 3), GRADIENT, ALIGNED) + start, at, left, MASKED).to(tl.float32)
     g *= tl.load(c)
     codes1, scales1 = tl.load(entry + 5), tl.load(entry + 6)
@@ -372,6 +475,7 @@ def _update_tile(
                 s1 += g * g
             p -= rate * g / (tl.sqrt(s1) + tl.load(c + 4))
     _encode(s1, codes1, scales1, left, middles1_ptr, start, STORAGE, True, SQUARE1, ALIGNED, MASKED, TILE, BLOCK)
+    weight = _pointer(tl.load(entry + 2), WEIGHT, ALIGNED) + start
     if ROUNDING == "nearest":
         _store(weight, at, p.to(WEIGHT), left, MASKED)
     else:
@@ -384,8 +488,10 @@ def _update_tile(
                 bits = (bits + 0x80) & -256
             near = (bits + 0x8000) & -65536
             if ROUNDING == "correction8":
+                correction = _pointer(tl.load(entry + 4), tl.int8, ALIGNED) + start
                 _store(correction, at, ((bits - near) >> 8).to(tl.int8), left, MASKED)
             else:
+                correction = _pointer(tl.load(entry + 4), tl.int16, ALIGNED) + start
                 _store(correction, at, (bits - near).to(tl.int16), left, MASKED)
             bits = near
         _store(weight, at, bits.to(tl.float32, bitcast=True).to(WEIGHT), left, MASKED)
@@ -419,6 +525,8 @@ def _update(
 _squares_launcher = Launcher(_squares)
 _norm_launcher = Launcher(_norm)
 _prepare_launcher = Launcher(_prepare)
+_trust_launcher = Launcher(_trust)
+_ratio_launcher = Launcher(_ratio)
 # Without FMAs, since the compiler would choose them differently in full and in last tiles: the result of an element
 # must not depend on where a parameter is cut, by `shard` or by windows of offloaded state.
 _update_launcher = Launcher(_update, enable_fp_fusion=False)
@@ -465,6 +573,39 @@ def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
 
 def obstacle(coefficients: Tensor, steps: Tensor, parameters: Parameters, *_: Any, **__: Any) -> str | None:
     return float8_obstacle(coefficients) if parameters.storage == "e4m3" else None
+
+
+def trust_obstacle(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> str | None:
+    return next((why for some in parameters if (why := obstacle(coefficients, coefficients, some))), None)
+
+
+@reference.scale_by_trust.kernel("cuda", "xpu", unless=trust_obstacle)
+def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> Tensor:
+    device = coefficients.device
+    squares = torch.zeros(len(coefficients), 2, device=device)
+    for some in parameters:
+        storage = STORAGES[some.storage]
+        tiles, table, aligned = tables(some, device)
+        ends = ends_of_tiles(some, device)
+        partial = torch.empty(len(tiles), 2, device=device)
+        values1, _, values2, _ = _code_tables(8 // storage.packed, device)
+        if len(tiles):
+            _trust_launcher(
+                len(tiles),
+                (tiles, table, coefficients, values1, values2, partial),
+                (),
+                (
+                    *(some.rule, trust, some.storage, some.rounding),
+                    *(DTYPES[some.weights[0].dtype], DTYPES[some.gradients[0].dtype]),
+                    *(aligned, TILE, storage.block or 256),
+                ),
+                WARPS,
+            )
+        if some.weights:
+            tensors = (partial, ends, table, coefficients, squares)
+            _ratio_launcher(len(some.weights), tensors, (), (trust, 256), WARPS)
+    bump_versions(coefficients)
+    return squares
 
 
 @reference.update_parameters.kernel("cuda", "xpu", unless=obstacle)
