@@ -15,20 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.codebooks import dynamic_map
-from ...ops.optimizer import RULES, Coefficients
+from ...ops.optimizer import RULES
 from ...ops.optimizer_state import STORAGES, Storage
 from ...optim.fused import WRAPPED, FusedOptimizer, to_bitsandbytes
+from ..updates import RULE_OF, update_norm
 
-RULE_OF = {
-    "adam": "adamw",
-    "ademamix": "ademamix",
-    "lion": "lion",
-    "momentum": "momentum",
-    "rmsprop": "rmsprop",
-    "adagrad": "adagrad",
-    "lamb": "adamw",
-    "lars": "momentum",
-}
 CLIPPED = ("lamb", "lars")  # whose update's norm is clipped to `max_unorm` times the weight's
 
 
@@ -236,13 +227,8 @@ class Optimizer8bit(FusedOptimizer):
             return None
         rule, factors = RULES[self.rule], []
         for weight, state, row in zip(batch.weights, batch.states, batch.coefficients, strict=True):
-            c = Coefficients(*row.unbind())
-            p, g = weight.detach().float().flatten(), weight.grad.float().flatten() * c.scale
-            states = [state[name].flatten() for name in rule.states]
-            if not rule.decoupled:
-                g = g + c.decay * p
-            step, _ = rule.update(torch.zeros_like(p), g, states, c._replace(rate=c.first, decay=0.0))
-            norm, most = step.norm(), self.args.max_unorm * p.norm()
+            norm = update_norm(rule, weight, weight.grad, [state[name] for name in rule.states], row)
+            most = self.args.max_unorm * weight.detach().float().norm()
             state["unorm_vec"] = norm.square().reshape(1)
             factors.append(torch.where(norm > most, most / norm, torch.ones_like(norm)))
         return torch.stack(factors)
