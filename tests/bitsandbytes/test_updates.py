@@ -109,23 +109,28 @@ def test_first_8bit_update_equals_bitsandbytes(real, name):
 
 @pytest.mark.parametrize("name", ["adam", "lion", "ademamix", "lamb"])
 def test_a_batch_equals_single_updates(name):
-    """Three steps; gradients move in memory in the second one."""
-    batch, single, together = UpdateBatch(), {}, {}
+    """Three steps, with gradients elsewhere in memory in each."""
+    single, together = {}, {}
     for n in SIZES:
         for kept in (single, together):
             kept[n] = parameter(n, torch.float32, 0)[0], fp32_states(name, n), eight_bit_states(name, n)
+    batches = UpdateBatch(), UpdateBatch()
     for step in (1, 2, 3):
         gradients = {n: parameter(n, torch.float32, step)[1] for n in SIZES}
         for n, (p, states, quantized) in single.items():
             step_32bit(F, name, p, gradients[n], states, step, max_unorm=0.1)
             step_8bit(F, name, p, gradients[n], quantized, step)
-        for run in (
-            lambda n, p, states, _, g, s: step_32bit(F, name, p, g, states, s, max_unorm=0.1),
-            lambda n, p, _, quantized, g, s: step_8bit(F, name, p, g, quantized, s),
+        for batch, run in zip(
+            batches,
+            (
+                lambda p, states, _, g, s: step_32bit(F, name, p, g, states, s, max_unorm=0.1),
+                lambda p, _, quantized, g, s: step_8bit(F, name, p, g, quantized, s),
+            ),
+            strict=True,
         ):
             with collected() as updates:
                 for n, kept in together.items():
-                    run(n, *kept, gradients[n], step)
+                    run(*kept, gradients[n], step)
             assert len(updates) == len(SIZES)
             batch.run(updates)
     for n in SIZES:

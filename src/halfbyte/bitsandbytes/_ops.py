@@ -6,7 +6,7 @@ defines them in the namespace `bitsandbytes`; the real package defines the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -296,6 +296,15 @@ def _into(function: Callable[..., Tensor]) -> Callable[..., None]:
         out.copy_(result)
 
     return run
+
+
+def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the name, with its overload, and the implementation of each operator."""
+    for schema, function, _ in _OPS:
+        name = schema.partition("(")[0]
+        yield name, function
+        if name in _WITH_OUT:
+            yield f"{name}.out", _into(function)
 
 
 def define(namespace: str) -> torch.library.Library:

@@ -574,8 +574,8 @@ class GlobalPageManager:
 def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device = FIRST_CUDA_DEVICE) -> Tensor:
     """Return a tensor of zeros in host memory, pinned where there is a GPU, for state of parameters on `device`.
 
-    bitsandbytes returns unified memory. An update copies a paged state to the parameter's device and back; halfbyte's
-    paged optimizers stream theirs instead.
+    bitsandbytes returns unified memory. The update of a parameter on a GPU reads and writes pinned memory over the bus;
+    halfbyte's paged optimizers stream theirs instead.
     """
     paged: Any = torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
     paged.is_paged, paged.page_deviceid = True, torch.device(device).index

@@ -20,6 +20,7 @@ from ..formats.base import FLOATS
 from ..ops.codebooks import dynamic_map
 from ..ops.optimizer import RULES, SETTINGS, Coefficients, Parameters, Rule, prepare_step, update_parameters
 from ..ops.optimizer_state import STORAGES
+from .utils import gpu_view
 
 RULE_OF = {
     "adam": "adamw",
@@ -41,7 +42,7 @@ class Update:
     Attributes:
         rule: name in `ops.optimizer.RULES`.
         weight, gradient: [n] each.
-        states: codes and scales [n], on any device.
+        states: codes and scales [n], on the weight's device.
         settings: columns `ops.optimizer.SETTINGS`.
         step: number of this step, from 1.
         scale: factor of the gradient.
@@ -105,34 +106,29 @@ class UpdateBatch:
     def _run(self, kind: tuple[Any, ...], updates: Sequence[Update]) -> _Launch:
         rule, device = RULES[updates[0].rule], updates[0].weight.device
         coefficients, steps = _coefficients(updates, device)
-        resident = [[_on_device(state, device) for state in update.states] for update in updates]
-        launch = self._launch(kind, updates, resident)
+        launch = self._launch(kind, updates)
         for row, update in enumerate(updates):
             if update.clip is not None:
                 column = coefficients[row, Coefficients._fields.index("rate")]
-                column.mul_(_clip_factor(rule, update, resident[row], coefficients[row]))
+                column.mul_(_clip_factor(rule, update, coefficients[row]))
         update_parameters(coefficients, steps, launch.parameters, None)
-        for update, states in zip(updates, resident, strict=True):
-            for own, used in zip(update.states, states, strict=True):
-                for tensor, copy in zip(own, used, strict=True):
-                    if tensor is not None and copy is not None and tensor is not copy:
-                        tensor.copy_(copy)
         return launch
 
-    def _launch(self, kind: tuple[Any, ...], updates: Sequence[Update], resident: Sequence[States]) -> _Launch:
+    def _launch(self, kind: tuple[Any, ...], updates: Sequence[Update]) -> _Launch:
         """Return the launch of the last step with the current weights and gradients, or a new one."""
         weights, gradients = [update.weight for update in updates], [update.gradient for update in updates]
-        states = [part.data_ptr() for some in resident for state in some for part in state if part is not None]
+        states = [update.states for update in updates]
+        addresses = [part.data_ptr() for some in states for state in some for part in state if part is not None]
         moving = [tensor.data_ptr() for tensor in (*weights, *gradients)]
         last = self._launches.get(kind)
-        if last is not None and last.states == states:
+        if last is not None and last.states == addresses:
             parameters = last.parameters
             parameters.weights, parameters.gradients = weights, gradients
             parameters.version += moving != last.moving
             return last._replace(moving=moving)
         storage, rows = "dynamic8" if kind[1] else "fp32", torch.arange(len(updates), dtype=torch.int32)
-        parameters = Parameters(updates[0].rule, storage, "nearest", rows, weights, gradients, list(resident))
-        return _Launch(parameters, states, moving)
+        parameters = Parameters(updates[0].rule, storage, "nearest", rows, weights, gradients, states)
+        return _Launch(parameters, addresses, moving)
 
 
 def _coefficients(updates: Sequence[Update], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -151,16 +147,11 @@ def _coefficients(updates: Sequence[Update], device: torch.device) -> tuple[Tens
     return table[:-n].view(coefficients.shape), table[-n:]
 
 
-def _on_device(state: tuple[Tensor, Tensor | None], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    codes, scales = state
-    return codes.to(device), None if scales is None else scales.to(device)
-
-
-def _clip_factor(rule: Rule, update: Update, states: States, row: Tensor) -> Tensor:
+def _clip_factor(rule: Rule, update: Update, row: Tensor) -> Tensor:
     """Factor of the step size that limits the update's norm to `max_unorm` times the weight's; stores the norm."""
     assert update.clip is not None
     max_unorm, weight_norm, stored = update.clip
-    norm = update_norm(rule, update.weight, update.gradient, [codes for codes, _ in states], row)
+    norm = update_norm(rule, update.weight, update.gradient, [codes for codes, _ in update.states], row)
     if stored is not None:
         stored.copy_(norm.square().reshape(1))
     most = max_unorm * weight_norm
@@ -194,11 +185,22 @@ def _submit(update: Update) -> None:
         UpdateBatch().run([update])
 
 
-def _states(name: str, first: Tensor, second: Tensor | None) -> list[Tensor]:
-    """The states, flat, in the order of the rule: AdEMAMix's first tensor holds two."""
+def _states(name: str, device: torch.device, first: Tensor, second: Tensor | None) -> list[Tensor]:
+    """The states, flat, in the order of the rule: AdEMAMix's first tensor holds two.
+
+    Paged states are unified or pinned memory, which torch holds as CPU tensors: they become views on `device`.
+    """
+    if device.type == "cuda":
+        first, second = _unpaged(first), None if second is None else _unpaged(second)
     tensors = [*first.unbind(0)] if name == "ademamix" else [first]
     tensors += [] if second is None else [second]
     return [tensor.detach().view(-1) for tensor in tensors]
+
+
+def _unpaged(state: Tensor) -> Tensor:
+    if not getattr(state, "is_paged", False):
+        return state
+    return gpu_view(state.data_ptr(), state.nbytes).view(state.dtype).view(state.shape)
 
 
 def check_update(g: Tensor, p: Tensor) -> None:
@@ -257,7 +259,11 @@ def optimizer_update_32bit(
     rule = _checked(optimizer_name, g, p, state2, skip_zeros)
     if state1.dtype != torch.float32 or (state2 is not None and state2.dtype != torch.float32):
         raise ValueError(f"the states are {state1.dtype}: pass fp32 states, or call optimizer_update_8bit_blockwise")
-    states: States = [(state, None) for state in _states(optimizer_name, state1, state2)]
+    states: States = [(state, None) for state in _states(optimizer_name, p.device, state1, state2)]
+    if any(state.numel() != p.numel() for state, _ in states):
+        raise ValueError(
+            f"the states of {optimizer_name} do not have {p.numel()} elements, as p; state1 of ademamix is [2, *shape]"
+        )
     settings = _settings(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2, beta3=beta3, eps=eps, alpha=alpha)
     clip = (max_unorm, param_norm, unorm_vec) if max_unorm > 0 else None
     gradient = g.detach().contiguous().view(-1)
@@ -289,7 +295,10 @@ def optimizer_update_8bit_blockwise(
     rule = _checked(optimizer_name, g, p, state2, skip_zeros)
     if (state2 is None) != (absmax2 is None) or (state2 is None) != (qmap2 is None):
         raise ValueError("state2, qmap2 and absmax2 belong together: pass all three or none")
-    codes, scales = _states(optimizer_name, state1, state2), _states(optimizer_name, absmax1, absmax2)
+    codes, scales = (
+        _states(optimizer_name, p.device, state1, state2),
+        _states(optimizer_name, p.device, absmax1, absmax2),
+    )
     blocks = -(-p.numel() // STORAGES["dynamic8"].block)
     if any(code.dtype != torch.uint8 or code.numel() != p.numel() for code in codes):
         raise ValueError(f"the states are not uint8 with {p.numel()} elements, as p")
