@@ -39,7 +39,17 @@ def calls():
     nested = (state.state2.absmax, 64, "nf4", torch.randn(32), state.absmax, state.state2.code, state.offset)
     decode = (plain, plain_state.absmax, 64, "nf4", [32, 64], torch.bfloat16)
     row = (x, plain, [32, 64], plain_state.absmax, plain_state.code, 64)
+    p, g = torch.randn(300), torch.randn(300)
+    states = [torch.full((300,), code, dtype=torch.uint8) for code in (127, 0)]
+    stats, maps = [torch.zeros(2), torch.zeros(2)], [map_, F.create_dynamic_map(signed=False)]
+    numbers = (0.9, 0.999, 0.0, 0.0, 1e-8)
     return {
+        "optimizer_update_32bit.default": (
+            "lars", g, p, torch.rand(300), None, torch.zeros(1), 0.02, 17.0, *numbers, 0.1, 3, 1e-2, 0.5,
+        ),
+        "optimizer_update_8bit_blockwise.default": (
+            "adam", g, p, *states, *numbers, 1, 1e-2, *maps, *stats, 0.1, 0.5,
+        ),
         "int8_mixed_scaled_mm.default": (x, codes, w_codes, scales, w_scales, columns, None),
         "int8_scaled_mm.default": (codes, w_codes, scales, w_scales, torch.randn(32), torch.float32),
         "int8_linear_matmul.default": (codes, w_codes),
@@ -57,7 +67,7 @@ def calls():
         "quantize_blockwise.default": (x, map_, 64),
         "dequantize_blockwise.default": (eight, absmax, map_, 64, torch.float16),
         "dequantize_blockwise.out": (eight, absmax, map_, 64, torch.float32, torch.empty(4, 64)),
-    }
+    }  # fmt: skip
 
 
 def test_all_operators_have_a_case():

@@ -6,7 +6,7 @@ defines them in the namespace `bitsandbytes`; the real package defines the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..ops import blockwise4
 from ..ops import int8 as int8_ops
 from ..ops.blockwise8 import dequantize_blockwise8, quantize_blockwise8
 from ..ops.linear import linear_rows
+from .updates import check_update, optimizer_update_8bit_blockwise, optimizer_update_32bit
 
 OWN = "halfbyte_bnb"
 UPSTREAM = "bitsandbytes"
@@ -260,6 +261,22 @@ _OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         gemv_4bit,
         _product_fake,
     ),
+    (
+        "optimizer_update_32bit(str optimizer_name, Tensor(a0!) g, Tensor(a1!) p, Tensor(a2!) state1, "
+        "Tensor(a3!)? state2, Tensor(a4!)? unorm_vec, float max_unorm, float param_norm, float beta1, float beta2, "
+        "float beta3, float alpha, float eps, float weight_decay, int step, float lr, float gnorm_scale, "
+        "bool skip_zeros=False) -> ()",
+        optimizer_update_32bit,
+        lambda optimizer_name, g, p, *_, **__: check_update(g, p),
+    ),
+    (
+        "optimizer_update_8bit_blockwise(str optimizer_name, Tensor(a0!) g, Tensor(a1!) p, Tensor(a2!) state1, "
+        "Tensor(a3!)? state2, float beta1, float beta2, float beta3, float alpha, float eps, int step, float lr, "
+        "Tensor(a4!) qmap1, Tensor(a5!)? qmap2, Tensor(a6!) absmax1, Tensor(a7!)? absmax2, float weight_decay, "
+        "float gnorm_scale, bool skip_zeros=False) -> ()",
+        optimizer_update_8bit_blockwise,
+        lambda optimizer_name, g, p, *_, **__: check_update(g, p),
+    ),
 )
 _WITH_OUT = ("int8_linear_matmul", "dequantize_4bit", "dequantize_blockwise", "gemv_4bit")
 
@@ -279,6 +296,15 @@ def _into(function: Callable[..., Tensor]) -> Callable[..., None]:
         out.copy_(result)
 
     return run
+
+
+def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the name, with its overload, and the implementation of each operator."""
+    for schema, function, _ in _OPS:
+        name = schema.partition("(")[0]
+        yield name, function
+        if name in _WITH_OUT:
+            yield f"{name}.out", _into(function)
 
 
 def define(namespace: str) -> torch.library.Library:

@@ -18,6 +18,7 @@ from ..ops.blockwise8 import dequantize_blockwise8
 from ..utils.errors import ModelError
 from . import _ops
 from .cuda_specs import get_rocm_gpu_arch
+from .utils import gpu_view
 
 HIP_ENVIRONMENT = torch.version.hip is not None
 ROCM_GPU_ARCH = get_rocm_gpu_arch()
@@ -27,13 +28,6 @@ BNB_BACKEND = "ROCm" if HIP_ENVIRONMENT else "CUDA" if torch.cuda.is_available()
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int32
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _INSTEAD = {"quantize": "functional.quantize_4bit or quantize_blockwise", "igemm": "functional.int8_linear_matmul"}
-
-
-class _Memory:
-    """Device memory for `torch.as_tensor`, by the CUDA array interface."""
-
-    def __init__(self, address: int, size: int):
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def _view(name: str, pointer: Any, count: int, dtype: torch.dtype) -> Tensor:
@@ -50,7 +44,7 @@ def _view(name: str, pointer: Any, count: int, dtype: torch.dtype) -> Tensor:
         raise ModelError(f"the pointer {name} is null", "pass get_ptr(tensor) of a tensor on the device")
     if torch.cuda.is_available():
         try:
-            return torch.as_tensor(_Memory(address, size), device="cuda").view(dtype)
+            return gpu_view(address, size).view(dtype)
         except RuntimeError as error:
             raise ModelError(f"the pointer {name} is not on the GPU: {error}", "move the tensor to the GPU") from error
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)

@@ -23,12 +23,13 @@ from .quant_state import QuantState, StoredWeight
 from .utils import pack_dict_to_tensor, unpack_tensor_to_dict
 
 __all__ = [
-    "QuantState", "batched_igemm", "check_matmul", "create_dynamic_map", "create_fp8_map", "create_linear_map",
-    "create_normal_map", "dequantize_4bit", "dequantize_blockwise", "dequantize_fp4", "dequantize_nf4",
-    "elementwise_func", "fill", "gemv_4bit", "get_4bit_type", "get_ptr", "has_avx512bf16", "igemm",
-    "int8_double_quant", "int8_linear_matmul", "int8_mm_dequant", "int8_vectorwise_dequant", "int8_vectorwise_quant",
-    "is_on_gpu", "lib", "pack_dict_to_tensor", "quantize_4bit", "quantize_blockwise", "quantize_fp4", "quantize_nf4",
-    "unpack_tensor_to_dict",
+    "GlobalPageManager", "QuantState", "batched_igemm", "check_matmul", "create_dynamic_map", "create_fp8_map",
+    "create_linear_map", "create_normal_map", "dequantize_4bit", "dequantize_blockwise", "dequantize_fp4",
+    "dequantize_nf4", "elementwise_func", "fill", "gemv_4bit", "get_4bit_type", "get_paged", "get_ptr",
+    "has_avx512bf16", "igemm", "int8_double_quant", "int8_linear_matmul", "int8_mm_dequant",
+    "int8_vectorwise_dequant", "int8_vectorwise_quant", "is_on_gpu", "lib", "optimizer_update_8bit_blockwise",
+    "optimizer_update_32bit", "pack_dict_to_tensor", "prefetch_tensor", "quantize_4bit", "quantize_blockwise",
+    "quantize_fp4", "quantize_nf4", "unpack_tensor_to_dict",
 ]  # fmt: skip
 
 FIRST_CUDA_DEVICE = torch.device("cuda", index=0)
@@ -364,6 +365,88 @@ def int8_double_quant(
     return *stored, _stored(of_columns, col_stats), outliers
 
 
+def optimizer_update_32bit(
+    optimizer_name: str,
+    g: Tensor,
+    p: Tensor,
+    state1: Tensor,
+    beta1: float,
+    eps: float,
+    step: int,
+    lr: float,
+    state2: Tensor | None = None,
+    beta2: float = 0.0,
+    beta3: float = 0.0,
+    alpha: float = 0.0,
+    weight_decay: float = 0.0,
+    gnorm_scale: float = 1.0,
+    unorm_vec: Tensor | None = None,
+    max_unorm: float = 0.0,
+    skip_zeros: bool = False,
+) -> None:
+    """Update a weight and its fp32 states in place, by one step of an optimizer.
+
+    Args:
+        optimizer_name: "adam", "ademamix", "lion", "momentum", "rmsprop", "adagrad", "lamb" or "lars".
+        g, p: gradient and weight of one shape, in fp32, fp16 or bf16; p is contiguous.
+        state1, state2: fp32 of p's shape; state1 of AdEMAMix is [2, *shape].
+        step: number of this step, from 1.
+        gnorm_scale: factor of the gradient.
+        unorm_vec: fp32 [1], receives the squared norm of the update if `max_unorm` is positive.
+        max_unorm: largest norm of the update, without the learning rate, relative to the weight's; 0: no limit.
+
+    Raises:
+        ValueError: unknown optimizer, or tensors that do not fit.
+        NotImplementedError: `skip_zeros`.
+    """
+    is_on_gpu([g, p, state1, state2, unorm_vec])
+    param_norm = float(p.detach().float().norm()) if max_unorm > 0 else 0.0
+    eager_or_compiled().optimizer_update_32bit(
+        optimizer_name, g, p, state1, state2, unorm_vec, max_unorm, param_norm, beta1, beta2, beta3, alpha, eps,
+        weight_decay, step, lr, gnorm_scale, skip_zeros,
+    )  # fmt: skip
+
+
+def optimizer_update_8bit_blockwise(
+    optimizer_name: str,
+    g: Tensor,
+    p: Tensor,
+    state1: Tensor,
+    state2: Tensor | None,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    alpha: float,
+    eps: float,
+    step: int,
+    lr: float,
+    qmap1: Tensor,
+    qmap2: Tensor | None,
+    absmax1: Tensor,
+    absmax2: Tensor | None,
+    weight_decay: float = 0.0,
+    gnorm_scale: float = 1.0,
+    skip_zeros: bool = False,
+) -> None:
+    """Update a weight and its 8-bit states in place, by one step of an optimizer.
+
+    Args:
+        optimizer_name, g, p, step, gnorm_scale: as in `optimizer_update_32bit`.
+        state1, state2: uint8 codes of p's shape; state1 of AdEMAMix is [2, *shape].
+        qmap1, qmap2: fp32 [256], `create_dynamic_map(True)` and `create_dynamic_map(False)`.
+        absmax1, absmax2: fp32 [blocks of 256]; absmax1 of AdEMAMix is [2, blocks].
+
+    Raises:
+        ValueError: unknown optimizer, another map, or tensors that do not fit.
+        NotImplementedError: `skip_zeros`.
+    """
+    is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])
+    eager_or_compiled().optimizer_update_8bit_blockwise(
+        optimizer_name, g, p, state1, state2, beta1, beta2, beta3, alpha, eps, step, lr, qmap1, qmap2, absmax1,
+        absmax2, weight_decay, gnorm_scale, skip_zeros,
+    )  # fmt: skip
+
+
 _IGEMM = "check_matmul, igemm and batched_igemm are deprecated in bitsandbytes: use int8_linear_matmul"
 
 
@@ -461,13 +544,61 @@ def _mul(A: Tensor, B: Tensor, device: Any = None) -> None:
     elementwise_func("_mul", A, B, 0)
 
 
+class GlobalPageManager:
+    """The tensors that bitsandbytes' paged optimizers allocate with `get_paged`; a singleton."""
+
+    _instance: GlobalPageManager | None = None
+    paged_tensors: list[Tensor]
+
+    def __init__(self) -> None:
+        raise RuntimeError("Call get_instance() instead")
+
+    def initialize(self) -> None:
+        """Forget all tensors."""
+        self.paged_tensors = []
+
+    @classmethod
+    def get_instance(cls) -> GlobalPageManager:
+        """Return the manager of this process."""
+        if cls._instance is None:
+            cls._instance = cls.__new__(cls)
+            cls._instance.initialize()
+        return cls._instance
+
+    def prefetch_all(self, to_cpu: bool = False) -> None:
+        """`prefetch_tensor` of each tensor, the last one first."""
+        for tensor in reversed(self.paged_tensors):
+            prefetch_tensor(tensor, to_cpu)
+
+
+def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device = FIRST_CUDA_DEVICE) -> Tensor:
+    """Return a tensor of zeros in host memory, pinned where there is a GPU, for state of parameters on `device`.
+
+    bitsandbytes returns unified memory. The update of a parameter on a GPU reads and writes pinned memory over the bus;
+    halfbyte's paged optimizers stream theirs instead.
+    """
+    paged: Any = torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    paged.is_paged, paged.page_deviceid = True, torch.device(device).index
+    return paged
+
+
+def prefetch_tensor(A: Tensor, to_cpu: bool = False) -> None:
+    """Check that A is a result of `get_paged`. There is nothing to prefetch: it stays in host memory.
+
+    Raises:
+        ValueError: A is not paged.
+    """
+    if not getattr(A, "is_paged", False):
+        raise ValueError("only results of get_paged can be prefetched")
+
+
 def is_on_gpu(tensors: Iterable[Tensor | None]) -> bool:
-    """Return True if the tensors are on one device (a GPU or the CPU); None entries are skipped.
+    """Return True if the tensors are on one device (a GPU or the CPU); None and results of `get_paged` are skipped.
 
     Raises:
         RuntimeError: they are on several devices.
     """
-    devices = {tensor.device for tensor in tensors if tensor is not None}
+    devices = {tensor.device for tensor in tensors if tensor is not None and not getattr(tensor, "is_paged", False)}
     if len(devices) > 1:
         raise RuntimeError(f"the tensors are on {sorted(map(str, devices))}: move them to one device")
     return True

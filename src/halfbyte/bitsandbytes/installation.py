@@ -1,4 +1,4 @@
-"""install() and uninstall(): answer `import bitsandbytes` and its distribution metadata with this package."""
+"""install(), override() and uninstall(): stand in for the real bitsandbytes, or replace its kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..utils.errors import ModelError
-from . import _ops
+from . import _ops, overriding
 
 NAME = "bitsandbytes"
 OWN = __package__
@@ -123,8 +123,40 @@ def install() -> None:
     _forget_answers()
 
 
+def override() -> None:
+    """Replace the kernels of the real package's operators, and make its optimizers step all parameters at once.
+
+    Call it before learning-rate schedulers are made: these hold the step of their optimizer. Operators on other devices
+    than CPU, CUDA and XPU, and `gemv_4bit` on a CPU, keep their kernels. A second call has no effect.
+
+    Raises:
+        ModelError: `install` is on, or the real package cannot be imported.
+    """
+    if overriding.is_active():
+        return
+    if is_installed():
+        raise ModelError(
+            "override() changes the real bitsandbytes, and install() answers its import with halfbyte",
+            "call halfbyte.bitsandbytes.uninstall() first",
+        )
+    try:
+        real = importlib.import_module(NAME)
+    except ImportError as error:
+        raise ModelError(
+            f"override() changes the real bitsandbytes, which cannot be imported: {error}",
+            "install bitsandbytes, or call halfbyte.bitsandbytes.install()",
+        ) from error
+    overriding.start(real)
+
+
+def mode() -> str:
+    """Return which of "install" and "override" is on, or "none"."""
+    return "install" if is_installed() else "override" if overriding.is_active() else "none"
+
+
 def uninstall() -> None:
-    """Undo `install`: the next `import bitsandbytes` finds the real package, if there is one."""
+    """Undo `install`, so that the next `import bitsandbytes` finds the real package if there is one, and `override`."""
+    overriding.stop()
     if not is_installed():
         return
     sys.meta_path.remove(_finder)

@@ -11,7 +11,7 @@ from ..autograd.linear import decode
 from ..formats import Blockwise4, Format
 from ..formats.blockwise4 import STATE_KEYS
 from ..formats.int8 import Int8
-from ..ops.blockwise4 import NESTED_BLOCK
+from ..layers.bnb import blockwise4_parts, has_standard_nesting
 from ..ops.blockwise8 import dequantize_blockwise8
 from ..tensor import QuantizedTensor
 from .utils import pack_dict_to_tensor, unpack_tensor_to_dict
@@ -171,15 +171,10 @@ class QuantState:
 
         Scales that are nested in blocks of other than 256 are dequantized.
         """
-        codes = packed.reshape(-1).view(torch.uint8).view(-1, 1)
-        parts = {"packed": codes, "absmax": self.absmax}
-        nested = self.nested and self.state2.blocksize == NESTED_BLOCK and self.state2.code.numel() == 256
-        if nested:
-            second = self.state2
-            parts |= {"nested_absmax": second.absmax, "nested_code": second.code, "nested_offset": self.offset}
-        elif self.nested:
-            parts["absmax"] = self.scales()
-        return Blockwise4(self.quant_type, self.blocksize, nested), parts  # type: ignore[arg-type]
+        state = self
+        if not has_standard_nesting(self):
+            state = QuantState(self.scales(), self.shape, self.code, self.blocksize, self.quant_type, self.dtype)
+        return blockwise4_parts(packed, state)
 
     def as_tensor(self, packed: Tensor) -> QuantizedTensor:
         """Return the 4-bit weight as a `QuantizedTensor` that shares its memory."""

@@ -24,6 +24,22 @@ def unpack_tensor_to_dict(tensor_data: Tensor) -> dict[str, Any]:
     return json.loads(bytes(tensor_data.cpu().tolist()).decode())
 
 
+class _DeviceMemory:
+    """Memory that a GPU can read, for `torch.as_tensor`, by the CUDA array interface."""
+
+    def __init__(self, address: int, size: int):
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def gpu_view(address: int, size: int) -> Tensor:
+    """uint8 [size] on the GPU: memory at an address of the GPU's, or of unified or pinned host memory.
+
+    Raises:
+        RuntimeError: the GPU cannot read the address.
+    """
+    return torch.as_tensor(_DeviceMemory(address, size), device="cuda")
+
+
 def sync_gpu(t: Tensor) -> None:
     """Wait for the device of `t`."""
     if t.device.type != "cpu":

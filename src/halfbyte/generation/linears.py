@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import Blockwise4
-from ..layers.plain import read_linear
+from ..layers.plain import PlainLinear, read_linear
 from ..ops.blockwise4 import linears_blockwise4
 from ..ops.decode_layers import Projections, Weight4
 from ..ops.linear import add_term, linear_rows, low_rank_rows
@@ -23,12 +23,12 @@ class Unsupported(Exception):
     """Raised with the reason why a model needs transformers' own forward."""
 
 
-def _read(module: nn.Module, names: Sequence[str]) -> tuple[nn.Linear, Factors]:
+def _read(module: nn.Module, names: Sequence[str]) -> tuple[PlainLinear, Factors]:
     """Return the linear, and the factors of its adapters among `names`."""
     read = read_linear(module, names)
     if isinstance(read, str):
         raise Unsupported(read)
-    return read.base, {each.name: (each.a, each.b, each.scaling) for each in read.adapters}
+    return read, {each.name: (each.a, each.b, each.scaling) for each in read.adapters}
 
 
 class _LinearWeights(NamedTuple):
@@ -38,7 +38,7 @@ class _LinearWeights(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def of(cls, linear: nn.Linear, dtype: torch.dtype, unpacked: bool) -> _LinearWeights:
+    def of(cls, linear: PlainLinear, dtype: torch.dtype, unpacked: bool) -> _LinearWeights:
         weight: Any = linear.weight
         if not isinstance(weight, QuantizedTensor):
             weight = weight.detach().to(dtype)
@@ -46,10 +46,10 @@ class _LinearWeights(NamedTuple):
             weight = weight.dequantize(dtype)
         return cls(weight, None if linear.bias is None else linear.bias.detach().to(dtype))
 
-    def renew(self, linear: nn.Linear) -> None:
+    def renew(self, linear: PlainLinear) -> None:
         """Copy the current values. Fused optimizers do not bump tensor versions, so changes cannot be detected."""
         for own, source in ((self.weight, linear.weight), (self.bias, linear.bias)):
-            if own is None or isinstance(own, QuantizedTensor):
+            if own is None or source is None or isinstance(own, QuantizedTensor):
                 continue
             if isinstance(source, QuantizedTensor):
                 own.copy_(source.dequantize(own.dtype))
@@ -57,7 +57,7 @@ class _LinearWeights(NamedTuple):
                 own.copy_(source)
 
 
-def _bound_gemm(linear: nn.Linear, plain: _LinearWeights) -> Callable[..., Tensor]:
+def _bound_gemm(linear: PlainLinear, plain: _LinearWeights) -> Callable[..., Tensor]:
     """Return a function [M, K] → [M, N] that adds an adapter's term u·Bᵀ if given; arguments are bound once."""
     weight, bias = plain
     if isinstance(weight, QuantizedTensor):
@@ -70,7 +70,7 @@ def _linear_plus(x: Tensor, weight: Tensor, bias: Tensor | None, term: tuple[Ten
     return add_term(linear_rows(x, weight, bias), term)
 
 
-def _weight4(linear: nn.Linear, plain: _LinearWeights) -> Weight4 | None:
+def _weight4(linear: PlainLinear, plain: _LinearWeights) -> Weight4 | None:
     """Return a 4-bit linear's weight for `ops.decode_layers`, or None."""
     weight, bias = plain
     if not isinstance(weight, QuantizedTensor) or not isinstance(weight.format, Blockwise4):
@@ -160,10 +160,10 @@ class Linears:
                 for term, rows in zip(self.b, self.up.split(self.sizes), strict=True)
             ]
 
-    def _read(self) -> list[tuple[nn.Linear, Factors]]:
+    def _read(self) -> list[tuple[PlainLinear, Factors]]:
         return [_read(module, self.names) for module in self.modules]
 
-    def _fill(self, read: list[tuple[nn.Linear, Factors]]) -> None:
+    def _fill(self, read: list[tuple[PlainLinear, Factors]]) -> None:
         """Copy the adapters' current values."""
         for (_, factors), term in zip(read, self.b, strict=True):
             if self.a is not None and term is not None:
@@ -218,11 +218,11 @@ class Linears:
         return Projections(weights, self.a, self.b, None if self.mask is None else self.mask[:, 0])
 
 
-def _device(linear: nn.Linear) -> torch.device:
+def _device(linear: PlainLinear) -> torch.device:
     return linear.weight.device
 
 
-def _storage_of(read: list[tuple[nn.Linear, Factors]]) -> list[Any]:
+def _storage_of(read: list[tuple[PlainLinear, Factors]]) -> list[Any]:
     """Return the data pointers, dtypes and adapter shapes that must not change while the linears are in use."""
     places: list[Any] = []
     for base, factors in read:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..autograd.linear import frozen_linear
 from ..utils.hardware import onednn_beats_mkl
+from .bnb import is_bnb_linear, is_bnb_lora, weight_view
 
 
 class FrozenLinear(nn.Linear):
@@ -49,35 +50,66 @@ class Adapter(NamedTuple):
 
 
 class PlainLinear(NamedTuple):
-    """A linear x·Wᵀ + b and the adapters to add to it."""
+    """A linear x·Wᵀ + b and the adapters to add to it.
+
+    Attributes:
+        base: the module.
+        weight: [N, K]; the module's, or a `QuantizedTensor` that shares the memory of a bitsandbytes weight.
+    """
 
     base: nn.Linear
+    weight: Tensor
     adapters: list[Adapter]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[N] or None."""
+        return self.base.bias
+
+    @property
+    def out_features(self) -> int:
+        return self.base.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.base.in_features
 
 
 def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainLinear | str:
     """The base linear and adapters of `module`, or the reason why only its own forward can compute it.
 
     Args:
-        module: a linear, or PEFT's LoRA around one. A subclass of PEFT's LoRA with another forward may give the reason
-            in its attribute `own_forward`.
+        module: a linear of torch, halfbyte or bitsandbytes, or PEFT's LoRA around one. A subclass of PEFT's LoRA with
+            another forward may give the reason in its attribute `own_forward`.
         names: names of the adapters to read; None: the active ones.
     """
-    base = module
+    base: Any = module
     adapters: list[Adapter] = []
     if isinstance(module, BaseTunerLayer):
-        if not isinstance(module, LoraLinear) or type(module).forward is not LoraLinear.forward:
+        if not is_plain_lora(module):
             return getattr(type(module), "own_forward", _own_forward(module))
         found = read_adapters(module, names)
         if isinstance(found, str):
             return found
-        a, b = module.lora_A, module.lora_B
+        a: Any = module.lora_A
+        b: Any = module.lora_B
         if hooked(module) or any(hooked(a[each.name]) or hooked(b[each.name]) for each in found):
             return "it has hooks"
         base, adapters = module.base_layer, found
-    if not isinstance(base, nn.Linear) or type(base).forward not in FORWARDS:
+    stored = is_bnb_linear(base)
+    if not isinstance(base, nn.Linear) or not (stored or type(base).forward in FORWARDS):
         return _own_forward(base)
-    return "it has hooks" if hooked(base) else PlainLinear(base, adapters)
+    if hooked(base):
+        return "it has hooks"
+    weight = weight_view(base) if stored else base.weight
+    return weight if isinstance(weight, str) else PlainLinear(base, weight, adapters)
+
+
+def is_plain_lora(module: nn.Module) -> bool:
+    """Return whether a module runs the forward of PEFT's LoRA around a linear, of torch or of bitsandbytes."""
+    if isinstance(module, LoraLinear):
+        return type(module).forward is LoraLinear.forward
+    return isinstance(module, BaseTunerLayer) and is_bnb_lora(module)
 
 
 def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapter] | str:

@@ -38,7 +38,7 @@ from .layer import (
     token_mixer,
 )
 from .patch_record import RECORD, is_bound
-from .projections import project, read_projections, recipe_products, shared_dropout
+from .projections import gemm_dtype, project, read_projections, recipe_products, shared_dropout
 
 # Keyword arguments that `attend` or transformers' attention functions read.
 ATTENTION_KEYWORDS = frozenset({
@@ -279,10 +279,13 @@ def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:
     """Run the MLP; a gated MLP with plain adapters runs as one fused function. `output` as in `lora_mlp`."""
     view, recipes = MLP.of(self, _family(self)), recipe_products(self)
-    read = read_projections((*view.inputs, view.output)) if len(view.linears) == 3 else None
+    linears = *view.inputs, view.output
+    read = read_projections(linears) if len(linears) == 3 else None
     if read is None:
         hidden = view.activate(project(hidden_states, *view.inputs, recipe=recipes[0]), glu)
         return _drop_output(self, project(hidden, view.output, recipe=recipes[1])[0])
     (gate, up, down), biases, loras, _ = zip(*read, strict=True)
-    dropout, named = shared_dropout(read), view.activation
-    return _drop_output(self, lora_mlp(hidden_states, gate, up, down, biases, loras, named, dropout, output, recipes))
+    dropout, named, x = shared_dropout(read), view.activation, hidden_states
+    given = x.to(gemm_dtype(x, linears))
+    out = lora_mlp(given, gate, up, down, biases, loras, named, dropout, output, recipes)
+    return _drop_output(self, out if given is x else out.to(x.dtype))

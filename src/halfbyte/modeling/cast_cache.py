@@ -21,11 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from ..dispatch import autocast_dtype
-from ..layers.plain import read_linear
+from ..layers.plain import is_plain_lora, read_linear
 from .patch_record import CastCache, existing_record, record
 
 ALIGNED = 8  # elements of 16 bits: GEMMs need 16-byte alignment
@@ -57,7 +56,7 @@ def _build_cast_cache(backbone: Any, dtype: torch.dtype, device: torch.device) -
     found = [
         (module, name)
         for module in backbone.modules()
-        if isinstance(module, LoraLinear)
+        if is_plain_lora(module)
         for name in module.active_adapters
         if name in module.lora_A and _needs_cast(module.lora_A[name].weight, dtype, device)
     ]
@@ -107,7 +106,7 @@ def cast_replacements(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Par
     """
     found = []
     for module in model.modules():
-        read = read_linear(module) if isinstance(module, LoraLinear) else ""
+        read = read_linear(module) if is_plain_lora(module) else ""
         if not isinstance(read, str):
             own = [(module, each.name) for each in read.adapters if _needs_cast(each.a, dtype, each.a.device)]
             found += own

@@ -14,6 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from ..formats import Int8
+from ..formats.base import is_quantized
+from ..layers.bnb import forget_view
 from ..layers.experts import NAME as EXPERTS_NAME
 from ..ops.fp8_scaling import DelayedScaling
 from ..utils.errors import ModelError
@@ -99,8 +102,9 @@ def patch(
 
     Args:
         model: a causal LM of transformers of a family in `families`, a model with images whose text part is of one (its
-            vision tower is not patched), or a `peft.PeftModel` around either. Any other model is left unchanged, and
-            the report says so.
+            vision tower is not patched), or a `peft.PeftModel` around either. Linears may be bitsandbytes' (the real
+            package's or `halfbyte.bitsandbytes`'): their packed weights are read without a copy. Any other model is
+            left unchanged, and the report says so.
         activations: level of `memory.levels.LEVELS` at which decoder layers save activations for backward, for all or
             one for each; None: save everything, or as transformers' gradient checkpointing is set.
         recipe: precision of GEMMs with frozen weights: "bf16" (x's dtype), "fp8-hybrid" or "nvfp4", or options of one
@@ -170,6 +174,7 @@ def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module runs its class's forward again. Does nothing on a model that is not patched."""
     for module in model.modules():
         unbind_attention(module)
+        forget_view(module)
         if is_bound(module):
             del module.__dict__["forward"]
         module.__dict__.pop(RECORD, None)
@@ -214,6 +219,8 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
             report.unfused[role, read] += 1
         elif read.lora is not None:
             report.fused[f"LoRA of {role}"] += 1
+        if not isinstance(read, str) and is_quantized(read.weight) and isinstance(read.weight.format, Int8):
+            notice("patched-int8", "8-bit linears multiply unquantized inputs by the dequantized weight while patched")
 
 
 def _uses_halfbyte_experts(experts: Any) -> bool:

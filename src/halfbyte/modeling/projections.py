@@ -14,16 +14,17 @@ scaling history, and one for evaluation, which does not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..autograd.linear_fp8 import Fp8Gemms
 from ..autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
 from ..autograd.lora import GemmRecipe, LoRA, lora_linear, lora_qkv
 from ..config import Precision
-from ..dispatch import on_compiler
+from ..dispatch import autocast_dtype, on_compiler
 from ..layers.plain import hooked, read_linear
 from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
@@ -52,7 +53,7 @@ def read_projection(module: nn.Module) -> Projection | str:
     read = read_linear(module)
     if isinstance(read, str):
         return read
-    (weight, bias), adapters = (read.base.weight, read.base.bias), read.adapters
+    weight, bias, adapters = read.weight, read.bias, read.adapters
     if len(adapters) > 1:
         return f"{len(adapters)} adapters are active at once"
     if weight.requires_grad or (bias is not None and bias.requires_grad):
@@ -92,10 +93,26 @@ def project(x: Tensor, *modules: nn.Module, recipe: GemmRecipe | None = None) ->
         notify_unfused_recipe(recipe)
         # Hooks may keep references to outputs, and RoPE and GLU modify them in place.
         return tuple(module(x).clone() if hooked(module) else module(x) for module in modules)
+    given = x.to(gemm_dtype(x, modules))
     if len(read) == 1:
-        return (lora_linear(x, *read[0], recipe),)
-    weights, biases, loras, _ = zip(*read, strict=True)
-    return lora_qkv(x, weights, biases, loras, shared_dropout(read), recipe)
+        outputs: tuple[Tensor, ...] = (lora_linear(given, *read[0], recipe),)
+    else:
+        weights, biases, loras, _ = zip(*read, strict=True)
+        outputs = lora_qkv(given, weights, biases, loras, shared_dropout(read), recipe)
+    return outputs if given is x else tuple(output.to(x.dtype) for output in outputs)
+
+
+def gemm_dtype(x: Tensor, modules: Sequence[nn.Module]) -> torch.dtype:
+    """Return the dtype in which fused GEMMs take x: its own.
+
+    Outside autocast, fp32 inputs of bitsandbytes' linears with a `compute_dtype` of 16 bits take that dtype, as in
+    these linears' own forward; results are returned in fp32.
+    """
+    if x.dtype is not torch.float32 or autocast_dtype(x.device.type) is not None:
+        return x.dtype
+    bases: list[Any] = [module.get_base_layer() if isinstance(module, BaseTunerLayer) else module for module in modules]
+    chosen = {getattr(base, "compute_dtype", None) for base in bases}
+    return chosen.pop() if chosen in ({torch.float16}, {torch.bfloat16}) else x.dtype
 
 
 def notify_unfused_recipe(recipe: GemmRecipe | None) -> None:

@@ -17,17 +17,8 @@ from torch import Tensor, nn
 from ...ops.codebooks import dynamic_map
 from ...ops.optimizer_state import STORAGES, Storage
 from ...optim.fused import WRAPPED, FusedOptimizer, to_bitsandbytes
+from ..updates import RULE_OF
 
-RULE_OF = {
-    "adam": "adamw",
-    "ademamix": "ademamix",
-    "lion": "lion",
-    "momentum": "momentum",
-    "rmsprop": "rmsprop",
-    "adagrad": "adagrad",
-    "lamb": "adamw",
-    "lars": "momentum",
-}
 CLIPPED = ("lamb", "lars")  # optimizers whose update's norm is at most `max_unorm` times the weight's norm
 
 

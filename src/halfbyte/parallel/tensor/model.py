@@ -162,6 +162,8 @@ def _adapter_problem(model: nn.Module) -> str | None:
                 read = read_linear(linear)
                 if isinstance(read, str):
                     return f"{name}: {read}"
+                if read.weight is not read.base.weight:
+                    return f"{name}: its weight belongs to bitsandbytes"
                 if any(dropout.p for dropout in getattr(linear, "lora_dropout", {}).values() if hasattr(dropout, "p")):
                     return f"{name}: each process would drop different inputs of the adapter (lora_dropout)"
                 known |= {id(factor) for each in read.adapters for factor in (each.a, each.b)}

@@ -1,0 +1,319 @@
+"""bitsandbytes' optimizer updates over `ops.optimizer`: one call per parameter, or all calls of a step in a batch.
+
+`functional.optimizer_update_32bit` and `optimizer_update_8bit_blockwise` update one parameter. Inside `collected`, the
+calls are recorded instead, and `UpdateBatch` runs them in one launch for each rule, storage and dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..formats.base import FLOATS
+from ..ops.codebooks import dynamic_map
+from ..ops.optimizer import RULES, SETTINGS, Coefficients, Parameters, Rule, prepare_step, update_parameters
+from ..ops.optimizer_state import STORAGES
+from .utils import gpu_view
+
+RULE_OF = {
+    "adam": "adamw",
+    "ademamix": "ademamix",
+    "lion": "lion",
+    "momentum": "momentum",
+    "rmsprop": "rmsprop",
+    "adagrad": "adagrad",
+    "lamb": "adamw",
+    "lars": "momentum",
+}
+States = list[tuple[Tensor, Tensor | None]]  # codes and scales of each state
+
+
+@dataclass
+class Update:
+    """One call: a parameter, its gradient and states, and the numbers of the step.
+
+    Attributes:
+        rule: name in `ops.optimizer.RULES`.
+        weight, gradient: [n] each.
+        states: codes and scales [n], on the weight's device.
+        settings: columns `ops.optimizer.SETTINGS`.
+        step: number of this step, from 1.
+        scale: factor of the gradient.
+        clip: `max_unorm`, norm of the weight, and tensor [1] that receives the squared norm of the update; or None.
+    """
+
+    rule: str
+    weight: Tensor
+    gradient: Tensor
+    states: States
+    settings: tuple[float, ...]
+    step: int
+    scale: float
+    clip: tuple[float, float, Tensor | None] | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Updates of one kind run in one launch."""
+        return self.rule, self.states[0][1] is not None, self.weight.dtype, self.gradient.dtype, self.weight.device
+
+
+class _Collected(threading.local):
+    updates: list[Update] | None = None
+
+
+_collected = _Collected()
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Update]]:
+    """Record this thread's updates in the list inside the context, and do not run them."""
+    before, _collected.updates = _collected.updates, []
+    try:
+        yield _collected.updates
+    finally:
+        _collected.updates = before
+
+
+class _Launch(NamedTuple):
+    """Parameters of one launch, and the addresses of their tensors."""
+
+    parameters: Parameters
+    states: list[int]
+    moving: list[int]
+
+
+class UpdateBatch:
+    """Runs updates, and keeps what kernels computed from the addresses of the tensors for the next step."""
+
+    def __init__(self) -> None:
+        self._launches: dict[tuple[Any, ...], _Launch] = {}
+
+    @torch.no_grad()
+    def run(self, updates: Sequence[Update]) -> None:
+        """Update the parameters, in one launch for each kind."""
+        by_kind: dict[tuple[Any, ...], list[Update]] = {}
+        for update in updates:
+            by_kind.setdefault(update.kind, []).append(update)
+        self._launches = {kind: self._run(kind, some) for kind, some in by_kind.items()}
+
+    def _run(self, kind: tuple[Any, ...], updates: Sequence[Update]) -> _Launch:
+        rule, device = RULES[updates[0].rule], updates[0].weight.device
+        coefficients, steps = _coefficients(updates, device)
+        launch = self._launch(kind, updates)
+        for row, update in enumerate(updates):
+            if update.clip is not None:
+                column = coefficients[row, Coefficients._fields.index("rate")]
+                column.mul_(_clip_factor(rule, update, coefficients[row]))
+        update_parameters(coefficients, steps, launch.parameters, None)
+        return launch
+
+    def _launch(self, kind: tuple[Any, ...], updates: Sequence[Update]) -> _Launch:
+        """Return the launch of the last step with the current weights and gradients, or a new one."""
+        weights, gradients = [update.weight for update in updates], [update.gradient for update in updates]
+        states = [update.states for update in updates]
+        addresses = [part.data_ptr() for some in states for state in some for part in state if part is not None]
+        moving = [tensor.data_ptr() for tensor in (*weights, *gradients)]
+        last = self._launches.get(kind)
+        if last is not None and last.states == addresses:
+            parameters = last.parameters
+            parameters.weights, parameters.gradients = weights, gradients
+            parameters.version += moving != last.moving
+            return last._replace(moving=moving)
+        storage, rows = "dynamic8" if kind[1] else "fp32", torch.arange(len(updates), dtype=torch.int32)
+        parameters = Parameters(updates[0].rule, storage, "nearest", rows, weights, gradients, states)
+        return _Launch(parameters, addresses, moving)
+
+
+def _coefficients(updates: Sequence[Update], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Coefficients and step counts of `update_parameters`, computed on the host and copied at once."""
+    n, rule = len(updates), updates[0].rule
+    settings = torch.tensor([update.settings for update in updates], dtype=torch.float64)
+    steps = torch.tensor([update.step - 1.0 for update in updates])
+    coefficients = torch.empty(n, len(Coefficients._fields))
+    prepare_step(settings, torch.arange(n, dtype=torch.int32), steps, coefficients, rule)
+    coefficients[:, Coefficients._fields.index("scale")] = torch.tensor([update.scale for update in updates])
+    table = torch.cat([coefficients.flatten(), steps])
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    else:
+        table = table.to(device)
+    return table[:-n].view(coefficients.shape), table[-n:]
+
+
+def _clip_factor(rule: Rule, update: Update, row: Tensor) -> Tensor:
+    """Factor of the step size that limits the update's norm to `max_unorm` times the weight's; stores the norm."""
+    assert update.clip is not None
+    max_unorm, weight_norm, stored = update.clip
+    norm = update_norm(rule, update.weight, update.gradient, [codes for codes, _ in update.states], row)
+    if stored is not None:
+        stored.copy_(norm.square().reshape(1))
+    most = max_unorm * weight_norm
+    return torch.where(norm > most, most / norm, torch.ones_like(norm))
+
+
+def update_norm(rule: Rule, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], row: Tensor) -> Tensor:
+    """Return the 2-norm, fp32 [], of an update divided by the learning rate; states are fp32 and are not changed.
+
+    Args:
+        row: the parameter's row of coefficients.
+    """
+    c = Coefficients(*row.unbind())
+    p, g = weight.detach().float().flatten(), gradient.float().flatten() * c.scale
+    if not rule.decoupled:
+        g = g + c.decay * p
+    flat = [state.flatten() for state in states]
+    step, _ = rule.update(torch.zeros_like(p), g, flat, c._replace(rate=c.first, decay=0.0))
+    return step.norm()
+
+
+# --- the operators ---------------------------------------------------------------------------------------------------
+
+_known_maps: WeakIdKeyDictionary = WeakIdKeyDictionary()  # maps that were compared; on a GPU that blocks
+
+
+def _submit(update: Update) -> None:
+    if _collected.updates is not None:
+        _collected.updates.append(update)
+    else:
+        UpdateBatch().run([update])
+
+
+def _states(name: str, device: torch.device, first: Tensor, second: Tensor | None) -> list[Tensor]:
+    """The states, flat, in the order of the rule: AdEMAMix's first tensor holds two.
+
+    Paged states are unified or pinned memory, which torch holds as CPU tensors: they become views on `device`.
+    """
+    if device.type == "cuda":
+        first, second = _unpaged(first), None if second is None else _unpaged(second)
+    tensors = [*first.unbind(0)] if name == "ademamix" else [first]
+    tensors += [] if second is None else [second]
+    return [tensor.detach().view(-1) for tensor in tensors]
+
+
+def _unpaged(state: Tensor) -> Tensor:
+    if not getattr(state, "is_paged", False):
+        return state
+    return gpu_view(state.data_ptr(), state.nbytes).view(state.dtype).view(state.shape)
+
+
+def check_update(g: Tensor, p: Tensor) -> None:
+    """Raise a ValueError unless the gradient has the weight's dtype and number of elements."""
+    if g.dtype not in FLOATS or g.dtype != p.dtype or g.numel() != p.numel():
+        raise ValueError(
+            f"g is {g.dtype} with {g.numel()} elements, and p is {p.dtype} with {p.numel()}: pass two tensors of one "
+            "size in fp32, fp16 or bf16"
+        )
+
+
+def _checked(name: str, g: Tensor, p: Tensor, state2: Tensor | None, skip_zeros: bool) -> str:
+    """Return the rule of an optimizer's name.
+
+    Raises:
+        ValueError: unknown name, a missing second state, or tensors of other dtypes or sizes.
+        NotImplementedError: `skip_zeros`.
+    """
+    if name not in RULE_OF:
+        raise ValueError(f"there is no optimizer {name!r}: use one of {', '.join(RULE_OF)}")
+    if skip_zeros:
+        raise NotImplementedError("skip_zeros is not supported: zero gradients update the state")
+    check_update(g, p)
+    if not p.is_contiguous():
+        raise ValueError("p is not contiguous: set p.data = p.data.contiguous() first")
+    if (state2 is None) == (len(RULES[RULE_OF[name]].states) > 1):
+        raise ValueError(f"{name} has {len(RULES[RULE_OF[name]].states)} states: pass state1 and, for two, state2")
+    return RULE_OF[name]
+
+
+def _settings(**numbers: float) -> tuple[float, ...]:
+    return tuple(float(numbers.get(name, 0.0)) for name in SETTINGS)
+
+
+def optimizer_update_32bit(
+    optimizer_name: str,
+    g: Tensor,
+    p: Tensor,
+    state1: Tensor,
+    state2: Tensor | None,
+    unorm_vec: Tensor | None,
+    max_unorm: float,
+    param_norm: float,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    alpha: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    lr: float,
+    gnorm_scale: float,
+    skip_zeros: bool = False,
+) -> None:
+    """Update a weight and its fp32 states in place."""
+    rule = _checked(optimizer_name, g, p, state2, skip_zeros)
+    if state1.dtype != torch.float32 or (state2 is not None and state2.dtype != torch.float32):
+        raise ValueError(f"the states are {state1.dtype}: pass fp32 states, or call optimizer_update_8bit_blockwise")
+    states: States = [(state, None) for state in _states(optimizer_name, p.device, state1, state2)]
+    if any(state.numel() != p.numel() for state, _ in states):
+        raise ValueError(
+            f"the states of {optimizer_name} do not have {p.numel()} elements, as p; state1 of ademamix is [2, *shape]"
+        )
+    settings = _settings(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2, beta3=beta3, eps=eps, alpha=alpha)
+    clip = (max_unorm, param_norm, unorm_vec) if max_unorm > 0 else None
+    gradient = g.detach().contiguous().view(-1)
+    _submit(Update(rule, p.detach().view(-1), gradient, states, settings, step, gnorm_scale, clip))
+
+
+def optimizer_update_8bit_blockwise(
+    optimizer_name: str,
+    g: Tensor,
+    p: Tensor,
+    state1: Tensor,
+    state2: Tensor | None,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    alpha: float,
+    eps: float,
+    step: int,
+    lr: float,
+    qmap1: Tensor,
+    qmap2: Tensor | None,
+    absmax1: Tensor,
+    absmax2: Tensor | None,
+    weight_decay: float,
+    gnorm_scale: float,
+    skip_zeros: bool = False,
+) -> None:
+    """Update a weight and its 8-bit states, in blocks of 256, in place."""
+    rule = _checked(optimizer_name, g, p, state2, skip_zeros)
+    if (state2 is None) != (absmax2 is None) or (state2 is None) != (qmap2 is None):
+        raise ValueError("state2, qmap2 and absmax2 belong together: pass all three or none")
+    codes, scales = (
+        _states(optimizer_name, p.device, state1, state2),
+        _states(optimizer_name, p.device, absmax1, absmax2),
+    )
+    blocks = -(-p.numel() // STORAGES["dynamic8"].block)
+    if any(code.dtype != torch.uint8 or code.numel() != p.numel() for code in codes):
+        raise ValueError(f"the states are not uint8 with {p.numel()} elements, as p")
+    if any(scale.dtype != torch.float32 or scale.numel() != blocks for scale in scales):
+        raise ValueError(f"the scales are not fp32 with {blocks} elements, one for each block of 256")
+    for qmap, signed in ((qmap1, True), (qmap2, False)):
+        if qmap is not None and not _is_dynamic_map(qmap, signed):
+            raise ValueError("qmap1 and qmap2 must be create_dynamic_map(True) and create_dynamic_map(False)")
+    settings = _settings(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2, beta3=beta3, eps=eps, alpha=alpha)
+    states: States = [*zip(codes, scales, strict=True)]
+    gradient = g.detach().contiguous().view(-1)
+    _submit(Update(rule, p.detach().view(-1), gradient, states, settings, step, gnorm_scale))
+
+
+def _is_dynamic_map(qmap: Tensor, signed: bool) -> bool:
+    if _known_maps.get(qmap) is None:
+        _known_maps[qmap] = {each: torch.equal(qmap.cpu(), dynamic_map(signed=each)) for each in (True, False)}
+    return _known_maps[qmap][signed]
