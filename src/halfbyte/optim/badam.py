@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +28,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..utils.errors import ConfigError
+from .groups import LAYER
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
 
-LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")  # a parameter's name up to the number of its layer
 MASTER = "master"  # key of a parameter's fp32 master weights in a state dict
 
 

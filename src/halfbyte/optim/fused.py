@@ -9,8 +9,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,25 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..ops.codebooks import dynamic_map
-from ..ops.optimizer import (
-    RULES,
-    SETTINGS,
-    TRUSTS,
-    Coefficients,
-    Parameters,
-    gradient_norm,
-    prepare_step,
-    scale_by_trust,
-    update_parameters,
-)
+from ..ops.optimizer import RULES, TRUSTS
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
-from ..utils.hardware import is_capturing
-from .offload import HostState
+from .offload import Windows
+from .parts import CORRECTION, CORRECTIONS, BackwardUpdates, Batch, Part, local_of, state_keys
 
 WRAPPED = "__bnb_optimizer_quant_state__"  # bitsandbytes puts tensors that FSDP must not cast under this key
 FULL_ELEMENTS = "full_elements"  # attribute of a slice of a parameter: elements of the parameter
-CORRECTION = "correction"  # key of the bits of a weight that its bf16 does not hold
 COMMON: dict[str, Any] = {
     "storage": "fp32",
     "rounding": "nearest",
@@ -45,7 +33,6 @@ COMMON: dict[str, Any] = {
     "offload": False,
     "capturable": True,
 }
-CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
 
 
 class FusedOptimizer(Optimizer):
@@ -69,12 +56,14 @@ class FusedOptimizer(Optimizer):
     rule: ClassVar[str]
     trust: ClassVar[str | None] = None  # a name in `ops.optimizer.TRUSTS`: two launches more, and a second pass
     _step_supports_amp_scaling = True  # torch.amp.GradScaler passes `found_inf` and does not block
+    backward: BackwardUpdates | None  # updates the parameters in the backward
 
     def __init__(self, params: Any, defaults: dict[str, Any]):
         self.gradient_factor: Tensor | None = None
-        self._batches: list[_Batch] = []
-        self._reads = 0  # how often `_read` found other tensors than before
-        self._reset()
+        self.whole, self.backward = Part(self), None
+        self._windows: dict[torch.device, Windows] = {}
+        self._earlier_reads = 0  # of parts before `whole`
+        self._clipped: list[int] = []  # numbers of the gradients that `clip` has read
         super().__init__(params, COMMON | defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -106,25 +95,32 @@ class FusedOptimizer(Optimizer):
         if group["offload"] and TRUSTS[self.trust].reads_states:
             wrong = f"offload: {name} reads the state twice in a step, so it is not streamed"
             raise ConfigError(wrong, "leave the state on the device, or take another optimizer")
-        if any(_local(weight) is not weight for weight in group["params"]):
+        if any(local_of(weight) is not weight for weight in group["params"]):
             wrong = f"{name} needs the norms of full parameters, and these are sharded"
             raise ConfigError(wrong, "take an optimizer that treats elements separately, such as AdamW")
 
     def _reset(self) -> None:
-        """Divide the parameters again in the next step."""
-        self._kind: list[tuple[Any, ...]] = []
-        self._objects: tuple[list[int], list[int]] = [], []
-        self._held: tuple[list[Tensor], list[Tensor | None]] = [], []
-        self._addresses: list[int] = []
-        self._clipped: list[int] = []  # numbers of the gradients that `clip` has read
-        self._in_place = False  # whether no tensor is copied to be contiguous or is a DTensor
+        """Divide the parameters into launches again in the next step."""
+        for windows in self._windows.values():
+            windows.synchronize()
+        self._windows, self._clipped = {}, []
+        self._earlier_reads += self.whole.reads
+        self.whole = Part(self)
+        if self.backward is not None:
+            self.backward.reset()
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+    def windows(self, device: torch.device) -> Windows:
+        """The windows on a device that all offloaded states share."""
+        if device not in self._windows:
+            self._windows[device] = Windows(device)
+        return self._windows[device]
+
+    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group's numbers by the names of `ops.optimizer.SETTINGS`; absent ones are 0."""
         beta1, beta2 = group["betas"][:2]
         return {"beta1": beta1, "beta2": beta2, "eps": group.get("eps", 0.0)}
 
-    def _keep_squares(self, batch: _Batch, squares: Tensor) -> None:
+    def keep_squares(self, batch: Batch, squares: Tensor) -> None:
         """Keep the squared norms fp32 [n, 2] of the batch's parameters, from `scale_by_trust`."""
 
     def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +129,7 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
+        """Update all parameters that have a gradient; after `update_in_backward`, those that are left.
 
         Raises:
             TrainingError: a gradient is sparse, or of another shape or device than its parameter.
@@ -142,16 +138,18 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._clipped or self._clipped != self._gradient_numbers():
+        if self.backward is not None:
+            self.backward.finish()
+            return loss
+        if not self._clipped or self._clipped != self.whole.gradient_numbers():
             self.gradient_factor = self.gradient_factor if not self._clipped else None  # of other gradients
-            self._read()
+            self.whole.read()
         self._clipped = []
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         factor = self.gradient_factor
         if scale is not None:
             factor = scale.reciprocal() if factor is None else factor / scale
-        for batch in self._batches:
-            batch.step(self, factor, found_inf)
+        self.whole.step(factor, found_inf)
         self.gradient_factor = None
         return loss
 
@@ -161,15 +159,30 @@ class FusedOptimizer(Optimizer):
 
         The gradients themselves are not changed. If others take their place before `step`, these are not clipped.
         """
-        self._read()
-        self._clipped = self._gradient_numbers()
-        if len(self._batches) == 1:
-            norm, self.gradient_factor = self._batches[0].norm(max_norm).unbind()
-            return norm
-        norms = [batch.norm(math.inf)[0].to(self._batches[0].device) for batch in self._batches]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        self.gradient_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else None
+        self.whole.read()
+        self._clipped = self.whole.gradient_numbers()
+        norm, self.gradient_factor = self.whole.norm(max_norm)
         return norm
+
+    def update_in_backward(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """From here on, update each part in the backward when its gradients are complete, and free these.
+
+        There is no clipping and no accumulation of gradients. `step` ends a step. A part whose gradients have NaN or
+        Inf is not changed.
+
+        Args:
+            parts: all parameters, divided in the order in which their gradients are expected.
+        """
+        divided = [id(weight) for part in parts for weight in part]
+        if sorted(divided) != sorted(id(weight) for group in self.param_groups for weight in group["params"]):
+            raise TrainingError("the parts to update in the backward are not the optimizer's parameters")
+        self.backward = BackwardUpdates(self, parts)
+        for group in self.param_groups:
+            group["capturable"] = False
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of the gradients that the backward has freed since the last call, fp32 []."""
+        return self.backward.gradient_norm() if self.backward is not None else torch.zeros(())
 
     @torch.no_grad()
     def prepare_replay(self) -> int | None:
@@ -179,55 +192,10 @@ class FusedOptimizer(Optimizer):
             a number that changes when a graph captured before is not valid any more, since weights, gradients or state
             are other tensors; None: no graph can be captured, since a tensor is not contiguous.
         """
-        self._read()
-        for batch in self._batches:
+        self.whole.read()
+        for batch in self.whole.batches:
             batch.upload(self)
-        return self._reads if self._in_place else None
-
-    def _read(self) -> None:
-        """Take the parameters' current weights and gradients, and divide them into launches if that has changed.
-
-        Most steps find the tensors of the step before. Comparing objects and addresses costs 0.2 ms for 450 matrices;
-        objects are held, so that their numbers are not used again.
-        """
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        gradients = [weight.grad for weight in weights]
-        objects = [*map(id, weights)], [*map(id, gradients)]
-        if objects == self._objects and self._in_place and self._addresses == self._moving(weights, gradients):
-            return
-        kind = [(id(w), w.dtype, None if g is None else g.dtype) for w, g in zip(weights, gradients, strict=True)]
-        if kind != self._kind:
-            self._batches = self._divide()
-            self._kind = kind
-        self._reads += 1
-        for batch in self._batches:
-            batch.read()
-        local = [weight for batch in self._batches for weight in batch.weights]
-        self._in_place = all(
-            _local(each) is each and each.is_contiguous()
-            for weight in local
-            for each in (weight, weight.grad)
-            if each is not None
-        )
-        self._objects, self._held = objects, (weights, gradients)
-        self._addresses = self._moving(weights, gradients) if self._in_place else []
-
-    def _gradient_numbers(self) -> list[int]:
-        return [id(weight.grad) for group in self.param_groups for weight in group["params"]]
-
-    @staticmethod
-    def _moving(weights: list[Tensor], gradients: list[Tensor | None]) -> list[int]:
-        return [*map(Tensor.data_ptr, weights), *(each.data_ptr() for each in gradients if each is not None)]
-
-    def _divide(self) -> list[_Batch]:
-        """The parameters with gradients, divided by device."""
-        by_device: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
-        for number, group in enumerate(self.param_groups):
-            for index, weight in enumerate(group["params"]):
-                if weight.grad is not None:
-                    _check_gradient(weight)
-                    by_device.setdefault(weight.device, []).append((number, index, weight))
-        return [_Batch(self, present, device) for device, present in by_device.items()]
+        return self._earlier_reads + self.whole.reads if self.whole.in_place else None
 
     def storage_of(self, group: dict[str, Any], index: int) -> Storage:
         """Storage of the state of a group's parameter."""
@@ -238,13 +206,13 @@ class FusedOptimizer(Optimizer):
         small = storage.block and getattr(weight, FULL_ELEMENTS, weight.numel()) < group["min_quantized"]
         return STORAGES["fp32"] if small or index in group["fp32_state"] else storage
 
-    def _state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
+    def state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
         """State of a parameter; created if it has none."""
         weight = group["params"][index]
         state = self.state[weight]
         if state:
             return state
-        rule, storage, local = RULES[self.rule], self.storage_of(group, index), _local(weight)
+        rule, storage, local = RULES[self.rule], self.storage_of(group, index), local_of(weight)
         where = torch.device("cpu") if group["offload"] else local.device
         state["step"] = torch.zeros((), device=local.device)
         for number, signed in enumerate(rule.signed):
@@ -258,8 +226,8 @@ class FusedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, in bitsandbytes' layout for groups with storage dynamic8, otherwise in torch's."""
-        for batch in self._batches:
-            batch.synchronize()
+        for windows in self._windows.values():
+            windows.synchronize()
         packed = super().state_dict()
         storages = [group["storage"] for group in self.param_groups for _ in group["params"]]
         for packed_group, group in zip(packed["param_groups"], self.param_groups, strict=True):
@@ -301,7 +269,7 @@ class FusedOptimizer(Optimizer):
 
     def _from_saved(self, saved: dict[str, Any], group: dict[str, Any], index: int, number: int) -> dict[str, Any]:
         """One parameter's state, converted and copied to its device."""
-        rule, storage, local = RULES[self.rule], self.storage_of(group, index), _local(group["params"][index])
+        rule, storage, local = RULES[self.rule], self.storage_of(group, index), local_of(group["params"][index])
         where = torch.device("cpu") if group["offload"] else local.device
         saved = _from_bitsandbytes(self.rule, {**saved, **saved.get(WRAPPED, {})})
         step = saved.get("step", 0)
@@ -334,140 +302,6 @@ class FusedOptimizer(Optimizer):
         return state
 
 
-class _Batch:
-    """The parameters of one device: their step counts, coefficients and launches."""
-
-    def __init__(self, optimizer: FusedOptimizer, present: list[tuple[int, int, Tensor]], device: torch.device):
-        self.device, self.weights = device, [weight for _, _, weight in present]
-        self.states = [optimizer._state_of(optimizer.param_groups[number], index) for number, index, _ in present]
-        states = self.states
-        self.steps = torch.stack([state["step"].to(device) for state in states])
-        for row, state in enumerate(states):
-            state["step"] = self.steps[row]
-        self.groups = torch.tensor([number for number, _, _ in present], dtype=torch.int32, device=device)
-        self.coefficients = torch.empty(len(present), len(Coefficients._fields), device=device)
-        self.settings = torch.zeros(len(optimizer.param_groups), len(SETTINGS), dtype=torch.float64, device=device)
-        self._set: list[tuple[float, ...]] = []
-        self.launches: list[tuple[Parameters, list[Tensor], HostState | None]] = []
-        by_kind: dict[tuple[Any, ...], list[int]] = {}
-        for row, (number, index, weight) in enumerate(present):
-            group = optimizer.param_groups[number]
-            rounding = group["rounding"] if weight.dtype == torch.bfloat16 else "nearest"
-            storage = optimizer.storage_of(group, index).name
-            dtypes = weight.dtype, _gradient(weight).dtype
-            by_kind.setdefault((storage, rounding, group["offload"], *dtypes), []).append(row)
-        for (storage, rounding, offload, *_), rows in by_kind.items():
-            own = [present[row][2] for row in rows]
-            parameters = Parameters(
-                optimizer.rule,
-                storage,
-                rounding,
-                torch.tensor(rows, dtype=torch.int32),
-                [],
-                [],
-                [_parts(states[row], optimizer.rule, storage) for row in rows],
-                [states[row][CORRECTION].view(-1) for row in rows] if rounding in CORRECTIONS else [],
-            )
-            host = HostState(parameters, [_local(weight).numel() for weight in own], device) if offload else None
-            if host is not None:
-                keys = [key for number in range(len(parameters.states[0]))
-                        for key in state_keys(optimizer.rule, storage, number)]  # fmt: skip
-                for key, views in zip((*keys, CORRECTION), host.tensors, strict=False):
-                    for row, view in zip(rows, views, strict=True):
-                        states[row][key] = view.view(states[row][key].shape)
-                parameters.states, parameters.corrections = [[] for _ in rows], []
-            self.launches.append((parameters, own, host))
-
-    def read(self) -> None:
-        """Take the parameters' current weights and gradients."""
-        for parameters, weights, host in self.launches:
-            parameters.weights = [_contiguous(_local(weight)) for weight in weights]
-            parameters.gradients = [*map(_gradient, weights)]
-            parameters.version += 1
-            if host is not None:
-                host.read(parameters.weights, parameters.gradients)
-
-    def norm(self, max_norm: float) -> Tensor:
-        """fp32 [2]: norm of this device's gradients and factor that clips them; see `gradient_norm`."""
-        return gradient_norm(self.coefficients, [parameters for parameters, *_ in self.launches], max_norm)
-
-    def synchronize(self) -> None:
-        """Block until offloaded state on the host includes the last step."""
-        for *_, host in self.launches:
-            if host is not None:
-                host.synchronize()
-
-    def step(self, optimizer: FusedOptimizer, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        self.upload(optimizer)
-        factor, found_inf = (each if each is None else each.to(self.device) for each in (factor, found_inf))
-        prepare_step(self.settings, self.groups, self.steps, self.coefficients, optimizer.rule, factor, found_inf)
-        if optimizer.trust is not None:
-            launches = [parameters for parameters, *_ in self.launches]
-            optimizer._keep_squares(self, scale_by_trust(self.coefficients, launches, optimizer.trust))
-        for parameters, weights, host in self.launches:
-            if host is None:
-                update_parameters(self.coefficients, self.steps, parameters, found_inf)
-            else:
-                host.step(lambda some: update_parameters(self.coefficients, self.steps, some, found_inf))
-            for weight, updated in () if optimizer._in_place else zip(weights, parameters.weights, strict=True):
-                if not _local(weight).is_contiguous():
-                    _local(weight).copy_(updated)
-
-    def upload(self, optimizer: FusedOptimizer) -> None:
-        """Copy the groups' settings to the device where they have changed; learning rates may be tensors there."""
-        rates, rows = [], []
-        for group in optimizer.param_groups:
-            rate = group["lr"]
-            rates.append(rate)
-            numbers = {"lr": 0.0 if isinstance(rate, Tensor) else rate, "weight_decay": group["weight_decay"]}
-            numbers |= optimizer._settings(group)
-            rows.append(tuple(float(numbers.get(name, 0.0)) for name in SETTINGS))
-        if rows != self._set:
-            if is_capturing():
-                raise TrainingError(
-                    "the optimizer's settings changed since its last step", "call prepare_replay before a capture"
-                )
-            table = torch.tensor(rows, dtype=torch.float64)
-            self.settings.copy_(table.pin_memory() if self.device.type == "cuda" else table, non_blocking=True)
-            self._set = rows
-        for number, rate in enumerate(rates):
-            if isinstance(rate, Tensor):
-                self.settings[number, 0].copy_(rate)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor; other tensors unchanged."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-def _gradient(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
-    return _contiguous(_local(weight.grad))
-
-
-def _check_gradient(weight: Tensor) -> None:
-    gradient = weight.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        raise TrainingError("the gradient of a parameter is sparse", "use an embedding with sparse=False")
-    if gradient.shape != weight.shape or gradient.device != weight.device:
-        raise TrainingError(
-            f"a gradient of shape {[*gradient.shape]} on {gradient.device} belongs to a parameter of shape"
-            f" {[*weight.shape]} on {weight.device}",
-            "assign gradients of the parameter's shape and device",
-        )
-
-
-def state_keys(rule: str, storage: str, number: int) -> tuple[str, ...]:
-    """Keys of a state, or of its codes and scales: torch's name, with flashoptim's suffixes."""
-    name = RULES[rule].states[number]
-    return (f"{name}::quantized", f"{name}::scales") if STORAGES[storage].block else (name,)
-
-
 def elements_per_entry(key: str, value: Any, elements: int) -> int:
     """Elements of a parameter per entry of a state tensor; 0: the value does not belong to elements.
 
@@ -489,14 +323,6 @@ def _put(state: dict[str, Any], keys: Iterable[str], parts: tuple[Tensor, Tensor
     codes, scales = parts
     shaped = codes.view(weight.shape) if codes.numel() == weight.numel() else codes
     state.update(zip(keys, (shaped, scales), strict=False))
-
-
-def _parts(state: dict[str, Any], rule: str, storage: str) -> list[tuple[Tensor, Tensor | None]]:
-    found = []
-    for number in range(len(RULES[rule].states)):
-        codes, *scales = (state[key] for key in state_keys(rule, storage, number))
-        found.append((codes.view(-1), scales[0] if scales else None))
-    return found
 
 
 def _from_bitsandbytes(rule: str, saved: dict[str, Any]) -> dict[str, Any]:
@@ -590,9 +416,9 @@ class AdEMAMix(FusedOptimizer):
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, numbers | schedule | options)
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         schedule = {key: group[key] or 0 for key in ("t_alpha", "t_beta3")}
-        return super()._settings(group) | {"beta3": group["betas"][2], "alpha": group["alpha"]} | schedule
+        return super().settings(group) | {"beta3": group["betas"][2], "alpha": group["alpha"]} | schedule
 
 
 class Lion(FusedOptimizer):
@@ -621,7 +447,7 @@ class SGD(FusedOptimizer):
     ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay} | options)
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"beta1": group["momentum"]}
 
     def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -645,8 +471,8 @@ class LARS(SGD):
     ):
         super().__init__(params, lr, momentum, weight_decay, trust_coefficient=trust_coefficient, **options)
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        return super()._settings(group) | {"alpha": group["trust_coefficient"]}
+    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return super().settings(group) | {"alpha": group["trust_coefficient"]}
 
 
 class RMSprop(FusedOptimizer):
@@ -665,7 +491,7 @@ class RMSprop(FusedOptimizer):
     ):
         super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay} | options)
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"beta1": group["alpha"], "eps": group["eps"]}
 
     def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -682,7 +508,7 @@ class Adagrad(FusedOptimizer):
     ):
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay} | options)
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"eps": group["eps"]}
 
     def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 LORA_PLUS_EMBEDDING = 1e-6  # default learning rate of embedding adapters with LoRA+, as in PEFT
 ALL_LINEAR = "all-linear"
+LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")  # a parameter's name up to the number of its layer
 
 
 class Settings(Protocol):
@@ -25,6 +26,10 @@ class Settings(Protocol):
     def optim_args(self) -> Mapping[str, Any] | None: ...
     @property
     def optim_bits(self) -> int | Mapping[str, int] | None: ...
+    @property
+    def optim_in_backward(self) -> bool | Literal["auto"]: ...
+    @property
+    def optim_offload(self) -> bool | Literal["auto"]: ...
     @property
     def optim_target_modules(self) -> str | list[str] | None: ...
     @property
@@ -49,6 +54,10 @@ class Settings(Protocol):
     def warmup_steps(self) -> float: ...
     @property
     def max_steps(self) -> int: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+    @property
+    def gradient_accumulation_steps(self) -> int: ...
     @property
     def seed(self) -> int: ...
     @property
@@ -116,6 +125,31 @@ def _lora_plus_groups(
         {"params": members[name], "weight_decay": 0.0 if name == "bare_B" else decay, "lr": rates[name]}
         for name in members
     ]
+
+
+def backward_parts(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The trained parameters by decoder layer, in the order in which a backward completes their gradients.
+
+    Other parameters are parts of their own.
+    """
+    parts: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in trained_parameters(model).items():
+        found = LAYER.match(name)
+        parts.setdefault(found[0] if found else name, []).append(parameter)
+    return [*parts.values()][::-1]
+
+
+def backward_gradient_bytes(model: nn.Module) -> int:
+    """Largest bytes of gradients during a backward that updates `backward_parts`.
+
+    The gradient of a weight that is embedding and head is complete at the end of the backward.
+    """
+    sizes = [sum(parameter.nbytes for parameter in part) for part in backward_parts(model)]
+    heads, tables = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("output", "input"))
+    weight: Any = getattr(heads, "weight", None)
+    if weight is None or weight is not getattr(tables, "weight", None) or not weight.requires_grad:
+        return max(sizes, default=0)
+    return max(sizes, default=0) + int(weight.nbytes)
 
 
 def matched(name: str, patterns: Mapping[str, str]) -> str | None:

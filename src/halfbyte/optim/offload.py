@@ -1,9 +1,10 @@
 """Optimizer state in pinned host memory, streamed through a window on the device during the step.
 
-The state of all parameters of a launch is laid out in one host buffer per part (codes, scales, corrections), in the
-order of the parameters, so that a window of consecutive tiles is one copy per part in each direction. Two windows
-alternate: while one is updated, the next is copied in and the one before is copied out, so a step takes as long as the
-slower direction of the link. No unified memory is involved: nothing is paged by the driver.
+The state of all parameters of a launch is laid out in one host buffer per component (codes, scales, corrections), in
+the order of the parameters, so that a window of consecutive tiles is one copy per component in each direction. Two
+buffers on the device alternate between the windows of all launches: while one window is updated, the next is copied in
+and the one before is copied out, so a step takes as long as the slower direction of the link. No unified memory is
+involved: nothing is paged by the driver.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,14 +43,13 @@ class _Piece:
 
 
 @dataclass
-class _Part:
-    """One part of the state of all parameters of a launch.
+class _Component:
+    """One component of the state of all parameters of a launch.
 
     Attributes:
         each: elements per entry.
         offsets, sizes: first byte and bytes of each parameter's tensor in `host`.
         host: uint8, pinned.
-        windows: uint8 [2, bytes] on the device; [1, bytes] if one window holds everything.
     """
 
     dtype: torch.dtype
@@ -57,7 +57,6 @@ class _Part:
     offsets: list[int]
     sizes: list[int]
     host: Tensor
-    windows: Tensor
 
     def span(self, piece: _Piece) -> tuple[int, int]:
         """First byte of a piece in `host`, and the byte after its last."""
@@ -68,9 +67,121 @@ class _Part:
 
 @dataclass
 class _Window:
+    """Consecutive pieces of a launch.
+
+    Attributes:
+        parameters: the launch of these pieces alone.
+        ranges: bytes of each component in its host buffer.
+        offsets: first byte of each component in a buffer on the device.
+        nbytes: bytes in a buffer on the device.
+        slot: number of that buffer.
+        placed: the buffer that the states of `parameters` are views of.
+    """
+
     pieces: list[_Piece]
     parameters: Parameters
-    ranges: list[tuple[int, int]] = field(default_factory=list)  # bytes of each part
+    ranges: list[tuple[int, int]]
+    offsets: list[int]
+    nbytes: int
+    slot: int
+    placed: Tensor | None = None
+
+
+class Windows:
+    """Two buffers on a device that windows of state alternate between, and the streams that copy in and out.
+
+    Args:
+        device: of the weights. On a CPU everything is copied as on a GPU, without streams.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._taken = 0  # windows so far
+        self._nbytes = [0, 0]
+        self._buffers: list[Tensor | None] = [None, None]
+        self._fetched: list[_Window | None] = [None, None]  # whose state a buffer receives, until it is updated
+        self.asynchronous = device.type == "cuda"
+        if self.asynchronous:
+            self.inward, self.outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._arrived, self._left = ([torch.cuda.Event(), torch.cuda.Event()] for _ in range(2))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers."""
+        return sum(self._nbytes)
+
+    def take(self, nbytes: int) -> int:
+        """Return the number of the buffer for a new window of `nbytes`."""
+        slot, self._taken = self._taken % 2, self._taken + 1
+        self._nbytes[slot] = max(self._nbytes[slot], nbytes)
+        return slot
+
+    def buffer(self, slot: int) -> Tensor:
+        """The buffer, uint8; allocated, or enlarged, when it is first used after `take`."""
+        held = self._buffers[slot]
+        if held is None or held.nbytes < self._nbytes[slot]:
+            self.synchronize()
+            self._buffers[slot] = self._fetched[slot] = None
+            held = torch.empty(self._nbytes[slot], dtype=torch.uint8, device=self.device)
+            self._buffers[slot] = held
+            if self.asynchronous:
+                self.inward.wait_stream(torch.cuda.current_stream(self.device))  # its memory may still be in use there
+                for stream in (self.inward, self.outward):
+                    held.record_stream(stream)
+        return held
+
+    def step(self, host: HostState, update: Any, following: HostState | None) -> None:
+        """Call `update(parameters)` on each window of `host` with its state on the device, and copy the state back.
+
+        Args:
+            following: the state whose first window is fetched meanwhile, since it is probably stepped next.
+        """
+        own = [(host, window) for window in host.windows]
+        after = [*own[1:], (following, following.windows[0]) if following and following.windows else None]
+        for (_, window), later in zip(own, after, strict=True):
+            self._fetch(host, window)
+            if self.asynchronous:
+                torch.cuda.current_stream(self.device).wait_event(self._arrived[window.slot])
+            if later is not None and later[1].slot != window.slot:
+                self._fetch(*later)
+            update(window.parameters)
+            self._write_back(host, window)
+            if later is not None and later[1].slot == window.slot:
+                self._fetch(*later)
+
+    def _fetch(self, host: HostState, window: _Window) -> None:
+        """Copy a window into its buffer, unless that has been started."""
+        buffer = self.buffer(window.slot)
+        if self._fetched[window.slot] is window:
+            return
+        host.place(window, buffer)
+        self._fetched[window.slot] = window
+        if not self.asynchronous:
+            host.copy(window, buffer, inward=True)
+            return
+        with torch.cuda.stream(self.inward):
+            # what leaves the buffer has left it, and this window's state has reached the host in the step before
+            self.inward.wait_event(self._left[0])
+            self.inward.wait_event(self._left[1])
+            host.copy(window, buffer, inward=True)
+            self._arrived[window.slot].record()
+
+    def _write_back(self, host: HostState, window: _Window) -> None:
+        self._fetched[window.slot] = None
+        buffer = self.buffer(window.slot)
+        if not self.asynchronous:
+            host.copy(window, buffer, inward=False)
+            return
+        self.outward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.outward):
+            host.copy(window, buffer, inward=False)
+            self._left[window.slot].record()
+
+    def synchronize(self) -> None:
+        """Block until the state on the host is that of the last step, and no copy runs."""
+        if self.asynchronous:
+            self.inward.synchronize()
+            self.outward.synchronize()
 
 
 def pieces_of(sizes: Sequence[int], per_element: float) -> list[list[_Piece]]:
@@ -100,29 +211,23 @@ class HostState:
     Args:
         parameters: the launch, whose `states` and `corrections` are on the host.
         sizes: elements of each parameter.
-        device: of the weights. On a CPU everything is copied as on a GPU, without streams.
+        windows: the device's buffers.
 
     Attributes:
-        tensors: for each part, the state of each parameter as a view of the pinned buffer, in the order of codes and
-            scales of each state, then corrections.
+        tensors: for each component, the state of each parameter as a view of the pinned buffer, in the order of codes
+            and scales of each state, then corrections.
+        windows: consecutive parts of the state.
     """
 
-    def __init__(self, parameters: Parameters, sizes: Sequence[int], device: torch.device):
-        self.device, self.parameters, self.sizes = device, parameters, sizes
-        self.parts: list[_Part] = []
+    def __init__(self, parameters: Parameters, sizes: Sequence[int], windows: Windows):
+        self.parameters, self.buffers = parameters, windows
+        self.components: list[_Component] = []
         self.tensors: list[list[Tensor]] = []
         self._move()
-        total = sum(part.host.nbytes for part in self.parts)
-        self.windows = [self._window(pieces) for pieces in pieces_of(self.sizes, total / max(sum(self.sizes), 1))]
-        for number, part in enumerate(self.parts):
-            longest = max((end - begin for begin, end in (w.ranges[number] for w in self.windows)), default=0)
-            buffers = min(2, len(self.windows))
-            part.windows = torch.empty(buffers, -(-longest // ALIGN) * ALIGN, dtype=torch.uint8, device=device)
-        for number, window in enumerate(self.windows):
-            self._place(window, number % 2)
-        if device.type == "cuda":
-            self.inward, self.outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self._left: list[Any] = [torch.cuda.Event(), torch.cuda.Event()]  # a window's buffer has been copied out
+        self.has_scales = bool(parameters.states) and parameters.states[0][0][1] is not None
+        self.has_corrections = bool(parameters.corrections)
+        total = sum(component.host.nbytes for component in self.components)
+        self.windows = [self._window(pieces) for pieces in pieces_of(sizes, total / max(sum(sizes), 1))]
 
     def _move(self) -> None:
         """Copy the state into pinned buffers."""
@@ -136,43 +241,47 @@ class HostState:
             self._add(1, own.corrections)
 
     def _add(self, each: int, tensors: list[Tensor]) -> None:
-        """Add a part; `each`: elements per entry."""
+        """Add a component; `each`: elements per entry."""
         dtype, sizes = tensors[0].dtype, [tensor.nbytes for tensor in tensors]
         ends = [*itertools.accumulate(-(-size // ALIGN) * ALIGN for size in sizes)]
         host = whole_pages(ends[-1] or 1)
-        if self.device.type == "cuda":
+        if self.buffers.asynchronous:
             weakref.finalize(self, HOST.unpin, [HOST.pin(host)])
-        part = _Part(dtype, each, [0, *ends[:-1]], sizes, host, host)
+        component = _Component(dtype, each, [0, *ends[:-1]], sizes, host)
         views = []
-        for offset, tensor in zip(part.offsets, tensors, strict=True):
+        for offset, tensor in zip(component.offsets, tensors, strict=True):
             views.append(host[offset : offset + tensor.nbytes].view(dtype))
             views[-1].copy_(tensor.view(-1))
-        self.parts.append(part)
+        self.components.append(component)
         self.tensors.append(views)
 
     def _window(self, pieces: list[_Piece]) -> _Window:
         own = self.parameters
         rows = own.rows[[piece.at for piece in pieces]]
-        window = _Window(pieces, Parameters(own.rule, own.storage, own.rounding, rows, [], [], []))
-        window.ranges = [(part.span(pieces[0])[0], part.span(pieces[-1])[1]) for part in self.parts]
-        return window
+        parameters = Parameters(own.rule, own.storage, own.rounding, rows, [], [], [])
+        ranges = [(each.span(pieces[0])[0], each.span(pieces[-1])[1]) for each in self.components]
+        ends = [*itertools.accumulate(-(-(end - begin) // ALIGN) * ALIGN for begin, end in ranges)]
+        return _Window(pieces, parameters, ranges, [0, *ends[:-1]], ends[-1], self.buffers.take(ends[-1]))
 
-    def _place(self, window: _Window, buffer: int) -> None:
-        """Make the state of a window's launch views of a buffer on the device."""
-        states: list[list[Tensor]] = []
+    def place(self, window: _Window, buffer: Tensor) -> None:
+        """Make the states of a window's launch views of a buffer on the device."""
+        if window.placed is buffer:
+            return
+        own, window.placed = window.parameters, buffer
+        own.states, own.corrections = [], []
+        own.launch.clear()  # has addresses of the states
+        own.version += 1
         for piece in window.pieces:
-            views = []
-            for part, (first, _) in zip(self.parts, window.ranges, strict=True):
-                begin, end = part.span(piece)
-                views.append(part.windows[buffer, begin - first : end - first].view(part.dtype))
-            states.append(views)
-        corrected = 1 if self.parameters.corrections else 0
-        has_scales = self.parameters.states[0][0][1] is not None
-        for views in states:
-            own = views[: len(views) - corrected]
-            pairs = list(zip(own[::2], own[1::2], strict=True)) if has_scales else [(each, None) for each in own]
-            window.parameters.states.append(pairs)  # type: ignore[arg-type]
-            window.parameters.corrections += views[len(own) :]
+            views: list[Tensor] = []
+            for component, (first, _), offset in zip(self.components, window.ranges, window.offsets, strict=True):
+                begin, end = (at - first + offset for at in component.span(piece))
+                views.append(buffer[begin:end].view(component.dtype))
+            if self.has_corrections:
+                own.corrections.append(views.pop())
+            pairs: Any = (
+                zip(views[::2], views[1::2], strict=True) if self.has_scales else ((each, None) for each in views)
+            )
+            own.states.append([*pairs])
 
     def read(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Take the weights and gradients of the next step, contiguous and in the launch's order."""
@@ -184,44 +293,13 @@ class HostState:
             )
             own.version += 1
 
-    def step(self, update: Any) -> None:
-        """Call `update(parameters)` on each window, with its state on the device."""
-        if self.device.type != "cuda":
-            for number, window in enumerate(self.windows):
-                self._copy(window, number % 2, inward=True)
-                update(window.parameters)
-                self._copy(window, number % 2, inward=False)
-            return
-        current = torch.cuda.current_stream(self.device)
-        self.inward.wait_stream(self.outward)  # the step before has left the host buffers
-        self.inward.wait_stream(current)
-        arrived = self._fetch(0)
-        for number, window in enumerate(self.windows):
-            current.wait_event(arrived)
-            if number + 1 < len(self.windows):
-                arrived = self._fetch(number + 1)
-            update(window.parameters)
-            self.outward.wait_stream(current)
-            with torch.cuda.stream(self.outward):
-                self._copy(window, number % 2, inward=False)
-                self._left[number % 2].record()
-        current.wait_stream(self.outward)  # the allocator may reuse the windows' memory
+    def step(self, update: Any, following: HostState | None = None) -> None:
+        """Call `update(parameters)` on each window, with its state on the device; see `Windows.step`."""
+        self.buffers.step(self, update, following)
 
-    def _fetch(self, number: int) -> Any:
-        """Start copying a window in; returns the event of its arrival."""
-        with torch.cuda.stream(self.inward):
-            if number > 1:
-                self.inward.wait_event(self._left[number % 2])
-            self._copy(self.windows[number], number % 2, inward=True)
-            return self.inward.record_event()
-
-    def _copy(self, window: _Window, buffer: int, inward: bool) -> None:
-        for part, (begin, end) in zip(self.parts, window.ranges, strict=True):
-            host, device = part.host[begin:end], part.windows[buffer, : end - begin]
+    def copy(self, window: _Window, buffer: Tensor, inward: bool) -> None:
+        """Copy a window's components from the host to a buffer on the device, or back."""
+        for component, (begin, end), offset in zip(self.components, window.ranges, window.offsets, strict=True):
+            host, device = component.host[begin:end], buffer[offset : offset + end - begin]
             source, target = (host, device) if inward else (device, host)
             target.copy_(source, non_blocking=True)
-
-    def synchronize(self) -> None:
-        """Block until the state on the host is that of the last step."""
-        if self.device.type == "cuda":
-            self.outward.synchronize()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..utils.notices import notice
 from .groups import (
     Settings,
+    backward_gradient_bytes,
+    backward_parts,
     embedding_weights,
     matched,
     matched_groups,
@@ -91,6 +93,8 @@ class Optimizer:
         block: elements that a step treats together, so that it can step slices of parameters that are cut at multiples
             of it; 0: whole parameters.
         block_by: settings → `block`, if options change it.
+        offloaded: the row with its state in host memory; None: it has none.
+        in_backward: whether the optimizer has `update_in_backward`.
         has_modes: whether the optimizer trains other weights than those to evaluate and save, so that it has `train()`
             and `eval()`, which exchange them in place.
         package: module of a required extra package, or None.
@@ -109,6 +113,8 @@ class Optimizer:
     scratch: bool = False
     block: int = 0
     block_by: Callable[[Settings], int] | None = None
+    offloaded: Optimizer | None = None
+    in_backward: bool = False
     has_modes: bool = False
     package: str | None = None
     requirement: str | None = None
@@ -123,9 +129,49 @@ class Optimizer:
         return self.block_by(settings) if self.block_by else self.block
 
 
+def optimizer_row(settings: Settings) -> Optimizer:
+    """Return the row of `settings.optim` with the run's `optim_offload` and `optim_in_backward`; "auto" is no."""
+    row = OPTIMIZERS[settings.optim]
+    if settings.optim_offload is True and row.offloaded is not None:
+        row = row.offloaded
+    return _in_backward(row) if settings.optim_in_backward is True and row.in_backward else row
+
+
+def _in_backward(row: Optimizer) -> Optimizer:
+    """The row of an optimizer that updates each layer in the backward."""
+
+    def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        made: Any = row.make(model, settings)
+        made.update_in_backward(backward_parts(model))
+        return made
+
+    def gradient_bytes(model: nn.Module, settings: Settings) -> int:
+        return backward_gradient_bytes(model)
+
+    updates: dict[str, Any] = {"make": make, "updates": "backward", "gradient_bytes": gradient_bytes}
+    return replace(row, **updates, guarded=False, capturable=False)
+
+
+def memory_choices(settings: Settings, alone: bool) -> Iterator[dict[str, Any]]:
+    """Yield the values of `optim_in_backward` and `optim_offload` that a run may have, the fastest first.
+
+    Args:
+        alone: whether the run has one process and no loss scale.
+    """
+    row = OPTIMIZERS[settings.optim]
+    may_update = alone and row.in_backward and settings.lora_preconditioner is None
+    may_update = may_update and not settings.max_grad_norm and settings.gradient_accumulation_steps == 1
+    ways, places = [settings.optim_in_backward], [settings.optim_offload]
+    ways += [True] if ways == ["auto"] and may_update else []
+    places += [True] if places == ["auto"] and row.offloaded is not None else []
+    for offload in places:
+        for in_backward in ways:
+            yield {"optim_in_backward": in_backward, "optim_offload": offload}
+
+
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Return the optimizer `settings.optim` of the model's trained parameters, with `lora_preconditioner` before it."""
-    made = OPTIMIZERS[settings.optim].make(model, settings)
+    made = optimizer_row(settings).make(model, settings)
     if settings.lora_preconditioner == "riemannian":
         from .riemannian import precondition_before
 
@@ -259,9 +305,10 @@ def _fused(
         cuts = {SLICED.get(each, 0) for each in (base, *patterns.values())}
         return 0 if 0 in cuts else max(cuts)
 
-    row = Optimizer(make, total, declared, guarded=True, capturable=not offload)
+    row = Optimizer(make, total, declared, guarded=True, capturable=not offload, in_backward=True)
     if kind not in ("LAMB", "LARS"):  # a trust ratio needs the norms of full parameters
         row = replace(row, block=SLICED[storage], block_by=block)
+        row = replace(row, offloaded=None if offload else _fused(kind, storage, True, options))
     return replace(row, state_bytes=window, host_bytes=total) if offload else row
 
 

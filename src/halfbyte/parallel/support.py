@@ -31,7 +31,7 @@ from ..config.methods import COMPARING
 from ..config.policy import SAMPLING
 from ..config.resolved import AXES, Parallel
 from ..config.schema import RunKeys
-from ..optim import OPTIMIZERS
+from ..optim import OPTIMIZERS, optimizer_row
 
 WITH_PIPELINE = ("data", "shard")
 ATTENTION = {
@@ -108,7 +108,7 @@ def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
 
 def _unsupported_optimizer(layout: Parallel, keys: RunKeys) -> Reason | None:
     """Return why an optimizer that projects, or that does not update all weights at once, cannot have this layout."""
-    row, where = OPTIMIZERS[keys.optim], f"optim: {keys.optim} with parallel: {layout}"
+    row, where = optimizer_row(keys), f"optim: {keys.optim} with parallel: {layout}"
     if row.updates == "backward" and layout.size > 1:
         problem = f"{where}: it updates weights in the backward, before gradients are reduced over processes"
         return Reason("optim", problem, "use an optimizer that is not layerwise, or one process")

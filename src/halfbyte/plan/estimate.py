@@ -19,7 +19,7 @@ from ..config.schema import RunKeys
 from ..memory import allocators
 from ..memory.activations import Batches, Shape
 from ..modeling.packed_forwards import MIN_LENGTH_RATIO
-from ..optim import OPTIMIZERS, trained_parameters
+from ..optim import memory_choices, optimizer_row, trained_parameters
 from ..parallel.pipeline.model import partition_model
 from ..parallel.pipeline.schedules import Seconds
 from ..parallel.reduction import BUCKET
@@ -54,7 +54,7 @@ from .policy import (
 from .rank import IN_FLIGHT, Pipeline, Stage, gathered_bytes, in_context, in_slices, pipeline_of, rank_config
 from .replay import Step
 from .rollouts import with_rollouts
-from .shapes import ModelShapes, Trainable
+from .shapes import ModelShapes, Trainable, dtype_named
 
 MARGIN = 0.9  # share of device memory to plan for: allocators fragment, and sequence lengths vary
 EXPANDABLE_MARGIN = 0.96  # the same with expandable CUDA segments: at most 1.7% were unused (docs/log/)
@@ -64,6 +64,37 @@ GRAPH_RUNTIME = 80 * 2**20  # cuBLAS workspaces of the graphs' stream, and gradi
 
 
 def estimate(
+    config: RunConfig,
+    model_config: Any,
+    *,
+    device: str | torch.device | None = None,
+    shapes: ModelShapes | None = None,
+    layout: Parallel = SINGLE,
+    **options: Any,
+) -> MemoryPlan:
+    """Predict the memory of a run and choose each layer's activation level, and how the optimizer updates.
+
+    `optim_in_backward` and `optim_offload` are no if they are "auto" and the run fits; otherwise the first of
+    `memory_choices` with which it fits.
+
+    Args:
+        config, model_config, device, shapes, layout: as in `estimate_of_choice`, which has the other `options`.
+    """
+    target = torch.device(device or config.device or best_device())
+    alone = layout.size == 1 and dtype_named(config.precision.compute, target) != torch.float16
+    first = None
+    for choice in memory_choices(config, alone):
+        chosen = config.model_copy(update=choice)
+        plan = estimate_of_choice(chosen, model_config, device=target, shapes=shapes, layout=layout, **options)
+        plan = replace(plan, optimizer_choice=choice)
+        if plan.fits:
+            return plan
+        first = first or plan
+    assert first is not None
+    return first
+
+
+def estimate_of_choice(
     config: RunConfig,
     model_config: Any,
     *,
@@ -79,7 +110,7 @@ def estimate(
     """Predict the memory of a run and choose each layer's activation level.
 
     Args:
-        config: the run.
+        config: the run; "auto" of `optim_in_backward` and `optim_offload` is no.
         model_config: the transformers config of its model; no weights are read.
         device: training device, which may be absent; default: `config.device`, else the best device.
         capacity_bytes: usable device bytes; default: bytes free on `device` now. `memory_limit_gib` lowers it.
@@ -171,7 +202,7 @@ class _Planner:
         self.asked: Level | None = None if named == "auto" else named
         self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
         self.frozen = shapes.frozen()
-        row = OPTIMIZERS[self.config.optim]
+        row = optimizer_row(self.config)
         self.optimizer = row.state_bytes(shapes.model, self.config)
         # Bytes of gradients of an optimizer that does not hold all of them until the step; None: all are held.
         self.few_gradients = row.gradient_bytes and row.gradient_bytes(shapes.model, self.config)

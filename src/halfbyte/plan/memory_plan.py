@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from ..config import Level, Parallel
 from ..utils.terminal import size
@@ -56,6 +57,7 @@ class MemoryPlan:
         gathers: bytes that this rank's all-gathers of a step produce.
         seconds: predicted seconds of a step; None for layers without measured rates.
         answering: bytes while completions are sampled; None for methods that sample none.
+        optimizer_choice: values of the keys `optim_in_backward` and `optim_offload`.
     """
 
     weights: int  # frozen, as stored
@@ -82,6 +84,7 @@ class MemoryPlan:
     seconds: float | None = None
     rollouts: int = 0  # sampling completions, beyond the bytes that a step allocates and frees
     answering: RolloutPlan | None = None
+    optimizer_choice: Mapping[str, Any] = field(default_factory=dict)
 
     PARTS: ClassVar = (
         *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs"),

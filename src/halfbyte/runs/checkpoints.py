@@ -44,6 +44,7 @@ FREE_KEYS = frozenset(
         *("output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"),
         *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
         *("sample_prompts", "sample_max_new_tokens", "activation_checkpointing", "memory_limit_gib"),
+        *("optim_in_backward", "optim_offload"),
         *("device", "dataset_num_proc", "trust_remote_code", "reward_timeout_s", "num_generations_eval"),
         *("vllm_server_base_url", "vllm_server_timeout"),
         # distribution of a step's rows: see `keep_step_size`

@@ -35,7 +35,7 @@ from ..methods import method_of
 from ..methods.base import Batch, Collate, Rows
 from ..modeling.cast_cache import cast_replacements
 from ..ops.fp8_scaling import DelayedScaling
-from ..optim import OPTIMIZERS, make_optimizer, trained_parameters
+from ..optim import make_optimizer, optimizer_row, trained_parameters
 from ..parallel.context.model import context_shard
 from ..parallel.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
@@ -122,7 +122,7 @@ class TrainingLoop:
         self.collate = CountingCollator(self.method, collate)
         self.look_ahead = LookAhead(self.method, model, compute_dtype, mesh)
         self.loss_count = self.method.numbers.trained[0].over
-        self.output, self.optimizer_row = Path(config.output_dir), OPTIMIZERS[config.optim]
+        self.output, self.optimizer_row = Path(config.output_dir), optimizer_row(config)
         self.trained = list(trained_parameters(model).values())
         self.stepper, self.scaler, self.scaling = stepper, stepper.scaler, scaling
         self.rollouts, self.pipeline_state = rollouts, pipeline_state

@@ -35,7 +35,7 @@ from ..modeling.architectures import check_token_ids
 from ..modeling.projections import check_recipe, configured_recipe
 from ..modeling.routers import check_balancing
 from ..modeling.tiny_model import check_positions
-from ..optim import OPTIMIZERS, make_optimizer, target_matrices, trained_parameters
+from ..optim import OPTIMIZERS, make_optimizer, optimizer_row, target_matrices, trained_parameters
 from ..parallel.context.model import check_context_parallel
 from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
 from ..parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
@@ -174,7 +174,6 @@ def prepare_run(
     check_layout(layout, config, shapes)
     check_targets(config, shapes.model)
     check_bits(config, shapes.model)
-    check_host_state(config, shapes.model, machine.device)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
@@ -190,6 +189,8 @@ def prepare_run(
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, ways)
     plan = _memory_plan(config, files, machine, data, shapes, mesh, layout, console, checkpoint)
+    config = config.model_copy(update=dict(plan.optimizer_choice))
+    check_host_state(config, shapes.model, machine.device)
     if mesh.size > 1:  # the plan decides whether frozen weights are sharded
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
@@ -461,7 +462,7 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
     if row.package is not None and find_spec(row.package) is None:
         wrong = f"optim: {config.optim} needs the package {row.package}, which is not installed"
         raise ConfigError(wrong, f"pip install '{row.requirement or row.package}', or set optim: adamw")
-    dtype = getattr(torch, config.adapter_dtype) if config.use_peft else torch.float32
+    dtype = getattr(torch, config.adapter_dtype) if config.use_peft else resolve_dtype(config.precision.weights, device)
     try:
         layer = torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=device, dtype=dtype)
         nn.init.ones_(layer.weight)
@@ -484,7 +485,7 @@ def check_loss_scale(config: RunConfig, compute_dtype: torch.dtype) -> None:
     Raises:
         ConfigError: float16, which `dtype: auto` may have chosen, with an optimizer that steps in the backward.
     """
-    if compute_dtype == torch.float16 and OPTIMIZERS[config.optim].updates == "backward":
+    if compute_dtype == torch.float16 and optimizer_row(config).updates == "backward":
         wrong = f"optim: {config.optim} updates weights in the backward, where float16's loss scale is not checked"
         raise ConfigError(wrong, "set dtype: bfloat16 or float32, or use an optimizer that is not layerwise")
 
@@ -515,12 +516,12 @@ def check_bits(config: RunConfig, model: nn.Module) -> None:
 
 
 def check_host_state(config: RunConfig, model: nn.Module, device: torch.device) -> None:
-    """Check that host memory holds the state of a paged optimizer.
+    """Check that host memory holds the optimizer's state, if it is there.
 
     Raises:
         ConfigError: it does not.
     """
-    host_bytes = OPTIMIZERS[config.optim].host_bytes
+    host_bytes = optimizer_row(config).host_bytes
     if host_bytes is None or device.type == "cpu":
         return
     needed, free = host_bytes(model, config), psutil.virtual_memory().available

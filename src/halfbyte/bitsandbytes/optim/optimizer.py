@@ -184,11 +184,11 @@ class Optimizer8bit(FusedOptimizer):
         few = group["params"][index].numel() < config["min_8bit_size"]
         return STORAGES["fp32" if config["optim_bits"] == 32 or few else "dynamic8"]
 
-    def _state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
+    def state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
         weight = group["params"][index]
         if not isinstance(self.state[weight], _State):
             self.state[weight] = _State(self.rule, weight.device, self.state[weight])
-        state = super()._state_of(group, index)
+        state = super().state_of(group, index)
         if self.args.optimizer_name in CLIPPED and self.args.max_unorm > 0:
             state.setdefault("unorm_vec", torch.zeros(1, device=weight.device))
         return state
@@ -220,11 +220,11 @@ class Optimizer8bit(FusedOptimizer):
     def to_gpu(self) -> None:
         """Nothing: state is created where its parameter is."""
 
-    def _keep_squares(self, batch: Any, squares: Tensor) -> None:
+    def keep_squares(self, batch: Any, squares: Tensor) -> None:
         for state, row in zip(batch.states, squares, strict=True):
             state["unorm_vec"] = row[1:]
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         betas = group["betas"]
         found = {"beta1": betas[0], "beta2": betas[1], "eps": group["eps"]}
         if self.rule == "ademamix":

@@ -1,0 +1,144 @@
+"""Updates in the backward: the weights of one step after it, freed gradients, parts that are broken or incomplete."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from halfbyte.optim import fused, offload
+from halfbyte.optim.groups import backward_gradient_bytes, backward_parts
+from halfbyte.utils.errors import TrainingError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTIONS = {"storage": "dynamic8", "min_quantized": 100, "weight_decay": 0.1}
+
+
+class Model(nn.Module):
+    """Two layers between a table and a head, which may share one weight."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(33, 17)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(17, 29), nn.Tanh(), nn.Linear(29, 17)) for _ in range(2))
+        self.norm = nn.LayerNorm(17)
+        self.head = nn.Linear(17, 33, bias=False)
+        self.unused = nn.Parameter(torch.ones(5))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, ids, skip=False):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = hidden + (layer[0](hidden)[..., :17] if skip else layer(hidden))
+        return self.head(self.norm(hidden)).float().square().mean()
+
+
+def steps(model, optimizer, count, start=0, **keys):
+    norms = []
+    for number in range(start, start + count):
+        torch.manual_seed(number)
+        ids = torch.randint(33, (3, 11)).to(next(model.parameters()).device)
+        model(ids, **keys).backward()
+        if optimizer.backward is None:
+            norms.append(optimizer.clip(math.inf).item())
+        optimizer.step()
+        if optimizer.backward is not None:
+            norms.append(optimizer.gradient_norm().item())
+            assert all(parameter.grad is None for parameter in model.parameters())
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.fixture(params=[1, 2**28], ids=["many windows", "one window"])
+def window(request, monkeypatch):
+    monkeypatch.setattr(offload, "WINDOW", request.param)
+    monkeypatch.setattr(offload, "CUT", 512)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_norms_equal_those_of_one_step(window, device, offloaded, tied, dtype):
+    options = OPTIONS | ({"rounding": "correction8"} if dtype == torch.bfloat16 else {})
+    runs = []
+    for in_backward in (False, True):
+        model = Model(tied).to(device, dtype)
+        optimizer = fused.AdamW(model.parameters(), 1e-2, **options, offload=in_backward and offloaded)
+        if in_backward:
+            optimizer.update_in_backward(backward_parts(model))
+        norms = steps(model, optimizer, 4)
+        saved = copy.deepcopy(optimizer.state_dict())
+        resumed = fused.AdamW(model.parameters(), 1e-2, **options, offload=in_backward and offloaded)
+        if in_backward:
+            optimizer.backward.close()
+            resumed.update_in_backward(backward_parts(model))
+        resumed.load_state_dict(saved)
+        norms += steps(model, resumed, 3, start=4)
+        runs.append((norms, model.state_dict(), saved["state"]))
+    assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-5)
+    assert all(map(torch.equal, runs[0][1].values(), runs[1][1].values()))
+    assert runs[0][2].keys() == runs[1][2].keys()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_broken_part_is_skipped_alone(device):
+    model = Model().to(device)
+    optimizer = fused.AdamW(model.parameters(), 1e-2)
+    optimizer.update_in_backward(backward_parts(model))
+    steps(model, optimizer, 1)
+    before = copy.deepcopy(model.state_dict())
+    model.layers[0][0].weight.register_hook(lambda gradient: gradient * math.nan)
+    (norm,) = steps(model, optimizer, 1, start=1)
+    assert math.isnan(norm)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if not name.startswith("layers.0.") and name != "unused"}
+
+
+def test_an_incomplete_part_is_updated_at_the_end():
+    model = Model()
+    optimizer = fused.AdamW(model.parameters(), 1e-2)
+    optimizer.update_in_backward(backward_parts(model))
+    before = copy.deepcopy(model.state_dict())
+    steps(model, optimizer, 2, skip=True)  # the second linears of the layers get no gradient
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert "layers.1.0.weight" in changed
+    assert "layers.1.2.weight" not in changed
+
+
+def test_learning_rates_of_later_steps_are_read():
+    model = Model()
+    optimizer = fused.AdamW(model.parameters(), 1e-2)
+    optimizer.update_in_backward(backward_parts(model))
+    steps(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = copy.deepcopy(model.state_dict())
+    steps(model, optimizer, 1, start=1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_parts_must_be_the_parameters():
+    model = Model()
+    optimizer = fused.AdamW(model.parameters(), 1e-2)
+    with pytest.raises(TrainingError):
+        optimizer.update_in_backward(backward_parts(model)[1:])
+
+
+def test_parts_are_layers_from_the_last():
+    model = Model()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parts = [[names[id(parameter)] for parameter in part] for part in backward_parts(model)]
+    single = [part[0] for part in parts if len(part) == 1]
+    assert single == ["head.weight", "norm.bias", "norm.weight", "embed.weight", "unused"]
+    assert [part[0] for part in parts if len(part) == 4] == ["layers.1.0.weight", "layers.0.0.weight"]
+    assert backward_gradient_bytes(model) == 4 * (2 * 17 * 29 + 17 + 29)
+    assert backward_gradient_bytes(Model(tied=True)) == 4 * (2 * 17 * 29 + 17 + 29 + 33 * 17)
