@@ -366,10 +366,15 @@ static void update_tile(const update_job *job, const parameter *entry, int64_t s
     if (job->weight != FP32) narrow(entry->weight, p, start, n, job->weight);
 }
 
-static double sum_of_squares(const float *x, int n) {
-    double sums[8] = {0};
-    for (int i = 0; i < n; i++) sums[i % 8] += (double)x[i] * x[i];
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+/* Of n values, at most TILE, of which those up to the next multiple of LANES are overwritten. */
+static double sum_of_squares(float *x, int n) {
+    enum { LANES = 32 };
+    double lanes[LANES] = {0}, sum = 0;
+    for (int i = n; i % LANES; i++) x[i] = 0;
+    for (int i = 0; i < n; i += LANES)
+        for (int j = 0; j < LANES; j++) lanes[j] += (double)x[i + j] * (double)x[i + j];
+    for (int j = 0; j < LANES; j++) sum += lanes[j];
+    return sum;
 }
 
 /* Squares of the weights of a tile, and of what the trust ratio compares with them: ops.optimizer.scale_by_trust. */
