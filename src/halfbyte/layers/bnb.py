@@ -25,7 +25,8 @@ LORA_MODULE = "peft.tuners.lora.bnb"
 
 Key = tuple[Any, ...]  # addresses of the stored tensors, and their format
 
-# The last view of each layer: building one takes 40 µs, and training reads each layer two or three times a step.
+# The last view of each layer. Building one takes 40 µs and finding it 5 µs (one shared CPU core, 27 November 2026), and
+# training reads each layer two or three times a step.
 _views: WeakKeyDictionary[nn.Module, tuple[Key, QuantizedTensor]] = WeakKeyDictionary()
 
 
