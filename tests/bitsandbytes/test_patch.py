@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import halfbyte
+from halfbyte.modeling.head import causal_lm_loss, uses_hidden_states
 from tests.helpers.bnb_models import (
     CONFIGS,
     ROLES,
@@ -77,6 +78,31 @@ def test_autocast(real_model):
     expected = run()
     halfbyte.patch(real_model)
     assert_same_step(run(), expected, 5e-3)
+
+
+def test_loss_without_logits(real_model):
+    """The fused loss of halfbyte's methods runs on the patched model."""
+    expected = step(real_model)
+    halfbyte.patch(real_model)
+    torch.manual_seed(2)
+    tokens = torch.randint(0, 101, (2, 17))
+    assert uses_hidden_states(real_model, {"input_ids": tokens})
+    real_model.zero_grad()
+    loss, count = causal_lm_loss(real_model, {"input_ids": tokens, "labels": tokens})
+    (loss / count).backward()
+    gradients = {name: p.grad for name, p in real_model.named_parameters() if p.grad is not None}
+    assert_same_step(((loss / count).item(), gradients), expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["nf4-nested", "int8"])
+def test_generation_reads_the_packed_weights(folder, name):
+    pytest.importorskip("bitsandbytes")
+    model, prompts = adapted(load(folder, name)).eval(), [[3, 4, 5], [7, 8, 9, 10, 11]]
+    found = halfbyte.generate(model, prompts, max_new_tokens=12, stops=[])
+    for prompt, answer in zip(prompts, found, strict=True):
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        stock = model.generate(input_ids=torch.tensor([prompt]), **options)[0, len(prompt) :]
+        assert answer == stock.tolist()
 
 
 def test_merged_and_disabled_adapters_run_their_own_forward(real_model):

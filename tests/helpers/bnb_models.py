@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import halfbyte
+from halfbyte.layers import bnb
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "nf4-nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -90,6 +91,7 @@ def assert_patched_equals_stock(folder: Path, scratch: Path, name: str, toleranc
         assert torch.equal(bytes_of(value), bytes_of(state[key])), key
     patched = files(model, scratch / f"{name}-adapter")
     halfbyte.unpatch(model)
+    assert not any(module in bnb._views for module in modules)
     assert files(model, scratch / f"{name}-adapter-unpatched") == patched
     found = step(model)
     assert found[0] == expected[0]

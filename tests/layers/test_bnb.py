@@ -123,6 +123,17 @@ def test_a_state_that_only_the_layer_has_is_read(bnb):
     assert torch.equal(weight_view(layer).dequantize(), values)
 
 
+def test_a_weight_that_is_a_plain_tensor_is_read(bnb):
+    """FSDP sets views of its flat parameter in the place of weights."""
+    layer = packed(bnb)
+    values, data = weight_view(layer).dequantize(), layer.weight.data.clone()
+    layer.quant_state = layer.weight.quant_state
+    del layer.weight
+    layer.weight = data
+    assert torch.equal(weight_view(layer).dequantize(), values)
+    assert weight_view(layer).parts["packed"].data_ptr() == data.data_ptr()
+
+
 def test_layers_with_a_forward_of_their_own_are_not_read(bnb):
     class Other(bnb.nn.Linear4bit):
         def forward(self, x):

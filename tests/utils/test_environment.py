@@ -77,6 +77,29 @@ def test_unknown_facts_are_null(monkeypatch):
     assert report["kernels"]["reason"] == "torch is not installed"
 
 
+def test_mode_of_bitsandbytes():
+    program = """
+import json, sys
+from importlib import metadata
+from halfbyte.utils.environment import environment
+modes = [environment()["bitsandbytes"]]
+import halfbyte.bitsandbytes as own
+own.install()
+modes.append(environment()["bitsandbytes"])
+own.uninstall()
+if modes[0]["real"]:
+    own.override()
+    modes.append(environment()["bitsandbytes"])
+print(json.dumps(modes))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    modes = json.loads(done.stdout)
+    real = module._version("bitsandbytes")
+    assert [each["mode"] for each in modes] == ["none", "install", "override"][: len(modes)]
+    assert {each["real"] for each in modes} == {real}
+    assert len(modes) == (3 if real else 2)
+
+
 def test_failing_and_hanging_commands_are_null(monkeypatch):
     assert module._run("false") is None
     assert module._run("true") is None  # prints nothing

@@ -24,9 +24,9 @@ MODULES = ("bitsandbytes.nn.modules", "halfbyte.bitsandbytes.nn.modules")
 LORA_MODULE = "peft.tuners.lora.bnb"
 
 Key = tuple[Any, ...]  # addresses of the stored tensors, and their format
-Source = tuple[Key, Callable[[], QuantizedTensor]]
 
-# The last view of each layer: building one takes 40 µs, and training reads each layer two or three times a step.
+# The last view of each layer. Building one takes 40 µs and finding it 5 µs (one shared CPU core, 27 November 2026), and
+# training reads each layer two or three times a step.
 _views: WeakKeyDictionary[nn.Module, tuple[Key, QuantizedTensor]] = WeakKeyDictionary()
 
 
@@ -55,16 +55,16 @@ def weight_view(linear: nn.Linear) -> QuantizedTensor | str:
     """
     if on_compiler():  # a graph cannot hold the views
         return "torch.compile traces the forward of a bitsandbytes linear"
-    read = _reader(linear)
-    assert read is not None
-    found = read(linear)
-    if isinstance(found, str):
-        return found
-    key, build = found
-    held = _views.get(linear)
-    if held is None or held[0] != key:
-        held = _views[linear] = key, build()
-    return held[1]
+    reader = _reader(linear)
+    assert reader is not None
+    find_key, build = reader
+    key, held = find_key(linear), _views.get(linear)
+    if held is not None and held[0] == key:
+        return held[1]
+    view = build(linear)
+    if not isinstance(view, str):
+        _views[linear] = key, view
+    return view
 
 
 def forget_view(module: nn.Module) -> None:
@@ -91,11 +91,37 @@ def has_standard_nesting(state: Any) -> bool:
     return not state.nested or (state.state2.blocksize == NESTED_BLOCK and state.state2.code.numel() == 256)
 
 
-def _read_4bit(linear: Any) -> Source | str:
-    weight = linear.weight
-    state = getattr(weight, "quant_state", None)
-    if state is None:  # FSDP drops attributes of parameters; the layer has the state too
-        state = getattr(linear, "quant_state", None)
+def _weight(linear: nn.Module) -> Any:
+    """Return the weight; FSDP sets a plain tensor in the place of a parameter."""
+    weight = linear._parameters.get("weight")
+    return linear.weight if weight is None else weight
+
+
+def _place(weight: Tensor) -> Key:
+    """Return address, size and dtype of a weight; `__torch_function__` of its class would take 5 µs for each."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.data_ptr(), weight.numel(), weight.dtype
+
+
+def _state_4bit(linear: Any) -> Any:
+    """Return the quantization state of a 4-bit layer's weight. FSDP drops its attribute; the layer has it too."""
+    state = getattr(_weight(linear), "quant_state", None)
+    return getattr(linear, "quant_state", None) if state is None else state
+
+
+def _key_4bit(linear: Any) -> Key:
+    """Return what the view of a 4-bit layer depends on. The view holds the tensors whose `id` is in the key."""
+    state = _state_4bit(linear)
+    if state is None:
+        return ()
+    second, packing = state.state2 if state.nested else None, vars(state).get("packing_format_for_cpu")
+    nested = () if second is None else (id(second.absmax), id(second.code), id(state.offset), second.blocksize)
+    place = _place(_weight(linear))
+    return *place, id(state.absmax), state.quant_type, state.blocksize, state.shape, packing, *nested
+
+
+def _view_4bit(linear: Any) -> QuantizedTensor | str:
+    weight, state, shape = _weight(linear), _state_4bit(linear), (linear.out_features, linear.in_features)
     if state is None:
         return "its 4-bit weight is not quantized yet"
     if getattr(state, "packing_format_for_cpu", False):
@@ -104,44 +130,42 @@ def _read_4bit(linear: Any) -> Source | str:
         return f"its weight is stored as {state.quant_type} in blocks of {state.blocksize}"
     if not has_standard_nesting(state):
         return f"its scales are nested in blocks of {state.state2.blocksize}, not {NESTED_BLOCK}"
-    shape = linear.out_features, linear.in_features
     if state.shape is None or tuple(state.shape) != shape:
         return "the shape of its quantization state is not [out_features, in_features]"
     if weight.numel() * weight.itemsize != (shape[0] * shape[1] + 1) // 2:
         return "it holds a part of its weight only"
-    scales = (state.absmax, state.state2.absmax, state.state2.code, state.offset) if state.nested else (state.absmax,)
-    key = weight.data_ptr(), state.quant_type, state.blocksize, *map(id, scales)  # the view holds these tensors
-
-    def build() -> QuantizedTensor:
-        return QuantizedTensor(*blockwise4_parts(weight.detach(), state), shape, state.dtype)
-
-    return key, build
+    return QuantizedTensor(*blockwise4_parts(weight.detach(), state), shape, state.dtype)
 
 
-def _read_8bit(linear: Any) -> Source | str:
-    weight, scales = linear.weight, getattr(linear.weight, "SCB", None)
-    if scales is None:  # the first forward moves them from the weight to the state
-        scales = linear.state.SCB
+def _scales_8bit(linear: Any) -> Tensor | None:
+    """Return the scales of an 8-bit layer, which its first forward moves from the weight to the state."""
+    scales = getattr(_weight(linear), "SCB", None)
+    return linear.state.SCB if scales is None else scales
+
+
+def _key_8bit(linear: Any) -> Key:
+    """Return what the view of an 8-bit layer depends on."""
+    return *_place(_weight(linear)), id(_scales_8bit(linear)), linear.state.has_fp16_weights
+
+
+def _view_8bit(linear: Any) -> QuantizedTensor | str:
+    weight, scales, shape = _weight(linear), _scales_8bit(linear), (linear.out_features, linear.in_features)
     if linear.state.has_fp16_weights or weight.dtype != torch.int8 or scales is None:
         return "its 8-bit weight is not quantized yet"
-    if tuple(weight.shape) != (linear.out_features, linear.in_features):
+    if tuple(weight.shape) != shape:
         return "it holds a part of its weight only"
-
-    def build() -> QuantizedTensor:
-        parts = {"codes": weight.detach(), "absmax": scales}
-        return QuantizedTensor(Int8(), parts, tuple(weight.shape), torch.bfloat16)
-
-    return (weight.data_ptr(), id(scales)), build
+    return QuantizedTensor(Int8(), {"codes": weight.detach(), "absmax": scales}, shape, torch.bfloat16)
 
 
-_READERS: dict[tuple[str, str], Callable[[Any], Source | str]] = {
-    (module, f"{name}.forward"): read
+Reader = tuple[Callable[[Any], Key], Callable[[Any], QuantizedTensor | str]]
+_READERS: dict[tuple[str, str], Reader] = {
+    (module, f"{name}.forward"): reader
     for module in MODULES
-    for name, read in (("Linear4bit", _read_4bit), ("Linear8bitLt", _read_8bit))
+    for name, reader in (("Linear4bit", (_key_4bit, _view_4bit)), ("Linear8bitLt", (_key_8bit, _view_8bit)))
 }
 
 
-def _reader(module: nn.Module) -> Callable[[Any], Source | str] | None:
+def _reader(module: nn.Module) -> Reader | None:
     return _READERS.get(_forward(module))
 
 

@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,8 +52,9 @@ def environment(
         key: the run's `dtype`; unless "auto", it is the reason for the dtype.
 
     Keys: halfbyte {version, commit}, python, platform, cpu {model, cores, threads, memory_bytes, instruction_sets},
-    gpus [{name, memory_bytes, capability, driver}], versions {package: version, and cuda, rocm}, device,
-    compute_dtype {dtype, reason}, kernels {enabled, reason}. Sizes are in bytes.
+    gpus [{name, memory_bytes, capability, driver}], versions {package: version, and cuda, rocm}, bitsandbytes {mode:
+    "install", "override" or "none", real: version of the real package}, device, compute_dtype {dtype, reason}, kernels
+    {enabled, reason}. Sizes are in bytes.
     """
     report: dict[str, Any] = {
         "halfbyte": {"version": __version__, "commit": _commit()},
@@ -61,6 +63,7 @@ def environment(
         "cpu": _cpu(),
         "gpus": [],
         "versions": {name: _version(name) for name in PACKAGES} | {"cuda": None, "rocm": None},
+        "bitsandbytes": _bitsandbytes(),
         "device": None,
         "compute_dtype": {"dtype": None, "reason": "torch is not installed"},
         "kernels": {"enabled": False, "reason": "torch is not installed"},
@@ -87,6 +90,14 @@ def _kernels(device: torch.device) -> dict[str, Any]:
     if find_spec("triton") is None:
         return {"enabled": False, "reason": "triton is not installed; using the PyTorch reference"}
     return {"enabled": True, "reason": f"triton {_version('triton') or ''} drives {device.type}".replace("  ", " ")}
+
+
+def _bitsandbytes() -> dict[str, Any]:
+    """Return which of `install()` and `override()` of halfbyte.bitsandbytes is on, and the real package's version."""
+    loaded = sys.modules.get("halfbyte.bitsandbytes.installation")  # not imported: it needs torch
+    versions = [each.version for each in metadata.distributions(name="bitsandbytes")]
+    real = next((version for version in versions if not version.endswith("+halfbyte")), None)
+    return {"mode": loaded.mode() if loaded else "none", "real": real}
 
 
 def _version(package: str) -> str | None:

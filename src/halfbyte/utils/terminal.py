@@ -142,7 +142,7 @@ def expert_usage_line(use: Mapping[str, Any]) -> str:
 
 def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
     """Print the facts of `environment`, one per line."""
-    console.print(_facts(_machine(environment)))
+    console.print(_facts(_machine(environment) | {"bitsandbytes": _bitsandbytes(environment["bitsandbytes"])}))
 
 
 def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -160,6 +160,16 @@ def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
         "kernels": f"{'on' if kernels['enabled'] else 'off'}: {kernels['reason']}",
         "versions": " · ".join(f"{name} {version}" for name, version in versions.items() if version),
     }
+
+
+def _bitsandbytes(found: Mapping[str, Any]) -> str:
+    modes = {
+        "install": "install: halfbyte answers the import",
+        "override": "override: the real package runs halfbyte's kernels",
+        "none": "none: halfbyte replaces nothing",
+    }
+    real = f"the real package is {found['real']}" if found["real"] else "the real package is not installed"
+    return f"{modes[found['mode']]} · {real}"
 
 
 def _gpu(gpu: Mapping[str, Any]) -> str:
