@@ -195,3 +195,27 @@ def test_every_key_of_a_switch_is_known():
         for key in (*options, *OPTIMIZER_KEYS[switch]):
             assert translate(key, {key: 1, switch: True}) == Ignored("")
             assert isinstance(translate(key, {key: 1}), Ignored)
+
+
+@pytest.mark.parametrize(("key", "given"), [
+    ("optim_in_backward", {"optim_in_backward": True, "optim": "adafactor", "max_grad_norm": 0}),
+    ("max_grad_norm", {"optim_in_backward": True}),
+    ("gradient_accumulation_steps",
+     {"optim_in_backward": True, "max_grad_norm": 0, "gradient_accumulation_steps": 2}),
+    ("dtype", {"optim_in_backward": True, "max_grad_norm": 0, "dtype": "float16"}),
+    ("lora_preconditioner", {"optim_in_backward": True, "max_grad_norm": 0, "lora_preconditioner": "riemannian"}),
+    ("parallel", {"optim_in_backward": True, "max_grad_norm": 0, "parallel": {"data": 2}}),
+    ("optim_offload", {"optim_offload": True, "optim": "muon"}),
+    ("optim_offload", {"optim_offload": True, "optim": "lamb"}),
+    ("optim_offload", {"optim_offload": False, "optim": "paged_adamw_8bit"}),
+])  # fmt: skip
+def test_places_that_an_optimizer_does_not_have_are_refused(key, given):
+    refused(key, **given)
+
+
+@pytest.mark.parametrize("given", [
+    {"optim_in_backward": True, "max_grad_norm": 0}, {"optim_offload": True}, {"optim_offload": False},
+    {"optim_offload": True, "optim": "paged_lion_8bit", "optim_in_backward": "auto"},
+])  # fmt: skip
+def test_places_that_an_optimizer_has(given):
+    assert config(**given).optim_in_backward == given.get("optim_in_backward", "auto")

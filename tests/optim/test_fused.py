@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -403,3 +404,16 @@ def test_sparse_gradients_are_refused():
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(TrainingError):
         fused.AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_step_keeps_no_gradient_alive(offload):
+    weight = nn.Parameter(torch.ones(3000))
+    optimizer = fused.AdamW([weight], offload=offload)
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        alive = weakref.ref(weight.grad)
+        optimizer.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert alive() is None

@@ -20,7 +20,8 @@ from halfbyte.memory import allocators
 from halfbyte.memory.activations import Batches, Shape
 from halfbyte.modeling.adapters import add_adapter, compute_autocast, no_input_casts
 from halfbyte.ops.experts import multiplies_codes
-from halfbyte.optim import OPTIMIZERS
+from halfbyte.optim import OPTIMIZERS, offload
+from halfbyte.optim.groups import backward_gradient_bytes
 from halfbyte.plan import shapes
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
@@ -107,6 +108,39 @@ def test_full_fine_tuning_and_optimizers():
         "adamw_torch_fused": 8 * numel,
         "adamw_8bit": OPTIMIZERS["adamw_8bit"].state_bytes(model, run_config(**keys)),
         "sgd": 0,
+    }
+
+
+def test_optimizers_update_in_the_backward_or_from_the_host_only_to_fit(monkeypatch):
+    monkeypatch.setattr(offload, "WINDOW", 2**16)
+    deep = tiny_config("Llama")
+    deep.num_hidden_layers, deep.vocab_size, deep.intermediate_size = 8, 64, 512
+    model = transformers.LlamaForCausalLM(deep)
+    keys = {"use_peft": False, "load_in_4bit": False, "max_grad_norm": 0, "optim": "adamw"}
+    keys |= {"activation_checkpointing": True}
+
+    def planned(capacity=GIB, **changed):
+        return estimate(run_config(**keys | changed), deep, capacity_bytes=capacity)
+
+    chosen = [{"optim_in_backward": way, "optim_offload": place} for place in ("auto", True) for way in ("auto", True)]
+    plans = [planned(**choice) for choice in chosen]
+    whole, backward, hosted, both = plans
+    assert whole.optimizer_choice == chosen[0]
+    assert backward.gradients == backward_gradient_bytes(model) < whole.gradients
+    assert backward.optimizer == whole.optimizer
+    assert hosted.optimizer == both.optimizer == 2 * 2**16
+    assert both.gradients == backward.gradients
+    sizes = [plan.total for plan in plans]
+    assert sizes == sorted(sizes, reverse=True)
+    for choice, capacity in zip(chosen, sizes, strict=True):
+        assert planned(capacity).optimizer_choice == choice
+    assert not planned(sizes[-1] - 1).fits
+    for fixed in ({"max_grad_norm": 1.0}, {"gradient_accumulation_steps": 2}, {"optim": "adamw_torch_fused"}):
+        found = planned(sizes[-1], **fixed).optimizer_choice
+        assert found["optim_in_backward"] == "auto"
+    assert planned(min(sizes) - 1, optim_in_backward=False, optim_offload=False).optimizer_choice == {
+        "optim_in_backward": False,
+        "optim_offload": False,
     }
 
 

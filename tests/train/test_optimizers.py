@@ -40,6 +40,10 @@ def keys(name, **changed):
     return {"optim": name, "optim_args": CASES[name], "max_steps": 8, "save_steps": 2, **whole, **layerwise, **changed}
 
 
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def trained(loop):
     return {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
 
@@ -80,6 +84,35 @@ def test_groups_and_preconditioner_change_the_run_and_resume(changed, tmp_path):
     found = resumed_equals_uninterrupted(tmp_path, config | changed, 4)
     assert found[0] == losses(plain)[0]
     assert found[2:] != losses(plain)[2:]
+
+
+PLACES = {
+    "in the backward": {"optim_in_backward": True},
+    "offloaded": {"optim_offload": True},
+    "both": {"optim_in_backward": True, "optim_offload": True},
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("optim", ["adamw", "lion_8bit"])
+def test_updates_in_the_backward_and_offloaded_state_change_no_number(place, optim, tmp_path):
+    whole = {"use_peft": False, "load_in_4bit": False, "lora_dropout": 0.0, "max_grad_norm": 0.0, "max_steps": 6}
+    config = {"optim": optim, "save_steps": 2, **whole}
+    resident = make_loop(run_config(tmp_path / "resident", **config))
+    resident.train()
+    found = resumed_equals_uninterrupted(tmp_path, config | place, 4)
+    assert found == losses(resident)
+    again = trained(make_loop(run_config(tmp_path / "resident", **config)))
+    assert any(not torch.equal(value, again[name]) for name, value in trained(resident).items())
+    norms = [
+        [record["grad_norm"] for record in records(tmp_path / name) if record["kind"] == "train"]
+        for name in ("whole", "resident")
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    loop = make_loop(run_config(tmp_path / "other", **config))
+    loop.train(tmp_path / "whole" / "checkpoint-4")  # files are the same for all places
+    for name, value in trained(resident).items():
+        assert torch.equal(loop.model.get_parameter(name), value), name
 
 
 @pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw", "badam"])

@@ -150,6 +150,7 @@ class FusedOptimizer(Optimizer):
         if scale is not None:
             factor = scale.reciprocal() if factor is None else factor / scale
         self.whole.step(factor, found_inf)
+        self.whole.release()
         self.gradient_factor = None
         return loss
 

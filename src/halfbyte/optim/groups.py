@@ -146,10 +146,10 @@ def backward_gradient_bytes(model: nn.Module) -> int:
     """
     sizes = [sum(parameter.nbytes for parameter in part) for part in backward_parts(model)]
     heads, tables = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("output", "input"))
-    weight: Any = getattr(heads, "weight", None)
-    if weight is None or weight is not getattr(tables, "weight", None) or not weight.requires_grad:
-        return max(sizes, default=0)
-    return max(sizes, default=0) + int(weight.nbytes)
+    held = 0
+    if heads is not None and tables is not None and heads.weight is tables.weight and heads.weight.requires_grad:
+        held = heads.weight.nbytes
+    return max(sizes, default=0) + held
 
 
 def matched(name: str, patterns: Mapping[str, str]) -> str | None:

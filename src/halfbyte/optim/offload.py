@@ -283,15 +283,20 @@ class HostState:
             )
             own.states.append([*pairs])
 
-    def read(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Take the weights and gradients of the next step, contiguous and in the launch's order."""
+    def read(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], same: bool) -> None:
+        """Take the weights and gradients of the next step, contiguous and in the launch's order; see `Batch.read`."""
         flat = [weight.view(-1) for weight in weights], [gradient.view(-1) for gradient in gradients]
         for window in self.windows:
             own = window.parameters
             own.weights, own.gradients = (
                 [tensors[piece.at][piece.start : piece.stop] for piece in window.pieces] for tensors in flat
             )
-            own.version += 1
+            own.version += not same
+
+    def release(self) -> None:
+        """Drop the references to gradients."""
+        for window in self.windows:
+            window.parameters.gradients = []
 
     def step(self, update: Any, following: HostState | None = None) -> None:
         """Call `update(parameters)` on each window, with its state on the device; see `Windows.step`."""

@@ -74,24 +74,26 @@ def estimate(
 ) -> MemoryPlan:
     """Predict the memory of a run and choose each layer's activation level, and how the optimizer updates.
 
-    `optim_in_backward` and `optim_offload` are no if they are "auto" and the run fits; otherwise the first of
-    `memory_choices` with which it fits.
+    If `optim_in_backward` or `optim_offload` is "auto", the state is in host memory only if the run does not fit
+    otherwise, and the optimizer updates in the backward if the run fits only so, or is faster so since more activations
+    are saved.
 
     Args:
         config, model_config, device, shapes, layout: as in `estimate_of_choice`, which has the other `options`.
     """
     target = torch.device(device or config.device or best_device())
     alone = layout.size == 1 and dtype_named(config.precision.compute, target) != torch.float16
-    first = None
+    plans: list[MemoryPlan] = []
     for choice in memory_choices(config, alone):
+        if choice["optim_offload"] is True and any(plan.fits for plan in plans):
+            break
         chosen = config.model_copy(update=choice)
         plan = estimate_of_choice(chosen, model_config, device=target, shapes=shapes, layout=layout, **options)
-        plan = replace(plan, optimizer_choice=choice)
-        if plan.fits:
-            return plan
-        first = first or plan
-    assert first is not None
-    return first
+        plans.append(replace(plan, optimizer_choice=choice))
+        if plan.fits and not plan.activation_checkpointing:
+            break
+    fitting = [plan for plan in plans if plan.fits]
+    return min(fitting, key=lambda plan: plan.seconds or 0.0) if fitting else plans[0]
 
 
 def estimate_of_choice(
