@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from halfbyte.modeling.adapters import add_adapter
+from halfbyte.ops.muon import dequantize_momentum, quantize_momentum
 from halfbyte.optim import OPTIMIZERS, muon
-from halfbyte.optim.muon import Muon, dequantize_momentum, gram, orthogonalize, quantize_momentum
+from halfbyte.optim.muon import Muon, gram, orthogonalize
 from halfbyte.runs import checkpoints
 from halfbyte.train.guards import skip_if_not_finite
 from halfbyte.utils.errors import CheckpointError, ModelError
