@@ -190,22 +190,19 @@ def _fused(
 def _inner_adamw(
     settings: Settings, bits: int, in_32_bits: list[Tensor]
 ) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    """Return the factory of the AdamW inside a low-rank or block-wise optimizer: groups → optimizer.
+    """Return the factory of the AdamW inside a low-rank optimizer: groups → optimizer.
 
     Args:
-        bits: 32 for torch's fused AdamW, 8 for `fused.AdamW` with 8-bit state.
-        in_32_bits: parameters with fp32 state in any case.
+        bits: 32 for state in bf16 for bf16 weights, otherwise fp32; 8 for 8-bit state.
+        in_32_bits: parameters with fp32 state in place of 8 bits.
     """
     keywords: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.adam_beta1, settings.adam_beta2)}
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        import torch
-
-        if bits == 32:
-            return torch.optim.AdamW(groups, fused=True, **keywords)
         from .fused import AdamW
 
-        return AdamW(_with_fp32_state(groups, in_32_bits), storage="dynamic8", **keywords)
+        storage = {8: "dynamic8", 32: "weight"}[bits]
+        return AdamW(_with_fp32_state(groups, in_32_bits), storage=storage, **keywords)
 
     return make
 
@@ -242,7 +239,7 @@ def _low_rank(options: Mapping[str, Option], bits: int = 32, layerwise: bool = F
 
         def moment_bytes(elements: int, weight: Tensor, projected: bool) -> int:
             if bits == 32:
-                return 2 * elements * weight.itemsize
+                return _moment_bytes(elements, 2, 16 if str(weight.dtype) == "torch.bfloat16" else 32)
             return _moment_bytes(elements, 2, 32 if id(weight) in embeddings and not projected else bits)
 
         chosen = target_matrices(model, settings.optim_target_modules)
