@@ -1,8 +1,9 @@
-"""The elementwise halves of a Muon step over a list of matrices of one shape, as torch functions.
+"""The parts of a Muon step over a list of matrices of one shape, as torch functions.
 
 `directions` updates the momenta and returns what is to be orthogonalized; `apply_directions` moves the weights along
-the result. Each is one launch on a GPU. Between them are only batched matmuls (`optim.muon.orthogonalize`). Nothing is
-read on the host, so a CUDA graph can hold the step.
+the result. Each is one launch on a GPU. Between them are only batched matmuls (`optim.muon.orthogonalize`), of which
+two in three have a symmetric result (`symmetric_product`). Nothing is read on the host, so a CUDA graph can hold the
+step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ..dispatch import op
 from .optimizer import Parameters
 
 BLOCK = 2048  # elements of an 8-bit momentum with one fp32 scale
+HALVED_FROM = 512  # rows from which a CPU computes half of a symmetric product
 
 
 def quantize_momentum(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,6 +39,31 @@ def dequantize_momentum(codes: Tensor, scales: Tensor) -> Tensor:
     numel = codes[0].numel()
     each = scales.repeat_interleave(BLOCK, dim=1)[:, :numel]
     return (codes.flatten(1) * each).view(codes.shape)
+
+
+@op("triton.muon")
+def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """Return alpha·XXᵀ + beta·S [B, m, m].
+
+    On a CPU, large products are computed without one of two equal blocks: with 512 rows and more that takes 0.73 to
+    0.83 of a full matmul's time, with 320 rows 1.08 (one core of an AMD EPYC, November 2026).
+
+    Args:
+        x: X [B, m, n]: contiguous, or transposed from contiguous [B, n, m].
+        added: S [B, m, m], symmetric, contiguous; None: 0.
+    """
+    rows, half = x.shape[1], x.shape[1] // 2
+    if x.device.type != "cpu" or rows < HALVED_FROM:
+        product = torch.bmm(x, x.mT) if added is None else torch.baddbmm(added, x, x.mT, beta=beta, alpha=alpha)
+        return product.mul_(alpha) if added is None and alpha != 1 else product
+    upper, lower = x[:, :half], x[:, half:]
+    product = x.new_empty(len(x), rows, rows)
+    product[:, :half, :half] = torch.bmm(upper, upper.mT)
+    product[:, half:, half:] = torch.bmm(lower, lower.mT)
+    product[:, :half, half:] = across = torch.bmm(upper, lower.mT)
+    product[:, half:, :half] = across.mT
+    product = product.mul_(alpha) if alpha != 1 else product
+    return product if added is None else product.add_(added, alpha=beta)
 
 
 @op("triton.muon")

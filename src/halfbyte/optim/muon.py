@@ -4,11 +4,7 @@ With the momentum M of a matrix, the update is the polar factor U·Vᵀ of M = U
 X ← aX + (bA + cA²)X with A = XXᵀ, which need only matmuls. Matrices of one shape are iterated as one batch.
 
 Per iteration and m×n matrix (m ≤ n) that is 4m²n + 2m³ FLOPs; tall matrices are multiplied from the right, without
-a transposition. A and A² are symmetric, so that m²n + m³ of the FLOPs are redundant. On a CPU, `gram` computes one
-off-diagonal block of the two and transposes it, which saves half of that: with 512 rows and more it takes 0.73 to 0.83
-of a full matmul's time, with 320 rows 1.08 (one core of an AMD EPYC, November 2026). On an accelerator A and A² are
-computed in full: blocks of a quarter would save 15% of the FLOPs and cost a strided copy of m² numbers, and a kernel
-for tiles of the lower half would have to exceed 75% of the rate of torch.bmm to gain anything.
+a transposition. A and A² are symmetric, so that m²n + m³ of the FLOPs are redundant (`ops.muon.symmetric_product`).
 
 Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/) for Muon and its coefficients; Liu et al. 2025
 (arXiv:2502.16982, section 2.2) for the scale `match_rms_adamw`; Amsel et al. 2025 (arXiv:2505.16932, algorithm 1) for
@@ -27,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..ops.muon import BLOCK, apply_directions, directions
+from ..ops.muon import BLOCK, apply_directions, directions, symmetric_product
 from ..ops.optimizer import Parameters
 from ..utils.errors import CheckpointError, ModelError
 
@@ -49,26 +45,7 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 BATCH_ELEMENTS = 2**25  # of the matrices that are computed at a time on a CPU: 128 MiB per fp32 temporary
 ACCELERATED = 4  # times as many on an accelerator, in bf16: matmuls of few matrices leave a part of it idle
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # unlike the others, it reads `found_inf` on the device
-HALVED_FROM = 512  # rows from which a CPU computes half of a symmetric product
 OWN_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "method", "momentum_bits")
-
-
-def gram(x: Tensor) -> Tensor:
-    """Products X·Xᵀ [B, m, m] of X [B, m, n]; on a CPU, large ones without one of two equal blocks."""
-    if not _halves(x):
-        return torch.bmm(x, x.mT)
-    rows, half = x.shape[1], x.shape[1] // 2
-    upper, lower = x[:, :half], x[:, half:]
-    product = x.new_empty(len(x), rows, rows)
-    product[:, :half, :half] = torch.bmm(upper, upper.mT)
-    product[:, half:, half:] = torch.bmm(lower, lower.mT)
-    product[:, :half, half:] = across = torch.bmm(upper, lower.mT)
-    product[:, half:, :half] = across.mT
-    return product
-
-
-def _halves(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.shape[1] >= HALVED_FROM
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
@@ -105,11 +82,8 @@ def orthogonalize(
     torch.div(matrices, norm, out=x)
     tall = x.shape[1] > x.shape[2]
     for a, b, c in _polynomials(method, steps, coefficients):
-        square = gram(x.mT if tall else x)
-        if _halves(square):
-            square = torch.add(square * b, gram(square), alpha=c)
-        else:
-            square = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        square = symmetric_product(x.mT if tall else x)
+        square = symmetric_product(square, square, b, c)
         x = torch.baddbmm(x, x, square, beta=a) if tall else torch.baddbmm(x, square, x, beta=a)
     return x
 
