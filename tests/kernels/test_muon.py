@@ -159,3 +159,33 @@ def test_products_that_the_symmetric_kernel_does_not_take():
     assert kernels._symmetric_obstacle(wide) is None
     for other in (wide.float(), wide[:, :128], torch.empty(2, 256, 80, dtype=torch.float16)[..., :64]):
         assert kernels._symmetric_obstacle(other) is not None
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_the_optimizer_follows_the_reference(bits, monkeypatch):
+    """New and reused gradient tensors, a matrix without a gradient in some steps, stacks, splits and a moved weight."""
+    from halfbyte.optim import muon
+
+    found = []
+    for on_kernels in (True, False):
+        for op in (directions, apply_directions):
+            monkeypatch.setattr(muon, op.reference.__name__, op.on("cuda") if on_kernels else op.reference)
+        monkeypatch.setattr(muon, "product_dtype", lambda tensor: torch.float32)
+        device = DEVICE if on_kernels else "cpu"
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(33, 70), (33, 70), (70, 33), (2, 24, 10)]
+        given = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
+        optimizer = muon.Muon(given, 0.03, momentum_bits=bits, splits={given[2]: [30, 40]})
+        for step in range(5):
+            for number, parameter in enumerate(given):
+                new = torch.randn(parameter.shape, generator=generator).to(device)
+                if step % 2 and parameter.grad is not None:
+                    parameter.grad.copy_(new)
+                else:
+                    parameter.grad = None if (number, step) == (1, 2) else new
+            if step == 3:
+                given[0].data = given[0].data.clone()
+            optimizer.step()
+        found.append([parameter.detach().cpu() for parameter in given])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 if bits == 32 else 1e-3)

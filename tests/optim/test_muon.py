@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import weakref
 from functools import partial
 
 import pytest
@@ -109,6 +110,15 @@ def test_symmetric_products(shape):
     if rows >= 512:  # the block that is copied
         found = symmetric_product(x)
         assert torch.equal(found[:, : rows // 2, rows // 2 :], found[:, rows // 2 :, : rows // 2].mT)
+
+
+def test_gradients_are_freed_after_the_step():
+    given, optimizer = mixed()
+    take_steps(optimizer, given, 2)
+    held = [weakref.ref(parameter.grad) for parameter in optimizer.param_groups[0]["params"]]
+    optimizer.zero_grad()
+    assert held
+    assert all(each() is None for each in held)
 
 
 def test_zero_gradients_only_decay():

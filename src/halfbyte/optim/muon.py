@@ -223,7 +223,9 @@ class Muon(torch.optim.Optimizer):
         scaling = {key: getattr(self, key, None) for key in ("found_inf", "grad_scale")}
         last, self._held = self._held, {}
         for group, weights in self._batches():
-            self._step_batch(group, self._parameters(group, weights, last), **scaling)
+            parameters = self._parameters(group, weights, last)
+            self._step_batch(group, parameters, **scaling)
+            parameters.gradients = []  # so that zero_grad frees them
         if self.rest is not None:
             self._step_rest(self.rest, scaling)
         return loss
