@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.optim import OPTIMIZERS
+from halfbyte.optim import OPTIMIZERS, low_rank
 from halfbyte.optim.low_rank import (
     LowRank,
     LowRankOptimizer,
@@ -220,6 +220,12 @@ def test_parameters_that_are_not_projected_are_stepped_by_the_inner_optimizer():
         assert torch.equal(other, twin)
 
 
+@pytest.fixture(params=[True, False], ids=["fp64", "without fp64"])
+def has_fp64(request, monkeypatch):
+    monkeypatch.setattr(low_rank, "_has_fp64", lambda device: request.param)
+
+
+@pytest.mark.usefixtures("has_fp64")
 @pytest.mark.parametrize("shape", [(40, 60), (60, 40), (33, 33)])
 def test_a_first_refresh_finds_the_leading_singular_vectors(shape):
     torch.manual_seed(2)
@@ -233,6 +239,7 @@ def test_a_first_refresh_finds_the_leading_singular_vectors(shape):
     assert (basis.T @ matrix).square().sum() > 0.9999 * best
 
 
+@pytest.mark.usefixtures("has_fp64")
 def test_a_refresh_from_the_last_basis_follows_a_gradient_that_drifts():
     """One sweep a refresh captures nearly the energy of an SVD, and signs follow the last basis."""
     torch.manual_seed(4)
@@ -247,6 +254,7 @@ def test_a_refresh_from_the_last_basis_follows_a_gradient_that_drifts():
         basis = new
 
 
+@pytest.mark.usefixtures("has_fp64")
 def test_a_gradient_of_lower_rank_than_the_basis_still_gives_an_orthonormal_basis():
     for matrix in (torch.zeros(8, 6), torch.outer(torch.arange(8.0), torch.ones(6))):
         basis = refresh_basis(matrix, gaussian(8, 6, matrix, 5), 4, 3)

@@ -117,7 +117,7 @@ def refresh_basis(gradient: Tensor, start: Tensor, rank: int, sweeps: int, align
     """Approximate the leading left singular vectors of matrices by subspace iteration.
 
     Columns are orthonormalized by Cholesky factors of fp64 Gram matrices, twice (Yamamoto et al. 2015, CholeskyQR2),
-    which are batched matmuls and, unlike a batched QR on a GPU, no loop over matrices.
+    which are batched matmuls and, unlike a batched QR on a GPU, no loop over matrices. Devices without fp64 use QR.
 
     Args:
         gradient: G [*, m, n], fp32 or fp64.
@@ -136,9 +136,10 @@ def refresh_basis(gradient: Tensor, start: Tensor, rank: int, sweeps: int, align
         basis = _orthonormal(gradient @ across, basis)
     if align:
         return basis * torch.where((basis * start).sum(-2, keepdim=True) < 0, -1.0, 1.0).to(basis.dtype)
-    inside = (basis.mT @ gradient).double()
+    exact = torch.float64 if _has_fp64(gradient.device) else gradient.dtype
+    inside = (basis.mT @ gradient).to(exact)
     vectors = torch.linalg.eigh(inside @ inside.mT).eigenvectors.flip(-1)[..., :rank]
-    return (basis.double() @ vectors).to(gradient.dtype)
+    return (basis.to(exact) @ vectors).to(gradient.dtype)
 
 
 def _orthonormal(columns: Tensor, spare: Tensor | None = None) -> Tensor:
@@ -148,6 +149,8 @@ def _orthonormal(columns: Tensor, spare: Tensor | None = None) -> Tensor:
         spare: independent columns [*, m, k], added with the weight `SPARE` so that dependent columns are replaced.
             None: dependent columns become small, and the result is a whitening only.
     """
+    if not _has_fp64(columns.device):
+        return torch.linalg.qr(columns).Q
     size = torch.linalg.vector_norm(columns, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     found = columns.double() / size.clamp_min(torch.finfo(torch.float64).tiny)
     if spare is not None:
@@ -158,6 +161,12 @@ def _orthonormal(columns: Tensor, spare: Tensor | None = None) -> Tensor:
         factor = torch.linalg.cholesky_ex(gram).L
         found = torch.linalg.solve_triangular(factor.mT, found, upper=True, left=False)
     return found.to(columns.dtype)
+
+
+def _has_fp64(device: torch.device) -> bool:
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
 
 
 def gaussian(rows: int, columns: int, like: Tensor, *key: int, count: int | None = None) -> Tensor:
@@ -260,13 +269,13 @@ class _Matrix:
         """Free the virtual parameter and its gradient."""
         self.virtual.data, self.virtual.grad = self._placeholder(), None
 
-    def stored(self, side: str) -> Tensor:
-        """Return the basis of a side, at least fp32 [length of the side, r]."""
+    def stored(self, side: str, dtype: torch.dtype) -> Tensor:
+        """Return the basis of a side [length of the side, r]."""
         found, options = self.state[side], self.options
         if options.bits:
             shape = self.weight.shape[side == "right"], self.rank
-            return dequantize_basis(found, options.bits, options.group, shape)
-        return _wide(found)
+            found = dequantize_basis(found, options.bits, options.group, shape)
+        return found.to(dtype)
 
     def store(self, side: str, basis: Tensor) -> None:
         bits, group = self.options.bits, self.options.group
@@ -301,7 +310,7 @@ class _Stack:
         """Return, for each matrix that has them, side → basis [length of the side, r] in the dtype of products."""
         if not self.options.random:
             return [
-                {side: matrix.stored(side).to(self.dtype) for side in self.sides} if matrix.has_bases else {}
+                {side: matrix.stored(side, self.dtype) for side in self.sides} if matrix.has_bases else {}
                 for matrix in self.matrices
             ]
         first, found = self.matrices[0], [dict[str, Tensor]() for _ in self.matrices]
@@ -356,7 +365,7 @@ class _Stack:
                 start = torch.stack([gaussian(own.shape[1], columns, own, *key) for key in keys])
                 basis = refresh_basis(own, start, self.rank, FIRST_SWEEPS)
             else:
-                start = torch.stack([matrix.stored(side) for matrix in matrices])
+                start = torch.stack([matrix.stored(side, gradients.dtype) for matrix in matrices])
                 basis = refresh_basis(own, start, self.rank, sweeps=1, align=True)
                 if skipped is not None:
                     basis = torch.where(skipped, start, basis)
