@@ -157,7 +157,8 @@ def _orthonormal(columns: Tensor, spare: Tensor | None = None) -> Tensor:
         found = found + SPARE * spare
     for _ in range(1 if spare is None else 2):
         gram = found.mT @ found
-        gram.diagonal(dim1=-2, dim2=-1).add_(SPARE**2 if spare is None else 0.0)
+        if spare is None:
+            gram.diagonal(dim1=-2, dim2=-1).add_(SPARE**2)
         factor = torch.linalg.cholesky_ex(gram).L
         found = torch.linalg.solve_triangular(factor.mT, found, upper=True, left=False)
     return found.to(columns.dtype)
