@@ -45,7 +45,7 @@ losses, decode_attention, decode_layers, delta_net = map(
 )
 divergence, e2m1, experts, float8, glu = map(on_gpu, ("divergence", "e2m1", "experts", "float8", "glu"))
 hqq, int4, int8, linear, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "linear", "lora_glu", "lora_read"))
-norms, optimizer, paged_attention = map(on_gpu, ("norms", "optimizer", "paged_attention"))
+muon, norms, optimizer, paged_attention = map(on_gpu, ("muon", "norms", "optimizer", "paged_attention"))
 rope, sample = map(on_gpu, ("rope", "sample"))
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -562,9 +562,29 @@ def optimizer_cases() -> Iterator[Case]:
         yield Case(f"{rule}, state in {storage}, {rounding} rounding", step, dtype, often)
 
 
+def muon_cases() -> Iterator[Case]:
+    """Weights of both widths, and momentum in fp32 and in 8 bits."""
+    for dtype, bits in apart(WIDTHS, (32, 8)):
+
+        def step(dtype=dtype, bits=bits):
+            weights, gradients = [empty(1024, 3072, dtype=dtype)], [empty(1024, 3072, dtype=dtype)]
+            momentum = (empty(1024, 3072, dtype=torch.int8), empty(1536)) if bits == 8 else (empty(1024, 3072), None)
+            rows, one = torch.zeros(1, dtype=torch.int32), empty()
+            parameters = Parameters("muon", f"{bits} bits", "nearest", rows, weights, gradients, [[momentum]])
+            directions = empty(1, 1024, 3072, dtype=BF16)
+            muon.directions(directions, parameters, 0.95, True, one, one)
+            muon.apply_directions(directions, parameters, one, 0.1, 0.2, one)
+            square = muon.symmetric_product(directions)
+            muon.symmetric_product(square, square, -4.775, 2.0315)
+            muon.symmetric_product(empty(1, 3072, 1024, dtype=BF16).mT)
+
+        yield Case(f"Muon, momentum in {bits} bits", step, dtype, bits == 32)
+
+
 MAKERS = (
     lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
     glu_cases, training_attention_cases, recurrent_cases, rollout_cases, expert_cases, optimizer_cases,
+    muon_cases,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.optim import OPTIMIZERS
+from halfbyte.optim import OPTIMIZERS, low_rank
 from halfbyte.optim.low_rank import (
     LowRank,
     LowRankOptimizer,
@@ -63,10 +63,10 @@ class Adam:
         return self.first / (1 - BETAS[0] ** self.step) / (corrected.sqrt() + EPS)
 
 
-def bases_of(optimizer, matrix):
-    return {
-        side: basis.clone() for side, basis in optimizer.units[0].matrices[id(matrix)].bases(optimizer.steps).items()
-    }
+def bases_of(optimizer):
+    (stack,) = optimizer.units[0].stacks
+    (bases,) = stack.bases(optimizer.steps)
+    return {side: basis.clone() for side, basis in bases.items()}
 
 
 @pytest.mark.parametrize("proj_type", ["std", "reverse_std", "left", "right", "full"])
@@ -81,7 +81,7 @@ def test_galore_follows_its_algorithm(shape, proj_type):
         gradient = matrix.grad.clone()
         optimizer.step()
         optimizer.steps -= 1  # the bases of this step
-        bases = bases_of(optimizer, matrix)
+        bases = bases_of(optimizer)
         optimizer.steps += 1
         left, right = bases.get("left"), bases.get("right")
         low = gradient if left is None else left.T @ gradient
@@ -124,6 +124,87 @@ def test_apollo_follows_its_algorithm(shape, scaling):
     assert 0 < limits < 7
 
 
+@pytest.mark.parametrize("tensor_rate", [False, True])
+@pytest.mark.parametrize("options", [
+    LowRank(rank=3, update_proj_gap=2, scale=0.4), LowRank(rank=3, update_proj_gap=2, scale=0.4, proj_type="full"),
+    LowRank(rank=2, update_proj_gap=3, scale=5.0, scaling="channel", random=True),
+    LowRank(rank=1, update_proj_gap=3, scale=5.0, scaling="tensor", random=True),
+], ids=["galore", "full", "apollo", "mini"])  # fmt: skip
+def test_matrices_of_a_stack_follow_the_algorithm_each(options, tensor_rate):
+    """Three matrices of one shape in two groups with their own rates, of which one has no gradient in some steps."""
+    torch.manual_seed(1)
+    matrices = [nn.Parameter(torch.randn(6, 11, dtype=torch.float64)) for _ in range(3)]
+    rates, decays = [0.03, 0.03, 0.07], [0.1, 0.1, 0.0]
+    groups = [
+        {"params": part, "lr": torch.tensor(rate, dtype=torch.float64) if tensor_rate else rate, "weight_decay": decay,
+         "low_rank": options}
+        for part, rate, decay in ((matrices[:2], 0.03, 0.1), (matrices[2:], 0.07, 0.0))
+    ]  # fmt: skip
+    optimizer = LowRankOptimizer(groups, adamw, lr=RATE, seed=3)
+    (stack,) = optimizer.units[0].stacks
+    expected, moments = [each.detach().clone() for each in matrices], [Adam() for _ in matrices]
+    before = [0.0] * 3
+    for step in range(6):
+        set_gradients(matrices, step)
+        gradients = [each.grad * (1 + step) for each in matrices]
+        for at, each in enumerate(matrices):
+            each.grad = None if at == 1 and step in (0, 3) else gradients[at].clone()
+        optimizer.step()
+        bases = stack.bases(step)
+        for at, each in enumerate(matrices):
+            if each.grad is None:
+                continue
+            left, right = bases[at].get("left"), bases[at].get("right")
+            low = gradients[at] if left is None else left.T @ gradients[at]
+            low = low if right is None else low @ right
+            normalized = moments[at](low)
+            if options.scaling:
+                dims = (0, 1) if options.scaling == "tensor" else (0,)
+                sizes = [one.pow(2).sum(dims, keepdim=True).sqrt() for one in (normalized, low)]
+                scaled = gradients[at] * sizes[0] / (sizes[1] + 1e-8)
+                if before[at] and scaled.norm() > 1.01 * before[at]:
+                    scaled = scaled * 1.01 * before[at] / scaled.norm()
+                before[at], update = scaled.norm(), math.sqrt(5.0) * scaled
+            else:
+                update = normalized if left is None else left @ normalized
+                update = 0.4 * (update if right is None else update @ right.T)
+            expected[at] = (1 - rates[at] * decays[at]) * expected[at] - rates[at] * update
+            torch.testing.assert_close(each.detach(), expected[at], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("align", [False, True])
+def test_bases_of_a_stack_equal_those_of_its_matrices(align):
+    generator = torch.Generator().manual_seed(3)
+    gradients = torch.randn(3, 17, 29, dtype=torch.float64, generator=generator)
+    gradients[1] *= 1e-9
+    start = torch.randn(3, 17, 5 if align else 9, dtype=torch.float64, generator=generator)
+    found = refresh_basis(gradients, start, 5, 2, align)
+    for gradient, own, basis in zip(gradients, start, found, strict=True):
+        torch.testing.assert_close(refresh_basis(gradient, own, 5, 2, align), basis, rtol=0, atol=1e-8)
+        torch.testing.assert_close(basis.T @ basis, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw", "apollo_mini"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_inner_optimizer_equals_torchs(name, dtype):
+    settings = OptimizerSettings(optim=name, optim_args={"rank": 4, "update_proj_gap": 3}, weight_decay=0.1)
+    found = []
+    for own in (True, False):
+        torch.manual_seed(1)
+        model = nn.ModuleDict({str(i): nn.Linear(24, 40, bias=False, dtype=dtype) for i in range(3)})
+        optimizer = OPTIMIZERS[name].make(model, settings)
+        if not own:
+            (unit,) = optimizer.units
+            unit.inner = torch.optim.AdamW(unit.inner.param_groups, lr=1e-3, betas=(0.9, 0.999), fused=True)
+        for step in range(5):
+            set_gradients([*model.parameters()], step)
+            optimizer.step()
+        found.append([parameter.detach().float() for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        atol = 1e-6 if dtype == torch.float32 else 2**-9  # one rounding of weights below 0.5
+        torch.testing.assert_close(one, other, rtol=0, atol=atol)
+
+
 def test_parameters_that_are_not_projected_are_stepped_by_the_inner_optimizer():
     plain = [(5,), (3, 4, 5), (6, 6)]
     optimizer, _, others = make([(7, 5)], LowRank(rank=2), plain=plain)
@@ -139,6 +220,12 @@ def test_parameters_that_are_not_projected_are_stepped_by_the_inner_optimizer():
         assert torch.equal(other, twin)
 
 
+@pytest.fixture(params=[True, False], ids=["fp64", "without fp64"])
+def has_fp64(request, monkeypatch):
+    monkeypatch.setattr(low_rank, "_has_fp64", lambda device: request.param)
+
+
+@pytest.mark.usefixtures("has_fp64")
 @pytest.mark.parametrize("shape", [(40, 60), (60, 40), (33, 33)])
 def test_a_first_refresh_finds_the_leading_singular_vectors(shape):
     torch.manual_seed(2)
@@ -152,6 +239,7 @@ def test_a_first_refresh_finds_the_leading_singular_vectors(shape):
     assert (basis.T @ matrix).square().sum() > 0.9999 * best
 
 
+@pytest.mark.usefixtures("has_fp64")
 def test_a_refresh_from_the_last_basis_follows_a_gradient_that_drifts():
     """One sweep a refresh captures nearly the energy of an SVD, and signs follow the last basis."""
     torch.manual_seed(4)
@@ -166,6 +254,7 @@ def test_a_refresh_from_the_last_basis_follows_a_gradient_that_drifts():
         basis = new
 
 
+@pytest.mark.usefixtures("has_fp64")
 def test_a_gradient_of_lower_rank_than_the_basis_still_gives_an_orthonormal_basis():
     for matrix in (torch.zeros(8, 6), torch.outer(torch.arange(8.0), torch.ones(6))):
         basis = refresh_basis(matrix, gaussian(8, 6, matrix, 5), 4, 3)

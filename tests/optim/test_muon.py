@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import weakref
 from functools import partial
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 from halfbyte.modeling.adapters import add_adapter
+from halfbyte.ops.muon import dequantize_momentum, quantize_momentum, symmetric_product
 from halfbyte.optim import OPTIMIZERS, muon
-from halfbyte.optim.muon import Muon, dequantize_momentum, gram, orthogonalize, quantize_momentum
+from halfbyte.optim.muon import Muon, orthogonalize
 from halfbyte.runs import checkpoints
 from halfbyte.train.guards import skip_if_not_finite
 from halfbyte.utils.errors import CheckpointError, ModelError
@@ -96,12 +98,27 @@ def test_singular_values_of_both_methods():
 
 
 @pytest.mark.parametrize("shape", [(3, 7, 5), (2, 513, 40), (1, 640, 640)])
-def test_gram_computed_by_halves(shape):
-    x = torch.randn(shape, dtype=torch.float64)
-    found, rows = gram(x), shape[1]
-    torch.testing.assert_close(found, x @ x.mT)
+def test_symmetric_products(shape):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(shape, dtype=torch.float64, generator=generator)
+    product, rows = x @ x.mT, shape[1]
+    added = product + 3 * torch.eye(rows, dtype=torch.float64)
+    torch.testing.assert_close(symmetric_product(x), product)
+    torch.testing.assert_close(symmetric_product(x.mT.contiguous().mT, None, 0.0, 0.5), 0.5 * product)
+    found = symmetric_product(x, added, -2.0, 0.5)
+    torch.testing.assert_close(found, 0.5 * product - 2 * added)
     if rows >= 512:  # the block that is copied
+        found = symmetric_product(x)
         assert torch.equal(found[:, : rows // 2, rows // 2 :], found[:, rows // 2 :, : rows // 2].mT)
+
+
+def test_gradients_are_freed_after_the_step():
+    given, optimizer = mixed()
+    take_steps(optimizer, given, 2)
+    held = [weakref.ref(parameter.grad) for parameter in optimizer.param_groups[0]["params"]]
+    optimizer.zero_grad()
+    assert held
+    assert all(each() is None for each in held)
 
 
 def test_zero_gradients_only_decay():

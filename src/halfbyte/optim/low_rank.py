@@ -12,9 +12,15 @@ parameters and all other parameters together. With a learning rate of 1 and a st
 
 `limit` keeps the norm of APOLLO's scaled gradient from growing by more than 1% a step. GaLore's P holds singular
 vectors of G. Instead of an SVD, a refresh runs randomized subspace iteration (Halko et al. 2011, arXiv:0909.4061,
-section 4.5) from the last P. Refreshes of different matrices fall on different steps. APOLLO's P is Gaussian with
-variance 1/r, and is generated from a seed in each step, not stored. Q-GaLore (Zhang et al. 2024, arXiv:2407.08296)
+section 4.5) from the last P. Refreshes of different matrices fall on different steps, but for the first ones, which are
+computed for all matrices of a shape at once. APOLLO's P is Gaussian with variance 1/r, and is generated from a seed in
+each step, not stored. Q-GaLore (Zhang et al. 2024, arXiv:2407.08296)
 stores P in 4 or 8 bits, and refreshes P less often while it stays similar. Its int8 weights are not implemented.
+
+Matrices of one shape share their projected gradients, virtual parameters and norms as stacks, and the inner optimizer
+steps all virtual parameters at once. The gradients themselves are not stacked: a copy of them takes longer than the
+matmuls with r columns, which are bound by reading them. On an accelerator these run in the dtype of bf16 weights, with
+sums in fp32.
 
 Between steps a virtual parameter occupies no memory. State per matrix: the inner optimizer's for r · max(m, n)
 elements; GaLore: P with r · min(m, n) elements; Q-GaLore: P quantized.
@@ -40,6 +46,8 @@ FIRST_SWEEPS = 3  # iterations from a random start; later refreshes start from t
 OVERSAMPLED = 8  # columns of a random start beyond the rank, as Halko et al. advise
 GROWTH = 1.01  # APOLLO's largest ratio of the norms of successive scaled gradients
 TINY = 1e-8  # added to the norms that APOLLO divides by
+SPARE = 1e-6  # share of the last basis in a new one, so that its columns are independent for any gradient
+REFRESH_ELEMENTS = 2**26  # of the gradients whose bases are computed at a time: 256 MiB in fp32
 STATE = "low_rank"  # key of this module's part of a parameter's state in a state dict
 
 
@@ -106,40 +114,85 @@ class LowRank:
 
 
 def refresh_basis(gradient: Tensor, start: Tensor, rank: int, sweeps: int, align: bool = False) -> Tensor:
-    """Approximate the leading left singular vectors of a matrix by subspace iteration.
+    """Approximate the leading left singular vectors of matrices by subspace iteration.
+
+    Columns are orthonormalized by Cholesky factors of fp64 Gram matrices, twice (Yamamoto et al. 2015, CholeskyQR2),
+    which are batched matmuls and, unlike a batched QR on a GPU, no loop over matrices. Devices without fp64 use QR.
 
     Args:
-        gradient: G [m, n], fp32 or fp64.
-        start: [m, k] with independent columns, k ≥ r, in G's dtype.
+        gradient: G [*, m, n], fp32 or fp64.
+        start: [*, m, k] with independent columns, r ≤ k ≤ min(m, n), in G's dtype.
         rank: r.
         sweeps: products with G Gᵀ.
-        align: whether column signs follow those of `start` [m, r], so that moments stay valid when the basis changes
-            little.
+        align: whether to keep the order and signs of the columns of `start` [*, m, r], so that moments stay valid when
+            the basis changes little. Otherwise the columns are ordered by decreasing singular value.
 
     Returns:
-        [m, r] with orthonormal columns, by decreasing singular value.
+        [*, m, r] with orthonormal columns.
     """
-    basis = start
+    basis = start if align else _orthonormal(start, start)
     for _ in range(sweeps):
-        basis = torch.linalg.qr(gradient @ (gradient.T @ basis)).Q
-    inside = basis.T @ gradient
-    basis = basis @ torch.linalg.eigh(inside @ inside.T).eigenvectors.flip(1)[:, :rank]
+        across = _orthonormal(gradient.mT @ basis)
+        basis = _orthonormal(gradient @ across, basis)
     if align:
-        basis = basis * torch.where((basis * start).sum(0) < 0, -1.0, 1.0).to(basis.dtype)
-    return basis
+        return basis * torch.where((basis * start).sum(-2, keepdim=True) < 0, -1.0, 1.0).to(basis.dtype)
+    exact = torch.float64 if _has_fp64(gradient.device) else gradient.dtype
+    inside = (basis.mT @ gradient).to(exact)
+    vectors = torch.linalg.eigh(inside @ inside.mT).eigenvectors.flip(-1)[..., :rank]
+    return (basis.to(exact) @ vectors).to(gradient.dtype)
 
 
-def gaussian(rows: int, columns: int, like: Tensor, *key: int) -> Tensor:
-    """Return normal random numbers [rows, columns] on `like`'s device, at least fp32, determined by `key`."""
+def _orthonormal(columns: Tensor, spare: Tensor | None = None) -> Tensor:
+    """Return an orthonormal basis [*, m, k] of the span of columns [*, m, k], in their dtype.
+
+    Args:
+        spare: independent columns [*, m, k], added with the weight `SPARE` so that dependent columns are replaced.
+            None: dependent columns become small, and the result is a whitening only.
+    """
+    if not _has_fp64(columns.device):
+        return torch.linalg.qr(columns).Q
+    size = torch.linalg.vector_norm(columns, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    found = columns.double() / size.clamp_min(torch.finfo(torch.float64).tiny)
+    if spare is not None:
+        found = found + SPARE * spare
+    for _ in range(1 if spare is None else 2):
+        gram = found.mT @ found
+        if spare is None:
+            gram.diagonal(dim1=-2, dim2=-1).add_(SPARE**2)
+        factor = torch.linalg.cholesky_ex(gram).L
+        found = torch.linalg.solve_triangular(factor.mT, found, upper=True, left=False)
+    return found.to(columns.dtype)
+
+
+def _has_fp64(device: torch.device) -> bool:
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def gaussian(rows: int, columns: int, like: Tensor, *key: int, count: int | None = None) -> Tensor:
+    """Return normal random numbers on `like`'s device, at least fp32, determined by `key`.
+
+    Returns:
+        [rows, columns], or [count, rows, columns].
+    """
     digest = hashlib.blake2s("/".join(map(str, key)).encode(), digest_size=4).digest()
     generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest, "little"))
-    drawn = torch.randn(rows, columns, generator=generator, device=like.device)
+    shape = (rows, columns) if count is None else (count, rows, columns)
+    drawn = torch.randn(shape, generator=generator, device=like.device)
     return drawn.to(torch.promote_types(like.dtype, torch.float32))
 
 
 def _wide(tensor: Tensor) -> Tensor:
     """`tensor` in the dtype that it is computed with: fp32, or fp64 if it has that."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """Dtype of the products with a weight's gradient and update: bf16 for bf16 weights on an accelerator."""
+    if weight.dtype == torch.bfloat16 and weight.device.type != "cpu":
+        return torch.bfloat16
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def quantize_basis(basis: Tensor, bits: int, group: int) -> dict[str, Tensor]:
@@ -176,7 +229,7 @@ def dequantize_basis(stored: Mapping[str, Tensor], bits: int, group: int, shape:
     return (codes[: of.numel()] * step[of] + low[of]).view(*shape)
 
 
-# --- one matrix ------------------------------------------------------------------------------------------------------
+# --- matrices --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -208,102 +261,186 @@ class _Matrix:
     def has_bases(self) -> bool:
         return self.options.random or "next" in self.state
 
-    def begin(self, gradient: Tensor, step: int, skipped: Tensor | None) -> None:
-        """Refresh the bases if they are due, and project `gradient` into the virtual parameter's gradient."""
-        full = _wide(gradient)
-        if not self.options.random and step >= self.state.get("next", step):
-            self._refresh(full if skipped is None else full.masked_fill(skipped, 0.0), step, skipped)
-        projected = full
-        for side, basis in self.bases(step).items():
-            projected = basis.T @ projected if side == "left" else projected @ basis
-        self.virtual.data = torch.zeros_like(self.virtual, memory_format=torch.contiguous_format)
-        self.virtual.grad = projected.to(self.virtual.dtype)
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What matrices of one stack have in common."""
+        return self.weight.shape, self.weight.dtype, self.weight.device, self.options
 
-    def bases(self, step: int) -> dict[str, Tensor]:
-        """Return side → basis, fp32 [length of the side, r]."""
-        found = {}
-        for side in self.sides:
-            length = self.weight.shape[side == "right"]
-            if self.options.random:
-                key = self.seed, self.index, side == "right", step // self.options.update_proj_gap
-                found[side] = gaussian(length, self.rank, self.weight, *key) / math.sqrt(self.rank)
-            else:
-                found[side] = self._stored(side, (length, self.rank))
-        return found
-
-    def _stored(self, side: str, shape: tuple[int, int]) -> Tensor:
-        stored, options = self.state[side], self.options
-        return dequantize_basis(stored, options.bits, options.group, shape) if options.bits else _wide(stored)
-
-    def _refresh(self, gradient: Tensor, step: int, skipped: Tensor | None) -> None:
-        first, options = not self.has_bases, self.options
-        similarities = []
-        for side in self.sides:
-            own = gradient if side == "left" else gradient.T
-            length = len(own)
-            if first:
-                columns = min(self.rank + OVERSAMPLED, *own.shape)
-                start = gaussian(length, columns, self.weight, self.seed, self.index, side == "right", step)
-                basis = refresh_basis(own, start, self.rank, FIRST_SWEEPS)
-            else:
-                start = self._stored(side, (length, self.rank))
-                basis = refresh_basis(own, start, self.rank, sweeps=1, align=True)
-            if skipped is not None and not first:
-                basis = torch.where(skipped, start, basis)
-            if options.bits and not first:
-                similarities.append(nn.functional.cosine_similarity(basis, start, dim=0).mean())
-            self.state[side] = (
-                quantize_basis(basis, options.bits, options.group) if options.bits else basis.to(self.weight.dtype)
-            )
-        gap = self.state.setdefault("gap", options.update_proj_gap)
-        if similarities:
-            gap = self._lazier(gap, float(torch.stack(similarities).mean()))
-        self.state["next"] = step + gap - (self.phase if first else 0)
-
-    def _lazier(self, gap: int, similarity: float) -> int:
-        """Return the gap after a refresh whose bases have this cosine similarity to the last ones."""
-        queue = [*self.state.get("similarities", []), similarity][-self.options.queue_size :]
-        if len(queue) == self.options.queue_size and sum(queue) / len(queue) >= self.options.cos_threshold:
-            gap = self.state["gap"] = int(gap * self.options.gamma_proj)
-        self.state["similarities"] = queue
-        return gap
-
-    def end(self, gradient: Tensor, rate: Any, weight_decay: float, step: int, skipped: Tensor | None) -> None:
-        """Apply the inner optimizer's update of the virtual parameter to the weight, and free it."""
-        moved = _wide(self.virtual.detach())
-        if self.options.scaling:
-            update = self._scaled(_wide(gradient), moved, skipped)
-        else:
-            update = moved
-            for side, basis in self.bases(step).items():
-                update = basis @ update if side == "left" else update @ basis.T
-            update = update * self.options.scale
-        applied: Any = 1.0
-        if skipped is not None:
-            update, applied = update.masked_fill(skipped, 0.0), 1.0 - skipped.float()
-        if weight_decay:
-            self.weight.mul_(1.0 - rate * weight_decay * applied)
-        self.weight.add_(update * rate)  # a narrow weight is rounded once
+    def free(self) -> None:
+        """Free the virtual parameter and its gradient."""
         self.virtual.data, self.virtual.grad = self._placeholder(), None
 
-    def _scaled(self, gradient: Tensor, moved: Tensor, skipped: Tensor | None) -> Tensor:
-        """Return APOLLO's update for a learning rate of 1: the negated gradient with AdamW's step lengths."""
-        assert self.virtual.grad is not None
-        projected = _wide(self.virtual.grad)
-        if self.options.scaling == "tensor":
-            factor = moved.norm() / (projected.norm() + TINY)
+    def stored(self, side: str, dtype: torch.dtype) -> Tensor:
+        """Return the basis of a side [length of the side, r]."""
+        found, options = self.state[side], self.options
+        if options.bits:
+            shape = self.weight.shape[side == "right"], self.rank
+            found = dequantize_basis(found, options.bits, options.group, shape)
+        return found.to(dtype)
+
+    def store(self, side: str, basis: Tensor) -> None:
+        bits, group = self.options.bits, self.options.group
+        # a copy, since `basis` is a view of a stack
+        self.state[side] = quantize_basis(basis, bits, group) if bits else basis.to(self.weight.dtype, copy=True)
+
+    def plan_refresh(self, step: int, similarity: float | None) -> None:
+        """Set the step of the next refresh; `similarity`: mean cosine of the new bases and the last ones, if any."""
+        gap = self.state.setdefault("gap", self.options.update_proj_gap)
+        if similarity is not None:
+            queue = [*self.state.get("similarities", []), similarity][-self.options.queue_size :]
+            if len(queue) == self.options.queue_size and sum(queue) / len(queue) >= self.options.cos_threshold:
+                gap = self.state["gap"] = int(gap * self.options.gamma_proj)
+            self.state["similarities"] = queue
+        self.state["next"] = step + gap - (0 if "next" in self.state else self.phase)
+
+
+class _Stack:
+    """Matrices of one shape, dtype, device and `LowRank`, which step together.
+
+    Args:
+        matrices: all of them; a step takes those that have a gradient.
+    """
+
+    def __init__(self, matrices: list[_Matrix]):
+        self.matrices = matrices
+        first = matrices[0]
+        self.options, self.sides, self.rank, self.shape = first.options, first.sides, first.rank, first.weight.shape
+        self.dtype = product_dtype(first.weight)
+
+    def bases(self, step: int) -> list[dict[str, Tensor]]:
+        """Return, for each matrix that has them, side → basis [length of the side, r] in the dtype of products."""
+        if not self.options.random:
+            return [
+                {side: matrix.stored(side, self.dtype) for side in self.sides} if matrix.has_bases else {}
+                for matrix in self.matrices
+            ]
+        first, found = self.matrices[0], [dict[str, Tensor]() for _ in self.matrices]
+        for side in self.sides:
+            key = first.seed, first.index, side == "right", step // self.options.update_proj_gap
+            length = self.shape[side == "right"]
+            drawn = gaussian(length, self.rank, first.weight, *key, count=len(self.matrices)) / math.sqrt(self.rank)
+            for each, basis in zip(found, drawn.to(self.dtype).unbind(), strict=True):
+                each[side] = basis
+        return found
+
+    def begin(self, step: int, skipped: Tensor | None) -> None:
+        """Refresh the bases that are due, and project gradients into those of the virtual parameters."""
+        self.present = [place for place, matrix in enumerate(self.matrices) if matrix.weight.grad is not None]
+        if not self.present:
+            return
+        if not self.options.random:
+            due = [self.matrices[at] for at in self.present if step >= self.matrices[at].state.get("next", step)]
+            old, new = ([matrix for matrix in due if matrix.has_bases is has] for has in (True, False))
+            count = max(REFRESH_ELEMENTS // self.shape.numel(), 1)
+            for some in (old, new):
+                for at in range(0, len(some), count):
+                    self._refresh(some[at : at + count], step, skipped, first=some is new)
+        self.used = self.bases(step)
+        like = self.matrices[0].weight
+        shape = len(self.present), *self.options.virtual_shape(self.shape)
+        self.projected, self.moved = like.new_empty(shape), like.new_zeros(shape)
+        for at, projected, moved in zip(self.present, self.projected, self.moved, strict=True):
+            matrix = self.matrices[at]
+            product = self._gradient(matrix).to(self.dtype)
+            for side, basis in self.used[at].items():
+                product = basis.T @ product if side == "left" else product @ basis
+            projected.copy_(product)
+            matrix.virtual.data, matrix.virtual.grad = moved, projected
+
+    @staticmethod
+    def _gradient(matrix: _Matrix) -> Tensor:
+        assert matrix.weight.grad is not None
+        return matrix.weight.grad
+
+    def _refresh(self, matrices: list[_Matrix], step: int, skipped: Tensor | None, first: bool) -> None:
+        """Compute new bases of matrices that all have none yet (`first`), or all have some."""
+        gradients = torch.stack([_wide(self._gradient(matrix)) for matrix in matrices])
+        if skipped is not None:
+            gradients = gradients.masked_fill(skipped, 0.0)
+        similarities = []
+        for side in self.sides:
+            own = gradients if side == "left" else gradients.mT
+            if first:
+                columns = min(self.rank + OVERSAMPLED, *self.shape)
+                keys = ((matrix.seed, matrix.index, side == "right", step) for matrix in matrices)
+                start = torch.stack([gaussian(own.shape[1], columns, own, *key) for key in keys])
+                basis = refresh_basis(own, start, self.rank, FIRST_SWEEPS)
+            else:
+                start = torch.stack([matrix.stored(side, gradients.dtype) for matrix in matrices])
+                basis = refresh_basis(own, start, self.rank, sweeps=1, align=True)
+                if skipped is not None:
+                    basis = torch.where(skipped, start, basis)
+                if self.options.bits:
+                    similarities.append(nn.functional.cosine_similarity(basis, start, dim=1).mean(1))
+            for matrix, each in zip(matrices, basis, strict=True):
+                matrix.store(side, each)
+        means: list[Any] = torch.stack(similarities).mean(0).tolist() if similarities else [None] * len(matrices)
+        for matrix, similarity in zip(matrices, means, strict=True):
+            matrix.plan_refresh(step, similarity)
+
+    def end(self, group_of: Mapping[int, dict[str, Any]], skipped: Tensor | None) -> None:
+        """Apply the inner optimizer's updates of the virtual parameters to the weights, and free these.
+
+        Args:
+            group_of: id of a weight → its parameter group.
+        """
+        if not self.present:
+            return
+        factors = self._factors(skipped) if self.options.scaling else self.moved.to(self.dtype)
+        for at, factor in zip(self.present, factors, strict=True):
+            matrix = self.matrices[at]
+            group = group_of[id(matrix.weight)]
+            rate, weight_decay = group["lr"], group["weight_decay"]
+            if weight_decay:
+                applied = 1.0 if skipped is None else 1.0 - skipped.float()
+                matrix.weight.mul_(1.0 - rate * weight_decay * applied)
+            if isinstance(rate, Tensor):
+                factor, rate = factor * rate, 1.0
+            if self.options.scaling:
+                gradient = self._gradient(matrix)
+                gradient = gradient if skipped is None else gradient.masked_fill(skipped, 0.0)  # 0·NaN is NaN
+                matrix.weight.addcmul_(gradient, factor, value=-rate * math.sqrt(self.options.scale))
+            else:
+                self._add_product(matrix.weight, self.used[at], factor, rate * self.options.scale)
+            matrix.free()
+        del self.projected, self.moved, self.used
+
+    def _add_product(self, weight: Tensor, bases: dict[str, Tensor], moved: Tensor, alpha: float) -> None:
+        """Add alpha times the update that `moved` projects; a narrow weight is rounded once."""
+        left, right = bases.get("left"), bases.get("right")
+        if right is None:
+            assert left is not None
+            first, second = left, moved
         else:
-            dim = 1 if projected.shape[0] >= projected.shape[1] else 0
-            factor = moved.norm(dim=dim, keepdim=True) / (projected.norm(dim=dim, keepdim=True) + TINY)
-        scaled = gradient * factor
-        norm, before = scaled.norm(), self.state.get("norm")
-        if before is not None:
-            limited = torch.where(before > 0, (GROWTH * before / (norm + TINY)).clamp(max=1.0), torch.ones_like(norm))
-            scaled, norm = scaled * limited, norm * limited
+            first, second = moved if left is None else left @ moved, right.T
+        if weight.dtype == self.dtype:
+            weight.addmm_(first, second, alpha=alpha)
         else:
-            before = torch.zeros_like(norm)
-        self.state["norm"] = norm if skipped is None else torch.where(skipped, before, norm)
-        return scaled * -math.sqrt(self.options.scale)
+            weight.add_(first @ second, alpha=alpha)
+
+    def _factors(self, skipped: Tensor | None) -> Tensor:
+        """Return APOLLO's limited factors of the gradients: [B, 1, n], [B, m, 1] or [B, 1, 1], at least fp32."""
+        moved, projected = _wide(self.moved), _wide(self.projected)
+        rows, columns = projected.shape[1:]
+        dims = (1, 2) if self.options.scaling == "tensor" else (2,) if rows >= columns else (1,)
+        of_moved, of_projected = (torch.linalg.vector_norm(each, dim=dims, keepdim=True) for each in (moved, projected))
+        factors = of_moved / (of_projected + TINY)
+        present, within = [self.matrices[at] for at in self.present], tuple(dim - 1 for dim in dims)
+        norms = torch.stack(
+            [
+                torch.linalg.vector_norm(self._gradient(matrix), dim=within, keepdim=True, dtype=factors.dtype)
+                for matrix in present
+            ]
+        )
+        norm = torch.linalg.vector_norm(factors * norms, dim=(1, 2))
+        before = torch.stack([matrix.state.get("norm", norm.new_zeros(())) for matrix in present])
+        limited = torch.where(before > 0, (GROWTH * before / (norm + TINY)).clamp(max=1.0), 1.0)
+        factors, norm = factors * limited[:, None, None], norm * limited
+        if skipped is not None:
+            factors, norm = factors.masked_fill(skipped, 0.0), torch.where(skipped, before, norm)
+        for matrix, each in zip(present, norm, strict=True):
+            matrix.state["norm"] = each.clone()
+        return factors
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
@@ -319,6 +456,12 @@ class _Unit:
     numbers: list[int]  # for each of the inner optimizer's parameters, the number of the parameter in a state dict
     parameters: list[nn.Parameter]
     matrices: dict[int, _Matrix]
+
+    def __post_init__(self) -> None:
+        alike: dict[tuple[Any, ...], list[_Matrix]] = {}
+        for matrix in self.matrices.values():
+            alike.setdefault(matrix.kind, []).append(matrix)
+        self.stacks = [_Stack(matrices) for matrices in alike.values()]
 
 
 class LowRankOptimizer(Optimizer):
@@ -434,34 +577,29 @@ class LowRankOptimizer(Optimizer):
     @torch.no_grad()
     def _step_unit(self, unit: _Unit, found_inf: Tensor | None) -> bool:
         """Step the parameters of a unit; returns False if `found_inf` skipped the step on the host."""
-        present: list[tuple[_Matrix, Tensor]] = []
-        for parameter in unit.parameters:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse:
-                raise TrainingError("the gradient of a parameter is sparse", "use an embedding with sparse=False")
-            if (matrix := unit.matrices.get(id(parameter))) is not None:
-                present.append((matrix, parameter.grad))
+        present = [parameter for parameter in unit.parameters if parameter.grad is not None]
+        if any(parameter.grad.is_sparse for parameter in present):  # type: ignore[union-attr]
+            raise TrainingError("the gradient of a parameter is sparse", "use an embedding with sparse=False")
+        matrices = [unit.matrices[id(parameter)] for parameter in present if id(parameter) in unit.matrices]
         skips_on_device = getattr(unit.inner, "_step_supports_amp_scaling", False)
-        if found_inf is not None and not (skips_on_device and all(matrix.has_bases for matrix, _ in present)):
+        if found_inf is not None and not (skips_on_device and all(matrix.has_bases for matrix in matrices)):
             if bool(found_inf):
                 return False
             found_inf = None
         if skips_on_device:
             unit.inner.found_inf = found_inf  # type: ignore[attr-defined]
         skipped = None if found_inf is None else found_inf.bool()
-        for matrix, gradient in present:
-            matrix.begin(gradient, self.steps, _on(skipped, gradient))
-        owner = {}
+        for stack in unit.stacks:
+            stack.begin(self.steps, _on(skipped, stack.matrices[0].weight))
+        group_of = {}
         for group, number, projected in zip(unit.inner.param_groups, unit.outer, unit.projected, strict=True):
             outer = self.param_groups[number]
-            owner.update({id(parameter): outer for parameter in outer["params"]})
+            group_of.update({id(parameter): outer for parameter in outer["params"]})
             if not projected:
                 group["lr"] = outer["lr"]
         unit.inner.step()
-        for matrix, gradient in present:
-            group = owner[id(matrix.weight)]
-            matrix.end(gradient, group["lr"], group["weight_decay"], self.steps, _on(skipped, gradient))
+        for stack in unit.stacks:
+            stack.end(group_of, _on(skipped, stack.matrices[0].weight))
         return True
 
     # --- state dicts -------------------------------------------------------------------------------------------------

@@ -3,10 +3,8 @@
 With the momentum M of a matrix, the update is the polar factor U·Vᵀ of M = U·S·Vᵀ, approximated by a few iterations
 X ← aX + (bA + cA²)X with A = XXᵀ, which need only matmuls. Matrices of one shape are iterated as one batch.
 
-Per iteration and m×n matrix (m ≤ n) that is 4m²n + 2m³ FLOPs. A and A² are symmetric, so that m²n + m³ of these are
-redundant. On a CPU, `gram` computes one off-diagonal block of the two and transposes it, which saves half of that: with
-512 rows and more it takes 0.73 to 0.83 of a full matmul's time, with 320 rows 1.08 (one core of an AMD EPYC, November
-2026). On an accelerator torch has no batched symmetric matmul in bf16, and A is computed in full.
+Per iteration and m×n matrix (m ≤ n) that is 4m²n + 2m³ FLOPs; tall matrices are multiplied from the right, without
+a transposition. A and A² are symmetric, so that m²n + m³ of the FLOPs are redundant (`ops.muon.symmetric_product`).
 
 Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/) for Muon and its coefficients; Liu et al. 2025
 (arXiv:2502.16982, section 2.2) for the scale `match_rms_adamw`; Amsel et al. 2025 (arXiv:2505.16932, algorithm 1) for
@@ -25,6 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..ops.muon import BLOCK, apply_directions, directions, symmetric_product
+from ..ops.optimizer import Parameters
 from ..utils.errors import CheckpointError, ModelError
 
 Method = Literal["newton_schulz", "polar_express"]
@@ -42,29 +42,10 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-BLOCK = 2048  # elements of an 8-bit momentum with one fp32 scale
-BATCH_ELEMENTS = 2**25  # of the matrices that are computed at a time: 128 MiB per fp32 temporary
+BATCH_ELEMENTS = 2**25  # of the matrices that are computed at a time on a CPU: 128 MiB per fp32 temporary
+ACCELERATED = 4  # times as many on an accelerator, in bf16: matmuls of few matrices leave a part of it idle
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # unlike the others, it reads `found_inf` on the device
-HALVED_FROM = 512  # rows from which a CPU computes half of a symmetric product
 OWN_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "method", "momentum_bits")
-
-
-def gram(x: Tensor) -> Tensor:
-    """Products X·Xᵀ [B, m, m] of X [B, m, n]; on a CPU, large ones without one of two equal blocks."""
-    if not _halves(x):
-        return torch.bmm(x, x.mT)
-    rows, half = x.shape[1], x.shape[1] // 2
-    upper, lower = x[:, :half], x[:, half:]
-    product = x.new_empty(len(x), rows, rows)
-    product[:, :half, :half] = torch.bmm(upper, upper.mT)
-    product[:, half:, half:] = torch.bmm(lower, lower.mT)
-    product[:, :half, half:] = across = torch.bmm(upper, lower.mT)
-    product[:, half:, :half] = across.mT
-    return product
-
-
-def _halves(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.shape[1] >= HALVED_FROM
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
@@ -94,20 +75,17 @@ def orthogonalize(
     Returns:
         [B, m, n] in `product_dtype`.
     """
-    wide = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
-    norm = torch.linalg.vector_norm(
-        wide, dim=(1, 2), keepdim=True, dtype=torch.promote_types(wide.dtype, torch.float32)
-    )
+    exact = torch.promote_types(matrices.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=exact)
     norm = norm.clamp(min=eps) * (SAFETY if method == "polar_express" else 1.0)
-    x = (wide / norm).to(product_dtype(matrices))
+    x = torch.empty(matrices.shape, dtype=product_dtype(matrices), device=matrices.device)
+    torch.div(matrices, norm, out=x)
+    tall = x.shape[1] > x.shape[2]
     for a, b, c in _polynomials(method, steps, coefficients):
-        square = gram(x)
-        if _halves(square):
-            square = torch.add(square * b, gram(square), alpha=c)
-        else:
-            square = torch.baddbmm(square, square, square, beta=b, alpha=c)
-        x = torch.baddbmm(x, square, x, beta=a)
-    return x.mT if wide is not matrices else x
+        square = symmetric_product(x.mT if tall else x)
+        square = symmetric_product(square, square, b, c)
+        x = torch.baddbmm(x, x, square, beta=a) if tall else torch.baddbmm(x, square, x, beta=a)
+    return x
 
 
 def _polynomials(method: Method, steps: int, coefficients: Coefficients) -> list[Coefficients]:
@@ -115,29 +93,6 @@ def _polynomials(method: Method, steps: int, coefficients: Coefficients) -> list
         return [coefficients] * steps
     safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
     return [*safe, *repeat(POLAR_EXPRESS[-1], steps)][:steps]
-
-
-def quantize_momentum(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Store tensors in 8 bits, linearly in blocks of `BLOCK` elements (arXiv:2509.23106, section 3).
-
-    Args:
-        values: [B, *], fp32; blocks do not cross the B tensors.
-
-    Returns:
-        int8 of the same shape, and scales fp32 [B, ⌈numel/BLOCK⌉]: the largest magnitude of each block, over 127.
-    """
-    flat = values.flatten(1)
-    padded = torch.nn.functional.pad(flat, (0, -flat.shape[1] % BLOCK)).view(len(flat), -1, BLOCK)
-    scales = padded.abs().amax(-1) / 127
-    codes = (padded / scales.clamp(min=torch.finfo(scales.dtype).tiny).unsqueeze(-1)).round_()
-    return codes.to(torch.int8).flatten(1)[:, : flat.shape[1]].reshape(values.shape), scales
-
-
-def dequantize_momentum(codes: Tensor, scales: Tensor) -> Tensor:
-    """Values [B, *] in fp32 of a result of `quantize_momentum`."""
-    numel = codes[0].numel()
-    each = scales.repeat_interleave(BLOCK, dim=1)[:, :numel]
-    return (codes.flatten(1) * each).view(codes.shape)
 
 
 class Muon(torch.optim.Optimizer):
@@ -200,6 +155,7 @@ class Muon(torch.optim.Optimizer):
         defaults |= {"adjust_lr_fn": adjust_lr_fn, "momentum_bits": momentum_bits, "capturable": capturable}
         self._splits = {parameter: list(sizes) for parameter, sizes in (splits or {}).items()}
         self._make_rest, self.rest = rest, None
+        self._held: dict[tuple[int, ...], tuple[Parameters, list[int]]] = {}  # of the last step, with addresses
         groups = list(params)
         if groups and not isinstance(groups[0], dict):
             groups = [{"params": groups}]
@@ -210,7 +166,7 @@ class Muon(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("rest", "_make_rest", "_splits", "_step_supports_amp_scaling")
-        return {**super().__getstate__(), **{key: vars(self)[key] for key in own}}
+        return {**super().__getstate__(), **{key: vars(self)[key] for key in own}, "_held": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, or one for Muon and one for the rest; see the class."""
@@ -265,8 +221,11 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scaling = {key: getattr(self, key, None) for key in ("found_inf", "grad_scale")}
-        for group, parameters in self._batches():
+        last, self._held = self._held, {}
+        for group, weights in self._batches():
+            parameters = self._parameters(group, weights, last)
             self._step_batch(group, parameters, **scaling)
+            parameters.gradients = []  # so that zero_grad frees them
         if self.rest is not None:
             self._step_rest(self.rest, scaling)
         return loss
@@ -293,68 +252,88 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad.is_sparse:
                     raise ModelError("Muon: a gradient is sparse", "use dense gradients, e.g. Embedding(sparse=False)")
                 sizes = tuple(self._splits.get(parameter, ()))
-                alike[parameter.shape, parameter.dtype, parameter.device, sizes].append(parameter)
-            for (shape, *_), parameters in alike.items():
-                count = max(BATCH_ELEMENTS // shape.numel(), 1)
-                yield from ((group, parameters[at : at + count]) for at in range(0, len(parameters), count))
+                kind = parameter.dtype, parameter.grad.dtype, parameter.device
+                alike[(parameter.shape, *kind, sizes)].append(parameter)
+            for (shape, *_), weights in alike.items():
+                most = BATCH_ELEMENTS * (1 if weights[0].device.type == "cpu" else ACCELERATED)
+                batches = -(-len(weights) // max(most // shape.numel(), 1))
+                count = -(-len(weights) // batches)
+                yield from ((group, weights[at : at + count]) for at in range(0, len(weights), count))
+
+    def _parameters(
+        self, group: dict[str, Any], weights: list[Tensor], last: dict[tuple[int, ...], tuple[Parameters, list[int]]]
+    ) -> Parameters:
+        """Weights with their gradients and momenta; those of the last step if they are the same tensors.
+
+        Kernels read addresses from a table on the device, which is copied again only for another version.
+        """
+        momenta = [self._momentum(group, weight) for weight in weights]
+        gradients = [weight.grad for weight in weights]
+        key = (*map(id, weights), *(id(codes) for codes, _ in momenta))
+        addresses = [*map(Tensor.data_ptr, weights), *map(Tensor.data_ptr, gradients)]  # type: ignore[arg-type]
+        if key in last:
+            parameters, before = last[key]
+            parameters.version += addresses != before
+        else:
+            rows = torch.arange(len(weights), dtype=torch.int32)
+            storage = f"{group['momentum_bits']} bits"
+            states = [[momentum] for momentum in momenta]
+            parameters = Parameters("muon", storage, "nearest", rows, weights, [], states)
+        parameters.gradients = gradients  # type: ignore[assignment]
+        self._held[key] = parameters, addresses
+        return parameters
+
+    def _momentum(self, group: dict[str, Any], parameter: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stored momentum of a parameter and its scales, if it has these; created if there is none."""
+        state, in_8_bits = self.state[parameter], group["momentum_bits"] == 8
+        if not state:
+            exact = torch.promote_types(parameter.dtype, torch.float32)
+            state["momentum_buffer"] = torch.zeros(
+                parameter.shape, dtype=torch.int8 if in_8_bits else exact, device=parameter.device
+            )
+            if in_8_bits:
+                blocks = -(-parameter.numel() // BLOCK)
+                state["momentum_scale"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+        return state["momentum_buffer"], state.get("momentum_scale")
 
     def _step_batch(
-        self, group: dict[str, Any], parameters: list[Tensor], found_inf: Tensor | None, grad_scale: Tensor | None
+        self, group: dict[str, Any], parameters: Parameters, found_inf: Tensor | None, grad_scale: Tensor | None
     ) -> None:
-        device = parameters[0].device
-        skip = None if found_inf is None else found_inf.to(device, non_blocking=True).reshape(()) != 0
-        exact = torch.promote_types(parameters[0].dtype, torch.float32)
-        gradient = torch.stack([parameter.grad for parameter in parameters]).to(exact)  # type: ignore[misc]
-        if grad_scale is not None:
-            gradient /= grad_scale.to(device, non_blocking=True)
-        mean = self._update_momentum(group, parameters, gradient, skip)
-        update = gradient.lerp_(mean, group["momentum"]) if group["nesterov"] else mean
-        update = self._orthogonal(group, parameters[0], update)
-        lr = group["lr"].to(device, exact, non_blocking=True) if isinstance(group["lr"], Tensor) else group["lr"]
-        before = torch.stack(parameters).to(exact)  # decay and update of 16-bit weights are rounded once, together
-        after = (before * (1 - lr * group["weight_decay"])).sub_(update.mul_(lr))
-        torch._foreach_copy_(parameters, (after if skip is None else torch.where(skip, before, after)).unbind())
+        weights = parameters.weights
+        device, exact = weights[0].device, torch.promote_types(weights[0].dtype, torch.float32)
+        grad_scale, found_inf = (
+            each if each is None else each.to(device, non_blocking=True) for each in (grad_scale, found_inf)
+        )
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            lr = lr.to(device, exact, non_blocking=True)
+        else:
+            lr = torch.full((), lr, dtype=exact, device=device)
+        update = torch.empty(len(weights), *weights[0].shape, dtype=product_dtype(weights[0]), device=device)
+        directions(update, parameters, group["momentum"], group["nesterov"], grad_scale, found_inf)
+        update, scale = self._orthogonal(group, weights[0], update)
+        apply_directions(update, parameters, lr, group["weight_decay"], scale, found_inf)
 
-    def _update_momentum(
-        self, group: dict[str, Any], parameters: list[Tensor], gradient: Tensor, skip: Tensor | None
-    ) -> Tensor:
-        """Update the stored momenta, unless `skip` is true, and return the new ones [B, *] in the gradient's dtype."""
-        in_8_bits = group["momentum_bits"] == 8
-        states = [self.state[parameter] for parameter in parameters]
-        for state, parameter in zip(states, parameters, strict=True):
-            if not state:
-                state["momentum_buffer"] = torch.zeros(
-                    parameter.shape, dtype=torch.int8 if in_8_bits else gradient.dtype, device=parameter.device
-                )
-                if in_8_bits:
-                    blocks = -(-parameter.numel() // BLOCK)
-                    state["momentum_scale"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
-        keys = ("momentum_buffer", "momentum_scale") if in_8_bits else ("momentum_buffer",)
-        held = [[state[key] for state in states] for key in keys]
-        before = [torch.stack(tensors) for tensors in held]
-        mean = dequantize_momentum(*before).to(gradient.dtype) if in_8_bits else before[0]
-        mean = mean.lerp(gradient, 1 - group["momentum"])
-        after = quantize_momentum(mean.float()) if in_8_bits else (mean,)
-        for tensors, old, new in zip(held, before, after, strict=True):
-            chosen = new if skip is None else torch.where(skip, old, new)
-            torch._foreach_copy_(tensors, chosen.unbind())
-        return mean
+    def _orthogonal(self, group: dict[str, Any], weight: Tensor, update: Tensor) -> tuple[Tensor, float]:
+        """Orthogonalize updates [n, *] of weights like `weight`, each part of a split alone.
 
-    def _orthogonal(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> Tensor:
-        """Orthogonalized and scaled updates [B, *] of parameters like `parameter`, each part of a split alone."""
+        Returns:
+            The result, contiguous, and the factor of the learning rate. `update` may be overwritten.
+        """
+        options = {key: group[key] for key in ("method", "eps")}
+        options |= {"steps": group["ns_steps"], "coefficients": group["ns_coefficients"]}
         matrices = update.flatten(0, -3)
-        sizes = self._splits.get(parameter, [matrices.shape[1]])
-        parts = list(matrices.split(sizes, dim=1))
-        for size in dict.fromkeys(sizes):
-            at = [index for index, other in enumerate(sizes) if other == size]
-            batch = parts[at[0]] if len(at) == 1 else torch.cat([parts[index] for index in at])
-            options = {key: group[key] for key in ("method", "eps")}
-            found = orthogonalize(batch, steps=group["ns_steps"], coefficients=group["ns_coefficients"], **options)
-            found = found.to(update.dtype) * _scale(group["adjust_lr_fn"], size, matrices.shape[2])
-            for index, part in zip(at, found.split(len(matrices)), strict=True):
-                parts[index] = part
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return joined.reshape(update.shape)
+        sizes = self._splits.get(weight, [matrices.shape[1]])
+        scales = {size: _scale(group["adjust_lr_fn"], size, matrices.shape[2]) for size in sizes}
+        largest = max(scales.values())
+        if len(sizes) == 1:
+            return orthogonalize(matrices, **options).view(update.shape), largest
+        parts = matrices.split(sizes, dim=1)
+        for size, scale in scales.items():
+            same = [part for part in parts if part.shape[1] == size]
+            found = orthogonalize(torch.cat(same), **options) * (scale / largest)
+            torch._foreach_copy_(same, found.split(len(matrices)))
+        return update, largest
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of an optimizer with the same groups, of this class or torch.optim.Muon.

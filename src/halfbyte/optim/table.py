@@ -316,24 +316,27 @@ def _fused(
 
 
 def _inner_adamw(
-    settings: Settings, bits: int, in_32_bits: list[Tensor]
+    settings: Settings, bits: int, in_32_bits: list[Tensor], together: bool = True
 ) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
     """Return the factory of the AdamW inside a low-rank or block-wise optimizer: groups → optimizer.
 
     Args:
-        bits: 32 for torch's fused AdamW, 8 for `fused.AdamW` with 8-bit state.
-        in_32_bits: parameters with fp32 state in any case.
+        bits: 32 for state in bf16 for bf16 weights, otherwise fp32; 8 for 8-bit state.
+        in_32_bits: parameters with fp32 state in place of 8 bits.
+        together: whether the optimizer steps many parameters. If not, 32 bits are torch's fused AdamW, which does not
+            hold gradients that are freed after a step.
     """
     keywords: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.adam_beta1, settings.adam_beta2)}
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch
 
-        if bits == 32:
-            return torch.optim.AdamW(groups, fused=True, **keywords)
         from .fused import AdamW
 
-        return AdamW(_with_fp32_state(groups, in_32_bits), storage="dynamic8", **keywords)
+        if bits == 32 and not together:
+            return torch.optim.AdamW(groups, fused=True, **keywords)
+        storage = {8: "dynamic8", 32: "weight"}[bits]
+        return AdamW(_with_fp32_state(groups, in_32_bits), storage=storage, **keywords)
 
     return make
 
@@ -359,7 +362,7 @@ def _low_rank(options: Mapping[str, Option], bits: int = 32, layerwise: bool = F
 
         chosen = target_matrices(model, settings.optim_target_modules)
         groups = low_rank_groups(parameter_groups(model, settings), chosen, low_rank(settings))
-        inner = _inner_adamw(settings, bits, embedding_weights(model))
+        inner = _inner_adamw(settings, bits, embedding_weights(model), together=not layerwise)
         rate, seed = settings.learning_rate, settings.seed
         return LowRankOptimizer(groups, inner, lr=rate, layerwise=layerwise, seed=seed)
 
@@ -370,7 +373,7 @@ def _low_rank(options: Mapping[str, Option], bits: int = 32, layerwise: bool = F
 
         def moment_bytes(elements: int, weight: Tensor, projected: bool) -> int:
             if bits == 32:
-                return 2 * elements * weight.itemsize
+                return _moment_bytes(elements, 2, 16 if str(weight.dtype) == "torch.bfloat16" else 32)
             return _moment_bytes(elements, 2, 32 if id(weight) in embeddings and not projected else bits)
 
         chosen = target_matrices(model, settings.optim_target_modules)
@@ -396,7 +399,7 @@ def _badam() -> Optimizer:
     def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         from .badam import BAdam
 
-        groups, inner = parameter_groups(model, settings), _inner_adamw(settings, 32, [])
+        groups, inner = parameter_groups(model, settings), _inner_adamw(settings, 32, [], together=False)
         trained, rate, own = trained_parameters(model), settings.learning_rate, blocks(settings)
         names = own.names(trained)
         if outside := trained.keys() - {name for block in names for name in block}:
