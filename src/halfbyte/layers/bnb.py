@@ -53,8 +53,6 @@ def weight_view(linear: nn.Linear) -> QuantizedTensor | str:
     Returns:
         [N, K] in format NF4, FP4 or int8; or the reason why halfbyte's kernels cannot read this weight.
     """
-    if on_compiler():  # a graph cannot hold the views
-        return "torch.compile traces the forward of a bitsandbytes linear"
     reader = _reader(linear)
     assert reader is not None
     find_key, build = reader
@@ -170,6 +168,11 @@ def _reader(module: nn.Module) -> Reader | None:
 
 
 def _forward(module: nn.Module) -> tuple[str, str]:
-    """Return where the forward of a module's class is defined, and its qualified name."""
+    """Return where the forward of a module's class is defined, and its qualified name.
+
+    Both are empty under torch.compile, where bitsandbytes' linears run their own forward: a graph cannot hold a view.
+    """
+    if on_compiler():
+        return "", ""
     forward = type(module).forward
     return getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
