@@ -2,7 +2,8 @@
 
 The shapes, quantization, rank, optimizer and tokens are those of `benchmarks.step`. Prints one line starting with
 RESULT. `bitsandbytes` is Hugging Face's modules with PEFT after `prepare_model_for_kbit_training`; `liger` adds Liger's
-kernels. Unsloth must be imported before transformers, so a process before it writes the checkpoint that it loads.
+kernels. `installed` is the same script with halfbyte answering `import bitsandbytes`, and `patched` adds halfbyte.patch
+and its loss. Unsloth must be imported before transformers, so a process before it writes the checkpoint that it loads.
 """
 
 from __future__ import annotations
@@ -37,15 +38,22 @@ def bitsandbytes_base(name: str, device: str = "cuda") -> Any:
     return model
 
 
-def bitsandbytes_model(name: str, checkpointing: bool) -> Any:
-    """Add PEFT adapters to bitsandbytes' model, as their guides do."""
+def bitsandbytes_model(name: str, checkpointing: bool, prepared: bool = True) -> Any:
+    """Add PEFT adapters to bitsandbytes' model, as their guides do.
+
+    prepared: call `prepare_model_for_kbit_training`, which casts embedding, head and norms to fp32.
+    """
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     from benchmarks.step_model import RANK, TARGETS
 
     model = bitsandbytes_base(name)
     model.is_loaded_in_4bit = True
-    model = prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})
+    if prepared:
+        model = prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})
+    elif checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
     lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
     return get_peft_model(model, lora).train()
 
@@ -55,14 +63,43 @@ def bitsandbytes(given: argparse.Namespace) -> dict[str, Any]:
 
     from benchmarks.step_model import random_batch, timed
 
-    model = bitsandbytes_model(given.model, given.checkpointing)
+    model = bitsandbytes_model(given.model, given.checkpointing, not given.unprepared)
     batch = random_batch(given.model, given.batch, given.length, "cuda")
 
     def loss_of() -> Any:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return model(**batch, use_cache=False).loss
 
-    return timed(training_step(model, loss_of), given.batch * given.length)
+    return timed(training_step(model, loss_of, given.paged), given.batch * given.length)
+
+
+def installed(given: argparse.Namespace) -> dict[str, Any]:
+    from halfbyte.bitsandbytes import install
+
+    install()
+    return bitsandbytes(given)
+
+
+def patched(given: argparse.Namespace) -> dict[str, Any]:
+    from halfbyte.bitsandbytes import install
+
+    install()
+    import torch
+
+    import halfbyte
+    from benchmarks.step_model import random_batch, timed
+    from halfbyte.modeling.head import causal_lm_loss
+
+    model = bitsandbytes_model(given.model, given.checkpointing, not given.unprepared)
+    print(halfbyte.patch(model))
+    batch = random_batch(given.model, given.batch, given.length, "cuda")
+
+    def loss_of() -> Any:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss_sum, tokens = causal_lm_loss(model, batch)
+        return loss_sum / tokens
+
+    return timed(training_step(model, loss_of, given.paged), given.batch * given.length)
 
 
 def liger(given: argparse.Namespace) -> dict[str, Any]:
@@ -99,12 +136,20 @@ def unsloth(given: argparse.Namespace) -> dict[str, Any]:
     return timed(training_step(model, lambda: model(**batch).loss), given.batch * given.length)
 
 
-def training_step(model: Any, loss_of: Any) -> Any:
-    """Return a function that runs one training step with fused AdamW and returns the loss."""
+def training_step(model: Any, loss_of: Any, paged: bool = False) -> Any:
+    """Return a function that runs one training step with fused AdamW and returns the loss.
+
+    paged: use bitsandbytes' paged 8-bit AdamW instead.
+    """
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.0, fused=True)
+    if paged:
+        from bitsandbytes.optim import PagedAdamW8bit
+
+        optimizer: Any = PagedAdamW8bit(trained, lr=2e-4, weight_decay=0.0)
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.0, fused=True)
 
     def step() -> Any:
         loss = loss_of()
@@ -145,15 +190,18 @@ def checkpoint(given: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peer", choices=["bitsandbytes", "liger", "unsloth", "checkpoint"])
+    parser.add_argument("peer", choices=["bitsandbytes", "installed", "patched", "liger", "unsloth", "checkpoint"])
     parser.add_argument("model")
     parser.add_argument("batch", type=int)
     parser.add_argument("length", type=int)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--paged", action="store_true", help="bitsandbytes' paged 8-bit AdamW (not Unsloth)")
+    parser.add_argument("--unprepared", action="store_true", help="without prepare_model_for_kbit_training")
     given = parser.parse_args()
     if given.peer == "checkpoint":
         return checkpoint(given)
-    result = {"bitsandbytes": bitsandbytes, "liger": liger, "unsloth": unsloth}[given.peer](given)
+    hugging_face = {"bitsandbytes": bitsandbytes, "installed": installed, "patched": patched}
+    result = {**hugging_face, "liger": liger, "unsloth": unsloth}[given.peer](given)
     print("RESULT", json.dumps(result))
 
 
