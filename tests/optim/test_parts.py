@@ -1,7 +1,9 @@
 """Updates in the backward: the weights of one step after it, freed gradients, parts that are broken or incomplete."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -142,3 +144,14 @@ def test_parts_are_layers_from_the_last():
     assert [part[0] for part in parts if len(part) == 4] == ["layers.1.0.weight", "layers.0.0.weight"]
     assert backward_gradient_bytes(model) == 4 * (2 * 17 * 29 + 17 + 29)
     assert backward_gradient_bytes(Model(tied=True)) == 4 * (2 * 17 * 29 + 17 + 29 + 33 * 17)
+
+
+def test_a_model_is_freed_with_its_optimizer():
+    model = Model()
+    optimizer = fused.AdamW(model.parameters(), 1e-2)
+    optimizer.update_in_backward(backward_parts(model))
+    steps(model, optimizer, 2)
+    alive = weakref.ref(model.embed.weight)
+    del model, optimizer
+    gc.collect()
+    assert alive() is None

@@ -7,6 +7,7 @@ device, and a batch a launch for each kind of storage, rounding and dtype.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -288,8 +289,9 @@ class BackwardUpdates:
         self._norms: list[Tensor] = []
         self._missing = [len(each) for each in self.ids]
         self.reset()
+        arrived = partial(_arrived, weakref.ref(self))  # the garbage collector does not look into hooks of tensors
         self._hooks = [
-            weight.register_post_accumulate_grad_hook(partial(self._arrived, number))
+            weight.register_post_accumulate_grad_hook(partial(arrived, number))
             for number, some in enumerate(parts)
             for weight in some
         ]
@@ -303,7 +305,8 @@ class BackwardUpdates:
         for hook in self._hooks:
             hook.remove()
 
-    def _arrived(self, number: int, weight: Tensor) -> None:
+    def arrived(self, number: int) -> None:
+        """Count a complete gradient of a part; update the part after the last one."""
         self._missing[number] -= 1
         if not self._missing[number]:
             self._update(number)
@@ -332,6 +335,11 @@ class BackwardUpdates:
             if norms
             else torch.zeros(())
         )
+
+
+def _arrived(updates: weakref.ref[BackwardUpdates], number: int, weight: Tensor) -> None:
+    if (found := updates()) is not None:
+        found.arrived(number)
 
 
 def local_of(tensor: Tensor) -> Tensor:
