@@ -83,12 +83,17 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=30)
     made.add_argument("--storage", default="dynamic8")
     made.add_argument("--limit-gib", type=float, default=24.0)
+    made.add_argument("--deterministic", action="store_true", help="no kernels that add in any order")
     return made
 
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
-    result: dict[str, Any] = {key: getattr(given, key) for key in ("model", "batch", "length", "storage", "limit_gib")}
+    torch.use_deterministic_algorithms(given.deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    result: dict[str, Any] = {
+        key: getattr(given, key) for key in ("model", "batch", "length", "storage", "limit_gib", "deterministic")
+    }
     result["runs"] = {}
     for name, offload in (("on the device", False), ("in host memory", True)):
         free_memory()

@@ -39,6 +39,10 @@ CASES = {
     "whole, checkpointed": {
         "use_peft": False, "load_in_4bit": False, "learning_rate": 1e-5, "activation_checkpointing": True
     },
+    "whole, from the host in the backward": {
+        "use_peft": False, "load_in_4bit": False, "learning_rate": 1e-5, "dtype": "bfloat16", "optim": "adamw_8bit",
+        "optim_args": {"rounding": "correction8"}, "optim_in_backward": True, "optim_offload": True, "max_grad_norm": 0,
+    },
 }  # fmt: skip
 
 
