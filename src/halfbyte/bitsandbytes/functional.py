@@ -393,17 +393,16 @@ def optimizer_update_32bit(
         step: number of this step, from 1.
         gnorm_scale: factor of the gradient.
         unorm_vec: fp32 [1], receives the squared norm of the update if `max_unorm` is positive.
-        max_unorm: largest norm of the update, without the learning rate, relative to the weight's; 0: no limit.
+        max_unorm: largest norm of the update, without the learning rate, relative to the weight's norm; 0: no limit.
 
     Raises:
         ValueError: unknown optimizer, or tensors that do not fit.
-        NotImplementedError: `skip_zeros`.
+        NotImplementedError: `skip_zeros`, or `max_unorm` of an optimizer other than adam, momentum, lamb and lars.
     """
     is_on_gpu([g, p, state1, state2, unorm_vec])
-    param_norm = float(p.detach().float().norm()) if max_unorm > 0 else 0.0
-    eager_or_compiled().optimizer_update_32bit(
-        optimizer_name, g, p, state1, state2, unorm_vec, max_unorm, param_norm, beta1, beta2, beta3, alpha, eps,
-        weight_decay, step, lr, gnorm_scale, skip_zeros,
+    eager_or_compiled().optimizer_update_32bit(  # 0.0: the operator computes the weight's norm on the device
+        optimizer_name, g, p, state1, state2, unorm_vec, max_unorm, 0.0, beta1, beta2, beta3, alpha, eps, weight_decay,
+        step, lr, gnorm_scale, skip_zeros,
     )  # fmt: skip
 
 
