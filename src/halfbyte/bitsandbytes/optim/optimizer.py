@@ -242,7 +242,10 @@ class Optimizer8bit(FusedOptimizer):
         part.release()
 
     def saved_layout(self, saved: dict[str, Any], group: dict[str, Any], index: int) -> tuple[Storage, int]:
-        """As in the base class; a subclass with a `step` of its own may have state of another size than the weight."""
+        """Return the base class's layout, or for a subclass with a `step` of its own the layout of the saved state.
+
+        Such a subclass (Q-GaLore) may have state of another size than the weight.
+        """
         codes = _codes(self.rule, saved)
         if codes is None or inspect.unwrap(type(self).step) is inspect.unwrap(Optimizer8bit.step):
             return super().saved_layout(saved, group, index)
