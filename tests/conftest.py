@@ -34,6 +34,7 @@ WHOLE = ("tests/hostile/", "tests/parallel/")
 # Files of over ten seconds, scheduled next, so that no long file is left for the end.
 LONG = (
     "tests/kernels/test_interpreted.py",
+    "tests/bitsandbytes/test_users.py",
     "tests/train/test_grpo.py",
     "tests/train/test_served.py",
     "tests/train/test_preference.py",

@@ -76,6 +76,13 @@ def test_unquantized_layers_raise():
         bnb.matmul_4bit(torch.randn(2, 5), *bnb.functional.quantize_4bit(torch.randn(8, 64)))
 
 
+def test_int8_codes_without_scales_raise():
+    codes = bnb.nn.Int8Params(torch.randn(8, 64), requires_grad=False).to("cpu").data
+    for state in (None, bnb.MatmulLtState(CB=codes)):
+        with pytest.raises(ValueError):
+            bnb.matmul(torch.randn(2, 64), codes, state=state)
+
+
 def test_params4bit_view_as_quantized_tensor_shares_memory():
     layer = bnb.nn.LinearNF4(64, 32, bias=False).to("cpu")
     view = layer.weight.quant_state.as_tensor(layer.weight)

@@ -9,6 +9,7 @@ from torch import nn
 
 import halfbyte.bitsandbytes as bnb
 from halfbyte.optim.fused import WRAPPED
+from halfbyte.utils.errors import CheckpointError, TrainingError
 
 NAMES = [
     name
@@ -84,8 +85,58 @@ def test_state_answers_bitsandbytes_names():
     assert state["absmax1"].shape == (2, 20)
     assert state["qmap2"].shape == (256,)
     assert optimizer.state[small]["state2"].dtype == torch.float32
-    with pytest.raises(KeyError):
-        state["state3"]
+    for key in ("state3", "absmax3", "other"):
+        assert key not in state
+        with pytest.raises(KeyError):
+            state[key]
+    assert "absmax2" in state
+    assert "absmax1" not in optimizer.state[small]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_single_updates_equal_a_step(name):
+    """`init_state` and `update_step`, which subclasses with a step of their own call."""
+    expected, _ = trained(name, bnb, steps=2)
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(70, 70)), nn.Parameter(torch.randn(9))]
+    optimizer = made(name, bnb, weights)
+    for step in range(2):
+        torch.manual_seed(step + 1)
+        for index, weight in enumerate(weights):
+            weight.grad = torch.randn(weight.shape)
+            assert ("state1" in optimizer.state[weight]) == (step > 0)
+            if step == 0:
+                optimizer.init_state(optimizer.param_groups[0], weight, 0, index)
+            optimizer.update_step(optimizer.param_groups[0], weight, 0, index)
+    for found, other in zip(weights, expected, strict=True):
+        assert torch.equal(found, other)
+
+
+def test_single_updates_need_a_state_of_their_size():
+    weight = nn.Parameter(torch.randn(70, 70))
+    optimizer = bnb.optim.Adam8bit([weight])
+    group, weight.grad = optimizer.param_groups[0], torch.randn(70, 70)
+    with pytest.raises(TrainingError):
+        optimizer.update_step(group, weight, 0, 0)
+    optimizer.init_state(group, weight, 0, 0)
+    weight.data, weight.grad = torch.randn(70, 71), None
+    weight.grad = torch.randn(70, 71)
+    with pytest.raises(TrainingError):
+        optimizer.update_step(group, weight, 0, 0)
+
+
+def test_state_of_a_subclass_with_another_size_is_loaded_by_it_only():
+    class Sliced(bnb.optim.Adam8bit):
+        def step(self, closure=None):
+            raise NotImplementedError
+
+    whole, part = nn.Parameter(torch.randn(70, 70)), nn.Parameter(torch.randn(60, 70))
+    _, saved = trained("Adam8bit", bnb, steps=1, weights=[part])
+    optimizer = Sliced([whole])
+    optimizer.load_state_dict(saved.state_dict() | {"param_groups": optimizer.state_dict()["param_groups"]})
+    assert optimizer.state[whole]["state1"].numel() == 60 * 70
+    with pytest.raises(CheckpointError):
+        bnb.optim.Adam8bit([whole]).load_state_dict(saved.state_dict())
 
 
 def test_overrides_belong_to_a_tensor(manager):

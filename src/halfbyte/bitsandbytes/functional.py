@@ -33,8 +33,14 @@ __all__ = [
 ]  # fmt: skip
 
 FIRST_CUDA_DEVICE = torch.device("cuda", index=0)
-C = 127.0
-name2qmap: dict[str, Tensor] = {}
+C = 127.0  # upstream's name of the largest int8 code
+name2qmap: dict[str, Tensor] = {}  # upstream's cache of maps by name
+INT4 = tuple(code / 7 for code in (7, 6, 5, 4, 3, 2, 1, 0, 0, -1, -2, -3, -4, -5, -6, -7))
+AF4 = (
+    1.0, 0.7242486476898193, 0.5549623370170593, 0.4256388247013092, 0.3167566657066345, 0.2196127474308014,
+    0.12934483587741852, 0.0427316389977932, 0.0, -0.049348119646310806, -0.14982478320598602, -0.25607553124427795,
+    -0.37369510531425476, -0.5124374032020569, -0.6944100856781006, -1.0,
+)  # fmt: skip
 
 
 def create_linear_map(signed: bool = True, total_bits: int = 8, add_zero: bool = True) -> Tensor:
@@ -75,18 +81,10 @@ def get_4bit_type(typename: str, device: torch.device | str | None = None, block
     if typename in ("nf4", "fp4"):
         return codebooks.codebook4(typename, device).clone()
     if typename == "int4":
-        values: Iterable[float] = [code / 7 for code in (7, 6, 5, 4, 3, 2, 1, 0, 0, -1, -2, -3, -4, -5, -6, -7)]
-        return torch.tensor(list(values), device=device)
+        return torch.tensor(INT4, device=device)
     if typename == "af4" and blocksize == 64:
         return torch.tensor(AF4, device=device)
-    raise NotImplementedError(f"there is no 4-bit type {typename!r} for blocks of {blocksize}: use nf4, fp4 or int4")
-
-
-AF4 = (
-    1.0, 0.7242486476898193, 0.5549623370170593, 0.4256388247013092, 0.3167566657066345, 0.2196127474308014,
-    0.12934483587741852, 0.0427316389977932, 0.0, -0.049348119646310806, -0.14982478320598602, -0.25607553124427795,
-    -0.37369510531425476, -0.5124374032020569, -0.6944100856781006, -1.0,
-)  # fmt: skip
+    raise NotImplementedError(f"unknown 4-bit type {typename!r} for blocks of {blocksize}: use nf4, fp4 or int4")
 
 
 def _check_floats(A: Tensor, what: str) -> None:
@@ -95,6 +93,7 @@ def _check_floats(A: Tensor, what: str) -> None:
 
 
 def _stored(result: Tensor, out: Tensor | None) -> Tensor:
+    """Copy `result` to `out` and return that; without `out` return `result`."""
     return result if out is None else out.copy_(result)
 
 
@@ -146,9 +145,10 @@ def dequantize_blockwise(
 
     Args:
         A: uint8 codes of any shape.
-        quant_state: their state; or `absmax`, `code` (default: the signed dynamic map) and `blocksize`.
+        quant_state: their state. Without it `absmax`, `code` (default: the signed dynamic map) and `blocksize`
+            describe them.
         out: tensor that receives the values, or None.
-        nested: not read: the state tells.
+        nested: ignored: the state says whether its scales are quantized.
 
     Returns:
         values of A's shape in the state's dtype; fp32 without a state.
@@ -161,9 +161,9 @@ def dequantize_blockwise(
             raise ValueError("dequantize_blockwise needs quant_state or absmax: pass the state of quantize_blockwise")
         code = _dynamic_code(A.device) if code is None else code.to(A.device)
         quant_state = QuantState(absmax=absmax, code=code, blocksize=blocksize, dtype=torch.float32)
-    run, state = eager_or_compiled().dequantize_blockwise, quant_state
-    values = run(A, state.scales().float(), state.code.to(A.device), state.blocksize, state.dtype)
-    return _stored(values, out)
+    scales, code = quant_state.scales().float(), quant_state.code.to(A.device)
+    run = eager_or_compiled().dequantize_blockwise
+    return _stored(run(A, scales, code, quant_state.blocksize, quant_state.dtype), out)
 
 
 def quantize_fp4(
@@ -268,8 +268,8 @@ def dequantize_4bit(
     """Dequantize a result of `quantize_4bit`.
 
     Args:
-        A: packed codes; transposed ([1, bytes]), the result is transposed too.
-        quant_state: their state; or `absmax` and `out`, with `blocksize` (default 64) and `quant_type`.
+        A: packed codes. The result of transposed codes, [1, bytes], is transposed too.
+        quant_state: their state. Without it `absmax`, `out`, `blocksize` (default: 64) and `quant_type` describe them.
         out: tensor that receives the values.
 
     Returns:
@@ -360,9 +360,9 @@ def int8_double_quant(
         codes by row, codes by column, fp32 absmax of rows and of columns, and outlier columns as in
         `int8_vectorwise_quant`.
     """
-    rows, columns, of_rows, of_columns, outliers = eager_or_compiled().int8_double_quant(A, float(threshold))
-    stored = _stored(rows, out_row), _stored(columns, out_col), _stored(of_rows, row_stats)
-    return *stored, _stored(of_columns, col_stats), outliers
+    by_row, by_column, row_scales, column_scales, outliers = eager_or_compiled().int8_double_quant(A, float(threshold))
+    codes = _stored(by_row, out_row), _stored(by_column, out_col)
+    return *codes, _stored(row_scales, row_stats), _stored(column_scales, col_stats), outliers
 
 
 def optimizer_update_32bit(
@@ -393,17 +393,16 @@ def optimizer_update_32bit(
         step: number of this step, from 1.
         gnorm_scale: factor of the gradient.
         unorm_vec: fp32 [1], receives the squared norm of the update if `max_unorm` is positive.
-        max_unorm: largest norm of the update, without the learning rate, relative to the weight's; 0: no limit.
+        max_unorm: largest norm of the update, without the learning rate, relative to the weight's norm; 0: no limit.
 
     Raises:
         ValueError: unknown optimizer, or tensors that do not fit.
-        NotImplementedError: `skip_zeros`.
+        NotImplementedError: `skip_zeros`, or `max_unorm` of an optimizer other than adam, momentum, lamb and lars.
     """
     is_on_gpu([g, p, state1, state2, unorm_vec])
-    param_norm = float(p.detach().float().norm()) if max_unorm > 0 else 0.0
-    eager_or_compiled().optimizer_update_32bit(
-        optimizer_name, g, p, state1, state2, unorm_vec, max_unorm, param_norm, beta1, beta2, beta3, alpha, eps,
-        weight_decay, step, lr, gnorm_scale, skip_zeros,
+    eager_or_compiled().optimizer_update_32bit(  # 0.0: the operator computes the weight's norm on the device
+        optimizer_name, g, p, state1, state2, unorm_vec, max_unorm, 0.0, beta1, beta2, beta3, alpha, eps, weight_decay,
+        step, lr, gnorm_scale, skip_zeros,
     )  # fmt: skip
 
 
@@ -470,7 +469,7 @@ def check_matmul(
     transposed_B: bool,
     expected_type: torch.dtype = torch.int8,
 ) -> tuple[int, ...]:
-    """Return the shape of the product of A and B.
+    """Return the shape of the product of A and B; `out` is not read.
 
     Raises:
         TypeError: a dtype is not `expected_type`.
@@ -491,7 +490,14 @@ def _checked_shape(
 def igemm(
     A: Tensor, B: Tensor, out: Tensor | None = None, transposed_A: bool = False, transposed_B: bool = False
 ) -> Tensor:
-    """Return the exact int32 product of int8 matrices; two 3-D tensors of equal batch and length give AᵀB [I, O]."""
+    """Return the exact int32 product of int8 matrices.
+
+    Two 3-D tensors [B, S, I] and [B, S, O] that are not transposed give the weight gradient AᵀB [I, O].
+
+    Raises:
+        TypeError: a dtype is not int8.
+        ValueError: the shapes do not multiply.
+    """
     shape = _checked_shape(A, B, transposed_A, transposed_B)
     if A.dim() == B.dim() == 3 and len(shape) == 2:
         left, right = A.flatten(0, 1).t(), B.flatten(0, 1).t()
@@ -532,7 +538,7 @@ def elementwise_func(func_name: str, A: Tensor, B: Tensor | None, value: float, 
     elif func_name == "_mul" and B is not None:
         A.mul_(B)
     else:
-        raise ValueError(f"there is no elementwise function {func_name!r}: use 'fill', 'arange' or '_mul'")
+        raise ValueError(f"unknown elementwise function {func_name!r}: use 'fill', 'arange' or '_mul' with B")
 
 
 def fill(A: Tensor, value: float, device: Any = None, prefetch: bool = True) -> None:
@@ -545,7 +551,7 @@ def _mul(A: Tensor, B: Tensor, device: Any = None) -> None:
 
 
 class GlobalPageManager:
-    """The tensors that bitsandbytes' paged optimizers allocate with `get_paged`; a singleton."""
+    """Tensors that a caller has allocated with `get_paged` and appended to `paged_tensors`; a singleton."""
 
     _instance: GlobalPageManager | None = None
     paged_tensors: list[Tensor]
@@ -566,7 +572,7 @@ class GlobalPageManager:
         return cls._instance
 
     def prefetch_all(self, to_cpu: bool = False) -> None:
-        """`prefetch_tensor` of each tensor, the last one first."""
+        """Call `prefetch_tensor` for each tensor, from the last to the first."""
         for tensor in reversed(self.paged_tensors):
             prefetch_tensor(tensor, to_cpu)
 
@@ -574,8 +580,8 @@ class GlobalPageManager:
 def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device = FIRST_CUDA_DEVICE) -> Tensor:
     """Return a tensor of zeros in host memory, pinned where there is a GPU, for state of parameters on `device`.
 
-    bitsandbytes returns unified memory. The update of a parameter on a GPU reads and writes pinned memory over the bus;
-    halfbyte's paged optimizers stream theirs instead.
+    bitsandbytes returns unified memory. An update by `optimizer_update_*` on a GPU reads and writes the pinned memory
+    over the bus; halfbyte's paged optimizers copy their state through windows on the device instead.
     """
     paged: Any = torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
     paged.is_paged, paged.page_deviceid = True, torch.device(device).index
@@ -583,7 +589,7 @@ def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.dev
 
 
 def prefetch_tensor(A: Tensor, to_cpu: bool = False) -> None:
-    """Check that A is a result of `get_paged`. There is nothing to prefetch: it stays in host memory.
+    """Check that A is a result of `get_paged`, and do nothing else: it is not moved from host memory.
 
     Raises:
         ValueError: A is not paged.

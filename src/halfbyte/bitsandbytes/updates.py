@@ -18,7 +18,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..formats.base import FLOATS
 from ..ops.codebooks import dynamic_map
-from ..ops.optimizer import RULES, SETTINGS, Coefficients, Parameters, Rule, prepare_step, update_parameters
+from ..ops.optimizer import (
+    RULES,
+    SETTINGS,
+    TRUSTS,
+    Coefficients,
+    Parameters,
+    prepare_step,
+    scale_by_trust,
+    update_parameters,
+)
 from ..ops.optimizer_state import STORAGES
 from .utils import gpu_view
 
@@ -46,7 +55,8 @@ class Update:
         settings: columns `ops.optimizer.SETTINGS`.
         step: number of this step, from 1.
         scale: factor of the gradient.
-        clip: `max_unorm`, norm of the weight, and tensor [1] that receives the squared norm of the update; or None.
+        is_clipped: whether the update's norm is at most the setting alpha times the weight's norm.
+        squared_norm: fp32 [1], receives the squared norm of a clipped update; or None.
     """
 
     rule: str
@@ -56,12 +66,14 @@ class Update:
     settings: tuple[float, ...]
     step: int
     scale: float
-    clip: tuple[float, float, Tensor | None] | None = None
+    is_clipped: bool = False
+    squared_norm: Tensor | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Updates of one kind run in one launch."""
-        return self.rule, self.states[0][1] is not None, self.weight.dtype, self.gradient.dtype, self.weight.device
+        dtypes = self.weight.dtype, self.gradient.dtype
+        return self.rule, self.states[0][1] is not None, *dtypes, self.weight.device, self.is_clipped
 
 
 class _Collected(threading.local):
@@ -104,13 +116,13 @@ class UpdateBatch:
         self._launches = {kind: self._run(kind, some) for kind, some in by_kind.items()}
 
     def _run(self, kind: tuple[Any, ...], updates: Sequence[Update]) -> _Launch:
-        rule, device = RULES[updates[0].rule], updates[0].weight.device
-        coefficients, steps = _coefficients(updates, device)
+        coefficients, steps = _coefficients(updates, updates[0].weight.device)
         launch = self._launch(kind, updates)
-        for row, update in enumerate(updates):
-            if update.clip is not None:
-                column = coefficients[row, Coefficients._fields.index("rate")]
-                column.mul_(_clip_factor(rule, update, coefficients[row]))
+        if updates[0].is_clipped:
+            squares = scale_by_trust(coefficients, [launch.parameters], "clip")
+            for update, row in zip(updates, squares, strict=True):
+                if update.squared_norm is not None:
+                    update.squared_norm.copy_(row[1:])
         update_parameters(coefficients, steps, launch.parameters, None)
         return launch
 
@@ -145,32 +157,6 @@ def _coefficients(updates: Sequence[Update], device: torch.device) -> tuple[Tens
     else:
         table = table.to(device)
     return table[:-n].view(coefficients.shape), table[-n:]
-
-
-def _clip_factor(rule: Rule, update: Update, row: Tensor) -> Tensor:
-    """Factor of the step size that limits the update's norm to `max_unorm` times the weight's; stores the norm."""
-    assert update.clip is not None
-    max_unorm, weight_norm, stored = update.clip
-    norm = update_norm(rule, update.weight, update.gradient, [codes for codes, _ in update.states], row)
-    if stored is not None:
-        stored.copy_(norm.square().reshape(1))
-    most = max_unorm * weight_norm
-    return torch.where(norm > most, most / norm, torch.ones_like(norm))
-
-
-def update_norm(rule: Rule, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], row: Tensor) -> Tensor:
-    """Return the 2-norm, fp32 [], of an update divided by the learning rate; states are fp32 and are not changed.
-
-    Args:
-        row: the parameter's row of coefficients.
-    """
-    c = Coefficients(*row.unbind())
-    p, g = weight.detach().float().flatten(), gradient.float().flatten() * c.scale
-    if not rule.decoupled:
-        g = g + c.decay * p
-    flat = [state.flatten() for state in states]
-    step, _ = rule.update(torch.zeros_like(p), g, flat, c._replace(rate=c.first, decay=0.0))
-    return step.norm()
 
 
 # --- the operators ---------------------------------------------------------------------------------------------------
@@ -255,7 +241,10 @@ def optimizer_update_32bit(
     gnorm_scale: float,
     skip_zeros: bool = False,
 ) -> None:
-    """Update a weight and its fp32 states in place."""
+    """Update a weight and its fp32 states in place; see `functional.optimizer_update_32bit`.
+
+    `param_norm` is not read: the norm of p is computed on its device.
+    """
     rule = _checked(optimizer_name, g, p, state2, skip_zeros)
     if state1.dtype != torch.float32 or (state2 is not None and state2.dtype != torch.float32):
         raise ValueError(f"the states are {state1.dtype}: pass fp32 states, or call optimizer_update_8bit_blockwise")
@@ -264,10 +253,16 @@ def optimizer_update_32bit(
         raise ValueError(
             f"the states of {optimizer_name} do not have {p.numel()} elements, as p; state1 of ademamix is [2, *shape]"
         )
+    is_clipped = max_unorm > 0
+    if is_clipped and rule not in TRUSTS["clip"].rules:
+        raise NotImplementedError(
+            f"max_unorm does not limit {optimizer_name}: pass 0, or use adam, momentum, lamb or lars"
+        )
+    alpha = max_unorm if is_clipped else alpha
     settings = _settings(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2, beta3=beta3, eps=eps, alpha=alpha)
-    clip = (max_unorm, param_norm, unorm_vec) if max_unorm > 0 else None
     gradient = g.detach().contiguous().view(-1)
-    _submit(Update(rule, p.detach().view(-1), gradient, states, settings, step, gnorm_scale, clip))
+    update = Update(rule, p.detach().view(-1), gradient, states, settings, step, gnorm_scale, is_clipped, unorm_vec)
+    _submit(update)
 
 
 def optimizer_update_8bit_blockwise(
@@ -291,7 +286,7 @@ def optimizer_update_8bit_blockwise(
     gnorm_scale: float,
     skip_zeros: bool = False,
 ) -> None:
-    """Update a weight and its 8-bit states, in blocks of 256, in place."""
+    """Update a weight and its 8-bit states, in blocks of 256, in place; see the function of that name."""
     rule = _checked(optimizer_name, g, p, state2, skip_zeros)
     if (state2 is None) != (absmax2 is None) or (state2 is None) != (qmap2 is None):
         raise ValueError("state2, qmap2 and absmax2 belong together: pass all three or none")

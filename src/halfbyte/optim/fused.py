@@ -268,11 +268,16 @@ class FusedOptimizer(Optimizer):
         self.state.update(loaded)
         self._reset()
 
+    def saved_layout(self, saved: dict[str, Any], group: dict[str, Any], index: int) -> tuple[Storage, int]:
+        """Storage and number of elements that the saved state of a group's parameter must have."""
+        return self.storage_of(group, index), local_of(group["params"][index]).numel()
+
     def _from_saved(self, saved: dict[str, Any], group: dict[str, Any], index: int, number: int) -> dict[str, Any]:
         """One parameter's state, converted and copied to its device."""
-        rule, storage, local = RULES[self.rule], self.storage_of(group, index), local_of(group["params"][index])
+        rule, local = RULES[self.rule], local_of(group["params"][index])
         where = torch.device("cpu") if group["offload"] else local.device
         saved = _from_bitsandbytes(self.rule, {**saved, **saved.get(WRAPPED, {})})
+        storage, elements = self.saved_layout(saved, group, index)
         step = saved.get("step", 0)
         state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).to(local.device, copy=True)}
         for place, (name, signed) in enumerate(zip(rule.states, rule.signed, strict=True)):
@@ -280,19 +285,19 @@ class FusedOptimizer(Optimizer):
             found = [saved[key] for key in keys if key in saved]
             if not storage.block and not (name in saved and saved[name].is_floating_point()):
                 found = []
-            if len(found) != len(keys) or found[0].numel() != storage.codes(local.numel()):
+            if len(found) != len(keys) or found[0].numel() != storage.codes(elements):
                 have, wanted = ", ".join(key for key in saved if key != WRAPPED), ", ".join(keys)
                 raise CheckpointError(
                     f"the saved state of parameter {number} has {have}; rule {self.rule} with storage {storage.name}"
-                    f" needs {wanted} of {storage.codes(local.numel())} elements",
+                    f" needs {wanted} of {storage.codes(elements)} elements",
                     "resume with the optimizer that saved it",
                 )
             dtypes = (storage.codes_dtype(signed), storage.scale_dtype)
             parts = [each.to(where, dtype, copy=True).flatten() for each, dtype in zip(found, dtypes, strict=False)]
-            if len(parts) > 1 and len(parts[1]) != storage.scales(local.numel()):
+            if len(parts) > 1 and len(parts[1]) != storage.scales(elements):
                 raise CheckpointError(
                     f"the saved state of parameter {number} has {len(parts[1])} scales; blocks of {storage.block} give"
-                    f" {storage.scales(local.numel())}",
+                    f" {storage.scales(elements)}",
                     "resume with the optimizer that saved it",
                 )
             _put(state, keys, (parts[0], parts[1] if len(parts) > 1 else None), local)

@@ -133,11 +133,18 @@ def matmul(
 
     Returns:
         [..., N] in A's dtype.
+
+    Raises:
+        ValueError: B is int8 and the state has no codes or no scales.
     """
     state = state or MatmulLtState()
     if threshold > 0:
         state.threshold = threshold
     if state.has_fp16_weights or state.CB is None or state.SCB is None:
+        if B.dtype == torch.int8:
+            raise ValueError(
+                "B is int8 and the state lacks codes or scales: set state.CB and SCB, and no has_fp16_weights"
+            )
         result = _Int8TrainedWeight.apply(A, B, bias, state.threshold)
     else:
         weight = StoredWeight.int8(state.CB, state.SCB, A.dtype)

@@ -1,17 +1,17 @@
 """Quantized parameters, linears and embeddings of bitsandbytes: moving a parameter to a device quantizes it.
 
 The parameters hold packed codes (`Params4bit`) or int8 codes (`Int8Params`) as their data, and the state as
-attributes, so that they pickle, copy, shard and serialize as bitsandbytes' own.
+attributes, so that they pickle, copy, shard and serialize as bitsandbytes' parameters do.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as TF
 from torch import Tensor, nn
 
 from ...ops.blockwise4 import dequantize_rows_blockwise4
@@ -24,8 +24,8 @@ from ..utils import OutlierTracer
 logger = logging.getLogger("bitsandbytes.nn.modules")  # the name that users of bitsandbytes configure
 
 
-class _NormInitialized(nn.Embedding):
-    """An embedding with Xavier-uniform initial values, and fp32 state in 8-bit optimizers."""
+class _XavierEmbedding(nn.Embedding):
+    """Embedding with Xavier-uniform initial values, and fp32 state in 8-bit optimizers."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -36,13 +36,8 @@ class _NormInitialized(nn.Embedding):
         nn.init.xavier_uniform_(self.weight)
         self._fill_padding_idx_with_zero()
 
-    def _rows(self, input: Tensor) -> Tensor:
-        return TF.embedding(
-            input, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
-        )
 
-
-class StableEmbedding(_NormInitialized):
+class StableEmbedding(_XavierEmbedding):
     """Embedding with a layer norm after it, for training with 8-bit optimizers (arXiv:2110.02861, section 2.3).
 
     Args: as in `nn.Embedding`.
@@ -69,10 +64,10 @@ class StableEmbedding(_NormInitialized):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., embedding_dim] in the weight's dtype; the norm runs in the default dtype."""
-        return self.norm(self._rows(input).to(torch.get_default_dtype())).to(self.weight.dtype)
+        return self.norm(super().forward(input).to(torch.get_default_dtype())).to(self.weight.dtype)
 
 
-class Embedding(_NormInitialized):
+class Embedding(_XavierEmbedding):
     """`nn.Embedding` with Xavier-uniform initial values.
 
     Args: as in `nn.Embedding`.
@@ -95,19 +90,16 @@ class Embedding(_NormInitialized):
             device=device,
         )  # fmt: skip
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return [..., embedding_dim]."""
-        return self._rows(input)
 
-
-def _rebuild_params4bit(cls: type, data: Tensor, attributes: dict[str, Any]) -> Any:
-    parameter: Any = Tensor._make_subclass(cls, data, attributes.pop("requires_grad", False))
-    parameter.__dict__.update(attributes)
+def _rebuild(cls: type, data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Any:
+    """Return a parameter of class `cls` with these attributes; it shares the memory of `data`."""
+    parameter: Any = Tensor._make_subclass(cls, data, requires_grad)
+    vars(parameter).update(attributes)
     return parameter
 
 
-def _of_state(read: Any, name: str) -> property:
-    """Property that reads the quantization state, for FSDP, which resolves dotted state-dict keys by attribute."""
+def _state_property(read: Callable[[Any], Any], name: str) -> property:
+    """Property of a weight that reads its quantization state: FSDP resolves dotted state-dict keys by attribute."""
 
     def value(self: Params4bit) -> Any:
         state = self.quant_state
@@ -132,6 +124,7 @@ class Params4bit(nn.Parameter):
         quant_storage: dtype as which the codes are viewed.
         module: layer that receives the state when the weight is quantized.
         bnb_quantized: whether `data` is packed.
+        kwargs: ignored, as in bitsandbytes.
     """
 
     quant_state: Any
@@ -166,16 +159,16 @@ class Params4bit(nn.Parameter):
         self.module = module
         return self
 
-    absmax = _of_state(lambda state: state.absmax, "absmax")
-    code = _of_state(lambda state: state.code, "code")
-    quant_map = _of_state(lambda state: state.code, "quant_map")
-    offset = _of_state(lambda state: state.offset, "offset")
-    state2 = _of_state(lambda state: state.state2, "state2")
-    nested_absmax = _of_state(lambda state: state.state2 and state.state2.absmax, "nested_absmax")
-    nested_blocksize = _of_state(lambda state: state.state2 and state.state2.blocksize, "nested_blocksize")
-    nested_quant_map = _of_state(lambda state: state.state2 and state.state2.code, "nested_quant_map")
-    nested_dtype = _of_state(lambda state: state.state2 and state.state2.dtype, "nested_dtype")
-    nested_offset = _of_state(lambda state: state.offset, "nested_offset")
+    absmax = _state_property(lambda state: state.absmax, "absmax")
+    code = _state_property(lambda state: state.code, "code")
+    quant_map = _state_property(lambda state: state.code, "quant_map")
+    offset = _state_property(lambda state: state.offset, "offset")
+    state2 = _state_property(lambda state: state.state2, "state2")
+    nested_absmax = _state_property(lambda state: state.state2 and state.state2.absmax, "nested_absmax")
+    nested_blocksize = _state_property(lambda state: state.state2 and state.state2.blocksize, "nested_blocksize")
+    nested_quant_map = _state_property(lambda state: state.state2 and state.state2.code, "nested_quant_map")
+    nested_dtype = _state_property(lambda state: state.state2 and state.state2.dtype, "nested_dtype")
+    nested_offset = _state_property(lambda state: state.offset, "nested_offset")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "data": self.data, "requires_grad": self.requires_grad}
@@ -187,19 +180,17 @@ class Params4bit(nn.Parameter):
         vars(self).update(attributes)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild_params4bit, (type(self), self.data, {**vars(self), "requires_grad": self.requires_grad})
+        return _rebuild, (type(self), self.data, self.requires_grad, dict(vars(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
         attributes = {name: value for name, value in vars(self).items() if name != "module"}
-        new = _rebuild_params4bit(type(self), self.data.clone(), copy.deepcopy(attributes, memo))
-        new.requires_grad = self.requires_grad
+        new = _rebuild(type(self), self.data.clone(), self.requires_grad, copy.deepcopy(attributes, memo))
         new.module = memo.get(id(self.module), self.module)
         memo[id(self)] = new
         return new
 
     def __copy__(self) -> Params4bit:
-        attributes = {**vars(self), "requires_grad": self.requires_grad}
-        return _rebuild_params4bit(type(self), self.data, attributes)
+        return _rebuild(type(self), self.data, self.requires_grad, vars(self))
 
     @classmethod
     def from_prequantized(
@@ -254,10 +245,13 @@ class Params4bit(nn.Parameter):
             return self._quantize(device)
         if self.quant_state is not None and device is not None:
             self.quant_state.to(device)
-        kept = None if self.bnb_quantized else dtype  # codes viewed as a float dtype must not be converted
-        moved = nn.Parameter.to(self, device=device, dtype=kept, non_blocking=non_blocking)
-        return Params4bit(
-            moved, self.requires_grad, self.quant_state, self.blocksize, self.compress_statistics, self.quant_type,
+        converted = None if self.bnb_quantized else dtype  # codes viewed as a float dtype must not be converted
+        return self._with_data(nn.Parameter.to(self, device=device, dtype=converted, non_blocking=non_blocking))
+
+    def _with_data(self, data: Tensor) -> Params4bit:
+        """Return a parameter of `data` with the attributes of this one."""
+        return type(self)(
+            data, self.requires_grad, self.quant_state, self.blocksize, self.compress_statistics, self.quant_type,
             self.quant_storage, self.module, self.bnb_quantized,
         )  # fmt: skip
 
@@ -265,19 +259,12 @@ class Params4bit(nn.Parameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         result = super().__torch_function__(func, types, args, kwargs or {})
         if func in (torch.chunk, torch.split):  # FSDP2 shards a weight with these
-            source = args[0]
-            return tuple(
-                cls(
-                    piece, source.requires_grad, source.quant_state, source.blocksize, source.compress_statistics,
-                    source.quant_type, source.quant_storage, source.module, source.bnb_quantized,
-                )
-                for piece in result
-            )  # fmt: skip
+            return tuple(args[0]._with_data(piece) for piece in result)
         return result
 
 
 def fix_4bit_weight_quant_state_from_module(module: Embedding4bit | Linear4bit) -> None:
-    """Restore the state of a weight whose attributes were lost, as FSDP does, from its module's copy."""
+    """Set the quantization state of a weight that lost its attributes, as under FSDP, from its module's copy."""
     weight: Any = module.weight
     if getattr(weight, "quant_state", None) is not None:
         return
@@ -295,7 +282,7 @@ class Linear4bit(nn.Linear):
 
     Args:
         input_features, output_features, bias, device: as in `nn.Linear`.
-        compute_dtype: dtype of the GEMM; default: the input's. An fp32 or bf16 input overrides it at the first forward.
+        compute_dtype: dtype of the GEMM. Default: the first input's if that is fp32 or bf16, otherwise each input's.
         compress_statistics: quantize the scales too.
         quant_type: "fp4" or "nf4".
         quant_storage: dtype as which the codes are stored.
@@ -329,12 +316,14 @@ class Linear4bit(nn.Linear):
         self.quant_storage = quant_storage
 
     def set_compute_type(self, x: Tensor) -> None:
-        """Choose the dtype of the GEMM from the first input, and warn about a slow choice for fp16 inputs."""
+        """Set `compute_dtype` to the dtype of an fp32 or bf16 input; warn if an fp16 input would run in fp32."""
         if x.dtype in (torch.float32, torch.bfloat16):
             self.compute_dtype = x.dtype
-        elif x.dtype == torch.float16 and self.compute_dtype in (None, torch.float32):
-            use = "inference." if x.numel() == x.shape[-1] else "inference or training."
-            logger.warning("the input of Linear4bit is fp16 and its compute_dtype is fp32 (default): slow %s", use)
+        elif x.dtype == torch.float16 and self.compute_dtype == torch.float32:
+            logger.warning(
+                "the input of Linear4bit is fp16 and its GEMM runs in fp32, which is slow: set compute_dtype to "
+                "torch.float16 or torch.bfloat16"
+            )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -392,12 +381,6 @@ class LinearNF4(Linear4bit):
         )
 
 
-def _rebuild_int8_params(cls: type, data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Any:
-    parameter: Any = Tensor._make_subclass(cls, data, requires_grad)
-    parameter.__dict__.update(attributes)
-    return parameter
-
-
 class Int8Params(nn.Parameter):
     """An int8 weight: float data until it is moved to a device, then codes `CB` [N, K] with scales `SCB` [N].
 
@@ -437,12 +420,12 @@ class Int8Params(nn.Parameter):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8Params:
-        new = _rebuild_int8_params(type(self), self.data.clone(), self.requires_grad, copy.deepcopy(vars(self), memo))
+        new = _rebuild(type(self), self.data.clone(), self.requires_grad, copy.deepcopy(vars(self), memo))
         memo[id(self)] = new
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild_int8_params, (type(self), self.data, self.requires_grad, dict(vars(self)))
+        return _rebuild, (type(self), self.data, self.requires_grad, dict(vars(self)))
 
     def cpu(self) -> Int8Params:  # type: ignore[override]
         """`to("cpu")`."""
@@ -477,7 +460,11 @@ def maybe_rearrange_weight(
     state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: Any, missing_keys: Any, unexpected_keys: Any,
     error_msgs: list[str],
 ) -> None:  # fmt: skip
-    """Drop the `weight_format` entry of an int8 layer before loading; orders other than row-major are refused."""
+    """Drop the `weight_format` entry of an int8 layer's state dict; a hook that runs before loading.
+
+    Raises:
+        ValueError: the format is not 0, row-major.
+    """
     stored = state_dict.pop(f"{prefix}weight_format", None)
     if stored is not None and int(torch.as_tensor(stored).item()) != 0:
         raise ValueError(
@@ -550,8 +537,8 @@ class Embedding4bit(nn.Embedding):
         self.quant_storage = quant_storage
         if embedding_dim % self.weight.blocksize:
             logger.warning(
-                "rows of %d values do not hold whole blocks of %d: slower inference", embedding_dim,
-                self.weight.blocksize,
+                "rows of Embedding4bit have %d values, not a multiple of the block size %d: lookups are slower",
+                embedding_dim, self.weight.blocksize,
             )  # fmt: skip
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -604,7 +591,7 @@ class Linear8bitLt(nn.Linear):
         input_features, output_features, bias, device: as in `nn.Linear`.
         has_fp16_weights: keep a float weight that trains; it is quantized in each forward.
         threshold: input columns with a magnitude of at least this are multiplied unquantized; 0: none.
-        index: kept as an attribute.
+        index: stored as an attribute and not read.
     """
 
     weight: Any
@@ -666,7 +653,7 @@ class Linear8bitLt(nn.Linear):
         self.weight.CB = self.weight.SCB = None
 
     def to(self, *args: Any, **kwargs: Any) -> Linear8bitLt:
-        """Move the layer; its state moves along."""
+        """Move the layer and its matmul state."""
         result = super().to(*args, **kwargs)
         device, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None:
@@ -690,7 +677,9 @@ class Linear8bitLt(nn.Linear):
 
 
 class OutlierAwareLinear(nn.Linear):
-    """Base of linears that compute outlier dimensions separately. A subclass defines the two methods that raise here.
+    """Base of linears that compute outlier dimensions separately.
+
+    A subclass defines `forward_with_outliers` and `quantize_weight`.
 
     Args:
         input_features, output_features, bias, device: as in `nn.Linear`.

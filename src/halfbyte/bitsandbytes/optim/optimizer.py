@@ -6,6 +6,7 @@ current stream, without blocking. Weight decay is applied before the update, as 
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -15,11 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.codebooks import dynamic_map
+from ...ops.optimizer import RULES
 from ...ops.optimizer_state import STORAGES, Storage
 from ...optim.fused import WRAPPED, FusedOptimizer, to_bitsandbytes
+from ...optim.parts import CORRECTION, Part
+from ...utils.errors import TrainingError
 from ..updates import RULE_OF
 
 CLIPPED = ("lamb", "lars")  # optimizers whose update's norm is at most `max_unorm` times the weight's norm
+TENSORS = ("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2")  # bitsandbytes' names in a parameter's state
 
 
 class MockArgs(SimpleNamespace):
@@ -110,13 +115,33 @@ class _State(dict[str, Any]):
         super().__init__(values or {})
         self.rule, self.device = rule, device
 
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key) or key not in TENSORS:
+            return super().__contains__(key)
+        names = RULES[self.rule].states
+        quantized = super().__contains__(f"{names[0]}::quantized")
+        has_kind = quantized or (str(key).startswith("state") and super().__contains__(names[0]))
+        return has_kind and int(str(key)[-1]) <= len(names)
+
     def __missing__(self, key: str) -> Any:
-        name, digit = key[:-1], key[-1:]
-        if name not in ("state", "absmax", "qmap") or digit not in ("1", "2"):
+        if key not in self:
             raise KeyError(key)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a stream may be copying the state to the host
         return _stacked(self.rule, to_bitsandbytes(self.rule, self)[WRAPPED])[key].to(self.device)
+
+
+def _added(rule: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a parameter's state that a subclass has added."""
+    own = ("step", "unorm_vec", WRAPPED, CORRECTION, *TENSORS)
+    names = RULES[rule].states
+    return {key: value for key, value in state.items() if key not in own and key.partition("::")[0] not in names}
+
+
+def _codes(rule: str, state: dict[str, Any]) -> Tensor | None:
+    """The first state of a parameter, or its codes; None before the state is created."""
+    name = RULES[rule].states[0]
+    return state.get(name, state.get(f"{name}::quantized"))
 
 
 def _stacked(rule: str, wrapped: dict[str, Any]) -> dict[str, Any]:
@@ -184,6 +209,51 @@ class Optimizer8bit(FusedOptimizer):
         few = group["params"][index].numel() < config["min_8bit_size"]
         return STORAGES["fp32" if config["optim_bits"] == 32 or few else "dynamic8"]
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._single: dict[int, Part] = {}  # by the id of the parameter
+
+    @torch.no_grad()
+    def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        """Create the state of a parameter for its current size; entries that a subclass has added are kept."""
+        added = _added(self.rule, self.state[p])
+        self._single.pop(id(p), None)
+        self.state[p] = {}
+        self.state_of(group, pindex).update(added)
+
+    @torch.no_grad()
+    def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        """Update one parameter, for subclasses whose `step` changes weights and gradients one by one (Q-GaLore).
+
+        `step` of this class updates all parameters at once.
+
+        Raises:
+            TrainingError: the state is of another size, or the gradient of another shape or device.
+        """
+        codes = _codes(self.rule, self.state[p])
+        if codes is None or codes.numel() != p.numel():
+            elements = 0 if codes is None else codes.numel()
+            raise TrainingError(
+                f"a parameter of {p.numel()} elements has a state of {elements}", "call init_state for its current size"
+            )
+        part = self._single.setdefault(id(p), Part(self, {id(p)}))
+        part.read()
+        part.step(None, None)
+        part.release()
+
+    def saved_layout(self, saved: dict[str, Any], group: dict[str, Any], index: int) -> tuple[Storage, int]:
+        """Return the base class's layout, or for a subclass with a `step` of its own the layout of the saved state.
+
+        Such a subclass (Q-GaLore) may have state of another size than the weight.
+        """
+        codes = _codes(self.rule, saved)
+        if codes is None or inspect.unwrap(type(self).step) is inspect.unwrap(Optimizer8bit.step):
+            return super().saved_layout(saved, group, index)
+        return STORAGES["dynamic8" if codes.dtype == torch.uint8 else "fp32"], codes.numel()
+
+    def prefetch_state(self, p: Tensor) -> None:
+        """Do nothing: `update_step` copies a paged state to the device."""
+
     def state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
         weight = group["params"][index]
         if not isinstance(self.state[weight], _State):
@@ -198,7 +268,7 @@ class Optimizer8bit(FusedOptimizer):
         packed = super().state_dict()
         for number, state in packed["state"].items():
             saved = state if WRAPPED in state else to_bitsandbytes(self.rule, state)
-            packed["state"][number] = saved | {WRAPPED: _stacked(self.rule, saved[WRAPPED])}
+            packed["state"][number] = saved | _added(self.rule, state) | {WRAPPED: _stacked(self.rule, saved[WRAPPED])}
         for number, weight in enumerate(self._weights()):
             if "unorm_vec" in self.state.get(weight, {}):
                 packed["state"][number][WRAPPED]["unorm_vec"] = self.state[weight]["unorm_vec"]
@@ -212,8 +282,9 @@ class Optimizer8bit(FusedOptimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, weight in zip(numbers, self._weights(), strict=True):
             if weight in self.state:
-                self.state[weight] = _State(self.rule, weight.device, self.state[weight])
-                norm = state_dict["state"][number].get(WRAPPED, {}).get("unorm_vec")
+                saved = state_dict["state"][number]
+                self.state[weight] = _State(self.rule, weight.device, self.state[weight] | _added(self.rule, saved))
+                norm = saved.get(WRAPPED, {}).get("unorm_vec")
                 if norm is not None:
                     self.state[weight]["unorm_vec"] = norm.to(weight.device)
 
