@@ -142,14 +142,14 @@ def backward_parts(model: nn.Module) -> list[list[nn.Parameter]]:
 def backward_gradient_bytes(model: nn.Module) -> int:
     """Largest bytes of gradients during a backward that updates `backward_parts`.
 
-    The gradient of a weight that is embedding and head is complete at the end of the backward.
+    The gradient of a weight that is both head and embedding is held from the start of the backward to its end.
     """
-    sizes = [sum(parameter.nbytes for parameter in part) for part in backward_parts(model)]
     heads, tables = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("output", "input"))
-    held = 0
+    held = None
     if heads is not None and tables is not None and heads.weight is tables.weight and heads.weight.requires_grad:
-        held = heads.weight.nbytes
-    return max(sizes, default=0) + held
+        held = heads.weight
+    others = (sum(each.nbytes for each in part if each is not held) for part in backward_parts(model))
+    return max(others, default=0) + (held.nbytes if held is not None else 0)
 
 
 def matched(name: str, patterns: Mapping[str, str]) -> str | None:
