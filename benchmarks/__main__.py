@@ -30,6 +30,8 @@ CASES = {
     "packed_llama8b_h200": "step --model llama-3.1-8b --length 16384 --documents 24 --graph",
     "context_llama8b_1x360448_h200": "step --model llama-3.1-8b --batch 1 --length 360448 --policy tiled "
     "--memory-limit-gib 80 --no-floor --steps 0",
+    "full_h100": "full --deterministic",
+    "optim_matrices_h100": "optim --sections muon low_rank",
     "several_gpus_h200x2": "2 several_gpus data",
     "several_gpus_tensor_h200x2": "2 several_gpus tensor",
     "sharded_h200x2": "2 several_gpus gathers",

@@ -574,9 +574,6 @@ def muon_cases() -> Iterator[Case]:
             directions = empty(1, 1024, 3072, dtype=BF16)
             muon.directions(directions, parameters, 0.95, True, one, one)
             muon.apply_directions(directions, parameters, one, 0.1, 0.2, one)
-            square = muon.symmetric_product(directions)
-            muon.symmetric_product(square, square, -4.775, 2.0315)
-            muon.symmetric_product(empty(1, 3072, 1024, dtype=BF16).mT)
 
         yield Case(f"Muon, momentum in {bits} bits", step, dtype, bits == 32)
 

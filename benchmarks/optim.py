@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import copy_bandwidth, event_us, free_memory, graph_us, parser_of, write_result
-from halfbyte.ops.muon import symmetric_product
 from halfbyte.ops.optimizer_state import STORAGES
 from halfbyte.optim.fused import AdamW
 from halfbyte.optim.low_rank import FIRST_SWEEPS, OVERSAMPLED, LowRank, LowRankOptimizer, refresh_basis
@@ -223,35 +222,22 @@ def newton_schulz_flops(shapes: Sequence[Shape], steps: int = 5) -> float:
     return steps * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in sides)
 
 
-def product_ms(shapes: Sequence[Shape], device: str, steps: int = 5) -> tuple[float, float]:
-    """Time of these products by torch.bmm in bf16, one batch per shape; and of the symmetric two of the three."""
-    times = [0.0] * 3
+def product_ms(shapes: Sequence[Shape], device: str, steps: int = 5) -> float:
+    """Time of these products by torch.bmm in bf16, one batch per shape."""
+    total = 0.0
     for shape in dict.fromkeys(shapes):
         m, n = min(shape), max(shape)
         x = torch.randn(shapes.count(shape), m, n, device=device).mul_((m * n) ** -0.5).bfloat16()
         square = torch.bmm(x, x.mT)
-        for place, (left, right) in enumerate(((x, x.mT), (square, square), (square, x))):
-            times[place] += steps * milliseconds(lambda left=left, right=right: torch.bmm(left, right), device)
-    return sum(times), sum(times[:2])
-
-
-def symmetric_ms(shapes: Sequence[Shape], device: str, steps: int = 5) -> float:
-    """Time of the symmetric two of the three products, by `ops.muon.symmetric_product`."""
-    total = 0.0
-    for shape in dict.fromkeys(shapes):
-        x = torch.randn(shapes.count(shape), *shape, device=device).mul_(math.prod(shape) ** -0.5).bfloat16()
-        x = x.mT if shape[0] > shape[1] else x
-        square = symmetric_product(x)
-        for call in (lambda x=x: symmetric_product(x), lambda s=square: symmetric_product(s, s, -4.775, 2.0315)):
-            total += steps * milliseconds(call, device)
+        for left, right in ((x, x.mT), (square, square), (square, x)):
+            total += steps * milliseconds(lambda left=left, right=right: torch.bmm(left, right), device)
     return total
 
 
 def muon(shapes: Sequence[Shape], device: str, keep: re.Pattern[str]) -> Iterator[Row]:
     flops = newton_schulz_flops(shapes)
-    products, symmetric = product_ms(list(shapes), device)
-    yield "products by torch.bmm", {"ms": products, "TFLOP/s": flops / products / 1e9, "symmetric ms": symmetric}
-    yield "symmetric products", {"ms": symmetric_ms(list(shapes), device)}
+    products = product_ms(list(shapes), device)
+    yield "products by torch.bmm", {"ms": products, "TFLOP/s": flops / products / 1e9}
     free_memory()
     options = {"lr": 1e-3, "weight_decay": 0.1, "ns_coefficients": NEWTON_SCHULZ}
     rows: dict[str, Callable[[list[nn.Parameter]], Any]] = {

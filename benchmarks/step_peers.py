@@ -188,16 +188,20 @@ def checkpoint(given: argparse.Namespace) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("peer", choices=["bitsandbytes", "installed", "patched", "liger", "unsloth", "checkpoint"])
+    made.add_argument("model")
+    made.add_argument("batch", type=int)
+    made.add_argument("length", type=int)
+    made.add_argument("--checkpointing", action="store_true")
+    made.add_argument("--paged", action="store_true", help="bitsandbytes' paged 8-bit AdamW (not Unsloth)")
+    made.add_argument("--unprepared", action="store_true", help="without prepare_model_for_kbit_training")
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peer", choices=["bitsandbytes", "installed", "patched", "liger", "unsloth", "checkpoint"])
-    parser.add_argument("model")
-    parser.add_argument("batch", type=int)
-    parser.add_argument("length", type=int)
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--paged", action="store_true", help="bitsandbytes' paged 8-bit AdamW (not Unsloth)")
-    parser.add_argument("--unprepared", action="store_true", help="without prepare_model_for_kbit_training")
-    given = parser.parse_args()
+    given = parser().parse_args()
     if given.peer == "checkpoint":
         return checkpoint(given)
     hugging_face = {"bitsandbytes": bitsandbytes, "installed": installed, "patched": patched}

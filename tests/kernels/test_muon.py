@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from halfbyte.ops.muon import apply_directions, dequantize_momentum, directions, quantize_momentum, symmetric_product
+from halfbyte.ops.muon import apply_directions, dequantize_momentum, directions, quantize_momentum
 from halfbyte.ops.optimizer import Parameters
-from tests.helpers.parity import DEVICE, DTYPES, INTERPRETED, mark
+from tests.helpers.parity import DEVICE, INTERPRETED, mark
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import muon as kernels
@@ -130,35 +130,6 @@ def test_a_round_trip_of_8_bits_is_exact_for_its_own_codes():
     codes, scales = make((41, 100), 8).states[0][0]
     again, _ = quantize_momentum(dequantize_momentum(codes[None], scales[None]))
     assert torch.equal(again[0], codes)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("tall", [False, True])
-@pytest.mark.parametrize("shape", [(2, 256, 128), (1, 300, 70), (2, 257, 64)])
-def test_symmetric_products(shape, tall, added, dtype):
-    generator = torch.Generator().manual_seed(4)
-    count, rows, columns = shape
-    x = torch.randn(count, columns, rows, generator=generator).to(dtype) / 16
-    x = x.mT if tall else x.mT.contiguous()
-    square = torch.randn(count, rows, rows, generator=generator)
-    given = ((square + square.mT).to(dtype), -1.5, 0.5) if added else ()
-    on_device = x.mT.contiguous().to(DEVICE).mT if tall else x.to(DEVICE)
-    there = tuple(each.to(DEVICE) if isinstance(each, torch.Tensor) else each for each in given)
-    assert kernels._symmetric_obstacle(on_device, *there) is None
-    found = kernels.symmetric_product(on_device, *there).cpu()
-    wide = [each.double() if isinstance(each, torch.Tensor) else each for each in given]
-    expected = symmetric_product.reference(x.double(), *wide)
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps * columns**0.5 / 16)
-    assert torch.equal(found[:, 128:, :128], found[:, :128, 128:].mT)  # tiles off the diagonal are stored twice
-
-
-def test_products_that_the_symmetric_kernel_does_not_take():
-    wide = torch.empty(2, 256, 64, dtype=torch.float16)
-    assert kernels._symmetric_obstacle(wide) is None
-    for other in (wide.float(), wide[:, :128], torch.empty(2, 256, 80, dtype=torch.float16)[..., :64]):
-        assert kernels._symmetric_obstacle(other) is not None
 
 
 @pytest.mark.parametrize("bits", [8, 32])

@@ -41,7 +41,6 @@ def dequantize_momentum(codes: Tensor, scales: Tensor) -> Tensor:
     return (codes.flatten(1) * each).view(codes.shape)
 
 
-@op("triton.muon")
 def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
     """Return alpha·XXᵀ + beta·S [B, m, m].
 

@@ -4,8 +4,8 @@ Bytes per element with fp32 weights and gradients: `directions` moves 14 (gradie
 `apply_directions` 10. The torch reference, which stacks weights, gradients and momenta, moves about 110. A tile is one
 block of the 8-bit momentum, so each scale belongs to one program.
 
-`symmetric_product` computes the tiles of the lower triangle and stores each twice: 36 of 64 tiles for 1,024 rows. So it
-takes less time than torch.bmm from 56% of its rate. baddbmm also copies the matrix that it adds. Not timed yet.
+A kernel that computed only the lower triangle of the symmetric products, 36 of 64 tiles for 1,024 rows, took as long as
+torch.bmm (H100, November 2026).
 """
 
 from __future__ import annotations
@@ -20,18 +20,13 @@ from torch import Tensor
 from ...ops import muon as reference
 from ...ops.optimizer import Parameters
 from .. import parameter_tables
-from ..device import device_of
 from ..operands import bump_versions
 from ..parameter_tables import TILE, tables
-from ..tiling import ceil_div
 from .launch import Launcher
 from .optimizer import DTYPES, _load, _pointer, _store
 
 assert TILE == reference.BLOCK
 WARPS = 4
-SIDE, DEPTH = 128, 64  # of a tile of a symmetric product: 3 stages take 96 KiB of shared memory
-AMPERE = (8, 0)
-FEWEST_ROWS = 256  # of a symmetric product; smaller ones have too few tiles off the diagonal
 COLUMNS = tl.constexpr(parameter_tables.COLUMNS)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
@@ -137,88 +132,8 @@ def _apply(
         _apply_tile(entry, found_ptr + offset, start, left, kept, rate, WEIGHT, ALIGNED, True, TILE)
 
 
-@triton.jit
-def _symmetric(
-    x_ptr, added_ptr, out_ptr, rows, columns, tiles, beta, alpha,
-    TRANSPOSED: tl.constexpr, HAS_ADDED: tl.constexpr, EVEN: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """One tile below or on the diagonal, and its mirror image."""
-    number = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)  # the root is rounded
-    i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
-    j = tile - i * (i + 1) // 2
-    x = x_ptr + number * rows * columns
-    square = number * rows * rows
-    down = i * SIDE + tl.arange(0, SIDE)
-    across = j * SIDE + tl.arange(0, SIDE)
-    inner = tl.arange(0, DEPTH)
-    if TRANSPOSED:
-        left = x + down[:, None] + inner[None, :].to(tl.int64) * rows
-        right = x + across[None, :] + inner[:, None].to(tl.int64) * rows
-    else:
-        left = x + down[:, None].to(tl.int64) * columns + inner[None, :]
-        right = x + across[None, :].to(tl.int64) * columns + inner[:, None]
-    total = tl.zeros((SIDE, SIDE), tl.float32)
-    for start in range(0, columns, DEPTH):
-        if EVEN:
-            a = tl.load(left)
-            b = tl.load(right)
-        else:
-            a = tl.load(left, mask=(down[:, None] < rows) & (inner[None, :] < columns - start), other=0.0)
-            b = tl.load(right, mask=(across[None, :] < rows) & (inner[:, None] < columns - start), other=0.0)
-        total = tl.dot(a, b, total)
-        if TRANSPOSED:
-            left += DEPTH * rows
-            right += DEPTH * rows
-        else:
-            left += DEPTH
-            right += DEPTH
-    total *= alpha
-    at = square + down[:, None].to(tl.int64) * rows + across[None, :]
-    inside = (down[:, None] < rows) & (across[None, :] < rows)
-    if HAS_ADDED:
-        total += beta * tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    found = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, found, mask=inside)
-    if i != j:
-        mirrored = square + across[:, None].to(tl.int64) * rows + down[None, :]
-        tl.store(out_ptr + mirrored, tl.trans(found), mask=(across[:, None] < rows) & (down[None, :] < rows))
-
-
 _directions_launcher = Launcher(_directions)
 _apply_launcher = Launcher(_apply)
-_symmetric_launcher = Launcher(_symmetric, num_stages=3)
-
-
-def _symmetric_obstacle(x: Tensor, added: Tensor | None = None, *_: Any, **__: Any) -> str | None:
-    device = device_of(x)
-    if device.kind != "cpu" and not device.at_least(AMPERE):
-        return "needs tensor cores for bf16: an NVIDIA GPU of compute capability 8.0 or newer"
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {x.dtype}"
-    if x.shape[1] < FEWEST_ROWS:
-        return f"fewer than {FEWEST_ROWS} rows"
-    if not (x.is_contiguous() or x.mT.is_contiguous()) or not (added is None or added.is_contiguous()):
-        return "strided matrices"
-    return None
-
-
-@reference.symmetric_product.kernel("cuda", unless=_symmetric_obstacle)
-def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    count, rows, columns = x.shape
-    out = x.new_empty(count, rows, rows)
-    side = ceil_div(rows, SIDE)
-    tiles = side * (side + 1) // 2
-    _symmetric_launcher(
-        count * tiles,
-        (x, out if added is None else added, out),
-        (rows, columns, tiles, float(beta), float(alpha)),
-        (not x.is_contiguous(), added is not None, not rows % SIDE and not columns % DEPTH, SIDE, DEPTH),
-        WARPS,
-    )
-    return out
 
 
 def _obstacle(batch: Tensor, parameters: Parameters, *_: Any, **__: Any) -> str | None:
