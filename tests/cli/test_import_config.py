@@ -92,7 +92,7 @@ datasets:
 
 
 def test_invalid_values_are_undecided(write):
-    text = "base_model: m\nadapter: qlora\noptimizer: lomo\nmicro_batch_size: 0\nmade_up: 1\n"
+    text = "base_model: m\nadapter: qlora\noptimizer: sophia\nmicro_batch_size: 0\nmade_up: 1\n"
     imported = convert(write(text))
     assert "optim" not in imported.keys
     assert "optim" in imported.undecided["optimizer"][1]
