@@ -84,3 +84,26 @@ def test_device_holds_two_windows_only():
     taken = torch.cuda.max_memory_allocated() - before
     assert taken < 2.2 * offload.WINDOW
     assert sum(value.nbytes for state in optimizer.state.values() for value in state.values()) > 7 * offload.WINDOW
+
+
+def test_parameters_without_elements_alone():
+    weight = nn.Parameter(torch.empty(0, 3))
+    optimizer = fused.AdamW([weight], offload=True, rounding="correction8")
+    step([weight], optimizer, 0)
+    assert optimizer.state[weight]["step"].item() == 1
+
+
+def test_parameters_vanish_and_come_back(window):
+    """State is laid out anew when other parameters have gradients; the weights are those of resident state."""
+    runs = []
+    for offloaded in (False, True):
+        parameters = made("cpu", torch.float32)
+        optimizer = fused.AdamW(parameters, 1e-2, storage="dynamic8", offload=offloaded, min_quantized=100)
+        for number in range(6):
+            torch.manual_seed(number)
+            for at, parameter in enumerate(parameters):
+                parameter.grad = None if at == number % 4 else torch.randn(parameter.shape)
+            optimizer.step()
+        runs.append(parameters)
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)

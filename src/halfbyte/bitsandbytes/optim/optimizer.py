@@ -151,6 +151,10 @@ class Optimizer8bit(FusedOptimizer):
         on_gpu = bool(tensors) and tensors[0].device.type != "cpu"
         super().__init__(params, defaults | {"offload": is_paged and on_gpu})
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("initialized", "is_paged", "optim_bits", "mng", "rule", "trust", "args", "optimizer_name")
+        return {**super().__getstate__(), **{key: value for key, value in vars(self).items() if key in own}}
+
     @property
     def name2qmap(self) -> dict[str, Tensor]:
         """The maps of signed ("dynamic") and unsigned ("udynamic") states."""
