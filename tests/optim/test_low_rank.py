@@ -16,7 +16,7 @@ from halfbyte.optim.low_rank import (
     quantize_basis,
     refresh_basis,
 )
-from halfbyte.utils.errors import TrainingError
+from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from tests.helpers.optimizer_settings import OptimizerSettings
 
 RATE, DECAY, BETAS, EPS = 0.03, 0.1, (0.9, 0.99), 1e-8
@@ -400,11 +400,10 @@ def test_resume_is_bit_equal_at_any_step(resumed, options, tmp_path):
 def test_the_state_of_another_optimizer_is_refused():
     optimizer, _, _ = make([(7, 9)], LowRank(rank=2))
     other = torch.optim.AdamW([nn.Parameter(torch.ones(7, 9))])
-    with pytest.raises(ValueError, match="optimizer"):
-        optimizer.load_state_dict(other.state_dict())
     smaller, _, _ = make([(7, 9)], LowRank(rank=2), plain=[(3,)])
-    with pytest.raises(ValueError, match="optimizer"):
-        optimizer.load_state_dict(smaller.state_dict())
+    for state in (other.state_dict(), smaller.state_dict(), {}):
+        with pytest.raises(CheckpointError):
+            optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("options", [ALL_OPTIONS["galore"], ALL_OPTIONS["apollo"]], ids=["galore", "apollo"])
@@ -509,3 +508,115 @@ def test_targets_select_trained_linear_layers(targets, chosen):
     assert {
         name for name, module in model.named_children() if id(getattr(module, "weight", None)) in projected
     } == chosen
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+OTHER_OPTIONS = ALL_OPTIONS | {
+    "rank": LowRank(rank=2),
+    "side": LowRank(rank=3, proj_type="reverse_std"),
+    "8 bits": LowRank(rank=3, bits=8),
+    "groups": LowRank(rank=3, bits=4, group=4),
+}
+
+
+@pytest.mark.parametrize("saved", ["galore", "q_galore", "apollo", "apollo, svd"])
+@pytest.mark.parametrize("loader", OTHER_OPTIONS)
+def test_the_state_of_other_options_is_refused_and_changes_nothing(saved, loader):
+    one, matrices, _ = make([(7, 9)], ALL_OPTIONS[saved], fused, torch.float32)
+    set_gradients(matrices, 0)
+    one.step()
+    state = copy.deepcopy(one.state_dict())
+    state["param_groups"][0]["lr"] = 9.0
+    two, _, _ = make([(7, 9)], OTHER_OPTIONS[loader], fused, torch.float32)
+    if loader == saved:
+        two.load_state_dict(state)
+        assert two.param_groups[0]["lr"] == 9.0
+        return
+    with pytest.raises(CheckpointError):
+        two.load_state_dict(state)
+    assert two.param_groups[0]["lr"] == RATE
+    assert two.steps == 0
+    assert not two.state_dict()["state"]
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS.values(), ids=ALL_OPTIONS)
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_copy_steps_alone(options, layerwise):
+    def steps(optimizer, number):
+        for step in range(number, number + 4):
+            given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            generator = torch.Generator().manual_seed(step)
+            sum((p * torch.randn(p.shape, generator=generator)).sum() for p in given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in given]
+
+    one, *_ = make([(7, 9), (9, 7)], options, fused, torch.float32, plain=[(3,)], layerwise=layerwise)
+    before = steps(one, 0)
+    two = copy.deepcopy(one)
+    found = steps(two, 4)
+    assert all(
+        torch.equal(p, old) for p, old in zip((p for g in one.param_groups for p in g["params"]), before, strict=True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, steps(one, 4), strict=True))
+
+
+@pytest.mark.parametrize("options", [ALL_OPTIONS["galore"], ALL_OPTIONS["apollo"]], ids=["galore", "apollo"])
+def test_matrices_that_change_their_shape_are_named(options):
+    optimizer, matrices, (vector,) = make([(7, 9), (9, 7)], options, fused, torch.float32, plain=[(3,)])
+    set_gradients([*matrices, vector], 0)
+    optimizer.step()
+    matrices[1].grad = None
+    matrices[1].data = torch.ones(9, 6)
+    set_gradients([*matrices, vector], 1)
+    before = [matrices[0].detach().clone(), vector.detach().clone()]
+    with pytest.raises(TrainingError, match="parameter 2"):
+        optimizer.step()
+    assert torch.equal(matrices[0], before[0])
+    assert torch.equal(vector, before[1])
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS.values(), ids=ALL_OPTIONS)
+def test_strided_and_empty_matrices_and_missing_gradients(options):
+    """A transposed matrix is stepped as its contiguous copy; each step misses another gradient."""
+    runs = []
+    for strided in (False, True):
+        optimizer, matrices, _ = make([(7, 9), (0, 5), (7, 9)], options, fused, torch.float32)
+        if strided:
+            matrices[0].data = matrices[0].data.t().contiguous().t()
+        for step in range(6):
+            set_gradients(matrices, step)
+            matrices[step % 3].grad = None
+            optimizer.step()
+        runs.append(matrices)
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_groups_keep_their_weight_decay_and_take_no_others():
+    """A weight decay that changes between steps acts on projected and on other parameters."""
+    optimizer, (matrix,), (vector,) = make([(7, 9)], LowRank(rank=2), fused, torch.float32, plain=[(3,)])
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.5 / RATE
+    before = [matrix.detach().clone(), vector.detach().clone()]
+    matrix.grad, vector.grad = torch.zeros_like(matrix), torch.zeros_like(vector)
+    optimizer.step()
+    torch.testing.assert_close(matrix.data, before[0] / 2)
+    torch.testing.assert_close(vector.data, before[1] / 2)
+    with pytest.raises(ConfigError):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ConfigError):
+        LowRankOptimizer([{"params": [matrix, matrix], "low_rank": LowRank()}], fused, lr=RATE)
+
+
+def test_a_second_layerwise_backward_is_refused():
+    optimizer, (matrix,), _ = make([(7, 9)], LowRank(rank=2), fused, torch.float32, layerwise=True)
+    matrix.square().sum().backward()
+    with pytest.raises(TrainingError):
+        matrix.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = matrix.detach().clone()
+    matrix.square().sum().backward()
+    assert not torch.equal(matrix, before)

@@ -22,7 +22,19 @@ from ..ops.optimizer import RULES, TRUSTS
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from .offload import Windows
-from .parts import CORRECTION, CORRECTIONS, BackwardUpdates, Batch, Part, Tensors, local_of, parameter_name, state_keys
+from .parts import (
+    CORRECTION,
+    CORRECTIONS,
+    BackwardUpdates,
+    Batch,
+    Part,
+    Tensors,
+    check_places,
+    check_saved_groups,
+    local_of,
+    parameter_name,
+    state_keys,
+)
 
 WRAPPED = "__bnb_optimizer_quant_state__"  # bitsandbytes puts tensors that FSDP must not cast under this key
 RULE = "rule"  # key of a saved group: name of its rule
@@ -114,7 +126,7 @@ class FusedOptimizer(Optimizer):
         given = param_group["params"]
         if not isinstance(given, set):  # which torch refuses, since it has no order
             param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
-        self._check_places(param_group["params"])
+        check_places(self.param_groups, param_group["params"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -126,15 +138,6 @@ class FusedOptimizer(Optimizer):
             group.pop(key, None)
         group["capturable"] = not group["offload"]
         self._reset()
-
-    def _check_places(self, added: Iterable[Any]) -> None:
-        """Raise a ConfigError if one of the added parameters, or pairs of name and parameter, has another place."""
-        places: dict[int, str] = {}
-        for number, group in enumerate((*(each["params"] for each in self.param_groups), added)):
-            for index, each in enumerate(group):
-                weight, name = each[1] if isinstance(each, tuple) else each, parameter_name(number, index)
-                if (first := places.setdefault(id(weight), name)) is not name:
-                    raise ConfigError(f"{name} is also {first}", "put each parameter into one group, once")
 
     def _check(self, group: dict[str, Any]) -> None:
         """Raise a ConfigError that names an option or a dtype which the group cannot have."""
@@ -375,11 +378,8 @@ class FusedOptimizer(Optimizer):
         Raises:
             CheckpointError: the state is of other parameters, another rule or another storage.
         """
-        if missing := {"param_groups", "state"} - state_dict.keys():
-            raise CheckpointError(f"the optimizer state has no {', '.join(missing)}", "load a full state dict")
+        check_saved_groups(state_dict, self.param_groups)
         saved, own = copy.deepcopy(state_dict["param_groups"]), self.param_groups
-        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
-            raise CheckpointError("the optimizer state is of other parameter groups", "load the state of this model")
         for group in saved:
             self._check_saved(group)
         numbers = [number for group in saved for number in group["params"]]

@@ -28,6 +28,7 @@ elements; GaLore: P with r · min(m, n) elements; Q-GaLore: P quantized.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..utils.errors import TrainingError
+from ..utils.errors import CheckpointError, ConfigError, TrainingError
+from .parts import check_gradient, check_places, check_saved_groups, second_backward
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
 
@@ -49,6 +51,7 @@ TINY = 1e-8  # added to the norms that APOLLO divides by
 SPARE = 1e-6  # share of the last basis in a new one, so that its columns are independent for any gradient
 REFRESH_ELEMENTS = 2**26  # of the gradients whose bases are computed at a time: 256 MiB in fp32
 STATE = "low_rank"  # key of this module's part of a parameter's state in a state dict
+SHAPE = "shape"  # key in that part: shape of the virtual parameter
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,7 @@ class _Matrix:
     state: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.shape = self.weight.shape
         self.virtual = nn.Parameter(self._placeholder())
         self.sides = self.options.sides(self.weight.shape)
         self.rank = self.options.rank_of(self.weight.shape)
@@ -266,6 +270,12 @@ class _Matrix:
         """What matrices of one stack have in common."""
         return self.weight.shape, self.weight.dtype, self.weight.device, self.options
 
+    def check_weight(self, name: str) -> None:
+        """Raise a TrainingError if the weight, called `name`, has another shape than when the optimizer was made."""
+        if self.weight.shape != self.shape:
+            wrong = f"{name} is now {[*self.weight.shape]}, and its projection is of {[*self.shape]}"
+            raise TrainingError(wrong, "make a new optimizer after changing parameters")
+
     def free(self) -> None:
         """Free the virtual parameter and its gradient."""
         self.virtual.data, self.virtual.grad = self._placeholder(), None
@@ -282,6 +292,32 @@ class _Matrix:
         bits, group = self.options.bits, self.options.group
         # a copy, since `basis` is a view of a stack
         self.state[side] = quantize_basis(basis, bits, group) if bits else basis.to(self.weight.dtype, copy=True)
+
+    def check(self, state: Mapping[str, Any], number: int) -> None:
+        """Raise a CheckpointError if `state`, saved for parameter `number`, is not of these options and this shape."""
+        options, wanted = self.options, dict[str, Any]()
+        for side in () if options.random else self.sides:
+            elements = self.rank * self.shape[side == "right"]
+            if options.bits:
+                wanted[f"{side}.codes"] = [math.ceil(elements * options.bits / 8)]
+                wanted[f"{side}.scales"] = [2, math.ceil(elements / options.group)]
+            else:
+                wanted[side] = [self.shape[side == "right"], self.rank]
+        if options.scaling:
+            wanted["norm"] = []
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            parts = (
+                {f"{key}.{part}": each for part, each in value.items()} if isinstance(value, Mapping) else {key: value}
+            )
+            found.update({name: [*each.shape] for name, each in parts.items() if isinstance(each, Tensor)})
+        found[SHAPE], wanted[SHAPE] = state.get(SHAPE), [*self.virtual.shape]
+        plan = set() if options.random else {"next", "gap"}
+        if state and (found != wanted or not plan <= state.keys()):
+            raise CheckpointError(
+                f"the saved low-rank state of parameter {number} has {found}, and its options need {wanted}",
+                "resume with the optimizer and the optim_args that saved it",
+            )
 
     def plan_refresh(self, step: int, similarity: float | None) -> None:
         """Set the step of the next refresh; `similarity`: mean cosine of the new bases and the last ones, if any."""
@@ -325,7 +361,11 @@ class _Stack:
 
     def begin(self, step: int, skipped: Tensor | None) -> None:
         """Refresh the bases that are due, and project gradients into those of the virtual parameters."""
-        self.present = [place for place, matrix in enumerate(self.matrices) if matrix.weight.grad is not None]
+        self.present = [
+            place
+            for place, matrix in enumerate(self.matrices)
+            if matrix.weight.grad is not None and matrix.weight.numel()
+        ]
         if not self.present:
             return
         if not self.options.random:
@@ -481,17 +521,21 @@ class LowRankOptimizer(Optimizer):
         seed: of random projections and of the start of subspace iterations.
 
     Raises:
-        TrainingError: a projected parameter is not a matrix, or (in a step) a gradient is sparse.
+        ConfigError: a parameter is in two places, or a group is added later.
+        TrainingError: a projected parameter is not a matrix. In a step: a gradient is sparse, or a parameter has
+            changed its shape. In a backward, with `layerwise`: it is the second one since the last `step`.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], make_inner: MakeInner, *, lr: float, layerwise: bool = False, seed: int = 0
     ):
+        self.units: list[_Unit] = []
         super().__init__([{key: value for key, value in group.items() if key != "low_rank"} for group in groups],
                          {"lr": lr, "weight_decay": 0.0})  # fmt: skip
-        self.layerwise, self.steps = layerwise, 0
+        self.layerwise, self.steps, self._make_inner, self.seed = layerwise, 0, make_inner, seed
+        self._updated: set[int] = set()  # ids of the parameters that the backward has updated in this step
         self._squares: list[Tensor] = []  # squared norms of the gradients that the backward has freed
-        options: list[LowRank | None] = [group.get("low_rank") for group in groups]
+        self._options = options = [group.get("low_rank") for group in groups]
         count = sum(len(g["params"]) for g, own in zip(self.param_groups, options, strict=True) if own is not None)
         members: list[tuple[int, nn.Parameter, _Matrix | None]] = []
         index = 0
@@ -515,6 +559,26 @@ class LowRankOptimizer(Optimizer):
         if layerwise:
             for unit in self.units:
                 self._step_in_backward(unit)
+
+    def __getstate__(self) -> dict[str, Any]:
+        groups = [group | {"low_rank": own} for group, own in zip(self.param_groups, self._options, strict=True)]
+        arguments = {"make_inner": self._make_inner, "layerwise": self.layerwise, "seed": self.seed}
+        return {"groups": groups, "lr": self.defaults["lr"], **arguments, "saved": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("saved")
+        LowRankOptimizer.__init__(self, **state)
+        self.load_state_dict(saved)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.units:
+            raise ConfigError(
+                "a parameter group is added to a low-rank optimizer, whose matrices are stacked when it is made",
+                "make a new optimizer with all groups",
+            )
+        param_group["params"] = [*param_group["params"]]
+        check_places(self.param_groups, param_group["params"])
+        super().add_param_group(param_group)
 
     def _unit(
         self, part: Sequence[tuple[int, tuple[int, nn.Parameter, _Matrix | None]]], make_inner: MakeInner
@@ -542,6 +606,9 @@ class LowRankOptimizer(Optimizer):
         def update(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None
+            if id(parameter) in self._updated:
+                raise second_backward(parameter)
+            self._updated.add(id(parameter))
             square = gradient.detach().float().square().sum()
             self._squares.append(square)
             self._step_unit(unit, (~square.isfinite()).float())
@@ -562,6 +629,7 @@ class LowRankOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.layerwise:
+            self._updated.clear()
             self.steps += 1
             return loss
         found_inf = getattr(self, "found_inf", None)
@@ -577,10 +645,14 @@ class LowRankOptimizer(Optimizer):
     @torch.no_grad()
     def _step_unit(self, unit: _Unit, found_inf: Tensor | None) -> bool:
         """Step the parameters of a unit; returns False if `found_inf` skipped the step on the host."""
-        present = [parameter for parameter in unit.parameters if parameter.grad is not None]
-        if any(parameter.grad.is_sparse for parameter in present):  # type: ignore[union-attr]
-            raise TrainingError("the gradient of a parameter is sparse", "use an embedding with sparse=False")
-        matrices = [unit.matrices[id(parameter)] for parameter in present if id(parameter) in unit.matrices]
+        matrices = []
+        for number, parameter in zip(unit.numbers, unit.parameters, strict=True):
+            if parameter.grad is None:
+                continue
+            check_gradient(parameter, name := f"parameter {number}")
+            if (matrix := unit.matrices.get(id(parameter))) is not None and parameter.numel():
+                matrix.check_weight(name)
+                matrices.append(matrix)
         skips_on_device = getattr(unit.inner, "_step_supports_amp_scaling", False)
         if found_inf is not None and not (skips_on_device and all(matrix.has_bases for matrix in matrices)):
             if bool(found_inf):
@@ -596,7 +668,7 @@ class LowRankOptimizer(Optimizer):
             outer = self.param_groups[number]
             group_of.update({id(parameter): outer for parameter in outer["params"]})
             if not projected:
-                group["lr"] = outer["lr"]
+                group["lr"], group["weight_decay"] = outer["lr"], outer["weight_decay"]
         unit.inner.step()
         for stack in unit.stacks:
             stack.end(group_of, _on(skipped, stack.matrices[0].weight))
@@ -613,7 +685,7 @@ class LowRankOptimizer(Optimizer):
             for place, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
                 matrix, own = unit.matrices.get(id(parameter)), dict(inner.get(place, {}))
                 if matrix is not None and matrix.state:
-                    own[STATE] = _copied(matrix.state)
+                    own[STATE] = {**_copied(matrix.state), SHAPE: [*matrix.virtual.shape]}
                 if own:
                     states[number] = own
         return {**packed, "state": states, "steps": self.steps}
@@ -622,24 +694,32 @@ class LowRankOptimizer(Optimizer):
         """Load what `state_dict` returned for parameters of the same shapes in the same order.
 
         Raises:
-            ValueError: the state is of other groups, or of an optimizer without low-rank state.
+            CheckpointError: the state is of other groups, another optimizer or other options of the projection.
         """
-        saved, sizes = state_dict["param_groups"], [len(group["params"]) for group in self.param_groups]
-        if "steps" not in state_dict or [len(group["params"]) for group in saved] != sizes:
-            raise ValueError("the optimizer state is of another optimizer or of other parameters")
-        for group, other in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
-        self.steps = state_dict["steps"]
+        check_saved_groups(state_dict, self.param_groups)
+        if "steps" not in state_dict:
+            raise CheckpointError("the optimizer state has no low-rank part", "resume with the optimizer that saved it")
+        loaded: list[tuple[_Matrix, dict[str, Any]]] = []
+        inner: list[dict[int, Any]] = []
         for unit in self.units:
-            inner: dict[int, Any] = {}
+            inner.append({})
             for place, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
                 found = dict(state_dict["state"].get(number, {}))
                 own, matrix = found.pop(STATE, {}), unit.matrices.get(id(parameter))
                 if matrix is not None:
-                    matrix.state = _copied(own, parameter.device)
+                    matrix.check(own, number)
+                    copied = _copied(own, parameter.device)
+                    copied.pop(SHAPE, None)
+                    loaded.append((matrix, copied))
                 if found:
-                    inner[place] = found
-            unit.inner.load_state_dict({"state": inner, "param_groups": unit.inner.state_dict()["param_groups"]})
+                    inner[-1][place] = found
+        for unit, states in zip(self.units, inner, strict=True):
+            unit.inner.load_state_dict({"state": states, "param_groups": unit.inner.state_dict()["param_groups"]})
+        for matrix, own in loaded:
+            matrix.state = own
+        for group, other in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+        self.steps = state_dict["steps"]
 
 
 def _on(skipped: Tensor | None, tensor: Tensor) -> Tensor | None:

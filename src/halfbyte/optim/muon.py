@@ -13,6 +13,7 @@ Polar Express; Gupta et al. 2025 (arXiv:2509.23106) for the momentum in 8 bits.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from ..ops.muon import BLOCK, apply_directions, directions, symmetric_product
 from ..ops.optimizer import Parameters
-from ..utils.errors import CheckpointError, ModelError
+from ..utils.errors import CheckpointError, ModelError, TrainingError
+from .parts import check_gradient, check_places, check_saved_groups, parameter_name
 
 Method = Literal["newton_schulz", "polar_express"]
 Coefficients = tuple[float, float, float]
@@ -127,7 +129,10 @@ class Muon(torch.optim.Optimizer):
 
     Raises:
         ModelError: an unknown option, a parameter that is complex or, with `use_muon`, no matrix, or `splits` that do
-            not add up to the rows. In `step`: a sparse gradient.
+            not add up to the rows.
+        ConfigError: a parameter is in two places.
+        TrainingError: in `step`, a gradient is sparse, or a gradient or momentum does not fit its parameter. Then no
+            parameter has changed.
     """
 
     rest: torch.optim.Optimizer | None
@@ -155,7 +160,7 @@ class Muon(torch.optim.Optimizer):
         defaults |= {"adjust_lr_fn": adjust_lr_fn, "momentum_bits": momentum_bits, "capturable": capturable}
         self._splits = {parameter: list(sizes) for parameter, sizes in (splits or {}).items()}
         self._make_rest, self.rest = rest, None
-        self._held: dict[tuple[int, ...], tuple[Parameters, list[int]]] = {}  # of the last step, with addresses
+        self._held: dict[tuple[Any, ...], tuple[Parameters, list[int]]] = {}  # of the last step, with addresses
         groups = list(params)
         if groups and not isinstance(groups[0], dict):
             groups = [{"params": groups}]
@@ -172,6 +177,7 @@ class Muon(torch.optim.Optimizer):
         """Add a group of parameters, or one for Muon and one for the rest; see the class."""
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
+        check_places(self.param_groups, parameters)
         if "use_muon" in param_group:
             routes = [(bool(param_group["use_muon"]), parameters)]
         else:
@@ -192,9 +198,6 @@ class Muon(torch.optim.Optimizer):
         shared = {key: self.defaults[key] for key in ("lr", "weight_decay")}
         shared |= {"capturable": True} if self.defaults["capturable"] else {}
         group = {**shared, **{key: value for key, value in group.items() if key not in OWN_OPTIONS}}
-        known = {id(parameter) for other in self.param_groups for parameter in other["params"]}
-        if any(id(parameter) in known for parameter in group["params"]):
-            raise ModelError("Muon: a parameter is in more than one group", "put each parameter in one group")
         if self.rest is None:
             self.rest = self._make_rest([group])
             self.state.update(self.rest.state)
@@ -221,6 +224,10 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scaling = {key: getattr(self, key, None) for key in ("found_inf", "grad_scale")}
+        for number, group in enumerate(self.param_groups):  # before anything changes
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    self._check_step(group, parameter, parameter_name(number, index))
         last, self._held = self._held, {}
         for group, weights in self._batches():
             parameters = self._parameters(group, weights, last)
@@ -229,6 +236,17 @@ class Muon(torch.optim.Optimizer):
         if self.rest is not None:
             self._step_rest(self.rest, scaling)
         return loss
+
+    def _check_step(self, group: dict[str, Any], parameter: Tensor, name: str) -> None:
+        """Raise a TrainingError if a gradient, or the momentum of earlier steps, does not fit its parameter."""
+        check_gradient(parameter, name)
+        momentum = self.state.get(parameter, {}).get("momentum_buffer") if group["use_muon"] else None
+        if momentum is not None and (momentum.shape, momentum.device) != (parameter.shape, parameter.device):
+            raise TrainingError(
+                f"{name} is now {[*parameter.shape]} on {parameter.device}, and its momentum {[*momentum.shape]} on"
+                f" {momentum.device}",
+                "change parameters before the first step, or make a new optimizer",
+            )
 
     @staticmethod
     def _step_rest(rest: torch.optim.Optimizer, scaling: dict[str, Tensor | None]) -> None:
@@ -249,8 +267,6 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None or not parameter.numel():
                     continue
-                if parameter.grad.is_sparse:
-                    raise ModelError("Muon: a gradient is sparse", "use dense gradients, e.g. Embedding(sparse=False)")
                 sizes = tuple(self._splits.get(parameter, ()))
                 kind = parameter.dtype, parameter.grad.dtype, parameter.device
                 alike[(parameter.shape, *kind, sizes)].append(parameter)
@@ -261,7 +277,7 @@ class Muon(torch.optim.Optimizer):
                 yield from ((group, weights[at : at + count]) for at in range(0, len(weights), count))
 
     def _parameters(
-        self, group: dict[str, Any], weights: list[Tensor], last: dict[tuple[int, ...], tuple[Parameters, list[int]]]
+        self, group: dict[str, Any], weights: list[Tensor], last: dict[tuple[Any, ...], tuple[Parameters, list[int]]]
     ) -> Parameters:
         """Weights with their gradients and momenta; those of the last step if they are the same tensors.
 
@@ -269,7 +285,7 @@ class Muon(torch.optim.Optimizer):
         """
         momenta = [self._momentum(group, weight) for weight in weights]
         gradients = [weight.grad for weight in weights]
-        key = (*map(id, weights), *(id(codes) for codes, _ in momenta))
+        key = weights[0].dtype, *map(id, weights), *(id(codes) for codes, _ in momenta)
         addresses = [*map(Tensor.data_ptr, weights), *map(Tensor.data_ptr, gradients)]  # type: ignore[arg-type]
         if key in last:
             parameters, before = last[key]
@@ -342,12 +358,8 @@ class Muon(torch.optim.Optimizer):
             CheckpointError: its groups, the bits or blocks of its momentum or their shapes differ from this
                 optimizer's, or it is of another rule.
         """
-        saved_groups = state_dict["param_groups"]
-        sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups))
-        if sizes != own_sizes:
-            raise CheckpointError(
-                f"the optimizer state has groups of {sizes} parameters, and the optimizer {own_sizes}"
-            )
+        check_saved_groups(state_dict, self.param_groups)
+        saved_groups = copy.deepcopy(state_dict["param_groups"])
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         rest: dict[str, Any] = {"state": {}, "param_groups": []}
         loaded = []
@@ -362,8 +374,12 @@ class Muon(torch.optim.Optimizer):
                 rest["state"].update((number, state_dict["state"][number]) for _, number in pairs)
                 rest["param_groups"].append({**options, "params": saved["params"]})
         if self.rest is not None:
-            self.rest.state = defaultdict(dict)
-            self.rest.load_state_dict(rest)
+            held, self.rest.state = self.rest.state, defaultdict(dict)
+            try:
+                self.rest.load_state_dict(rest)
+            except BaseException:
+                self.rest.state = held
+                raise
             state.update(self.rest.state)
             of_rest = iter(self.rest.param_groups)
             loaded = [group if group["use_muon"] else next(of_rest) for group in loaded]

@@ -25,7 +25,7 @@ from ..ops.optimizer import (
     update_parameters,
 )
 from ..ops.optimizer_state import STORAGES, Storage
-from ..utils.errors import TrainingError
+from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from ..utils.hardware import is_capturing
 from .offload import HostState, Windows
 
@@ -149,7 +149,7 @@ class Part:
         by_device: dict[torch.device, list[Place]] = {}
         for number, index, weight in places:
             if weight.grad is not None:
-                _check_gradient(weight, parameter_name(number, index))
+                check_gradient(weight, parameter_name(number, index))
                 by_device.setdefault(weight.device, []).append((number, index, weight))
         return [Batch(self.optimizer, present, device) for device, present in by_device.items()]
 
@@ -335,11 +335,7 @@ class BackwardUpdates:
     def _arrive(self, number: int, weight: Tensor) -> None:
         arrived = self._arrived[number]
         if id(weight) in arrived:
-            raise TrainingError(
-                f"a second backward before `step` gives a gradient to a parameter of shape {[*weight.shape]} that the"
-                " first one has updated",
-                "call step() after every backward, or do not update in the backward to accumulate gradients",
-            )
+            raise second_backward(weight)
         arrived.add(id(weight))
         if len(arrived) == len(self.members[number]):
             self._update(number)
@@ -389,19 +385,48 @@ def parameter_name(group: int, index: int) -> str:
     return f"parameter {index} of parameter group {group}"
 
 
-def _check_gradient(weight: Tensor, name: str) -> None:
+def check_gradient(weight: Tensor, name: str) -> None:
+    """Raise a TrainingError if the gradient is sparse, or of another shape or device than its parameter `name`."""
     gradient = weight.grad
     assert gradient is not None
     if gradient.layout is not torch.strided:
-        raise TrainingError(
-            f"the gradient of {name} has the layout {gradient.layout}", "use an embedding with sparse=False"
-        )
+        wrong = f"the gradient of {name} has the layout {gradient.layout}"
+        raise TrainingError(wrong, "use dense gradients, for example Embedding(sparse=False)")
     if gradient.shape != weight.shape or gradient.device != weight.device:
         raise TrainingError(
             f"the gradient of {name} has shape {[*gradient.shape]} on {gradient.device}, and the parameter"
             f" {[*weight.shape]} on {weight.device}",
             "assign gradients of the parameter's shape and device, and call zero_grad() after changing a parameter",
         )
+
+
+def second_backward(weight: Tensor) -> TrainingError:
+    """Error for a gradient that arrives after the backward has updated its parameter in the same step."""
+    return TrainingError(
+        f"a second backward before step() gives a gradient to a parameter of shape {[*weight.shape]} that the first one"
+        " has updated",
+        "call step() after every backward, or do not update in the backward to accumulate gradients",
+    )
+
+
+def check_places(groups: Sequence[Mapping[str, Any]], added: Sequence[Any]) -> None:
+    """Raise a ConfigError if one of the added parameters, or pairs of name and parameter, has a place already."""
+    places: dict[int, str] = {}
+    for number, members in enumerate((*(group["params"] for group in groups), added)):
+        for index, each in enumerate(members):
+            weight, name = each[1] if isinstance(each, tuple) else each, parameter_name(number, index)
+            if (first := places.setdefault(id(weight), name)) is not name:
+                raise ConfigError(f"{name} is also {first}", "put each parameter into one group, once")
+
+
+def check_saved_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a CheckpointError if a state dict is incomplete, or of groups with other numbers of parameters."""
+    if missing := {"param_groups", "state"} - state_dict.keys():
+        raise CheckpointError(f"the optimizer state has no {', '.join(missing)}", "load a full state dict")
+    saved, own = ([len(group["params"]) for group in each] for each in (state_dict["param_groups"], groups))
+    if saved != own:
+        wrong = f"the optimizer state has groups of {saved} parameters, and the optimizer {own}"
+        raise CheckpointError(wrong, "load the state of this model, with the optimizer's options of its run")
 
 
 def state_keys(rule: str, storage: str, number: int) -> tuple[str, ...]:
