@@ -115,6 +115,19 @@ def test_an_incomplete_part_is_updated_at_the_end():
     assert "layers.1.2.weight" not in changed
 
 
+def test_a_norm_has_no_gradients_of_earlier_steps():
+    """Also of parts that `step` has updated, after the norm was read."""
+    model = Model()
+    optimizer = fused.AdamW(model.parameters(), 0.0)
+    optimizer.update_in_backward(backward_parts(model))
+    norms = []
+    for _ in range(2):
+        model(torch.arange(6)[None], skip=True).backward()
+        norms.append(optimizer.gradient_norm().item())
+        optimizer.step()
+    assert norms[0] == norms[1] > 0
+
+
 def test_learning_rates_of_later_steps_are_read():
     model = Model()
     optimizer = fused.AdamW(model.parameters(), 1e-2)

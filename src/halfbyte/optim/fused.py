@@ -286,7 +286,7 @@ class FusedOptimizer(Optimizer):
             group["capturable"] = False
 
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients that the backward has freed since the last call, fp32 []."""
+        """Return the 2-norm of the gradients that this step's backward has freed, fp32 []; see `BackwardUpdates`."""
         return self.backward.gradient_norm() if self.backward is not None else torch.zeros(())
 
     @torch.no_grad()

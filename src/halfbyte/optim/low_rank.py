@@ -608,6 +608,8 @@ class LowRankOptimizer(Optimizer):
             assert gradient is not None
             if id(parameter) in self._updated:
                 raise second_backward(parameter)
+            if not self._updated:  # the first gradient of a step
+                self._squares = []
             self._updated.add(id(parameter))
             square = gradient.detach().float().square().sum()
             self._squares.append(square)
@@ -617,7 +619,7 @@ class LowRankOptimizer(Optimizer):
         weight.register_post_accumulate_grad_hook(update)
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the gradients that the backward has freed since the last call; layerwise only."""
+        """Return the norm of the gradients that the last backward has freed; layerwise only. A second call returns 0."""
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 

@@ -315,6 +315,7 @@ class BackwardUpdates:
     def __init__(self, optimizer: Stepped, parts: Sequence[Sequence[Tensor]]):
         self.optimizer, self.members = optimizer, [[*some] for some in parts]
         self._norms: list[Tensor] = []
+        self._is_new = False  # whether `_norms` are of an earlier step
         self._arrived: list[set[int]] = [set() for _ in parts]  # ids of weights with a gradient in this step
         self.reset()
         self._hooks = [
@@ -345,6 +346,8 @@ class BackwardUpdates:
         part, following = self.parts[number], self.parts[number + 1 : number + 2]
         part.read()
         norm, _ = part.norm(math.inf)
+        if self._is_new:
+            self._norms, self._is_new = [], False
         self._norms.append(norm)
         part.step(None, (~norm.isfinite()).float(), following[0] if following else None)
         part.free_gradients()
@@ -355,9 +358,10 @@ class BackwardUpdates:
             if 0 < len(arrived) < len(self.members[number]):
                 self._update(number)
             arrived.clear()
+        self._is_new = True
 
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients since the last call, fp32 []."""
+        """Return the 2-norm of the gradients of this step, or after `finish` of the last one, fp32 []; then 0."""
         norms, self._norms = self._norms, []
         return (
             torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
