@@ -93,8 +93,8 @@ def test_follows_bitsandbytes_and_state_dicts_interchange(name, ours, bits):
     optim = pytest.importorskip("bitsandbytes").optim
     kind, storage = getattr(optim, f"{name}{bits}bit"), "dynamic8" if bits == 8 else "fp32"
     rate = {"AdamW": 1e-2, "Adagrad": 1e-2}.get(name, 1e-3)
-    mine, optimizer = trained(lambda g: ours(g, storage), steps=20)
-    theirs, other = trained(lambda g: kind(g, lr=rate), steps=20)
+    mine, optimizer = trained(lambda g: ours(g, storage))
+    theirs, other = trained(lambda g: kind(g, lr=rate))
     moved = torch.cat([a.detach() - b for a, b in zip(theirs, parameters(), strict=True)])
     apart = torch.cat([a.detach() - b for a, b in zip(mine, theirs, strict=True)])
     # bitsandbytes' CPU backend does not round to the nearest code
@@ -111,9 +111,61 @@ def test_follows_bitsandbytes_and_state_dicts_interchange(name, ours, bits):
             if bits == 8:
                 for key, value in values[fused.WRAPPED].items():
                     assert torch.equal(again[number][fused.WRAPPED][key], value), key
-            assert int(again[number]["step"]) == int(values["step"]) == 20
-        gradients(20, made)
+            assert int(again[number]["step"]) == int(values["step"]) == 50
+        gradients(50, made)
         resumed.step()
+
+
+class Formula(torch.optim.Optimizer):
+    """Lion (arXiv:2302.06675, algorithm 2) or AdEMAMix (arXiv:2409.03137, algorithm 1 and section 3.1), in fp64."""
+
+    def __init__(self, groups, lr, betas, alpha=None, t_alpha=None, t_beta3=None, eps=1e-8):
+        super().__init__(groups, {"lr": lr})
+        self.betas, self.alpha, self.horizons, self.eps = betas, alpha, (t_alpha, t_beta3), eps
+
+    def schedule(self, t):
+        """AdEMAMix's alpha and beta3 at step t."""
+        (beta1, _, beta3), (t_alpha, t_beta3) = self.betas, self.horizons
+        share = min(t / t_beta3, 1) if t_beta3 else 1
+        low, high = math.log(beta1), math.log(beta3)
+        grown = math.exp(low * high / ((1 - share) * high + share * low))
+        return self.alpha * (min(t / t_alpha, 1) if t_alpha else 1), min(grown, beta3)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state, p, g = self.state[weight], weight.detach(), weight.grad
+                first = state.get("first", torch.zeros_like(p))
+                state["t"] = t = state.get("t", 0) + 1
+                if self.alpha is None:
+                    direction = (self.betas[0] * first + (1 - self.betas[0]) * g).sign()
+                    state["first"] = self.betas[1] * first + (1 - self.betas[1]) * g
+                else:
+                    alpha, beta3 = self.schedule(t)
+                    slow, second = (state.get(key, torch.zeros_like(p)) for key in ("slow", "second"))
+                    state["first"] = first = self.betas[0] * first + (1 - self.betas[0]) * g
+                    state["slow"] = slow = beta3 * slow + (1 - beta3) * g
+                    state["second"] = second = self.betas[1] * second + (1 - self.betas[1]) * g * g
+                    root = (second / (1 - self.betas[1] ** t)).sqrt() + self.eps
+                    direction = (first / (1 - self.betas[0] ** t) + alpha * slow) / root
+                p.sub_(group["lr"] * (direction + group["weight_decay"] * p))
+
+
+SLOW = {"betas": (0.9, 0.999, 0.99), "alpha": 4.0}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [
+    (lambda g: fused.Lion(g, 1e-3), lambda g: Formula(g, 1e-3, (0.9, 0.99))),
+    (lambda g: fused.AdEMAMix(g, 1e-3, **SLOW), lambda g: Formula(g, 1e-3, **SLOW)),
+    (lambda g: fused.AdEMAMix(g, 1e-3, t_alpha=30, t_beta3=40, **SLOW),
+     lambda g: Formula(g, 1e-3, t_alpha=30, t_beta3=40, **SLOW)),
+], ids=["lion", "ademamix", "ademamix with schedules"])  # fmt: skip
+def test_equals_the_papers_formulas(ours, theirs):
+    double = [nn.Parameter(each.detach().double()) for each in parameters()]
+    mine, _ = trained(ours)
+    expected, _ = trained(theirs, made=double)
+    for a, b, start in zip(mine, expected, parameters(), strict=True):
+        assert (a.double() - b).norm() < 1e-4 * (b - start).norm()
 
 
 @pytest.mark.parametrize(("rule", "storage"), PAIRS)
@@ -341,8 +393,8 @@ TRUSTED = {
 def test_trust_ratios_equal_the_papers(name):
     ours, theirs = TRUSTED[name]
     double = [nn.Parameter(each.detach().double()) for each in parameters()]
-    mine, _ = trained(ours, steps=20)
-    expected, _ = trained(theirs, steps=20, made=double)
+    mine, _ = trained(ours)
+    expected, _ = trained(theirs, made=double)
     for a, b, start in zip(mine, expected, parameters(), strict=True):
         assert (a.double() - b).norm() < 1e-4 * (b - start).norm()
 
