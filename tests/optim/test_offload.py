@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from halfbyte.memory.pinned import whole_pages
 from halfbyte.ops.optimizer_state import STORAGES
 from halfbyte.optim import fused, offload
+from halfbyte.utils.errors import TrainingError
 
 SIZES = ((3,), (300, 7), (4097,), (5000,), (64, 80), (1,), (0,))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -107,3 +109,14 @@ def test_parameters_vanish_and_come_back(window):
         runs.append(parameters)
     for a, b in zip(*runs, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_state_that_host_memory_does_not_hold_is_refused(offloaded):
+    weight = nn.Parameter(torch.ones(1).expand(2**50))
+    weight.grad = torch.ones(1).expand(2**50)
+    optimizer = fused.AdamW([weight], offload=offloaded)
+    with pytest.raises(TrainingError):
+        optimizer.step()
+    with pytest.raises(TrainingError):
+        whole_pages(2**52)

@@ -151,6 +151,9 @@ class FusedOptimizer(Optimizer):
             value = group.get(key, 0.0)
             if not (isinstance(value, Tensor) or value >= 0):
                 raise ConfigError(f"{key} is {value}", "pass a number from 0")
+        count = 3 if self.rule == "ademamix" else 2
+        if "betas" in group and len(group["betas"]) != count:
+            raise ConfigError(f"betas are {group['betas']}", f"pass {count} numbers")
         for number, beta in enumerate(group.get("betas", ())):
             if not (0 <= beta < 1 or (number == 2 and beta == 1)):
                 raise ConfigError(f"betas[{number}] is {beta}", "pass a number from 0 to below 1")
@@ -216,8 +219,9 @@ class FusedOptimizer(Optimizer):
         """Update all parameters that have a gradient; after `update_in_backward`, those that are left.
 
         Raises:
-            TrainingError: a gradient is sparse, or of another shape or device than its parameter; or a parameter has
-                changed its shape, dtype or device so that its state does not fit it.
+            TrainingError: a gradient is sparse, or of another shape or device than its parameter; a parameter has
+                changed its shape, dtype or device so that its state does not fit it; or host memory for the state is
+                not free.
         """
         loss = None
         if closure is not None:
@@ -322,7 +326,14 @@ class FusedOptimizer(Optimizer):
             return state
         state["step"] = torch.zeros((), device=local.device)
         for number, signed in enumerate(rule.signed):
-            parts = storage.zeros(local.numel(), signed, where)
+            try:
+                parts = storage.zeros(local.numel(), signed, where)
+            except torch.OutOfMemoryError:  # of a GPU: the caller may free memory
+                raise
+            except RuntimeError as error:
+                nbytes = len(rule.signed) * storage.nbytes(local.numel())
+                wrong = f"{nbytes / 2**30:.2f} GiB of host memory for the state of a parameter are not free"
+                raise TrainingError(wrong, "take an optimizer with less state, such as adamw_8bit") from error
             _put(state, state_keys(self.rule, storage.name, number), parts, local)
         if group["rounding"] in CORRECTIONS and local.dtype == torch.bfloat16:
             state[CORRECTION] = torch.zeros(local.shape, dtype=CORRECTIONS[group["rounding"]], device=where)
@@ -575,6 +586,12 @@ class AdEMAMix(FusedOptimizer):
         schedule = {"alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, numbers | schedule, **options)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        if group["t_beta3"] and 0 in (group["betas"][0], group["betas"][2]):
+            wrong = f"t_beta3: {group['t_beta3']} with betas {group['betas']}, whose half-lives are compared"
+            raise ConfigError(wrong, "pass betas[0] and betas[2] above 0, or remove t_beta3")
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         schedule = {key: group[key] or 0 for key in ("t_alpha", "t_beta3")}

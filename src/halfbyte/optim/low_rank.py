@@ -619,7 +619,10 @@ class LowRankOptimizer(Optimizer):
         weight.register_post_accumulate_grad_hook(update)
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the gradients that the last backward has freed; layerwise only. A second call returns 0."""
+        """Return the norm of the gradients that the last backward has freed, fp32 []; layerwise only.
+
+        A second call returns 0.
+        """
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
