@@ -28,6 +28,9 @@ class MockArgs(SimpleNamespace):
     def __init__(self, initial_data: dict[str, Any]):
         super().__init__(**initial_data)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (vars(self),)
+
 
 class GlobalOptimManager:
     """Overrides of options for single parameters: `override_config(module.weight, "optim_bits", 32)`."""
@@ -152,8 +155,12 @@ class Optimizer8bit(FusedOptimizer):
         super().__init__(params, defaults | {"offload": is_paged and on_gpu})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("initialized", "is_paged", "optim_bits", "mng", "rule", "trust", "args", "optimizer_name")
+        own = ("initialized", "is_paged", "optim_bits", "rule", "trust", "args", "optimizer_name")
         return {**super().__getstate__(), **{key: value for key, value in vars(self).items() if key in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.mng = GlobalOptimManager.get_instance()
+        super().__setstate__(state)
 
     @property
     def name2qmap(self) -> dict[str, Tensor]:
