@@ -3,8 +3,8 @@
 With the momentum M of a matrix, the update is the polar factor U·Vᵀ of M = U·S·Vᵀ, approximated by a few iterations
 X ← aX + (bA + cA²)X with A = XXᵀ, which need only matmuls. Matrices of one shape are iterated as one batch.
 
-Per iteration and m×n matrix (m ≤ n) that is 4m²n + 2m³ FLOPs; tall matrices are multiplied from the right, without
-a transposition. A and A² are symmetric, so that m²n + m³ of the FLOPs are redundant (`ops.muon.symmetric_product`).
+An iteration takes 4m²n + 2m³ FLOPs for an m×n matrix (m ≤ n). Tall matrices are multiplied from the right, without a
+transposition. A and A² are symmetric, so that m²n + m³ of the FLOPs are redundant (`ops.muon.symmetric_product`).
 
 Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/) for Muon and its coefficients; Liu et al. 2025
 (arXiv:2502.16982, section 2.2) for the scale `match_rms_adamw`; Amsel et al. 2025 (arXiv:2505.16932, algorithm 1) for
@@ -33,7 +33,9 @@ Method = Literal["newton_schulz", "polar_express"]
 Coefficients = tuple[float, float, float]
 
 NEWTON_SCHULZ: Coefficients = (3.4445, -4.7750, 2.0315)
-SAFETY = 1.01  # of Polar Express in bf16: its polynomials are of x/1.01, except the last, which is repeated
+# Polar Express diverges from singular values above 1, which bf16 may round to: all polynomials but the last, which is
+# repeated, are of x / SAFETY.
+SAFETY = 1.01
 POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -44,14 +46,14 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-BATCH_ELEMENTS = 2**25  # of the matrices that are computed at a time on a CPU: 128 MiB per fp32 temporary
-ACCELERATED = 4  # times as many on an accelerator, in bf16: matmuls of few matrices leave a part of it idle
+BATCH_ELEMENTS = 2**25  # most elements of matrices that a CPU iterates together: 128 MiB per fp32 temporary
+ACCELERATED = 4  # times `BATCH_ELEMENTS` on an accelerator, in bf16: few matrices would not occupy all of it
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # unlike the others, it reads `found_inf` on the device
 OWN_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "method", "momentum_bits")
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Dtype of the iteration: bf16 on an accelerator; on a CPU fp32, or fp64 for fp64 input."""
+    """Return the dtype of the iteration: bf16 on an accelerator; on a CPU fp32, or fp64 for fp64 input."""
     return torch.bfloat16 if tensor.device.type != "cpu" else torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -70,9 +72,10 @@ def orthogonalize(
 
     Args:
         matrices: [B, m, n], float.
-        method: the polynomials; `coefficients` are of "newton_schulz" only.
-        steps: polynomials to apply.
-        eps: least norm that a matrix is divided by.
+        method: which polynomials.
+        steps: number of polynomials.
+        coefficients: a, b, c of the polynomial of "newton_schulz"; "polar_express" has its own.
+        eps: smallest norm that a matrix is divided by.
 
     Returns:
         [B, m, n] in `product_dtype`.
@@ -91,6 +94,7 @@ def orthogonalize(
 
 
 def _polynomials(method: Method, steps: int, coefficients: Coefficients) -> list[Coefficients]:
+    """Return the coefficients of each step's polynomial; see `orthogonalize`."""
     if method == "newton_schulz":
         return [coefficients] * steps
     safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
@@ -101,14 +105,14 @@ class Muon(torch.optim.Optimizer):
     """Muon for matrices and stacks of matrices, and another optimizer for all other parameters, in one `step()`.
 
     A parameter group may have the key `use_muon`: false for embeddings and heads, whose gradients are sparse rows.
-    Without that key, a group's matrices [m, n] and stacks [E, m, n] take Muon and its other parameters do not.
-    `param_groups` has the groups of both, and so do the state and the state dict; learning rates of all are those of
-    the groups. State dicts of torch.optim.Muon load for 32-bit momentum.
+    Without that key, Muon steps the group's matrices [m, n] and stacks [E, m, n], and the other optimizer the rest.
+    `param_groups`, the state and the state dict have the groups of both, each with its own learning rate. State dicts
+    of torch.optim.Muon load for 32-bit momentum.
 
     The step follows torch.amp.GradScaler's protocol for optimizers that unscale: attributes `grad_scale`, which
     divides the gradients, and `found_inf`, which leaves weights and state unchanged where it is 1, both on the device.
-    Nothing synchronises with it. The update is that of torch.optim.Muon with its options; but a CPU iterates in fp32,
-    momentum is at least fp32, and the scale is `match_rms_adamw` by default.
+    The host reads none of them. The update is that of torch.optim.Muon with its options, with three differences: a CPU
+    iterates in fp32, momentum is at least fp32, and the scale is `match_rms_adamw` by default.
 
     Args:
         params: parameters, or groups of these.
@@ -122,7 +126,7 @@ class Muon(torch.optim.Optimizer):
         method: polynomials of the orthogonalization.
         momentum_bits: 32 (fp32), or 8 (`quantize_momentum`).
         splits: parameter → sizes along the rows of its matrices (q, k and v; gate and up), which are orthogonalized
-            apart.
+            separately.
         rest: constructor of the optimizer for the other parameters, from a list of groups. Its state dict must have
             torch's layout. `found_inf` reaches it; if it does not support that, GradScaler checks on the host.
         capturable: whether a CUDA graph may capture the step; sets the key of that name in the groups.
@@ -250,6 +254,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def _step_rest(rest: torch.optim.Optimizer, scaling: dict[str, Tensor | None]) -> None:
+        """Step the other optimizer, which has `found_inf` and `grad_scale` as attributes meanwhile."""
         given = {key: value for key, value in scaling.items() if value is not None}
         vars(rest).update(given)
         try:
@@ -279,7 +284,7 @@ class Muon(torch.optim.Optimizer):
     def _parameters(
         self, group: dict[str, Any], weights: list[Tensor], last: dict[tuple[Any, ...], tuple[Parameters, list[int]]]
     ) -> Parameters:
-        """Weights with their gradients and momenta; those of the last step if they are the same tensors.
+        """Return the launch of these weights: the last step's, if weights and momenta are the same tensors.
 
         Kernels read addresses from a table on the device, which is copied again only for another version.
         """
@@ -300,7 +305,7 @@ class Muon(torch.optim.Optimizer):
         return parameters
 
     def _momentum(self, group: dict[str, Any], parameter: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The stored momentum of a parameter and its scales, if it has these; created if there is none."""
+        """Return the stored momentum of a parameter, which the first call creates, and its scales with 8 bits."""
         state, in_8_bits = self.state[parameter], group["momentum_bits"] == 8
         if not state:
             exact = torch.promote_types(parameter.dtype, torch.float32)
@@ -315,6 +320,7 @@ class Muon(torch.optim.Optimizer):
     def _step_batch(
         self, group: dict[str, Any], parameters: Parameters, found_inf: Tensor | None, grad_scale: Tensor | None
     ) -> None:
+        """Step matrices of one shape: momenta, orthogonalization, weights."""
         weights = parameters.weights
         device, exact = weights[0].device, torch.promote_types(weights[0].dtype, torch.float32)
         grad_scale, found_inf = (
@@ -331,7 +337,7 @@ class Muon(torch.optim.Optimizer):
         apply_directions(update, parameters, lr, group["weight_decay"], scale, found_inf)
 
     def _orthogonal(self, group: dict[str, Any], weight: Tensor, update: Tensor) -> tuple[Tensor, float]:
-        """Orthogonalize updates [n, *] of weights like `weight`, each part of a split alone.
+        """Orthogonalize updates [n, *] of weights like `weight`; the parts of a split separately.
 
         Returns:
             The result, contiguous, and the factor of the learning rate. `update` may be overwritten.
@@ -369,7 +375,7 @@ class Muon(torch.optim.Optimizer):
             pairs = [(p, n) for p, n in zip(group["params"], saved["params"], strict=True) if n in state_dict["state"]]
             if group["use_muon"]:
                 _check_saved_options(group, saved)
-                state.update((p, _loaded(group, p, state_dict["state"][number])) for p, number in pairs)
+                state.update((p, _load_momentum(group, p, state_dict["state"][number])) for p, number in pairs)
             else:
                 rest["state"].update((number, state_dict["state"][number]) for _, number in pairs)
                 rest["param_groups"].append({**options, "params": saved["params"]})
@@ -408,6 +414,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _check_saved_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise a CheckpointError if a saved group is not Muon's, or its momentum has other bits."""
     bits = saved.get("momentum_bits", 32)
     if "momentum" not in saved or bits != group["momentum_bits"]:
         kind = f"Muon's with {bits}-bit momentum" if "momentum" in saved else "not Muon's"
@@ -417,7 +424,7 @@ def _check_saved_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-def _loaded(group: dict[str, Any], parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
+def _load_momentum(group: dict[str, Any], parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
     """Copy a parameter's saved state to its device.
 
     Raises:
