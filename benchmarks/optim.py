@@ -32,9 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import copy_bandwidth, event_us, free_memory, graph_us, parser_of, write_result
+from halfbyte.ops.low_rank import refresh_basis
 from halfbyte.ops.optimizer_state import STORAGES
 from halfbyte.optim.fused import AdamW
-from halfbyte.optim.low_rank import FIRST_SWEEPS, OVERSAMPLED, LowRank, LowRankOptimizer, refresh_basis
+from halfbyte.optim.low_rank import FIRST_SWEEPS, OVERSAMPLED, LowRank, LowRankOptimizer
 from halfbyte.optim.muon import NEWTON_SCHULZ, Muon
 
 PEERS = ("bitsandbytes", "torchao", "flashoptim", "galore_torch", "apollo_torch")

@@ -77,6 +77,21 @@ def test_resume_is_bit_equal(name):
     assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
 
 
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdEMAMix8bit", "LAMB", "PagedLion32bit"])
+def test_a_copy_steps_alone(name):
+    weights, optimizer = trained(name, bnb)
+    before = [weight.detach().clone() for weight in weights]
+    other = copy.deepcopy(optimizer)
+    (group,) = other.param_groups
+    for optimizer_of, members in ((other, group["params"]), (optimizer, weights)):
+        assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+        torch.manual_seed(5)
+        for weight in members:
+            weight.grad = torch.randn(weight.shape)
+        optimizer_of.step()
+    assert all(torch.equal(a, b) for a, b in zip(weights, group["params"], strict=True))
+
+
 def test_state_answers_bitsandbytes_names():
     (weight, small), optimizer = trained("AdEMAMix8bit", bnb)
     state = optimizer.state[weight]

@@ -1,12 +1,14 @@
 """BAdam: blocks and their order, equality with AdamW on the active block, state, and resuming."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.optim.badam import BAdam, Blocks
-from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from tests.helpers.optimizer_settings import OptimizerSettings
 
 RATE, DECAY = 0.03, 0.1
@@ -193,7 +195,7 @@ def test_a_start_block_that_does_not_exist_is_refused():
 
 def test_the_state_of_another_optimizer_is_refused():
     optimizer = make(Model())
-    with pytest.raises(ValueError, match="optimizer"):
+    with pytest.raises(CheckpointError):
         optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict())
 
 
@@ -216,3 +218,110 @@ def test_state_and_gradient_bytes_match_the_row(options, dtype):
         assert measured == (8 if dtype == torch.float32 else 12) * (6 * 6 + 6)
     with torch.device("meta"):
         assert row.state_bytes(Model(dtype), settings) == measured
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"switch_interval": 2}, {"mode": "ratio", "update_ratio": 0.5}])
+def test_a_copy_steps_alone(options, dtype):
+    def run(model, optimizer, steps):
+        for step in steps:
+            backward(model, step)
+            optimizer.step()
+
+    model = Model(dtype)
+    optimizer = make(model, **options)
+    run(model, optimizer, range(3))
+    twin, other = copy.deepcopy((model, optimizer))
+    before = weights(model)
+    run(twin, other, range(3, 6))
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    run(model, optimizer, range(3, 6))
+    assert all(torch.equal(value, weights(twin)[name]) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"mode": "ratio", "update_ratio": 0.5}])
+def test_weights_with_other_data_are_stepped_from_it(options, dtype):
+    """As a new optimizer with the same state steps a model that begins at the new weights."""
+    one, two = Model(dtype), Model(dtype)
+    first, second = make(one, **options), make(two, **options)
+    for model, optimizer in ((one, first), (two, second)):
+        backward(model, 0)
+        optimizer.step()
+    state = copy.deepcopy(second.state_dict())
+    for each in state["state"].values():
+        if "master" in each:
+            each["master"].fill_(0.5)
+    for model in (one, two):
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, 0.5)
+    second = make(two.requires_grad_(True), **options)
+    second.load_state_dict(state)
+    for model, optimizer in ((one, first), (two, second)):
+        backward(model, 1)
+        optimizer.step()
+    changed = {name for name, value in weights(one).items() if not torch.equal(value, torch.full_like(value, 0.5))}
+    assert {"layers.0.weight", "layers.0.bias"} <= changed
+    assert all(torch.equal(value, weights(two)[name]) for name, value in weights(one).items())
+
+
+@pytest.mark.parametrize("change", [lambda w: torch.ones(6, 5), lambda w: w.bfloat16()], ids=["shape", "dtype"])
+def test_weights_that_change_their_kind_are_named(change):
+    model = Model()
+    optimizer = make(model)
+    backward(model, 0)
+    optimizer.step()
+    weight = model.layers[0].weight
+    weight.grad = None
+    weight.data = change(weight.data)
+    weight.grad = torch.ones_like(weight)
+    before = model.layers[0].bias.detach().clone()
+    with pytest.raises(TrainingError, match="parameter"):
+        optimizer.step()
+    assert torch.equal(model.layers[0].bias, before)
+
+
+def test_sparse_gradients_are_refused():
+    model = Model()
+    optimizer = make(model)
+    model.layers[0].weight.grad = torch.ones(6, 6).to_sparse()
+    with pytest.raises(TrainingError):
+        optimizer.step()
+
+
+def test_weight_decay_may_change_and_groups_may_not():
+    model = Model()
+    optimizer = make(model)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.5 / RATE
+    weight = model.layers[0].weight
+    before = weight.detach().clone()
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    torch.testing.assert_close(weight.data, before / 2)
+    with pytest.raises(ConfigError):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+@pytest.mark.parametrize("parameter", [torch.randn(6, 4).t(), torch.ones(3), torch.ones(0)])
+def test_parameters_that_a_ratio_cannot_divide_are_refused(parameter):
+    trained = {"weight": nn.Parameter(parameter)}
+    with pytest.raises(ConfigError):
+        BAdam([{"params": [*trained.values()]}], trained, inner, lr=RATE, blocks=Blocks("ratio", update_ratio=0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("saved", "loader"), [
+    ({}, {"mode": "ratio", "update_ratio": 0.5}), ({"mode": "ratio", "update_ratio": 0.5}, {}),
+    ({"mode": "ratio", "update_ratio": 0.5}, {"mode": "ratio", "update_ratio": 0.25}), ({}, {"start_block": 1}),
+])  # fmt: skip
+def test_the_state_of_other_blocks_is_refused(saved, loader, dtype):
+    model = Model(dtype)
+    optimizer = make(model, **saved)
+    backward(model, 0)
+    optimizer.step()
+    with pytest.raises(CheckpointError):
+        make(Model(dtype), **loader).load_state_dict(optimizer.state_dict())

@@ -2,7 +2,10 @@
 
 import copy
 import math
+import pickle
+import threading
 import weakref
+from concurrent import futures
 
 import pytest
 import torch
@@ -90,8 +93,8 @@ def test_follows_bitsandbytes_and_state_dicts_interchange(name, ours, bits):
     optim = pytest.importorskip("bitsandbytes").optim
     kind, storage = getattr(optim, f"{name}{bits}bit"), "dynamic8" if bits == 8 else "fp32"
     rate = {"AdamW": 1e-2, "Adagrad": 1e-2}.get(name, 1e-3)
-    mine, optimizer = trained(lambda g: ours(g, storage), steps=20)
-    theirs, other = trained(lambda g: kind(g, lr=rate), steps=20)
+    mine, optimizer = trained(lambda g: ours(g, storage))
+    theirs, other = trained(lambda g: kind(g, lr=rate))
     moved = torch.cat([a.detach() - b for a, b in zip(theirs, parameters(), strict=True)])
     apart = torch.cat([a.detach() - b for a, b in zip(mine, theirs, strict=True)])
     # bitsandbytes' CPU backend does not round to the nearest code
@@ -108,9 +111,61 @@ def test_follows_bitsandbytes_and_state_dicts_interchange(name, ours, bits):
             if bits == 8:
                 for key, value in values[fused.WRAPPED].items():
                     assert torch.equal(again[number][fused.WRAPPED][key], value), key
-            assert int(again[number]["step"]) == int(values["step"]) == 20
-        gradients(20, made)
+            assert int(again[number]["step"]) == int(values["step"]) == 50
+        gradients(50, made)
         resumed.step()
+
+
+class Formula(torch.optim.Optimizer):
+    """Lion (arXiv:2302.06675, algorithm 2) or AdEMAMix (arXiv:2409.03137, algorithm 1 and section 3.1), in fp64."""
+
+    def __init__(self, groups, lr, betas, alpha=None, t_alpha=None, t_beta3=None, eps=1e-8):
+        super().__init__(groups, {"lr": lr})
+        self.betas, self.alpha, self.horizons, self.eps = betas, alpha, (t_alpha, t_beta3), eps
+
+    def schedule(self, t):
+        """AdEMAMix's alpha and beta3 at step t."""
+        (beta1, _, beta3), (t_alpha, t_beta3) = self.betas, self.horizons
+        share = min(t / t_beta3, 1) if t_beta3 else 1
+        low, high = math.log(beta1), math.log(beta3)
+        grown = math.exp(low * high / ((1 - share) * high + share * low))
+        return self.alpha * (min(t / t_alpha, 1) if t_alpha else 1), min(grown, beta3)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state, p, g = self.state[weight], weight.detach(), weight.grad
+                first = state.get("first", torch.zeros_like(p))
+                state["t"] = t = state.get("t", 0) + 1
+                if self.alpha is None:
+                    direction = (self.betas[0] * first + (1 - self.betas[0]) * g).sign()
+                    state["first"] = self.betas[1] * first + (1 - self.betas[1]) * g
+                else:
+                    alpha, beta3 = self.schedule(t)
+                    slow, second = (state.get(key, torch.zeros_like(p)) for key in ("slow", "second"))
+                    state["first"] = first = self.betas[0] * first + (1 - self.betas[0]) * g
+                    state["slow"] = slow = beta3 * slow + (1 - beta3) * g
+                    state["second"] = second = self.betas[1] * second + (1 - self.betas[1]) * g * g
+                    root = (second / (1 - self.betas[1] ** t)).sqrt() + self.eps
+                    direction = (first / (1 - self.betas[0] ** t) + alpha * slow) / root
+                p.sub_(group["lr"] * (direction + group["weight_decay"] * p))
+
+
+SLOW = {"betas": (0.9, 0.999, 0.99), "alpha": 4.0}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [
+    (lambda g: fused.Lion(g, 1e-3), lambda g: Formula(g, 1e-3, (0.9, 0.99))),
+    (lambda g: fused.AdEMAMix(g, 1e-3, **SLOW), lambda g: Formula(g, 1e-3, **SLOW)),
+    (lambda g: fused.AdEMAMix(g, 1e-3, t_alpha=30, t_beta3=40, **SLOW),
+     lambda g: Formula(g, 1e-3, t_alpha=30, t_beta3=40, **SLOW)),
+], ids=["lion", "ademamix", "ademamix with schedules"])  # fmt: skip
+def test_equals_the_papers_formulas(ours, theirs):
+    double = [nn.Parameter(each.detach().double()) for each in parameters()]
+    mine, _ = trained(ours)
+    expected, _ = trained(theirs, made=double)
+    for a, b, start in zip(mine, expected, parameters(), strict=True):
+        assert (a.double() - b).norm() < 1e-4 * (b - start).norm()
 
 
 @pytest.mark.parametrize(("rule", "storage"), PAIRS)
@@ -338,8 +393,8 @@ TRUSTED = {
 def test_trust_ratios_equal_the_papers(name):
     ours, theirs = TRUSTED[name]
     double = [nn.Parameter(each.detach().double()) for each in parameters()]
-    mine, _ = trained(ours, steps=20)
-    expected, _ = trained(theirs, steps=20, made=double)
+    mine, _ = trained(ours)
+    expected, _ = trained(theirs, made=double)
     for a, b, start in zip(mine, expected, parameters(), strict=True):
         assert (a.double() - b).norm() < 1e-4 * (b - start).norm()
 
@@ -417,3 +472,300 @@ def test_a_step_keeps_no_gradient_alive(offload):
         optimizer.step()
         optimizer.zero_grad()
         assert alive() is None
+
+
+# --- bad input: parameters that change, options, state dicts of other optimizers, copies ------------------------------
+
+
+def stepped(make=fused.AdamW, size=5000, dtype=torch.float32, **options):
+    weight = nn.Parameter(torch.linspace(-1, 1, size).to(dtype))
+    optimizer = make([weight], **options)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return weight, optimizer
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "options", "change"),
+    [
+        (torch.float32, {}, lambda w: w[:50].clone()),
+        (torch.float32, {}, lambda w: w[:50]),
+        (torch.float32, {}, lambda w: torch.cat([w, w])),
+        pytest.param(torch.float32, {}, lambda w: w.cuda(), marks=pytest.mark.gpu),
+        (torch.float32, {"storage": "dynamic8"}, lambda w: w[:300].clone()),
+        (torch.float32, {"storage": "weight"}, lambda w: w.bfloat16()),
+        (torch.bfloat16, {"storage": "weight"}, lambda w: w.float()),
+        (torch.float32, {"rounding": "correction8"}, lambda w: w.bfloat16()),
+    ],
+    ids=["smaller", "view", "larger", "device", "fewer blocks", "narrower", "wider", "without a correction"],
+)
+def test_parameters_that_outgrow_their_state_are_named(dtype, options, change, clipped):
+    weight, optimizer = stepped(dtype=dtype, **options)
+    weight.grad = None
+    weight.data = change(weight.data)
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(TrainingError, match="parameter 0 of parameter group 0"):
+        optimizer.clip(1.0) if clipped else optimizer.step()
+
+
+def test_a_gradient_of_the_former_shape_is_refused():
+    weight, optimizer = stepped()
+    weight.data = weight.data[:50].clone()
+    with pytest.raises(TrainingError, match="parameter 0"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("changed", ["weight", "gradient"])
+def test_tensors_that_change_between_clip_and_step_are_read_again(changed):
+    """A new weight is stepped with the clipped gradients; new values in `grad.data` are not clipped."""
+    weight, optimizer = stepped(fused.SGD, lr=1.0, momentum=0.0)
+    former = weight.data
+    before = former.clone()
+    weight.grad = torch.full_like(weight, 2.0)
+    norm = optimizer.clip(1.0)
+    if changed == "weight":
+        weight.data = torch.zeros_like(weight)
+    else:
+        weight.grad.data = torch.ones_like(weight)
+    optimizer.step()
+    if changed == "weight":
+        torch.testing.assert_close(weight.data, torch.full_like(before, -2.0 / norm.item()), rtol=1e-5, atol=0)
+        assert torch.equal(former, before)
+    else:
+        torch.testing.assert_close(weight.data, before - 1)
+
+
+def test_weights_in_other_memory_are_stepped():
+    pair = [parameters() for _ in range(2)]
+    steps = [fused.AdamW(made, 1e-2) for made in pair]
+    for step in range(4):
+        for made, optimizer in zip(pair, steps, strict=True):
+            gradients(step, made)
+            optimizer.step()
+        for weight in pair[1]:
+            weight.data = weight.data.clone()
+    for a, b in zip(*pair, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda p: fused.AdamW(p, maximize=True), "maximize"),
+        (lambda p: fused.AdamW(p, amsgrad=True), "amsgrad"),
+        (lambda p: fused.AdamW([{"params": p, "maximize": True}]), "maximize"),
+        (lambda p: fused.SGD(p, nesterov=True), "nesterov"),
+        (lambda p: fused.RMSprop(p, momentum=0.9), "momentum"),
+        (lambda p: fused.Adagrad(p, lr_decay=0.1), "lr_decay"),
+        (lambda p: fused.AdamW(p, wieght_decay=0.1), "wieght_decay"),
+        (lambda p: fused.AdamW(p, -1.0), "lr"),
+        (lambda p: fused.AdamW(p, float("nan")), "lr"),
+        (lambda p: fused.AdamW(p, torch.ones(2)), "lr"),
+        (lambda p: fused.AdamW(p, betas=(0.9, 1.0)), r"betas\[1\]"),
+        (lambda p: fused.AdamW(p, betas=(0.9, 0.99, 0.9)), "betas"),
+        (lambda p: fused.AdEMAMix(p, betas=(0.9, 0.99)), "betas"),
+        (lambda p: fused.AdEMAMix(p, betas=(0.9, 0.99, 0.0), t_beta3=5), "t_beta3"),
+        (lambda p: fused.AdamW(p, eps=-1e-8), "eps"),
+        (lambda p: fused.SGD(p, momentum=-0.1), "momentum"),
+        (lambda p: fused.Lion([{"params": p, "weight_decay": -1.0}]), "weight_decay"),
+        (lambda p: fused.AdamW([*p, p[0]]), "parameter 6 of parameter group 0"),
+        (lambda p: fused.AdamW([{"params": p}, {"params": p[2:]}]), "parameter 0 of parameter group 1"),
+    ],
+)
+def test_wrong_options_and_parameters_in_two_places_are_named(make, key):
+    with pytest.raises(ConfigError, match=key):
+        make(parameters())
+
+
+def test_a_group_that_is_refused_is_not_added():
+    weights = parameters()
+    optimizer = fused.AdamW(weights[:2])
+    with pytest.raises(ConfigError):
+        optimizer.add_param_group({"params": weights[2:], "storage": "int3"})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": weights[2:]})
+    gradients(0, weights)
+    before = [weight.detach().clone() for weight in weights]
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+
+
+def test_keywords_of_torch_without_effect_are_ignored():
+    one, two = (trained(lambda g, keys=keys: fused.AdamW(g, 1e-2, **keys), steps=2)[0]
+                for keys in ({}, {"foreach": True, "fused": True, "amsgrad": False, "maximize": False}))  # fmt: skip
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rates", [[0.1, 0.0], [torch.tensor(0.1), 0.0], [torch.tensor([0.1]), torch.tensor(0.2), 0.0]])
+def test_a_learning_rate_may_become_a_tensor_or_a_float(rates):
+    weight = nn.Parameter(torch.zeros(5))
+    optimizer = fused.SGD([weight], momentum=0.0)
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        weight.grad = torch.ones(5)
+        optimizer.step()
+    torch.testing.assert_close(weight.data, torch.full((5,), -sum(float(rate) for rate in rates)))
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        (fused.AdamW, fused.Lion),
+        (fused.AdEMAMix, fused.AdamW),
+        (lambda p: fused.Lion(p, storage="dynamic8"), lambda p: fused.RMSprop(p, storage="dynamic8")),
+        (torch.optim.AdamW, fused.Lion),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), fused.AdamW),
+        (lambda p: torch.optim.AdamW(p, maximize=True), fused.AdamW),
+        (lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True), fused.SGD),
+        (lambda p: torch.optim.RMSprop(p, centered=True), fused.RMSprop),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.9), fused.RMSprop),
+        (lambda p: torch.optim.Muon(p, momentum=0.9), fused.SGD),
+    ],
+    ids=["adamw in lion", "ademamix in adamw", "lion in rmsprop", "torch's adamw in lion", "amsgrad", "maximize",
+         "nesterov", "centered", "momentum of rmsprop", "muon in sgd"],
+)  # fmt: skip
+def test_states_of_other_rules_and_options_are_refused(saver, loader):
+    weight = nn.Parameter(torch.ones(70, 80))
+    saved = saver([weight])
+    weight.grad = torch.ones_like(weight)
+    saved.step()
+    optimizer = loader([weight])
+    with pytest.raises(CheckpointError):
+        optimizer.load_state_dict(saved.state_dict())
+
+
+def test_states_of_bitsandbytes_with_more_moments_are_refused():
+    weight, optimizer = stepped(storage="dynamic8")
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        for key in (fused.RULE, "storage"):
+            del group[key]
+    with pytest.raises(CheckpointError):
+        fused.Lion([weight], storage="dynamic8").load_state_dict(state)
+
+
+def cut(state, *keys):
+    for key in keys[:-1]:
+        state = state[key]
+    del state[keys[-1]]
+
+
+@pytest.mark.parametrize("change", [
+    lambda s: cut(s, "state"), lambda s: cut(s, "param_groups"), lambda s: cut(s, "state", 0, "step"),
+    lambda s: cut(s, "state", 0, "exp_avg_sq"), lambda s: s["state"][0].update(exp_avg=None),
+    lambda s: s["state"][0].update(exp_avg=torch.ones(3)), lambda s: s["state"][0].update(correction=torch.ones(3)),
+])  # fmt: skip
+def test_an_incomplete_state_is_refused_and_changes_nothing(change):
+    weight, optimizer = stepped(lr=0.1, dtype=torch.bfloat16, rounding="correction8")
+    state = copy.deepcopy(optimizer.state_dict())
+    change(state)
+    other = fused.AdamW([weight], lr=0.5, rounding="correction8")
+    with pytest.raises(CheckpointError):
+        other.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == 0.5
+    assert not other.state
+
+
+def test_a_loaded_learning_rate_is_not_shared():
+    weight, optimizer = stepped(lr=torch.tensor(0.1))
+    other = fused.AdamW([weight])
+    other.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    assert other.param_groups[0]["lr"].item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+@pytest.mark.parametrize("options", [{}, {"storage": "dynamic8", "offload": True}], ids=["fp32", "offloaded"])
+def test_a_copy_steps_alone(options, duplicate):
+    made, optimizer = trained(lambda g: fused.AdamW(g, 1e-2, min_quantized=300, **options), steps=3)
+    other = duplicate(optimizer)
+    copies = [weight for group in other.param_groups for weight in group["params"]]
+    before = [weight.detach().clone() for weight in made]
+    for step in range(3, 5):
+        gradients(step, copies)
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(made, before, strict=True))
+    for step in range(3, 5):
+        gradients(step, made)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(made, copies, strict=True))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_saved_state_loads_with_weights_only(storage, tmp_path):
+    made, optimizer = trained(lambda g: fused.AdamW(g, storage=storage, min_quantized=300), steps=2)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    resumed = [nn.Parameter(weight.detach().clone()) for weight in made]
+    other = fused.AdamW(groups_of(resumed), storage=storage, min_quantized=300)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for own, one in ((made, optimizer), (resumed, other)):
+        gradients(2, own)
+        one.step()
+    assert all(torch.equal(a, b) for a, b in zip(made, resumed, strict=True))
+
+
+def test_corrections_of_strided_and_scalar_weights():
+    """A transposed weight and its contiguous copy have the same weights and the same state."""
+    torch.manual_seed(0)
+    strided = nn.Parameter(torch.randn(80, 70).bfloat16().t())
+    scalar = nn.Parameter(torch.tensor(2.0).bfloat16())
+    plain = [nn.Parameter(each.detach().clone(memory_format=torch.contiguous_format)) for each in (strided, scalar)]
+    optimizers = [fused.AdamW(made, 1e-3, rounding="correction8") for made in ([strided, scalar], plain)]
+    for _ in range(3):
+        for made, optimizer in zip(([strided, scalar], plain), optimizers, strict=True):
+            for weight in made:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    assert torch.equal(strided, plain[0])
+    assert torch.equal(scalar, plain[1])
+    again = fused.AdamW([strided, scalar], 1e-3, rounding="correction8")
+    again.load_state_dict(optimizers[1].state_dict())
+    assert torch.equal(again.state[strided]["correction"], optimizers[0].state[strided]["correction"])
+
+
+def test_schedulers_change_rates_and_betas():
+    pair = [parameters() for _ in range(2)]
+    steps = [fused.AdamW(pair[0], 1e-2), torch.optim.AdamW(pair[1], 1e-2, fused=True)]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(each, 1e-2, total_steps=9) for each in steps]
+    for step in range(8):
+        for made, optimizer, schedule in zip(pair, steps, schedules, strict=True):
+            gradients(step, made)
+            optimizer.step()
+            schedule.step()
+    for a, b in zip(*pair, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_optimizers_step_in_threads():
+    """Steps in threads of their own give the weights of steps in one thread."""
+    starts = [parameters() for _ in range(4)]  # made here, since torch has one generator for all threads
+    barrier = threading.Barrier(4)
+
+    def run(made):
+        barrier.wait()
+        return trained(lambda g: fused.AdamW(g, 1e-2, storage="dynamic8", min_quantized=300), steps=20, made=made)[0]
+
+    with futures.ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(run, starts)]
+    expected, _ = trained(lambda g: fused.AdamW(g, 1e-2, storage="dynamic8", min_quantized=300), steps=20)
+    for made in found:
+        assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+
+
+def test_two_optimizers_of_one_model():
+    """Each steps its part; both clip by the norm of their own gradients."""
+    made, reference = parameters(), parameters()
+    halves = [fused.AdamW(made[:3], 1e-2), fused.AdamW(made[3:], 1e-2, storage="fp32")]
+    others = [torch.optim.AdamW(reference[:3], 1e-2), torch.optim.AdamW(reference[3:], 1e-2)]
+    for step in range(3):
+        gradients(step, made)
+        gradients(step, reference)
+        for own, other in zip(halves, others, strict=True):
+            own.clip(0.5)
+            torch.nn.utils.clip_grad_norm_(other.param_groups[0]["params"], 0.5)
+            own.step()
+            other.step()
+    for a, b in zip(made, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

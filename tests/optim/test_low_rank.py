@@ -7,16 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.optim import OPTIMIZERS, low_rank
-from halfbyte.optim.low_rank import (
-    LowRank,
-    LowRankOptimizer,
-    dequantize_basis,
-    gaussian,
-    quantize_basis,
-    refresh_basis,
-)
-from halfbyte.utils.errors import TrainingError
+from halfbyte.ops.low_rank import gaussian
+from halfbyte.optim import OPTIMIZERS
+from halfbyte.optim.low_rank import LowRank, LowRankOptimizer
+from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from tests.helpers.optimizer_settings import OptimizerSettings
 
 RATE, DECAY, BETAS, EPS = 0.03, 0.1, (0.9, 0.99), 1e-8
@@ -172,18 +166,6 @@ def test_matrices_of_a_stack_follow_the_algorithm_each(options, tensor_rate):
             torch.testing.assert_close(each.detach(), expected[at], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("align", [False, True])
-def test_bases_of_a_stack_equal_those_of_its_matrices(align):
-    generator = torch.Generator().manual_seed(3)
-    gradients = torch.randn(3, 17, 29, dtype=torch.float64, generator=generator)
-    gradients[1] *= 1e-9
-    start = torch.randn(3, 17, 5 if align else 9, dtype=torch.float64, generator=generator)
-    found = refresh_basis(gradients, start, 5, 2, align)
-    for gradient, own, basis in zip(gradients, start, found, strict=True):
-        torch.testing.assert_close(refresh_basis(gradient, own, 5, 2, align), basis, rtol=0, atol=1e-8)
-        torch.testing.assert_close(basis.T @ basis, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw", "apollo_mini"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_inner_optimizer_equals_torchs(name, dtype):
@@ -220,47 +202,6 @@ def test_parameters_that_are_not_projected_are_stepped_by_the_inner_optimizer():
         assert torch.equal(other, twin)
 
 
-@pytest.fixture(params=[True, False], ids=["fp64", "without fp64"])
-def has_fp64(request, monkeypatch):
-    monkeypatch.setattr(low_rank, "_has_fp64", lambda device: request.param)
-
-
-@pytest.mark.usefixtures("has_fp64")
-@pytest.mark.parametrize("shape", [(40, 60), (60, 40), (33, 33)])
-def test_a_first_refresh_finds_the_leading_singular_vectors(shape):
-    torch.manual_seed(2)
-    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
-    values = 0.7 ** torch.arange(min(shape), dtype=torch.float64)
-    matrix = u @ torch.diag(values) @ v
-    basis = refresh_basis(matrix, gaussian(shape[0], 13, matrix, 1), 5, 3)
-    torch.testing.assert_close(basis.T @ basis, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert ((basis.T @ u[:, :5]).diagonal().abs() > 0.999).all()  # ordered by singular value
-    best = values[:5].square().sum()
-    assert (basis.T @ matrix).square().sum() > 0.9999 * best
-
-
-@pytest.mark.usefixtures("has_fp64")
-def test_a_refresh_from_the_last_basis_follows_a_gradient_that_drifts():
-    """One sweep a refresh captures nearly the energy of an SVD, and signs follow the last basis."""
-    torch.manual_seed(4)
-    signal, noise = torch.randn(50, 4) @ torch.randn(4, 70), torch.randn(50, 70)
-    basis = refresh_basis(signal, gaussian(50, 12, signal, 2), 4, 3)
-    for number in range(1, 6):
-        drifted = signal + 0.1 * number * noise
-        new = refresh_basis(drifted, basis, 4, 1, align=True)
-        best = torch.linalg.svdvals(drifted)[:4].square().sum()
-        assert (new.T @ drifted).square().sum() > 0.99 * best
-        assert ((new * basis).sum(0) >= 0).all()
-        basis = new
-
-
-@pytest.mark.usefixtures("has_fp64")
-def test_a_gradient_of_lower_rank_than_the_basis_still_gives_an_orthonormal_basis():
-    for matrix in (torch.zeros(8, 6), torch.outer(torch.arange(8.0), torch.ones(6))):
-        basis = refresh_basis(matrix, gaussian(8, 6, matrix, 5), 4, 3)
-        torch.testing.assert_close(basis.T @ basis, torch.eye(4), rtol=0, atol=1e-5)
-
-
 def test_refreshes_are_spread_over_steps():
     """After the first step at most ⌈matrices / gap⌉ matrices refresh in a step, each one once per gap."""
     optimizer, matrices, _ = make([(6, 5)] * 7, LowRank(rank=2, update_proj_gap=4))
@@ -275,19 +216,6 @@ def test_refreshes_are_spread_over_steps():
     assert all(refreshed[0])
     assert [sum(row) for row in refreshed[1:5]] == [1, 2, 2, 2]
     assert all(sum(each[at] for each in refreshed[first : first + 4]) == 1 for at in range(7) for first in (1, 5, 9))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (16, 16), (33, 9)])
-def test_a_stored_basis_is_off_by_half_a_step_at_most(bits, shape):
-    torch.manual_seed(5)
-    basis = torch.randn(shape)
-    stored = quantize_basis(basis, bits, 64)
-    back = dequantize_basis(stored, bits, 64, shape)
-    groups = torch.arange(basis.numel()) // 64
-    assert stored["codes"].numel() == math.ceil(basis.numel() * bits / 8)
-    assert ((back - basis).abs().view(-1) <= 0.5001 * stored["scales"][0][groups] + 1e-6).all()
-    assert stored["scales"][0].max() <= 10 / (2**bits - 1)
 
 
 def test_q_galore_refreshes_less_often_while_the_basis_stays_similar():
@@ -400,11 +328,10 @@ def test_resume_is_bit_equal_at_any_step(resumed, options, tmp_path):
 def test_the_state_of_another_optimizer_is_refused():
     optimizer, _, _ = make([(7, 9)], LowRank(rank=2))
     other = torch.optim.AdamW([nn.Parameter(torch.ones(7, 9))])
-    with pytest.raises(ValueError, match="optimizer"):
-        optimizer.load_state_dict(other.state_dict())
     smaller, _, _ = make([(7, 9)], LowRank(rank=2), plain=[(3,)])
-    with pytest.raises(ValueError, match="optimizer"):
-        optimizer.load_state_dict(smaller.state_dict())
+    for state in (other.state_dict(), smaller.state_dict(), {}):
+        with pytest.raises(CheckpointError):
+            optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("options", [ALL_OPTIONS["galore"], ALL_OPTIONS["apollo"]], ids=["galore", "apollo"])
@@ -509,3 +436,115 @@ def test_targets_select_trained_linear_layers(targets, chosen):
     assert {
         name for name, module in model.named_children() if id(getattr(module, "weight", None)) in projected
     } == chosen
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+OTHER_OPTIONS = ALL_OPTIONS | {
+    "rank": LowRank(rank=2),
+    "side": LowRank(rank=3, proj_type="reverse_std"),
+    "8 bits": LowRank(rank=3, bits=8),
+    "groups": LowRank(rank=3, bits=4, group=4),
+}
+
+
+@pytest.mark.parametrize("saved", ["galore", "q_galore", "apollo", "apollo, svd"])
+@pytest.mark.parametrize("loader", OTHER_OPTIONS)
+def test_the_state_of_other_options_is_refused_and_changes_nothing(saved, loader):
+    one, matrices, _ = make([(7, 9)], ALL_OPTIONS[saved], fused, torch.float32)
+    set_gradients(matrices, 0)
+    one.step()
+    state = copy.deepcopy(one.state_dict())
+    state["param_groups"][0]["lr"] = 9.0
+    two, _, _ = make([(7, 9)], OTHER_OPTIONS[loader], fused, torch.float32)
+    if loader == saved:
+        two.load_state_dict(state)
+        assert two.param_groups[0]["lr"] == 9.0
+        return
+    with pytest.raises(CheckpointError):
+        two.load_state_dict(state)
+    assert two.param_groups[0]["lr"] == RATE
+    assert two.steps == 0
+    assert not two.state_dict()["state"]
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS.values(), ids=ALL_OPTIONS)
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_copy_steps_alone(options, layerwise):
+    def steps(optimizer, number):
+        for step in range(number, number + 4):
+            given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            generator = torch.Generator().manual_seed(step)
+            sum((p * torch.randn(p.shape, generator=generator)).sum() for p in given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in given]
+
+    one, *_ = make([(7, 9), (9, 7)], options, fused, torch.float32, plain=[(3,)], layerwise=layerwise)
+    before = steps(one, 0)
+    two = copy.deepcopy(one)
+    found = steps(two, 4)
+    assert all(
+        torch.equal(p, old) for p, old in zip((p for g in one.param_groups for p in g["params"]), before, strict=True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, steps(one, 4), strict=True))
+
+
+@pytest.mark.parametrize("options", [ALL_OPTIONS["galore"], ALL_OPTIONS["apollo"]], ids=["galore", "apollo"])
+def test_matrices_that_change_their_shape_are_named(options):
+    optimizer, matrices, (vector,) = make([(7, 9), (9, 7)], options, fused, torch.float32, plain=[(3,)])
+    set_gradients([*matrices, vector], 0)
+    optimizer.step()
+    matrices[1].grad = None
+    matrices[1].data = torch.ones(9, 6)
+    set_gradients([*matrices, vector], 1)
+    before = [matrices[0].detach().clone(), vector.detach().clone()]
+    with pytest.raises(TrainingError, match="parameter 2"):
+        optimizer.step()
+    assert torch.equal(matrices[0], before[0])
+    assert torch.equal(vector, before[1])
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS.values(), ids=ALL_OPTIONS)
+def test_strided_and_empty_matrices_and_missing_gradients(options):
+    """A transposed matrix is stepped as its contiguous copy; each step misses another gradient."""
+    runs = []
+    for strided in (False, True):
+        optimizer, matrices, _ = make([(7, 9), (0, 5), (7, 9)], options, fused, torch.float32)
+        if strided:
+            matrices[0].data = matrices[0].data.t().contiguous().t()
+        for step in range(6):
+            set_gradients(matrices, step)
+            matrices[step % 3].grad = None
+            optimizer.step()
+        runs.append(matrices)
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_groups_keep_their_weight_decay_and_take_no_others():
+    """A weight decay that changes between steps acts on projected and on other parameters."""
+    optimizer, (matrix,), (vector,) = make([(7, 9)], LowRank(rank=2), fused, torch.float32, plain=[(3,)])
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.5 / RATE
+    before = [matrix.detach().clone(), vector.detach().clone()]
+    matrix.grad, vector.grad = torch.zeros_like(matrix), torch.zeros_like(vector)
+    optimizer.step()
+    torch.testing.assert_close(matrix.data, before[0] / 2)
+    torch.testing.assert_close(vector.data, before[1] / 2)
+    with pytest.raises(ConfigError):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ConfigError):
+        LowRankOptimizer([{"params": [matrix, matrix], "low_rank": LowRank()}], fused, lr=RATE)
+
+
+def test_a_second_layerwise_backward_is_refused():
+    optimizer, (matrix,), _ = make([(7, 9)], LowRank(rank=2), fused, torch.float32, layerwise=True)
+    matrix.square().sum().backward()
+    with pytest.raises(TrainingError):
+        matrix.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = matrix.detach().clone()
+    matrix.square().sum().backward()
+    assert not torch.equal(matrix, before)

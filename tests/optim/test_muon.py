@@ -11,11 +11,11 @@ from torch import nn
 
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.ops.muon import dequantize_momentum, quantize_momentum, symmetric_product
-from halfbyte.optim import OPTIMIZERS, muon
+from halfbyte.optim import OPTIMIZERS, fused, muon
 from halfbyte.optim.muon import Muon, orthogonalize
 from halfbyte.runs import checkpoints
 from halfbyte.train.guards import skip_if_not_finite
-from halfbyte.utils.errors import CheckpointError, ModelError
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.helpers.tiny_runs import make_loop, run_config, tiny_llama
 
@@ -446,6 +446,21 @@ def test_states_of_other_optimizers_are_refused(kind):
     assert_equal_states(copied(optimizer), before)
 
 
+def test_a_state_whose_rest_does_not_fit_changes_nothing():
+    given = parameters((6, 4), (3,))
+    optimizer = Muon(given, rest=fused.AdamW)
+    take_steps(optimizer, given, 1)
+    before, wrong = copied(optimizer), copied(optimizer)
+    wrong["state"][1]["exp_avg"] = torch.ones(7)
+    wrong["param_groups"][0]["lr"] = 9.0
+    for each in (wrong, {}):
+        with pytest.raises(CheckpointError):
+            optimizer.load_state_dict(each)
+        assert_equal_states(copied(optimizer), before)
+    take_steps(optimizer, given, 1)
+    assert optimizer.state[given[1]]["step"].item() == 2
+
+
 def test_other_blocks_are_refused():
     given, optimizer = mixed(8)
     take_steps(optimizer, given, 1)
@@ -485,11 +500,42 @@ def test_wrong_parameters_and_gradients():
     for sizes in ([3, 2], [6, 0], []):
         with pytest.raises(ModelError):
             Muon([matrix], splits={matrix: sizes})
-    with pytest.raises(ModelError):
-        Muon([{"params": [vector]}, {"params": [vector]}])
-    matrix.grad = torch.zeros(6, 3).to_sparse()
-    with pytest.raises(ModelError):
-        Muon([matrix]).step()
+    for groups in ([{"params": [vector]}, {"params": [vector]}], [matrix, matrix], [vector, matrix, vector]):
+        with pytest.raises(ConfigError):
+            Muon(groups)
+
+
+@pytest.mark.parametrize("shapes", [[(6, 3), (5, 2)], [(6, 3), (5,)]], ids=["matrices", "matrix and vector"])
+def test_a_sparse_gradient_is_named_and_nothing_changes(shapes):
+    first, second = parameters(*shapes)
+    optimizer = Muon([{"params": [first]}, {"params": [second]}])
+    before = first.detach().clone()
+    first.grad, second.grad = torch.ones_like(first), torch.zeros_like(second).to_sparse()
+    with pytest.raises(TrainingError, match=f"parameter 0 of parameter group {len(optimizer.param_groups) - 1}"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_matrices_that_change_are_named_or_stepped(bits):
+    """Another shape is refused; other memory and another dtype are stepped with the same momentum."""
+    given = parameters((6, 4), (6, 4))
+    optimizer = Muon(given, 0.1, momentum_bits=bits)
+    take_steps(optimizer, given, 1)
+    former = given[0].data
+    given[0].data = former.clone()
+    take_steps(optimizer, given, 1)
+    assert not torch.equal(given[0], former)
+    given[1].grad = None
+    given[1].data = given[1].data.bfloat16()
+    take_steps(optimizer, given, 1)
+    given[0].grad = None
+    given[0].data = torch.ones(4, 6)
+    before = given[1].detach().clone()
+    with pytest.raises(TrainingError, match="parameter 0"):
+        take_steps(optimizer, given, 1)
+    assert torch.equal(given[1], before)
 
 
 def test_rows_of_the_table_route_parameters_and_warn(tmp_path):

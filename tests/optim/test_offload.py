@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from halfbyte.memory.pinned import whole_pages
 from halfbyte.ops.optimizer_state import STORAGES
 from halfbyte.optim import fused, offload
+from halfbyte.utils.errors import TrainingError
 
 SIZES = ((3,), (300, 7), (4097,), (5000,), (64, 80), (1,), (0,))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -84,3 +86,37 @@ def test_device_holds_two_windows_only():
     taken = torch.cuda.max_memory_allocated() - before
     assert taken < 2.2 * offload.WINDOW
     assert sum(value.nbytes for state in optimizer.state.values() for value in state.values()) > 7 * offload.WINDOW
+
+
+def test_parameters_without_elements_alone():
+    weight = nn.Parameter(torch.empty(0, 3))
+    optimizer = fused.AdamW([weight], offload=True, rounding="correction8")
+    step([weight], optimizer, 0)
+    assert optimizer.state[weight]["step"].item() == 1
+
+
+def test_parameters_vanish_and_come_back(window):
+    """State is laid out anew when other parameters have gradients; the weights are those of resident state."""
+    runs = []
+    for offloaded in (False, True):
+        parameters = made("cpu", torch.float32)
+        optimizer = fused.AdamW(parameters, 1e-2, storage="dynamic8", offload=offloaded, min_quantized=100)
+        for number in range(6):
+            torch.manual_seed(number)
+            for at, parameter in enumerate(parameters):
+                parameter.grad = None if at == number % 4 else torch.randn(parameter.shape)
+            optimizer.step()
+        runs.append(parameters)
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_state_that_host_memory_does_not_hold_is_refused(offloaded):
+    weight = nn.Parameter(torch.ones(1).expand(2**50))
+    weight.grad = torch.ones(1).expand(2**50)
+    optimizer = fused.AdamW([weight], offload=offloaded)
+    with pytest.raises(TrainingError):
+        optimizer.step()
+    with pytest.raises(TrainingError):
+        whole_pages(2**52)

@@ -117,6 +117,19 @@ def test_an_incomplete_part_is_updated_at_the_end():
     assert "layers.1.2.weight" not in changed
 
 
+def test_a_norm_has_no_gradients_of_earlier_steps():
+    """Also of parts that `step` has updated, after the norm was read."""
+    model = Model()
+    optimizer = fused.AdamW(model.parameters(), 0.0)
+    optimizer.update_in_backward(backward_parts(model))
+    norms = []
+    for _ in range(2):
+        model(torch.arange(6)[None], skip=True).backward()
+        norms.append(optimizer.gradient_norm().item())
+        optimizer.step()
+    assert norms[0] == norms[1] > 0
+
+
 def test_learning_rates_of_later_steps_are_read():
     model = Model()
     optimizer = fused.AdamW(model.parameters(), 1e-2)
@@ -155,3 +168,94 @@ def test_a_model_is_freed_with_its_optimizer():
     del model, optimizer
     gc.collect()
     assert alive() is None
+
+
+def in_backward(model, rate=1e-2):
+    optimizer = fused.AdamW(model.parameters(), rate, **OPTIONS)
+    optimizer.update_in_backward(backward_parts(model))
+    return optimizer
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["complete", "incomplete"])
+def test_a_second_backward_is_refused(skip):
+    """Gradients accumulate over backwards, and the weights have changed since the first one."""
+    model = Model()
+    optimizer = in_backward(model)
+    loss = model(torch.arange(6)[None], skip=skip)
+    loss.backward(retain_graph=True)
+    with pytest.raises(TrainingError):
+        model(torch.arange(6)[None], skip=skip).backward()
+    optimizer.step()
+
+
+def test_clipping_and_loss_scales_are_refused():
+    model = Model()
+    optimizer = in_backward(model)
+    with pytest.raises(TrainingError):
+        optimizer.clip(1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.arange(6)[None])).backward()
+    with pytest.raises(TrainingError):
+        scaler.step(optimizer)
+
+
+def test_added_groups_are_refused():
+    model, added = Model(), nn.Parameter(torch.ones(3))
+    optimizer = in_backward(model)
+    with pytest.raises(TrainingError):
+        optimizer.add_param_group({"params": [added]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_parts_may_be_divided_again():
+    one, two = Model(), Model()
+    first, second = in_backward(one), in_backward(two)
+    second.update_in_backward([[*two.parameters()]])
+    steps(one, first, 3)
+    steps(two, second, 3)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_closure_computes_the_gradients():
+    one, two = Model(), Model()
+    first, second = in_backward(one), in_backward(two)
+    steps(one, first, 1)
+
+    def closure():
+        torch.manual_seed(0)
+        loss = two(torch.randint(33, (3, 11)))
+        loss.backward()
+        return loss
+
+    assert second.step(closure).item() > 0
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_copy_updates_its_own_weights():
+    model = Model()
+    optimizer = in_backward(model)
+    steps(model, optimizer, 2)
+    twin, other = copy.deepcopy((model, optimizer))
+    before = copy.deepcopy(model.state_dict())
+    steps(twin, other, 2, start=2)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    steps(model, optimizer, 2, start=2)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_layer_may_be_frozen_and_trained_again():
+    """Without its gradients, a layer and its state do not change, and step counts of parameters differ."""
+    model = Model()
+    optimizer = in_backward(model)
+    steps(model, optimizer, 1)
+    model.layers[0].requires_grad_(False)
+    before = copy.deepcopy(model.layers[0].state_dict())
+    steps(model, optimizer, 2, start=1)
+    assert all(torch.equal(value, before[name]) for name, value in model.layers[0].state_dict().items())
+    model.layers[0].requires_grad_(True)
+    steps(model, optimizer, 1, start=3)
+    assert optimizer.state[model.layers[0][0].weight]["step"].item() == 2
+    assert optimizer.state[model.layers[1][0].weight]["step"].item() == 4

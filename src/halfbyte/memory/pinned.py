@@ -25,9 +25,15 @@ def whole_pages(nbytes: int) -> Tensor:
     """uint8 [nbytes] in host memory that shares no page with other buffers, since CUDA registers full pages.
 
     torch's pinned allocator would round the size up to a power of two.
+
+    Raises:
+        TrainingError: the host does not have enough memory.
     """
     pages = -(-nbytes // mmap.PAGESIZE) + 1
-    memory = torch.empty(pages * mmap.PAGESIZE, dtype=torch.uint8)
+    try:
+        memory = torch.empty(pages * mmap.PAGESIZE, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise TrainingError(f"{nbytes / 2**30:.2f} GiB of host memory are not free", "offload less") from error
     begin = -memory.data_ptr() % mmap.PAGESIZE
     return memory[begin : begin + nbytes]
 

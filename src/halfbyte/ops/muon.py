@@ -1,9 +1,9 @@
 """The parts of a Muon step over a list of matrices of one shape, as torch functions.
 
-`directions` updates the momenta and returns what is to be orthogonalized; `apply_directions` moves the weights along
-the result. Each is one launch on a GPU. Between them are only batched matmuls (`optim.muon.orthogonalize`), of which
-two in three have a symmetric result (`symmetric_product`). Nothing is read on the host, so a CUDA graph can hold the
-step.
+`directions` updates the momenta and writes the matrices to orthogonalize, and `apply_directions` moves the weights
+along the orthogonalized ones. Each is one launch on a GPU. Between them, `optim.muon.orthogonalize` runs batched
+matmuls, of which two in three have a symmetric result (`symmetric_product`). Nothing is read on the host, so a CUDA
+graph can hold the step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HALVED_FROM = 512  # rows from which a CPU computes half of a symmetric product
 
 
 def quantize_momentum(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Store tensors in 8 bits, linearly in blocks of `BLOCK` elements (arXiv:2509.23106, section 3).
+    """Quantize tensors to 8 bits, linearly in blocks of `BLOCK` elements (arXiv:2509.23106, section 3).
 
     Args:
         values: [B, *], fp32; blocks do not cross the B tensors.
@@ -35,7 +35,7 @@ def quantize_momentum(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_momentum(codes: Tensor, scales: Tensor) -> Tensor:
-    """Values [B, *] in fp32 of a result of `quantize_momentum`."""
+    """Return the values, fp32 [B, *], of codes int8 [B, *] and scales from `quantize_momentum`."""
     numel = codes[0].numel()
     each = scales.repeat_interleave(BLOCK, dim=1)[:, :numel]
     return (codes.flatten(1) * each).view(codes.shape)
@@ -44,8 +44,8 @@ def dequantize_momentum(codes: Tensor, scales: Tensor) -> Tensor:
 def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
     """Return alpha·XXᵀ + beta·S [B, m, m].
 
-    On a CPU, large products are computed without one of two equal blocks: with 512 rows and more that takes 0.73 to
-    0.83 of a full matmul's time, with 320 rows 1.08 (one core of an AMD EPYC, November 2026).
+    On a CPU, products with at least `HALVED_FROM` rows are computed without one of two equal blocks. From 512 rows on,
+    that takes 0.73 to 0.83 of a full matmul's time, and with 320 rows 1.08 (one core of an AMD EPYC, November 2026).
 
     Args:
         x: X [B, m, n]: contiguous, or transposed from contiguous [B, n, m].
@@ -81,6 +81,7 @@ def directions(
         parameters: n parameters of one shape, dtype and device, and their gradients. The only state of each is its
             momentum, in fp32 (fp64 for fp64 weights), or int8 with scales (`quantize_momentum`).
         momentum: weight of the last momentum.
+        nesterov: whether the gradient is added to the momentum once more.
         grad_scale: fp32, one element: divides the gradients; None: 1.
         found_inf: fp32, one element: if it is not 0, no momentum changes and `out` is undefined; None: 0.
     """
@@ -109,12 +110,14 @@ def apply_directions(
     scale: float,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Step the weights: W ← (1 - lr·weight_decay)·W - lr·scale·O, rounded once.
+    """Update the weights: W ← (1 - lr·weight_decay)·W - lr·scale·O, rounded once.
 
     Args:
         found: [n, *shape], contiguous: the orthogonalized directions O.
         parameters: the n parameters.
-        lr: fp32 or fp64 (of fp64 weights), one element.
+        lr: fp32, or fp64 for fp64 weights; one element.
+        weight_decay: decoupled weight decay.
+        scale: factor of the learning rate, from the matrix's shape.
         found_inf: fp32, one element: if it is not 0, no weight changes; None: 0.
     """
     exact = torch.promote_types(parameters.weights[0].dtype, torch.float32)

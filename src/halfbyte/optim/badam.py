@@ -17,6 +17,7 @@ narrow or scattered elements.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -27,8 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..utils.errors import ConfigError
+from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from .groups import LAYER
+from .parts import check_gradient, check_places, check_saved_groups
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
 
@@ -100,6 +102,24 @@ class Blocks:
                 f"badam_start_block: {self.start_block} is not one of the {count} blocks", f"give 0 to {count - 1}"
             )
 
+    def check_elements(self, trained: Mapping[str, Tensor]) -> None:
+        """Raise a ConfigError if mode "ratio" cannot take a parameter, or would have a block without elements."""
+        if self.mode != "ratio" or not trained:
+            return
+        for name, parameter in trained.items():
+            if not parameter.is_contiguous():
+                raise ConfigError(
+                    f"badam_mode: ratio divides contiguous parameters, and {name} is not",
+                    "call contiguous() on its data",
+                )
+        count, largest = len(self.names(trained)), max(trained.values(), key=Tensor.numel)
+        if not self.elements(largest.detach(), count - 1, count).numel():
+            raise ConfigError(
+                f"badam_update_ratio: {self.update_ratio} makes {count} blocks, and the largest parameter has"
+                f" {largest.numel()} elements",
+                "raise badam_update_ratio",
+            )
+
 
 class BAdam(Optimizer):
     """BAdam over an inner optimizer; see the module's docstring.
@@ -113,23 +133,44 @@ class BAdam(Optimizer):
         seed: of switch_mode "random".
 
     Raises:
-        ConfigError: `blocks.start_block` is not a block.
+        ConfigError: `blocks.start_block` is not a block, a parameter is in two places, or mode "ratio" gets parameters
+            that are not contiguous or fewer elements than blocks; or a group is added later.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], trained: Mapping[str, nn.Parameter], make_inner: MakeInner, *, lr: float,
         blocks: Blocks, seed: int = 0,
     ):  # fmt: skip
+        self._numbered: list[tuple[int, nn.Parameter]] = []
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-        self.blocks, self.seed, self._make_inner = blocks, seed, make_inner
+        self.blocks, self.seed, self._make_inner, self._trained = blocks, seed, make_inner, dict(trained)
         self._numbered = [
             (number, parameter) for number, group in enumerate(self.param_groups) for parameter in group["params"]
         ]
         places = {id(parameter): place for place, (_, parameter) in enumerate(self._numbered)}
         self._members = [{places[id(trained[name])] for name in names} for names in blocks.names(trained)]
         blocks.check_start(len(self._members))
+        blocks.check_elements(self._trained)
         self.steps = 0
         self._activate(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        arguments = {"trained": self._trained, "make_inner": self._make_inner, "blocks": self.blocks, "seed": self.seed}
+        saved = self.state_dict()
+        return {"groups": self.param_groups, **arguments, "lr": self.defaults["lr"], "saved": saved}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("saved")
+        BAdam.__init__(self, **state)
+        self.load_state_dict(saved)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._numbered:
+            wrong = "a parameter group is added to BAdam, whose blocks are made from all parameters"
+            raise ConfigError(wrong, "make a new optimizer with all groups")
+        param_group["params"] = [*param_group["params"]]
+        check_places(self.param_groups, param_group["params"])
+        super().add_param_group(param_group)
 
     @property
     def active(self) -> int:
@@ -173,6 +214,8 @@ class BAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for place in self._parts:
+            self._check(place)
         for place, (_, stepped) in self._parts.items():
             gradient = self._numbered[place][1].grad
             if gradient is not None:
@@ -182,7 +225,8 @@ class BAdam(Optimizer):
             self.inner.grad_scale = getattr(self, "grad_scale", None)  # type: ignore[attr-defined]
             self.inner.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
         for group, number in zip(self.inner.param_groups, self._outer, strict=True):
-            group["lr"] = self.param_groups[number]["lr"]
+            for key in ("lr", "weight_decay"):
+                group[key] = self.param_groups[number][key]
         self.inner.step()
         for part, stepped in self._parts.values():
             if not _is_direct(part):
@@ -193,6 +237,26 @@ class BAdam(Optimizer):
         if switches and self.steps % self.blocks.switch_interval == 0:
             self._activate(self._switches + 1)
         return loss
+
+    def _check(self, place: int) -> None:
+        """Take a parameter's elements again if its data is another tensor, and check its gradient.
+
+        Raises:
+            TrainingError: the gradient is sparse, or the parameter has another shape or dtype than before.
+        """
+        (part, stepped), parameter = self._parts[place], self._numbered[place][1]
+        if parameter.grad is not None:
+            check_gradient(parameter, f"parameter {place}")
+        now = self.blocks.elements(parameter.detach(), self.active, len(self._members))
+        if (now.shape, now.dtype, now.device) != (part.shape, part.dtype, part.device):
+            raise TrainingError(
+                f"parameter {place} is now {parameter.dtype} {[*parameter.shape]} on {parameter.device}, which its"
+                " optimizer state does not fit",
+                "change parameters before the first step, or make a new optimizer",
+            )
+        if now.data_ptr() != part.data_ptr():
+            self._parts[place] = now, stepped
+            stepped.data = now if _is_direct(now) else now.float().clone().contiguous()
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 
@@ -214,23 +278,37 @@ class BAdam(Optimizer):
         """Load what `state_dict` returned for the same parameters.
 
         Raises:
-            ValueError: the state is of another optimizer or of other parameters.
+            CheckpointError: the state is of another optimizer, of other parameters or of other blocks.
         """
-        saved, sizes = state_dict["param_groups"], [len(group["params"]) for group in self.param_groups]
-        if "switches" not in state_dict or [len(group["params"]) for group in saved] != sizes:
-            raise ValueError("the optimizer state is of another optimizer or of other parameters")
-        for group, other in zip(self.param_groups, saved, strict=True):
+        check_saved_groups(state_dict, self.param_groups)
+        if "switches" not in state_dict:
+            raise CheckpointError("the optimizer state has no blocks", "resume with the optimizer that saved it")
+        for group, other in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
         self.steps = state_dict["steps"]
         self._activate(state_dict["switches"])
         inner: dict[int, Any] = {}
-        for index, place in enumerate(self._places()):
+        places = self._places()
+        if others := state_dict["state"].keys() - {*places}:
+            raise _other_blocks(min(others))
+        for index, place in enumerate(places):
             found = dict(state_dict["state"].get(place, {}))
+            part, stepped = self._parts[place]
+            if any(isinstance(each, Tensor) and each.dim() and each.shape != part.shape for each in found.values()):
+                raise _other_blocks(place)
+            if found and (MASTER in found) == _is_direct(part):
+                raise _other_blocks(place)
             if (master := found.pop(MASTER, None)) is not None:
-                self._parts[place][1].data.copy_(master)
+                stepped.data.copy_(master)
             if found:
                 inner[index] = found
         self.inner.load_state_dict({"state": inner, "param_groups": self.inner.state_dict()["param_groups"]})
+
+
+def _other_blocks(place: int) -> CheckpointError:
+    return CheckpointError(
+        f"the saved state of parameter {place} is of other blocks", "resume with the badam_* options that saved it"
+    )
 
 
 def _is_direct(part: Tensor) -> bool:

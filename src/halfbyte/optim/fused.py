@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -21,9 +22,22 @@ from ..ops.optimizer import RULES, TRUSTS
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from .offload import Windows
-from .parts import CORRECTION, CORRECTIONS, BackwardUpdates, Batch, Part, local_of, state_keys
+from .parts import (
+    CORRECTION,
+    CORRECTIONS,
+    BackwardUpdates,
+    Batch,
+    Part,
+    Tensors,
+    check_places,
+    check_saved_groups,
+    local_of,
+    parameter_name,
+    state_keys,
+)
 
 WRAPPED = "__bnb_optimizer_quant_state__"  # bitsandbytes puts tensors that FSDP must not cast under this key
+RULE = "rule"  # key of a saved group: name of its rule
 FULL_ELEMENTS = "full_elements"  # attribute of a slice of a parameter: elements of the parameter
 COMMON: dict[str, Any] = {
     "storage": "fp32",
@@ -33,6 +47,16 @@ COMMON: dict[str, Any] = {
     "offload": False,
     "capturable": True,
 }
+WITHOUT_EFFECT = ("foreach", "fused")  # keywords of torch's optimizers that do not change a step's numbers
+# keywords of torch's optimizers that do, and that the optimizers of this module only take as False, 0 or None
+UNSUPPORTED = (
+    "amsgrad", "maximize", "differentiable", "momentum", "dampening", "nesterov", "centered", "lr_decay",
+    "initial_accumulator_value",
+)  # fmt: skip
+
+
+# names of the states of all rules and of torch's optimizers, and of the surplus ones of `_from_bitsandbytes`
+STATES = {name for row in RULES.values() for name in row.states} | {"max_exp_avg_sq", "grad_avg", "state2", "state3"}
 
 
 class FusedOptimizer(Optimizer):
@@ -44,13 +68,16 @@ class FusedOptimizer(Optimizer):
     - min_quantized: parameters with fewer elements have fp32 state in place of a quantized one.
     - offload: whether the state is in pinned host memory; see `offload`. A CUDA graph cannot hold such a step.
 
+    Keywords of torch's optimizers that do not change a step's numbers (`foreach`, `fused`) are ignored.
+
     Args:
         params: parameters or groups of them, as in torch.
-        defaults: options of groups.
+        defaults: numbers of the rule, for groups without their own.
+        options: the other options of groups.
 
     Raises:
-        ConfigError: an option has an unknown name, the weights are not fp32, bf16 or fp16, or a rule with trust ratios
-            gets shards of parameters or offloads its state.
+        ConfigError: an option has an unknown name or is out of range, a parameter is in two places, the weights are not
+            fp32, bf16 or fp16, or a rule with trust ratios gets shards of parameters or offloads its state.
     """
 
     rule: ClassVar[str]
@@ -58,18 +85,78 @@ class FusedOptimizer(Optimizer):
     _step_supports_amp_scaling = True  # torch.amp.GradScaler passes `found_inf` and does not block
     backward: BackwardUpdates | None  # updates the parameters in the backward
 
-    def __init__(self, params: Any, defaults: dict[str, Any]):
+    def __init__(self, params: Any, defaults: dict[str, Any], **options: Any):
+        for name, value in options.items():
+            if name in UNSUPPORTED and value:
+                raise unsupported(self, name, value)
+            if name not in (*COMMON, *WITHOUT_EFFECT, *UNSUPPORTED):
+                known = ", ".join((*defaults, *COMMON))
+                raise ConfigError(f"{type(self).__name__} has no option {name}", f"its options: {known}")
+        options = {name: value for name, value in options.items() if name in COMMON}
+        self._begin()
+        super().__init__(params, COMMON | defaults | options)
+
+    def _begin(self) -> None:
+        """Set what is not part of an optimizer's pickled state."""
         self.gradient_factor: Tensor | None = None
         self.whole, self.backward = Part(self), None
         self._windows: dict[torch.device, Windows] = {}
         self._earlier_reads = 0  # of parts before `whole`
-        self._clipped: list[int] = []  # numbers of the gradients that `clip` has read
-        super().__init__(params, COMMON | defaults)
+        self._clipped: Tensors | None = None  # what `clip` has read
+
+    def __getstate__(self) -> dict[str, Any]:
+        for windows in self._windows.values():
+            windows.synchronize()
+        parts = None if self.backward is None else self.backward.members
+        return {**super().__getstate__(), "parts": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parts = state.pop("parts")
+        self._begin()
+        super().__setstate__(state)
+        if parts is not None:
+            self.update_in_backward(parts)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.backward is not None:
+            raise TrainingError(
+                "a parameter group is added to an optimizer that updates in the backward",
+                "add it before update_in_backward, and divide its parameters there too",
+            )
+        given = param_group["params"]
+        if not isinstance(given, set):  # which torch refuses, since it has no order
+            param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        check_places(self.param_groups, param_group["params"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        try:
+            self._check(group)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+        for key in WITHOUT_EFFECT:
+            group.pop(key, None)
         group["capturable"] = not group["offload"]
+        self._reset()
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Raise a ConfigError that names an option or a dtype which the group cannot have."""
+        for key in UNSUPPORTED:
+            if group.get(key) and key not in self.defaults:
+                raise unsupported(self, key, group[key])
+        rate = group["lr"]
+        if isinstance(rate, Tensor) and rate.numel() != 1:
+            raise ConfigError(f"lr is a tensor of shape {[*rate.shape]}", "pass a float or a tensor of one element")
+        for key in ("lr", "weight_decay", "eps", "momentum"):
+            value = group.get(key, 0.0)
+            if not (isinstance(value, Tensor) or value >= 0):
+                raise ConfigError(f"{key} is {value}", "pass a number from 0")
+        count = 3 if self.rule == "ademamix" else 2
+        if "betas" in group and len(group["betas"]) != count:
+            raise ConfigError(f"betas are {group['betas']}", f"pass {count} numbers")
+        for number, beta in enumerate(group.get("betas", ())):
+            if not (0 <= beta < 1 or (number == 2 and beta == 1)):
+                raise ConfigError(f"betas[{number}] is {beta}", "pass a number from 0 to below 1")
         for key, known in (
             ("storage", ("weight", *RULES[self.rule].storages)),
             ("rounding", ("nearest", "stochastic", *CORRECTIONS)),
@@ -103,7 +190,7 @@ class FusedOptimizer(Optimizer):
         """Divide the parameters into launches again in the next step."""
         for windows in self._windows.values():
             windows.synchronize()
-        self._windows, self._clipped = {}, []
+        self._windows, self._clipped = {}, None
         self._earlier_reads += self.whole.reads
         self.whole = Part(self)
         if self.backward is not None:
@@ -132,19 +219,26 @@ class FusedOptimizer(Optimizer):
         """Update all parameters that have a gradient; after `update_in_backward`, those that are left.
 
         Raises:
-            TrainingError: a gradient is sparse, or of another shape or device than its parameter.
+            TrainingError: a gradient is sparse, or of another shape or device than its parameter; a parameter has
+                changed its shape, dtype or device so that its state does not fit it; or host memory for the state is
+                not free.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self.backward is not None:
+            if getattr(self, "grad_scale", None) is not None:
+                raise TrainingError("the backward has updated with scaled gradients", "train without a GradScaler")
             self.backward.finish()
             return loss
-        if not self._clipped or self._clipped != self.whole.gradient_numbers():
-            self.gradient_factor = self.gradient_factor if not self._clipped else None  # of other gradients
+        clipped, self._clipped = self._clipped, None
+        if clipped is None:
             self.whole.read()
-        self._clipped = []
+        elif (now := self.whole.now()) != clipped:
+            if now[1:] != clipped[1:]:
+                self.gradient_factor = None  # of other gradients
+            self.whole.read()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         factor = self.gradient_factor
         if scale is not None:
@@ -159,9 +253,17 @@ class FusedOptimizer(Optimizer):
         """Return the 2-norm of all gradients, fp32 []; the next `step` clips them to `max_norm` as it reads them.
 
         The gradients themselves are not changed. If others take their place before `step`, these are not clipped.
+
+        Raises:
+            TrainingError: as `step`, or the backward updates the parameters.
         """
+        if self.backward is not None:
+            raise TrainingError(
+                "gradients cannot be clipped to the norm of all of them, since the backward has freed them",
+                "do not call clip, or do not update in the backward",
+            )
         self.whole.read()
-        self._clipped = self.whole.gradient_numbers()
+        self._clipped = self.whole.tensors
         norm, self.gradient_factor = self.whole.norm(max_norm)
         return norm
 
@@ -173,16 +275,22 @@ class FusedOptimizer(Optimizer):
 
         Args:
             parts: all parameters, divided in the order in which their gradients are expected.
+
+        Raises:
+            TrainingError: the parts have other parameters than the optimizer. In a backward: it is the second one
+                since the last `step`.
         """
         divided = [id(weight) for part in parts for weight in part]
         if sorted(divided) != sorted(id(weight) for group in self.param_groups for weight in group["params"]):
             raise TrainingError("the parts to update in the backward are not the optimizer's parameters")
+        if self.backward is not None:
+            self.backward.close()
         self.backward = BackwardUpdates(self, parts)
         for group in self.param_groups:
             group["capturable"] = False
 
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients that the backward has freed since the last call, fp32 []."""
+        """Return the 2-norm of the gradients that this step's backward has freed, fp32 []; see `BackwardUpdates`."""
         return self.backward.gradient_norm() if self.backward is not None else torch.zeros(())
 
     @torch.no_grad()
@@ -211,17 +319,48 @@ class FusedOptimizer(Optimizer):
         """State of a parameter; created if it has none."""
         weight = group["params"][index]
         state = self.state[weight]
-        if state:
-            return state
         rule, storage, local = RULES[self.rule], self.storage_of(group, index), local_of(weight)
         where = torch.device("cpu") if group["offload"] else local.device
+        if state:
+            self._check_state(state, group, index, storage, where)
+            return state
         state["step"] = torch.zeros((), device=local.device)
         for number, signed in enumerate(rule.signed):
-            parts = storage.zeros(local.numel(), signed, where)
+            try:
+                parts = storage.zeros(local.numel(), signed, where)
+            except torch.OutOfMemoryError:  # of a GPU: the caller may free memory
+                raise
+            except RuntimeError as error:
+                nbytes = len(rule.signed) * storage.nbytes(local.numel())
+                wrong = f"{nbytes / 2**30:.2f} GiB of host memory for the state of a parameter are not free"
+                raise TrainingError(wrong, "take an optimizer with less state, such as adamw_8bit") from error
             _put(state, state_keys(self.rule, storage.name, number), parts, local)
         if group["rounding"] in CORRECTIONS and local.dtype == torch.bfloat16:
-            state[CORRECTION] = torch.zeros_like(local, dtype=CORRECTIONS[group["rounding"]], device=where)
+            state[CORRECTION] = torch.zeros(local.shape, dtype=CORRECTIONS[group["rounding"]], device=where)
         return state
+
+    def _check_state(
+        self, state: dict[str, Any], group: dict[str, Any], index: int, storage: Storage, where: torch.device
+    ) -> None:
+        """Raise a TrainingError if a parameter has changed so that its state does not fit it any more."""
+        weight = local_of(group["params"][index])
+        expected: dict[str, tuple[int, torch.dtype]] = {}
+        for number, signed in enumerate(RULES[self.rule].signed):
+            sizes = storage.codes(weight.numel()), storage.scales(weight.numel())
+            dtypes = storage.codes_dtype(signed), storage.scale_dtype
+            keys = state_keys(self.rule, storage.name, number)
+            expected |= zip(keys, zip(sizes, dtypes, strict=True), strict=False)
+        if group["rounding"] in CORRECTIONS and weight.dtype == torch.bfloat16:
+            expected[CORRECTION] = weight.numel(), CORRECTIONS[group["rounding"]]
+        found = {key: state[key] for key in expected if key in state}
+        kinds = {key: (each.numel(), each.dtype) for key, each in found.items()}
+        if kinds != expected or any(each.device != where for each in found.values()):
+            number = next(at for at, each in enumerate(self.param_groups) if each is group)
+            raise TrainingError(
+                f"{parameter_name(number, index)} is now {weight.dtype} {[*weight.shape]} on {weight.device}, which its"
+                f" optimizer state does not fit: {kinds} instead of {expected}",
+                "change parameters and options before the first step, or make a new optimizer",
+            )
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 
@@ -234,6 +373,7 @@ class FusedOptimizer(Optimizer):
         for packed_group, group in zip(packed["param_groups"], self.param_groups, strict=True):
             del packed_group["capturable"]  # torch's is False on CPUs
             packed_group.update({key: value for key, value in self._foreign(group).items() if key not in group})
+            packed_group[RULE] = self.rule
         for number, state in packed["state"].items():
             if storages[number] == "dynamic8":
                 packed["state"][number] = to_bitsandbytes(self.rule, state)
@@ -249,21 +389,22 @@ class FusedOptimizer(Optimizer):
         Raises:
             CheckpointError: the state is of other parameters, another rule or another storage.
         """
-        saved, own = state_dict["param_groups"], self.param_groups
-        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
-            raise CheckpointError("the optimizer state is of other parameter groups", "load the state of this model")
-        is_foreign = any(WRAPPED in state for state in state_dict["state"].values()) and "storage" not in saved[0]
-        for group, other in zip(own, saved, strict=True):
-            kept = {"params", *COMMON}
-            if is_foreign:  # every group of bitsandbytes has all keys, with other meanings
-                kept |= group.keys() - {"lr", "initial_lr", "weight_decay", "betas", "eps"}
-            group.update({key: value for key, value in other.items() if key in group and key not in kept})
+        check_saved_groups(state_dict, self.param_groups)
+        saved, own = copy.deepcopy(state_dict["param_groups"]), self.param_groups
+        for group in saved:
+            self._check_saved(group)
         numbers = [number for group in saved for number in group["params"]]
         places = [(group, index) for group in own for index in range(len(group["params"]))]
         loaded = {}
         for number, (group, index) in zip(numbers, places, strict=True):
             if number in state_dict["state"]:
                 loaded[group["params"][index]] = self._from_saved(state_dict["state"][number], group, index, number)
+        is_foreign = any(WRAPPED in state for state in state_dict["state"].values()) and "storage" not in saved[0]
+        for group, other in zip(own, saved, strict=True):
+            kept = {"params", *COMMON}
+            if is_foreign:  # every group of bitsandbytes has all keys, with other meanings
+                kept |= group.keys() - {"lr", "initial_lr", "weight_decay", "betas", "eps"}
+            group.update({key: value for key, value in other.items() if key in group and key not in kept})
         self.state.clear()
         self.state.update(loaded)
         self._reset()
@@ -272,18 +413,36 @@ class FusedOptimizer(Optimizer):
         """Storage and number of elements that the saved state of a group's parameter must have."""
         return self.storage_of(group, index), local_of(group["params"][index]).numel()
 
+    def _check_saved(self, group: dict[str, Any]) -> None:
+        """Raise a CheckpointError if a saved group is of another rule, or has an option that this one does not."""
+        rule = "muon" if "ns_steps" in group else group.get(RULE, self.rule)
+        if rule != self.rule:
+            wrong = f"the optimizer state is of rule {rule}, and the optimizer has rule {self.rule}"
+            raise CheckpointError(wrong, "resume with the optimizer that saved it")
+        for key in ("amsgrad", "maximize", "nesterov", "centered"):
+            if group.get(key) and key not in self.defaults:
+                wrong = f"the optimizer state is of an optimizer with {key}={group[key]}"
+                raise CheckpointError(
+                    wrong, f"{type(self).__name__} has no {key}: resume with the optimizer that saved it"
+                )
+
     def _from_saved(self, saved: dict[str, Any], group: dict[str, Any], index: int, number: int) -> dict[str, Any]:
         """One parameter's state, converted and copied to its device."""
         rule, local = RULES[self.rule], local_of(group["params"][index])
         where = torch.device("cpu") if group["offload"] else local.device
         saved = _from_bitsandbytes(self.rule, {**saved, **saved.get(WRAPPED, {})})
+        if others := {key.partition("::")[0] for key in saved} & STATES - {*rule.states}:
+            wrong = f"the saved state of parameter {number} has {', '.join(others)}, and rule {self.rule} does not"
+            raise CheckpointError(wrong, "resume with the optimizer that saved it")
+        if "step" not in saved and rule.corrects_bias:
+            raise CheckpointError(f"the saved state of parameter {number} has no step", "load a full state dict")
         storage, elements = self.saved_layout(saved, group, index)
         step = saved.get("step", 0)
         state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).to(local.device, copy=True)}
         for place, (name, signed) in enumerate(zip(rule.states, rule.signed, strict=True)):
             keys = state_keys(self.rule, storage.name, place)
             found = [saved[key] for key in keys if key in saved]
-            if not storage.block and not (name in saved and saved[name].is_floating_point()):
+            if not storage.block and not (isinstance(saved.get(name), Tensor) and saved[name].is_floating_point()):
                 found = []
             if len(found) != len(keys) or found[0].numel() != storage.codes(elements):
                 have, wanted = ", ".join(key for key in saved if key != WRAPPED), ", ".join(keys)
@@ -302,10 +461,20 @@ class FusedOptimizer(Optimizer):
                 )
             _put(state, keys, (parts[0], parts[1] if len(parts) > 1 else None), local)
         if group["rounding"] in CORRECTIONS and local.dtype == torch.bfloat16:
-            dtype = CORRECTIONS[group["rounding"]]
-            zeros = torch.zeros_like(local, dtype=dtype, device=where)
-            state[CORRECTION] = zeros if CORRECTION not in saved else zeros.copy_(saved[CORRECTION])
+            state[CORRECTION] = torch.zeros(local.shape, dtype=CORRECTIONS[group["rounding"]], device=where)
+            if CORRECTION in saved:
+                if saved[CORRECTION].shape != local.shape:
+                    wrong = f"the saved correction of parameter {number} has the shape {[*saved[CORRECTION].shape]}"
+                    raise CheckpointError(wrong, f"resume with the model that saved it: {[*local.shape]}")
+                state[CORRECTION].copy_(saved[CORRECTION])
         return state
+
+
+def unsupported(optimizer: Optimizer, key: str, value: Any) -> ConfigError:
+    """Error for a keyword of torch's optimizer that this one does not have."""
+    return ConfigError(
+        f"{key}: {type(optimizer).__name__} does not support {value!r}", f"remove {key}, or take torch's optimizer"
+    )
 
 
 def elements_per_entry(key: str, value: Any, elements: int) -> int:
@@ -341,7 +510,8 @@ def _from_bitsandbytes(rule: str, saved: dict[str, Any]) -> dict[str, Any]:
         pairs: Any = (None, None) if scales is None else scales
         states = [*zip(codes, pairs, strict=True), last]  # type: ignore[arg-type]
     found = {key: value for key, value in saved.items() if key in ("step", CORRECTION, WRAPPED)}
-    for name, (codes, scales) in zip(RULES[rule].states, states, strict=False):
+    names = [*RULES[rule].states, *(f"state{n}" for n in range(len(RULES[rule].states) + 1, len(states) + 1))]
+    for name, (codes, scales) in zip(names, states, strict=False):
         found |= {name: codes} if scales is None else {f"{name}::quantized": codes, f"{name}::scales": scales}
     return found
 
@@ -378,7 +548,7 @@ class AdamW(FusedOptimizer):
         **options: Any,
     ):
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, numbers | options)
+        super().__init__(params, numbers, **options)
 
 
 class LAMB(AdamW):
@@ -420,7 +590,13 @@ class AdEMAMix(FusedOptimizer):
     ):
         schedule = {"alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, numbers | schedule | options)
+        super().__init__(params, numbers | schedule, **options)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        if group["t_beta3"] and 0 in (group["betas"][0], group["betas"][2]):
+            wrong = f"t_beta3: {group['t_beta3']} with betas {group['betas']}, whose half-lives are compared"
+            raise ConfigError(wrong, "pass betas[0] and betas[2] above 0, or remove t_beta3")
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         schedule = {key: group[key] or 0 for key in ("t_alpha", "t_beta3")}
@@ -440,7 +616,7 @@ class Lion(FusedOptimizer):
         weight_decay: float = 0.0,
         **options: Any,
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay} | options)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
 
 
 class SGD(FusedOptimizer):
@@ -451,7 +627,7 @@ class SGD(FusedOptimizer):
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0, **options: Any
     ):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay} | options)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, **options)
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"beta1": group["momentum"]}
@@ -475,7 +651,8 @@ class LARS(SGD):
         trust_coefficient: float = 1e-3,
         **options: Any,
     ):
-        super().__init__(params, lr, momentum, weight_decay, trust_coefficient=trust_coefficient, **options)
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super(SGD, self).__init__(params, numbers | {"trust_coefficient": trust_coefficient}, **options)
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return super().settings(group) | {"alpha": group["trust_coefficient"]}
@@ -495,7 +672,7 @@ class RMSprop(FusedOptimizer):
         weight_decay: float = 0.0,
         **options: Any,
     ):
-        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay} | options)
+        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}, **options)
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"beta1": group["alpha"], "eps": group["eps"]}
@@ -512,7 +689,7 @@ class Adagrad(FusedOptimizer):
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, **options: Any
     ):
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay} | options)
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, **options)
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"eps": group["eps"]}

@@ -54,13 +54,13 @@ class Lomo(Optimizer):
         """Begin a step at its first gradient."""
         if self._begun:
             return
-        self._begun = True
+        self._begun, self._squares = True, []
         self.inner.lr = float(self.param_groups[0]["lr"])
         if hasattr(self.inner, STEPS):
             setattr(self.inner, STEPS, getattr(self.inner, STEPS) + 1)
 
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients since the last call, fp32 []."""
+        """Return the 2-norm of the gradients of this step, fp32 []; a second call returns 0."""
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 

@@ -12,15 +12,15 @@ parameters and all other parameters together. With a learning rate of 1 and a st
 
 `limit` keeps the norm of APOLLO's scaled gradient from growing by more than 1% a step. GaLore's P holds singular
 vectors of G. Instead of an SVD, a refresh runs randomized subspace iteration (Halko et al. 2011, arXiv:0909.4061,
-section 4.5) from the last P. Refreshes of different matrices fall on different steps, but for the first ones, which are
-computed for all matrices of a shape at once. APOLLO's P is Gaussian with variance 1/r, and is generated from a seed in
-each step, not stored. Q-GaLore (Zhang et al. 2024, arXiv:2407.08296)
-stores P in 4 or 8 bits, and refreshes P less often while it stays similar. Its int8 weights are not implemented.
+section 4.5) from the last P. The first refresh is computed for all matrices of a shape at once; later refreshes of
+different matrices fall on different steps. APOLLO's P is Gaussian with variance 1/r, and is generated from a seed in
+each step, not stored. Q-GaLore (Zhang et al. 2024, arXiv:2407.08296) stores P in 4 or 8 bits, and refreshes P less
+often while it stays similar. Q-GaLore's int8 weights are not implemented.
 
 Matrices of one shape share their projected gradients, virtual parameters and norms as stacks, and the inner optimizer
-steps all virtual parameters at once. The gradients themselves are not stacked: a copy of them takes longer than the
-matmuls with r columns, which are bound by reading them. On an accelerator these run in the dtype of bf16 weights, with
-sums in fp32.
+steps all virtual parameters at once. The full gradients are not stacked: copying them takes longer than the matmuls
+with r columns, whose time is that of reading the gradients. On an accelerator, matmuls of bf16 weights run in bf16 and
+sum in fp32.
 
 Between steps a virtual parameter occupies no memory. State per matrix: the inner optimizer's for r · max(m, n)
 elements; GaLore: P with r · min(m, n) elements; Q-GaLore: P quantized.
@@ -28,17 +28,19 @@ elements; GaLore: P with r · min(m, n) elements; Q-GaLore: P quantized.
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..utils.errors import TrainingError
+from ..ops.low_rank import dequantize_basis, gaussian, quantize_basis, refresh_basis
+from ..utils.errors import CheckpointError, ConfigError, TrainingError
+from .parts import check_gradient, check_places, check_saved_groups, second_backward
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
 
@@ -46,9 +48,9 @@ FIRST_SWEEPS = 3  # iterations from a random start; later refreshes start from t
 OVERSAMPLED = 8  # columns of a random start beyond the rank, as Halko et al. advise
 GROWTH = 1.01  # APOLLO's largest ratio of the norms of successive scaled gradients
 TINY = 1e-8  # added to the norms that APOLLO divides by
-SPARE = 1e-6  # share of the last basis in a new one, so that its columns are independent for any gradient
-REFRESH_ELEMENTS = 2**26  # of the gradients whose bases are computed at a time: 256 MiB in fp32
+REFRESH_ELEMENTS = 2**26  # most elements of gradients whose bases are computed together: 256 MiB in fp32
 STATE = "low_rank"  # key of this module's part of a parameter's state in a state dict
+SHAPE = "shape"  # key in that part: shape of the virtual parameter
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class LowRank:
         return named.get(self.proj_type) or (self.proj_type,)
 
     def rank_of(self, shape: Sequence[int]) -> int:
+        """Return the columns of P for a matrix of this shape."""
         return min(self.rank, *shape)
 
     def virtual_shape(self, shape: Sequence[int]) -> tuple[int, int]:
@@ -110,123 +113,16 @@ class LowRank:
         return total
 
 
-# --- projections -----------------------------------------------------------------------------------------------------
-
-
-def refresh_basis(gradient: Tensor, start: Tensor, rank: int, sweeps: int, align: bool = False) -> Tensor:
-    """Approximate the leading left singular vectors of matrices by subspace iteration.
-
-    Columns are orthonormalized by Cholesky factors of fp64 Gram matrices, twice (Yamamoto et al. 2015, CholeskyQR2),
-    which are batched matmuls and, unlike a batched QR on a GPU, no loop over matrices. Devices without fp64 use QR.
-
-    Args:
-        gradient: G [*, m, n], fp32 or fp64.
-        start: [*, m, k] with independent columns, r ≤ k ≤ min(m, n), in G's dtype.
-        rank: r.
-        sweeps: products with G Gᵀ.
-        align: whether to keep the order and signs of the columns of `start` [*, m, r], so that moments stay valid when
-            the basis changes little. Otherwise the columns are ordered by decreasing singular value.
-
-    Returns:
-        [*, m, r] with orthonormal columns.
-    """
-    basis = start if align else _orthonormal(start, start)
-    for _ in range(sweeps):
-        across = _orthonormal(gradient.mT @ basis)
-        basis = _orthonormal(gradient @ across, basis)
-    if align:
-        return basis * torch.where((basis * start).sum(-2, keepdim=True) < 0, -1.0, 1.0).to(basis.dtype)
-    exact = torch.float64 if _has_fp64(gradient.device) else gradient.dtype
-    inside = (basis.mT @ gradient).to(exact)
-    vectors = torch.linalg.eigh(inside @ inside.mT).eigenvectors.flip(-1)[..., :rank]
-    return (basis.to(exact) @ vectors).to(gradient.dtype)
-
-
-def _orthonormal(columns: Tensor, spare: Tensor | None = None) -> Tensor:
-    """Return an orthonormal basis [*, m, k] of the span of columns [*, m, k], in their dtype.
-
-    Args:
-        spare: independent columns [*, m, k], added with the weight `SPARE` so that dependent columns are replaced.
-            None: dependent columns become small, and the result is a whitening only.
-    """
-    if not _has_fp64(columns.device):
-        return torch.linalg.qr(columns).Q
-    size = torch.linalg.vector_norm(columns, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    found = columns.double() / size.clamp_min(torch.finfo(torch.float64).tiny)
-    if spare is not None:
-        found = found + SPARE * spare
-    for _ in range(1 if spare is None else 2):
-        gram = found.mT @ found
-        if spare is None:
-            gram.diagonal(dim1=-2, dim2=-1).add_(SPARE**2)
-        factor = torch.linalg.cholesky_ex(gram).L
-        found = torch.linalg.solve_triangular(factor.mT, found, upper=True, left=False)
-    return found.to(columns.dtype)
-
-
-def _has_fp64(device: torch.device) -> bool:
-    if device.type == "xpu":
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-    return device.type != "mps"
-
-
-def gaussian(rows: int, columns: int, like: Tensor, *key: int, count: int | None = None) -> Tensor:
-    """Return normal random numbers on `like`'s device, at least fp32, determined by `key`.
-
-    Returns:
-        [rows, columns], or [count, rows, columns].
-    """
-    digest = hashlib.blake2s("/".join(map(str, key)).encode(), digest_size=4).digest()
-    generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest, "little"))
-    shape = (rows, columns) if count is None else (count, rows, columns)
-    drawn = torch.randn(shape, generator=generator, device=like.device)
-    return drawn.to(torch.promote_types(like.dtype, torch.float32))
-
-
 def _wide(tensor: Tensor) -> Tensor:
-    """`tensor` in the dtype that it is computed with: fp32, or fp64 if it has that."""
+    """Return `tensor` in fp32; fp64 is kept."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """Dtype of the products with a weight's gradient and update: bf16 for bf16 weights on an accelerator."""
+    """Return the dtype of matmuls with the gradient: bf16 for bf16 weights on an accelerator, else at least fp32."""
     if weight.dtype == torch.bfloat16 and weight.device.type != "cpu":
         return torch.bfloat16
     return torch.promote_types(weight.dtype, torch.float32)
-
-
-def quantize_basis(basis: Tensor, bits: int, group: int) -> dict[str, Tensor]:
-    """Quantize a basis uniformly between the smallest and the largest value of each group of elements.
-
-    Args:
-        basis: fp32, any shape.
-        bits: 4 or 8.
-        group: consecutive elements per scale.
-
-    Returns:
-        codes: uint8 [⌈numel · bits / 8⌉], the first of two 4-bit codes in the low bits.
-        scales: fp32 [2, ⌈numel / group⌉], steps and smallest values.
-    """
-    flat = basis.reshape(-1)
-    groups = math.ceil(flat.numel() / group)
-    padded = torch.cat([flat, flat[-1:].expand(groups * group - flat.numel())]).view(groups, group)
-    low, high = padded.aminmax(dim=1)
-    step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
-    codes = ((padded - low[:, None]) / step[:, None]).round().clamp(0, 2**bits - 1).to(torch.uint8)
-    codes = codes.view(-1)[: flat.numel()]
-    if bits == 4:
-        pairs = nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
-        codes = pairs[:, 0] | pairs[:, 1] << 4
-    return {"codes": codes.contiguous(), "scales": torch.stack([step, low])}
-
-
-def dequantize_basis(stored: Mapping[str, Tensor], bits: int, group: int, shape: Sequence[int]) -> Tensor:
-    """Return the fp32 basis of this shape that `quantize_basis` stored."""
-    codes, (step, low) = stored["codes"], stored["scales"]
-    if bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=1).view(-1)
-    of = torch.arange(math.prod(shape), device=codes.device) // group
-    return (codes[: of.numel()] * step[of] + low[of]).view(*shape)
 
 
 # --- matrices --------------------------------------------------------------------------------------------------------
@@ -249,22 +145,30 @@ class _Matrix:
     state: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.shape = self.weight.shape
         self.virtual = nn.Parameter(self._placeholder())
         self.sides = self.options.sides(self.weight.shape)
         self.rank = self.options.rank_of(self.weight.shape)
 
     def _placeholder(self) -> Tensor:
-        """One element, expanded: the shape and dtype of the virtual parameter without its memory."""
+        """Return one element, expanded to the virtual parameter's shape: it takes no memory."""
         return self.weight.new_zeros(()).expand(self.options.virtual_shape(self.weight.shape))
 
     @property
     def has_bases(self) -> bool:
+        """Whether there are bases to project with; random ones are always there."""
         return self.options.random or "next" in self.state
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What matrices of one stack have in common."""
+        """Shape, dtype, device and options, which all matrices of a stack share."""
         return self.weight.shape, self.weight.dtype, self.weight.device, self.options
+
+    def check_weight(self, name: str) -> None:
+        """Raise a TrainingError if the weight, called `name`, has another shape than when the optimizer was made."""
+        if self.weight.shape != self.shape:
+            wrong = f"{name} is now {[*self.weight.shape]}, and its projection is of {[*self.shape]}"
+            raise TrainingError(wrong, "make a new optimizer after changing parameters")
 
     def free(self) -> None:
         """Free the virtual parameter and its gradient."""
@@ -279,9 +183,36 @@ class _Matrix:
         return found.to(dtype)
 
     def store(self, side: str, basis: Tensor) -> None:
+        """Store the basis [length of the side, r] of a side, quantized if the options say so."""
         bits, group = self.options.bits, self.options.group
         # a copy, since `basis` is a view of a stack
         self.state[side] = quantize_basis(basis, bits, group) if bits else basis.to(self.weight.dtype, copy=True)
+
+    def check(self, state: Mapping[str, Any], number: int) -> None:
+        """Raise a CheckpointError if `state`, saved for parameter `number`, is not of these options and this shape."""
+        options, wanted = self.options, dict[str, Any]()
+        for side in () if options.random else self.sides:
+            elements = self.rank * self.shape[side == "right"]
+            if options.bits:
+                wanted[f"{side}.codes"] = [math.ceil(elements * options.bits / 8)]
+                wanted[f"{side}.scales"] = [2, math.ceil(elements / options.group)]
+            else:
+                wanted[side] = [self.shape[side == "right"], self.rank]
+        if options.scaling:
+            wanted["norm"] = []
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            parts = (
+                {f"{key}.{part}": each for part, each in value.items()} if isinstance(value, Mapping) else {key: value}
+            )
+            found.update({name: [*each.shape] for name, each in parts.items() if isinstance(each, Tensor)})
+        found[SHAPE], wanted[SHAPE] = state.get(SHAPE), [*self.virtual.shape]
+        plan = set() if options.random else {"next", "gap"}
+        if state and (found != wanted or not plan <= state.keys()):
+            raise CheckpointError(
+                f"the saved low-rank state of parameter {number} has {found}, and its options need {wanted}",
+                "resume with the optimizer and the optim_args that saved it",
+            )
 
     def plan_refresh(self, step: int, similarity: float | None) -> None:
         """Set the step of the next refresh; `similarity`: mean cosine of the new bases and the last ones, if any."""
@@ -299,6 +230,11 @@ class _Stack:
 
     Args:
         matrices: all of them; a step takes those that have a gradient.
+
+    Attributes:
+        present: places in `matrices` of those that a step takes, from `begin` to `end`.
+        used: for each of `matrices`, side → basis that the step projects with.
+        projected, moved: gradients and values of the virtual parameters of `present`, stacked.
     """
 
     def __init__(self, matrices: list[_Matrix]):
@@ -324,8 +260,12 @@ class _Stack:
         return found
 
     def begin(self, step: int, skipped: Tensor | None) -> None:
-        """Refresh the bases that are due, and project gradients into those of the virtual parameters."""
-        self.present = [place for place, matrix in enumerate(self.matrices) if matrix.weight.grad is not None]
+        """Refresh the bases that are due, and give the virtual parameters the projected gradients."""
+        self.present = [
+            place
+            for place, matrix in enumerate(self.matrices)
+            if matrix.weight.grad is not None and matrix.weight.numel()
+        ]
         if not self.present:
             return
         if not self.options.random:
@@ -353,7 +293,7 @@ class _Stack:
         return matrix.weight.grad
 
     def _refresh(self, matrices: list[_Matrix], step: int, skipped: Tensor | None, first: bool) -> None:
-        """Compute new bases of matrices that all have none yet (`first`), or all have some."""
+        """Compute new bases of matrices, which have none yet if `first`, and else all have some."""
         gradients = torch.stack([_wide(self._gradient(matrix)) for matrix in matrices])
         if skipped is not None:
             gradients = gradients.masked_fill(skipped, 0.0)
@@ -379,7 +319,7 @@ class _Stack:
             matrix.plan_refresh(step, similarity)
 
     def end(self, group_of: Mapping[int, dict[str, Any]], skipped: Tensor | None) -> None:
-        """Apply the inner optimizer's updates of the virtual parameters to the weights, and free these.
+        """Update the weights by what the inner optimizer made of the virtual parameters, and free the latter.
 
         Args:
             group_of: id of a weight → its parameter group.
@@ -406,7 +346,10 @@ class _Stack:
         del self.projected, self.moved, self.used
 
     def _add_product(self, weight: Tensor, bases: dict[str, Tensor], moved: Tensor, alpha: float) -> None:
-        """Add alpha times the update that `moved` projects; a narrow weight is rounded once."""
+        """Add alpha · (left · moved · rightᵀ) to a weight, without the basis of a side that is not projected.
+
+        A weight that is narrower than the product is rounded once.
+        """
         left, right = bases.get("left"), bases.get("right")
         if right is None:
             assert left is not None
@@ -446,6 +389,21 @@ class _Stack:
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
+class _Member(NamedTuple):
+    """A parameter of the optimizer.
+
+    Attributes:
+        number: in a state dict.
+        group: index of its group.
+        matrix: its projection; None: the inner optimizer steps it as it is.
+    """
+
+    number: int
+    group: int
+    parameter: nn.Parameter
+    matrix: _Matrix | None
+
+
 @dataclass
 class _Unit:
     """Parameters that step together, and their inner optimizer, whose groups parallel the outer ones."""
@@ -481,19 +439,23 @@ class LowRankOptimizer(Optimizer):
         seed: of random projections and of the start of subspace iterations.
 
     Raises:
-        TrainingError: a projected parameter is not a matrix, or (in a step) a gradient is sparse.
+        ConfigError: a parameter is in two places, or a group is added later.
+        TrainingError: a projected parameter is not a matrix. In a step: a gradient is sparse, or a parameter has
+            changed its shape. In a backward, with `layerwise`: it is the second one since the last `step`.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], make_inner: MakeInner, *, lr: float, layerwise: bool = False, seed: int = 0
     ):
+        self.units: list[_Unit] = []
         super().__init__([{key: value for key, value in group.items() if key != "low_rank"} for group in groups],
                          {"lr": lr, "weight_decay": 0.0})  # fmt: skip
-        self.layerwise, self.steps = layerwise, 0
+        self.layerwise, self.steps, self._make_inner, self.seed = layerwise, 0, make_inner, seed
+        self._updated: set[int] = set()  # ids of the parameters that the backward has updated in this step
         self._squares: list[Tensor] = []  # squared norms of the gradients that the backward has freed
-        options: list[LowRank | None] = [group.get("low_rank") for group in groups]
+        self._options = options = [group.get("low_rank") for group in groups]
         count = sum(len(g["params"]) for g, own in zip(self.param_groups, options, strict=True) if own is not None)
-        members: list[tuple[int, nn.Parameter, _Matrix | None]] = []
+        members: list[_Member] = []
         index = 0
         for number, (group, own) in enumerate(zip(self.param_groups, options, strict=True)):
             for parameter in group["params"]:
@@ -505,9 +467,8 @@ class LowRankOptimizer(Optimizer):
                         )
                     matrix = _Matrix(parameter, own, index, index * own.update_proj_gap // count, seed)
                     index += 1
-                members.append((number, parameter, matrix))
-        numbered = list(enumerate(members))
-        parts = [[each] for each in numbered] if layerwise else [numbered]
+                members.append(_Member(len(members), number, parameter, matrix))
+        parts = [[each] for each in members] if layerwise else [members]
         self.units = [self._unit(part, make_inner) for part in parts]
         self._step_supports_amp_scaling = not layerwise and all(
             getattr(unit.inner, "_step_supports_amp_scaling", False) for unit in self.units
@@ -516,32 +477,57 @@ class LowRankOptimizer(Optimizer):
             for unit in self.units:
                 self._step_in_backward(unit)
 
-    def _unit(
-        self, part: Sequence[tuple[int, tuple[int, nn.Parameter, _Matrix | None]]], make_inner: MakeInner
-    ) -> _Unit:
-        outer = sorted({number for _, (number, _, _) in part})
-        groups, virtual = list[dict[str, Any]](), list[bool]()
+    def __getstate__(self) -> dict[str, Any]:
+        groups = [group | {"low_rank": own} for group, own in zip(self.param_groups, self._options, strict=True)]
+        arguments = {"make_inner": self._make_inner, "layerwise": self.layerwise, "seed": self.seed}
+        return {"groups": groups, "lr": self.defaults["lr"], **arguments, "saved": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("saved")
+        LowRankOptimizer.__init__(self, **state)
+        self.load_state_dict(saved)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.units:
+            raise ConfigError(
+                "a parameter group is added to a low-rank optimizer, whose matrices are stacked when it is made",
+                "make a new optimizer with all groups",
+            )
+        param_group["params"] = [*param_group["params"]]
+        check_places(self.param_groups, param_group["params"])
+        super().add_param_group(param_group)
+
+    def _unit(self, members: Sequence[_Member], make_inner: MakeInner) -> _Unit:
+        """Make the inner optimizer of some parameters, with a group for each outer group that has any of them."""
+        outer = sorted({member.group for member in members})
+        groups, projected = list[dict[str, Any]](), list[bool]()
         for number in outer:
-            own = [(parameter, matrix) for _, (group, parameter, matrix) in part if group == number]
-            params = [parameter if matrix is None else matrix.virtual for parameter, matrix in own]
-            virtual.append(own[0][1] is not None)
-            options = {"lr": 1.0, "weight_decay": 0.0} if virtual[-1] else self.param_groups[number]
+            own = [member for member in members if member.group == number]
+            params = [each.parameter if each.matrix is None else each.matrix.virtual for each in own]
+            projected.append(own[0].matrix is not None)
+            options = {"lr": 1.0, "weight_decay": 0.0} if projected[-1] else self.param_groups[number]
             groups.append({"params": params, "lr": options["lr"], "weight_decay": options["weight_decay"]})
         return _Unit(
             make_inner(groups),
             outer,
-            virtual,
-            [number for number, _ in part],
-            [parameter for _, (_, parameter, _) in part],
-            {id(parameter): matrix for _, (_, parameter, matrix) in part if matrix is not None},
+            projected,
+            [member.number for member in members],
+            [member.parameter for member in members],
+            {id(member.parameter): member.matrix for member in members if member.matrix is not None},
         )
 
     def _step_in_backward(self, unit: _Unit) -> None:
+        """Step a unit of one parameter as soon as the backward has completed its gradient."""
         (weight,) = unit.parameters
 
         def update(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None
+            if id(parameter) in self._updated:
+                raise second_backward(parameter)
+            if not self._updated:  # the first gradient of a step
+                self._squares = []
+            self._updated.add(id(parameter))
             square = gradient.detach().float().square().sum()
             self._squares.append(square)
             self._step_unit(unit, (~square.isfinite()).float())
@@ -550,7 +536,10 @@ class LowRankOptimizer(Optimizer):
         weight.register_post_accumulate_grad_hook(update)
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the gradients that the backward has freed since the last call; layerwise only."""
+        """Return the norm of the gradients that the last backward has freed, fp32 []; layerwise only.
+
+        A second call returns 0.
+        """
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
@@ -562,6 +551,7 @@ class LowRankOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.layerwise:
+            self._updated.clear()
             self.steps += 1
             return loss
         found_inf = getattr(self, "found_inf", None)
@@ -577,10 +567,14 @@ class LowRankOptimizer(Optimizer):
     @torch.no_grad()
     def _step_unit(self, unit: _Unit, found_inf: Tensor | None) -> bool:
         """Step the parameters of a unit; returns False if `found_inf` skipped the step on the host."""
-        present = [parameter for parameter in unit.parameters if parameter.grad is not None]
-        if any(parameter.grad.is_sparse for parameter in present):  # type: ignore[union-attr]
-            raise TrainingError("the gradient of a parameter is sparse", "use an embedding with sparse=False")
-        matrices = [unit.matrices[id(parameter)] for parameter in present if id(parameter) in unit.matrices]
+        matrices = []
+        for number, parameter in zip(unit.numbers, unit.parameters, strict=True):
+            if parameter.grad is None:
+                continue
+            check_gradient(parameter, name := f"parameter {number}")
+            if (matrix := unit.matrices.get(id(parameter))) is not None and parameter.numel():
+                matrix.check_weight(name)
+                matrices.append(matrix)
         skips_on_device = getattr(unit.inner, "_step_supports_amp_scaling", False)
         if found_inf is not None and not (skips_on_device and all(matrix.has_bases for matrix in matrices)):
             if bool(found_inf):
@@ -596,7 +590,7 @@ class LowRankOptimizer(Optimizer):
             outer = self.param_groups[number]
             group_of.update({id(parameter): outer for parameter in outer["params"]})
             if not projected:
-                group["lr"] = outer["lr"]
+                group["lr"], group["weight_decay"] = outer["lr"], outer["weight_decay"]
         unit.inner.step()
         for stack in unit.stacks:
             stack.end(group_of, _on(skipped, stack.matrices[0].weight))
@@ -613,7 +607,7 @@ class LowRankOptimizer(Optimizer):
             for place, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
                 matrix, own = unit.matrices.get(id(parameter)), dict(inner.get(place, {}))
                 if matrix is not None and matrix.state:
-                    own[STATE] = _copied(matrix.state)
+                    own[STATE] = {**_copied(matrix.state), SHAPE: [*matrix.virtual.shape]}
                 if own:
                     states[number] = own
         return {**packed, "state": states, "steps": self.steps}
@@ -622,27 +616,36 @@ class LowRankOptimizer(Optimizer):
         """Load what `state_dict` returned for parameters of the same shapes in the same order.
 
         Raises:
-            ValueError: the state is of other groups, or of an optimizer without low-rank state.
+            CheckpointError: the state is of other groups, another optimizer or other options of the projection.
         """
-        saved, sizes = state_dict["param_groups"], [len(group["params"]) for group in self.param_groups]
-        if "steps" not in state_dict or [len(group["params"]) for group in saved] != sizes:
-            raise ValueError("the optimizer state is of another optimizer or of other parameters")
-        for group, other in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
-        self.steps = state_dict["steps"]
+        check_saved_groups(state_dict, self.param_groups)
+        if "steps" not in state_dict:
+            raise CheckpointError("the optimizer state has no low-rank part", "resume with the optimizer that saved it")
+        loaded: list[tuple[_Matrix, dict[str, Any]]] = []
+        inner: list[dict[int, Any]] = []
         for unit in self.units:
-            inner: dict[int, Any] = {}
+            inner.append({})
             for place, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
                 found = dict(state_dict["state"].get(number, {}))
                 own, matrix = found.pop(STATE, {}), unit.matrices.get(id(parameter))
                 if matrix is not None:
-                    matrix.state = _copied(own, parameter.device)
+                    matrix.check(own, number)
+                    copied = _copied(own, parameter.device)
+                    copied.pop(SHAPE, None)
+                    loaded.append((matrix, copied))
                 if found:
-                    inner[place] = found
-            unit.inner.load_state_dict({"state": inner, "param_groups": unit.inner.state_dict()["param_groups"]})
+                    inner[-1][place] = found
+        for unit, states in zip(self.units, inner, strict=True):
+            unit.inner.load_state_dict({"state": states, "param_groups": unit.inner.state_dict()["param_groups"]})
+        for matrix, own in loaded:
+            matrix.state = own
+        for group, other in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+        self.steps = state_dict["steps"]
 
 
 def _on(skipped: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """Return `skipped` on the device of `tensor`."""
     return None if skipped is None else skipped.to(tensor.device)
 
 

@@ -3,8 +3,8 @@
 With the momentum M of a matrix, the update is the polar factor U·Vᵀ of M = U·S·Vᵀ, approximated by a few iterations
 X ← aX + (bA + cA²)X with A = XXᵀ, which need only matmuls. Matrices of one shape are iterated as one batch.
 
-Per iteration and m×n matrix (m ≤ n) that is 4m²n + 2m³ FLOPs; tall matrices are multiplied from the right, without
-a transposition. A and A² are symmetric, so that m²n + m³ of the FLOPs are redundant (`ops.muon.symmetric_product`).
+An iteration takes 4m²n + 2m³ FLOPs for an m×n matrix (m ≤ n). Tall matrices are multiplied from the right, without a
+transposition. A and A² are symmetric, so that m²n + m³ of the FLOPs are redundant (`ops.muon.symmetric_product`).
 
 Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/) for Muon and its coefficients; Liu et al. 2025
 (arXiv:2502.16982, section 2.2) for the scale `match_rms_adamw`; Amsel et al. 2025 (arXiv:2505.16932, algorithm 1) for
@@ -13,6 +13,7 @@ Polar Express; Gupta et al. 2025 (arXiv:2509.23106) for the momentum in 8 bits.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,13 +26,16 @@ from torch import Tensor
 
 from ..ops.muon import BLOCK, apply_directions, directions, symmetric_product
 from ..ops.optimizer import Parameters
-from ..utils.errors import CheckpointError, ModelError
+from ..utils.errors import CheckpointError, ModelError, TrainingError
+from .parts import check_gradient, check_places, check_saved_groups, parameter_name
 
 Method = Literal["newton_schulz", "polar_express"]
 Coefficients = tuple[float, float, float]
 
 NEWTON_SCHULZ: Coefficients = (3.4445, -4.7750, 2.0315)
-SAFETY = 1.01  # of Polar Express in bf16: its polynomials are of x/1.01, except the last, which is repeated
+# Polar Express diverges from singular values above 1, which bf16 may round to: all polynomials but the last, which is
+# repeated, are of x / SAFETY.
+SAFETY = 1.01
 POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -42,14 +46,14 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-BATCH_ELEMENTS = 2**25  # of the matrices that are computed at a time on a CPU: 128 MiB per fp32 temporary
-ACCELERATED = 4  # times as many on an accelerator, in bf16: matmuls of few matrices leave a part of it idle
+BATCH_ELEMENTS = 2**25  # most elements of matrices that a CPU iterates together: 128 MiB per fp32 temporary
+ACCELERATED = 4  # times `BATCH_ELEMENTS` on an accelerator, in bf16: few matrices would not occupy all of it
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # unlike the others, it reads `found_inf` on the device
 OWN_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "method", "momentum_bits")
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Dtype of the iteration: bf16 on an accelerator; on a CPU fp32, or fp64 for fp64 input."""
+    """Return the dtype of the iteration: bf16 on an accelerator; on a CPU fp32, or fp64 for fp64 input."""
     return torch.bfloat16 if tensor.device.type != "cpu" else torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -68,9 +72,10 @@ def orthogonalize(
 
     Args:
         matrices: [B, m, n], float.
-        method: the polynomials; `coefficients` are of "newton_schulz" only.
-        steps: polynomials to apply.
-        eps: least norm that a matrix is divided by.
+        method: which polynomials.
+        steps: number of polynomials.
+        coefficients: a, b, c of the polynomial of "newton_schulz"; "polar_express" has its own.
+        eps: smallest norm that a matrix is divided by.
 
     Returns:
         [B, m, n] in `product_dtype`.
@@ -89,6 +94,7 @@ def orthogonalize(
 
 
 def _polynomials(method: Method, steps: int, coefficients: Coefficients) -> list[Coefficients]:
+    """Return the coefficients of each step's polynomial; see `orthogonalize`."""
     if method == "newton_schulz":
         return [coefficients] * steps
     safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
@@ -99,14 +105,14 @@ class Muon(torch.optim.Optimizer):
     """Muon for matrices and stacks of matrices, and another optimizer for all other parameters, in one `step()`.
 
     A parameter group may have the key `use_muon`: false for embeddings and heads, whose gradients are sparse rows.
-    Without that key, a group's matrices [m, n] and stacks [E, m, n] take Muon and its other parameters do not.
-    `param_groups` has the groups of both, and so do the state and the state dict; learning rates of all are those of
-    the groups. State dicts of torch.optim.Muon load for 32-bit momentum.
+    Without that key, Muon steps the group's matrices [m, n] and stacks [E, m, n], and the other optimizer the rest.
+    `param_groups`, the state and the state dict have the groups of both, each with its own learning rate. State dicts
+    of torch.optim.Muon load for 32-bit momentum.
 
     The step follows torch.amp.GradScaler's protocol for optimizers that unscale: attributes `grad_scale`, which
     divides the gradients, and `found_inf`, which leaves weights and state unchanged where it is 1, both on the device.
-    Nothing synchronises with it. The update is that of torch.optim.Muon with its options; but a CPU iterates in fp32,
-    momentum is at least fp32, and the scale is `match_rms_adamw` by default.
+    The host reads none of them. The update is that of torch.optim.Muon with its options, with three differences: a CPU
+    iterates in fp32, momentum is at least fp32, and the scale is `match_rms_adamw` by default.
 
     Args:
         params: parameters, or groups of these.
@@ -120,14 +126,17 @@ class Muon(torch.optim.Optimizer):
         method: polynomials of the orthogonalization.
         momentum_bits: 32 (fp32), or 8 (`quantize_momentum`).
         splits: parameter → sizes along the rows of its matrices (q, k and v; gate and up), which are orthogonalized
-            apart.
+            separately.
         rest: constructor of the optimizer for the other parameters, from a list of groups. Its state dict must have
             torch's layout. `found_inf` reaches it; if it does not support that, GradScaler checks on the host.
         capturable: whether a CUDA graph may capture the step; sets the key of that name in the groups.
 
     Raises:
         ModelError: an unknown option, a parameter that is complex or, with `use_muon`, no matrix, or `splits` that do
-            not add up to the rows. In `step`: a sparse gradient.
+            not add up to the rows.
+        ConfigError: a parameter is in two places.
+        TrainingError: in `step`, a gradient is sparse, or a gradient or momentum does not fit its parameter. Then no
+            parameter has changed.
     """
 
     rest: torch.optim.Optimizer | None
@@ -155,7 +164,7 @@ class Muon(torch.optim.Optimizer):
         defaults |= {"adjust_lr_fn": adjust_lr_fn, "momentum_bits": momentum_bits, "capturable": capturable}
         self._splits = {parameter: list(sizes) for parameter, sizes in (splits or {}).items()}
         self._make_rest, self.rest = rest, None
-        self._held: dict[tuple[int, ...], tuple[Parameters, list[int]]] = {}  # of the last step, with addresses
+        self._held: dict[tuple[Any, ...], tuple[Parameters, list[int]]] = {}  # of the last step, with addresses
         groups = list(params)
         if groups and not isinstance(groups[0], dict):
             groups = [{"params": groups}]
@@ -172,6 +181,7 @@ class Muon(torch.optim.Optimizer):
         """Add a group of parameters, or one for Muon and one for the rest; see the class."""
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
+        check_places(self.param_groups, parameters)
         if "use_muon" in param_group:
             routes = [(bool(param_group["use_muon"]), parameters)]
         else:
@@ -192,9 +202,6 @@ class Muon(torch.optim.Optimizer):
         shared = {key: self.defaults[key] for key in ("lr", "weight_decay")}
         shared |= {"capturable": True} if self.defaults["capturable"] else {}
         group = {**shared, **{key: value for key, value in group.items() if key not in OWN_OPTIONS}}
-        known = {id(parameter) for other in self.param_groups for parameter in other["params"]}
-        if any(id(parameter) in known for parameter in group["params"]):
-            raise ModelError("Muon: a parameter is in more than one group", "put each parameter in one group")
         if self.rest is None:
             self.rest = self._make_rest([group])
             self.state.update(self.rest.state)
@@ -221,6 +228,10 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scaling = {key: getattr(self, key, None) for key in ("found_inf", "grad_scale")}
+        for number, group in enumerate(self.param_groups):  # before anything changes
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    self._check_step(group, parameter, parameter_name(number, index))
         last, self._held = self._held, {}
         for group, weights in self._batches():
             parameters = self._parameters(group, weights, last)
@@ -230,8 +241,20 @@ class Muon(torch.optim.Optimizer):
             self._step_rest(self.rest, scaling)
         return loss
 
+    def _check_step(self, group: dict[str, Any], parameter: Tensor, name: str) -> None:
+        """Raise a TrainingError if a gradient, or the momentum of earlier steps, does not fit its parameter."""
+        check_gradient(parameter, name)
+        momentum = self.state.get(parameter, {}).get("momentum_buffer") if group["use_muon"] else None
+        if momentum is not None and (momentum.shape, momentum.device) != (parameter.shape, parameter.device):
+            raise TrainingError(
+                f"{name} is now {[*parameter.shape]} on {parameter.device}, and its momentum {[*momentum.shape]} on"
+                f" {momentum.device}",
+                "change parameters before the first step, or make a new optimizer",
+            )
+
     @staticmethod
     def _step_rest(rest: torch.optim.Optimizer, scaling: dict[str, Tensor | None]) -> None:
+        """Step the other optimizer, which has `found_inf` and `grad_scale` as attributes meanwhile."""
         given = {key: value for key, value in scaling.items() if value is not None}
         vars(rest).update(given)
         try:
@@ -249,8 +272,6 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None or not parameter.numel():
                     continue
-                if parameter.grad.is_sparse:
-                    raise ModelError("Muon: a gradient is sparse", "use dense gradients, e.g. Embedding(sparse=False)")
                 sizes = tuple(self._splits.get(parameter, ()))
                 kind = parameter.dtype, parameter.grad.dtype, parameter.device
                 alike[(parameter.shape, *kind, sizes)].append(parameter)
@@ -261,15 +282,15 @@ class Muon(torch.optim.Optimizer):
                 yield from ((group, weights[at : at + count]) for at in range(0, len(weights), count))
 
     def _parameters(
-        self, group: dict[str, Any], weights: list[Tensor], last: dict[tuple[int, ...], tuple[Parameters, list[int]]]
+        self, group: dict[str, Any], weights: list[Tensor], last: dict[tuple[Any, ...], tuple[Parameters, list[int]]]
     ) -> Parameters:
-        """Weights with their gradients and momenta; those of the last step if they are the same tensors.
+        """Return the launch of these weights: the last step's, if weights and momenta are the same tensors.
 
         Kernels read addresses from a table on the device, which is copied again only for another version.
         """
         momenta = [self._momentum(group, weight) for weight in weights]
         gradients = [weight.grad for weight in weights]
-        key = (*map(id, weights), *(id(codes) for codes, _ in momenta))
+        key = weights[0].dtype, *map(id, weights), *(id(codes) for codes, _ in momenta)
         addresses = [*map(Tensor.data_ptr, weights), *map(Tensor.data_ptr, gradients)]  # type: ignore[arg-type]
         if key in last:
             parameters, before = last[key]
@@ -284,7 +305,7 @@ class Muon(torch.optim.Optimizer):
         return parameters
 
     def _momentum(self, group: dict[str, Any], parameter: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The stored momentum of a parameter and its scales, if it has these; created if there is none."""
+        """Return the stored momentum of a parameter, which the first call creates, and its scales with 8 bits."""
         state, in_8_bits = self.state[parameter], group["momentum_bits"] == 8
         if not state:
             exact = torch.promote_types(parameter.dtype, torch.float32)
@@ -299,6 +320,7 @@ class Muon(torch.optim.Optimizer):
     def _step_batch(
         self, group: dict[str, Any], parameters: Parameters, found_inf: Tensor | None, grad_scale: Tensor | None
     ) -> None:
+        """Step matrices of one shape: momenta, orthogonalization, weights."""
         weights = parameters.weights
         device, exact = weights[0].device, torch.promote_types(weights[0].dtype, torch.float32)
         grad_scale, found_inf = (
@@ -315,7 +337,7 @@ class Muon(torch.optim.Optimizer):
         apply_directions(update, parameters, lr, group["weight_decay"], scale, found_inf)
 
     def _orthogonal(self, group: dict[str, Any], weight: Tensor, update: Tensor) -> tuple[Tensor, float]:
-        """Orthogonalize updates [n, *] of weights like `weight`, each part of a split alone.
+        """Orthogonalize updates [n, *] of weights like `weight`; the parts of a split separately.
 
         Returns:
             The result, contiguous, and the factor of the learning rate. `update` may be overwritten.
@@ -342,12 +364,8 @@ class Muon(torch.optim.Optimizer):
             CheckpointError: its groups, the bits or blocks of its momentum or their shapes differ from this
                 optimizer's, or it is of another rule.
         """
-        saved_groups = state_dict["param_groups"]
-        sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups))
-        if sizes != own_sizes:
-            raise CheckpointError(
-                f"the optimizer state has groups of {sizes} parameters, and the optimizer {own_sizes}"
-            )
+        check_saved_groups(state_dict, self.param_groups)
+        saved_groups = copy.deepcopy(state_dict["param_groups"])
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         rest: dict[str, Any] = {"state": {}, "param_groups": []}
         loaded = []
@@ -357,13 +375,17 @@ class Muon(torch.optim.Optimizer):
             pairs = [(p, n) for p, n in zip(group["params"], saved["params"], strict=True) if n in state_dict["state"]]
             if group["use_muon"]:
                 _check_saved_options(group, saved)
-                state.update((p, _loaded(group, p, state_dict["state"][number])) for p, number in pairs)
+                state.update((p, _load_momentum(group, p, state_dict["state"][number])) for p, number in pairs)
             else:
                 rest["state"].update((number, state_dict["state"][number]) for _, number in pairs)
                 rest["param_groups"].append({**options, "params": saved["params"]})
         if self.rest is not None:
-            self.rest.state = defaultdict(dict)
-            self.rest.load_state_dict(rest)
+            held, self.rest.state = self.rest.state, defaultdict(dict)
+            try:
+                self.rest.load_state_dict(rest)
+            except BaseException:
+                self.rest.state = held
+                raise
             state.update(self.rest.state)
             of_rest = iter(self.rest.param_groups)
             loaded = [group if group["use_muon"] else next(of_rest) for group in loaded]
@@ -392,6 +414,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _check_saved_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise a CheckpointError if a saved group is not Muon's, or its momentum has other bits."""
     bits = saved.get("momentum_bits", 32)
     if "momentum" not in saved or bits != group["momentum_bits"]:
         kind = f"Muon's with {bits}-bit momentum" if "momentum" in saved else "not Muon's"
@@ -401,7 +424,7 @@ def _check_saved_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-def _loaded(group: dict[str, Any], parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
+def _load_momentum(group: dict[str, Any], parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
     """Copy a parameter's saved state to its device.
 
     Raises:

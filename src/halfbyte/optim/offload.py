@@ -137,7 +137,7 @@ class Windows:
             following: the state whose first window is fetched meanwhile, since it is probably stepped next.
         """
         own = [(host, window) for window in host.windows]
-        after = [*own[1:], (following, following.windows[0]) if following and following.windows else None]
+        after = [*own[1:], (following, following.windows[0]) if following and following.windows else None][: len(own)]
         for (_, window), later in zip(own, after, strict=True):
             self._fetch(host, window)
             if self.asynchronous:
@@ -223,6 +223,7 @@ class HostState:
         self.parameters, self.buffers = parameters, windows
         self.components: list[_Component] = []
         self.tensors: list[list[Tensor]] = []
+        windows.synchronize()  # the state may be in buffers of earlier launches, which receive the last step
         self._move()
         self.has_scales = bool(parameters.states) and parameters.states[0][0][1] is not None
         self.has_corrections = bool(parameters.corrections)

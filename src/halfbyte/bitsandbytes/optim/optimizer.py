@@ -33,6 +33,9 @@ class MockArgs(SimpleNamespace):
     def __init__(self, initial_data: dict[str, Any]):
         super().__init__(**initial_data)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (vars(self),)
+
 
 class GlobalOptimManager:
     """Overrides of options for single parameters: `override_config(module.weight, "optim_bits", 32)`."""
@@ -175,6 +178,14 @@ class Optimizer8bit(FusedOptimizer):
         tensors = [first] if isinstance(first, Tensor) else list(first)
         on_gpu = bool(tensors) and tensors[0].device.type != "cpu"
         super().__init__(params, defaults | {"offload": is_paged and on_gpu})
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("initialized", "is_paged", "optim_bits", "rule", "trust", "args", "optimizer_name")
+        return {**super().__getstate__(), **{key: value for key, value in vars(self).items() if key in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.mng = GlobalOptimManager.get_instance()
+        super().__setstate__(state)
 
     @property
     def name2qmap(self) -> dict[str, Tensor]:
