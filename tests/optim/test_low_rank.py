@@ -1,7 +1,9 @@
 """GaLore, Q-GaLore and APOLLO: the papers' formulas, subspaces, refreshes, skipped steps, and state."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -548,3 +550,13 @@ def test_a_second_layerwise_backward_is_refused():
     before = matrix.detach().clone()
     matrix.square().sum().backward()
     assert not torch.equal(matrix, before)
+
+
+def test_a_layerwise_optimizer_is_freed_with_its_matrices():
+    optimizer, matrices, _ = make([(7, 13), (13, 7)], LowRank(rank=2), layerwise=True)
+    sum((matrix * 2.0).sum() for matrix in matrices).backward()
+    optimizer.step()
+    alive = weakref.ref(matrices[0])
+    del optimizer, matrices
+    gc.collect()
+    assert alive() is None

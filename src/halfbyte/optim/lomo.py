@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..utils.errors import CheckpointError
+from .parts import weak_hook
 
 MOMENTS = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # AdaLomo's attributes: name of a parameter → tensor
 STEPS = "step_num"  # AdaLomo's number of steps
@@ -40,9 +41,10 @@ class Lomo(Optimizer):
         super().__init__(groups, {"lr": lr})
         self._begun = False
         self._squares: list[Tensor] = []
+        before_update = weak_hook(self._before_update)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(self._before_update)  # hooks run in the order of registration
+                parameter.register_hook(before_update)  # hooks run in the order of registration
         self.inner = kind(model, lr=lr)
         self.inner.loss_scale = None  # AdaLomo divides gradients by it, as its own backward multiplies the loss by it
 

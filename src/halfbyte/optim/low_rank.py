@@ -32,6 +32,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from torch.optim import Optimizer
 
 from ..ops.low_rank import dequantize_basis, gaussian, quantize_basis, refresh_basis
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
-from .parts import check_gradient, check_places, check_saved_groups, second_backward
+from .parts import check_gradient, check_places, check_saved_groups, second_backward, weak_hook
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
 
@@ -474,8 +475,9 @@ class LowRankOptimizer(Optimizer):
             getattr(unit.inner, "_step_supports_amp_scaling", False) for unit in self.units
         )
         if layerwise:
-            for unit in self.units:
-                self._step_in_backward(unit)
+            update = weak_hook(self._step_in_backward)
+            for number, unit in enumerate(self.units):
+                unit.parameters[0].register_post_accumulate_grad_hook(partial(update, number))
 
     def __getstate__(self) -> dict[str, Any]:
         groups = [group | {"low_rank": own} for group, own in zip(self.param_groups, self._options, strict=True)]
@@ -516,24 +518,19 @@ class LowRankOptimizer(Optimizer):
             {id(member.parameter): member.matrix for member in members if member.matrix is not None},
         )
 
-    def _step_in_backward(self, unit: _Unit) -> None:
-        """Step a unit of one parameter as soon as the backward has completed its gradient."""
-        (weight,) = unit.parameters
-
-        def update(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            if id(parameter) in self._updated:
-                raise second_backward(parameter)
-            if not self._updated:  # the first gradient of a step
-                self._squares = []
-            self._updated.add(id(parameter))
-            square = gradient.detach().float().square().sum()
-            self._squares.append(square)
-            self._step_unit(unit, (~square.isfinite()).float())
-            parameter.grad = None
-
-        weight.register_post_accumulate_grad_hook(update)
+    def _step_in_backward(self, number: int, parameter: Tensor) -> None:
+        """Step a unit of one parameter, whose gradient the backward has completed, and free the gradient."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if id(parameter) in self._updated:
+            raise second_backward(parameter)
+        if not self._updated:  # the first gradient of a step
+            self._squares = []
+        self._updated.add(id(parameter))
+        square = gradient.detach().float().square().sum()
+        self._squares.append(square)
+        self._step_unit(self.units[number], (~square.isfinite()).float())
+        parameter.grad = None
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the gradients that the last backward has freed, fp32 []; layerwise only.

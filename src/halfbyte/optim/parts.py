@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -319,7 +319,7 @@ class BackwardUpdates:
         self._is_new = False  # whether `_norms` are of an earlier step
         self._arrived: list[set[int]] = [set() for _ in parts]  # ids of weights with a gradient in this step
         self.reset()
-        arrive = partial(_arrive, weakref.ref(self))  # the garbage collector does not look into hooks of tensors
+        arrive = weak_hook(self.arrive)
         self._hooks = [
             weight.register_post_accumulate_grad_hook(partial(arrive, number))
             for number, some in enumerate(parts)
@@ -373,9 +373,19 @@ class BackwardUpdates:
         )
 
 
-def _arrive(updates: weakref.ref[BackwardUpdates], number: int, weight: Tensor) -> None:
-    if (found := updates()) is not None:
-        found.arrive(number, weight)
+def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that calls a method while its object lives, and does not keep it alive.
+
+    Python's garbage collector does not look into hooks of tensors: an optimizer that a hook refers to would never be
+    freed, and neither would the weights.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (alive := found()) is not None:
+            alive(*arguments)
+
+    return call
 
 
 def _kinds(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Any]:
