@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import RunConfig
+from ..optim import optimizer_row
 from ..runs import checkpoints
 from ..utils.errors import TrainingError
 from ..utils.notices import notice
@@ -86,8 +87,11 @@ class StepGuards:
         """
         if not math.isfinite(loss_sum) or not (math.isfinite(norm) or scaled):
             numbers = f"loss {loss_sum:.4g} (sum), gradient norm {norm:.4g}"
+            stopped = "stopped before updating any weight"
+            if optimizer_row(self.config).updates == "backward":
+                stopped = "the backward has updated the weights whose gradients are finite"
             raise TrainingError(
-                f"step {step}: {numbers}; stopped before updating any weight",
+                f"step {step}: {numbers}; {stopped}",
                 f"lower learning_rate ({self.config.learning_rate:g}); {self.last_checkpoint()}",
             )
         if step == 1 and norm == 0 and not self.sampled:

@@ -174,6 +174,7 @@ def prepare_run(
     check_layout(layout, config, shapes)
     check_targets(config, shapes.model)
     check_bits(config, shapes.model)
+    check_host_state(config, shapes.model, machine.device)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
@@ -190,7 +191,7 @@ def prepare_run(
         print_processes(console, layout, layout.size, config, ways)
     plan = _memory_plan(config, files, machine, data, shapes, mesh, layout, console, checkpoint)
     config = config.model_copy(update=dict(plan.optimizer_choice))
-    check_host_state(config, shapes.model, machine.device)
+    check_host_state(config, shapes.model, machine.device)  # the plan may have moved it there
     if mesh.size > 1:  # the plan decides whether frozen weights are sharded
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
