@@ -101,8 +101,8 @@ def test_adapters_by_name_or_active():
     )
     with model.disable_adapter():
         assert (adapters(), adapters(["other"])) == ([], ["other"])
-    base, (adapter, *_) = read_linear(q)
-    assert (base, adapter.a) == (q.base_layer, q.lora_A["default"].weight)
+    read = read_linear(q)
+    assert (read.base, read.adapters[0].a) == (q.base_layer, q.lora_A["default"].weight)
     q.lora_A["default"].register_forward_hook(lambda *_: None)
     assert read_linear(q) == "it has hooks"
     assert read_linear(q, ["other"]).base is q.base_layer

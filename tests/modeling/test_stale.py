@@ -48,8 +48,10 @@ def patched(model, form: str):
 
 def optimizer(name: str, model) -> torch.optim.Optimizer:
     """The one that `train` makes of `optim: name`."""
-    rate = {"sgd": 2.0, "muon": 0.5, "muon_8bit": 0.5}.get(name, 0.02)  # 0.02 of Muon moves weights by 1/5 of AdamW's
+    # such that a step is seen: 0.02 of Muon moves weights by 1/5 of AdamW's, and that of LAMB by 2% of their norm
+    rate = {"sgd": 2.0, "lars": 2.0, "lamb": 0.3, "muon": 0.5, "muon_8bit": 0.5}.get(name, 0.02)
     options = {"scale": 1.0} if OPTIMIZERS[name].takes_targets else {}
+    options |= {"trust_coefficient": 0.3} if name == "lars" else {}
     settings = OptimizerSettings(optim=name, optim_args=options, learning_rate=rate, weight_decay=0.01)
     return OPTIMIZERS[name].make(model, settings)
 
