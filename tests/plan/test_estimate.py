@@ -117,10 +117,10 @@ def test_optimizers_update_in_the_backward_or_from_the_host_only_to_fit(monkeypa
     deep.num_hidden_layers, deep.vocab_size, deep.intermediate_size = 8, 64, 512
     model = transformers.LlamaForCausalLM(deep)
     keys = {"use_peft": False, "load_in_4bit": False, "max_grad_norm": 0, "optim": "adamw"}
-    keys |= {"activation_checkpointing": True}
+    keys |= {"activation_checkpointing": True, "use_kernels": False}  # without kernels there are no CUDA graphs
 
-    def planned(capacity=GIB, **changed):
-        return estimate(run_config(**keys | changed), deep, capacity_bytes=capacity)
+    def planned(capacity=GIB, device="cuda", **changed):
+        return estimate(run_config(**keys | changed), deep, device=device, capacity_bytes=capacity)
 
     chosen = [{"optim_in_backward": way, "optim_offload": place} for place in ("auto", True) for way in ("auto", True)]
     plans = [planned(**choice) for choice in chosen]
@@ -138,10 +138,21 @@ def test_optimizers_update_in_the_backward_or_from_the_host_only_to_fit(monkeypa
     for fixed in ({"max_grad_norm": 1.0}, {"gradient_accumulation_steps": 2}, {"optim": "adamw_torch_fused"}):
         found = planned(sizes[-1], **fixed).optimizer_choice
         assert found["optim_in_backward"] == "auto"
-    assert planned(min(sizes) - 1, optim_in_backward=False, optim_offload=False).optimizer_choice == {
-        "optim_in_backward": False,
-        "optim_offload": False,
-    }
+    assert planned(sizes[-1] - 1).total == sizes[-1]  # nothing fits: the plan that needs least
+    fixed = {"optim_in_backward": False, "optim_offload": False}
+    assert planned(sizes[-1] - 1, **fixed).optimizer_choice == fixed
+
+
+def test_state_in_host_memory_is_memory_of_a_cpu_run():
+    keys = {"use_peft": False, "load_in_4bit": False, "optim": "adamw"}
+    whole, hosted = (
+        estimate(run_config(**keys, optim_offload=place), tiny_config("Llama"), device="cpu", capacity_bytes=GIB)
+        for place in ("auto", True)
+    )
+    assert hosted.optimizer == 2 * whole.optimizer  # the window holds all of it once more
+    least = estimate(run_config(**keys), tiny_config("Llama"), device="cpu", capacity_bytes=whole.total // 2)
+    assert least.optimizer_choice["optim_offload"] == "auto"
+    assert not least.fits
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("auto", 4), ("bfloat16", 2)])

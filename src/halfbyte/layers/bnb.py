@@ -108,7 +108,7 @@ def _state_4bit(linear: Any) -> Any:
 
 
 def _key_4bit(linear: Any) -> Key:
-    """Return what the view of a 4-bit layer depends on. The view holds the tensors whose `id` is in the key."""
+    """Return a key that changes with the view of a 4-bit layer. The view holds the tensors whose `id` is in the key."""
     state = _state_4bit(linear)
     if state is None:
         return ()
@@ -142,7 +142,7 @@ def _scales_8bit(linear: Any) -> Tensor | None:
 
 
 def _key_8bit(linear: Any) -> Key:
-    """Return what the view of an 8-bit layer depends on."""
+    """Return a key that changes with the view of an 8-bit layer."""
     return *_place(_weight(linear)), id(_scales_8bit(linear)), linear.state.has_fp16_weights
 
 

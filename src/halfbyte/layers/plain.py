@@ -96,7 +96,7 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainL
         if hooked(module) or any(hooked(a[each.name]) or hooked(b[each.name]) for each in found):
             return "it has hooks"
         base, adapters = module.base_layer, found
-    stored = is_bnb_linear(base)
+    stored = type(base).forward not in FORWARDS and is_bnb_linear(base)
     if not isinstance(base, nn.Linear) or not (stored or type(base).forward in FORWARDS):
         return _own_forward(base)
     if hooked(base):

@@ -97,7 +97,7 @@ class FusedOptimizer(Optimizer):
         super().__init__(params, COMMON | defaults | options)
 
     def _begin(self) -> None:
-        """Set what is not part of an optimizer's pickled state."""
+        """Set the attributes that pickling leaves out."""
         self.gradient_factor: Tensor | None = None
         self.whole, self.backward = Part(self), None
         self._windows: dict[torch.device, Windows] = {}
@@ -216,7 +216,7 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; after `update_in_backward`, those that are left.
+        """Update all parameters that have a gradient; after `update_in_backward`, those not updated in the backward.
 
         Raises:
             TrainingError: a gradient is sparse, or of another shape or device than its parameter; a parameter has

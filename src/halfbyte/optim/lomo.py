@@ -53,7 +53,7 @@ class Lomo(Optimizer):
         self._squares.append(gradient.detach().float().square().sum())
 
     def _begin(self) -> None:
-        """Begin a step at its first gradient."""
+        """Set the learning rate and count the step, at the first gradient of a step."""
         if self._begun:
             return
         self._begun, self._squares = True, []

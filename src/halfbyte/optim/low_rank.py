@@ -320,7 +320,7 @@ class _Stack:
             matrix.plan_refresh(step, similarity)
 
     def end(self, group_of: Mapping[int, dict[str, Any]], skipped: Tensor | None) -> None:
-        """Update the weights by what the inner optimizer made of the virtual parameters, and free the latter.
+        """Update the weights from the stepped virtual parameters, and free these.
 
         Args:
             group_of: id of a weight → its parameter group.

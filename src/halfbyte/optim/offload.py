@@ -178,7 +178,7 @@ class Windows:
             self._left[window.slot].record()
 
     def synchronize(self) -> None:
-        """Block until the state on the host is that of the last step, and no copy runs."""
+        """Block until all copies have ended, so that the host has the state of the last step."""
         if self.asynchronous:
             self.inward.synchronize()
             self.outward.synchronize()

@@ -152,18 +152,19 @@ def _in_backward(row: Optimizer) -> Optimizer:
     return replace(row, **updates, guarded=False, capturable=False)
 
 
-def memory_choices(settings: Settings, alone: bool) -> Iterator[dict[str, Any]]:
+def memory_choices(settings: Settings, alone: bool, has_host: bool) -> Iterator[dict[str, Any]]:
     """Yield the values of `optim_in_backward` and `optim_offload` that a run may have, the fastest first.
 
     Args:
         alone: whether the run has one process and no loss scale.
+        has_host: whether host memory is not the device's.
     """
     row = OPTIMIZERS[settings.optim]
     may_update = alone and row.in_backward and settings.lora_preconditioner is None
     may_update = may_update and not settings.max_grad_norm and settings.gradient_accumulation_steps == 1
     ways, places = [settings.optim_in_backward], [settings.optim_offload]
     ways += [True] if ways == ["auto"] and may_update else []
-    places += [True] if places == ["auto"] and row.offloaded is not None else []
+    places += [True] if places == ["auto"] and has_host and row.offloaded is not None else []
     for offload in places:
         for in_backward in ways:
             yield {"optim_in_backward": in_backward, "optim_offload": offload}

@@ -11,6 +11,7 @@ from ..config import RunConfig
 from ..config.schema import AdapterSection, RunKeys
 from ..config.yaml import dump_value
 from ..memory.activations import Batches
+from ..optim import OPTIMIZERS
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
 from ..utils.terminal import MEMORY_PARTS, flat_plan, size
@@ -112,6 +113,8 @@ def _changes(config: RunKeys, rows: int, mixture: bool) -> Iterator[list[Keys]]:
         ]
     if config.use_peft and not config.quantized:
         yield [{"load_in_4bit": True, "quantization": None}]
+    if not config.use_peft and config.max_grad_norm and OPTIMIZERS[config.optim].in_backward:
+        yield [{"max_grad_norm": 0}]  # so that the optimizer may update in the backward
     if not config.use_peft:
         yield [{"use_peft": True}]
     if mixture and config.use_peft and config.target_parameters is None and not config.adapter_path:

@@ -76,7 +76,7 @@ def estimate(
 
     If `optim_in_backward` or `optim_offload` is "auto", the state is in host memory only if the run does not fit
     otherwise, and the optimizer updates in the backward if the run fits only so, or is faster so since more activations
-    are saved.
+    are saved. If nothing fits, the plan that needs least is returned.
 
     Args:
         config, model_config, device, shapes, layout: as in `estimate_of_choice`, which has the other `options`.
@@ -84,7 +84,7 @@ def estimate(
     target = torch.device(device or config.device or best_device())
     alone = layout.size == 1 and dtype_named(config.precision.compute, target) != torch.float16
     plans: list[MemoryPlan] = []
-    for choice in memory_choices(config, alone):
+    for choice in memory_choices(config, alone, has_host=target.type != "cpu"):
         if choice["optim_offload"] is True and any(plan.fits for plan in plans):
             break
         chosen = config.model_copy(update=choice)
@@ -92,8 +92,9 @@ def estimate(
         plans.append(replace(plan, optimizer_choice=choice))
         if plan.fits and not plan.activation_checkpointing:
             break
-    fitting = [plan for plan in plans if plan.fits]
-    return min(fitting, key=lambda plan: plan.seconds or 0.0) if fitting else plans[0]
+    if fitting := [plan for plan in plans if plan.fits]:
+        return min(fitting, key=lambda plan: plan.seconds or 0.0)
+    return min(plans, key=lambda plan: plan.total)
 
 
 def estimate_of_choice(
@@ -205,7 +206,10 @@ class _Planner:
         self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
         self.frozen = shapes.frozen()
         row = optimizer_row(self.config)
+        hosted = row.host_bytes and row.host_bytes(shapes.model, self.config)
+        self.hosted_state = hosted or 0  # bytes of optimizer state in host memory
         self.optimizer = row.state_bytes(shapes.model, self.config)
+        self.optimizer += self.hosted_state if shapes.device.type == "cpu" else 0
         # Bytes of gradients of an optimizer that does not hold all of them until the step; None: all are held.
         self.few_gradients = row.gradient_bytes and row.gradient_bytes(shapes.model, self.config)
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused optimizers copy all parameters
@@ -290,8 +294,8 @@ class _Planner:
 
     @functools.cached_property
     def host(self) -> int:
-        """Bytes of host memory that this rank may fill."""
-        return int(HOST_MARGIN * allocators.available_bytes() / self.on_host)
+        """Bytes of host memory that this rank may fill, besides the optimizer's state."""
+        return max(0, int(HOST_MARGIN * allocators.available_bytes() / self.on_host) - self.hosted_state)
 
     def _hosting(self, choice: Choice) -> Choice:
         """Move the shards of as few layers as needed to the host, if `choice` does not fit the device.

@@ -332,7 +332,7 @@ def _trust_tile(
     RULE: tl.constexpr, TRUST: tl.constexpr, STORAGE: tl.constexpr, ROUNDING: tl.constexpr, WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store two sums of squares of a tile: of the weights, and of what the trust ratio compares with them."""
+    """Store two sums of squares of a tile: of the weights, and of the update, momentum or gradient (see `TRUSTS`)."""
     at = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     c = coefficients_ptr + tl.load(entry + 1) * COEFFICIENTS
     p = _full_weight(entry, at, start, left, ROUNDING, WEIGHT, ALIGNED, MASKED)
