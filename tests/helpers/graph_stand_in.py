@@ -39,7 +39,6 @@ class StandIn:
             "mem_get_info": lambda _: (self.free, 100),
             "get_per_process_memory_fraction": lambda _: 1.0,
             "synchronize": lambda _: None,
-            "memory_snapshot": self.snapshot,
             "get_rng_state": lambda _: torch.get_rng_state(),
             "set_rng_state": lambda state, _: torch.set_rng_state(state),
         }
@@ -47,6 +46,7 @@ class StandIn:
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         monkeypatch.setattr(graph, "capture_stream", lambda _: stream)
+        monkeypatch.setattr(graph, "pool_segments", self.segments)
         monkeypatch.setattr(graph, "free_cached_memory", lambda _: None)
         monkeypatch.setattr(graph, "_reset_after_failed_capture", lambda *_: None)
         monkeypatch.setattr(graph, "_Captured", self.captured)
@@ -57,7 +57,7 @@ class StandIn:
         self.pools += 1
         return self.pools
 
-    def snapshot(self, _pool, include_traces):
+    def segments(self, _pool):
         live = self.left + sum(captured is not None for captured in self.graphs._captured.values())
         return [{"blocks": [{"state": "active_allocated"}] * live + [{"state": "inactive"}]}]
 

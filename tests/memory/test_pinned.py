@@ -146,6 +146,21 @@ def test_finalizers_that_run_while_others_run(host, runtime):
     assert not runtime.pages
 
 
+def test_a_finalizer_that_runs_during_a_registration(host, runtime, monkeypatch):
+    """As garbage collection may run it: between any two instructions."""
+    first, register = host.pin(whole_pages(100)), runtime.cudaHostRegister
+
+    def register_amid_garbage_collection(*arguments):
+        host.unpin([first], nothing)
+        assert first.data_ptr() in runtime.pages
+        return register(*arguments)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", register_amid_garbage_collection)
+    second = host.pin(whole_pages(200))
+    assert [*runtime.pages] == [second.data_ptr()]
+    assert host.nbytes == 200
+
+
 @pytest.mark.gpu
 def test_offload_freed_during_a_capture(monkeypatch):
     """Its memory is freed after the capture, which succeeds without error; the same size can be pinned again."""

@@ -1,6 +1,7 @@
 """CUDA graphs of training steps: replays equal eager steps, each shape has a graph, steps that cannot be captured stay
 eager, and all graphs share one set of gradients and one pool. On a stand-in for CUDA graphs, and on a GPU."""
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from halfbyte.optim.fused import AdamW
 from halfbyte.train import graph
-from halfbyte.train.graph import GraphedBackward, GraphedStep
+from halfbyte.train.graph import GraphedBackward, GraphedStep, pool_segments
 from halfbyte.utils import notices
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.hardware import free_cached_memory
@@ -473,3 +474,14 @@ def test_an_optimizer_that_cannot_be_captured_is_refused():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     with pytest.raises(TrainingError, match="capturable"):
         GraphedStep(lambda batch: batch, optimizer)
+
+
+@pytest.mark.gpu
+def test_segments_of_a_pool_keep_its_number():
+    number = int("123456")  # not one of the small integers that Python keeps
+    held = [number] * 20
+    before = sys.getrefcount(number)
+    for _ in range(10):
+        assert pool_segments((0, number)) == []
+    assert sys.getrefcount(number) >= before
+    assert held == [123456] * 20

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -50,28 +51,38 @@ def _clear_error() -> None:
 class AfterCapture:
     """Runs actions of finalizers immediately or, during the capture of a CUDA graph, after it.
 
+    Garbage collection may start a finalizer between any two instructions, in any thread. So an action also waits while
+    another one runs, and while the caller holds `lock`.
+
     Args:
         capturing: returns whether a graph is being captured, in any thread.
+
+    Attributes:
+        lock: held while actions run; hold it to change what they change.
     """
 
     def __init__(self, capturing: Callable[[], bool] = is_capturing):
         self.capturing = capturing
+        self.lock = threading.Lock()
         self._deferred: list[Callable[[], Any]] = []
 
     def do(self, action: Callable[[], Any]) -> None:
-        """Run `action` now, or at the first `settle` after the capture."""
+        """Run `action` now, or at the first `settle` after what it waits for."""
         self._deferred.append(action)
         self.settle()
 
     def settle(self) -> None:
-        """Run deferred actions, unless a graph is being captured. The next call retries an action that raises."""
-        while self._deferred and not self.capturing():
-            action = self._deferred.pop(0)
+        """Run deferred actions, unless a graph is being captured or `lock` is held.
+
+        The next call retries an action that raises.
+        """
+        while self._deferred and not self.capturing() and self.lock.acquire(blocking=False):
             try:
-                action()
-            except BaseException:
-                self._deferred.insert(0, action)
-                raise
+                if self._deferred:
+                    self._deferred[0]()
+                    del self._deferred[0]
+            finally:
+                self.lock.release()
 
 
 class HostMemory:
@@ -97,7 +108,8 @@ class HostMemory:
     @property
     def nbytes(self) -> int:
         """Registered bytes."""
-        return sum(buffer.nbytes for buffer, _ in self._held.values())
+        with self.after.lock:
+            return sum(buffer.nbytes for buffer, _ in self._held.values())
 
     def pin(self, buffer: Tensor) -> Tensor:
         """Register `buffer`, or add a reference to the registered buffer that contains it; each needs an `unpin`.
@@ -106,11 +118,17 @@ class HostMemory:
             TrainingError: the host does not have enough memory, or may not pin it (ulimit -l).
         """
         self.after.settle()
+        with self.after.lock:
+            self._pin(buffer)
+        self.after.settle()
+        return buffer
+
+    def _pin(self, buffer: Tensor) -> None:
         address = self._holder(buffer)
         if address is not None:
             held, count = self._held[address]
             self._held[address] = held, count + 1
-            return buffer
+            return
         code = int(self.runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
             self.clear_error()
@@ -119,7 +137,6 @@ class HostMemory:
                 "free host memory, or set activation_checkpointing: checkpoint and expert_offload: false",
             )
         self._held[buffer.data_ptr()] = buffer, 1
-        return buffer
 
     def unpin(self, buffers: Sequence[Tensor], settle: Callable[[], Any] | None = None) -> None:
         """Release one reference to each of `buffers`; during the capture of a CUDA graph, after it.

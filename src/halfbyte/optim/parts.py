@@ -34,7 +34,7 @@ from .offload import HostState, Windows
 CORRECTION = "correction"  # key of the bits of a weight that its bf16 does not hold
 CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
 
-DTYPE, LAYOUT = attrgetter("dtype"), attrgetter("layout")
+DTYPE, LAYOUT, DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
 
 Place = tuple[int, int, Tensor]  # number of the parameter's group, index in the group, parameter
 
@@ -401,6 +401,8 @@ def _kinds(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> lis
         *map(DTYPE, weights),
         *map(DTYPE, present),
         *map(LAYOUT, present),
+        *map(DEVICE, weights),
+        *map(DEVICE, present),
     ]
 
 

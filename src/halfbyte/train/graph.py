@@ -24,6 +24,7 @@ where autograd would need one launch per parameter.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -245,7 +246,7 @@ class _Graphs:
 
     def _live_blocks(self) -> int:
         """Return the number of live tensors in the pool; each graph's result is one."""
-        segments = torch.cuda.memory_snapshot(self.pool, include_traces=False)
+        segments = pool_segments(self.pool)
         return sum(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"])
 
     def _eager(self, batch: Batch) -> Tensor:
@@ -318,6 +319,19 @@ class _Graphs:
         )
         self._eager_only = True
         self.drop()
+
+
+def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
+    """Segments of a memory pool, as `torch.cuda.memory_snapshot` returns them.
+
+    torch drops a reference to each argument that it does not own (pytorch/pytorch#196366). From the 257th pool of a
+    process on, that frees the pool's number while it is in use, and the process crashes some time later. So the
+    arguments get the references that torch drops; a torch that drops none leaks a few bytes a call.
+    """
+    arguments = *pool, False
+    for argument in arguments:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(argument))
+    return torch.cuda.memory_snapshot(pool, include_traces=False)
 
 
 def _reset_after_failed_capture(device: int, pool: tuple[int, int], ahead: int) -> None:
