@@ -49,12 +49,12 @@ gpu-test:
 	PYTHONPATH=src:$(PYTHONPATH) OMP_NUM_THREADS=1 PYTORCH_ALLOC_CONF=expandable_segments:True \
 	$(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal -p no:benchmark --log-to=$(GPU_LOG) --durations 40
 
-# bitsandbytes' own tests, unchanged, on the drop-in: BNB names a checkout of version 0.50.2. Left out: library loading,
-# generation from the hub, and the optimizers until the drop-in has them.
+# bitsandbytes' own tests, unchanged, on the drop-in: BNB names a checkout of version 0.50.2. Its test_optim.py needs
+# lion-pytorch. Left out: library loading, and generation from the hub.
 bnb-tests:
 	cd $(BNB) && PYTHONPATH=$(CURDIR)/src:$(PYTHONPATH) OMP_NUM_THREADS=1 $(if $(findstring /,$(PYTHON)),$(PYTHON),$(abspath $(BIN)/python)) \
-	-m halfbyte.bitsandbytes -m pytest -q -p no:cacheprovider tests --ignore=tests/test_cuda_setup_evaluator.py \
-	--ignore=tests/test_generation.py --ignore=tests/test_optim.py $(BNB_ARGS)
+	-m halfbyte.bitsandbytes -m pytest -q -p no:cacheprovider --continue-on-collection-errors tests \
+	--ignore=tests/test_cuda_setup_evaluator.py --ignore=tests/test_generation.py $(BNB_ARGS)
 
 # The documentation as a website in build/site. mkdocs-material announces MkDocs 2, which nothing here needs.
 docs: $(VENV)/installed-docs

@@ -3,11 +3,12 @@
     python -m benchmarks.same_run [WAY…] [--steps 50] [--gpus 2] [--json FILE] [--device cpu --hidden 128]
 
 A Llama of 0.16B in NF4 with random weights, which learns fast, so that differences show: packed rows of 512 tokens in
-bfloat16. A WAY is an axis of `parallel`, or `kernels`: one GPU with transformers' operations instead of the fused ones,
-which shows the effect of another order of roundings without any parallelism.
+bfloat16. A WAY is an axis of `parallel` that takes all GPUs, several with their degrees (`data=2,shard=2`), or
+`kernels`: one GPU with transformers' operations instead of the fused ones, which shows the effect of another order of
+roundings without any parallelism.
 
-`hosts-data` and `hosts-shard` are the same axes on two hosts, emulated by two torchrun agents: `NCCL_HOSTID` makes NCCL
-use the loopback device between them, whose bytes are counted.
+`hosts-WAY` is a way on `--hosts` hosts, emulated by as many torchrun agents: `NCCL_HOSTID` makes NCCL use the loopback
+device between them, whose bytes are counted.
 """
 
 from __future__ import annotations
@@ -55,10 +56,17 @@ def write_place(folder: Path, hidden: int) -> None:
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def degrees(way: str, gpus: int) -> dict[str, int]:
+    """Return the degree of each axis of a WAY; an axis without one takes all GPUs."""
+    pairs = (axis.partition("=") for axis in way.split(","))
+    return {axis: int(degree or gpus) for axis, _, degree in pairs}
+
+
 def losses(given: argparse.Namespace, way: str) -> tuple[list[float], dict[str, Any]]:
     """Return the loss of each step and the traffic between hosts."""
-    output, (hosts, axis) = given.work / f"run-{way}", (way.startswith("hosts-"), way.removeprefix("hosts-"))
-    ways, rows = {axis: given.gpus}, WINDOW // given.gpus if axis in ("data", "shard") else WINDOW
+    output, hosts = given.work / f"run-{way}", way.startswith("hosts-")
+    ways = degrees(way.removeprefix("hosts-"), given.gpus)
+    rows = WINDOW // (ways.get("data", 1) * ways.get("shard", 1))
     keys: dict[str, Any] = {
         "output_dir": output, "packing": "true", "max_length": 512, "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": rows, "max_steps": given.steps, "learning_rate": given.rate, "seed": 0,
@@ -90,15 +98,17 @@ def trained(output: Path) -> list[dict[str, Any]]:
 
 
 def on_hosts(command: list[str], output: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Run a program on as many emulated hosts as GPUs. Returns the bytes per step between them."""
+    """Run a program on emulated hosts. Returns the bytes per step between them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = ["--nnodes", str(given.gpus), "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    each = given.gpus // given.hosts
+    meeting = ["--nnodes", str(given.hosts), "--nproc-per-node", str(each), "--master-addr", "127.0.0.1"]
     agents = []
-    for host in range(given.gpus):
+    for host in range(given.hosts):
         own = {"NCCL_HOSTID": f"host{host}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-        own |= {"CUDA_VISIBLE_DEVICES": str(host), "NCCL_IB_DISABLE": "1"}
+        gpus = map(str, range(host * each, (host + 1) * each))
+        own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "NCCL_IB_DISABLE": "1"}
         place = [*meeting, "--master-port", str(port), "--node-rank", str(host)]
         agents.append(
             subprocess.Popen(
@@ -119,8 +129,8 @@ def on_hosts(command: list[str], output: Path, given: argparse.Namespace) -> dic
     numbers = sum(tensor.numel() for tensor in load_file(output / "adapter" / "adapter_model.safetensors").values())
     steps = sorted(at for at in samples if at >= 2)
     first, last = steps[0], steps[-1]
-    each = (samples[last] - samples[first]) / (last - first)
-    return {"bytes_of_a_step": each, "gradients": 4 * numbers, "of_both_ways": each / (8 * numbers)}
+    sent = (samples[last] - samples[first]) / (last - first)
+    return {"bytes_of_a_step": sent, "gradients": 4 * numbers, "of_both_ways": sent / (8 * numbers)}
 
 
 def loopback_bytes() -> int:
@@ -134,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("ways", nargs="*", default=WAYS)
     made.add_argument("--steps", type=int, default=50)
     made.add_argument("--gpus", type=int, default=2)
+    made.add_argument("--hosts", type=int, default=2)
     made.add_argument("--rate", type=float, default=2e-4)
     made.add_argument("--hidden", type=int, default=1024)
     made.add_argument("--device", default="cuda")
