@@ -67,7 +67,7 @@ class AfterCapture:
         self._deferred: list[Callable[[], Any]] = []
 
     def do(self, action: Callable[[], Any]) -> None:
-        """Run `action` now, or at the first `settle` after what it waits for."""
+        """Run `action` now, or if it has to wait, at the first `settle` after that."""
         self._deferred.append(action)
         self.settle()
 
