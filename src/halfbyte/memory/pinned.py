@@ -52,7 +52,7 @@ class AfterCapture:
     """Runs actions of finalizers immediately or, during the capture of a CUDA graph, after it.
 
     Garbage collection may start a finalizer between any two instructions, in any thread. So an action also waits while
-    another one runs, and while the caller holds `lock`.
+    another one runs, and while `lock` is held.
 
     Args:
         capturing: returns whether a graph is being captured, in any thread.
@@ -67,7 +67,7 @@ class AfterCapture:
         self._deferred: list[Callable[[], Any]] = []
 
     def do(self, action: Callable[[], Any]) -> None:
-        """Run `action` now, or if it has to wait, at the first `settle` after that."""
+        """Run `action` now, or at the first `settle` when it need not wait any more."""
         self._deferred.append(action)
         self.settle()
 

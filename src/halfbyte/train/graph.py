@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -152,7 +153,7 @@ class _Captured:
         # A capture first writes, on its stream, the random state that all graphs read; no graph may run meanwhile.
         launched = torch.cuda.current_stream(stream.device)
         stream.wait_stream(launched)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _without_garbage_collection():
             # relaxed: a kernel that this shape needs first may be loaded during the capture
             self.graph.capture_begin(pool=pool, capture_error_mode="relaxed")
             try:
@@ -319,6 +320,21 @@ class _Graphs:
         )
         self._eager_only = True
         self.drop()
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause garbage collection, which could free pinned memory of an earlier run that was last used on this stream.
+
+    torch would record an event for it in the capture, and later copies would fail ("invalid argument").
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
