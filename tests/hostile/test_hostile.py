@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers import hostile
 from tests.helpers.hostile.cases import Case, judge, place, snapshot
+from tests.helpers.hostile.stage import Ended, Stage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 
@@ -46,6 +47,19 @@ def parameters() -> list:
 
 @pytest.mark.parametrize(("case", "command"), parameters())
 def test_hostile(case: Case, command, stage, base, environment, record_property):
+    ended, wrong = _attempt(case, command, stage, base, environment)
+    if ended.seconds / stage.slowness > case.most_seconds:  # other machines on this host can slow one command
+        ended, wrong = _attempt(case, command, stage, base, environment)
+    record_property("seconds", f"{ended.seconds:.2f}")  # in --junitxml; without other processes' load
+    streams = f"--- stdout\n{_shown(ended.out)}\n--- stderr\n{_shown(ended.err)}"
+    if "HOSTILE_SHOW" in os.environ:
+        print(f"\n{case.name}: exit {ended.code}, {ended.seconds:.2f} s, {ended.memory:.0f} MiB\n{streams}")
+    if wrong:
+        pytest.fail(f"{'; '.join(wrong)}\n--- command\nhalfbyte {' '.join(command)}\n{streams}", pytrace=False)
+
+
+def _attempt(case: Case, command: list[str], stage: Stage, base: Path, environment: dict) -> tuple[Ended, list[str]]:
+    """Run the command in a new folder with the case's files; what it did, and everything wrong with that."""
     room = Path(tempfile.mkdtemp(prefix="hostile-"))
     folder, scratch, temporary = (room / name for name in ("case", "scratch", "tmp"))
     for path in (folder, scratch, temporary):
@@ -60,20 +74,14 @@ def test_hostile(case: Case, command, stage, base, environment, record_property)
             assert first.code == 0, first.err.decode()
         before = snapshot(folder)
         ended = stage.run(command, folder, scratch, **wishes)
-        record_property("seconds", f"{ended.seconds:.2f}")  # in --junitxml; without other processes' load
         left = [f"{name} in TMPDIR" for name in os.listdir(temporary) if not name.startswith("torchinductor")]
         same_machine = replace(ended, seconds=ended.seconds / stage.slowness)
-        wrong = judge(case, same_machine, before, snapshot(folder), left)
+        return ended, judge(case, same_machine, before, snapshot(folder), left)
     finally:
         for path in room.rglob("*"):
             if path.is_dir() and not path.is_symlink():
                 path.chmod(0o755)
         shutil.rmtree(room)
-    streams = f"--- stdout\n{_shown(ended.out)}\n--- stderr\n{_shown(ended.err)}"
-    if "HOSTILE_SHOW" in os.environ:
-        print(f"\n{case.name}: exit {ended.code}, {ended.seconds:.2f} s, {ended.memory:.0f} MiB\n{streams}")
-    if wrong:
-        pytest.fail(f"{'; '.join(wrong)}\n--- command\nhalfbyte {' '.join(command)}\n{streams}", pytrace=False)
 
 
 def _shown(stream: bytes) -> str:

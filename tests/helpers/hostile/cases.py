@@ -78,6 +78,10 @@ class Case:
     environment: dict[str, str | None] = field(default_factory=dict)
     wishes: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def most_seconds(self) -> float:
+        return self.seconds * (1 + bool(self.after))  # a command that writes trains or merges a whole model
+
     def commands(self) -> list[list[str]]:
         runs = self.run if isinstance(self.run, tuple) else (self.run,)
         return [shlex.split(run) if isinstance(run, str) else run for run in runs]
@@ -231,7 +235,7 @@ def judge(case: Case, ended: Any, before: dict[str, str], after: dict[str, str],
         wrong += [f"does not say {words!r}" for words in _many(case.says) if words not in plain + err]
     elif ended.code in (1, 2) and 2 not in case.wishes.get("closed", ()):
         wrong += _judge_error(case, plain + err if "columns" in case.wishes else err)
-    if ended.seconds > case.seconds * (1 + bool(case.after)):  # what writes, works: a whole training, a merge
+    if ended.seconds > case.most_seconds:
         wrong.append(f"took {ended.seconds:.1f} s")
     if ended.memory > case.memory:
         wrong.append(f"took {ended.memory:.0f} MiB")

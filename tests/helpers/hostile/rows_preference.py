@@ -246,6 +246,7 @@ ROWS = [
         code=0,
         says="method: prm",
         files=lines(*[stepwise(prompt=str(n)) for n in range(40)]),
+        seconds=4,  # plans several times
     ),
     Case(
         "+ init without a method on steps",
