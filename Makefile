@@ -17,18 +17,22 @@ install = $(PIP) install --quiet -c constraints.txt uv && $(UV) $(PACKAGES) $(1)
 # imported.
 COMPILE = $(BIN)/python -m compileall -qq -j 2 -x /tests/ $(VENV)/lib || true
 
-.PHONY: demo test tests test-all test-cpus lint gpu-test bnb-tests docs clean
+.PHONY: demo test tests long-tests test-all test-cpus lint gpu-test bnb-tests docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
 
-# Style and types are checked beside the tests, whose summary ends the output. What takes long, and some of the cases of
-# tests with many, is marked `slow` or `sampled` and left to test-all.
+# Style and types are checked beside the tests, whose summary ends the output. Long tests take turns, by the commit
+# (tests/long.txt); TURN=all runs them all. Tests marked `slow` and most cases of those marked `sampled` are left to
+# test-all. long-tests measures on two quiet cores which tests are long.
 test: $(VENV)/installed-dev
 	$(MAKE) --no-print-directory -j2 lint tests
 
 tests: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(if $(TURN),--turn $(TURN))
+
+long-tests: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --record-long
 
 # The suite as older CPUs would run it, one variant after the other (tests/helpers/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint

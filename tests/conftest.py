@@ -1,5 +1,6 @@
 """Shared fixtures: the folder of real data, tiny models, the seed, the GPU memory limit, and a log of failures."""
 
+import collections
 import contextlib
 import fcntl
 import gc
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.marks import sample
+from tests.helpers import marks
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,35 +27,29 @@ GPU_SHARE = 4  # GiB of GPU memory per pytest process, however many processes sh
 
 def pytest_addoption(parser):
     parser.addoption("--log-to", metavar="FOLDER", help="append failures and seconds to files there as they happen")
+    parser.addoption(
+        "--turn", help=f"which long tests are not slow: a number below {marks.TURNS}, or all; default: by the commit"
+    )
+    parser.addoption("--record-long", action="store_true", help=f"write the seconds of long tests to {marks.RECORD}")
+
+
+def pytest_report_header(config):
+    turn = _turn(config)
+    which = "all" if turn is None else f"turn {turn} of {marks.TURNS} (--turn {turn})"
+    return f"long tests that are not slow: {which}"
+
+
+def _turn(config) -> int | None:
+    """Return the turn of long tests, or None for all."""
+    asked = config.getoption("--turn")
+    if asked == "all" or config.getoption("--record-long"):
+        return None
+    return marks.turn_of_commit() if asked is None else int(asked)
 
 
 # Folders whose tests share expensive session fixtures (rank processes, the hostile stage): one xdist worker runs each.
 # They take longest, so they are scheduled first.
 WHOLE = ("tests/hostile/", "tests/parallel/")
-# Files of over ten seconds, scheduled next, so that no long file is left for the end.
-LONG = (
-    "tests/kernels/test_interpreted.py",
-    "tests/bitsandbytes/test_users.py",
-    "tests/train/test_grpo.py",
-    "tests/train/test_served.py",
-    "tests/train/test_preference.py",
-    "tests/train/test_gkd.py",
-    "tests/plan/test_estimate.py",
-    "tests/plan/test_rank.py",
-    "tests/kernels/test_linear_planes.py",
-    "tests/export/test_merge_targets.py",
-    "tests/cli/test_cli_check.py",
-    "tests/loading/test_mixed.py",
-    "tests/data/test_data_answers.py",
-    "tests/generation/test_rollouts.py",
-    "tests/export/test_merge.py",
-    "tests/export/test_merge_kept.py",
-    "tests/data/test_data_masks.py",
-    "tests/kernels/test_decode_layers.py",
-    "tests/plan/test_rollouts.py",
-    "tests/train/test_sft.py",
-    "tests/plan/test_policy.py",
-)
 
 
 def unit(nodeid: str) -> str:
@@ -85,6 +80,8 @@ def pytest_configure(config):
     folder = config.getoption("--log-to")
     if folder and not hasattr(config, "workerinput"):  # workers send their reports to the controller
         config.pluginmanager.register(Log(Path(folder)))
+    if config.getoption("--record-long") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Seconds())
 
 
 _imported = 0
@@ -126,6 +123,19 @@ class Log:
         if report.duration >= 1:
             now = time.monotonic() - self.began
             self._append("gpu-seconds.txt", f"{report.duration:.1f} {report.nodeid} {report.when} at {now:.0f}\n")
+
+
+class Seconds:
+    """Record the long tests of a run of all."""
+
+    def __init__(self):
+        self.seconds = collections.defaultdict(float)
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self):
+        marks.record(self.seconds)
 
 
 @contextlib.contextmanager
@@ -255,13 +265,19 @@ def in_float32():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     import torch
 
-    sample(items)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        first = {name: at for at, name in enumerate((*WHOLE, *LONG))}
-        items.sort(key=lambda item: (first.get(unit(item.nodeid), len(first)), item.path))
+    marks.sample(items)
+    turn = _turn(config)
+    if turn is not None:
+        marks.take_turns(items, turn)
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the longest files first, so that none is left for the end
+        long, seconds = marks.recorded(), collections.Counter()
+        for item in items:
+            if "slow" not in item.keywords:
+                seconds[unit(item.nodeid)] += long.get(item.nodeid, 0)
+        items.sort(key=lambda item: (unit(item.nodeid) not in WHOLE, -seconds[unit(item.nodeid)], item.path))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
