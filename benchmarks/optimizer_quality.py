@@ -33,7 +33,8 @@ from halfbyte.optim.fused import AdamW
 BATCH, RANK = 8, 16
 RATES = {False: 2e-4, True: 1e-3}  # by whether adapters are trained
 PROJECTED = {"optim_target_modules": "all-linear"}
-Make = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
+GAP = 50  # steps between refreshes of a subspace
+Make = Callable[[nn.Module, float], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Run:
         lora: whether adapters are trained in place of all weights.
         dtype: of the trained weights.
         rate: factor of the learning rate. GaLore multiplies its updates by 0.25.
-        make: (parameters, rate) → the optimizer, in place of the configuration's.
+        make: (model, rate) → the optimizer, in place of the configuration's.
         package: that the row needs.
     """
 
@@ -57,18 +58,46 @@ class Run:
     package: str = "torch"
 
 
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _master(storage: str, rounding: str) -> Make:
-    return lambda parameters, rate: AdamW(parameters, rate, weight_decay=0.0, storage=storage, rounding=rounding)
+    return lambda model, rate: AdamW(_trained(model), rate, weight_decay=0.0, storage=storage, rounding=rounding)
 
 
-def _torch_adamw(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, rate, weight_decay=0.0)
+def _torch_adamw(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_trained(model), rate, weight_decay=0.0)
 
 
-def _bitsandbytes(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+def _bitsandbytes(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     from bitsandbytes.optim import AdamW8bit
 
-    made: torch.optim.Optimizer = AdamW8bit(parameters, rate, weight_decay=0.0)
+    made: torch.optim.Optimizer = AdamW8bit(_trained(model), rate, weight_decay=0.0)
+    return made
+
+
+def _projected(model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
+    """Parameter groups as both packages read them: the linear weights with `keys`, and all others."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    held = {id(weight) for weight in linear}
+    others = [parameter for parameter in _trained(model) if id(parameter) not in held]
+    return [{"params": others}, {"params": linear, "rank": 128, "update_proj_gap": GAP, "proj_type": "std", **keys}]
+
+
+def _galore_torch(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    from galore_torch import GaLoreAdamW
+
+    made: torch.optim.Optimizer = GaLoreAdamW(_projected(model, scale=0.25), rate, weight_decay=0.0)
+    return made
+
+
+def _apollo_torch(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    from apollo_torch import APOLLOAdamW
+
+    keys = {"scale": 1.0, "proj": "random", "scale_type": "channel"}
+    made: torch.optim.Optimizer = APOLLOAdamW(_projected(model, **keys), rate, weight_decay=0.0)
     return made
 
 
@@ -82,9 +111,11 @@ RUNS: dict[str, Run] = {
     "bf16, 24-bit master, companded8": Run(dtype="bfloat16", make=_master("companded8", "correction8")),
     "muon": Run({"optim": "muon"}),
     "muon_8bit": Run({"optim": "muon_8bit"}),
-    "galore_adamw": Run({"optim": "galore_adamw", "optim_args": "update_proj_gap=50", **PROJECTED}, rate=4.0),
-    "apollo_adamw": Run({"optim": "apollo_adamw", "optim_args": "update_proj_gap=50", **PROJECTED}),
-    "apollo_mini": Run({"optim": "apollo_mini", "optim_args": "update_proj_gap=50", **PROJECTED}),
+    "galore_adamw": Run({"optim": "galore_adamw", "optim_args": f"update_proj_gap={GAP}", **PROJECTED}, rate=4.0),
+    "galore_torch": Run(make=_galore_torch, package="galore_torch", rate=4.0),
+    "apollo_adamw": Run({"optim": "apollo_adamw", "optim_args": f"update_proj_gap={GAP}", **PROJECTED}),
+    "apollo_torch": Run(make=_apollo_torch, package="apollo_torch"),
+    "apollo_mini": Run({"optim": "apollo_mini", "optim_args": f"update_proj_gap={GAP}", **PROJECTED}),
     "lora adamw": Run({"optim": "adamw"}, lora=True),
     "lora torch AdamW": Run(lora=True, make=_torch_adamw),
     "lora adamw_8bit": Run({"optim": "adamw_8bit"}, lora=True),
@@ -107,8 +138,7 @@ def prepared(path: str, run: Run, device: str) -> tuple[Any, torch.optim.Optimiz
     )  # fmt: skip
     model = load(path, WHOLE, run.dtype, device)
     model = (add_adapter(model, config) if run.lora else model.requires_grad_(True)).train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, make_optimizer(model, config) if run.make is None else run.make(trained, rate), rate
+    return model, make_optimizer(model, config) if run.make is None else run.make(model, rate), rate
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, rows: Tensor, steps: int) -> float:
