@@ -4,15 +4,17 @@ import json
 
 import pytest
 import torch
+import torch._dynamo
 
 from benchmarks import bnb_bytes
 from halfbyte.bitsandbytes import functional
 
 
 @pytest.fixture(autouse=True)
-def _eager(monkeypatch):
-    """bitsandbytes' CPU dequantization compiles again for every size."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+def _eager():
+    """Keep bitsandbytes' CPU dequantization from compiling again for every size."""
+    with torch._dynamo.config.patch(disable=True):
+        yield
 
 
 def counted(folder) -> dict[str, dict[str, int]]:
