@@ -60,7 +60,7 @@ def ties(x: Tensor, absmax: Tensor, block: int, code: Tensor, differ: Tensor) ->
 
 
 def compare(counts: Counts, name: str, mine: Tensor, theirs: Tensor, tied: int | None = None) -> None:
-    """Add one pair of results to the counts. bitsandbytes' CPU library returns the values of two elements as a column."""
+    """Add one pair of results to the counts; bitsandbytes' CPU library returns two elements as a column."""
     row = counts[name]
     row["tensors"] += 1
     row["elements"] += mine.numel()
