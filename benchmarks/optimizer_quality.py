@@ -23,12 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import free_memory, parser_of, write_result
+from benchmarks.lora_rules import LoRARite, adjust_as_lora_pro
 from benchmarks.quality import IGNORE_INDEX, SEED, WHOLE, load, loss_sum, perplexity, split, windows
 from halfbyte import load_tokenizer
 from halfbyte.config import RunConfig
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.optim import make_optimizer
 from halfbyte.optim.fused import AdamW
+from halfbyte.optim.riemannian import lora_pairs
 
 BATCH, RANK = 8, 16
 RATES = {False: 2e-4, True: 1e-3}  # by whether adapters are trained
@@ -101,6 +103,17 @@ def _apollo_torch(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     return made
 
 
+def _lora_pro(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    made = _torch_adamw(model, rate)
+    pairs = lora_pairs(model)
+    made.register_step_pre_hook(lambda optimizer, args, kwargs: adjust_as_lora_pro(pairs))
+    return made
+
+
+def _lora_rite(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return LoRARite(lora_pairs(model), rate)
+
+
 RUNS: dict[str, Run] = {
     "adamw": Run({"optim": "adamw"}),
     "torch AdamW": Run(make=_torch_adamw),
@@ -125,6 +138,9 @@ RUNS: dict[str, Run] = {
     "lora muon_8bit": Run({"optim": "muon_8bit"}, lora=True),
     "lora+ 16": Run({"optim": "adamw", "loraplus_lr_ratio": 16.0}, lora=True, rate=0.25),
     "lora riemannian": Run({"optim": "adamw", "lora_preconditioner": "riemannian"}, lora=True),
+    "lora pro": Run(lora=True, make=_lora_pro),
+    "lora rite": Run(lora=True, make=_lora_rite),
+    "lora rite, rate / 10": Run(lora=True, make=_lora_rite, rate=0.1),
 }
 
 
