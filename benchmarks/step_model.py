@@ -23,6 +23,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False,
     )),
+    "llama-3.2-1b": ("Llama", dict(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, vocab_size=128256, max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=True,
+    )),
     "qwen3-0.6b": ("Qwen3", dict(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=32768,
