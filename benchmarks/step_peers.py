@@ -2,8 +2,8 @@
 
 The shapes, quantization, rank, optimizer and tokens are those of `benchmarks.step`. Prints one line starting with
 RESULT. `bitsandbytes` is Hugging Face's modules with PEFT after `prepare_model_for_kbit_training`; `liger` adds Liger's
-kernels. `installed` is the same script with halfbyte answering `import bitsandbytes`, and `patched` adds halfbyte.patch
-and its loss. Unsloth must be imported before transformers, so a process before it writes the checkpoint that it loads.
+kernels. `installed` is the same script with halfbyte answering `import bitsandbytes`, and `patched` adds halfbyte.patch.
+Unsloth must be imported before transformers, so a process before it writes the checkpoint that it loads.
 """
 
 from __future__ import annotations
@@ -58,12 +58,16 @@ def bitsandbytes_model(name: str, checkpointing: bool, prepared: bool = True) ->
     return get_peft_model(model, lora).train()
 
 
-def bitsandbytes(given: argparse.Namespace) -> dict[str, Any]:
+def bitsandbytes(given: argparse.Namespace, is_patched: bool = False) -> dict[str, Any]:
     import torch
 
     from benchmarks.step_model import random_batch, timed
 
     model = bitsandbytes_model(given.model, given.checkpointing, not given.unprepared)
+    if is_patched:
+        import halfbyte
+
+        print(halfbyte.patch(model))
     batch = random_batch(given.model, given.batch, given.length, "cuda")
 
     def loss_of() -> Any:
@@ -73,33 +77,15 @@ def bitsandbytes(given: argparse.Namespace) -> dict[str, Any]:
     return timed(training_step(model, loss_of, given.paged), given.batch * given.length)
 
 
-def installed(given: argparse.Namespace) -> dict[str, Any]:
+def installed(given: argparse.Namespace, is_patched: bool = False) -> dict[str, Any]:
     from halfbyte.bitsandbytes import install
 
     install()
-    return bitsandbytes(given)
+    return bitsandbytes(given, is_patched)
 
 
 def patched(given: argparse.Namespace) -> dict[str, Any]:
-    from halfbyte.bitsandbytes import install
-
-    install()
-    import torch
-
-    import halfbyte
-    from benchmarks.step_model import random_batch, timed
-    from halfbyte.modeling.head import causal_lm_loss
-
-    model = bitsandbytes_model(given.model, given.checkpointing, not given.unprepared)
-    print(halfbyte.patch(model))
-    batch = random_batch(given.model, given.batch, given.length, "cuda")
-
-    def loss_of() -> Any:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss_sum, tokens = causal_lm_loss(model, batch)
-        return loss_sum / tokens
-
-    return timed(training_step(model, loss_of, given.paged), given.batch * given.length)
+    return installed(given, is_patched=True)
 
 
 def liger(given: argparse.Namespace) -> dict[str, Any]:

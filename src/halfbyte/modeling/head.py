@@ -89,11 +89,20 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
         notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
         return _loss_of_full_logits(model, inputs, labels, trained_tokens), trained_tokens
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
+    return hidden_loss(causal_lm, head, hidden, labels), trained_tokens
+
+
+def hidden_loss(causal_lm: Any, head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed cross-entropy of the logits of hidden states [B, T, H], 0-d fp32.
+
+    Args:
+        causal_lm: the transformers model, whose head's weight is used.
+        labels: int64 [B, T], already shifted; -100 at untrained positions.
+    """
     weight, vocabulary = causal_lm.get_output_embeddings().weight, _sharded_vocabularies.get(causal_lm)
     if vocabulary is not None:
-        return vocabulary.cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale), trained_tokens
-    loss_sum = linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
-    return loss_sum, trained_tokens
+        return vocabulary.cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale)
+    return linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from .blocks import attention_forward, layer_norm_forward, mixer_forward, mlp_fo
 from .checkpointing import layer_forward, set_activations
 from .config_facts import has_custom_scores
 from .families import Family, family_of
+from .label_loss import bind_label_loss, has_label_head, unbind_label_loss
 from .layer import MLP, Attention, TokenMixer, causal_lm_of
 from .patch_record import RECORD, is_bound, record
 from .projections import Recipe, read_projection, recipe_by_name, set_recipe
@@ -62,6 +63,7 @@ VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
     "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
 }  # fmt: skip
 EXPERTS = "experts"
+LABEL_LOSS = "cross-entropy of `labels` in training"
 UNFUSED_LAYER = "transformers' forward of its layers runs"
 UNFUSED_EXPERTS = "transformers' own function runs them"
 
@@ -92,11 +94,15 @@ class PatchReport:
 
 
 def patch(
-    model: nn.Module, activations: str | Sequence[str] | None = None, recipe: str | Recipe = "bf16"
+    model: nn.Module,
+    activations: str | Sequence[str] | None = None,
+    recipe: str | Recipe = "bf16",
+    fused_loss: bool = True,
 ) -> PatchReport:
     """Bind fused forwards to the modules of `model`: norms, residual additions, RoPE, gated MLPs, LoRA projections.
 
-    Loss and gradients equal those of the stock model up to rounding; calls with a key-value cache (generation) run
+    Loss and gradients equal those of the stock model up to rounding. In training, the loss from `labels` is computed
+    without full logits; calls with a key-value cache (generation) run
     transformers' own forwards. A projection is fused while exactly one plain LoRA adapter on a frozen weight is active;
     this is checked in every call. Patching a patched model only reports its current state.
 
@@ -109,6 +115,8 @@ def patch(
             one for each; None: save everything, or as transformers' gradient checkpointing is set.
         recipe: precision of GEMMs with frozen weights: "bf16" (x's dtype), "fp8-hybrid" or "nvfp4", or options of one
             of the latter, `ops.fp8_scaling.ScalingOptions` or `autograd.linear_nvfp4.Nvfp4Recipe`.
+        fused_loss: whether outputs of training calls with `labels` hold the loss alone. False: also the logits, for
+            code that reads them, such as an accuracy of the training tokens.
 
     Returns:
         What is fused and what is not, with reasons; print it.
@@ -137,6 +145,12 @@ def patch(
             _bind(module, family, kind, report)
         elif kind == "Experts" and not _uses_halfbyte_experts(module):
             report.unfused[EXPERTS, UNFUSED_EXPERTS] += 1
+    if fused_loss and has_label_head(model):
+        obstacle = bind_label_loss(model)
+        if obstacle is None:
+            report.fused[LABEL_LOSS] += 1
+        else:
+            report.unfused[LABEL_LOSS, obstacle] += 1
     if families[0].own_layer:
         report.unfused[FORWARDS["DecoderLayer"][1], UNFUSED_LAYER] += 1
     if families[0].mixer is not None:
@@ -174,6 +188,7 @@ def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module runs its class's forward again. Does nothing on a model that is not patched."""
     for module in model.modules():
         unbind_attention(module)
+        unbind_label_loss(module)
         forget_view(module)
         if is_bound(module):
             del module.__dict__["forward"]

@@ -1,0 +1,149 @@
+"""The loss that a patched causal LM computes from `labels` in training, without full logits.
+
+transformers' forwards compute all logits and then `self.loss_function(logits, labels, …)`. The forward bound here does
+the same through `linear_cross_entropy` where its result is known to be equal; else it calls the forward it replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import IGNORE_INDEX
+from ..utils.notices import notice
+from .head import Head, backbone_inputs, hidden_loss, verified_head
+from .layer import CACHE_KEYWORDS, causal_lm_of
+
+PROBE_TOKENS = 8
+NOT_FOR_THE_BACKBONE = ("logits_to_keep", "num_items_in_batch", "return_dict", "use_cache")
+# Arguments for which the forward that was replaced runs, if they are neither None, False nor 0.
+UNFUSED = ("logits_to_keep", "output_router_logits", "ignore_index", "use_cache", *CACHE_KEYWORDS)
+
+_checked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether the loss is the cross-entropy alone
+
+
+def bind_label_loss(model: nn.Module) -> str | None:
+    """Bind the forward to a causal LM of transformers, plain or in a `peft.PeftModel`; returns why not, or None.
+
+    A forward that accelerate's hooks call is replaced inside the hooks.
+    """
+    causal_lm = causal_lm_of(model)
+    kind: Any = type(causal_lm)
+    holder = _place(causal_lm)
+    found = causal_lm.__dict__.get(holder)
+    if is_ours(found):
+        return None
+    if found is not None and getattr(found, "__func__", None) is not kind.forward:
+        return "something else has replaced its forward"
+    stock = inspect.unwrap(kind.forward)
+    if "labels" not in inspect.signature(stock).parameters or "loss_function" not in stock.__code__.co_names:
+        return f"{kind.__name__} computes no loss through its loss_function"
+    setattr(causal_lm, holder, MethodType(_forward_of(kind), causal_lm))
+    return None
+
+
+def has_label_head(model: nn.Module) -> bool:
+    """Return whether a model is a causal LM: it has an output embedding."""
+    find = getattr(causal_lm_of(model), "get_output_embeddings", None)
+    return find is not None and find() is not None
+
+
+def unbind_label_loss(module: nn.Module) -> None:
+    """Undo `bind_label_loss`; does nothing on a module without that forward."""
+    if is_ours(module.__dict__.get("_old_forward")):
+        setattr(module, "_old_forward", MethodType(type(module).forward, module))  # noqa: B010
+    if is_ours(module.__dict__.get("forward")):
+        del module.__dict__["forward"]
+
+
+def is_ours(forward: Any) -> bool:
+    """Return whether a forward is one that `bind_label_loss` has bound."""
+    return hasattr(getattr(forward, "__func__", None), "_computes_label_loss")
+
+
+def _place(module: Any) -> str:
+    """Return the attribute that holds the forward: inside accelerate's hooks, if there are any."""
+    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+@functools.cache
+def _forward_of(kind: Any) -> Callable[..., Any]:
+    """Return the forward for models of a class; its signature is the class's own, which trainers read."""
+    stock = kind.forward
+    names = [*inspect.signature(stock).parameters][1:]
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        is_fused = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        fused = _fused_loss(self, given) if is_fused else None
+        return stock(self, *args, **kwargs) if fused is None else fused
+
+    forward._computes_label_loss = True  # type: ignore[attr-defined]
+    return forward
+
+
+def _fused_loss(model: Any, given: Mapping[str, Any]) -> Any:
+    """Return the model's output with the loss and without logits, or None if its own forward must run."""
+    if given.get("labels") is None or given.get("input_ids") is None or given.get("return_dict") is False:
+        return None
+    if any(_is_set(given.get(name)) for name in UNFUSED):
+        return None
+    inputs = {name: value for name, value in given.items() if value is not None and name not in NOT_FOR_THE_BACKBONE}
+    inputs = backbone_inputs(model, inputs)
+    head = _verified(model, inputs, given)
+    if isinstance(head, str):
+        notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
+        return None
+    return _output(model, head, inputs, given)
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and not (isinstance(value, int) and value == 0)  # False is 0
+
+
+def _verified(model: Any, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Head | str:
+    """Return the head with which the fused loss equals the model's, or why the model's own is needed."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
+        return f"{type(model).__name__} has a loss_function of its own"
+    head = verified_head(model, inputs)
+    if isinstance(head, str):
+        return head
+    if model not in _checked:
+        _checked[model] = _is_cross_entropy(model, given["input_ids"])
+    return head if _checked[model] else f"{type(model).__name__} adds to the cross-entropy"
+
+
+def _output(model: Any, head: Head, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    found = model.base_model(**inputs, use_cache=False)
+    labels = given.get("shift_labels")
+    labels = F.pad(given["labels"][..., 1:], (0, 1), value=IGNORE_INDEX) if labels is None else labels
+    labels, count = labels.to(found.last_hidden_state.device), given.get("num_items_in_batch")
+    count = (labels != IGNORE_INDEX).sum() if count is None else count
+    count = count.to(labels.device) if isinstance(count, Tensor) else count
+    loss = hidden_loss(model, head, found.last_hidden_state, labels) / count
+    return CausalLMOutputWithPast(loss=loss, hidden_states=found.hidden_states, attentions=found.attentions)
+
+
+@torch.no_grad()
+def _is_cross_entropy(model: Any, tokens: Tensor) -> bool:
+    """Return whether the loss of the class's forward is the cross-entropy of its logits, for the first tokens."""
+    few = tokens[:1, :PROBE_TOKENS]
+    cuda = [few.device] if few.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):  # the probe must not advance the RNG: resume is exact
+        output = type(model).forward(model, input_ids=few, labels=few.long(), num_items_in_batch=3, use_cache=False)
+    logits, labels = output.logits[0, :-1].float(), few[0, 1:].long()
+    expected = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / 3
+    return bool((output.loss - expected).abs() <= 1e-4 * expected)
