@@ -2,8 +2,9 @@
 
 The shapes, quantization, rank, optimizer and tokens are those of `benchmarks.step`. Prints one line starting with
 RESULT. `bitsandbytes` is Hugging Face's modules with PEFT after `prepare_model_for_kbit_training`; `liger` adds Liger's
-kernels. `installed` is the same script with halfbyte answering `import bitsandbytes`, and `patched` adds halfbyte.patch.
-Unsloth must be imported before transformers, so a process before it writes the checkpoint that it loads.
+kernels. `installed` is the same script with halfbyte answering `import bitsandbytes`, and `patched` adds
+`halfbyte.patch`. Unsloth must be imported before transformers, so a process before it writes the checkpoint that it
+loads.
 """
 
 from __future__ import annotations
