@@ -1,18 +1,21 @@
 """Runs with low-rank and block-wise optimizers, LoRA+ and preconditioning: they train, resume exactly, are planned."""
 
 import json
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from halfbyte.config import load_config
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.runs import checkpoints
 from halfbyte.train import preflight
 from halfbyte.train.preflight import check_bits, check_loss_scale, check_targets, prepare_run
-from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.errors import ConfigError, TrainingError
 from tests.helpers.optimizer_settings import OptimizerSettings
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 from tests.helpers.sft_runs import run
@@ -113,6 +116,76 @@ def test_updates_in_the_backward_and_offloaded_state_change_no_number(place, opt
     loop.train(tmp_path / "whole" / "checkpoint-4")  # files are the same for all places
     for name, value in trained(resident).items():
         assert torch.equal(loop.model.get_parameter(name), value), name
+
+
+def tensors(saved):
+    """Copies of the tensors of a state dict, in order."""
+    if isinstance(saved, torch.Tensor):
+        return [saved.clone()]
+    return [found for each in saved.values() for found in tensors(each)] if isinstance(saved, dict) else []
+
+
+FULL = {"use_peft": False, "load_in_4bit": False, "lora_dropout": 0.0, "max_grad_norm": 0.0, "max_steps": 6}
+BACKWARD = {
+    "adamw": {"optim": "adamw", "optim_in_backward": True},
+    "offloaded": {"optim": "adamw_8bit", "optim_in_backward": True, "optim_offload": True},
+    "layerwise": {"optim": "galore_adamw_layerwise", "optim_args": LOW_RANK},
+}
+BROKEN = {  # beginnings of the names of parameters that the backward updates before the broken gradient
+    "lm_head.weight": (),
+    "model.layers.1.mlp.up_proj.weight": ("lm_head", "model.norm"),
+    "model.layers.0.self_attn.q_proj.weight": ("lm_head", "model.norm", "model.layers.1"),
+    "model.embed_tokens.weight": ("lm_head", "model.norm", "model.layers"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_gradient_stops_the_backwards_updates_and_is_named(broken, tmp_path):
+    loop = make_loop(run_config(tmp_path, **FULL, **BACKWARD["adamw"]))
+    before = {}
+
+    def spoil(gradient):
+        if loop.state.global_step != 3:
+            return gradient
+        return gradient * math.nan
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            before.update(trained(loop))
+
+    loop.add_callback(Keep())
+    loop.model.get_parameter(broken).register_hook(spoil)
+    with pytest.raises(TrainingError, match=f"step 4: .*{re.escape(broken)}"):
+        loop.train()
+    assert loop.state.global_step == 3
+    changed = {name for name, value in trained(loop).items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if name.startswith(BROKEN[broken])}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("keys", BACKWARD.values(), ids=BACKWARD)
+def test_a_broken_loss_updates_nothing_in_the_backward(keys, value, tmp_path):
+    """Also if all gradients are finite."""
+    loop = make_loop(run_config(tmp_path, **FULL, **keys))
+    before, states, sums = {}, [], loop.stepper.sums
+
+    def broken(batch):
+        found = sums(batch)
+        return found | {"loss": found["loss"] + (value if loop.state.global_step == 2 else 0.0)}
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            before.update(trained(loop))
+            states[:] = tensors(loop.optimizer.state_dict())
+
+    loop.stepper.sums = broken
+    loop.add_callback(Keep())
+    with pytest.raises(TrainingError, match="step 3: "):
+        loop.train()
+    assert loop.state.global_step == 2
+    assert all(torch.equal(each, before[name]) for name, each in trained(loop).items())
+    assert len(states) > len(before)
+    assert all(map(torch.equal, tensors(loop.optimizer.state_dict()), states))
 
 
 @pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw", "badam"])

@@ -270,8 +270,9 @@ class FusedOptimizer(Optimizer):
     def update_in_backward(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """From here on, update each part in the backward when its gradients are complete, and free these.
 
-        There is no clipping and no accumulation of gradients. `step` ends a step. A part whose gradients have NaN or
-        Inf is not changed.
+        There is no clipping and no accumulation of gradients. `step` ends a step. From the first gradient with NaN or
+        Inf to the end of the step no part is changed; parts updated before it keep their update. If `found_inf`, fp32
+        [] on a device, is not 0 when the backward begins, nothing is changed.
 
         Args:
             parts: all parameters, divided in the order in which their gradients are expected.
@@ -290,8 +291,12 @@ class FusedOptimizer(Optimizer):
             group["capturable"] = False
 
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients that this step's backward has freed, fp32 []; see `BackwardUpdates`."""
+        """Return the 2-norm of the gradients of this step's backward, fp32 []; see `BackwardUpdates.gradient_norm`."""
         return self.backward.gradient_norm() if self.backward is not None else torch.zeros(())
+
+    def first_broken(self) -> Tensor | None:
+        """Return the first weight whose gradient in this step's backward has NaN or Inf, or None; blocks the host."""
+        return None if self.backward is None else self.backward.check.first_broken()
 
     @torch.no_grad()
     def prepare_replay(self) -> int | None:
