@@ -33,6 +33,7 @@ from .parts import (
     check_saved_groups,
     local_of,
     parameter_name,
+    shard_groups,
     state_keys,
 )
 
@@ -77,7 +78,11 @@ class FusedOptimizer(Optimizer):
 
     Raises:
         ConfigError: an option has an unknown name or is out of range, a parameter is in two places, the weights are not
-            fp32, bf16 or fp16, or a rule with trust ratios gets shards of parameters or offloads its state.
+            fp32, bf16 or fp16, or LAMB offloads its state.
+
+    Attributes:
+        shard_groups: parameter → the process groups over which its elements are divided, for trust ratios of full
+            parameters: each step sums their squares over these groups. Default: those of a DTensor.
     """
 
     rule: ClassVar[str]
@@ -103,6 +108,7 @@ class FusedOptimizer(Optimizer):
         self._windows: dict[torch.device, Windows] = {}
         self._earlier_reads = 0  # of parts before `whole`
         self._clipped: Tensors | None = None  # what `clip` has read
+        self.shard_groups: Callable[[Tensor], tuple[Any, ...]] = shard_groups
 
     def __getstate__(self) -> dict[str, Any]:
         for windows in self._windows.values():
@@ -172,19 +178,10 @@ class FusedOptimizer(Optimizer):
             )
         if group["rounding"] != "nearest" and torch.float16 in dtypes:
             raise ConfigError(f"rounding: {group['rounding']!r} does not take fp16 weights", "train bf16 weights")
-        self._check_trust(group)
-        self._reset()
-
-    def _check_trust(self, group: dict[str, Any]) -> None:
-        if self.trust is None:
-            return
-        name = type(self).__name__
-        if group["offload"] and TRUSTS[self.trust].reads_states:
-            wrong = f"offload: {name} reads the state twice in a step, so it is not streamed"
+        if self.trust is not None and group["offload"] and TRUSTS[self.trust].reads_states:
+            wrong = f"offload: {type(self).__name__} reads the state twice in a step, so it is not streamed"
             raise ConfigError(wrong, "leave the state on the device, or take another optimizer")
-        if any(local_of(weight) is not weight for weight in group["params"]):
-            wrong = f"{name} needs the norms of full parameters, and these are sharded"
-            raise ConfigError(wrong, "take an optimizer that treats elements separately, such as AdamW")
+        self._reset()
 
     def _reset(self) -> None:
         """Divide the parameters into launches again in the next step."""

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.optimizer import (
@@ -21,6 +22,7 @@ from ..ops.optimizer import (
     SETTINGS,
     Coefficients,
     Parameters,
+    apply_trust,
     gradient_norm,
     prepare_step,
     scale_by_trust,
@@ -51,6 +53,8 @@ class Stepped(Protocol):
     def windows(self, device: torch.device) -> Windows: ...
     def settings(self, group: dict[str, Any]) -> Mapping[str, Any]: ...
     def keep_squares(self, batch: Batch, squares: Tensor) -> None: ...
+    @property
+    def shard_groups(self) -> Callable[[Tensor], tuple[Any, ...]]: ...
 
 
 class Tensors(NamedTuple):
@@ -188,6 +192,13 @@ class Batch:
         self.coefficients = torch.empty(len(present), len(Coefficients._fields), device=device)
         self.settings = torch.zeros(len(optimizer.param_groups), len(SETTINGS), dtype=torch.float64, device=device)
         self._set: list[tuple[bool, tuple[float, ...]]] = []  # settings on the device; whether a rate is a tensor
+        self._sharded: dict[tuple[Any, ...], Tensor] = {}  # process groups → rows of parameters divided over them
+        if optimizer.trust is not None:
+            by_groups: dict[tuple[Any, ...], list[int]] = {}
+            for row, weight in enumerate(self.weights):
+                by_groups.setdefault(optimizer.shard_groups(weight), []).append(row)
+            by_groups.pop((), None)
+            self._sharded = {groups: torch.tensor(rows, device=device) for groups, rows in by_groups.items()}
         self.launches: list[tuple[Parameters, list[Tensor], HostState | None]] = []
         by_kind: dict[tuple[Any, ...], list[int]] = {}
         for row, (number, index, weight) in enumerate(present):
@@ -256,8 +267,7 @@ class Batch:
         factor, found_inf = (each if each is None else each.to(self.device) for each in (factor, found_inf))
         prepare_step(self.settings, self.groups, self.steps, self.coefficients, optimizer.rule, factor, found_inf)
         if optimizer.trust is not None:
-            launches = [parameters for parameters, *_ in self.launches]
-            optimizer.keep_squares(self, scale_by_trust(self.coefficients, launches, optimizer.trust))
+            optimizer.keep_squares(self, self._scale_by_trust(optimizer.trust))
         update = partial(self._update, found_inf)
         hosts = self.hosts
         for parameters, weights, host in self.launches:
@@ -269,6 +279,23 @@ class Batch:
             for weight, updated in () if in_place else zip(weights, parameters.weights, strict=True):
                 if not local_of(weight).is_contiguous():
                     local_of(weight).copy_(updated)
+
+    def _scale_by_trust(self, trust: str) -> Tensor:
+        """Multiply the coefficients by the trust ratios of full parameters; returns the squares of `scale_by_trust`.
+
+        Sums of squares of shards are summed over their ranks, in one all-reduce for all parameters with the same ranks.
+        """
+        launches = [parameters for parameters, *_ in self.launches]
+        if not self._sharded:
+            return scale_by_trust(self.coefficients, launches, trust)
+        squares = scale_by_trust(self.coefficients.clone(), launches, trust)
+        for groups, rows in self._sharded.items():
+            summed = squares[rows]
+            for group in groups:
+                dist.all_reduce(summed, group=group)
+            squares[rows] = summed
+        apply_trust(self.coefficients, squares, torch.arange(len(squares), device=self.device), trust)
+        return squares
 
     def _update(self, found_inf: Tensor | None, parameters: Parameters) -> None:
         update_parameters(self.coefficients, self.steps, parameters, found_inf)
@@ -476,6 +503,16 @@ def _kinds(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> lis
 def local_of(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor; other tensors unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def shard_groups(weight: Tensor) -> tuple[Any, ...]:
+    """The process groups over which the elements of a DTensor are divided; () for other tensors."""
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None:
+        return ()
+    placements: Sequence[Any] = weight.placements  # type: ignore[attr-defined]
+    sharded = [at for at, each in enumerate(placements) if not each.is_replicate() and mesh.size(at) > 1]
+    return tuple(mesh.get_group(at) for at in sharded)
 
 
 def contiguous(tensor: Tensor) -> Tensor:
