@@ -137,6 +137,11 @@ def optimizer_row(settings: Settings) -> Optimizer:
     return _in_backward(row) if settings.optim_in_backward is True and row.in_backward else row
 
 
+def state_key(settings: Settings) -> str:
+    """Return the configuration key that puts the optimizer's state into host memory, if it is there."""
+    return "optim" if OPTIMIZERS[settings.optim].host_bytes else "optim_offload"
+
+
 def _in_backward(row: Optimizer) -> Optimizer:
     """The row of an optimizer that updates each layer in the backward."""
 
