@@ -356,13 +356,32 @@ def test_layerwise_equals_one_step_for_all_and_frees_gradients(options):
         assert torch.equal(own, other)
 
 
-def test_a_layerwise_gradient_that_is_not_finite_skips_its_parameter_only():
-    optimizer, (matrix,), (other,) = make([(4, 5)], LowRank(rank=2), fused, torch.float32, plain=[(4,)], layerwise=True)
-    before, moved = matrix.detach().clone(), other.detach().clone()
-    (matrix.sum() * math.inf + other.sum()).backward()
+@pytest.mark.parametrize("stepped", [False, True], ids=["first step", "later step"])
+@pytest.mark.parametrize("broken", [0, 1, 2, 3])
+def test_no_layerwise_parameter_is_updated_from_the_first_broken_gradient_on(broken, stepped):
+    """The gradient of `d` is complete first, then those of `c`, `b` and `a`."""
+    shapes = [(7, 5), (5, 6), (6, 4)]
+    optimizer, (a, b, c), (d,) = make(shapes, LowRank(rank=2), fused, torch.float32, plain=[(4,)], layerwise=True)
+    data, order = torch.randn(3, 7, generator=torch.Generator().manual_seed(8)), (d, c, b, a)
+
+    def backward():
+        (((data @ a).tanh() @ b).tanh() @ c + d).square().sum().backward()
+
+    if stepped:
+        backward()
+        optimizer.step()
+    before = [each.detach().clone() for each in order]
+    hook = order[broken].register_hook(lambda gradient: gradient * math.inf)
+    backward()
+    assert not math.isfinite(optimizer.gradient_norm())
+    assert optimizer.first_broken() is order[broken]
     optimizer.step()
-    assert torch.equal(matrix, before)
-    assert not torch.equal(other, moved)
+    assert [torch.equal(*pair) for pair in zip(order, before, strict=True)] == [False] * broken + [True] * (4 - broken)
+    hook.remove()
+    before = [each.detach().clone() for each in order]
+    backward()
+    assert optimizer.first_broken() is None
+    assert not any(torch.equal(*pair) for pair in zip(order, before, strict=True))
 
 
 def test_only_matrices_are_projected_and_sparse_gradients_are_refused():

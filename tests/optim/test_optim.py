@@ -188,7 +188,7 @@ def test_bits_of_patterns(bits, expected, tmp_path):
     ("adamw", {}, None, 1), ("adamw_8bit", {}, None, 256), ("adamw_8bit", {"storage": "fp32"}, None, 1),
     ("adamw", {"storage": "companded8"}, None, 256), ("adamw", {"storage": "dynamic4"}, None, 0),
     ("adamw", {"storage": "e4m3"}, None, 0), ("adamw", {}, {"*": 8}, 256), ("adamw_8bit", {}, {"*x*": 4}, 0),
-    ("lamb", {}, None, 0), ("lars", {}, {"*": 32}, 0),
+    ("lamb", {}, None, 1), ("lars", {}, {"*": 8}, 256), ("lamb", {"storage": "dynamic4"}, None, 0),
 ])  # fmt: skip
 def test_slices_are_cut_at_the_blocks_of_all_storages(name, options, bits, block):
     assert OPTIMIZERS[name].block_of(OptimizerSettings(optim=name, optim_args=options, optim_bits=bits)) == block

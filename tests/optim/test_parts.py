@@ -18,13 +18,15 @@ OPTIONS = {"storage": "dynamic8", "min_quantized": 100, "weight_decay": 0.1}
 
 
 class Model(nn.Module):
-    """Two layers between a table and a head, which may share one weight."""
+    """Layers between a table and a head, which may share one weight."""
 
-    def __init__(self, tied=False):
+    def __init__(self, tied=False, layers=2):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(33, 17)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(17, 29), nn.Tanh(), nn.Linear(29, 17)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(17, 29), nn.Tanh(), nn.Linear(29, 17)) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(17)
         self.head = nn.Linear(17, 33, bias=False)
         self.unused = nn.Parameter(torch.ones(5))
@@ -92,18 +94,86 @@ def test_weights_and_norms_equal_those_of_one_step(window, device, offloaded, ti
     assert runs[0][2].keys() == runs[1][2].keys()
 
 
+def everything(model, optimizer):
+    """Name → copies of a parameter and its state."""
+    states = [(name, weight, optimizer.state.get(weight, {})) for name, weight in model.named_parameters()]
+    return {
+        name: [weight.detach().clone(), *(each.clone() for each in state.values() if isinstance(each, torch.Tensor))]
+        for name, weight, state in states
+    }
+
+
+def unequal(one, other):
+    """Names of parameters that differ, or whose state does."""
+    assert one.keys() == other.keys()
+    return {name for name in one if not all(map(torch.equal, one[name], other[name]))}
+
+
+BROKEN = {  # weight with a broken gradient → beginnings of the names of parameters that the backward updates before it
+    "head.weight": (),
+    "layers.2.2.weight": ("head", "norm"),
+    "layers.1.0.bias": ("head", "norm", "layers.2"),
+    "layers.0.0.weight": ("head", "norm", "layers.2", "layers.1"),
+    "embed.weight": ("head", "norm", "layers"),
+}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_broken_part_is_skipped_alone(device):
-    model = Model().to(device)
-    optimizer = fused.AdamW(model.parameters(), 1e-2)
-    optimizer.update_in_backward(backward_parts(model))
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_no_part_is_updated_from_the_first_broken_gradient_on(device, offloaded, value, broken):
+    runs = []
+    for is_broken in (False, True):
+        model = Model(layers=3).to(device)
+        optimizer = fused.AdamW(model.parameters(), 1e-2, **OPTIONS, offload=offloaded)
+        optimizer.update_in_backward(backward_parts(model))
+        steps(model, optimizer, 2)
+        before = everything(model, optimizer)
+        assert optimizer.first_broken() is None
+        weight = model.get_parameter(broken)
+        hook = weight.register_hook(lambda gradient, by=value if is_broken else 1.0: gradient * by)
+        (norm,) = steps(model, optimizer, 1, start=2)
+        assert math.isfinite(norm) is not is_broken
+        assert optimizer.first_broken() is (weight if is_broken else None)
+        after = everything(model, optimizer)
+        hook.remove()
+        (norm,) = steps(model, optimizer, 1, start=3)  # the flag is of one step
+        assert math.isfinite(norm)
+        assert optimizer.first_broken() is None
+        assert unequal(after, everything(model, optimizer)) == before.keys() - {"unused"}
+        runs.append(after)
+    early = {name for name in before if name.startswith(BROKEN[broken])}
+    assert unequal(before, runs[1]) == early
+    assert not unequal({name: runs[0][name] for name in early}, {name: runs[1][name] for name in early})
+
+
+def test_a_flag_set_before_the_backward_stops_all_parts():
+    model = Model()
+    optimizer = in_backward(model)
     steps(model, optimizer, 1)
-    before = copy.deepcopy(model.state_dict())
-    model.layers[0][0].weight.register_hook(lambda gradient: gradient * math.nan)
-    (norm,) = steps(model, optimizer, 1, start=1)
-    assert math.isnan(norm)
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {name for name in before if not name.startswith("layers.0.") and name != "unused"}
+    before = everything(model, optimizer)
+    optimizer.found_inf = torch.ones(())
+    assert math.isfinite(*steps(model, optimizer, 1, start=1))
+    assert not unequal(before, everything(model, optimizer))
+    assert optimizer.first_broken() is None
+    optimizer.found_inf = torch.zeros(())
+    steps(model, optimizer, 1, start=1)
+    assert unequal(before, everything(model, optimizer)) == before.keys() - {"unused"}
+
+
+def test_a_broken_gradient_of_an_incomplete_part_is_in_the_norm_before_the_step():
+    """`step` then updates no incomplete part, also none with finite gradients."""
+    model = Model()
+    optimizer = in_backward(model)
+    steps(model, optimizer, 1, skip=True)
+    before = everything(model, optimizer)
+    model.layers[0][0].bias.register_hook(lambda gradient: gradient * math.nan)
+    model(torch.arange(6)[None], skip=True).backward()
+    assert math.isnan(optimizer.gradient_norm())
+    assert optimizer.first_broken() is model.layers[0][0].bias
+    optimizer.step()
+    assert {name for name in unequal(before, everything(model, optimizer)) if name.startswith("layers")} == set()
 
 
 def test_an_incomplete_part_is_updated_at_the_end():

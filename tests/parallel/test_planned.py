@@ -10,12 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from halfbyte.cli.check import check_run
 from halfbyte.config import Parallel
+from halfbyte.memory import allocators
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of, decoder_layers
 from halfbyte.parallel.pipeline.model import partition_model
 from halfbyte.parallel.shard.model import residencies_of, shard_model, sharded
 from halfbyte.plan.rank import Frozen, Stage, pipeline_of
 from halfbyte.tensor import BlockShard, QuantizedTensor
+from halfbyte.train import preflight
 from halfbyte.train.preflight import prepare_run
 from tests.helpers.patch_models import batch, quantize, tiny
 from tests.helpers.rank_runs import configured, write_place
@@ -157,3 +159,17 @@ def test_check_plans_the_launched_layout(two, tmp_path, capsys, caplog):
     capsys.readouterr()
     check_run(configured(place, tmp_path / "out"))
     assert f"weights {weights[0]}" not in " ".join(capsys.readouterr().out.split())
+
+
+def host_numbers(mesh, ranks_on_host):
+    """Return the ranks that share a host and the free bytes of the fullest host, as preflight checks them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(allocators, "available_bytes", lambda: 1000 - mesh.rank)
+        if ranks_on_host is not None:
+            patched.setenv("LOCAL_WORLD_SIZE", str(ranks_on_host))
+        return preflight._on_host(mesh, mesh.layout), preflight._free_host_bytes(mesh)
+
+
+def test_ranks_of_a_host_share_its_memory(two):
+    assert two.run(host_numbers, None) == [(2, 999)] * 2
+    assert two.run(host_numbers, 1) == [(1, 999)] * 2  # one on each of two hosts

@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
-from halfbyte.optim import OPTIMIZERS, parse_options
+from halfbyte.optim import OPTIMIZERS, fused, parse_options
 from halfbyte.parallel.mesh import SINGLE_PROCESS
+from halfbyte.parallel.reduction import SHARDED_ALONG
 from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.parallel.shard.optimizer import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
 from tests.helpers.optimizer_settings import OptimizerSettings
@@ -16,7 +20,7 @@ pytestmark = pytest.mark.dist
 
 SHAPES = [(8, 16), (5, 7), (3,), (1,), (2, 3, 5)]  # divisible, odd, and fewer elements than there are ranks
 SETTINGS = {"learning_rate": 0.1, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
-ELEMENTWISE = [name for name, row in OPTIMIZERS.items() if row.elementwise]
+ELEMENTWISE = [name for name, row in OPTIMIZERS.items() if row.elementwise and name not in ("lamb", "lars")]
 
 
 class Model(nn.Module):
@@ -205,6 +209,8 @@ def test_parameters_read_by_gemms_only(two, at_once):
         assert torch.equal(mine, whole)
 
 
+TRUSTED = ["lamb", "lars", "lamb storage=dynamic8", "lars storage=dynamic8", "lamb storage=companded8",
+           "lars storage=companded8", "lamb storage=bf16", "lars storage=bf16"]  # fmt: skip
 BLOCKWISE = [name for name, row in OPTIMIZERS.items() if row.block > 1]
 BLOCKWISE += ["adamw storage=companded8", "lion_8bit storage=companded8"]
 LARGE = [(64, 80), (5000,), (4096,), (300,), (1,)]  # 20 blocks; blocks that two and four ranks cannot share evenly
@@ -217,11 +223,12 @@ class Large(nn.Module):
         self.weights = nn.ParameterList(torch.randn(shape) for shape in LARGE)
 
 
-def run_blockwise(mesh, ranks, name, steps, state=None, values=None):
+def run_blockwise(mesh, ranks, name, steps, state=None, values=None, times=1):
     """Run `steps` of a block-wise optimizer; returns parameters and the full state on the main rank.
 
     Args:
         name: of the optimizer, then a space and its options.
+        times: factor of the gradients.
     """
     model, (name, _, options) = Large(), name.partition(" ")
     config = OptimizerSettings(optim=name, optim_args=parse_options(options), **SETTINGS)
@@ -235,10 +242,12 @@ def run_blockwise(mesh, ranks, name, steps, state=None, values=None):
     for step in steps:
         torch.manual_seed(step)
         for parameter in model.parameters():
-            gradient = torch.randint(-4, 5, parameter.shape).float()
+            gradient = torch.randint(-4, 5, parameter.shape).float() * times
             parameter.grad = gradient * len(ranks) if mesh.size == 1 else gradient
         units.reduce(torch.zeros(1))
-        optimizer.step()
+        with CommDebugMode() as counted:
+            optimizer.step()
+        assert counted.get_total_counts() == (name in ("lamb", "lars") and mesh.degree("shard") > 1)
         units.after_step()
     return {key: value.detach().clone() for key, value in model.named_parameters()}, units.full_state(optimizer)
 
@@ -269,3 +278,99 @@ def test_8_bit_state_continues_on_another_mesh(four, layout):
     for found, _ in results:
         assert_equal_nested(found, expected)
     assert_equal_nested(results[0][1]["state"], after["state"])
+
+
+def assert_close_nested(found, expected):
+    """Weights and fp32 state to rounding of the trust ratios; at most one 8-bit code in 1,000 differs."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_close_nested(found[key], value)
+        elif isinstance(value, torch.Tensor) and not value.is_floating_point():
+            assert (found[key] != value).float().mean() <= 1e-3, key
+        else:
+            torch.testing.assert_close(torch.as_tensor(found[key]), torch.as_tensor(value), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", TRUSTED)
+def test_trust_ratios_of_slices_are_those_of_full_parameters(two, name):
+    values, state = run_blockwise(SINGLE_PROCESS, [0, 1], name, range(3))
+    results = two.run(run_blockwise, [0, 1], name, range(3), layout={"shard": 2})
+    for found, _ in results:
+        assert_close_nested(found, values)
+    assert_close_nested(results[0][1]["state"], state["state"])
+
+
+@pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}, {"data": 4}])
+@pytest.mark.parametrize("name", ["lamb storage=dynamic8", "lars"])
+def test_trust_ratios_continue_on_another_mesh(two, four, name, layout):
+    """From two ranks to four, some of which hold the same slices, and from there to one."""
+    ranks = [0, 1, 2, 3]
+    values, state = run_blockwise(SINGLE_PROCESS, ranks, name, range(2))
+    expected, after = run_blockwise(SINGLE_PROCESS, ranks, name, range(2, 4), state, values)
+    last, _ = run_blockwise(SINGLE_PROCESS, ranks, name, range(4, 6), after, expected)
+    (_, saved), _ = two.run(run_blockwise, [0, 1], name, range(2), None, None, 2, layout={"shard": 2})
+    assert_close_nested(saved["state"], state["state"])
+    results = four.run(run_blockwise, ranks, name, range(2, 4), saved, values, layout=layout)
+    for found, _ in results:
+        assert_close_nested(found, expected)
+    assert_close_nested(results[0][1]["state"], after["state"])
+    found, _ = run_blockwise(SINGLE_PROCESS, ranks, name, range(4, 6), results[0][1], results[0][0])
+    assert_close_nested(found, last)
+
+
+def step_pieces(mesh, name):
+    """Return three steps of a matrix whose rows are divided along "tensor", and of a replicated vector."""
+    torch.manual_seed(0)
+    full = [torch.randn(6, 5), torch.randn(7)]
+    matrix, vector = nn.Parameter(full[0].chunk(mesh.degree("tensor"))[mesh.coordinate("tensor")].clone()), full[1]
+    if mesh.size > 1:
+        setattr(matrix, SHARDED_ALONG, ("tensor",))
+    parameters = [matrix, nn.Parameter(vector)]
+    optimizer = getattr(fused, name)(parameters, weight_decay=0.1)
+    units = shard_optimizer(mesh, parameters, block=1)
+    units.adopt(optimizer)
+    for _ in range(3):
+        gradients = [torch.randn(6, 5), torch.randn(7)]
+        parameters[0].grad = gradients[0].chunk(mesh.degree("tensor"))[mesh.coordinate("tensor")].clone()
+        parameters[1].grad = gradients[1]
+        optimizer.step()
+    return [each.detach().clone() for each in parameters]
+
+
+@pytest.mark.parametrize("name", ["LAMB", "LARS"])
+def test_trust_ratios_of_pieces_and_of_replicated_parameters(two, name):
+    matrix, vector = step_pieces(SINGLE_PROCESS, name)
+    results = two.run(step_pieces, name, layout={"tensor": 2})
+    torch.testing.assert_close(torch.cat([piece for piece, _ in results]), matrix, rtol=1e-6, atol=1e-7)
+    for _, each in results:
+        assert torch.equal(each, vector)
+
+
+def step_dtensors(mesh, name, placements):
+    """Return three steps of full parameters, from DTensors with these placements on a mesh of two by two, or None."""
+    torch.manual_seed(0)
+    devices = None if mesh.size == 1 else init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+    def place(tensor, placed):
+        if devices is None or placed is None:
+            return tensor
+        return distribute_tensor(tensor, devices, [Replicate() if at is None else Shard(at) for at in placed])
+
+    parameters = [nn.Parameter(place(torch.randn(3, 5), placed)) for placed in placements]
+    optimizer = getattr(fused, name)(parameters, weight_decay=0.1)
+    for _ in range(3):
+        for parameter, placed in zip(parameters, placements, strict=True):
+            parameter.grad = place(torch.randn(3, 5), placed)
+        optimizer.step()
+    return [(each.full_tensor() if isinstance(each, DTensor) else each).detach().clone() for each in parameters]
+
+
+@pytest.mark.parametrize("name", ["LAMB", "LARS"])
+def test_trust_ratios_of_dtensors(four, name):
+    """Divided unevenly, replicated along an axis of the mesh or along both, divided along both, and plain tensors."""
+    placements = [(0, None), (None, 0), (None, None), (0, 1), (1, 0), None, (None, 1)]
+    expected = step_dtensors(SINGLE_PROCESS, name, placements)
+    for found in four.run(step_dtensors, name, placements):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)

@@ -1,20 +1,25 @@
 """Runs with low-rank and block-wise optimizers, LoRA+ and preconditioning: they train, resume exactly, are planned."""
 
 import json
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
-from halfbyte.config import load_config
-from halfbyte.optim import OPTIMIZERS
+from halfbyte.config import Parallel, load_config
+from halfbyte.memory import allocators
+from halfbyte.optim import OPTIMIZERS, optimizer_row
+from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.runs import checkpoints
 from halfbyte.train import preflight
 from halfbyte.train.preflight import check_bits, check_loss_scale, check_targets, prepare_run
-from halfbyte.utils.errors import ConfigError
-from tests.helpers.optimizer_settings import OptimizerSettings
+from halfbyte.utils.errors import ConfigError, TrainingError
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
+from tests.helpers.sft_runs import keys as sft_keys
 from tests.helpers.sft_runs import run
 from tests.helpers.tiny_runs import losses, make_loop, run_config, tiny_llama
 
@@ -113,6 +118,76 @@ def test_updates_in_the_backward_and_offloaded_state_change_no_number(place, opt
     loop.train(tmp_path / "whole" / "checkpoint-4")  # files are the same for all places
     for name, value in trained(resident).items():
         assert torch.equal(loop.model.get_parameter(name), value), name
+
+
+def tensors(saved):
+    """Copies of the tensors of a state dict, in order."""
+    if isinstance(saved, torch.Tensor):
+        return [saved.clone()]
+    return [found for each in saved.values() for found in tensors(each)] if isinstance(saved, dict) else []
+
+
+FULL = {"use_peft": False, "load_in_4bit": False, "lora_dropout": 0.0, "max_grad_norm": 0.0, "max_steps": 6}
+BACKWARD = {
+    "adamw": {"optim": "adamw", "optim_in_backward": True},
+    "offloaded": {"optim": "adamw_8bit", "optim_in_backward": True, "optim_offload": True},
+    "layerwise": {"optim": "galore_adamw_layerwise", "optim_args": LOW_RANK},
+}
+BROKEN = {  # beginnings of the names of parameters that the backward updates before the broken gradient
+    "lm_head.weight": (),
+    "model.layers.1.mlp.up_proj.weight": ("lm_head", "model.norm"),
+    "model.layers.0.self_attn.q_proj.weight": ("lm_head", "model.norm", "model.layers.1"),
+    "model.embed_tokens.weight": ("lm_head", "model.norm", "model.layers"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_gradient_stops_the_backwards_updates_and_is_named(broken, tmp_path):
+    loop = make_loop(run_config(tmp_path, **FULL, **BACKWARD["adamw"]))
+    before = {}
+
+    def spoil(gradient):
+        if loop.state.global_step != 3:
+            return gradient
+        return gradient * math.nan
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            before.update(trained(loop))
+
+    loop.add_callback(Keep())
+    loop.model.get_parameter(broken).register_hook(spoil)
+    with pytest.raises(TrainingError, match=f"step 4: .*{re.escape(broken)}"):
+        loop.train()
+    assert loop.state.global_step == 3
+    changed = {name for name, value in trained(loop).items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if name.startswith(BROKEN[broken])}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("keys", BACKWARD.values(), ids=BACKWARD)
+def test_a_broken_loss_updates_nothing_in_the_backward(keys, value, tmp_path):
+    """Also if all gradients are finite."""
+    loop = make_loop(run_config(tmp_path, **FULL, **keys))
+    before, states, sums = {}, [], loop.stepper.sums
+
+    def broken(batch):
+        found = sums(batch)
+        return found | {"loss": found["loss"] + (value if loop.state.global_step == 2 else 0.0)}
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            before.update(trained(loop))
+            states[:] = tensors(loop.optimizer.state_dict())
+
+    loop.stepper.sums = broken
+    loop.add_callback(Keep())
+    with pytest.raises(TrainingError, match="step 3: "):
+        loop.train()
+    assert loop.state.global_step == 2
+    assert all(torch.equal(each, before[name]) for name, each in trained(loop).items())
+    assert len(states) > len(before)
+    assert all(map(torch.equal, tensors(loop.optimizer.state_dict()), states))
 
 
 @pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw", "badam"])
@@ -215,13 +290,43 @@ def test_float16_that_the_device_chose_is_refused_for_layerwise():
         check_loss_scale(config, torch.float16)
 
 
-def test_state_that_host_memory_does_not_hold_is_refused(monkeypatch):
-    model, config = nn.Linear(100, 100), OptimizerSettings(optim="paged_adamw_32bit")
-    needed = OPTIMIZERS[config.optim].host_bytes(model, config)
-    free = SimpleNamespace(available=needed)
-    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: free)
-    preflight.check_host_state(config, model, torch.device("cuda"))
-    free.available = needed - 1
-    preflight.check_host_state(config, model, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="paged_adamw_32bit"):
-        preflight.check_host_state(config, model, torch.device("cuda"))
+CUDA, CPU = (SimpleNamespace(device=torch.device(kind), compute_dtype=torch.bfloat16) for kind in ("cuda", "cpu"))
+
+
+@pytest.mark.parametrize(("layout", "divided"), [
+    ({}, 1), ({"data": 4}, 1), ({"shard": 4}, 4), ({"data": 2, "shard": 2}, 2), ({"pipeline": 2, "data": 2}, 2),
+    ("auto", 4),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [({"optim": "paged_adamw_32bit"}, "optim:"), ({"optim": "adamw", "optim_offload": True}, "optim_offload:")],
+)
+def test_state_that_host_memory_does_not_hold_is_refused(keys, named, layout, divided, monkeypatch):
+    """The state of all ranks of the host counts; before the ranks are started, all of them."""
+    model = nn.Linear(64, 128)
+    settings = {"model_name_or_path": "m", "dataset": "d", **keys, "parallel": layout or {"data": 1}}
+    config = load_config(None, settings)
+    ranks = Parallel(data=4) if layout == "auto" else Parallel(**layout)
+    needed = ranks.size * (optimizer_row(config).host_bytes(model, config) // divided)
+    free = [needed]
+    monkeypatch.setattr(allocators, "available_bytes", lambda: free[0])
+    preflight.check_host_state(config, model, CUDA, SINGLE_PROCESS, ranks)
+    free[0] = needed - 1
+    preflight.check_host_state(config, model, CPU, SINGLE_PROCESS, ranks)
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        preflight.check_host_state(config, model, CUDA, SINGLE_PROCESS, ranks)
+
+
+def test_a_run_whose_ranks_pin_too_much_ends_before_its_data_is_read(place, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(preflight, "_read_data", lambda *arguments: read.append(arguments))
+    monkeypatch.setattr(preflight, "_machine", lambda *_: SimpleNamespace(**vars(CUDA), facts={}))
+    monkeypatch.setattr(preflight, "print_header", lambda *_: None)
+    monkeypatch.setattr(preflight, "check_optimizer", lambda *_: None)  # it would need the GPU
+    whole = {"use_peft": False, "load_in_4bit": False, "optim_offload": True, "parallel": {"data": 4}}
+    config = load_config(None, sft_keys(place, tmp_path / "run", **whole))
+    state = optimizer_row(config).host_bytes(tiny_llama(vocab_size=VOCABULARY), config)
+    monkeypatch.setattr(allocators, "available_bytes", lambda: 4 * state - 1)
+    with pytest.raises(ConfigError, match=r"^optim_offload:"):
+        prepare_run(config, layout=Parallel(data=4))
+    assert not read

@@ -150,6 +150,8 @@ def _line(option: Option) -> str:
         resident = f", {len(plan.stays)} blocks stay gathered" if plan.stays else ""
         host = f", shards of {len(plan.hosted)} blocks in host memory" if plan.hosted else ""
         words.append(f"{size(plan.gathers)} gathered per step{resident}{host}")
+    if not plan.fits_host:
+        words.append(f"{size(plan.host_bytes)} of host memory a GPU, of {size(plan.host_share)}")
     if plan.seconds is not None:
         words.append(f"{plan.seconds:.3g} s per step")
     return " · ".join(words)

@@ -5,7 +5,7 @@ To add an optimizer, add a row: `OPTIMIZERS["nadam"] = Optimizer(make=..., state
 
 from .groups import Settings, parameter_groups, target_matrices, trained_parameters
 from .options import STORAGE_OF_BITS, Option, option_values, parse_options
-from .table import OPTIMIZERS, Optimizer, make_optimizer, memory_choices, optimizer_row
+from .table import OPTIMIZERS, Optimizer, make_optimizer, memory_choices, optimizer_row, state_key
 
 __all__ = [
     "OPTIMIZERS",
@@ -19,6 +19,7 @@ __all__ = [
     "option_values",
     "parameter_groups",
     "parse_options",
+    "state_key",
     "target_matrices",
     "trained_parameters",
 ]  # fmt: skip

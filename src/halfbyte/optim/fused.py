@@ -33,6 +33,7 @@ from .parts import (
     check_saved_groups,
     local_of,
     parameter_name,
+    shard_groups,
     state_keys,
 )
 
@@ -77,7 +78,11 @@ class FusedOptimizer(Optimizer):
 
     Raises:
         ConfigError: an option has an unknown name or is out of range, a parameter is in two places, the weights are not
-            fp32, bf16 or fp16, or a rule with trust ratios gets shards of parameters or offloads its state.
+            fp32, bf16 or fp16, or LAMB offloads its state.
+
+    Attributes:
+        shard_groups: parameter → the process groups over which its elements are divided, for trust ratios of full
+            parameters: each step sums their squares over these groups. Default: those of a DTensor.
     """
 
     rule: ClassVar[str]
@@ -103,6 +108,7 @@ class FusedOptimizer(Optimizer):
         self._windows: dict[torch.device, Windows] = {}
         self._earlier_reads = 0  # of parts before `whole`
         self._clipped: Tensors | None = None  # what `clip` has read
+        self.shard_groups: Callable[[Tensor], tuple[Any, ...]] = shard_groups
 
     def __getstate__(self) -> dict[str, Any]:
         for windows in self._windows.values():
@@ -172,19 +178,10 @@ class FusedOptimizer(Optimizer):
             )
         if group["rounding"] != "nearest" and torch.float16 in dtypes:
             raise ConfigError(f"rounding: {group['rounding']!r} does not take fp16 weights", "train bf16 weights")
-        self._check_trust(group)
-        self._reset()
-
-    def _check_trust(self, group: dict[str, Any]) -> None:
-        if self.trust is None:
-            return
-        name = type(self).__name__
-        if group["offload"] and TRUSTS[self.trust].reads_states:
-            wrong = f"offload: {name} reads the state twice in a step, so it is not streamed"
+        if self.trust is not None and group["offload"] and TRUSTS[self.trust].reads_states:
+            wrong = f"offload: {type(self).__name__} reads the state twice in a step, so it is not streamed"
             raise ConfigError(wrong, "leave the state on the device, or take another optimizer")
-        if any(local_of(weight) is not weight for weight in group["params"]):
-            wrong = f"{name} needs the norms of full parameters, and these are sharded"
-            raise ConfigError(wrong, "take an optimizer that treats elements separately, such as AdamW")
+        self._reset()
 
     def _reset(self) -> None:
         """Divide the parameters into launches again in the next step."""
@@ -270,8 +267,9 @@ class FusedOptimizer(Optimizer):
     def update_in_backward(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """From here on, update each part in the backward when its gradients are complete, and free these.
 
-        There is no clipping and no accumulation of gradients. `step` ends a step. A part whose gradients have NaN or
-        Inf is not changed.
+        There is no clipping and no accumulation of gradients. `step` ends a step. From the first gradient with NaN or
+        Inf to the end of the step no part is changed; parts updated before it keep their update. If `found_inf`, fp32
+        [] on a device, is not 0 when the backward begins, nothing is changed.
 
         Args:
             parts: all parameters, divided in the order in which their gradients are expected.
@@ -290,8 +288,12 @@ class FusedOptimizer(Optimizer):
             group["capturable"] = False
 
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients that this step's backward has freed, fp32 []; see `BackwardUpdates`."""
+        """Return the 2-norm of the gradients of this step's backward, fp32 []; see `BackwardUpdates.gradient_norm`."""
         return self.backward.gradient_norm() if self.backward is not None else torch.zeros(())
+
+    def first_broken(self) -> Tensor | None:
+        """Return the first weight whose gradient in this step's backward has NaN or Inf, or None; blocks the host."""
+        return None if self.backward is None else self.backward.check.first_broken()
 
     @torch.no_grad()
     def prepare_replay(self) -> int | None:

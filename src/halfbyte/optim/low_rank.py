@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from ..ops.low_rank import dequantize_basis, gaussian, quantize_basis, refresh_basis
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
-from .parts import check_gradient, check_places, check_saved_groups, second_backward, weak_hook
+from .parts import BackwardCheck, check_gradient, check_places, check_saved_groups, second_backward, weak_hook
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
 
@@ -436,7 +436,8 @@ class LowRankOptimizer(Optimizer):
             the group's learning rate.
         lr: learning rate of groups without their own.
         layerwise: whether each parameter is stepped as soon as its gradient is complete in the backward, and the
-            gradient freed. Then `step` updates nothing, and a gradient with NaN or Inf skips its parameter only.
+            gradient freed. Then `step` updates nothing. From the first gradient with NaN or Inf to the end of the step
+            no parameter is changed; see `BackwardCheck`.
         seed: of random projections and of the start of subspace iterations.
 
     Raises:
@@ -453,7 +454,7 @@ class LowRankOptimizer(Optimizer):
                          {"lr": lr, "weight_decay": 0.0})  # fmt: skip
         self.layerwise, self.steps, self._make_inner, self.seed = layerwise, 0, make_inner, seed
         self._updated: set[int] = set()  # ids of the parameters that the backward has updated in this step
-        self._squares: list[Tensor] = []  # squared norms of the gradients that the backward has freed
+        self._check = BackwardCheck(self)  # of the gradients that the backward frees
         self._options = options = [group.get("low_rank") for group in groups]
         count = sum(len(g["params"]) for g, own in zip(self.param_groups, options, strict=True) if own is not None)
         members: list[_Member] = []
@@ -520,16 +521,11 @@ class LowRankOptimizer(Optimizer):
 
     def _step_in_backward(self, number: int, parameter: Tensor) -> None:
         """Step a unit of one parameter, whose gradient the backward has completed, and free the gradient."""
-        gradient = parameter.grad
-        assert gradient is not None
         if id(parameter) in self._updated:
             raise second_backward(parameter)
-        if not self._updated:  # the first gradient of a step
-            self._squares = []
+        check_gradient(parameter, f"parameter {self.units[number].numbers[0]}")
         self._updated.add(id(parameter))
-        square = gradient.detach().float().square().sum()
-        self._squares.append(square)
-        self._step_unit(self.units[number], (~square.isfinite()).float())
+        self._step_unit(self.units[number], self._check.add(number, [parameter]))
         parameter.grad = None
 
     def gradient_norm(self) -> Tensor:
@@ -537,8 +533,11 @@ class LowRankOptimizer(Optimizer):
 
         A second call returns 0.
         """
-        squares, self._squares = self._squares, []
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        return self._check.gradient_norm()
+
+    def first_broken(self) -> Tensor | None:
+        """Return the first weight whose gradient in this step's backward has NaN or Inf, or None; blocks the host."""
+        return self._check.first_broken()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -549,6 +548,7 @@ class LowRankOptimizer(Optimizer):
                 loss = closure()
         if self.layerwise:
             self._updated.clear()
+            self._check.end_step()
             self.steps += 1
             return loss
         found_inf = getattr(self, "found_inf", None)

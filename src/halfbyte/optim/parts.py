@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.optimizer import (
@@ -21,6 +22,7 @@ from ..ops.optimizer import (
     SETTINGS,
     Coefficients,
     Parameters,
+    apply_trust,
     gradient_norm,
     prepare_step,
     scale_by_trust,
@@ -51,6 +53,8 @@ class Stepped(Protocol):
     def windows(self, device: torch.device) -> Windows: ...
     def settings(self, group: dict[str, Any]) -> Mapping[str, Any]: ...
     def keep_squares(self, batch: Batch, squares: Tensor) -> None: ...
+    @property
+    def shard_groups(self) -> Callable[[Tensor], tuple[Any, ...]]: ...
 
 
 class Tensors(NamedTuple):
@@ -188,6 +192,13 @@ class Batch:
         self.coefficients = torch.empty(len(present), len(Coefficients._fields), device=device)
         self.settings = torch.zeros(len(optimizer.param_groups), len(SETTINGS), dtype=torch.float64, device=device)
         self._set: list[tuple[bool, tuple[float, ...]]] = []  # settings on the device; whether a rate is a tensor
+        self._sharded: dict[tuple[Any, ...], Tensor] = {}  # process groups → rows of parameters divided over them
+        if optimizer.trust is not None:
+            by_groups: dict[tuple[Any, ...], list[int]] = {}
+            for row, weight in enumerate(self.weights):
+                by_groups.setdefault(optimizer.shard_groups(weight), []).append(row)
+            by_groups.pop((), None)
+            self._sharded = {groups: torch.tensor(rows, device=device) for groups, rows in by_groups.items()}
         self.launches: list[tuple[Parameters, list[Tensor], HostState | None]] = []
         by_kind: dict[tuple[Any, ...], list[int]] = {}
         for row, (number, index, weight) in enumerate(present):
@@ -256,8 +267,7 @@ class Batch:
         factor, found_inf = (each if each is None else each.to(self.device) for each in (factor, found_inf))
         prepare_step(self.settings, self.groups, self.steps, self.coefficients, optimizer.rule, factor, found_inf)
         if optimizer.trust is not None:
-            launches = [parameters for parameters, *_ in self.launches]
-            optimizer.keep_squares(self, scale_by_trust(self.coefficients, launches, optimizer.trust))
+            optimizer.keep_squares(self, self._scale_by_trust(optimizer.trust))
         update = partial(self._update, found_inf)
         hosts = self.hosts
         for parameters, weights, host in self.launches:
@@ -269,6 +279,23 @@ class Batch:
             for weight, updated in () if in_place else zip(weights, parameters.weights, strict=True):
                 if not local_of(weight).is_contiguous():
                     local_of(weight).copy_(updated)
+
+    def _scale_by_trust(self, trust: str) -> Tensor:
+        """Multiply the coefficients by the trust ratios of full parameters; returns the squares of `scale_by_trust`.
+
+        Sums of squares of shards are summed over their ranks, in one all-reduce for all parameters with the same ranks.
+        """
+        launches = [parameters for parameters, *_ in self.launches]
+        if not self._sharded:
+            return scale_by_trust(self.coefficients, launches, trust)
+        squares = scale_by_trust(self.coefficients.clone(), launches, trust)
+        for groups, rows in self._sharded.items():
+            summed = squares[rows]
+            for group in groups:
+                dist.all_reduce(summed, group=group)
+            squares[rows] = summed
+        apply_trust(self.coefficients, squares, torch.arange(len(squares), device=self.device), trust)
+        return squares
 
     def _update(self, found_inf: Tensor | None, parameters: Parameters) -> None:
         update_parameters(self.coefficients, self.steps, parameters, found_inf)
@@ -300,10 +327,68 @@ class Batch:
                 self.settings[number, 0].copy_(rate.reshape(()))
 
 
+class BackwardCheck:
+    """Norms of the gradients of a step whose backward updates parameters, and a flag on the device that stops it.
+
+    The flag is set by the first gradient with NaN or Inf and stays set until the step ends, so that the backward
+    updates no parameter after it.
+
+    Args:
+        optimizer: its attribute `found_inf`, if it has one that is not None, sets the flag before the first gradient.
+    """
+
+    def __init__(self, optimizer: Any):
+        self.optimizer = optimizer
+        self._norms: dict[int, tuple[Sequence[Tensor], Tensor]] = {}  # by the key of `add`, in the order of its calls
+        self._found_inf: Tensor | None = None  # None: no gradient of this step is checked yet
+        self._is_read = False  # whether `gradient_norm` has returned the norm of `_norms`
+
+    def add(self, key: int, weights: Sequence[Tensor]) -> Tensor:
+        """Check the gradients of some weights; returns the flag, fp32 []: 1 if this step must update nothing more.
+
+        Args:
+            key: of these weights; a second call in a step replaces their norms.
+            weights: on one or several devices, in the order in which their gradients were complete.
+        """
+        flag = self._found_inf
+        if flag is None:
+            self._norms = {}
+            flag = getattr(self.optimizer, "found_inf", None)
+        gradients = [gradient_of(weight) for weight in weights]
+        wide = torch.float64 if torch.float64 in map(DTYPE, gradients) else torch.float32
+        found = torch._foreach_norm(gradients, dtype=wide)  # one pass with few launches; inf if it overflows
+        norms = torch.stack([each.to(gradients[0].device, torch.float32) for each in found])
+        broken = (~norms.isfinite().all()).float()
+        flag = broken if flag is None else torch.maximum(flag.to(broken).reshape(()), broken)
+        self._norms[key], self._found_inf, self._is_read = (weights, norms), flag, False
+        return flag
+
+    def end_step(self) -> None:
+        """Clear the flag."""
+        self._found_inf = None
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of the gradients of this step, or after `end_step` of the last one, fp32 []; then 0."""
+        is_read, self._is_read = self._is_read, True
+        if is_read or not self._norms:
+            return torch.zeros(())
+        norms = [norms for _, norms in self._norms.values()]
+        return torch.linalg.vector_norm(torch.cat([each.to(norms[0].device) for each in norms]))
+
+    def first_broken(self) -> Tensor | None:
+        """Return the first weight of this step whose gradient has NaN or Inf, or None. Blocks the host."""
+        for weights, norms in self._norms.values():
+            for weight, is_finite in zip(weights, norms.isfinite().tolist(), strict=True):
+                if not is_finite:
+                    return weight
+        return None
+
+
 class BackwardUpdates:
     """Updates each part of an optimizer's parameters in the backward, when its gradients are complete, and frees these.
 
-    A part whose gradients have NaN or Inf is not changed.
+    A part whose gradients have NaN or Inf is not changed, nor are the parts after it in the same step; see
+    `BackwardCheck`.
 
     Args:
         optimizer: its `step` must do nothing but call `finish`.
@@ -315,9 +400,8 @@ class BackwardUpdates:
 
     def __init__(self, optimizer: Stepped, parts: Sequence[Sequence[Tensor]]):
         self.optimizer, self.members = optimizer, [[*some] for some in parts]
-        self._norms: list[Tensor] = []
-        self._is_new = False  # whether `_norms` are of an earlier step
-        self._arrived: list[set[int]] = [set() for _ in parts]  # ids of weights with a gradient in this step
+        self.check = BackwardCheck(optimizer)
+        self._arrived: list[dict[int, int]] = [{} for _ in parts]  # id of a weight with a gradient in this step → order
         self.reset()
         arrive = weak_hook(self.arrive)
         self._hooks = [
@@ -340,37 +424,47 @@ class BackwardUpdates:
         arrived = self._arrived[number]
         if id(weight) in arrived:
             raise second_backward(weight)
-        arrived.add(id(weight))
+        arrived[id(weight)] = len(arrived)
         if len(arrived) == len(self.members[number]):
             self._update(number)
 
     @torch.no_grad()
     def _update(self, number: int) -> None:
         part, following = self.parts[number], self.parts[number + 1 : number + 2]
-        part.read()
-        norm, _ = part.norm(math.inf)
-        if self._is_new:
-            self._norms, self._is_new = [], False
-        self._norms.append(norm)
-        part.step(None, (~norm.isfinite()).float(), following[0] if following else None)
+        part.step(None, self._check(number), following[0] if following else None)
         part.free_gradients()
+
+    def _check(self, number: int) -> Tensor:
+        """Read and check the gradients that a part has now; returns the flag that stops the step."""
+        self.parts[number].read()
+        order, present = self._arrived[number], [each for each in self.members[number] if each.grad is not None]
+        return self.check.add(number, sorted(present, key=lambda weight: order.get(id(weight), len(order))))
+
+    def _incomplete(self) -> list[int]:
+        """Numbers of the parts of which only some parameters have a gradient."""
+        return [
+            number
+            for number, (arrived, some) in enumerate(zip(self._arrived, self.members, strict=True))
+            if 0 < len(arrived) < len(some) and any(weight.grad is not None for weight in some)
+        ]
 
     def finish(self) -> None:
         """End a step: update the parts of which only some parameters have a gradient."""
-        for number, arrived in enumerate(self._arrived):
-            if 0 < len(arrived) < len(self.members[number]):
-                self._update(number)
+        for number in self._incomplete():
+            self._update(number)
+        for arrived in self._arrived:
             arrived.clear()
-        self._is_new = True
+        self.check.end_step()
 
+    @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients of this step, or after `finish` of the last one, fp32 []; then 0."""
-        norms, self._norms = self._norms, []
-        return (
-            torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-            if norms
-            else torch.zeros(())
-        )
+        """Return the 2-norm of the gradients of this step, or after `finish` of the last one, fp32 []; then 0.
+
+        Gradients that `finish` will use are checked before, so that one with NaN or Inf stops all of them.
+        """
+        for number in self._incomplete():
+            self._check(number)
+        return self.check.gradient_norm()
 
 
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
@@ -409,6 +503,16 @@ def _kinds(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> lis
 def local_of(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor; other tensors unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def shard_groups(weight: Tensor) -> tuple[Any, ...]:
+    """The process groups over which the elements of a DTensor are divided; () for other tensors."""
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None:
+        return ()
+    placements: Sequence[Any] = weight.placements  # type: ignore[attr-defined]
+    sharded = [at for at, each in enumerate(placements) if not each.is_replicate() and mesh.size(at) > 1]
+    return tuple(mesh.get_group(at) for at in sharded)
 
 
 def contiguous(tensor: Tensor) -> Tensor:

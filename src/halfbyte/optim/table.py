@@ -90,8 +90,8 @@ class Optimizer:
         host_bytes: (model, settings) → bytes of the state in pinned host memory, of which `state_bytes` is a window;
             None: 0.
         scratch: whether a step on an accelerator allocates temporary memory of the size of the trained parameters.
-        block: elements that a step treats together, so that it can step slices of parameters that are cut at multiples
-            of it; 0: whole parameters.
+        block: elements that a step treats together, except for the norms of trust ratios, which are summed over ranks;
+            it can step slices of parameters that are cut at multiples of it. 0: whole parameters.
         block_by: settings → `block`, if options change it.
         offloaded: the row with its state in host memory; None: it has none.
         in_backward: whether the optimizer has `update_in_backward`.
@@ -121,7 +121,7 @@ class Optimizer:
 
     @property
     def elementwise(self) -> bool:
-        """Whether a step treats each element separately, without options that change it."""
+        """Whether a step can be divided among ranks at any element, without options that change it."""
         return self.block == 1
 
     def block_of(self, settings: Settings) -> int:
@@ -135,6 +135,11 @@ def optimizer_row(settings: Settings) -> Optimizer:
     if settings.optim_offload is True and row.offloaded is not None:
         row = row.offloaded
     return _in_backward(row) if settings.optim_in_backward is True and row.in_backward else row
+
+
+def state_key(settings: Settings) -> str:
+    """Return the configuration key that puts the optimizer's state into host memory, if it is there."""
+    return "optim" if OPTIMIZERS[settings.optim].host_bytes else "optim_offload"
 
 
 def _in_backward(row: Optimizer) -> Optimizer:
@@ -307,8 +312,8 @@ def _fused(
         return 0 if 0 in cuts else max(cuts)
 
     row = Optimizer(make, total, declared, guarded=True, capturable=not offload, in_backward=True)
-    if kind not in ("LAMB", "LARS"):  # a trust ratio needs the norms of full parameters
-        row = replace(row, block=SLICED[storage], block_by=block)
+    row = replace(row, block=SLICED[storage], block_by=block)
+    if kind not in ("LAMB", "LARS"):  # LAMB reads its state twice in a step
         row = replace(row, offloaded=None if offload else _fused(kind, storage, True, options))
     return replace(row, state_bytes=window, host_bytes=total) if offload else row
 

@@ -20,6 +20,13 @@ from .experts import is_mixture
 from .memory_plan import GIB, MemoryPlan
 
 SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # lower bounds of the advice
+LESS_HOST_MEMORY = {  # configuration key → how the run pins less host memory for it
+    "optim": "use an 8-bit optimizer",
+    "optim_offload": "use an 8-bit optimizer or set optim_offload: false",
+    "activation_checkpointing": "set activation_checkpointing: true",
+    "parallel": "raise the degree of shard",
+    "expert_offload": "lower expert_offload",
+}
 EXPERTS = r"experts\.\w+"  # pattern of the expert stacks in rank_pattern
 
 Keys = dict[str, Any]
@@ -29,7 +36,7 @@ Candidate = TypeVar("Candidate")
 def check_fits(
     plan: MemoryPlan, config: RunConfig, model_config: Any, *, rows: int, batches: Callable[[RunConfig], Batches]
 ) -> None:
-    """Check that a run fits its device.
+    """Check that a run fits its device; `check_host` checks the host.
 
     Only warns if the plan is a rough estimate, or if `memory_limit_gib` allows the planned bytes.
 
@@ -40,7 +47,7 @@ def check_fits(
     Raises:
         ConfigError: it does not fit; the fix names the keys with which it would.
     """
-    if plan.fits:
+    if plan.fits_device:
         return
     limit = None if config.memory_limit_gib is None else config.memory_limit_gib * GIB
     limited = limit is not None and plan.capacity_bytes == int(limit)
@@ -56,6 +63,31 @@ def check_fits(
     if plan.layout.size > 1:
         several = {"layout": plan.layout, "capacity_bytes": plan.capacity_bytes}
     raise ConfigError(what, f"{what_would_fit(config, model_config, rows, batches, **several)}; {more}")
+
+
+def check_host(parts: Mapping[str, int], ranks: int, free: int) -> None:
+    """Check that a host has room for what all of its ranks pin.
+
+    Args:
+        parts: configuration key → bytes of host memory that a rank pins for it.
+        ranks: number of ranks on the host.
+        free: free bytes of the host's memory.
+
+    Raises:
+        ConfigError: it does not fit; the problem names the keys and the sum.
+    """
+    each = sum(parts.values())
+    if ranks * each <= free:
+        return
+    keys = sorted(parts, key=parts.__getitem__, reverse=True)
+    needed = f"this run needs {size(each)}"
+    if ranks > 1:
+        needed = f"the {ranks} processes of this run on one host need {ranks} × {size(each)} = {size(ranks * each)}"
+    several = f" ({', '.join(f'{key} {size(parts[key])}' for key in keys)} each)" if len(keys) > 1 else ""
+    fixes = [LESS_HOST_MEMORY[key] for key in keys] + (["start fewer processes on each host"] if ranks > 1 else [])
+    raise ConfigError(
+        f"{keys[0]}: {needed} of host memory{several}, and {size(free)} are free", f"{', '.join(fixes)}, or free memory"
+    )
 
 
 def what_would_fit(

@@ -19,7 +19,7 @@ from ..config.schema import RunKeys
 from ..memory import allocators
 from ..memory.activations import Batches, Shape
 from ..modeling.packed_forwards import MIN_LENGTH_RATIO
-from ..optim import memory_choices, optimizer_row, trained_parameters
+from ..optim import memory_choices, optimizer_row, state_key, trained_parameters
 from ..parallel.pipeline.model import partition_model
 from ..parallel.pipeline.schedules import Seconds
 from ..parallel.reduction import BUCKET
@@ -49,6 +49,7 @@ from .policy import (
     describe_levels,
     evenly_spaced,
     peak,
+    pinned_bytes,
     shards_to_offload,
 )
 from .rank import IN_FLIGHT, Pipeline, Stage, gathered_bytes, in_context, in_slices, pipeline_of, rank_config
@@ -76,7 +77,7 @@ def estimate(
 
     If `optim_in_backward` or `optim_offload` is "auto", the state is in host memory only if the run does not fit
     otherwise, and the optimizer updates in the backward if the run fits only so, or is faster so since more activations
-    are saved. If nothing fits, the plan that needs least is returned.
+    are saved. If nothing fits the device, the plan that needs least is returned, of those that fit the host if any do.
 
     Args:
         config, model_config, device, shapes, layout: as in `estimate_of_choice`, which has the other `options`.
@@ -94,7 +95,7 @@ def estimate(
             break
     if fitting := [plan for plan in plans if plan.fits]:
         return min(fitting, key=lambda plan: plan.seconds or 0.0)
-    return min(plans, key=lambda plan: plan.total)
+    return min([plan for plan in plans if plan.fits_host] or plans, key=lambda plan: plan.total)
 
 
 def estimate_of_choice(
@@ -207,13 +208,13 @@ class _Planner:
         self.frozen = shapes.frozen()
         row = optimizer_row(self.config)
         hosted = row.host_bytes and row.host_bytes(shapes.model, self.config)
-        self.hosted_state = hosted or 0  # bytes of optimizer state in host memory
         self.optimizer = row.state_bytes(shapes.model, self.config)
-        self.optimizer += self.hosted_state if shapes.device.type == "cpu" else 0
+        self.optimizer += (hosted or 0) if shapes.device.type == "cpu" else 0
         # Bytes of gradients of an optimizer that does not hold all of them until the step; None: all are held.
         self.few_gradients = row.gradient_bytes and row.gradient_bytes(shapes.model, self.config)
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused optimizers copy all parameters
         self.slices = optimizer_shards(layout, row.block_of(self.config) if shapes.dtype != torch.float16 else 0)
+        self.hosted_state = (hosted or 0) // self.slices  # bytes of optimizer state in host memory
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
         captures = graphs and row.updates == "all" and {*layout.axes} <= CAPTURED and not self._reduces_in_backward
         captures = captures and not experts.layers
@@ -295,7 +296,12 @@ class _Planner:
     @functools.cached_property
     def host(self) -> int:
         """Bytes of host memory that this rank may fill, besides the optimizer's state."""
-        return max(0, int(HOST_MARGIN * allocators.available_bytes() / self.on_host) - self.hosted_state)
+        return max(0, int(HOST_MARGIN * self.host_share) - self.hosted_state)
+
+    @functools.cached_property
+    def host_share(self) -> int:
+        """Free bytes of host memory for each of the ranks that share it."""
+        return allocators.available_bytes() // self.on_host
 
     def _hosting(self, choice: Choice) -> Choice:
         """Move the shards of as few layers as needed to the host, if `choice` does not fit the device.
@@ -328,11 +334,28 @@ class _Planner:
 
     @staticmethod
     def _shortage(plan: MemoryPlan) -> str:
-        return "" if plan.fits else f", and with that the run still needs {plan.total / GIB:.2f} GiB"
+        return "" if plan.fits_device else f", and with that the run still needs {plan.total / GIB:.2f} GiB"
 
     def planned(self, choice: Choice) -> MemoryPlan:
         """The plan of a choice, on the pipeline rank that needs most."""
-        return max((self._of_stage(choice, stage) for stage in self.stages), key=lambda plan: plan.total)
+        plan = max((self._of_stage(choice, stage) for stage in self.stages), key=lambda plan: plan.total)
+        if self.shapes.device.type == "cpu":
+            return plan
+        host = max((self._host_parts(choice, stage) for stage in self.stages), key=lambda parts: sum(parts.values()))
+        return replace(plan, host=host, host_share=self.host_share)
+
+    def _host_parts(self, choice: Choice, stage: Stage) -> dict[str, int]:
+        """Configuration key → bytes of host memory that a rank of this stage pins for it."""
+        state = self.hosted_state * self._trained(stage).bytes // max(self.trained.bytes, 1)
+        found = {state_key(self.config): state, "expert_offload": self.experts.bytes}
+        if self.shapes.fused and not OFFLOADED.keys().isdisjoint(choice.levels):
+            cost = self.layer(self.batches.largest)
+            saved = sum(cost.host_bytes(choice.levels[index]) for index in stage.layers)
+            found["activation_checkpointing"] = int(stage.in_flight * saved)
+        if choice.hosted:
+            shards = (self.frozen.slice(index, self.layout) for index in self._spread((stage,), choice.hosted))
+            found["parallel"] = sum(map(pinned_bytes, shards))
+        return {key: nbytes for key, nbytes in found.items() if nbytes}
 
     def _of_stage(self, choice: Choice, stage: Stage) -> MemoryPlan:
         """The plan of a choice on one pipeline rank."""

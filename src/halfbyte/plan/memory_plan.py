@@ -58,6 +58,8 @@ class MemoryPlan:
         seconds: predicted seconds of a step; None for layers without measured rates.
         answering: bytes while completions are sampled; None for methods that sample none.
         optimizer_choice: values of the keys `optim_in_backward` and `optim_offload`.
+        host: configuration key → bytes of host memory that a rank pins for it; the most of any rank.
+        host_share: bytes of free host memory divided by the ranks that share it; None: `host` is empty.
     """
 
     weights: int  # frozen, as stored
@@ -85,6 +87,8 @@ class MemoryPlan:
     rollouts: int = 0  # sampling completions, beyond the bytes that a step allocates and frees
     answering: RolloutPlan | None = None
     optimizer_choice: Mapping[str, Any] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
+    host_share: int | None = None
 
     PARTS: ClassVar = (
         *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs"),
@@ -96,8 +100,22 @@ class MemoryPlan:
         return sum(getattr(self, part) for part in self.PARTS)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that a rank pins."""
+        return sum(self.host.values())
+
+    @property
     def fits(self) -> bool:
+        """Whether the device and the host have room for the run."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
         return self.total <= self.capacity_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        return self.host_share is None or self.host_bytes <= self.host_share
 
     def predicted(self) -> dict[str, int]:
         """Part → bytes, and the total, as memory.json holds them."""

@@ -175,7 +175,8 @@ def choice_reason(chosen: Option, seen: Sequence[Option]) -> str:
     plan = chosen.plan
     assert plan is not None
     if not plan.fits:
-        return f"no layout fits; this one needs least, {size(plan.total)} of {size(plan.capacity_bytes)}"
+        host = "" if plan.fits_host else f" and {size(plan.host_bytes)} of host memory"
+        return f"no layout fits; this one needs least, {size(plan.total)} of {size(plan.capacity_bytes)}{host}"
     if {*chosen.layout.axes} <= {"data"}:
         return f"the full run fits each GPU, {size(plan.total)} of {size(plan.capacity_bytes)}"
     data = next(option for option in seen if {*option.layout.axes} <= {"data"})

@@ -34,8 +34,12 @@ def shards_to_offload(missing: int, shards: Sequence[int], host_free: int) -> in
     Args:
         shards: bytes of each layer's shard.
     """
-    pinned = 1 << (max(shards) - 1).bit_length()  # torch rounds pinned allocations up to a power of two
-    return min(-(-missing // min(shards)), max(host_free, 0) // pinned)
+    return min(-(-missing // min(shards)), max(host_free, 0) // pinned_bytes(max(shards)))
+
+
+def pinned_bytes(shard: int) -> int:
+    """Host bytes of a shard: torch rounds pinned allocations up to a power of two."""
+    return 1 << (shard - 1).bit_length()
 
 
 def peak(

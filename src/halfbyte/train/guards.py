@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def announce_signal(number: int) -> None:
 
 
 def skip_if_not_finite(optimizer: Any, numbers: Tensor) -> None:
-    """Make the next `optimizer.step()` do nothing if one of `numbers` is NaN or Inf.
+    """Make the next `optimizer.step()` do nothing if one of `numbers` is NaN or Inf, or the next backward that updates.
 
     Uses the protocol of torch.amp.GradScaler: a fused optimizer of torch changes neither weights nor moments nor step
     counts if its `found_inf` is 1.
@@ -56,6 +57,8 @@ class StepGuards:
     def __init__(self, config: RunConfig, count_name: str, sampled: bool = False):
         self.config, self.count_name = config, count_name.replace("_", " ").removesuffix("s")
         self.sampled = sampled
+        # name of the first parameter with a broken gradient, of an optimizer that updates in the backward and checks it
+        self.first_broken: Callable[[], str | None] | None = None
         self._skipped = 0  # consecutive steps that float16's scaler skipped
 
     def check_count(self, step: int, count: float, micro_batches: int) -> float:
@@ -87,15 +90,24 @@ class StepGuards:
         """
         if not math.isfinite(loss_sum) or not (math.isfinite(norm) or scaled):
             numbers = f"loss {loss_sum:.4g} (sum), gradient norm {norm:.4g}"
-            stopped = "stopped before updating any weight"
-            if optimizer_row(self.config).updates == "backward":
-                stopped = "the backward has updated the weights whose gradients are finite"
             raise TrainingError(
-                f"step {step}: {numbers}; {stopped}",
+                f"step {step}: {numbers}; {self._what_changed(loss_sum)}",
                 f"lower learning_rate ({self.config.learning_rate:g}); {self.last_checkpoint()}",
             )
         if step == 1 and norm == 0 and not self.sampled:
             raise TrainingError("step 1: no gradient reaches the trained weights", "check target_modules")
+
+    def _what_changed(self, loss_sum: float) -> str:
+        """Describe the weights that a step with this loss or with broken gradients has changed."""
+        if optimizer_row(self.config).updates != "backward":
+            return "stopped before updating any weight"
+        if self.first_broken is None:
+            return "the backward has updated the weights whose gradients are finite"
+        name = self.first_broken()
+        broken = "" if name is None else f"the first broken gradient is that of {name}; "
+        if not math.isfinite(loss_sum):
+            return f"{broken}stopped before updating any weight"
+        return f"{broken}weights that the backward updated before it keep their update, and no other weight changed"
 
     def check_scale(self, step: int, norm: float, scale: float) -> None:
         """Raise if float16 skipped `MAX_SKIPPED` steps in a row, or skipped a step at a scale below 1.

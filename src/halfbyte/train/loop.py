@@ -62,7 +62,7 @@ from .checkpoint import (
     save_scaling,
     save_weights,
 )
-from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal
+from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal, skip_if_not_finite
 from .metrics_log import MetricsLog, StepNumbers
 from .sampler import CountingCollator, batches
 from .stepper import LookAhead, Stepper, free_stream_caches, with_numbers
@@ -208,6 +208,9 @@ class TrainingLoop:
         self.units.adopt(self.optimizer)
         most, before = self.config.max_grad_norm or math.inf, partial(self.callbacks, "on_pre_optimizer_step")
         self.update = make_update(self.optimizer, self.optimizer_row, self.units, most, self.stepper, before)
+        if self.optimizer_row.updates == "backward" and hasattr(self.optimizer, "first_broken"):
+            self.stepper.before_backward = partial(skip_if_not_finite, self.optimizer)
+            self.guards.first_broken = self._first_broken
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
@@ -326,6 +329,11 @@ class TrainingLoop:
         if self.scaler is not None:
             self.guards.check_scale(number, self.log.norm, self.scaler.get_scale())
         self._finish_step(self._update_weights(), epoch)
+
+    def _first_broken(self) -> str | None:
+        """Return the name of the first parameter whose gradient in this step's backward has NaN or Inf, or None."""
+        broken = self.optimizer.first_broken()
+        return next((name for name, each in self.model.named_parameters() if each is broken), None)
 
     def _update_weights(self) -> float:
         """Step the optimizer and the schedule; return the learning rate of this step."""

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments, get_scheduler
@@ -28,6 +27,7 @@ from ..data.prepare import PreparedData
 from ..data.tables import digest_of_rows
 from ..loading.find import ModelFiles, find_model
 from ..loading.load import check_attention, check_stored, load_tokenizer, resolve_dtype
+from ..memory import allocators
 from ..methods import Method, method_of
 from ..methods.preference import reference_is_initial_model
 from ..modeling.adapters import check_adapter_files, check_base_unchanged
@@ -35,13 +35,14 @@ from ..modeling.architectures import check_token_ids
 from ..modeling.projections import check_recipe, configured_recipe
 from ..modeling.routers import check_balancing
 from ..modeling.tiny_model import check_positions
-from ..optim import OPTIMIZERS, make_optimizer, optimizer_row, target_matrices, trained_parameters
+from ..optim import OPTIMIZERS, make_optimizer, optimizer_row, state_key, target_matrices, trained_parameters
 from ..parallel.context.model import check_context_parallel
 from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
+from ..parallel.launch.ranks import MAX_PROCESSES, launcher_int
 from ..parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from ..parallel.pipeline.model import PipelinePartition, check_trained, partition_model
 from ..parallel.shard.optimizer import optimizer_shards
-from ..plan.advice import check_fits
+from ..plan.advice import check_fits, check_host
 from ..plan.cards import Card, card_of
 from ..plan.estimate import estimate
 from ..plan.memory_plan import MemoryPlan
@@ -174,7 +175,7 @@ def prepare_run(
     check_layout(layout, config, shapes)
     check_targets(config, shapes.model)
     check_bits(config, shapes.model)
-    check_host_state(config, shapes.model, machine.device)
+    check_host_state(config, shapes.model, machine, mesh, layout)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
@@ -191,7 +192,6 @@ def prepare_run(
         print_processes(console, layout, layout.size, config, ways)
     plan = _memory_plan(config, files, machine, data, shapes, mesh, layout, console, checkpoint)
     config = config.model_copy(update=dict(plan.optimizer_choice))
-    check_host_state(config, shapes.model, machine.device)  # the plan may have moved it there
     if mesh.size > 1:  # the plan decides whether frozen weights are sharded
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
@@ -383,9 +383,16 @@ def _free_bytes(machine: Machine, mesh: Mesh, on_host: int) -> int:
     return -mesh.max(-free_bytes(machine.device, on_host))
 
 
+def _free_host_bytes(mesh: Mesh) -> int:
+    """Return the free host memory on the host with the least, bytes."""
+    return -mesh.max(-allocators.available_bytes())
+
+
 def _on_host(mesh: Mesh, layout: Parallel) -> int:
     """Return the number of ranks on the host with the most ranks; all, if they are not started yet."""
-    return layout.size if mesh.size == 1 else mesh.max(mesh.local) + 1
+    if mesh.size == 1:
+        return layout.size
+    return mesh.max(launcher_int("LOCAL_WORLD_SIZE", 1, MAX_PROCESSES, mesh.local + 1))
 
 
 def _memory_plan(
@@ -415,6 +422,7 @@ def _memory_plan(
         card = card.measured(host=host_copy_bandwidth(mesh, machine.device))
         plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
+    check_host(plan.host, _on_host(mesh, layout), _free_host_bytes(mesh))
     if plan.answering is not None:
         step = size(plan.activations + plan.logits)
         how = "in addition to" if plan.answering.stays else "in turn with"
@@ -516,19 +524,24 @@ def check_bits(config: RunConfig, model: nn.Module) -> None:
             raise ConfigError(wrong, f"match names such as {min(names)}, or remove it")
 
 
-def check_host_state(config: RunConfig, model: nn.Module, device: torch.device) -> None:
-    """Check that host memory holds the optimizer's state, if it is there.
+def check_host_state(config: RunConfig, model: nn.Module, machine: Machine, mesh: Mesh, layout: Parallel) -> None:
+    """Check that each host holds the optimizer's state of its ranks, if it is there; the plan checks the rest.
+
+    With `parallel: auto` the layout may still change, so the state is counted as if all ranks divided it.
+
+    Args:
+        model: all of it, whatever this rank will hold.
 
     Raises:
         ConfigError: it does not.
     """
-    host_bytes = optimizer_row(config).host_bytes
-    if host_bytes is None or device.type == "cpu":
+    row = optimizer_row(config)
+    if row.host_bytes is None or machine.device.type == "cpu":
         return
-    needed, free = host_bytes(model, config), psutil.virtual_memory().available
-    if needed > free:
-        sizes = f"{needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} are free"
-        raise ConfigError(f"optim: {config.optim} keeps {sizes}", "free host memory, or use an 8-bit optimizer")
+    block = 0 if machine.compute_dtype == torch.float16 else row.block_of(config)
+    divided = optimizer_shards(layout, block) * layout.pipeline * layout.tensor
+    state = row.host_bytes(model, config) // (layout.size if config.parallel == "auto" else divided)
+    check_host({state_key(config): state}, _on_host(mesh, layout), _free_host_bytes(mesh))
 
 
 def check_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, steps: int) -> None:

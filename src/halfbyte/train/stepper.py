@@ -59,6 +59,7 @@ class Stepper:
 
     def __init__(self, sums: Sums, scaler: torch.amp.GradScaler | None = None):
         self.sums, self.scaler, self.may_capture = sums, scaler, False
+        self.before_backward: Callable[[Tensor], None] | None = None  # takes the loss, 0-d
 
     def __call__(self, batches: Iterable[Batch], count: Tensor, may_capture: bool = False) -> Tensor:
         self.may_capture = may_capture
@@ -74,6 +75,8 @@ class Stepper:
         """Run forward and backward of a micro-batch and return its sums [n]. A CUDA graph can capture this."""
         sums = self.sums({key: value for key, value in batch.items() if key not in (LOSS_COUNT, SYNCED_SHAPE)})
         loss = sums["loss"] / batch[LOSS_COUNT]
+        if self.before_backward is not None:
+            self.before_backward(loss.detach())
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return torch.stack([value.detach() for value in sums.values()])
 

@@ -7,6 +7,8 @@ The forward reads full parameters and the backward produces full gradients. Betw
   state of that slice only (ZeRO-1). A step reduce-scatters gradients to slices and all-gathers parameters from them,
   which together is at most the traffic of one all-reduce. It requires an optimizer that treats elements, or aligned
   blocks of them, separately; slices are cut at blocks. Its results are bit-equal to those of `ReplicatedOptimizer`.
+  The trust ratios of LAMB and LARS take one more all-reduce, of two numbers per parameter, and equal those of one rank
+  to fp32 rounding.
 
 Parameters that only GEMMs read, such as adapter factors, are stored in full only in the GEMMs' dtype. Their slices hold
 fp32 master weights, the all-gather runs in the compute dtype, and their gradients have the dtype of the slices
@@ -35,7 +37,15 @@ from ...config import Parallel
 from ...optim.fused import FULL_ELEMENTS, FusedOptimizer, elements_per_entry
 from ..collectives import all_gather, reduce_scatter
 from ..mesh import TOKEN_AXES, Mesh
-from ..reduction import BUCKET, SHARDED_ALONG, buckets, clip_gradients, is_norm_distributed, sum_gradients
+from ..reduction import (
+    BUCKET,
+    SHARDED_ALONG,
+    buckets,
+    clip_gradients,
+    is_norm_distributed,
+    sharded_along,
+    sum_gradients,
+)
 
 AXIS = "shard"
 AT_ONCE = 2**29  # bytes of full gradients from which on each backward reduces them
@@ -82,6 +92,13 @@ class ReplicatedOptimizer:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Use a new `optimizer`; replace its parameters by the slices that this rank steps."""
         self.optimizer = optimizer
+        if isinstance(optimizer, FusedOptimizer):
+            optimizer.shard_groups = self._shard_groups
+
+    def _shard_groups(self, parameter: Tensor) -> tuple[Any, ...]:
+        """The process group along the axes that a parameter is sharded along, for the norms of full parameters."""
+        group = self.mesh.group(*sharded_along(parameter))
+        return () if group is None else (group,)
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Reduce the gradients after the last backward of a step; `sums` as in `reduction.sum_gradients`."""
