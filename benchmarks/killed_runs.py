@@ -1,4 +1,4 @@
-"""SIGKILL of a random rank of `halfbyte train` at a random step, and the losses of the run that resumes.
+"""SIGKILL of a random rank of `halfbyte train` at a random step after its first checkpoint, and losses after a resume.
 
     python -m benchmarks.killed_runs [--kills 10] [--first 0] [--at-once 5] [--gpus 4] [--way data] [--json FILE]
 
@@ -53,7 +53,10 @@ def finish(given: argparse.Namespace, output: Path, gpus: int, *more: str) -> li
 
 def kill(given: argparse.Namespace, output: Path, chance: random.Random) -> dict[str, Any]:
     """Start a run, kill one of its ranks and return which, when, and how the run ended."""
-    victim, steps = chance.randrange(given.gpus), chance.randrange(1, max(given.steps // 2, 2))
+    victim, steps = (
+        chance.randrange(given.gpus),
+        chance.randrange(SAVE_STEPS + 1, max(given.steps * 3 // 4, SAVE_STEPS + 2)),
+    )
     with output.with_suffix(".txt").open("w") as said:
         process = subprocess.Popen(command_of(given, output, given.gpus), stdout=said, stderr=subprocess.STDOUT)
         until = time.monotonic() + START_SECONDS

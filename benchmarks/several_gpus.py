@@ -32,6 +32,7 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,11 @@ class Results:
             Path(self.path).write_text(json.dumps({**provenance(), **self.found}, indent=1) + "\n")
 
 
+def alone(mesh: Mesh) -> Mesh:
+    """Return the mesh of one process on this rank's device."""
+    return replace(SINGLE_PROCESS, local=mesh.local, kind=mesh.kind)
+
+
 class Training:
     """A model and the training loop's own step on one batch, with or without the other ranks."""
 
@@ -149,7 +155,7 @@ def data(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
         training, tokens, ms = Training(mesh, name, rows, length, graphs), rows * length, {}
         rates = []
         if mesh.is_main:
-            ms["alone"] = timed(lambda t=training: t.step(False), tokens, device=mesh.kind)["ms"]  # type: ignore[misc]
+            ms["alone"] = training.time(alone(mesh), tokens, together=False)["ms"]
         for way, together in (("apart", False), ("together", True), ("apart again", False), ("together again", True)):
             run = training.time(mesh, tokens, together)
             ms[way] = run["ms"]
@@ -260,8 +266,8 @@ def offload(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
     training = Training(mesh, EIGHT, 1, length, False, activations="offload")
     device = torch.device(mesh.kind)
     if mesh.is_main:
-        copies["alone"] = host_copy_bandwidth(SINGLE_PROCESS, device)
-        ms["alone"] = training.time(SINGLE_PROCESS, length, False, given.steps, warmup=0)["ms"]
+        copies["alone"] = host_copy_bandwidth(alone(mesh), device)
+        ms["alone"] = training.time(alone(mesh), length, False, given.steps, warmup=0)["ms"]
     mesh.barrier()
     copies["together"] = host_copy_bandwidth(mesh, device)
     for way, together in (("apart", False), ("together", True)):
@@ -517,8 +523,8 @@ def seventy(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
     del filled.ballast
     free_memory()
     if mesh.is_main:
-        training = Seventy(SINGLE_PROCESS, "checkpoint", (), lambda phase: None)
-        results.add("seventy", way="one GPU", **training.time(SINGLE_PROCESS, 2048, together=False, steps=6))
+        training = Seventy(alone(mesh), "checkpoint", (), lambda phase: None)
+        results.add("seventy", way="one GPU", **training.time(alone(mesh), 2048, together=False, steps=6))
         training.close()
     mesh.barrier()
 
