@@ -446,7 +446,7 @@ def build_sharded(name: str, mesh: Mesh) -> Any:
         if mesh.degree("shard") == 1:
             return stored
         weight = stored.weight.data
-        own = placement.cut(weight, mesh.degree("shard"))[mesh.coordinate("shard")].clone()
+        own = placement.split(weight, mesh.degree("shard"))[mesh.coordinate("shard")].clone()
         parameter: Any = nn.Parameter(own, requires_grad=False)
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         parameter.template = QuantizedTensor.quantize(empty, format_)
