@@ -7,6 +7,7 @@ import gc
 import json
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,55 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def event_us(calls: Sequence[Callable[[], Any]], repeats: int = 40, warmup: int = 8) -> float:
-    """Median µs of a call from Python, by CUDA events. Rotates over `calls` so that no input stays in the L2 cache."""
+class HostEvent:
+    """Stand-in on a CPU for the part of `torch.cuda.Event` that timing uses, by the host's clock."""
+
+    seconds = 0.0
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end.seconds - self.seconds)
+
+
+def timing_event(device: str = "cuda") -> Any:
+    """Return an event whose `elapsed_time` gives ms, for a device type."""
+    return torch.cuda.Event(enable_timing=True) if device == "cuda" else HostEvent()
+
+
+def synchronize(device: str = "cuda") -> None:
+    """Block until the device has finished; on a CPU everything has."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_gib(device: str = "cuda") -> dict[str, float]:
+    """Return the most GiB that torch's allocator has allocated and reserved since the last `reset_peak`; 0 on a CPU."""
+    if device != "cuda":
+        return {"peak_gib": 0.0, "reserved_gib": 0.0}
+    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"peak_gib": most[0] / 2**30, "reserved_gib": most[1] / 2**30}
+
+
+def reset_peak(device: str = "cuda") -> None:
+    """Start a new measurement of `peak_gib`."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def event_us(calls: Sequence[Callable[[], Any]], repeats: int = 40, warmup: int = 8, device: str = "cuda") -> float:
+    """Median µs of a call from Python, by events. Rotates over `calls` so that no input stays in the L2 cache."""
     for i in range(warmup):
         calls[i % len(calls)]()
-    torch.cuda.synchronize()
+    synchronize(device)
     times = []
     for i in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = timing_event(device), timing_event(device)
         start.record()
         calls[i % len(calls)]()
         end.record()
-        torch.cuda.synchronize()
+        synchronize(device)
         times.append(start.elapsed_time(end) * 1e3)
     return statistics.median(times)
 

@@ -33,7 +33,7 @@ WAYS = ("kernels", "data", "shard", "tensor", "pipeline", "context")
 WINDOW = 4  # micro-batches per step on one GPU
 
 
-def write_place(folder: Path, hidden: int) -> None:
+def write_place(folder: Path, hidden: int, layers: int = 12, texts: int = 3000) -> None:
     """Write a checkpoint with a tokenizer to `model`, and rows of random words to `data.jsonl`."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
@@ -41,19 +41,19 @@ def write_place(folder: Path, hidden: int) -> None:
 
     drawn = random.Random(0)
     words = ["".join(drawn.choices("abcdefghijklmnopqrstuvwxyz", k=drawn.randint(2, 9))) for _ in range(WORDS)]
-    texts = [" ".join(drawn.choices(words[: 20 + n % 60], k=drawn.randint(20, 200))) for n in range(3000)]
+    rows = [" ".join(drawn.choices(words[: 20 + n % 60], k=drawn.randint(20, 200))) for n in range(texts)]
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=["</s>", "<pad>"], show_progress=False)
+    bpe.train_from_iterator(rows, vocab_size=VOCABULARY, special_tokens=["</s>", "<pad>"], show_progress=False)
     names = {"eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **names).save_pretrained(folder / "model")
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=12,
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=16, num_key_value_heads=8, bos_token_id=None, eos_token_id=0, pad_token_id=1,
     ))  # fmt: skip
     model.to(torch.bfloat16).save_pretrained(folder / "model")
-    rows = ({"prompt": text[:40], "completion": text[40:]} for text in texts)
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = ({"prompt": text[:40], "completion": text[40:]} for text in rows)
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def degrees(way: str, gpus: int) -> dict[str, int]:
@@ -66,18 +66,12 @@ def losses(given: argparse.Namespace, way: str) -> tuple[list[float], dict[str, 
     """Return the loss of each step and the traffic between hosts."""
     output, hosts = given.work / f"run-{way}", way.startswith("hosts-")
     ways = degrees(way.removeprefix("hosts-"), given.gpus)
-    rows = WINDOW // (ways.get("data", 1) * ways.get("shard", 1))
-    keys: dict[str, Any] = {
-        "output_dir": output, "packing": "true", "max_length": 512, "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": rows, "max_steps": given.steps, "learning_rate": given.rate, "seed": 0,
-        "logging_steps": 1, "sample_prompts": 0, "eval_split_size": 0, "save_steps": 100000, "dtype": "bfloat16",
-    }  # fmt: skip
     if way in ("alone", "kernels"):
-        keys |= {"device": "cpu" if given.device == "cpu" else "cuda:0", "use_kernels": str(way == "alone").lower()}
+        keys = {"use_kernels": str(way == "alone").lower()}
+        command = train_command(given, output, None, WINDOW, save_steps=100000, **keys)
     else:
-        keys |= {"parallel": json.dumps(ways)} | ({"device": "cpu"} if given.device == "cpu" else {})
-    command = ["-m", "halfbyte", "train", str(given.work / "model"), str(given.work / "data.jsonl")]
-    command += [f"{key}={value}" for key, value in keys.items()]
+        rows = WINDOW // (ways.get("data", 1) * ways.get("shard", 1))
+        command = train_command(given, output, ways, rows, save_steps=100000)
     began, seen = time.perf_counter(), dict[str, Any]()
     if hosts:
         seen = on_hosts(command, output, given)
@@ -87,6 +81,32 @@ def losses(given: argparse.Namespace, way: str) -> tuple[list[float], dict[str, 
             raise SystemExit(f"{way}: exit {ran.returncode}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
     print(f"{way}: {time.perf_counter() - began:.0f} s {seen or ''}", flush=True)
     return [record["loss"] for record in trained(output)], seen
+
+
+def train_command(
+    given: argparse.Namespace, output: Path, ways: dict[str, int] | None, rows: int, **more: Any
+) -> list[str]:
+    """Return the arguments of python that train on the files of `write_place`.
+
+    Args:
+        given: the options `work`, `steps`, `rate` and `device`.
+        ways: degree of each axis; None: one device.
+        rows: gradient_accumulation_steps.
+        more: further keys of the configuration.
+    """
+    keys: dict[str, Any] = {
+        "output_dir": output, "packing": "true", "max_length": 512, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": rows, "max_steps": given.steps, "learning_rate": given.rate, "seed": 0,
+        "logging_steps": 1, "sample_prompts": 0, "eval_split_size": 0, "dtype": "bfloat16",
+    }  # fmt: skip
+    if given.device == "cpu":
+        keys["device"] = "cpu"
+    elif ways is None:
+        keys["device"] = "cuda:0"
+    if ways is not None:
+        keys["parallel"] = json.dumps(ways)
+    command = ["-m", "halfbyte", "train", str(given.work / "model"), str(given.work / "data.jsonl")]
+    return [*command, *(f"{key}={value}" for key, value in (keys | more).items())]
 
 
 def trained(output: Path) -> list[dict[str, Any]]:

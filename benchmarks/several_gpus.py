@@ -10,15 +10,29 @@ Compare ratios: each part times one GPU alone while the others block, all GPUs w
     ways      `shard`: how bytes move: NCCL with all or four channels, or reads from the owner's memory (handles);
               8B 4×2048 launched from Python, 2×512 as a CUDA graph
     seventy   `shard`: 70B 1×2048 on GPUs filled up except for --card-gib, as the plan for that memory divides it
+    context   `context` parallel: 8B, one row of --length tokens (131072), one document or --documents packed ones
+    offload   8B, one row of --length tokens (32768) on each GPU, all layers' activations offloaded
+
+Rates. With T₁ the ms of one GPU alone, Tᵢ of GPU i without communication and T the slowest GPU's of all n together:
+
+    of_alone     T₁ / T          share of n times one GPU's rate that n GPUs have with n times its rows
+    of_apart     max(Tᵢ) / T     share of n times the rate of the slowest of n independent processes at once
+    of_rates     n / (T · Σ 1/Tᵢ)    share of the summed rates of these n processes
+    efficiency   T₁ / (n · T)    context: both compute the same row, so each of n GPUs has 1/n of T₁'s work
+    slowdown     T / T₁          offload
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import statistics
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +42,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import step_model
-from benchmarks.harness import event_us, free_memory, parser_of, provenance
-from benchmarks.step_model import build, empty_model, fill, random_batch, run_config, timed
+from benchmarks.harness import (
+    event_us,
+    free_memory,
+    parser_of,
+    peak_gib,
+    provenance,
+    reset_peak,
+    synchronize,
+    timing_event,
+)
+from benchmarks.step import document_lengths, packed_batch
+from benchmarks.step_model import WARMUP, build, empty_model, fill, levels, random_batch, run_config, timed
 from halfbyte.config import Parallel
 from halfbyte.memory.allocators import FIRST_KERNELS, memory_cap
 from halfbyte.modeling.cast_cache import cast_replacements
-from halfbyte.parallel.launch.bandwidth import all_gather_bandwidth
+from halfbyte.ops import IGNORE_INDEX
+from halfbyte.parallel.context.model import context_parallel, context_shard
+from halfbyte.parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
 from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.parallel.shard.model import has_static_gradients, shard_model, sharded
@@ -43,6 +69,9 @@ from halfbyte.utils.hardware import fixed_segments, free_cached_memory
 
 GIB = 2**30
 EIGHT, SEVENTY = "llama-3.1-8b", "llama-3.1-70b"
+ROWS, TOKENS = 4, 2048  # sequences of a batch and their tokens, in `tensor`, `gathers` and `ways`
+CONTEXT_LENGTH, OFFLOAD_LENGTH = 131072, 32768  # tokens of a row
+CONTEXT_GIB = 70.0  # memory that activation levels of `context` are planned for, so that all cards compute the same
 DATA = ((EIGHT, 4, 2048, False), ("qwen3-0.6b", 2, 2048, True), ("qwen3-0.6b", 2, 512, True))
 step_model.MODELS[SEVENTY] = ("Llama", step_model.MODELS[EIGHT][1] | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -65,17 +94,24 @@ class Results:
             Path(self.path).write_text(json.dumps({**provenance(), **self.found}, indent=1) + "\n")
 
 
+def alone(mesh: Mesh) -> Mesh:
+    """Return the mesh of one process on this rank's device."""
+    return replace(SINGLE_PROCESS, local=mesh.local, kind=mesh.kind)
+
+
 class Training:
     """A model and the training loop's own step on one batch, with or without the other ranks."""
 
-    def __init__(self, mesh: Mesh, name: str, rows: int, length: int, graphs: bool, model: Any = None):
+    def __init__(
+        self, mesh: Mesh, name: str, rows: int, length: int, graphs: bool, model: Any = None, activations: Any = None
+    ):
         import halfbyte
         from halfbyte.modeling.head import causal_lm_loss
 
-        self.mesh, self.model = mesh, model or build(name, "cuda")
+        self.mesh, self.model = mesh, model or build(name, mesh.kind)
         if model is None:
-            halfbyte.patch(self.model)
-        self.batch = random_batch(name, rows, length, "cuda")
+            halfbyte.patch(self.model, activations)
+        self.batch = random_batch(name, rows, length, mesh.kind)
 
         def sums(batch: Any) -> dict[str, Tensor]:
             return {"loss": causal_lm_loss(self.model, batch)[0]}
@@ -83,7 +119,7 @@ class Training:
         self.trained = self.trained_parameters()
         self.stepper: Stepper = GraphedStepper(sums, self.trained) if graphs else Stepper(sums)
         self.optimizer = torch.optim.AdamW(self.trained, lr=2e-4, weight_decay=0.0, fused=True)
-        self.count = torch.full((), float(rows * (length - 1) * mesh.size), device="cuda")
+        self.count = torch.full((), float(rows * (length - 1) * mesh.size), device=mesh.kind)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -98,11 +134,15 @@ class Training:
             parameter.grad = None
         return sums[0] / self.count
 
-    def time(self, mesh: Mesh, tokens: int, together: bool = True, steps: int = 10) -> dict[str, Any]:
-        """Time the slowest rank's step."""
+    def time(
+        self, mesh: Mesh, tokens: int, together: bool = True, steps: int = 10, warmup: int = WARMUP
+    ) -> dict[str, Any]:
+        """Time every rank's step; `ms` is the slowest rank's."""
         mesh.barrier()
-        run = timed(lambda: self.step(together), tokens, steps)
-        return run | {"ms": mesh.max(run["ms"]), "held_gib": torch.cuda.memory_allocated() / GIB}
+        run = timed(lambda: self.step(together), tokens, steps, warmup=warmup, device=mesh.kind)
+        every = mesh.gather(run["ms"])
+        held = torch.cuda.memory_allocated() if mesh.kind == "cuda" else 0
+        return run | {"ms": max(every), "every_ms": every, "held_gib": held / GIB}
 
     def close(self) -> None:
         self.stepper.close()
@@ -110,52 +150,67 @@ class Training:
         free_memory()
 
 
-def data(mesh: Mesh, results: Results) -> None:
+def data(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
     for name, rows, length, graphs in DATA:
         training, tokens, ms = Training(mesh, name, rows, length, graphs), rows * length, {}
+        rates = []
         if mesh.is_main:
-            ms["alone"] = timed(lambda t=training: t.step(False), tokens)["ms"]  # type: ignore[misc]
+            ms["alone"] = training.time(alone(mesh), tokens, together=False)["ms"]
         for way, together in (("apart", False), ("together", True), ("apart again", False), ("together again", True)):
             run = training.time(mesh, tokens, together)
             ms[way] = run["ms"]
+            if not together:
+                rates.append(sum(1 / each for each in run["every_ms"]) / mesh.size)
         apart, both = (min(ms[way], ms[f"{way} again"]) for way in ("apart", "together"))
         shape = {"model": name, "rows": rows, "length": length, "graphs": graphs}
-        ratios = {"of_apart": apart / both, "of_alone": ms.get("alone", 0.0) / both}
+        ratios = {
+            "of_apart": apart / both,
+            "of_rates": 1 / (both * max(rates)),
+            "of_alone": ms.get("alone", 0.0) / both,
+        }
         results.add("data", **shape, ms=ms, **ratios, peak_gib=run["peak_gib"], losses=run["losses"])
         training.close()
 
 
-def tensor(mesh: Mesh, results: Results) -> None:
+def tensor(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
     """Time one GPU alone, then all. Also compares the first step's loss and gradient norm."""
     import halfbyte
     from halfbyte.parallel.tensor.model import apply_tensor_parallel
 
-    rows, length, found = 4, 2048, dict[str, Any]()
+    rows, length, found = ROWS, TOKENS, dict[str, Any]()
     mesh = mesh.with_layout(Parallel(tensor=mesh.size))
     for way in ("alone", "together"):
         training = Training(mesh, EIGHT, rows, length, False)
-        training.count = torch.full((), float(rows * (length - 1)), device="cuda")
+        training.count = torch.full((), float(rows * (length - 1)), device=mesh.kind)
         if way == "together":
             halfbyte.unpatch(training.model)
             apply_tensor_parallel(training.model, mesh)
             halfbyte.patch(training.model)
             training.trained = training.trained_parameters()
         if way == "together" or mesh.is_main:
-            found[way] = _tensor_steps(training, mesh, way == "together")
+            found[way] = _repeated_step(training, mesh, way == "together")
         mesh.barrier()
         training.close()
     found["together"]["ms"] = mesh.max(found["together"]["ms"])
     if mesh.is_main:
-        alone, together = found["alone"], found["together"]
-        off = [abs(ours / theirs - 1) for theirs, ours in zip(alone["norms"], together["norms"], strict=True)]
         shape = {"model": EIGHT, "rows": rows, "length": length}
-        results.add("tensor", **shape, **found, speedup=alone["ms"] / together["ms"], first_step_off=off)
+        speedup = found["alone"]["ms"] / found["together"]["ms"]
+        results.add("tensor", **shape, **found, speedup=speedup, first_step_off=_differences(found))
 
 
-def _tensor_steps(training: Training, mesh: Mesh, together: bool) -> dict[str, Any]:
-    """Return loss and gradient norm of the initial weights, and the median ms of ten steps that do not update them."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(14)]
-    torch.cuda.reset_peak_memory_stats()
+def _differences(found: dict[str, Any]) -> list[float]:
+    """Return the relative differences of loss and gradient norm between one GPU alone and all together."""
+    pairs = zip(found["alone"]["norms"], found["together"]["norms"], strict=True)
+    return [abs(ours / theirs - 1) for theirs, ours in pairs]
+
+
+def _repeated_step(training: Training, mesh: Mesh, together: bool, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
+    """Return loss and gradient norm of the initial weights, and the median ms of `steps` that do not update them.
+
+    Of two steps in the middle, the median is the faster one.
+    """
+    events = [timing_event(mesh.kind) for _ in range(warmup + steps + 1)]
+    reset_peak(mesh.kind)
     norms: list[float] = []
     for event in events:
         event.record()
@@ -166,9 +221,64 @@ def _tensor_steps(training: Training, mesh: Mesh, together: bool) -> dict[str, A
         norms = norms or [float(sums[0] / training.count), float(norm)]
         for parameter in training.trained:
             parameter.grad = None
-    torch.cuda.synchronize()
-    ms = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events[3:]))[5]
-    return {"ms": ms, "norms": norms, "peak_gib": torch.cuda.max_memory_allocated() / GIB}
+    synchronize(mesh.kind)
+    every = [a.elapsed_time(b) for a, b in itertools.pairwise(events[warmup:])]
+    return {"ms": statistics.median_low(every), "steps_ms": every, "norms": norms, **peak_gib(mesh.kind)}
+
+
+def context(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
+    """Time one row on one GPU alone, then divided among all, with the same activation levels.
+
+    A row of an eighth of the length warms both up, since the full row takes a minute on one GPU.
+    """
+    sliced, length = mesh.with_layout(Parallel(context=mesh.size)), given.length or CONTEXT_LENGTH
+    each = mesh.from_main(levels(EIGHT, 1, length, "auto", CONTEXT_GIB, mesh.kind) if mesh.is_main else ())
+    training, found = Training(mesh, EIGHT, 1, length, False, activations=each or None), dict[str, Any]()
+    row = (
+        packed_batch(EIGHT, document_lengths(given.documents, length), mesh.kind) if given.documents else training.batch
+    )
+    rows = random_batch(EIGHT, 1, length // 8, mesh.kind), row
+    for way in ("alone", "together"):
+        divided = way == "together"
+        if divided or mesh.is_main:
+            with context_parallel(training.model, sliced) if divided else contextlib.nullcontext():
+                for batch, steps in zip(rows, (1, given.steps), strict=True):
+                    training.count = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
+                    training.batch = context_shard(batch, sliced) if divided else batch
+                    found[way] = _repeated_step(training, sliced, divided, steps, warmup=0)
+        free_memory()
+        mesh.barrier()
+    together = found["together"]
+    together["ms"], together["peak_gib"] = mesh.max(together["ms"]), mesh.max(together["peak_gib"])
+    if mesh.is_main:
+        shape = {"model": EIGHT, "length": length, "documents": given.documents or 1, "levels": Counter(each)}
+        efficiency = found["alone"]["ms"] / (mesh.size * together["ms"])
+        results.add("context", **shape, **found, efficiency=efficiency, first_step_off=_differences(found))
+    training.close()
+
+
+def offload(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
+    """Time a step with offloaded activations on one GPU alone, then on all at once.
+
+    Also measures the copies to pinned host memory, in GB/s a GPU.
+    """
+    length, ms, copies = given.length or OFFLOAD_LENGTH, dict[str, float](), dict[str, float | None]()
+    training = Training(mesh, EIGHT, 1, length, False, activations="offload")
+    device = torch.device(mesh.kind)
+    if mesh.is_main:
+        copies["alone"] = host_copy_bandwidth(alone(mesh), device)
+        ms["alone"] = training.time(alone(mesh), length, False, given.steps, warmup=0)["ms"]
+    mesh.barrier()
+    copies["together"] = host_copy_bandwidth(mesh, device)
+    for way, together in (("apart", False), ("together", True)):
+        run = training.time(mesh, length, together, given.steps, warmup=0)
+        ms[way] = run["ms"]
+    if mesh.is_main:
+        gb = {way: rate / 1e9 for way, rate in copies.items() if rate}
+        shape = {"model": EIGHT, "rows": 1, "length": length}
+        slower = ms["together"] / ms["alone"]
+        results.add("offload", **shape, ms=ms, slowdown=slower, copies_gb_s=gb, peak_gib=run["peak_gib"])
+    training.close()
 
 
 class Sharded(Training):
@@ -184,9 +294,9 @@ class Sharded(Training):
 
     def shard_trained(self) -> None:
         """Shard adapters and optimizer state like the training loop."""
-        alike = sharded(self.model) is not None and has_static_gradients(self.model)
+        static = sharded(self.model) is not None and has_static_gradients(self.model)
         narrow = partial(cast_replacements, self.model, torch.bfloat16)
-        self.units = shard_optimizer(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
+        self.units = shard_optimizer(self.mesh, self.trained, block=1, static_gradients=static, narrow=narrow)
         self.units.adopt(self.optimizer)
         free_memory()
 
@@ -198,17 +308,19 @@ class Sharded(Training):
         self.units.after_step()
         return sums[0] / self.count
 
-    def time(self, mesh: Mesh, tokens: int, together: bool = True, steps: int = 10) -> dict[str, Any]:
-        run, share = super().time(mesh, tokens, together, steps), sharded(self.model)
+    def time(
+        self, mesh: Mesh, tokens: int, together: bool = True, steps: int = 10, warmup: int = WARMUP
+    ) -> dict[str, Any]:
+        run, share = super().time(mesh, tokens, together, steps, warmup), sharded(self.model)
         if share is not None:
-            before = share.gathers.nbytes
+            before = share.stats.nbytes
             self.step(together)
-            run["gathered_gb"] = (share.gathers.nbytes - before) / 1e9
+            run["gathered_gb"] = (share.stats.nbytes - before) / 1e9
         return run
 
 
-def gathers(mesh: Mesh, results: Results) -> None:
-    rows, length = 4, 2048
+def gathers(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
+    rows, length = ROWS, TOKENS
     training = Training(mesh, EIGHT, rows, length, False)
     data_ms = training.time(mesh, rows * length)
     results.add("gathers", way="data", **data_ms)
@@ -230,15 +342,15 @@ def by_nccl(share: Any, channels: int | None = None) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = channels
         group = dist.new_group(backend="nccl", pg_options=options)
-    for each in share.each:
-        each.slices, each.group = None, group
+    for each in share.block_gathers:
+        each.peer_shards, each.group = None, group
 
 
 def by_handles(share: Any) -> None:
     """Read shards from their owner's memory."""
     share.read_peers()
-    if share.why:
-        raise RuntimeError(share.why)
+    if share.fallback_reason:
+        raise RuntimeError(share.fallback_reason)
 
 
 WAYS: dict[str, Callable[[Any], None]] = {
@@ -251,9 +363,9 @@ class BothShapes(Training):
     """One model and two batches: 4×2048 launched from Python, 2×512 as a CUDA graph."""
 
     def __init__(self, mesh: Mesh):
-        super().__init__(mesh, EIGHT, 4, 2048, False)
+        super().__init__(mesh, EIGHT, ROWS, TOKENS, False)
         self.eager = self.stepper
-        self.batches = {LONG: self.batch, SHORT: random_batch(EIGHT, 2, 512, "cuda")}
+        self.batches = {LONG: self.batch, SHORT: random_batch(EIGHT, 2, TOKENS // 4, mesh.kind)}
 
     def times(self, mesh: Mesh, together: bool = True, shapes: Sequence[str] = (LONG, SHORT)) -> dict[str, float]:
         found = {}
@@ -266,7 +378,7 @@ class BothShapes(Training):
         return found
 
 
-def ways(mesh: Mesh, results: Results) -> None:
+def ways(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
     sliced, training = mesh.with_layout(Parallel(shard=mesh.size)), BothShapes(mesh)
     alone = training.times(mesh, together=False, shapes=[SHORT])[SHORT]
     data_ms = training.times(mesh)
@@ -303,17 +415,17 @@ def keep(share: Any, chosen: Collection[int]) -> None:
 
 def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
     """Time the gather of one block and NCCL's all-gather of as many bytes, and compare their results."""
-    gather = share.each[1]
-    token = torch.empty(16 * mesh.size, dtype=torch.uint8, device="cuda")
-    us = event_us([lambda: gather(token, token, None)], 20)
-    found, slices = gather.whole.clone(), gather.slices
-    gather.slices = None
+    gather = share.block_gathers[1]
+    token = torch.empty(16 * mesh.size, dtype=torch.uint8, device=mesh.kind)
+    us = event_us([lambda: gather(token, token, None)], 20, device=mesh.kind)
+    found, peers = gather.full.clone(), gather.peer_shards
+    gather.peer_shards = None
     gather(token, token, None)
-    equal = torch.equal(found, gather.whole)
-    gather.slices = slices
-    own = torch.empty(gather.raw.numel(), dtype=torch.uint8, device="cuda")
-    nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20)
-    gather.whole.untyped_storage().resize_(0)
+    equal = torch.equal(found, gather.full)
+    gather.peer_shards = peers
+    own = torch.empty(gather.shard.numel(), dtype=torch.uint8, device=mesh.kind)
+    nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20, device=mesh.kind)
+    gather.full.untyped_storage().resize_(0)
     mesh.barrier()
     return {"us": mesh.max(us), "nccl_us": nccl, "of_nccl": nccl / us, "equal": equal}
 
@@ -334,7 +446,7 @@ def build_sharded(name: str, mesh: Mesh) -> Any:
         if mesh.degree("shard") == 1:
             return stored
         weight = stored.weight.data
-        own = placement.cut(weight, mesh.degree("shard"))[mesh.coordinate("shard")].clone()
+        own = placement.split(weight, mesh.degree("shard"))[mesh.coordinate("shard")].clone()
         parameter: Any = nn.Parameter(own, requires_grad=False)
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         parameter.template = QuantizedTensor.quantize(empty, format_)
@@ -342,7 +454,7 @@ def build_sharded(name: str, mesh: Mesh) -> Any:
         stored.weight = parameter
         return stored
 
-    fill(model, "cuda", piece)
+    fill(model, mesh.kind, piece)
     return add_adapter(model, run_config(name)).train()
 
 
@@ -385,11 +497,11 @@ class Seventy(Sharded):
         self.shard_trained()
 
 
-def seventy(mesh: Mesh, results: Results, card_gib: float) -> None:
+def seventy(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
     from halfbyte.plan.estimate import estimate
 
     shard, device = mesh.with_layout(Parallel(shard=mesh.size)), torch.device("cuda", mesh.local)
-    filled = FilledGpu(card_gib)
+    filled = FilledGpu(given.card_gib)
 
     def log(phase: str) -> None:
         results.add("seventy", phase=phase, gib=filled.memory())
@@ -411,14 +523,15 @@ def seventy(mesh: Mesh, results: Results, card_gib: float) -> None:
     del filled.ballast
     free_memory()
     if mesh.is_main:
-        training = Seventy(SINGLE_PROCESS, "checkpoint", (), lambda phase: None)
-        results.add("seventy", way="one GPU", **training.time(SINGLE_PROCESS, 2048, together=False, steps=6))
+        training = Seventy(alone(mesh), "checkpoint", (), lambda phase: None)
+        results.add("seventy", way="one GPU", **training.time(alone(mesh), 2048, together=False, steps=6))
         training.close()
     mesh.barrier()
 
 
 PARTS: dict[str, Callable[..., None]] = {
-    "data": data, "tensor": tensor, "gathers": gathers, "ways": ways, "seventy": seventy,
+    "data": data, "tensor": tensor, "gathers": gathers, "ways": ways, "seventy": seventy, "context": context,
+    "offload": offload,
 }  # fmt: skip
 
 
@@ -426,6 +539,9 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
     made.add_argument("parts", nargs="+", choices=PARTS)
     made.add_argument("--card-gib", type=float, default=24.0, help="seventy: memory of the card; 0: all of this one")
+    made.add_argument("--length", type=int, default=0, help="context, offload: tokens of a row; 0: the part's own")
+    made.add_argument("--documents", type=int, default=0, help="context: packed documents in the row; 0: one document")
+    made.add_argument("--steps", type=int, default=2, help="context, offload: timed steps")
     return made
 
 
@@ -435,7 +551,7 @@ def main(words: Sequence[str] | None = None) -> None:
     with present_mesh(kind="cuda") as mesh:
         results = Results(mesh, given.json)
         for part in given.parts:
-            PARTS[part](mesh, results, *([given.card_gib] if part == "seventy" else []))
+            PARTS[part](mesh, results, given)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import peak_gib, reset_peak, synchronize, timing_event
+
 WARMUP, STEPS = 4, 10
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -124,7 +126,9 @@ def run_config(name: str, **keys: Any) -> Any:
     return RunConfig(model_name_or_path=name, dataset="random", **(ours | keys))
 
 
-def levels(name: str, rows: int, length: int, policy: str, limit_gib: float | None) -> tuple[str, ...]:
+def levels(
+    name: str, rows: int, length: int, policy: str, limit_gib: float | None, device: str = "cuda"
+) -> tuple[str, ...]:
     """Return the activation level of each layer for `policy`: a level, auto, or a mix such as "offload:20,keep:12"."""
     from halfbyte.plan.estimate import estimate
 
@@ -133,7 +137,7 @@ def levels(name: str, rows: int, length: int, policy: str, limit_gib: float | No
         return tuple(level for level, count in parts for _ in range(int(count)))
     shape = {"per_device_train_batch_size": rows, "max_length": length}
     config = run_config(name, **shape, activation_checkpointing=policy, memory_limit_gib=limit_gib)
-    plan = estimate(config, model_config(name), device="cuda")
+    plan = estimate(config, model_config(name), device=device)
     print(f"{plan.total / 2**30:.2f} GiB planned: {plan.reason}")
     return plan.levels
 
@@ -145,30 +149,31 @@ def random_batch(name: str, rows: int, length: int, device: str) -> dict[str, Te
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def timed(step: Callable[[], Tensor], tokens: int, steps: int = STEPS) -> dict[str, Any]:
+def timed(
+    step: Callable[[], Tensor], tokens: int, steps: int = STEPS, *, warmup: int = WARMUP, device: str = "cuda"
+) -> dict[str, Any]:
     """Time the first step, then the median of `steps` after a warm-up (0: the first step only). Returns all losses."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize(device)
+    reset_peak(device)
     began = time.perf_counter()
     losses = [step()]
-    torch.cuda.synchronize()
+    synchronize(device)
     first = time.perf_counter() - began
     milliseconds = first * 1e3
     if steps:
-        losses += [step() for _ in range(WARMUP)]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        torch.cuda.synchronize()
+        losses += [step() for _ in range(warmup)]
+        events = [timing_event(device) for _ in range(steps + 1)]
+        synchronize(device)
         events[0].record()
         for event in events[1:]:
             losses.append(step())
             event.record()
-        torch.cuda.synchronize()
+        synchronize(device)
         milliseconds = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
     return {
         "ms": milliseconds,
         "tokens_per_second": tokens / milliseconds * 1e3,
         "first_step_seconds": first,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        **peak_gib(device),
         "losses": [float(loss) for loss in losses],
     }
