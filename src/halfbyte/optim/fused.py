@@ -2,7 +2,8 @@
 
 - Nothing is read on the host: learning rate and step counts are on the device, so a CUDA graph can hold a step.
 - `found_inf` and `grad_scale` of torch.amp.GradScaler are honoured: a step whose `found_inf` is not 0 changes nothing.
-  `gradient_factor` multiplies the gradients, which clips them without another pass.
+  `clip` computes a factor by which the next step multiplies the gradients, without another pass over them.
+- torch.compile sees one op in a step and one in `clip`; see `compiled`.
 - State dicts interchange: fp32 and bf16 state with torch.optim's optimizer of the same rule, dynamic8 with
   bitsandbytes' 8-bit optimizers, companded8 with flashoptim's compressed ones.
 """
@@ -11,16 +12,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..dispatch import on_compiler
 from ..ops.codebooks import dynamic_map
 from ..ops.optimizer import RULES, TRUSTS
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
+from .compiled import opaque_clip, opaque_step, register
 from .offload import Windows
 from .parts import (
     CORRECTION,
@@ -29,6 +33,7 @@ from .parts import (
     Batch,
     Part,
     Tensors,
+    Values,
     check_places,
     check_saved_groups,
     local_of,
@@ -58,6 +63,19 @@ UNSUPPORTED = (
 
 # names of the states of all rules and of torch's optimizers, and of the surplus ones of `_from_bitsandbytes`
 STATES = {name for row in RULES.values() for name in row.states} | {"max_exp_avg_sq", "grad_avg", "state2", "state3"}
+
+
+@dataclass
+class Clipping:
+    """What `clip` leaves for the next step. torch.compile ignores assignments to attributes of an optimizer itself.
+
+    Attributes:
+        factor: fp32 []: of the gradients; None: 1.
+        tensors: the weights and gradients that were read; None: nothing was.
+    """
+
+    factor: Tensor | None = None
+    tensors: Tensors | None = None
 
 
 class FusedOptimizer(Optimizer):
@@ -103,12 +121,11 @@ class FusedOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Set the attributes that pickling leaves out."""
-        self.gradient_factor: Tensor | None = None
-        self.whole, self.backward = Part(self), None
+        self.whole, self.backward, self.clipping = Part(self), None, Clipping()
         self._windows: dict[torch.device, Windows] = {}
         self._earlier_reads = 0  # of parts before `whole`
-        self._clipped: Tensors | None = None  # what `clip` has read
         self.shard_groups: Callable[[Tensor], tuple[Any, ...]] = shard_groups
+        self._number = register(self)  # names the optimizer in compiled graphs
 
     def __getstate__(self) -> dict[str, Any]:
         for windows in self._windows.values():
@@ -120,6 +137,7 @@ class FusedOptimizer(Optimizer):
         parts = state.pop("parts")
         self._begin()
         super().__setstate__(state)
+        self._groups = self.param_groups
         if parts is not None:
             self.update_in_backward(parts)
 
@@ -187,7 +205,9 @@ class FusedOptimizer(Optimizer):
         """Divide the parameters into launches again in the next step."""
         for windows in self._windows.values():
             windows.synchronize()
-        self._windows, self._clipped = {}, None
+        self._windows, self.clipping.tensors = {}, None
+        # for torch.compile, which makes all numbers of `param_groups` constants of a graph
+        self._groups = self.param_groups
         self._earlier_reads += self.whole.reads
         self.whole = Part(self)
         if self.backward is not None:
@@ -228,22 +248,49 @@ class FusedOptimizer(Optimizer):
             if getattr(self, "grad_scale", None) is not None:
                 raise TrainingError("the backward has updated with scaled gradients", "train without a GradScaler")
             self.backward.finish()
+            self._opt_called = True
             return loss
-        clipped, self._clipped = self._clipped, None
-        if clipped is None:
-            self.whole.read()
-        elif (now := self.whole.now()) != clipped:
-            if now[1:] != clipped[1:]:
-                self.gradient_factor = None  # of other gradients
-            self.whole.read()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        factor = self.gradient_factor
+        if on_compiler():
+            opaque_step(self._number, *self._traced(), self.clipping.factor, scale, found_inf)
+        else:
+            self.update(self.clipping.factor, scale, found_inf)
+        self.clipping.factor = None
+        return loss
+
+    # torch's learning rate schedulers replace a `step` without this mark by a function that sets `_opt_called`, which
+    # torch.compile refuses to trace.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _traced(self) -> Values:
+        """Weights and gradients as torch.compile traces them; the local shards of DTensors."""
+        weights = [weight for group in self._groups for weight in group["params"]]
+        gradients = [None if weight.grad is None else local_of(weight.grad) for weight in weights]
+        return Values([*map(local_of, weights)], gradients)
+
+    def update(
+        self, factor: Tensor | None, scale: Tensor | None, found_inf: Tensor | None, values: Values | None = None
+    ) -> None:
+        """Update all parameters; see `step`.
+
+        Args:
+            factor: of gradients that `clip` has read; it is ignored if there are others now.
+            scale: by which the gradients are divided.
+            found_inf: a value other than 0 leaves everything unchanged.
+            values: weights that are updated in place and gradients; default: the parameters' own.
+        """
+        self._opt_called = True
+        clipped, self.clipping.tensors = self.clipping.tensors, None
+        if clipped is None:
+            self.whole.read(values)
+        elif (now := self.whole.now(values)) != clipped:
+            if not now.has_gradients(clipped):
+                factor = None
+            self.whole.read(values)
         if scale is not None:
             factor = scale.reciprocal() if factor is None else factor / scale
         self.whole.step(factor, found_inf)
         self.whole.release()
-        self.gradient_factor = None
-        return loss
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -259,10 +306,17 @@ class FusedOptimizer(Optimizer):
                 "gradients cannot be clipped to the norm of all of them, since the backward has freed them",
                 "do not call clip, or do not update in the backward",
             )
-        self.whole.read()
-        self._clipped = self.whole.tensors
-        norm, self.gradient_factor = self.whole.norm(max_norm)
+        if on_compiler():
+            norm, self.clipping.factor = opaque_clip(self._number, *self._traced(), max_norm).unbind()
+        else:
+            norm, self.clipping.factor = self.read_norm(max_norm)
         return norm
+
+    def read_norm(self, max_norm: float, values: Values | None = None) -> tuple[Tensor, Tensor | None]:
+        """Read the gradients; return their norm and the factor that clips them."""
+        self.whole.read(values)
+        self.clipping.tensors = self.whole.tensors
+        return self.whole.norm(max_norm)
 
     def update_in_backward(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """From here on, update each part in the backward when its gradients are complete, and free these.

@@ -299,6 +299,11 @@ class HostState:
         for window in self.windows:
             window.parameters.gradients = []
 
+    def forget(self) -> None:
+        """Drop the references to weights too."""
+        for window in self.windows:
+            window.parameters.weights = []
+
     def step(self, update: Any, following: HostState | None = None) -> None:
         """Call `update(parameters)` on each window, with its state on the device; see `Windows.step`."""
         self.buffers.step(self, update, following)

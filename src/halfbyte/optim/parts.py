@@ -57,17 +57,31 @@ class Stepped(Protocol):
     def shard_groups(self) -> Callable[[Tensor], tuple[Any, ...]]: ...
 
 
+class Values(NamedTuple):
+    """Weights and gradients that stand for those of a part's parameters, in the order of `Part.places`."""
+
+    weights: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+
+
 class Tensors(NamedTuple):
-    """Addresses of weights and gradients (None: 0), and ids of the gradients, which are valid until `Part.release`."""
+    """Addresses of weights and gradients (None: 0), and ids of the gradients, which are valid until `Part.release`.
+
+    There are no ids in a compiled graph, where two Python objects may be one tensor.
+    """
 
     weights: list[int]
     gradients: list[int]
     ids: list[int]
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensors:
+    def of(cls, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], has_ids: bool) -> Tensors:
         addresses = [0 if each is None else each.data_ptr() for each in gradients]
-        return cls([each.data_ptr() for each in weights], addresses, [*map(id, gradients)])
+        return cls([each.data_ptr() for each in weights], addresses, [*map(id, gradients)] if has_ids else [])
+
+    def has_gradients(self, other: Tensors) -> bool:
+        """Whether the gradients are the same tensors as the other's."""
+        return self.gradients == other.gradients and (self.ids == other.ids or not (self.ids and other.ids))
 
 
 class Part:
@@ -97,41 +111,45 @@ class Part:
                 if self.chosen is None or id(weight) in self.chosen:
                     yield number, index, weight
 
-    def now(self) -> Tensors:
-        """Return the parameters' current weights and gradients."""
-        weights = [weight for *_, weight in self.places()]
-        return Tensors.of(weights, [weight.grad for weight in weights])
+    def now(self, values: Values | None = None) -> Tensors:
+        """Return the parameters' current weights and gradients, or `values`."""
+        return Tensors.of(*(values or self._current()), values is None)
 
-    def read(self) -> None:
+    def _current(self) -> Values:
+        weights = [weight for *_, weight in self.places()]
+        return Values(weights, [weight.grad for weight in weights])
+
+    def read(self, values: Values | None = None) -> None:
         """Take the parameters' current weights and gradients, and divide them into launches if that has changed.
 
         Most steps find tensors at the addresses of the step before; comparing them takes 0.7 ms for 450 matrices (one
         core of an AMD EPYC, November 2026).
 
+        Args:
+            values: to take in place of the parameters' own.
+
         Raises:
             TrainingError: see `FusedOptimizer.step`.
         """
         places = [*self.places()]
-        weights = [weight for *_, weight in places]
-        gradients = [weight.grad for weight in weights]
-        kinds = _kinds(weights, gradients)
+        weights, gradients = values or self._current()
+        kinds = _kinds([weight for *_, weight in places], weights, gradients)
         if kinds != self._kinds:
-            self.batches = self._divide(places)
-        tensors, last = Tensors.of(weights, gradients), self.tensors
+            self.batches = self._divide(places, weights, gradients)
+        tensors, last = Tensors.of(weights, gradients, values is None), self.tensors
         same = kinds == self._kinds and self.in_place and tensors[:2] == last[:2]
         same = same and all(each.is_contiguous() for each in (*weights, *gradients) if each is not None)
         self.tensors = tensors
         for batch in self.batches:
-            batch.read(same)
+            batch.read(weights, gradients, same)
         if same:
             return
         self.reads += 1
         self.in_place = all(
             local_of(each) is each and each.is_contiguous()
-            for batch in self.batches
-            for weight in batch.weights
-            for each in (weight, weight.grad)
-            if each is not None
+            for weight, gradient in zip(weights, gradients, strict=True)
+            if gradient is not None
+            for each in (weight, gradient)
         )
         self._kinds = kinds
 
@@ -143,20 +161,33 @@ class Part:
                 if host is not None:
                     host.release()
 
+    def forget(self) -> None:
+        """Drop the references to gradients and weights, so that the next `read` takes all of them again."""
+        self.release()
+        self.tensors = Tensors([], [], [])
+        for batch in self.batches:
+            batch.copies = []
+            for parameters, _, host in batch.launches:
+                parameters.weights = []
+                if host is not None:
+                    host.forget()
+
     def free_gradients(self) -> None:
         """Set all gradients to None."""
         self.release()
         for *_, weight in self.places():
             weight.grad = None
 
-    def _divide(self, places: Sequence[Place]) -> list[Batch]:
+    def _divide(
+        self, places: Sequence[Place], weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Batch]:
         """The parameters with gradients, divided by device."""
-        by_device: dict[torch.device, list[Place]] = {}
-        for number, index, weight in places:
-            if weight.grad is not None:
-                check_gradient(weight, parameter_name(number, index))
-                by_device.setdefault(weight.device, []).append((number, index, weight))
-        return [Batch(self.optimizer, present, device) for device, present in by_device.items()]
+        by_device: dict[torch.device, list[int]] = {}
+        for at, ((number, index, _), weight, gradient) in enumerate(zip(places, weights, gradients, strict=True)):
+            if gradient is not None:
+                check_gradient(weight, parameter_name(number, index), gradient)
+                by_device.setdefault(weight.device, []).append(at)
+        return [Batch(self.optimizer, places, gradients, own, device) for device, own in by_device.items()]
 
     def norm(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
         """Return the 2-norm of the gradients that were read, fp32 [], and the factor that clips them; None: 1."""
@@ -175,14 +206,30 @@ class Part:
         """
         for at, batch in enumerate(self.batches):
             after = self.batches[at + 1 :] or (following.batches if following else [])
-            batch.step(self.optimizer, factor, found_inf, self.in_place, after[0] if after else None)
+            batch.step(self.optimizer, factor, found_inf, after[0] if after else None)
 
 
 class Batch:
-    """The parameters of one device: their step counts, coefficients and launches."""
+    """The parameters of one device: their step counts, coefficients and launches.
 
-    def __init__(self, optimizer: Stepped, present: Sequence[Place], device: torch.device):
-        self.device, self.weights = device, [weight for _, _, weight in present]
+    Args:
+        optimizer: has their groups and states.
+        places: of all parameters of the part.
+        gradients: of all parameters of the part.
+        own: positions in `places` of the parameters of this device with gradients.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: Stepped,
+        places: Sequence[Place],
+        gradients: Sequence[Tensor | None],
+        own: Sequence[int],
+        device: torch.device,
+    ):
+        self.device, present = device, [places[at] for at in own]
+        self.copies: list[tuple[Tensor, Tensor]] = []  # weights that are not contiguous, with their contiguous copies
         self.states = [optimizer.state_of(optimizer.param_groups[number], index) for number, index, _ in present]
         states = self.states
         self.steps = torch.stack([state["step"].to(device) for state in states])
@@ -195,20 +242,19 @@ class Batch:
         self._sharded: dict[tuple[Any, ...], Tensor] = {}  # process groups → rows of parameters divided over them
         if optimizer.trust is not None:
             by_groups: dict[tuple[Any, ...], list[int]] = {}
-            for row, weight in enumerate(self.weights):
+            for row, (*_, weight) in enumerate(present):
                 by_groups.setdefault(optimizer.shard_groups(weight), []).append(row)
             by_groups.pop((), None)
             self._sharded = {groups: torch.tensor(rows, device=device) for groups, rows in by_groups.items()}
-        self.launches: list[tuple[Parameters, list[Tensor], HostState | None]] = []
+        self.launches: list[tuple[Parameters, list[int], HostState | None]] = []  # with positions in `places`
         by_kind: dict[tuple[Any, ...], list[int]] = {}
         for row, (number, index, weight) in enumerate(present):
             group = optimizer.param_groups[number]
             rounding = group["rounding"] if weight.dtype == torch.bfloat16 else "nearest"
             storage = optimizer.storage_of(group, index).name
-            dtypes = weight.dtype, gradient_of(weight).dtype
+            dtypes = weight.dtype, _present(gradients[own[row]]).dtype
             by_kind.setdefault((storage, rounding, group["offload"], *dtypes), []).append(row)
         for (storage, rounding, offload, *_), rows in by_kind.items():
-            own = [present[row][2] for row in rows]
             parameters = Parameters(
                 optimizer.rule,
                 storage,
@@ -219,7 +265,7 @@ class Batch:
                 [state_parts(states[row], optimizer.rule, storage) for row in rows],
                 [states[row][CORRECTION].view(-1) for row in rows] if rounding in CORRECTIONS else [],
             )
-            sizes = [local_of(weight).numel() for weight in own]
+            sizes = [local_of(present[row][2]).numel() for row in rows]
             host = HostState(parameters, sizes, optimizer.windows(device)) if offload else None
             if host is not None:
                 keys = [key for number in range(len(parameters.states[0]))
@@ -228,21 +274,29 @@ class Batch:
                     for row, view in zip(rows, views, strict=True):
                         states[row][key] = view.view(states[row][key].shape)
                 parameters.states, parameters.corrections = [[] for _ in rows], []
-            self.launches.append((parameters, own, host))
+            self.launches.append((parameters, [own[row] for row in rows], host))
 
-    def read(self, same: bool) -> None:
-        """Take the parameters' current weights and gradients.
+    def read(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], same: bool) -> None:
+        """Take the weights and gradients of all parameters of the part, of which the batch has some.
 
         Args:
+            weights: the part's.
+            gradients: the part's.
             same: whether they are contiguous and at the addresses of the last call.
         """
-        for parameters, weights, host in self.launches:
+        if not same:
+            self.copies = []
+        for parameters, own, host in self.launches:
+            found = [_present(gradients[at]) for at in own]
             if same:
-                parameters.gradients = [weight.grad for weight in weights]  # type: ignore[misc]
+                parameters.gradients = found
             else:
-                parameters.weights = [contiguous(local_of(weight)) for weight in weights]
-                parameters.gradients = [*map(gradient_of, weights)]
+                locals_ = [local_of(weights[at]) for at in own]
+                parameters.weights = [*map(contiguous, locals_)]
+                parameters.gradients = [contiguous(local_of(each)) for each in found]
                 parameters.version += 1
+                pairs = zip(locals_, parameters.weights, strict=True)
+                self.copies += [(target, copied) for target, copied in pairs if copied is not target]
             if host is not None:
                 host.read(parameters.weights, parameters.gradients, same)
 
@@ -255,14 +309,9 @@ class Batch:
         optimizer: Stepped,
         factor: Tensor | None,
         found_inf: Tensor | None,
-        in_place: bool,
         following: Batch | None = None,
     ) -> None:
-        """Update the parameters; see `Part.step`.
-
-        Args:
-            in_place: whether no updated weight has to be copied back.
-        """
+        """Update the parameters; see `Part.step`."""
         self.upload(optimizer)
         factor, found_inf = (each if each is None else each.to(self.device) for each in (factor, found_inf))
         prepare_step(self.settings, self.groups, self.steps, self.coefficients, optimizer.rule, factor, found_inf)
@@ -270,15 +319,14 @@ class Batch:
             optimizer.keep_squares(self, self._scale_by_trust(optimizer.trust))
         update = partial(self._update, found_inf)
         hosts = self.hosts
-        for parameters, weights, host in self.launches:
+        for parameters, _, host in self.launches:
             if host is None:
                 update(parameters)
             else:
                 later = hosts[hosts.index(host) + 1 :] or (following.hosts if following else [])
                 host.step(update, later[0] if later else None)
-            for weight, updated in () if in_place else zip(weights, parameters.weights, strict=True):
-                if not local_of(weight).is_contiguous():
-                    local_of(weight).copy_(updated)
+        for weight, updated in self.copies:
+            weight.copy_(updated)
 
     def _scale_by_trust(self, trust: str) -> Tensor:
         """Multiply the coefficients by the trust ratios of full parameters; returns the squares of `scale_by_trust`.
@@ -354,7 +402,7 @@ class BackwardCheck:
         if flag is None:
             self._norms = {}
             flag = getattr(self.optimizer, "found_inf", None)
-        gradients = [gradient_of(weight) for weight in weights]
+        gradients = [contiguous(local_of(weight.grad)) for weight in weights if weight.grad is not None]
         wide = torch.float64 if torch.float64 in map(DTYPE, gradients) else torch.float32
         found = torch._foreach_norm(gradients, dtype=wide)  # one pass with few launches; inf if it overflows
         norms = torch.stack([each.to(gradients[0].device, torch.float32) for each in found])
@@ -482,13 +530,13 @@ def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _kinds(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Any]:
+def _kinds(parameters: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Any]:
     """Values that differ if the parameters must be divided anew.
 
     A flat list: with a tuple for each parameter, Python's garbage collector would take 1.3 ms for 450 of them.
     """
     present = [each for each in gradients if each is not None]
-    numbers = [*map(id, weights), *map(Tensor.numel, weights), *(each is None for each in gradients)]
+    numbers = [*map(id, parameters), *map(Tensor.numel, weights), *(each is None for each in gradients)]
     return [
         *numbers,
         *map(Tensor.numel, present),
@@ -519,9 +567,9 @@ def contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def gradient_of(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
-    return contiguous(local_of(weight.grad))
+def _present(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient
 
 
 def parameter_name(group: int, index: int) -> str:
@@ -529,9 +577,13 @@ def parameter_name(group: int, index: int) -> str:
     return f"parameter {index} of parameter group {group}"
 
 
-def check_gradient(weight: Tensor, name: str) -> None:
-    """Raise a TrainingError if the gradient is sparse, or of another shape or device than its parameter `name`."""
-    gradient = weight.grad
+def check_gradient(weight: Tensor, name: str, gradient: Tensor | None = None) -> None:
+    """Raise a TrainingError if the gradient is sparse, or of another shape or device than its parameter `name`.
+
+    Args:
+        gradient: default: the parameter's own.
+    """
+    gradient = weight.grad if gradient is None else gradient
     assert gradient is not None
     if gradient.layout is not torch.strided:
         wrong = f"the gradient of {name} has the layout {gradient.layout}"

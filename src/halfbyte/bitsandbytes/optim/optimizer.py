@@ -208,11 +208,11 @@ class Optimizer8bit(FusedOptimizer):
         of_weight = self.mng.config_of(group["params"][pindex]) or {}
         return config | self.mng.index2config.get((gindex, pindex), {}) | of_weight
 
-    def step(self, closure: Any = None) -> Any:
+    def update(self, *arguments: Any) -> None:
         if not self.initialized:
             self.check_overrides()
             self.initialized = True
-        return super().step(closure)
+        super().update(*arguments)
 
     def storage_of(self, group: dict[str, Any], index: int) -> Storage:
         number = next(at for at, each in enumerate(self.param_groups) if each is group)
