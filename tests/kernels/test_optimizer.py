@@ -135,3 +135,41 @@ def test_a_broken_step_changes_nothing():
     assert torch.equal(mine.weights[0].cpu(), before.weights[0])
     kernels.update_parameters(*given, mine, torch.zeros((), device=DEVICE))
     assert not torch.equal(mine.weights[0].cpu(), before.weights[0])
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, float("inf")])
+def test_gradient_norm_and_clipping_factor(max_norm, monkeypatch):
+    monkeypatch.setattr(kernels, "PROGRAMS", 4)  # 1024 take minutes in the interpreter
+    kinds = [make("adamw", "fp32", sizes=FEW), make("adamw", "dynamic8", dtype=torch.bfloat16, sizes=(3, 2049, 0))]
+    coefficients = torch.zeros(1)
+    mine = [copied(each, DEVICE) for each in kinds]
+    found = kernels.gradient_norm(coefficients.to(DEVICE), mine, max_norm).cpu()
+    expected = kernels.reference.gradient_norm.reference(coefficients, kinds, max_norm)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert (expected[1] < 1) == (max_norm == 0.5)
+    assert torch.equal(kernels.gradient_norm(coefficients.to(DEVICE), mine, max_norm).cpu(), found)
+    mine[1].gradients[1][-1] = float("nan")
+    norm, factor = kernels.gradient_norm(coefficients.to(DEVICE), mine, max_norm).cpu()
+    assert norm.isnan()
+    assert factor.isnan() == (max_norm != float("inf"))
+
+
+def test_a_clipped_step_of_all_parameters_is_four_launches(monkeypatch):
+    monkeypatch.setattr(kernels, "PROGRAMS", 4)
+    launched = []
+    for name in ("_squares", "_norm", "_prepare", "_update"):
+        launcher = getattr(kernels, f"{name}_launcher")
+
+        def counted(*arguments, name=name, launcher=launcher):
+            launched.append(name)
+            launcher(*arguments)
+
+        monkeypatch.setattr(kernels, f"{name}_launcher", counted)
+    mine = copied(make("adamw", "fp32", sizes=(1, 257, 4097)), DEVICE)
+    coefficients, steps = (each.to(DEVICE) for each in coefficients_of("adamw", 3, 1))
+    settings = torch.tensor([[0.01, 0.1, 0.9, 0.99, 0.999, 1e-8, 5.0, 0.0, 0.0]], dtype=torch.float64, device=DEVICE)
+    groups = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    _, factor = kernels.gradient_norm(coefficients, [mine], 1.0)
+    kernels.prepare_step(settings, groups, steps, coefficients, "adamw", factor)
+    kernels.update_parameters(coefficients, steps, mine, None)
+    assert launched == ["_squares", "_norm", "_prepare", "_update"]
