@@ -126,7 +126,6 @@ def test_every_default_is_allowed():
     ("optim_bits", {"optim_bits": {"*": "8"}}),
     ("optim_bits", {"optim_bits": {}}),
     ("rounding", {"optim_args": {"rounding": "correction8"}, "use_peft": False, "load_in_4bit": False}),
-    ("lamb", {"optim": "lamb", "parallel": {"tensor": 2}}),
     ("adamw", {"optim_args": {"storage": "companded8"}, "parallel": {"tensor": 2}}),
     ("embedding_learning_rate", {"embedding_learning_rate": 0.0}),
     ("galore_adamw_layerwise", {"optim": "galore_adamw_layerwise", "max_grad_norm": 0.0, "parallel": {"data": 2}}),

@@ -1,5 +1,6 @@
 """Gloo ranks, one set of two and one of four shared by all tests of a process."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,31 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
-@pytest.fixture(scope="session")
-def two():
-    ranks = Ranks(2)
+_started: list[Ranks] = []
+
+
+def pytest_runtest_teardown(nextitem):
+    """Stop the ranks after the folder's last test: gloo's threads poll as long as they live."""
+    if nextitem is None or HERE not in nextitem.path.parents:
+        for ranks in _started:
+            ranks.close()
+
+
+@contextlib.contextmanager
+def _shared(size):
+    ranks = Ranks(size)
+    _started.append(ranks)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two():
+    with _shared(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
 def four():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+    with _shared(4) as ranks:
+        yield ranks

@@ -139,6 +139,10 @@ class Mesh:
         """Return whether all ranks pass the same value, compared by `repr`."""
         return len(set(self.gather(hashlib.sha256(repr(value).encode()).digest()))) == 1
 
+    def most_on_a_host(self) -> int:
+        """Return the number of ranks on the host with the most of them."""
+        return self.max(launcher_int("LOCAL_WORLD_SIZE", 1, MAX_PROCESSES, self.local + 1))
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in the order of ranks; values must be picklable."""
         values: list[Any] = [value] * self.size

@@ -38,7 +38,6 @@ from ..modeling.tiny_model import check_positions
 from ..optim import OPTIMIZERS, make_optimizer, optimizer_row, state_key, target_matrices, trained_parameters
 from ..parallel.context.model import check_context_parallel
 from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
-from ..parallel.launch.ranks import MAX_PROCESSES, launcher_int
 from ..parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from ..parallel.pipeline.model import PipelinePartition, check_trained, partition_model
 from ..parallel.shard.optimizer import optimizer_shards
@@ -392,7 +391,7 @@ def _on_host(mesh: Mesh, layout: Parallel) -> int:
     """Return the number of ranks on the host with the most ranks; all, if they are not started yet."""
     if mesh.size == 1:
         return layout.size
-    return mesh.max(launcher_int("LOCAL_WORLD_SIZE", 1, MAX_PROCESSES, mesh.local + 1))
+    return mesh.most_on_a_host()
 
 
 def _memory_plan(
