@@ -188,6 +188,44 @@ def test_hooks_of_accelerate_stay():
     assert model(**inputs).logits is not None
 
 
+def test_a_batch_without_trained_tokens_has_zero_gradients():
+    model, inputs = tiny("Llama"), labelled()
+    inputs["labels"][:] = -100
+    expected = step(model, inputs)
+    halfbyte.patch(model)
+    loss, gradients = step(model, inputs)
+    assert torch.tensor([loss, expected[0]]).isnan().all()  # as transformers' mean of no tokens
+    assert gradients.keys() == expected[1].keys()
+    assert not any(gradient.any() for gradient in (*gradients.values(), *expected[1].values()))
+    assert step(model, inputs | {"num_items_in_batch": 5})[0] == 0
+
+
+def test_a_wrapper_set_later_stays_and_has_logits_after_unpatch():
+    model, inputs = tiny("Llama", adapter=False), labelled()
+    halfbyte.patch(model)
+    inner = model.forward
+    wrapper = model.forward = lambda **keywords: inner(**keywords)
+    assert model(**inputs).logits is None
+    halfbyte.unpatch(model)
+    assert model.forward is wrapper
+    assert model(**inputs).logits is not None
+
+
+def test_fused_loss_is_switched_off_and_on_in_a_patched_model():
+    model, inputs = tiny("Llama"), labelled()
+    halfbyte.patch(model)
+    halfbyte.patch(model, fused_loss=False)
+    assert model(**inputs).logits is not None
+    assert halfbyte.patch(model).fused[LABEL_LOSS] == 1
+    assert model(**inputs).logits is None
+
+
+def test_the_report_names_a_head_that_needs_logits():
+    report = halfbyte.patch(tiny("Llama", target_modules=["q_proj", "lm_head"]))
+    assert LABEL_LOSS not in report.fused
+    assert [what for what, _ in report.unfused] == [LABEL_LOSS]
+
+
 def run_of_trainer(folder, is_patched: bool, **options) -> list[float]:
     torch.manual_seed(0)
     model = tiny("Qwen3")

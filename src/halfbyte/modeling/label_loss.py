@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
-from .head import Head, backbone_inputs, hidden_loss, verified_head
+from .head import Head, backbone_inputs, expected_head, hidden_loss, verified_head
 from .layer import CACHE_KEYWORDS, causal_lm_of
+from .patch_record import existing_record, record
 
 PROBE_TOKENS = 8
 NOT_FOR_THE_BACKBONE = ("logits_to_keep", "num_items_in_batch", "return_dict", "use_cache")
@@ -31,23 +32,38 @@ _checked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether th
 
 
 def bind_label_loss(model: nn.Module) -> str | None:
-    """Bind the forward to a causal LM of transformers, plain or in a `peft.PeftModel`; returns why not, or None.
+    """Bind the forward to a causal LM of transformers, plain or in a `peft.PeftModel`.
 
     A forward that accelerate's hooks call is replaced inside the hooks.
+
+    Returns:
+        Why training computes full logits at present, or None. Each call checks the head again.
     """
     causal_lm = causal_lm_of(model)
     kind: Any = type(causal_lm)
     holder = _place(causal_lm)
     found = causal_lm.__dict__.get(holder)
-    if is_ours(found):
-        return None
-    if found is not None and getattr(found, "__func__", None) is not kind.forward:
+    if _is_on(causal_lm):
+        return _reason(causal_lm)
+    if found is not None and not is_ours(found) and getattr(found, "__func__", None) is not kind.forward:
         return "something else has replaced its forward"
     stock = inspect.unwrap(kind.forward)
     if "labels" not in inspect.signature(stock).parameters or "loss_function" not in stock.__code__.co_names:
         return f"{kind.__name__} computes no loss through its loss_function"
     setattr(causal_lm, holder, MethodType(_forward_of(kind), causal_lm))
-    return None
+    record(causal_lm).label_loss = True
+    return _reason(causal_lm)
+
+
+def _reason(causal_lm: Any) -> str | None:
+    head = expected_head(causal_lm)
+    return head if isinstance(head, str) else None
+
+
+def _is_on(module: nn.Module) -> bool:
+    """Return whether the bound forward may fuse: a wrapper of another library may still call it after `unpatch`."""
+    own = existing_record(module)
+    return own is not None and own.label_loss
 
 
 def has_label_head(model: nn.Module) -> bool:
@@ -57,7 +73,9 @@ def has_label_head(model: nn.Module) -> bool:
 
 
 def unbind_label_loss(module: nn.Module) -> None:
-    """Undo `bind_label_loss`; does nothing on a module without that forward."""
+    """Undo `bind_label_loss`; does nothing on a module without that forward. Wrappers set since then stay."""
+    if (own := existing_record(module)) is not None:
+        own.label_loss = False
     if is_ours(module.__dict__.get("_old_forward")):
         setattr(module, "_old_forward", MethodType(type(module).forward, module))  # noqa: B010
     if is_ours(module.__dict__.get("forward")):
@@ -83,7 +101,7 @@ def _forward_of(kind: Any) -> Callable[..., Any]:
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        is_fused = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        is_fused = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_on(self)
         fused = _fused_loss(self, given) if is_fused else None
         return stock(self, *args, **kwargs) if fused is None else fused
 
@@ -131,9 +149,12 @@ def _output(model: Any, head: Head, inputs: Mapping[str, Any], given: Mapping[st
     labels = given.get("shift_labels")
     labels = F.pad(given["labels"][..., 1:], (0, 1), value=IGNORE_INDEX) if labels is None else labels
     labels, count = labels.to(found.last_hidden_state.device), given.get("num_items_in_batch")
-    count = (labels != IGNORE_INDEX).sum() if count is None else count
-    count = count.to(labels.device) if isinstance(count, Tensor) else count
-    loss = hidden_loss(model, head, found.last_hidden_state, labels) / count
+    loss = hidden_loss(model, head, found.last_hidden_state, labels)
+    if count is None:  # as in torch, the mean of no tokens is NaN, and its gradients are zero
+        trained = (labels != IGNORE_INDEX).sum()
+        loss = torch.where(trained > 0, loss / trained.clamp(min=1), torch.nan)
+    else:
+        loss = loss / (count.to(labels.device) if isinstance(count, Tensor) else count)
     return CausalLMOutputWithPast(loss=loss, hidden_states=found.hidden_states, attentions=found.attentions)
 
 

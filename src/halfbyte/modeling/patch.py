@@ -116,7 +116,7 @@ def patch(
         recipe: precision of GEMMs with frozen weights: "bf16" (x's dtype), "fp8-hybrid" or "nvfp4", or options of one
             of the latter, `ops.fp8_scaling.ScalingOptions` or `autograd.linear_nvfp4.Nvfp4Recipe`.
         fused_loss: whether outputs of training calls with `labels` hold the loss alone. False: also the logits, for
-            code that reads them, such as an accuracy of the training tokens.
+            code that reads them, such as an accuracy of the training tokens; also in a model patched before.
 
     Returns:
         What is fused and what is not, with reasons; print it.
@@ -145,7 +145,9 @@ def patch(
             _bind(module, family, kind, report)
         elif kind == "Experts" and not _uses_halfbyte_experts(module):
             report.unfused[EXPERTS, UNFUSED_EXPERTS] += 1
-    if fused_loss and has_label_head(model):
+    if not fused_loss:
+        unbind_label_loss(causal_lm_of(model))
+    elif has_label_head(model):
         obstacle = bind_label_loss(model)
         if obstacle is None:
             report.fused[LABEL_LOSS] += 1
