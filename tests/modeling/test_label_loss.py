@@ -226,6 +226,14 @@ def test_the_report_names_a_head_that_needs_logits():
     assert [what for what, _ in report.unfused] == [LABEL_LOSS]
 
 
+def test_a_replaced_forward_of_the_head_runs():
+    """accelerate replaces it in a model on several devices, where the weight may be elsewhere."""
+    model, inputs = tiny("Llama"), labelled()
+    add_hook_to_module(base(model).lm_head, AlignDevicesHook(execution_device="cpu"))
+    assert LABEL_LOSS not in halfbyte.patch(model).fused
+    assert model(**inputs).logits is not None
+
+
 def run_of_trainer(folder, is_patched: bool, **options) -> list[float]:
     torch.manual_seed(0)
     model = tiny("Qwen3")

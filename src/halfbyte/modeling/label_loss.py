@@ -56,8 +56,13 @@ def bind_label_loss(model: nn.Module) -> str | None:
 
 
 def _reason(causal_lm: Any) -> str | None:
+    """Return why the structure of a model needs full logits, or None."""
     head = expected_head(causal_lm)
-    return head if isinstance(head, str) else None
+    if isinstance(head, str):
+        return head
+    if "forward" in causal_lm.get_output_embeddings().__dict__:  # accelerate's hooks on a model on several devices
+        return f"something has replaced the forward of the head of {type(causal_lm).__name__}"
+    return None
 
 
 def _is_on(module: nn.Module) -> bool:
@@ -134,6 +139,8 @@ def _verified(model: Any, inputs: Mapping[str, Any], given: Mapping[str, Any]) -
 
     if model.loss_function is not ForCausalLMLoss:
         return f"{type(model).__name__} has a loss_function of its own"
+    if reason := _reason(model):
+        return reason
     head = verified_head(model, inputs)
     if isinstance(head, str):
         return head
