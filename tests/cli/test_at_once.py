@@ -84,6 +84,7 @@ class Met:
             self.collecting = gc.isenabled()
             sys.exit(99)
 
+sys.dont_write_bytecode = True  # else `keep_bytecode` looks for torch before any import
 met, found = Met(), []
 sys.meta_path.insert(0, met)
 for arguments in json.loads(sys.argv[1]):
