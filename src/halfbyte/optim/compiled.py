@@ -49,7 +49,7 @@ def register(optimizer: Compiled) -> int:
 
 
 def _found(number: int, weights: Sequence[Tensor]) -> Compiled:
-    """The optimizer of a graph, which must have as many parameters as when the graph was compiled."""
+    """Return the optimizer of a graph, or raise a TrainingError if its number of parameters has changed."""
     optimizer = _optimizers.get(number)
     if optimizer is None or sum(len(group["params"]) for group in optimizer.param_groups) != len(weights):
         raise TrainingError(
@@ -89,7 +89,7 @@ def _(
 
 @torch.library.custom_op("halfbyte::optimizer_clip", mutates_args=(), tags=_TAGS)
 def opaque_clip(number: int, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], max_norm: float) -> Tensor:
-    """fp32 [2]: the norm of the gradients, and the factor that clips them to `max_norm`."""
+    """Return the norm of the gradients and the factor that clips them to `max_norm`, fp32 [2]."""
     norm, factor = _found(number, weights).read_norm(max_norm, Values(weights, gradients))
     return torch.stack([norm, torch.ones_like(norm) if factor is None else factor])
 

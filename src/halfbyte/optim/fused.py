@@ -67,7 +67,7 @@ STATES = {name for row in RULES.values() for name in row.states} | {"max_exp_avg
 
 @dataclass
 class Clipping:
-    """What `clip` leaves for the next step. torch.compile ignores assignments to attributes of an optimizer itself.
+    """Result of `clip` for the next step, in an object: torch.compile ignores assignments to an optimizer's attributes.
 
     Attributes:
         factor: fp32 []: of the gradients; None: 1.

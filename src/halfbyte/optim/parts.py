@@ -58,7 +58,7 @@ class Stepped(Protocol):
 
 
 class Values(NamedTuple):
-    """Weights and gradients that stand for those of a part's parameters, in the order of `Part.places`."""
+    """Replacements for the weights and gradients of a part, in the order of `Part.places`."""
 
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
