@@ -143,6 +143,18 @@ def test_optimizers_update_in_the_backward_or_from_the_host_only_to_fit(monkeypa
     assert planned(sizes[-1] - 1, **fixed).optimizer_choice == fixed
 
 
+def test_the_gradient_of_a_large_head_is_counted_once():
+    wide = tiny_config("Llama")
+    wide.vocab_size, wide.tie_word_embeddings = 50_000, True
+    keys = {"use_peft": False, "load_in_4bit": False, "max_grad_norm": 0, "optim": "adamw", "dtype": "bfloat16"}
+    whole, backward = (
+        estimate(run_config(**keys, optim_in_backward=way), wide, device="cpu", capacity_bytes=GIB)
+        for way in (False, True)
+    )
+    assert backward.logits > backward.gradients > 50_000 * wide.hidden_size * 2  # held until the backward has ended
+    assert backward.total == whole.total  # the highest moment is in the loss, before any gradient
+
+
 def test_state_in_host_memory_is_memory_of_a_cpu_run():
     keys = {"use_peft": False, "load_in_4bit": False, "optim": "adamw"}
     whole, hosted = (

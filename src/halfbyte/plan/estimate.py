@@ -465,8 +465,8 @@ class _Planner:
         trained = self._trained(stage)
         gradients = [self.gradients[index] // self._gradient_shards for index in stage.layers[: len(layers)]]
         accumulated = trained.bytes // self._gradient_shards
-        if self.few_gradients is not None:  # counted in full throughout the backward, see `_gradients`
-            gradients, accumulated = [0] * len(gradients), 0
+        if self.few_gradients is not None:  # counted in full from the head's backward on
+            gradients, accumulated = [0] * len(gradients), self._gradients(trained.bytes)
         own = 0 if any(self.factors) else sum(self.gradients[index] for index in stage.layers[: len(layers)])
         before = step.before - self.shapes.copied(self.trained.bytes - self._others - own)
         hidden = batch.tokens * self.shapes.text_config.hidden_size * self.shapes.dtype.itemsize
