@@ -55,6 +55,8 @@ CASES = {
     "quality_hqq_stories260k": "quality STORIES260K TRAIN_SLICE.txt --device cpu",
     "cards": "cards",
     "optim_h100": "optim",
+    "plan_optimizers_h100": "plan_optimizers",
+    "optimizer_quality_h100": "optimizer_quality LLAMA-40M VALIDATION.jsonl",
     "bnb_bytes_cpu": "bnb_bytes --device cpu",
     "preference_step_h200": "preference_step",
     "preference_dpo_cpu": "preference --data DPO_EN_DEMO.json --model LLAMA-40M --length 256 --rows 1 --steps 20",

@@ -80,9 +80,8 @@ def _bitsandbytes(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def _projected(model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
-    """Parameter groups as both packages read them: the linear weights with `keys`, and all others."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    """Parameter groups as both packages read them: the linear weights, the head's too, with `keys`; and the others."""
+    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     held = {id(weight) for weight in linear}
     others = [parameter for parameter in _trained(model) if id(parameter) not in held]
     return [{"params": others}, {"params": linear, "rank": 128, "update_proj_gap": GAP, "proj_type": "std", **keys}]
