@@ -548,7 +548,7 @@ def _traits(
     gradients: Sequence[Tensor | None],
     present: Sequence[Tensor],
 ) -> list[Any]:
-    """Values that differ if the parameters must be divided anew, apart from devices and sizes of gradients.
+    """Return values that change when the parameters must be divided anew, except devices and sizes of gradients.
 
     A flat list: with a tuple for each parameter, Python's garbage collector would take 1.3 ms for 450 of them.
     """
