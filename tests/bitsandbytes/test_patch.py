@@ -8,6 +8,7 @@ import torch
 
 import halfbyte
 from halfbyte.modeling.head import causal_lm_loss, uses_hidden_states
+from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.helpers.bnb_models import (
     CONFIGS,
     ROLES,
@@ -62,12 +63,22 @@ def test_checkpointing_and_upcast_norms(folder):
     model = load(folder, "nf4-nested", torch.bfloat16, bnb_4bit_compute_dtype=torch.bfloat16)
     model = adapted(peft.prepare_model_for_kbit_training(model))
     expected = step(model)
+    reset_notices()
     report = halfbyte.patch(model)
     assert not report.unfused
+    assert "upcast-head" in notices_so_far()
     found = step(model)
     assert found[0] == pytest.approx(expected[0], rel=2e-3)
     for name, gradient in expected[1].items():
         assert (found[1][name] - gradient).norm() <= 0.05 * gradient.norm(), name
+
+
+def test_a_head_in_16_bits_is_not_reported(folder):
+    pytest.importorskip("bitsandbytes")
+    model = adapted(load(folder, "nf4-nested", torch.bfloat16))
+    reset_notices()
+    halfbyte.patch(model)
+    assert "upcast-head" not in notices_so_far()
 
 
 def test_autocast(real_model):

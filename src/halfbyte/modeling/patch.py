@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..formats import Int8
 from ..formats.base import is_quantized
-from ..layers.bnb import forget_view
+from ..layers.bnb import forget_view, is_bnb_linear
 from ..layers.experts import NAME as EXPERTS_NAME
 from ..ops.fp8_scaling import DelayedScaling
 from ..utils.errors import ModelError
@@ -153,6 +154,7 @@ def patch(
             report.fused[LABEL_LOSS] += 1
         else:
             report.unfused[LABEL_LOSS, obstacle] += 1
+    _notify_upcast(model)
     if families[0].own_layer:
         report.unfused[FORWARDS["DecoderLayer"][1], UNFUSED_LAYER] += 1
     if families[0].mixer is not None:
@@ -238,6 +240,22 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
             report.fused[f"LoRA of {role}"] += 1
         if not isinstance(read, str) and is_quantized(read.weight) and isinstance(read.weight.format, Int8):
             notice("patched-int8", "8-bit linears multiply unquantized inputs by the dequantized weight while patched")
+
+
+def _notify_upcast(model: nn.Module) -> None:
+    """Log once how much memory a frozen embedding and head in float32 take next to bitsandbytes' linears."""
+    causal_lm = causal_lm_of(model)
+    ends = (getattr(causal_lm, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    weights = {id(weight): weight for end in ends if (weight := getattr(end, "weight", None)) is not None}
+    wide = [each for each in weights.values() if each.dtype == torch.float32 and not each.requires_grad]
+    if wide and any(map(is_bnb_linear, causal_lm.modules())):
+        gib = sum(2 * each.numel() for each in wide) / 2**30
+        notice(
+            "upcast-head",
+            f"the frozen embedding and head are stored in float32: {gib:.2f} GiB more than in bfloat16. A patched model "
+            "does not need it: load the model in bfloat16, and in place of prepare_model_for_kbit_training call "
+            "gradient_checkpointing_enable() and enable_input_require_grads()",
+        )
 
 
 def _uses_halfbyte_experts(experts: Any) -> bool:
