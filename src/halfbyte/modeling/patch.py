@@ -252,8 +252,8 @@ def _notify_upcast(model: nn.Module) -> None:
         gib = sum(2 * each.numel() for each in wide) / 2**30
         notice(
             "upcast-head",
-            f"the frozen embedding and head are stored in float32: {gib:.2f} GiB more than in bfloat16. A patched model "
-            "does not need it: load the model in bfloat16, and in place of prepare_model_for_kbit_training call "
+            f"the frozen embedding and head are stored in float32: {gib:.2f} GiB more than in bfloat16. Patched models "
+            "do not need it: load the model in bfloat16, and in place of prepare_model_for_kbit_training call "
             "gradient_checkpointing_enable() and enable_input_require_grads()",
         )
 
