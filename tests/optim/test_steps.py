@@ -124,9 +124,10 @@ def assert_equal(one, other):
     ("galore_adamw_layerwise", {"optim_args": {"rank": 2, "update_proj_gap": 50}}),
 ], ids=["adamw", "in the backward", "paged_adamw_8bit", "muon", "galore_adamw", "layerwise"])  # fmt: skip
 def test_memory_does_not_grow_in_2000_steps(name, keys):
-    """Blocks of Python's allocator and tensors after 500 and after 2,000 steps; a leak has one a step at least.
+    """Blocks of Python's allocator and tensors after 500 and after 2,000 steps; a leak has one a step at least: 1,500.
 
-    Norms of gradients that the backward has freed are not read, and are not kept either.
+    Caches and free lists of the process add up to 206. Norms of gradients that the backward has freed are not read, and
+    are not kept either.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -141,5 +142,5 @@ def test_memory_does_not_grow_in_2000_steps(name, keys):
             gc.collect()
             counts.append((sys.getallocatedblocks(), sum(isinstance(each, torch.Tensor) for each in gc.get_objects())))
     (blocks, tensors), (later_blocks, later_tensors) = counts
-    assert later_blocks - blocks < 200
+    assert later_blocks - blocks < 750
     assert later_tensors == tensors
