@@ -55,6 +55,7 @@ CASES = {
     "quality_hqq_stories260k": "quality STORIES260K TRAIN_SLICE.txt --device cpu",
     "cards": "cards",
     "optim_h100": "optim",
+    "optim_lora_h100": "optim --sections lora",
     "plan_optimizers_h100": "plan_optimizers",
     "optimizer_quality_h100": "optimizer_quality LLAMA-40M VALIDATION.jsonl",
     "bnb_bytes_cpu": "bnb_bytes --device cpu",
