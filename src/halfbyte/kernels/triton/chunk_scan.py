@@ -23,24 +23,40 @@ STATE_BLOCK = 64  # state values N per step of a loop, and per program of `_stat
 
 
 @triton.jit
-def _chunk_decays(decay_ptr, begins_ptr, row, head, chunk, tokens, heads, CHUNK: tl.constexpr):
-    """Decays of a chunk of a head: A_i, whether i reads j, and the factors start, end and through in `ops`."""
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = t < tokens
+def _decays(step_ptr, decay_ptr, begins_ptr, factors_ptr, rows, tokens, heads, CHUNK: tl.constexpr):
+    """Factors of a chunk of a head, [6, R, H, n, CHUNK]: A, start, end and through of `ops.chunk_scan`, Δ, end·Δ."""
+    chunks = tl.cdiv(tokens, CHUNK)
+    program = tl.program_id(0)
+    head, chunk, row = program % heads, program // heads % chunks, program // heads // chunks
+    index, inside, begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
     first = row * tokens + chunk * CHUNK
-    index = row * tokens + t
-    begins = tl.load(begins_ptr + index, mask=inside, other=2147483647)  # no token is visible to padding
     decay = tl.load(decay_ptr + index * heads + head, mask=inside, other=0.0)
-    visible = (index[None, :] <= index[:, None]) & (index[None, :] >= begins[:, None])
+    step = tl.load(step_ptr + index * heads + head, mask=inside, other=0.0)
     sums = tl.sum(tl.where(visible, decay[None, :], 0.0), axis=1)
-    last = tl.minimum(tokens - chunk * CHUNK, CHUNK) - 1
-    is_last = tl.arange(0, CHUNK) == last
+    is_last = index == tl.minimum(first + CHUNK, (row + 1) * tokens) - 1
     sum_last = tl.sum(tl.where(is_last, sums, 0.0), axis=0)
     begin_last = tl.sum(tl.where(is_last, begins, 0), axis=0)
-    start = tl.where(inside & (begins < first), tl.exp(sums), 0.0)
     end = tl.where(inside & (index >= begin_last), tl.exp(sum_last - sums), 0.0)
     through = tl.where(begin_last < first, tl.exp(sum_last), 0.0)
-    return index, inside, sums, visible, start, end, through, is_last
+    at = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
+    each = rows * heads * chunks * CHUNK
+    tl.store(at, sums)
+    tl.store(at + each, tl.where(inside & (begins < first), tl.exp(sums), 0.0))
+    tl.store(at + 2 * each, end)
+    tl.store(at + 3 * each, through + tl.zeros((CHUNK,), tl.float32))
+    tl.store(at + 4 * each, step)
+    tl.store(at + 5 * each, end * step)
+
+
+@triton.jit
+def _tokens(begins_ptr, row, chunk, tokens, CHUNK: tl.constexpr):
+    """Tokens of a chunk: index over all rows, whether it is inside the row, its document's first token, and whether
+    token i reads token j."""
+    t = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = t < tokens
+    index = row * tokens + t
+    begins = tl.load(begins_ptr + index, mask=inside, other=2147483647)  # no token is visible to padding
+    return index, inside, begins, (index[None, :] <= index[:, None]) & (index[None, :] >= begins[:, None])
 
 
 @triton.jit
@@ -52,7 +68,7 @@ def _tile(pointer, index, inside, stride, offset, columns, size):
 
 @triton.jit
 def _states(
-    x_ptr, step_ptr, decay_ptr, b_ptr, begins_ptr, states_ptr, final_ptr,
+    x_ptr, b_ptr, factors_ptr, states_ptr, final_ptr,
     rows, tokens, heads, groups, size, width, x_stride, b_stride,
     BACKWARD: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -63,22 +79,20 @@ def _states(
     n, p = program % blocks * SIZE + tl.arange(0, SIZE), tl.arange(0, WIDTH)
     group = head // (heads // groups)
     known = (n < size)[:, None] & (p < width)[None, :]
+    each = rows * heads * chunks * CHUNK
     state = tl.zeros((SIZE, WIDTH), tl.float32)
     for turn in range(chunks):
         chunk = chunks - 1 - turn if BACKWARD else turn
         at = ((chunk * rows + row) * heads + head).to(tl.int64) * size * width + n[:, None] * width + p[None, :]
         tl.store(states_ptr + at, state.to(states_ptr.dtype.element_ty), mask=known)
-        index, inside, _sums, _visible, start, end, through, _last = _chunk_decays(
-            decay_ptr, begins_ptr, row, head, chunk, tokens, heads, CHUNK
-        )
-        b = _tile(b_ptr, index, inside, b_stride, group * size, n, size)
-        x = _tile(x_ptr, index, inside, x_stride, head * width, p, width)
-        if BACKWARD:
-            scaled = x.to(tl.float32) * start[:, None]
-        else:
-            step = tl.load(step_ptr + index * heads + head, mask=inside, other=0.0)
-            scaled = x.to(tl.float32) * (step * end)[:, None]
-        state = tl.dot(tl.trans(b), scaled.to(b.dtype), state * through, input_precision="ieee")
+        t = chunk * CHUNK + tl.arange(0, CHUNK)
+        b = _tile(b_ptr, row * tokens + t, t < tokens, b_stride, group * size, n, size)
+        x = _tile(x_ptr, row * tokens + t, t < tokens, x_stride, head * width, p, width)
+        factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK
+        scale = tl.load(factors + (each if BACKWARD else 5 * each) + tl.arange(0, CHUNK))
+        through = tl.load(factors + 3 * each)
+        scaled = (x.to(tl.float32) * scale[:, None]).to(b.dtype)
+        state = tl.dot(tl.trans(b), scaled, state * through, input_precision="ieee")
     if not BACKWARD:
         at = (row * heads + head).to(tl.int64) * size * width + n[:, None] * width + p[None, :]
         tl.store(final_ptr + at, state, mask=known)
@@ -86,7 +100,7 @@ def _states(
 
 @triton.jit
 def _outputs(
-    x_ptr, step_ptr, decay_ptr, b_ptr, c_ptr, skip_ptr, begins_ptr, states_ptr, y_ptr,
+    x_ptr, b_ptr, c_ptr, skip_ptr, begins_ptr, factors_ptr, states_ptr, y_ptr,
     rows, tokens, heads, groups, size, width, x_stride, b_stride, c_stride,
     SKIP: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -94,9 +108,10 @@ def _outputs(
     program = tl.program_id(0)
     head, chunk, row = program % heads, program // heads % chunks, program // heads // chunks
     p, group = tl.arange(0, WIDTH), head // (heads // groups)
-    index, inside, sums, visible, start, _end, _through, _last = _chunk_decays(
-        decay_ptr, begins_ptr, row, head, chunk, tokens, heads, CHUNK
-    )
+    index, inside, _begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
+    factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
+    each = rows * heads * chunks * CHUNK
+    sums = tl.load(factors)
     state_ptr = states_ptr + ((chunk * rows + row) * heads + head).to(tl.int64) * size * width
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     y = tl.zeros((CHUNK, WIDTH), tl.float32)
@@ -107,8 +122,8 @@ def _outputs(
         state = _tile(state_ptr, n, n < size, width, 0, p, width)
         scores = tl.dot(c, tl.trans(b), scores, input_precision="ieee")
         y = tl.dot(c, state, y, input_precision="ieee")
-    y *= start[:, None]
-    step = tl.load(step_ptr + index * heads + head, mask=inside, other=0.0)
+    y *= tl.load(factors + each)[:, None]
+    step = tl.load(factors + 4 * each)
     pairs = tl.where(visible, tl.exp(sums[:, None] - sums[None, :]), 0.0)
     x = _tile(x_ptr, index, inside, x_stride, head * width, p, width)
     y = tl.dot((scores * pairs * step[None, :]).to(x.dtype), x, y, input_precision="ieee")
@@ -120,7 +135,7 @@ def _outputs(
 
 @triton.jit
 def _head_gradients(
-    grad_ptr, x_ptr, step_ptr, decay_ptr, b_ptr, c_ptr, skip_ptr, begins_ptr, states_ptr, after_ptr,
+    grad_ptr, x_ptr, b_ptr, c_ptr, skip_ptr, begins_ptr, factors_ptr, states_ptr, after_ptr,
     grad_x_ptr, grad_step_ptr, grad_decay_ptr,
     rows, tokens, heads, groups, size, width, grad_stride, x_stride, b_stride, c_stride,
     SKIP: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
@@ -130,9 +145,10 @@ def _head_gradients(
     program = tl.program_id(0)
     head, chunk, row = program % heads, program // heads % chunks, program // heads // chunks
     p, group = tl.arange(0, WIDTH), head // (heads // groups)
-    index, inside, sums, visible, start, end, through, is_last = _chunk_decays(
-        decay_ptr, begins_ptr, row, head, chunk, tokens, heads, CHUNK
-    )
+    index, inside, _begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
+    factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
+    each = rows * heads * chunks * CHUNK
+    sums = tl.load(factors)
     offset = ((chunk * rows + row) * heads + head).to(tl.int64) * size * width
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     read = tl.zeros((CHUNK, WIDTH), tl.float32)
@@ -149,20 +165,21 @@ def _head_gradients(
         added = tl.dot(b, after, added, input_precision="ieee")
         overlap += tl.sum(tl.sum(state.to(tl.float32) * after.to(tl.float32), axis=1), axis=0)
     scores *= tl.where(visible, tl.exp(sums[:, None] - sums[None, :]), 0.0)
-    step = tl.load(step_ptr + index * heads + head, mask=inside, other=0.0)
+    step = tl.load(factors + 4 * each)
     grad = _tile(grad_ptr, index, inside, grad_stride, head * width, p, width)
     x = _tile(x_ptr, index, inside, x_stride, head * width, p, width)
-    added *= end[:, None]
+    wide_x, wide_grad = x.to(tl.float32), grad.to(tl.float32)
+    added *= tl.load(factors + 2 * each)[:, None]
     grad_inputs = tl.dot(tl.trans(scores.to(grad.dtype)), grad, added, input_precision="ieee")
     weights = scores * tl.dot(grad, tl.trans(x), input_precision="ieee") * step[None, :]
-    wide, wide_grad = x.to(tl.float32), grad.to(tl.float32)
-    kept = tl.sum(added * wide, axis=1) * step
-    grad_sums = tl.sum(weights, axis=1) - tl.sum(weights, axis=0) - kept
-    grad_sums += tl.sum(read * wide_grad, axis=1) * start
-    grad_sums += tl.where(is_last, tl.sum(kept, axis=0) + overlap * through, 0.0)
+    to_state = tl.sum(added * wide_x, axis=1) * step
+    grad_sums = tl.sum(weights, axis=1) - tl.sum(weights, axis=0) - to_state
+    grad_sums += tl.sum(read * wide_grad, axis=1) * tl.load(factors + each)
+    is_last = index == tl.minimum(row * tokens + (chunk + 1) * CHUNK, (row + 1) * tokens) - 1
+    grad_sums += tl.where(is_last, tl.sum(to_state, axis=0) + overlap * tl.load(factors + 3 * each), 0.0)
     grad_decay = tl.sum(tl.where(visible, grad_sums[:, None], 0.0), axis=0)
     tl.store(grad_decay_ptr + index * heads + head, grad_decay, mask=inside)
-    tl.store(grad_step_ptr + index * heads + head, tl.sum(grad_inputs * wide, axis=1), mask=inside)
+    tl.store(grad_step_ptr + index * heads + head, tl.sum(grad_inputs * wide_x, axis=1), mask=inside)
     grad_x = grad_inputs * step[:, None]
     if SKIP:
         grad_x += tl.load(skip_ptr + head).to(tl.float32) * wide_grad
@@ -172,7 +189,7 @@ def _head_gradients(
 
 @triton.jit
 def _group_gradients(
-    grad_ptr, x_ptr, step_ptr, decay_ptr, b_ptr, c_ptr, begins_ptr, states_ptr, after_ptr, grad_b_ptr, grad_c_ptr,
+    grad_ptr, x_ptr, b_ptr, c_ptr, begins_ptr, factors_ptr, states_ptr, after_ptr, grad_b_ptr, grad_c_ptr,
     rows, tokens, heads, groups, size, width, grad_stride, x_stride, b_stride, c_stride,
     CHUNK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -186,25 +203,22 @@ def _group_gradients(
     grad_b = tl.zeros((CHUNK, SIZE), tl.float32)
     grad_c = tl.zeros((CHUNK, SIZE), tl.float32)
     products = tl.zeros((CHUNK, CHUNK), tl.float32)
-    in_group = heads // groups
+    index, inside, _begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
+    in_group, each = heads // groups, rows * heads * chunks * CHUNK
     for head in range(group * in_group, (group + 1) * in_group):
-        index, inside, sums, visible, start, end, _through, _last = _chunk_decays(
-            decay_ptr, begins_ptr, row, head, chunk, tokens, heads, CHUNK
-        )
+        factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
         offset = ((chunk * rows + row) * heads + head).to(tl.int64) * size * width
         state = _tile(states_ptr + offset, n, n < size, width, 0, p, width)
         after = _tile(after_ptr + offset, n, n < size, width, 0, p, width)
-        step = tl.load(step_ptr + index * heads + head, mask=inside, other=0.0)
+        sums, step = tl.load(factors), tl.load(factors + 4 * each)
         grad = _tile(grad_ptr, index, inside, grad_stride, head * width, p, width)
         x = _tile(x_ptr, index, inside, x_stride, head * width, p, width)
         pairs = tl.where(visible, tl.exp(sums[:, None] - sums[None, :]), 0.0)
         products += tl.dot(grad, tl.trans(x), input_precision="ieee") * pairs * step[None, :]
-        read = (grad.to(tl.float32) * start[:, None]).to(state.dtype)
-        kept = (x.to(tl.float32) * (step * end)[:, None]).to(after.dtype)
-        grad_c = tl.dot(read, tl.trans(state), grad_c, input_precision="ieee")
-        grad_b = tl.dot(kept, tl.trans(after), grad_b, input_precision="ieee")
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
-    index, inside = row * tokens + t, t < tokens
+        from_state = (grad.to(tl.float32) * tl.load(factors + each)[:, None]).to(state.dtype)
+        to_state = (x.to(tl.float32) * tl.load(factors + 5 * each)[:, None]).to(after.dtype)
+        grad_c = tl.dot(from_state, tl.trans(state), grad_c, input_precision="ieee")
+        grad_b = tl.dot(to_state, tl.trans(after), grad_b, input_precision="ieee")
     b = _tile(b_ptr, index, inside, b_stride, group * size, n, size)
     c = _tile(c_ptr, index, inside, c_stride, group * size, n, size)
     grad_c = tl.dot(products.to(b.dtype), b, grad_c, input_precision="ieee")
@@ -215,8 +229,9 @@ def _group_gradients(
     tl.store(grad_c_ptr + at, grad_c, mask=mask)
 
 
-_states_launcher, _outputs_launcher = Launcher(_states), Launcher(_outputs)
+_decays_launcher, _states_launcher, _outputs_launcher = Launcher(_decays), Launcher(_states), Launcher(_outputs)
 _head_launcher, _group_launcher = Launcher(_head_gradients), Launcher(_group_gradients)
+WARPS = {"states": 4, "outputs": 4, "head": 8, "group": 8}
 
 
 def _by_token(x: Tensor) -> tuple[Tensor, int]:
@@ -232,6 +247,31 @@ def _blocks(size: int, width: int) -> tuple[int, int]:
     return min(STATE_BLOCK, max(power_of_2(size), 16)), max(power_of_2(width), 16)
 
 
+def _factors(step: Tensor, decay: Tensor, begins: Tensor) -> Tensor:
+    """Launch `_decays` for step and decay [R, T, H]."""
+    rows, tokens, heads = step.shape
+    chunks = ceil_div(tokens, CHUNK)
+    factors = torch.empty(6, rows, heads, chunks, CHUNK, dtype=torch.float32, device=step.device)
+    tensors = step.contiguous(), decay.contiguous(), begins, factors
+    _decays_launcher(rows * heads * chunks, tensors, (rows, tokens, heads), (CHUNK,), warps=4)
+    return factors
+
+
+def _walk(backward: bool, x: Tensor, b: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Launch `_states`; returns the states of all chunks, and the final ones (forward only)."""
+    (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
+    (x, x_stride), (b, b_stride) = _by_token(x), _by_token(b)
+    states = torch.empty(ceil_div(tokens, CHUNK), rows, heads, size, width, dtype=x.dtype, device=x.device)
+    final = states if backward else torch.empty(states.shape[1:], dtype=torch.float32, device=x.device)
+    columns, wide = _blocks(size, width)
+    numbers = rows, tokens, heads, groups, size, width, x_stride, b_stride
+    _states_launcher(
+        rows * heads * ceil_div(size, columns), (x, b, factors, states, final), numbers,
+        (backward, CHUNK, columns, wide), warps=WARPS["states"],
+    )  # fmt: skip
+    return states, final
+
+
 def obstacle(x: Tensor, *_: object) -> str | None:
     """Return why the kernels do not take heads of x [R, T, H, P], or None."""
     if x.dtype is torch.float64:
@@ -239,28 +279,14 @@ def obstacle(x: Tensor, *_: object) -> str | None:
     return f"takes heads of up to {WIDEST}" if x.shape[3] > WIDEST else None
 
 
-def _walk(backward: bool, x: Tensor, step: Tensor, decay: Tensor, b: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch `_states`; returns the states of all chunks, and the final ones (forward only)."""
-    (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
-    (x, x_stride), (b, b_stride) = _by_token(x), _by_token(b)
-    states = torch.empty(ceil_div(tokens, CHUNK), rows, heads, size, width, dtype=x.dtype, device=x.device)
-    final = states if backward else torch.empty(states.shape[1:], dtype=torch.float32, device=x.device)
-    columns, wide = _blocks(size, width)
-    _states_launcher(
-        rows * heads * ceil_div(size, columns), (x, step, decay.contiguous(), b, begins, states, final),
-        (rows, tokens, heads, groups, size, width, x_stride, b_stride), (backward, CHUNK, columns, wide), warps=4,
-    )  # fmt: skip
-    return states, final
-
-
 @reference.chunk_states.kernel("cuda", "xpu", unless=obstacle)
 def chunk_states(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-    return _walk(False, x, step.contiguous(), decay, b, begins.contiguous())
+    return _walk(False, x, b, _factors(step, decay, begins.contiguous()))
 
 
 @reference.chunk_state_gradients.kernel("cuda", "xpu", unless=obstacle)
 def chunk_state_gradients(grad: Tensor, decay: Tensor, c: Tensor, begins: Tensor) -> Tensor:
-    return _walk(True, grad, decay, decay, c, begins.contiguous())[0]
+    return _walk(True, grad, c, _factors(decay, decay, begins.contiguous()))[0]
 
 
 @reference.chunk_outputs.kernel("cuda", "xpu", unless=obstacle)
@@ -269,13 +295,13 @@ def chunk_outputs(
 ) -> Tensor:
     (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
     (x, x_stride), (b, b_stride), (c, c_stride) = _by_token(x), _by_token(b), _by_token(c)
+    begins = begins.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     beside = y if skip is None else skip.contiguous()
     _outputs_launcher(
-        rows * heads * ceil_div(tokens, CHUNK),
-        (x, step.contiguous(), decay.contiguous(), b, c, beside, begins.contiguous(), states, y),
+        rows * heads * ceil_div(tokens, CHUNK), (x, b, c, beside, begins, _factors(step, decay, begins), states, y),
         (rows, tokens, heads, groups, size, width, x_stride, b_stride, c_stride),
-        (skip is not None, CHUNK, *_blocks(size, width)), warps=4,
+        (skip is not None, CHUNK, *_blocks(size, width)), warps=WARPS["outputs"],
     )  # fmt: skip
     return y
 
@@ -295,21 +321,22 @@ def chunk_gradients(
 ) -> ScanGradients:
     (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
     (grad, grad_stride), (x, x_stride), (b, b_stride), (c, c_stride) = map(_by_token, (grad, x, b, c))
-    step, decay, begins = step.contiguous(), decay.contiguous(), begins.contiguous()
-    empty = lambda like, dtype: torch.empty(like.shape, dtype=dtype, device=like.device)  # noqa: E731
-    grad_x, grad_step, grad_decay = empty(x, x.dtype), empty(step, step.dtype), empty(decay, decay.dtype)
-    grad_b, grad_c = empty(b, torch.float32), empty(c, torch.float32)
+    begins = begins.contiguous()
+    factors = _factors(step, decay, begins)
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grad_step, grad_decay = (torch.empty(step.shape, dtype=torch.float32, device=x.device) for _ in range(2))
+    grad_b, grad_c = (torch.empty(b.shape, dtype=torch.float32, device=x.device) for _ in range(2))
     numbers = rows, tokens, heads, groups, size, width, grad_stride, x_stride, b_stride, c_stride
     (columns, wide), chunks = _blocks(size, width), ceil_div(tokens, CHUNK)
-    beside = step if skip is None else skip.contiguous()
-    read = states, state_gradients
+    beside = grad_step if skip is None else skip.contiguous()
     _head_launcher(
         rows * heads * chunks,
-        (grad, x, step, decay, b, c, beside, begins, *read, grad_x, grad_step, grad_decay),
-        numbers, (skip is not None, CHUNK, columns, wide), warps=8,
+        (grad, x, b, c, beside, begins, factors, states, state_gradients, grad_x, grad_step, grad_decay),
+        numbers, (skip is not None, CHUNK, columns, wide), warps=WARPS["head"],
     )  # fmt: skip
     _group_launcher(
         rows * groups * chunks * ceil_div(size, columns),
-        (grad, x, step, decay, b, c, begins, *read, grad_b, grad_c), numbers, (CHUNK, columns, wide), warps=8,
+        (grad, x, b, c, begins, factors, states, state_gradients, grad_b, grad_c),
+        numbers, (CHUNK, columns, wide), warps=WARPS["group"],
     )  # fmt: skip
     return ScanGradients(grad_x, grad_step, grad_decay, grad_b, grad_c)
