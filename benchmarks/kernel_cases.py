@@ -43,6 +43,7 @@ attention, bitplane, blockwise4, causal_conv = map(on_gpu, ("attention", "bitpla
 losses, decode_attention, decode_layers, delta_net = map(
     on_gpu, ("cross_entropy", "decode_attention", "decode_layers", "delta_net")
 )
+chunk_scan = on_gpu("chunk_scan")
 divergence, e2m1, experts, float8, glu = map(on_gpu, ("divergence", "e2m1", "experts", "float8", "glu"))
 hqq, int4, int8, linear, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "linear", "lora_glu", "lora_read"))
 muon, norms, optimizer, paged_attention = map(on_gpu, ("muon", "norms", "optimizer", "paged_attention"))
@@ -229,6 +230,21 @@ def recurrent_cases() -> Iterator[Case]:
             causal_conv.causal_conv_backward(x, *given)
 
         yield Case("a convolution over documents", convolution, dtype, dtype is BF16 and silu)
+
+
+def scan_cases() -> Iterator[Case]:
+    """Heads and states of Falcon-H1, the widest ones of Mamba-2 models."""
+    for dtype, width in itertools.product(DTYPES, (64, 128)):
+
+        def scan(dtype: torch.dtype = dtype, width: int = width) -> None:
+            x, b = empty(1, ROWS, 4, width, dtype=dtype), empty(1, ROWS, 1, 256, dtype=dtype)
+            step, begins, skip = empty(1, ROWS, 4), empty(1, ROWS, dtype=torch.int32), empty(4)
+            states, _ = chunk_scan.chunk_states(x, step, step, b, begins)
+            chunk_scan.chunk_outputs(x, step, step, b, b, skip, begins, states)
+            after = chunk_scan.chunk_state_gradients(x, step, b, begins)
+            chunk_scan.chunk_gradients(x, x, step, step, b, b, skip, begins, states, after)
+
+        yield Case(f"Mamba-2's scan, heads of {width}", scan, dtype, dtype is BF16 and width == 64)
 
 
 def rollout_cases() -> Iterator[Case]:
@@ -580,7 +596,7 @@ def muon_cases() -> Iterator[Case]:
 
 MAKERS = (
     lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
-    glu_cases, training_attention_cases, recurrent_cases, rollout_cases, expert_cases, optimizer_cases,
+    glu_cases, training_attention_cases, recurrent_cases, scan_cases, rollout_cases, expert_cases, optimizer_cases,
     muon_cases,
 )  # fmt: skip
 

@@ -12,8 +12,9 @@ import transformers
 from halfbyte.data.collate import PackedCollator
 from halfbyte.modeling import recurrent
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.modeling.patch import patch
+from halfbyte.modeling.patch import patch, unpatch
 from halfbyte.modeling.recurrent import REPLACEMENTS, Documents, document_forward, documents_from
+from tests.helpers.all_families import build
 from tests.helpers.patch_models import tiny
 
 LENGTHS = [7, 1, 12, 3, 17]  # of two rows of 20
@@ -87,6 +88,34 @@ def test_a_scan_begins_anew_with_each_document(name):
     wanted, upstream = [x for x in tensors if x.requires_grad], torch.randn_like(found)
     for left, right in zip(*(torch.autograd.grad(out, wanted, upstream) for out in (found, expected)), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"])
+def test_mamba2s_scan_over_full_rows(family):
+    """Loss, gradients and cached generation of a patched model equal transformers' own."""
+    model = build(family).train()
+    ids = torch.randint(10, 200, (2, 70))  # more than one chunk
+
+    def step():
+        model.zero_grad()
+        loss = causal_lm_loss(model, {"input_ids": ids, "labels": ids})[0]
+        loss.backward()
+        return float(loss), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    def answer():
+        return model.eval().generate(ids[:1, :66], max_new_tokens=4, do_sample=False, eos_token_id=None).tolist()
+
+    expected, expected_answer = step(), answer()
+    report = patch(model.train())
+    assert report.fused["Mamba-2 scan"] > 0
+    loss, gradients = step()
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    assert gradients.keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
+    assert answer() == expected_answer
+    unpatch(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 def test_documents_of_a_batch():
