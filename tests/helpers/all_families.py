@@ -136,8 +136,9 @@ document of a row is replaced, and no hidden state of the other documents may ch
   convolutions are a kernel of halfbyte's. The gated delta rule is flash-linear-attention's kernel if that is installed
   (`pip install 'halfbyte[scans]'`) and can train, which on Hopper requires Triton 3.7.1 or tilelang; otherwise it is
   PyTorch matmuls whose state restarts inside the row. So does Mamba-2's scan, in kernels of halfbyte's on GPUs. Other
-  scans run transformers' own function on batches of documents of similar length. FlashAttention, if requested, reads the
-  boundaries too. CUDA graphs are disabled, except for Qwen3.5 and Qwen3-Next on a GPU without flash-linear-attention.
+  scans run transformers' own function on batches of documents of similar length. FlashAttention, if requested, reads
+  the boundaries too. CUDA graphs are disabled, except for Qwen3.5 and Qwen3-Next on a GPU without
+  flash-linear-attention.
 - **masks**: like bounds, and halfbyte passes attention masks made from position ids, because the model's own masks
   ignore them.
 - **unpacked**: the backbone runs on one document per row, batched by similar length, and its output is packed again. No
