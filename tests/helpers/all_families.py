@@ -149,7 +149,7 @@ document of a row is replaced, and no hidden state of the other documents may ch
 The table has all causal language models of transformers {version} in their default layout, shrunk to a few small
 layers, on a CPU: {counts}.
 The logits of a packed document equal the logits of the document alone within 1e-4. ProphetNet is an exception: its
-logits depend on the length of the row, packed or not.
+logits depend on the length of the row, packed or not. With transformers 5.17 to 5.21, LFM2 is unpacked.
 
 "fused": `halfbyte.patch` has fused forwards for the layers; "plain": training runs transformers' forwards. In Gemma 3n
 and 4, Bamba, Granite 4's hybrids, Jamba and Nemotron-H only norms, attention and gated units are fused, inside
