@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 
 import halfbyte
-from benchmarks.harness import copy_bandwidth, event_us, free_memory, parser_of, write_result
+from benchmarks.harness import copy_bandwidth, event_us, free_memory, graph_us, parser_of, write_result
 from halfbyte.autograd.recurrent import chunk_scan
 from halfbyte.ops import chunk_scan as ops
 
@@ -69,16 +69,18 @@ def scan(shape: tuple[int, ...]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     x, step, b, c = (tensor.detach() for tensor in tensors.values())
     decay = rates * step
-    states, _ = ops.chunk_states(x, step, decay, b, begins)
-    after = ops.chunk_state_gradients(grad, decay, c, begins)
-    given = x, step, decay, b, c, skip, begins, states
+    factors = ops.chunk_factors(step, decay, begins)
+    states, _ = ops.chunk_states(x, factors, b)
+    after = ops.chunk_state_gradients(grad, factors, c)
+    given = x, factors, b, c, skip, begins, states
     parts = {
-        "states": lambda: ops.chunk_states(x, step, decay, b, begins),
+        "factors": lambda: ops.chunk_factors(step, decay, begins),
+        "states": lambda: ops.chunk_states(x, factors, b),
         "outputs": lambda: ops.chunk_outputs(*given),
-        "state_gradients": lambda: ops.chunk_state_gradients(grad, decay, c, begins),
+        "state_gradients": lambda: ops.chunk_state_gradients(grad, factors, c),
         "gradients": lambda: ops.chunk_gradients(grad, *given, after),
     }
-    row["parts_us"] = {name: event_us([call]) for name, call in parts.items()}
+    row["parts_us"] = {name: graph_us([call]) for name, call in parts.items()}
     wide = {name: tensor.detach().float().requires_grad_() for name, tensor in tensors.items()}
     exact = both_passes(ours, wide, grad)
     for name, function in (("halfbyte", ours), ("transformers", theirs)):

@@ -239,10 +239,11 @@ def scan_cases() -> Iterator[Case]:
         def scan(dtype: torch.dtype = dtype, width: int = width) -> None:
             x, b = empty(1, ROWS, 4, width, dtype=dtype), empty(1, ROWS, 1, 256, dtype=dtype)
             step, begins, skip = empty(1, ROWS, 4), empty(1, ROWS, dtype=torch.int32), empty(4)
-            states, _ = chunk_scan.chunk_states(x, step, step, b, begins)
-            chunk_scan.chunk_outputs(x, step, step, b, b, skip, begins, states)
-            after = chunk_scan.chunk_state_gradients(x, step, b, begins)
-            chunk_scan.chunk_gradients(x, x, step, step, b, b, skip, begins, states, after)
+            factors = chunk_scan.chunk_factors(step, step, begins)
+            states, _ = chunk_scan.chunk_states(x, factors, b)
+            chunk_scan.chunk_outputs(x, factors, b, b, skip, begins, states)
+            after = chunk_scan.chunk_state_gradients(x, factors, b)
+            chunk_scan.chunk_gradients(x, x, factors, b, b, skip, begins, states, after)
 
         yield Case(f"Mamba-2's scan, heads of {width}", scan, dtype, dtype is BF16 and width == 64)
 

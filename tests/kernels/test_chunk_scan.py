@@ -26,10 +26,11 @@ def inputs(rows, tokens, heads, groups, size, width, dtype, packed=True):
 
 def computed(functions, grad, x, step, decay, b, c, skip, begins):
     """States, y and gradients by the kernels or by the references."""
-    states, final = functions.chunk_states(x, step, decay, b, begins)
-    y = functions.chunk_outputs(x, step, decay, b, c, skip, begins, states)
-    after = functions.chunk_state_gradients(grad, decay, c, begins)
-    return final, y, *functions.chunk_gradients(grad, x, step, decay, b, c, skip, begins, states, after)
+    factors = functions.chunk_factors(step, decay, begins)
+    states, final = functions.chunk_states(x, factors, b)
+    y = functions.chunk_outputs(x, factors, b, c, skip, begins, states)
+    after = functions.chunk_state_gradients(grad, factors, c)
+    return final, y, *functions.chunk_gradients(grad, x, factors, b, c, skip, begins, states, after)
 
 
 class References:

@@ -86,10 +86,11 @@ class _ChunkScan(OnceFunction):
         ctx.save_for_backward(x, step, decay, b, c, skip, begins)
         outs, finals = [], []
         for heads, groups in _head_parts(x, b):
-            inputs = x[:, :, heads], step[:, :, heads], decay[:, :, heads]
-            states, final = scan_ops.chunk_states(*inputs, b[:, :, groups], begins)
-            part = b[:, :, groups], c[:, :, groups], None if skip is None else skip[heads]
-            outs.append(scan_ops.chunk_outputs(*inputs, *part, begins, states))
+            inputs, keys, queries = x[:, :, heads], b[:, :, groups], c[:, :, groups]
+            factors = scan_ops.chunk_factors(step[:, :, heads], decay[:, :, heads], begins)
+            states, final = scan_ops.chunk_states(inputs, factors, keys)
+            skipped = None if skip is None else skip[heads]
+            outs.append(scan_ops.chunk_outputs(inputs, factors, keys, queries, skipped, begins, states))
             finals.append(final)
         y, final = (outs[0], finals[0]) if len(outs) == 1 else (torch.cat(outs, 2), torch.cat(finals, 1))
         ctx.mark_non_differentiable(final)
@@ -103,12 +104,12 @@ class _ChunkScan(OnceFunction):
         exact = torch.promote_types(b.dtype, torch.float32)
         grad_b, grad_c = (torch.zeros(like.shape, dtype=exact, device=like.device) for like in (b, c))
         for heads, groups in _head_parts(x, b):
-            inputs = x[:, :, heads], step[:, :, heads], decay[:, :, heads]
-            grad_y, keys, queries = grad[:, :, heads], b[:, :, groups], c[:, :, groups]
-            states, _ = scan_ops.chunk_states(*inputs, keys, begins)
-            after = scan_ops.chunk_state_gradients(grad_y, inputs[2], queries, begins)
-            part = keys, queries, None if skip is None else skip[heads], begins
-            gradients = scan_ops.chunk_gradients(grad_y, *inputs, *part, states, after)
+            inputs, keys, queries = x[:, :, heads], b[:, :, groups], c[:, :, groups]
+            factors = scan_ops.chunk_factors(step[:, :, heads], decay[:, :, heads], begins)
+            states, _ = scan_ops.chunk_states(inputs, factors, keys)
+            after = scan_ops.chunk_state_gradients(grad[:, :, heads], factors, queries)
+            given = grad[:, :, heads], inputs, factors, keys, queries, None if skip is None else skip[heads]
+            gradients = scan_ops.chunk_gradients(*given, begins, states, after)
             grad_x[:, :, heads], grad_step[:, :, heads], grad_decay[:, :, heads] = gradients[:3]
             grad_b[:, :, groups] += gradients.b
             grad_c[:, :, groups] += gradients.c

@@ -53,45 +53,66 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(2, (groups, -1))
 
 
-class _Decays(NamedTuple):
-    """Decays within chunks; exact zeros separate documents.
+class Factors(NamedTuple):
+    """Factors of tokens within their chunks, in the order in which `chunk_factors` stacks them; padding has 0.
 
     Attributes:
-        pairs: e^(A_i − A_j) [n, R, H, CHUNK, CHUNK], 0 for j > i.
-        visible: bool [n, R, 1, CHUNK, CHUNK], whether token i reads token j.
-        start: e^(A_i) [n, R, H, CHUNK, 1], the factor of the chunk's initial state in token i.
-        end: e^(A_last − A_i) [n, R, H, CHUNK, 1], the factor of token i in the chunk's final state.
-        through: e^(A_last) [n, R, H, 1, 1], the factor of the initial state in the final one.
+        sums: A_i.
+        start: e^(A_i), the factor of the chunk's initial state in token i; 0 if its document starts in the chunk.
+        end: e^(A_last − A_i), the factor of token i in the chunk's final state; 0 if its document ends before.
+        through: e^(A_last), the factor of the initial state in the final one, for every token of the chunk.
+        step: Δ.
+        end_step: end·Δ.
     """
 
-    pairs: Tensor
-    visible: Tensor
+    sums: Tensor
     start: Tensor
     end: Tensor
     through: Tensor
+    step: Tensor
+    end_step: Tensor
 
 
 def _visible(begins: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [n, R, 1, CHUNK, CHUNK], whether token i reads token j; bool [n, R, 1, CHUNK, 1], whether token i's
-    document began before its chunk. Padding belongs to the row's last document, and its values are 0."""
+    """bool [R, n, CHUNK, CHUNK], whether token i reads token j; bool [R, n, CHUNK], whether token i's document began
+    before its chunk. Padding belongs to the row's last document, and its values are 0."""
     rows, tokens = begins.shape
     padding = -tokens % CHUNK
     index = torch.arange(tokens + padding, device=begins.device)
-    own = (torch.arange(rows, device=begins.device) * tokens).unsqueeze(1) + index
+    index = (torch.arange(rows, device=begins.device) * tokens).unsqueeze(1) + index
     begins = torch.cat([begins, begins[:, -1:].expand(rows, padding)], 1)
-    own, begins = (x.unflatten(1, (-1, CHUNK)).transpose(0, 1).unsqueeze(2) for x in (own, begins))
-    reads = own.unsqueeze(-2) <= own.unsqueeze(-1)
-    same_document = own.unsqueeze(-2) >= begins.unsqueeze(-1)
-    return reads & same_document, (begins < own[..., :1]).unsqueeze(-1)
+    index, begins = index.unflatten(1, (-1, CHUNK)), begins.unflatten(1, (-1, CHUNK))
+    reads = index.unsqueeze(-2) <= index.unsqueeze(-1)
+    same_document = index.unsqueeze(-2) >= begins.unsqueeze(-1)
+    return reads & same_document, begins < index[..., :1]
 
 
-def _decays(decay: Tensor, begins: Tensor, dtype: torch.dtype) -> _Decays:
-    visible, continued = _visible(begins)
-    decay = _chunked(decay.unsqueeze(-1), dtype).mT
-    sums = decay.expand(*decay.shape[:-2], CHUNK, CHUNK).masked_fill(~visible, 0).sum(-1)
-    pairs = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(~visible, -torch.inf).exp_()
-    start = sums.exp().unsqueeze(-1) * continued
-    return _Decays(pairs, visible, start, pairs[..., -1:, :].mT, start[..., -1:, :])
+@op("triton.chunk_scan")
+def chunk_factors(step: Tensor, decay: Tensor, begins: Tensor) -> Tensor:
+    """Return the `Factors` of all chunks, stacked [6, R, H, n, CHUNK] in step's dtype.
+
+    Args:
+        step: Δ [R, T, H], fp32 or fp64.
+        decay: a = A·Δ ≤ 0, as `step`.
+        begins: int32 [R, T], the first token of each token's document, counted over all rows.
+    """
+    visible, continued = (x.unsqueeze(1) for x in _visible(begins))
+    step, decay = (_chunked(x.unsqueeze(-1), x.dtype).permute(1, 2, 0, 3, 4).squeeze(-1) for x in (step, decay))
+    sums = decay.unsqueeze(-2).masked_fill(~visible, 0).sum(-1)
+    last = sums[..., -1:]
+    end = (last - sums).masked_fill(~visible[..., -1, :], -torch.inf).exp()
+    start = sums.exp() * continued
+    return torch.stack([sums, start, end, start[..., -1:].expand_as(sums), step, end * step])
+
+
+def _columns(factors: Tensor) -> Factors:
+    """Rearrange `chunk_factors` to columns [n, R, H, CHUNK, 1]."""
+    return Factors(*factors.permute(0, 3, 1, 2, 4).unsqueeze(-1))
+
+
+def _pairs(sums: Tensor, visible: Tensor) -> Tensor:
+    """e^(A_i − A_j) [n, R, H, CHUNK, CHUNK] from columns; 0 where token i does not read token j."""
+    return (sums - sums.mT).masked_fill(~visible, -torch.inf).exp()
 
 
 def _exact(x: Tensor) -> torch.dtype:
@@ -99,66 +120,65 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 @op("triton.chunk_scan")
-def chunk_states(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_states(x: Tensor, factors: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state before each chunk, [n, R, H, N, P] in x's dtype, and the final states [R, H, N, P] in fp32.
 
     Args:
         x: [R, T, H, P].
-        step: Δ, fp32 [R, T, H]; fp64 for fp64 x.
-        decay: a = A·Δ ≤ 0, as `step`.
+        factors: of `chunk_factors`.
         b: [R, T, G, N] in x's dtype.
-        begins: int32 [R, T], the first token of each token's document, counted over all rows.
     """
     exact, groups = _exact(x), b.shape[2]
-    decays = _decays(decay, begins, exact)
-    inputs = _chunked(x, exact) * _chunked(step.unsqueeze(-1), exact) * decays.end
+    columns = _columns(factors)
+    inputs = _chunked(x, exact) * columns.end_step
     added = (_chunked(b, exact).mT.unsqueeze(3) @ _grouped(inputs, groups)).flatten(2, 3)
     states = torch.empty(added.shape, dtype=x.dtype, device=x.device)
     state = torch.zeros_like(added[0])
     for chunk in range(len(added)):
         states[chunk] = state
-        state = added[chunk].add_(state * decays.through[chunk])
+        state = added[chunk].add_(state * columns.through[chunk, :, :, :1])
     return states, state
 
 
 @op("triton.chunk_scan")
 def chunk_outputs(
-    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, begins: Tensor, states: Tensor
+    x: Tensor, factors: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, begins: Tensor, states: Tensor
 ) -> Tensor:
     """Return y [R, T, H, P] in x's dtype.
 
     Args:
         c: [R, T, G, N] in x's dtype.
         skip: D [H], any float dtype; None: 0.
-        states: of `chunk_states`, whose arguments the others are.
+        begins: as in `chunk_factors`; states: of `chunk_states`, whose arguments the others are.
     """
     exact, groups, tokens = _exact(x), b.shape[2], x.shape[1]
-    decays = _decays(decay, begins, exact)
+    columns = _columns(factors)
+    pairs = _pairs(columns.sums, _visible(begins)[0].transpose(0, 1).unsqueeze(2))
     by_chunk, queries = _chunked(x, exact), _chunked(c, exact)
-    scores = (queries @ _chunked(b, exact).mT).unsqueeze(3) * _grouped(decays.pairs, groups)
-    y = scores.flatten(2, 3) @ (by_chunk * _chunked(step.unsqueeze(-1), exact))
-    y += (queries.unsqueeze(3) @ _grouped(states.to(exact), groups)).flatten(2, 3) * decays.start
+    scores = (queries @ _chunked(b, exact).mT).unsqueeze(3) * _grouped(pairs, groups)
+    y = scores.flatten(2, 3) @ (by_chunk * columns.step)
+    y += (queries.unsqueeze(3) @ _grouped(states.to(exact), groups)).flatten(2, 3) * columns.start
     if skip is not None:
         y += skip.to(exact)[:, None, None] * by_chunk
     return _by_token(y, tokens).to(x.dtype)
 
 
 @op("triton.chunk_scan")
-def chunk_state_gradients(grad: Tensor, decay: Tensor, c: Tensor, begins: Tensor) -> Tensor:
+def chunk_state_gradients(grad: Tensor, factors: Tensor, c: Tensor) -> Tensor:
     """Return the gradient of the state after each chunk, [n, R, H, N, P] in grad's dtype.
 
     Args:
         grad: gradient of y, [R, T, H, P]; the others as in `chunk_outputs`.
     """
     exact, groups = _exact(grad), c.shape[2]
-    decays = _decays(decay, begins, exact)
-    read = _grouped(_chunked(grad, exact) * decays.start, groups)
+    columns = _columns(factors)
+    read = _grouped(_chunked(grad, exact) * columns.start, groups)
     added = (_chunked(c, exact).mT.unsqueeze(3) @ read).flatten(2, 3)
     gradients = torch.empty(added.shape, dtype=grad.dtype, device=grad.device)
     gradient = torch.zeros_like(added[0])
     for chunk in reversed(range(len(added))):
         gradients[chunk] = gradient
-        gradient = added[chunk].add_(gradient * decays.through[chunk])
+        gradient = added[chunk].add_(gradient * columns.through[chunk, :, :, :1])
     return gradients
 
 
@@ -166,8 +186,7 @@ def chunk_state_gradients(grad: Tensor, decay: Tensor, c: Tensor, begins: Tensor
 def chunk_gradients(
     grad: Tensor,
     x: Tensor,
-    step: Tensor,
-    decay: Tensor,
+    factors: Tensor,
     b: Tensor,
     c: Tensor,
     skip: Tensor | None,
@@ -182,31 +201,30 @@ def chunk_gradients(
         states: of `chunk_states`; state_gradients: of `chunk_state_gradients`; the others as there.
     """
     exact, groups, tokens = _exact(x), b.shape[2], x.shape[1]
-    decays = _decays(decay, begins, exact)
-    grad_y, by_chunk, steps = _chunked(grad, exact), _chunked(x, exact), _chunked(step.unsqueeze(-1), exact)
-    keys, queries = _chunked(b, exact), _chunked(c, exact)
+    columns, visible = _columns(factors), _visible(begins)[0].transpose(0, 1).unsqueeze(2)
+    grad_y, by_chunk, keys, queries = (_chunked(part, exact) for part in (grad, x, b, c))
     state, after = _grouped(states.to(exact), groups), _grouped(state_gradients.to(exact), groups)
-    inputs, pairs = by_chunk * steps, _grouped(decays.pairs, groups)
+    inputs, pairs = by_chunk * columns.step, _grouped(_pairs(columns.sums, visible), groups)
     scores = ((queries @ keys.mT).unsqueeze(3) * pairs).flatten(2, 3)
-    read = (queries.unsqueeze(3) @ state).flatten(2, 3) * decays.start
-    added = (keys.unsqueeze(3) @ after).flatten(2, 3) * decays.end
-    grad_inputs = scores.mT @ grad_y + added
+    from_state = (queries.unsqueeze(3) @ state).flatten(2, 3) * columns.start
+    to_state = (keys.unsqueeze(3) @ after).flatten(2, 3) * columns.end
+    grad_inputs = scores.mT @ grad_y + to_state
     grad_scores = grad_y @ inputs.mT
     grad_sums = (grad_scores * scores).sum(-1) - (grad_scores * scores).sum(-2)
-    grad_sums += (read * grad_y).sum(-1) - (added * inputs).sum(-1)
-    last = (added * inputs).sum((-1, -2)) + ((state * after).sum((-1, -2)).flatten(2, 3) * decays.through[..., 0, 0])
-    grad_sums[..., -1] += last
-    grad_decay = (grad_sums.unsqueeze(-1) * decays.visible).sum(-2)
+    grad_sums += (from_state * grad_y).sum(-1) - (to_state * inputs).sum(-1)
+    through = (state * after).sum((-1, -2)).flatten(2, 3) * columns.through[..., 0, 0]
+    grad_sums[..., -1] += (to_state * inputs).sum((-1, -2)) + through
+    grad_decay = (grad_sums.unsqueeze(-1) * visible).sum(-2)
     products = (_grouped(grad_scores, groups) * pairs).sum(3)
-    from_states = (_grouped(grad_y * decays.start, groups) @ state.mT).sum(3)
-    from_after = (_grouped(inputs * decays.end, groups) @ after.mT).sum(3)
-    grad_x = grad_inputs * steps
+    grad_c = (_grouped(grad_y * columns.start, groups) @ state.mT).sum(3) + products @ keys
+    grad_b = (_grouped(by_chunk * columns.end_step, groups) @ after.mT).sum(3) + products.mT @ queries
+    grad_x = grad_inputs * columns.step
     if skip is not None:
         grad_x += skip.to(exact)[:, None, None] * grad_y
     return ScanGradients(
         _by_token(grad_x, tokens).to(x.dtype),
-        _by_token((grad_inputs * by_chunk).sum(-1, keepdim=True), tokens).squeeze(-1).to(step.dtype),
-        _by_token(grad_decay.unsqueeze(-1), tokens).squeeze(-1).to(decay.dtype),
-        _by_token(products.mT @ queries + from_after, tokens),
-        _by_token(products @ keys + from_states, tokens),
+        _by_token((grad_inputs * by_chunk).sum(-1, keepdim=True), tokens).squeeze(-1).to(factors.dtype),
+        _by_token(grad_decay.unsqueeze(-1), tokens).squeeze(-1).to(factors.dtype),
+        _by_token(grad_b, tokens),
+        _by_token(grad_c, tokens),
     )

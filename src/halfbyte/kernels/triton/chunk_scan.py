@@ -24,8 +24,8 @@ STATE_BLOCK = 64  # state values N per step of a loop, and per program of `_stat
 
 
 @triton.jit
-def _decays(step_ptr, decay_ptr, begins_ptr, factors_ptr, rows, tokens, heads, CHUNK: tl.constexpr):
-    """Factors of a chunk of a head, [6, R, H, n, CHUNK]: A, start, end and through of `ops.chunk_scan`, Δ, end·Δ."""
+def _factors(step_ptr, decay_ptr, begins_ptr, factors_ptr, rows, tokens, heads, CHUNK: tl.constexpr):
+    """`ops.chunk_scan.Factors` of a chunk of a head."""
     chunks = tl.cdiv(tokens, CHUNK)
     program = tl.program_id(0)
     head, chunk, row = program % heads, program // heads % chunks, program // heads // chunks
@@ -230,7 +230,7 @@ def _group_gradients(
     tl.store(grad_c_ptr + at, grad_c, mask=mask)
 
 
-_decays_launcher, _states_launcher, _outputs_launcher = Launcher(_decays), Launcher(_states), Launcher(_outputs)
+_factors_launcher, _states_launcher, _outputs_launcher = Launcher(_factors), Launcher(_states), Launcher(_outputs)
 _head_launcher, _group_launcher = Launcher(_head_gradients), Launcher(_group_gradients)
 WARPS = 4  # 8 are slower in all kernels; so are chunks of 128 tokens
 
@@ -248,17 +248,7 @@ def _blocks(size: int, width: int) -> tuple[int, int]:
     return min(STATE_BLOCK, max(power_of_2(size), 16)), max(power_of_2(width), 16)
 
 
-def _factors(step: Tensor, decay: Tensor, begins: Tensor) -> Tensor:
-    """Launch `_decays` for step and decay [R, T, H]."""
-    rows, tokens, heads = step.shape
-    chunks = ceil_div(tokens, CHUNK)
-    factors = torch.empty(6, rows, heads, chunks, CHUNK, dtype=torch.float32, device=step.device)
-    tensors = step.contiguous(), decay.contiguous(), begins, factors
-    _decays_launcher(rows * heads * chunks, tensors, (rows, tokens, heads), (CHUNK,), warps=4)
-    return factors
-
-
-def _walk(backward: bool, x: Tensor, b: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+def _walk(backward: bool, x: Tensor, factors: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Launch `_states`; returns the states of all chunks, and the final ones (forward only)."""
     (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
     (x, x_stride), (b, b_stride) = _by_token(x), _by_token(b)
@@ -266,41 +256,49 @@ def _walk(backward: bool, x: Tensor, b: Tensor, factors: Tensor) -> tuple[Tensor
     final = states if backward else torch.empty(states.shape[1:], dtype=torch.float32, device=x.device)
     columns, wide = _blocks(size, width)
     numbers = rows, tokens, heads, groups, size, width, x_stride, b_stride
-    _states_launcher(
-        rows * heads * ceil_div(size, columns), (x, b, factors, states, final), numbers,
-        (backward, CHUNK, columns, wide), warps=WARPS,
-    )  # fmt: skip
+    constants = backward, CHUNK, columns, wide
+    programs = rows * heads * ceil_div(size, columns)
+    _states_launcher(programs, (x, b, factors, states, final), numbers, constants, warps=WARPS)
     return states, final
 
 
 def obstacle(x: Tensor, *_: object) -> str | None:
-    """Return why the kernels do not take heads of x [R, T, H, P], or None."""
+    """Return why the kernels do not take x [R, T, H, P] or step [R, T, H], or None."""
     if x.dtype is torch.float64:
         return "takes no fp64"
-    return f"takes heads of up to {WIDEST}" if x.shape[3] > WIDEST else None
+    return f"takes heads of up to {WIDEST}" if x.dim() == 4 and x.shape[3] > WIDEST else None
+
+
+@reference.chunk_factors.kernel("cuda", "xpu", unless=obstacle)
+def chunk_factors(step: Tensor, decay: Tensor, begins: Tensor) -> Tensor:
+    rows, tokens, heads = step.shape
+    chunks = ceil_div(tokens, CHUNK)
+    factors = torch.empty(6, rows, heads, chunks, CHUNK, dtype=torch.float32, device=step.device)
+    tensors = step.contiguous(), decay.contiguous(), begins.contiguous(), factors
+    _factors_launcher(rows * heads * chunks, tensors, (rows, tokens, heads), (CHUNK,), warps=WARPS)
+    return factors
 
 
 @reference.chunk_states.kernel("cuda", "xpu", unless=obstacle)
-def chunk_states(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-    return _walk(False, x, b, _factors(step, decay, begins.contiguous()))
+def chunk_states(x: Tensor, factors: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return _walk(False, x, factors, b)
 
 
 @reference.chunk_state_gradients.kernel("cuda", "xpu", unless=obstacle)
-def chunk_state_gradients(grad: Tensor, decay: Tensor, c: Tensor, begins: Tensor) -> Tensor:
-    return _walk(True, grad, c, _factors(decay, decay, begins.contiguous()))[0]
+def chunk_state_gradients(grad: Tensor, factors: Tensor, c: Tensor) -> Tensor:
+    return _walk(True, grad, factors, c)[0]
 
 
 @reference.chunk_outputs.kernel("cuda", "xpu", unless=obstacle)
 def chunk_outputs(
-    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, begins: Tensor, states: Tensor
+    x: Tensor, factors: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, begins: Tensor, states: Tensor
 ) -> Tensor:
     (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
     (x, x_stride), (b, b_stride), (c, c_stride) = _by_token(x), _by_token(b), _by_token(c)
-    begins = begins.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    beside = y if skip is None else skip.contiguous()
+    skip_or_y = y if skip is None else skip.contiguous()
     _outputs_launcher(
-        rows * heads * ceil_div(tokens, CHUNK), (x, b, c, beside, begins, _factors(step, decay, begins), states, y),
+        rows * heads * ceil_div(tokens, CHUNK), (x, b, c, skip_or_y, begins.contiguous(), factors, states, y),
         (rows, tokens, heads, groups, size, width, x_stride, b_stride, c_stride),
         (skip is not None, CHUNK, *_blocks(size, width)), warps=WARPS,
     )  # fmt: skip
@@ -311,8 +309,7 @@ def chunk_outputs(
 def chunk_gradients(
     grad: Tensor,
     x: Tensor,
-    step: Tensor,
-    decay: Tensor,
+    factors: Tensor,
     b: Tensor,
     c: Tensor,
     skip: Tensor | None,
@@ -323,16 +320,15 @@ def chunk_gradients(
     (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
     (grad, grad_stride), (x, x_stride), (b, b_stride), (c, c_stride) = map(_by_token, (grad, x, b, c))
     begins = begins.contiguous()
-    factors = _factors(step, decay, begins)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grad_step, grad_decay = (torch.empty(step.shape, dtype=torch.float32, device=x.device) for _ in range(2))
-    grad_b, grad_c = (torch.empty(b.shape, dtype=torch.float32, device=x.device) for _ in range(2))
+    grad_step, grad_decay = torch.empty(2, rows, tokens, heads, dtype=torch.float32, device=x.device)
+    grad_b, grad_c = torch.empty(2, *b.shape, dtype=torch.float32, device=x.device)
     numbers = rows, tokens, heads, groups, size, width, grad_stride, x_stride, b_stride, c_stride
     (columns, wide), chunks = _blocks(size, width), ceil_div(tokens, CHUNK)
-    beside = grad_step if skip is None else skip.contiguous()
+    skip_or_grad = grad_step if skip is None else skip.contiguous()
     _head_launcher(
         rows * heads * chunks,
-        (grad, x, b, c, beside, begins, factors, states, state_gradients, grad_x, grad_step, grad_decay),
+        (grad, x, b, c, skip_or_grad, begins, factors, states, state_gradients, grad_x, grad_step, grad_decay),
         numbers, (skip is not None, CHUNK, columns, wide), warps=WARPS,
     )  # fmt: skip
     _group_launcher(
