@@ -234,7 +234,7 @@ def recurrent_cases() -> Iterator[Case]:
 
 def scan_cases() -> Iterator[Case]:
     """Heads and states of Falcon-H1, the widest ones of Mamba-2 models."""
-    for dtype, width in itertools.product(DTYPES, (64, 128)):
+    for dtype, width in itertools.product((FP16, BF16), (64, 128)):
 
         def scan(dtype: torch.dtype = dtype, width: int = width) -> None:
             x, b = empty(1, ROWS, 4, width, dtype=dtype), empty(1, ROWS, 1, 256, dtype=dtype)

@@ -263,13 +263,18 @@ def _walk(backward: bool, x: Tensor, factors: Tensor, b: Tensor) -> tuple[Tensor
 
 
 def obstacle(x: Tensor, *_: object) -> str | None:
-    """Return why the kernels do not take x [R, T, H, P] or step [R, T, H], or None."""
-    if x.dtype is torch.float64:
-        return "takes no fp64"
-    return f"takes heads of up to {WIDEST}" if x.dim() == 4 and x.shape[3] > WIDEST else None
+    """Return why the kernels do not take x [R, T, H, P], or None."""
+    if x.element_size() != 2:
+        return "takes 16-bit values: without tensor cores, cuBLAS is faster and Triton compiles for minutes"
+    return f"takes heads of up to {WIDEST}" if x.shape[3] > WIDEST else None
 
 
-@reference.chunk_factors.kernel("cuda", "xpu", unless=obstacle)
+def factors_obstacle(step: Tensor, *_: object) -> str | None:
+    """Return why the kernel does not take step [R, T, H], or None."""
+    return "takes fp32" if step.dtype is not torch.float32 else None
+
+
+@reference.chunk_factors.kernel("cuda", "xpu", unless=factors_obstacle)
 def chunk_factors(step: Tensor, decay: Tensor, begins: Tensor) -> Tensor:
     rows, tokens, heads = step.shape
     chunks = ceil_div(tokens, CHUNK)
