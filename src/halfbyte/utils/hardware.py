@@ -144,7 +144,7 @@ def onednn_beats_mkl() -> bool:
     vendor = info.read_text(errors="replace") if info.exists() else platform.processor()
     return (
         "AuthenticAMD" in vendor
-        and torch.__version__ >= (2, 12)
+        and torch.__version__ >= "2.12"
         and torch.backends.mkl.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and _onednn_may_use("AVX512_CORE")
