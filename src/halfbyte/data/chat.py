@@ -8,16 +8,19 @@ at the very end (Phi-3), refuse partial conversations, or write tool results ins
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 from ..reading.bounded import Bounded, Failure, restart_clock
 from ..reading.model_config import declared_stop_tokens
@@ -74,6 +77,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.ends = declared_end_tokens(tokenizer)
+        self.time = datetime.now()  # for all renderings, so that those of a row can be compared
         special = {*map(str, tokenizer.added_tokens_decoder.values()), *self.ends}
         self.marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._features: dict[bool, Features] = {}
@@ -108,7 +112,8 @@ class ChatTemplate:
         features = self._features.get(bool(tools)) or self._features[False]
         self.shows_tools, self.shows_tool_calls, self.shows_tool_results, self.shows_system = features[:4]
         self.prompts, self.parts, self.alternating, self.closing, self.ending, self.opening = features[4:]
-        self.marked = bool(MARKS.search(self.tokenizer.get_chat_template(tools=tools)))
+        self.source: str = self.tokenizer.get_chat_template(tools=tools)
+        self.marked = bool(MARKS.search(self.source))
 
     def _probe(self, with_tools: bool) -> Features:
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -168,7 +173,8 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         """Return the conversation as one string. Has no limits of its own: callers run in the bounded child process."""
-        return _render(self.tokenizer, self._in_content_form(messages), tools, add_generation_prompt)
+        with _clock_at(self.time):
+            return _render(self.tokenizer, self._in_content_form(messages), tools, add_generation_prompt)
 
     def _in_content_form(self, messages: Sequence[Message]) -> list[Message]:
         return in_parts(messages) if self.parts else list(messages)
@@ -271,15 +277,16 @@ class ChatTemplate:
     def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         restart_clock(_extra_seconds(messages))
         # The renderer of apply_chat_template(return_assistant_tokens_mask=True). It returns character positions, which
-        # are needed to find the end-of-turn token after a block.
-        render: Any = render_jinja_template  # annotated to return one string, but returns texts and blocks
-        rendered, blocks = render(
-            conversations=[self._in_content_form(messages)],
-            tools=tools,
-            chat_template=self.tokenizer.get_chat_template(tools=tools),
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
+        # are needed to find the end-of-turn token after a block. Its annotation says that it returns one string.
+        render: Any = chat_template_utils.render_jinja_template
+        with _clock_at(self.time):
+            rendered, blocks = render(
+                conversations=[self._in_content_form(messages)],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
         if not blocks[0]:
             raise DataError(
                 "the chat template has {% generation %} marks, but none around this conversation's assistant turns",
@@ -290,6 +297,20 @@ class ChatTemplate:
     def _differing(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         text = self.render(messages, tools)
         return text, Turns(self, messages, tools, text).by_difference()
+
+
+@contextlib.contextmanager
+def _clock_at(time: datetime) -> Iterator[None]:
+    """Make `strftime_now`, a template's only clock, return this time.
+
+    transformers replaces functions among a template's variables by text, so this replaces the clock that it reads.
+    """
+    clock = chat_template_utils.datetime
+    chat_template_utils.datetime = SimpleNamespace(now=lambda: time)
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = clock
 
 
 def declared_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

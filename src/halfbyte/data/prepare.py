@@ -41,6 +41,7 @@ ENCODED = Features(
         "length": Value("int64"),
         "dropped": Value("string"),
         "ends": IDS,
+        "across": Value("int64"),
         "empty": Value("bool"),
         "not_shown": datasets.List(Value("string")),
     }
@@ -287,6 +288,7 @@ def _finish(found: Documents, encoder: Encoder, config: DataSection, name: str) 
             f"truncated:{name}",
             f"{truncated} of {total} {name} documents cut to max_length {config.max_length}: {longest}",
         )
+    across = across_of(kept, f"{name} documents")
     not_shown = not_shown_of(kept, f"{name} documents")
     empty = sum(kept["empty"])
     if empty == len(kept) and name == "training":
@@ -303,7 +305,7 @@ def _finish(found: Documents, encoder: Encoder, config: DataSection, name: str) 
     rows = _pack(kept, config.max_length, found.columns) if config.packing else kept.select_columns(columns)
     capacity = config.max_length if config.packing else None
     report = split_report(encoded, kept, rows, truncated, empty, capacity)
-    return _Split(kept, rows, {**report, "not_shown": not_shown})
+    return _Split(kept, rows, {**report, "tokens_across_border": across, "not_shown": not_shown})
 
 
 def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[str, str]) -> Dataset:
@@ -327,6 +329,23 @@ def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[st
     for reason, count in dropped.items():
         notice(f"dropped:{name}:{reason}", f"{count} of {len(encoded)} {name} dropped: {reason}")
     return encoded.select(np.flatnonzero(reasons == ""))
+
+
+def across_of(kept: Dataset, name: str) -> int:
+    """Count the tokens that hold the end of a prompt and the start of its answer, with a notice.
+
+    Args:
+        name: what the rows are called, as in "training rows".
+    """
+    across = np.array(kept["across"])
+    if total := int(across.sum()):
+        notice(
+            f"across:{name}",
+            f"{np.count_nonzero(across):,} of {len(kept):,} {name}: the tokenizer joins the end of the prompt and the"
+            f" start of the answer in one token ({total:,} tokens), which generation, with the prompt alone, does not"
+            " see; end prompts, and start answers, with other characters than white space",
+        )
+    return total
 
 
 def not_shown_of(kept: Dataset, name: str) -> dict[str, int]:
