@@ -27,6 +27,7 @@ from ..reading.model_config import declared_stop_tokens
 from ..utils.errors import DataError, HalfbyteError
 from ..utils.notices import notice
 from .formats import Document, Message
+from .tool_template import TOOLS_HEADER, with_tools
 from .turns import Turn, Turns, common_prefix, not_shown, with_ends
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -82,6 +83,7 @@ class ChatTemplate:
         self.marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._features: dict[bool, Features] = {}
         self.parts = False
+        self.rewrote_tools = False  # whether a conversation's tools, calls or results became plain text
         self._bounded = Bounded(self._render_in_child)
         [found] = self._bounded([None])
         if isinstance(found, Failure):
@@ -201,13 +203,15 @@ class ChatTemplate:
         messages = [dict(message) for message in messages]
         results = [message["role"] == "tool" for message in messages]
         for message in messages:
-            call_text = message.pop("call_text", None)
+            as_given = message.pop("call_text", None)
             if "tool_calls" in message and not self.shows_tool_calls:
                 calls = message.pop("tool_calls")
-                message["content"] += call_text or "\n".join(_json(call["function"]) for call in calls)
+                message["content"] += as_given or call_text(calls)
+                self.rewrote_tools = True
                 notice("tool-calls", "the chat template does not support tool calls: writing them as assistant text")
             if message["role"] == "tool" and not self.shows_tool_results:
                 message["role"] = "user"
+                self.rewrote_tools = True
                 notice(
                     "tool-results", "the chat template does not support role tool: writing tool results as user turns"
                 )
@@ -215,12 +219,40 @@ class ChatTemplate:
             messages = _merge_user_turns(messages, results)
         if tools and messages and not self.shows_tools:
             _prepend_system(messages, tool_text(tools))
+            self.rewrote_tools = True
             notice("tools", "the chat template ignores tools: writing their descriptions into the system message")
             tools = None
         if messages and messages[0]["role"] == "system" and not self.shows_system:
             messages = _system_into_user(messages)
             notice("system", "the chat template does not support role system: writing it before the first user turn")
         return messages, tools
+
+    def save_tools(self) -> None:
+        """Extend the tokenizer's template so that it writes tools, calls and results as the rows that `adapt` rewrote.
+
+        Templates that take content as parts stay as they are, with a notice.
+        """
+        if not self.rewrote_tools:
+            return
+        if self.parts:
+            what = "the saved chat template leaves out tools, tool calls and tool results, which the rows contain"
+            notice("tools-saved", f"{what}: write them into the messages, as `halfbyte preview` shows them")
+            return
+        template = self.tokenizer.chat_template
+        named = template if isinstance(template, dict) else {"default": template}
+        extended = {name: self._with_tools(text, name == "tool_use") for name, text in named.items()}
+        self.tokenizer.chat_template = extended if isinstance(template, dict) else extended["default"]
+
+    def _with_tools(self, template: str, for_tools: bool) -> str:
+        features = self._features.get(for_tools) or self._features[False]
+        return with_tools(
+            template,
+            tools=features.tools,
+            tool_calls=features.tool_calls,
+            tool_results=features.tool_results,
+            system=features.system,
+            alternating=features.alternating,
+        )
 
     def turns_of(self, conversations: Sequence[Document]) -> list[tuple[str, list[Turn]] | HalfbyteError]:
         """Return `assistant_turns` of each conversation, from a child process with time and memory limits
@@ -353,12 +385,14 @@ def prompt_text(
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    tools: list[Any] | None = None,
 ) -> str:
     """Render a conversation with the tokenizer's chat template up to the start of an answer, under the same limits.
 
     Args:
         add_generation_prompt, continue_final_message: as in `apply_chat_template`; the latter drops the text that the
             template writes after the last message.
+        tools: functions that the answer may call.
 
     Raises:
         DataError: the template refuses the conversation, or exceeds its limits of time or memory.
@@ -368,7 +402,7 @@ def prompt_text(
         held = weakref.ref(tokenizer)  # a strong reference would keep the dictionary's key alive
         renderer = Bounded(lambda item: _prompt(held(), *item))
         _renderers[tokenizer] = tokenizer.chat_template, renderer
-    [found] = renderer([(list(messages), None, add_generation_prompt, continue_final_message)])
+    [found] = renderer([(list(messages), tools, add_generation_prompt, continue_final_message)])
     if isinstance(found, Failure):
         raise DataError(f"the chat template refuses the conversation: {found.said}", "change the turns")
     if isinstance(found, HalfbyteError):
@@ -423,7 +457,12 @@ def _json(value: Any) -> str:
 def tool_text(tools: list[dict[str, Any]]) -> str:
     """Return the tools as plain text, one JSON object per line."""
     lines = "\n".join(_json(tool.get("function", tool)) for tool in tools)
-    return f"You can call these functions by answering with their name and arguments as JSON:\n{lines}"
+    return f"{TOOLS_HEADER}\n{lines}"
+
+
+def call_text(calls: list[dict[str, Any]]) -> str:
+    """Return tool calls as plain text, one JSON object per line."""
+    return "\n".join(_json(call["function"]) for call in calls)
 
 
 def _prepend_system(messages: list[Message], text: str) -> None:

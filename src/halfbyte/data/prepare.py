@@ -114,7 +114,8 @@ def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequen
 
     Args:
         config: the keys of `DataSection`, and seed.
-        tokenizer: a fast one with EOS, with its final chat template: the loader applies chat_template_path.
+        tokenizer: a fast one with EOS, with its final chat template: the loader applies chat_template_path. If rows
+            have tools that the template does not write, it is extended (`ChatTemplate.save_tools`).
         columns: number columns of the data that the prepared rows keep as lists, one number per document.
 
     Raises:
@@ -127,6 +128,8 @@ def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequen
     training, evaluated, sources = read_parts(config, partial(_read, config, template, columns))
     train = _finish(training, encoder, config, "training")
     evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
+    if template is not None:
+        template.save_tools()
     report = {
         "sources": sources,
         "template": tokenizer.chat_template,

@@ -97,6 +97,8 @@ def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: K
     train, train_report = _finish(training, encoder, config, "training")
     held, held_report = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
     texts = _as_texts(train, kind)
+    if template is not None:
+        template.save_tools()
     report = {
         "kind": kind,
         "sources": sources,
