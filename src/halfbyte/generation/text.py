@@ -136,13 +136,14 @@ class PromptScores:
         self.longest = max(map(len, prompts))
         self.found = [[TokenScore(spell(prompt[0]), None, [])] for prompt in prompts]
 
-    def __call__(self, first: int, logits: Tensor) -> None:
-        for row, prompt in enumerate(self.prompts):
+    def __call__(self, rows: Sequence[int], first: int, logits: Tensor) -> None:
+        for row, row_logits in zip(rows, logits, strict=True):
+            prompt = self.prompts[row]
             begin = self.longest - len(prompt)  # column of its first token
-            own = [column for column in range(max(first, begin), first + logits.shape[1]) if column + 1 < self.longest]
+            own = [column for column in range(max(first, begin), first + len(row_logits)) if column + 1 < self.longest]
             if not own:
                 continue
-            logs = logits[row, own[0] - first : own[-1] - first + 1].float().log_softmax(-1).clamp(min=MIN_LOG_PROB)
+            logs = row_logits[own[0] - first : own[-1] - first + 1].float().log_softmax(-1).clamp(min=MIN_LOG_PROB)
             ids = prompt[own[0] + 1 - begin : own[-1] + 2 - begin]
             wanted = logs.gather(1, torch.tensor(ids, device=logs.device).unsqueeze(1)).squeeze(1).tolist()
             values, best = (each.tolist() for each in logs.topk(min(self.count, logs.shape[1])))
