@@ -65,7 +65,7 @@ def active_adapter(model: Any) -> str | None:
             f"the model has {len(active)} active adapters ({', '.join(active)}); halfbyte generates with one",
             "name one of them, or combine them by PEFT's add_weighted_adapter",
         )
-    if active and any(_holds(layer, active[0]) and not layer.active_adapters for layer in layers):
+    if active and any(not layer.active_adapters and _holds(layer, active[0]) for layer in layers):
         raise ModelError(
             f"adapter {active[0]!r} is active in some of its layers only",
             "set it by set_adapter, or name the adapter to generate with",

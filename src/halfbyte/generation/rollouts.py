@@ -25,7 +25,7 @@ from .batch import Batch, Readback, draw
 from .engine import CACHES
 from .paged import PagedDecoder
 from .run import ACTIVE, Lengths, chosen_adapters, new_tokens
-from .sampling import Sampling, eos_tokens
+from .sampling import Sampling, eos_tokens, report_unread_keys
 from .schedule import RESERVED_SEATS, Group, Pages, Row, Schedule, page_count
 from .stock import stock_engine
 
@@ -137,6 +137,7 @@ class Rollouts:
         groups = [Group(key, prompt, n) for key, prompt in zip(keys, prompts, strict=True)]
         rows = [Row(group, number, most) for group, most in zip(groups, lengths, strict=True) for number in range(n)]
         ends = eos_tokens(self.model) if stops is None else set(stops)
+        report_unread_keys(self.model, sampling)
         longest_first = sorted(rows, key=lambda row: -row.most)  # long rows must not be left running alone at the end
         run = _Generation(longest_first, replace(sampling, seed=None), ends, seed)
         try:

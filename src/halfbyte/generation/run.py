@@ -14,7 +14,7 @@ from .adapters import active_adapter, adapter_names, check_kind
 from .decoder import context_length
 from .engine import CACHES, engine_for, prompt_slots
 from .row_groups import WatchPrompt
-from .sampling import Penalties, Sampler, Sampling, eos_tokens
+from .sampling import Penalties, Sampler, Sampling, eos_tokens, report_unread_keys
 
 ACTIVE = "active"  # the model's active adapter
 DEFAULT_MAX_NEW_TOKENS = 512
@@ -102,6 +102,7 @@ def stream(
     most = max(lengths)
     adapters = chosen_adapters(model, adapter, len(prompts))
     ends = eos_tokens(model) if stops is None else set(stops)
+    report_unread_keys(model, sampling)
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
