@@ -7,6 +7,7 @@ For a mixture, transformers' own block computes the routing; its experts are rep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ from ..layers.plain import read_adapters
 from ..modeling.architectures import runs_experts
 from ..modeling.families import Family, family_of
 from ..modeling.layer import MLP
-from ..modeling.routers import Routers
 from ..ops.experts import (
     LowRank,
     Routing,
@@ -41,7 +41,8 @@ from ..ops.experts import (
 )
 from ..ops.glu import glu
 from ..tensor import QuantizedTensor
-from .linears import RANKS, Linears, Unsupported
+from .adapters import Unsupported, module_of
+from .linears import RANKS, Linears
 
 Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # [T, K] → logits, weights and experts
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [E, r, K], B [E, N, r], scaling
@@ -51,7 +52,7 @@ class DenseMLP:
     """The MLP of a layer without experts."""
 
     def __init__(self, mlp: MLP, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
-        self.view = mlp
+        self.view = mlp if mlp.act is None else replace(mlp, act=module_of(mlp.act, adapters))
         self.gate_up = Linears(mlp.inputs, adapters, dtype, unpacked)
         self.down = Linears([mlp.output], adapters, dtype, unpacked)
 
@@ -150,8 +151,6 @@ class _Experts:
             module = module.base_layer
         if not runs_experts(module) or (reason := obstacle(module)) is not None:
             raise Unsupported(reason if runs_experts(module) else f"{type(module).__name__} has a forward of its own")
-        if _has_foreign_hooks(module):
-            raise Unsupported("it has hooks")
         self.base = module
         return found
 
@@ -220,8 +219,7 @@ class MoEBlock:
         self.mixed = dtype is not torch.float32 and any(p.is_floating_point() and p.dtype is not dtype for p in own)
         inside = {name: self._rows(each) for name, each in self.shared.items()}
         others = {name: module for name, module in block.named_children() if name not in self.shared}
-        free = {name: module for name, module in others.items() if not _has_foreign_hooks(module)}
-        inside |= {name: route for name, module in free.items() if (route := known_router(module, dtype)) is not None}
+        inside |= {name: route for name, module in others.items() if (route := known_router(module, dtype)) is not None}
         self.proxy = _BlockProxy(block, self.experts, inside)
 
     def _rows(self, mlp: DenseMLP | _SingleLinear) -> Callable[[Tensor], Tensor]:
@@ -230,8 +228,6 @@ class MoEBlock:
 
     def _check(self) -> None:
         block = self.block
-        if _has_foreign_hooks(block):
-            raise Unsupported("it has hooks")
         for name, module in block.named_modules():
             read = name.partition(".")[0] in ("experts", *self.shared)
             if not read and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
@@ -273,13 +269,6 @@ def _storage_of(weights: Any) -> list[Any]:
     for each in (weights.first, weights.second, weights.first_bias, weights.second_bias):
         tensors += [] if each is None else each.parts.values() if isinstance(each, QuantizedTensor) else [each]
     return [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
-
-
-def _has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether the module has hooks other than those of `Routers`, which are inactive here."""
-    of_forward = module._forward_hooks, module._forward_pre_hooks
-    hooks = [hook for each in of_forward for hook in each.values()]
-    return any(not isinstance(getattr(getattr(hook, "func", None), "__self__", None), Routers) for hook in hooks)
 
 
 # --- routers ---------------------------------------------------------------------------------------------------------
