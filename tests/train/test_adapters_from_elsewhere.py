@@ -1,5 +1,7 @@
 """Adapters as PEFT, other tools and older versions write them: loaded as by plain PEFT, or refused for the reason."""
 
+import contextlib
+import itertools
 import json
 import shutil
 
@@ -8,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3Config,
@@ -17,8 +20,10 @@ from transformers import (
 )
 
 from halfbyte.config import load_config
+from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.merge import merge
 from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import WRONG_BASE
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import train
 from halfbyte.utils import notices
@@ -67,6 +72,8 @@ WHOLE = {
     "head": {"modules_to_save": ["lm_head"]},
     "embeddings among the targets": {"target_modules": ["q_proj", "embed_tokens"]},
     "head among the targets": {"target_modules": ["q_proj", "lm_head"]},
+    "embeddings and head among the targets, tied": {"target_modules": ["embed_tokens", "lm_head"]},
+    "a regular expression, DoRA": {"target_modules": r".*(embed_tokens|q_proj)", "use_dora": True},
 }
 
 
@@ -77,14 +84,118 @@ def test_embeddings_and_heads_are_loaded_as_peft_does(place, tmp_path, case):
     assert torch.allclose(ours(tmp_path / "adapter"), theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["embeddings and head, tied", "embeddings", "head"])
-def test_what_is_saved_whole_is_merged(place, tmp_path, case):
+@pytest.mark.parametrize("case", WHOLE)
+def test_embeddings_and_heads_are_merged(place, tmp_path, case):
     base = base_of(place, tmp_path / "base", tied="tied" in case)
     theirs = written(base, tmp_path / "adapter", **WHOLE[case])
     merge(str(tmp_path / "adapter"), tmp_path / "merged")
     with torch.no_grad():
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(IDS).logits
     assert (found - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_adapter_of_the_head_needs_a_base_with_a_head(place, tmp_path, tied):
+    shutil.copytree(place / "model", tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(place / "model", tie_word_embeddings=tied)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    written(tmp_path / "base", tmp_path / "adapter", target_modules=["lm_head"])
+    with pytest.raises(CheckpointError) if tied else contextlib.nullcontext():
+        export_adapter(tmp_path / "adapter", "f32", tmp_path / "adapter.gguf")
+
+
+@pytest.mark.parametrize("load_in_4bit", [False, True])
+def test_training_continues_from_an_adapter_of_embeddings_and_head(place, tmp_path, load_in_4bit):
+    base = base_of(place, tmp_path / "base", tied=False)
+    written(base, tmp_path / "adapter", target_modules=["embed_tokens", "lm_head"])
+    more = {"model_name_or_path": str(base), "adapter_path": str(tmp_path / "adapter"), "load_in_4bit": load_in_4bit}
+    train(load_config(None, keys(place, tmp_path / "out", **more)))
+    merge(str(tmp_path / "out"), tmp_path / "merged")
+
+
+@pytest.mark.parametrize("action", [lambda folder, out: ours(folder), merge], ids=["load", "merge"])
+@pytest.mark.parametrize("case", [name for name in WHOLE if "targets" in name])
+def test_another_base_than_the_one_that_an_adapter_file_holds_is_refused(place, tmp_path, case, action):
+    base = base_of(place, tmp_path / "base", tied="tied" in case)
+    written(base, tmp_path / "adapter", **WHOLE[case])
+    file = base / "model.safetensors"
+    save_file({name: 1.1 * tensor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError):
+        action(str(tmp_path / "adapter"), tmp_path / "merged")
+
+
+def test_a_whole_module_that_the_config_does_not_name_is_refused(place, tmp_path):
+    base = base_of(place, tmp_path / "base", tied=False)
+    written(base, tmp_path / "adapter", modules_to_save=["lm_head"])
+    edit(tmp_path / "adapter", {"modules_to_save": None}, {})
+    for action in (ours, lambda folder: merge(str(folder), tmp_path / "merged")):
+        with pytest.raises(CheckpointError):
+            action(tmp_path / "adapter")
+
+
+def edit(folder, config, tensors):
+    """Change keys of an adapter's config, and tensors of its file by the end of their name (None removes them)."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    file = folder / "adapter_model.safetensors"
+    held = load_file(file)
+    for name, end in itertools.product(list(held), tensors):
+        if name.endswith(end):
+            del held[name]
+    save_file(held, file, metadata={"format": "pt"})
+
+
+CONTRADICTIONS = {
+    "smaller rank": ({"r": 2}, {}),
+    "larger rank": ({"r": 8}, {}),
+    "rank by pattern": ({"rank_pattern": {"q_proj": 2}}, {}),
+    "no B": ({}, {"0.self_attn.q_proj.lora_B.weight"}),
+    "no A": ({}, {"1.self_attn.q_proj.lora_A.weight"}),
+    "other targets": ({"target_modules": ["k_proj"]}, {}),
+    "targets that no model has": ({"target_modules": ["nonsense"]}, {}),
+    "more targets": ({"target_modules": ["q_proj", "k_proj"]}, {}),
+    "a pattern of other targets": ({"target_modules": ".*k_proj"}, {}),
+    "fewer layers": ({"layers_to_transform": [0]}, {}),
+    "no magnitudes": ({"use_dora": True}, {}),
+    "no head": ({"modules_to_save": ["lm_head"]}, {}),
+    "biases": ({"lora_bias": True}, {}),
+    "no rank": ({"r": None}, {}),
+    "no dropout": ({"lora_dropout": None}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_tensors_that_contradict_their_config_are_named(place, tmp_path, case):
+    base = base_of(place, tmp_path / "base", tied=False)
+    written(base, tmp_path / "adapter")
+    edit(tmp_path / "adapter", *CONTRADICTIONS[case])
+    with pytest.raises(CheckpointError) as found:
+        ours(tmp_path / "adapter")
+    assert "adapter_config.json" in found.value.message
+    assert found.value.fix != WRONG_BASE
+
+
+def test_a_smaller_model_is_named_as_another_model(place, tmp_path):
+    base = base_of(place, tmp_path / "base", tied=False)
+    written(base, tmp_path / "adapter")
+    edit(tmp_path / "adapter", {}, {f"1.self_attn.q_proj.lora_{side}.weight" for side in "AB"})
+    with pytest.raises(CheckpointError) as found:
+        ours(tmp_path / "adapter")
+    assert found.value.fix == WRONG_BASE
+
+
+def test_new_rows_of_an_embedding_come_from_the_adapter(place, tmp_path):
+    """PEFT saves a grown embedding in full, although only q_proj has an adapter."""
+    base = base_of(place, tmp_path / "base", tied=False)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    rows = model.get_input_embeddings().weight.shape[0]
+    model.resize_token_embeddings(rows + 2)
+    model = moved(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    ids = torch.tensor([[5, 6, rows, rows + 1]])
+    with torch.no_grad():
+        found = load_saved(str(tmp_path / "adapter"), FLOAT).model(ids).logits
+        assert torch.allclose(found, model(ids).logits, atol=1e-4)
 
 
 def test_added_tokens_grow_the_base(place, tmp_path):
@@ -186,13 +297,13 @@ def keys(place, output, data="data", **more):
 
 
 def test_keys_that_a_saved_adapter_has_decided_are_named(place, tmp_path):
-    train(load_config(None, keys(place, tmp_path / "first", lora_dropout=0.5)))
+    train(load_config(None, keys(place, tmp_path / "first", lora_dropout=0.0)))
     notices.reset_notices()
     more = {"adapter_path": str(tmp_path / "first/adapter"), "modules_to_save": ["lm_head"]}
-    more |= {"target_modules": ["q_proj"]}
+    more |= {"target_modules": ["q_proj"], "lora_dropout": 0.5, "init_lora_weights": "gaussian"}
     train(load_config(None, keys(place, tmp_path / "second", **more)))
     named = notices.notices_so_far()["adapter_shape"]
-    assert all(key in named for key in ("lora_dropout", "modules_to_save", "target_modules"))
+    assert all(key in named for key in ("lora_dropout 0.0", "modules_to_save", "target_modules", "init_lora_weights"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -33,7 +33,13 @@ from ..loading.completeness import meta_model
 from ..loading.expert_stacks import only_stacks
 from ..loading.find import load_model_config
 from ..loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
-from ..modeling.adapters import INITS_KEEPING_BASE, create_adapter, load_adapter_weights, saved_adapter_config
+from ..modeling.adapters import (
+    INITS_KEEPING_BASE,
+    check_base_weight,
+    create_adapter,
+    load_adapter_weights,
+    saved_adapter_config,
+)
 from ..modeling.architectures import expert_stacks
 from ..utils.errors import CheckpointError
 
@@ -121,7 +127,10 @@ class AdapterLayers:
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self.quantized, self.stacks = _formats(run.origin, run.storage) if run.storage.quantized else ({}, {})
-        with_adapter = trained if folder is None else _with_adapter(model, folder, device)
+        with_adapter, self._base_weights = trained, dict[str, Tensor]()
+        if folder is not None:
+            with_adapter, self._base_weights = _with_adapter(model, folder, device)
+        self._folder = folder
         root = model if with_adapter is None else with_adapter.get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
         self.replaced: dict[str, Tensor] = {}
@@ -142,7 +151,8 @@ class AdapterLayers:
     @property
     def changed(self) -> set[str]:
         """Names of the parameters that the adapter changes."""
-        return self.layers.keys() | self.replaced.keys() | self.experts.keys() | self.routers.keys()
+        changed = self.layers.keys() | self.replaced.keys() | self.experts.keys() | self.routers.keys()
+        return changed | self._base_weights.keys()  # `merged` compares these
 
     def parameter_of(self, key: str) -> tuple[str, bool, Piece | None]:
         """Return the parameter that a checkpoint tensor becomes, as transformers' loader names it.
@@ -166,6 +176,9 @@ class AdapterLayers:
 
         Args:
             weight: the base's values, fp32; may be overwritten.
+
+        Raises:
+            CheckpointError: the adapter's file holds other values for this weight of its base.
         """
         if name in self.replaced:
             return self.replaced[name]
@@ -174,6 +187,10 @@ class AdapterLayers:
         if name in self.routers:
             active: Any = read_adapters(self.routers[name])
             return folded_weight(weight, active)
+        if name in self._base_weights:
+            check_base_weight(weight, self._base_weights[name], f"{self._folder}: {name}")
+        if name not in self.layers:
+            return weight
         layer: Any = self.layers[name]
         linear = layer.get_base_layer()
         without, linear.weight = linear.weight, nn.Parameter(weight, requires_grad=False)
@@ -193,14 +210,14 @@ def _formats(origin: Origin, storage: Storage) -> tuple[dict[str, Format], dict[
     return linears, {name: found[name] for name in quantizer.stacks}
 
 
-def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftModel:
+def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> tuple[PeftModel, dict[str, Tensor]]:
+    """Return the model with the adapter in `folder`, and the base weights in the adapter's file."""
     lora: Any = saved_adapter_config(folder)
     _check_mergeable(lora, folder)
     lora.inference_mode, lora.init_lora_weights = False, False
     peft_model = create_adapter(model, lora, folder, autocast=False)
     _materialize(peft_model, device)
-    load_adapter_weights(peft_model, folder)
-    return peft_model
+    return peft_model, load_adapter_weights(peft_model, folder)
 
 
 def _check_mergeable(lora: Any, folder: Path) -> None:

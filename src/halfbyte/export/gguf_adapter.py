@@ -94,6 +94,9 @@ def _tensors(config: RunKeys, folder: Path) -> tuple[float, dict[str, torch.Tens
         if not layer.lora_A or layer.use_dora.get("default"):
             what = "DoRA" if layer.lora_A else "an adapter of the embedding"
             raise CheckpointError(f"{folder}: {parameter}: --lora cannot apply {what}", "export the merged model")
+        if parameter in adapter.tied:  # the base's file has no tensor of this name
+            what = f"an adapter of {parameter}, which is the base's {adapter.tied[parameter]}"
+            raise CheckpointError(f"{folder}: --lora cannot apply {what}", "export the merged model")
         name = layout.name(parameter)
         a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
         found[f"{name}.lora_a"] = layout.columns_in_file(name, a)

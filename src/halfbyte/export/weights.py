@@ -168,15 +168,13 @@ class MergedWeights:
         return bool(source.parts) and parameter in self.adapter.transposed and source.shape == (shape[0], *shape[:0:-1])
 
     def _untie(self, parameter: str, tied_to: str) -> None:
-        """Give both parameters their own tensor, made from the one in the base."""
+        """Give both parameters their own tensor; one that the base lacks is made from the other."""
         outputs = {output.parameter: output for output in self.outputs}
         stored = outputs.get(tied_to) or outputs.get(parameter)
         if stored is None:
             return  # `_check` raises for the missing tensor
         self.untied = True
-        for name in {parameter, tied_to} - {stored.parameter}:
-            for shard in self.shards.values():
-                shard[:] = [output for output in shard if output.parameter != name]
+        for name in {parameter, tied_to} - outputs.keys():  # transformers reads a stored head that differs, too
             self._add(name, stored.source, name)
 
     def _check(self) -> None:

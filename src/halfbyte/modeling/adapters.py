@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
+from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from safetensors.torch import save_file
 from torch import nn
@@ -45,7 +47,15 @@ from ..layers.router_adapters import name_routers
 from ..qat.model import round_merged
 from ..reading.boundary import answered
 from ..reading.files import same_place
-from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header, read_tensors
+from ..reading.tensors import (
+    ADAPTER,
+    ADAPTER_AGAIN,
+    ADAPTER_CONFIG,
+    read_adapter_config,
+    read_header,
+    read_tensor,
+    read_tensors,
+)
 from ..utils.errors import CheckpointError, ConfigError, ModelError
 from ..utils.notices import notice
 from ..utils.text import brief
@@ -57,11 +67,15 @@ SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # the others only if the run sets the key.
 ALWAYS_REPORTED = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
 SAVED_KEYS = (
-    *ALWAYS_REPORTED, "target_modules", "target_parameters", "modules_to_save", "rank_pattern", "alpha_pattern"
+    *ALWAYS_REPORTED, "target_modules", "target_parameters", "modules_to_save", "rank_pattern", "alpha_pattern",
+    "init_lora_weights",
 )  # fmt: skip
 INITS_KEEPING_BASE = (True, False, "gaussian", "orthogonal", "eva")  # do not change the base weights
 RESIZE_BASE = "resize the base with transformers (resize_token_embeddings), save it, and name that folder as its base"
 WRONG_BASE = "the adapter was made for another model: name its own base"
+SAME_ADAPTER = f"copy {ADAPTER_CONFIG} and {ADAPTER} of the same adapter there again"
+PREFIX = "base_model.model."  # of all names in an adapter's file
+ROUNDING_OF_COPIES = 2**-7  # relative difference of a weight in bfloat16 and its copy in another dtype
 
 
 def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | None = None) -> PeftModel:
@@ -219,7 +233,8 @@ def reads_base_weights(adapter: Adapter) -> bool:
 
 def _sorted_names(value: Any) -> Any:
     """Return names as a sorted list, and an empty collection as None."""
-    return (sorted(value) if isinstance(value, set | list | tuple) else value) or None
+    names = sorted(value) if isinstance(value, set | list | tuple) else value
+    return None if isinstance(names, list | dict) and not names else names
 
 
 def _report_saved_settings(lora: PeftConfig, adapter: Adapter) -> None:
@@ -332,7 +347,41 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
             f"{folder / ADAPTER_CONFIG} has a rank of {rank}, and no tensor in {ADAPTER} of it", ADAPTER_AGAIN
         )
     with answered(f"cannot read {folder / ADAPTER_CONFIG}", ADAPTER_AGAIN):
-        return PeftConfig.from_pretrained(str(folder))
+        lora = PeftConfig.from_pretrained(str(folder))
+    for key in header:
+        if (reason := _contradiction(lora, key, header)) is not None:
+            raise CheckpointError(f"{folder / ADAPTER}: {key} contradicts {ADAPTER_CONFIG}: {reason}", SAME_ADAPTER)
+    return lora
+
+
+FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?")
+
+
+def _contradiction(lora: Any, key: str, header: Mapping[str, dict[str, Any]]) -> str | None:
+    """Return why a tensor of an adapter's file cannot belong to the adapter that its config describes.
+
+    Args:
+        header: of the file.
+    """
+    if (match := FACTOR.fullmatch(key)) is None:
+        return None
+    module, factor = match["module"].removeprefix(PREFIX), match["factor"]
+    if factor == "magnitude_vector":
+        return None if lora.use_dora else "use_dora is false"
+    side = factor[-1]
+    other = f"{key[: match.end('factor') - 1]}{'AB'[side == 'A']}{key[match.end('factor') :]}"
+    if other not in header:
+        return f"{other} is missing"
+    rank = lora.rank_pattern.get(get_pattern_key(lora.rank_pattern.keys(), module), lora.r)
+    saved = header[key]["shape"][side == "B"]
+    if saved % rank or (saved != rank and not lora.target_parameters):  # experts have a rank each
+        return f"it has a rank of {saved}, not {rank}"
+    targets = lora.target_modules
+    if lora.target_parameters or isinstance(targets, str) or not targets:
+        return None
+    if any(named_by(module, target) for target in targets):
+        return None
+    return f"target_modules names {brief(sorted(targets))}"
 
 
 def create_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "default", *, autocast: bool) -> PeftModel:
@@ -357,7 +406,7 @@ def create_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defa
 
 def load_adapter_weights(
     model: PeftModel, folder: Path, name: str = "default", skip: Callable[[str], bool] | None = None
-) -> None:
+) -> dict[str, torch.Tensor]:
     """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype.
 
     For an adapter on the meta device, only names and shapes are compared.
@@ -365,35 +414,56 @@ def load_adapter_weights(
     Args:
         skip: returns whether a tensor, named as in the file, belongs to a layer of another process.
 
+    Returns:
+        The base weights that the file has in addition, by the names of the base's parameters.
+
     Raises:
         CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected, misshapen, NaN or
-            infinite.
+            infinite; or a base weight in it differs from the model's.
     """
     path = folder / ADAPTER
-    own = dict(model.named_parameters(remove_duplicate=False))  # a state dict would also hold the base's tensors
+    own = dict(model.named_parameters(remove_duplicate=False))  # a state dict would also have the base's tensors
     expected = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
     if skip is not None:
         tensors = {key: tensor for key, tensor in tensors.items() if not skip(key)}
-    if tensors.keys() - expected.keys():
-        _drop_base_embeddings(model, name, tensors, expected.keys())
-    held = tensors if tensors.keys() == expected.keys() else _convert_names(model, name, tensors, path)
-    for key, tensor in expected.items():
-        if key not in held:
-            raise CheckpointError(f"{path} lacks the tensor {key}", WRONG_BASE)
-        if held[key].shape != tensor.shape:
-            more = held[key].shape[:1] > tensor.shape[:1] and held[key].shape[1:] == tensor.shape[1:]
-            vocabulary = more and "lora_" not in key and tensor.shape[0] == _vocabulary_size(model)
-            added = f"the adapter adds {held[key].shape[0] - tensor.shape[0]} tokens: {RESIZE_BASE}"
-            raise CheckpointError(
-                f"{path}: {key} has shape {tuple(held[key].shape)}, this model needs {tuple(tensor.shape)}",
-                added if vocabulary else WRONG_BASE,
-            )
-    if unexpected := sorted(held.keys() - expected.keys()):
-        raise CheckpointError(f"{path} holds {unexpected[0]}, which this model has no place for", WRONG_BASE)
+    tensors, copies = _split_base_weights(model, tensors, expected, path)
+    held = tensors
+    if tensors.keys() != expected.keys():
+        held, renamed = _split_base_weights(model, _convert_names(model, name, tensors, path), expected, path)
+        copies |= renamed
+    _check_weights(model, held, expected, path)
     if not all(tensor.is_meta for tensor in expected.values()):
         set_peft_model_state_dict(model, tensors, name)
+    return copies
+
+
+def _check_weights(
+    model: PeftModel, held: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], path: Path
+) -> None:
+    """Raise a CheckpointError unless the tensors of an adapter's file have the names and shapes that a model needs."""
+    for key, tensor in expected.items():
+        if key not in held:
+            suffix = ".".join(key.removeprefix(PREFIX).split(".")[-3:])  # v_proj.lora_A.weight
+            if any(name.endswith(suffix) for name in held):  # of other layers
+                raise CheckpointError(f"{path} lacks the tensor {key}", WRONG_BASE)
+            raise CheckpointError(f"{path} has no {suffix}, which {ADAPTER_CONFIG} asks for", SAME_ADAPTER)
+        if held[key].shape != tensor.shape:
+            raise _wrong_shape(model, key, held[key].shape, tensor.shape, path)
+    for key in sorted(held.keys() - expected.keys()):
+        module = key.partition(".lora_")[0]
+        if any(name.startswith(f"{module}.") for name, _ in model.named_parameters(remove_duplicate=False)):
+            raise CheckpointError(f"{path} holds {key}, which {ADAPTER_CONFIG} does not ask for", SAME_ADAPTER)
+        raise CheckpointError(f"{path} holds {key}, which this model has no place for", WRONG_BASE)
+
+
+def _wrong_shape(model: PeftModel, key: str, saved: torch.Size, needed: torch.Size, path: Path) -> CheckpointError:
+    """Return the error about a tensor whose shape in an adapter's file is not the model's."""
+    grown = saved[:1] > needed[:1] and saved[1:] == needed[1:]
+    vocabulary = grown and "lora_" not in key and needed[0] == _vocabulary_size(model)
+    added = f"the adapter adds {saved[0] - needed[0]} tokens: {RESIZE_BASE}" if vocabulary else WRONG_BASE
+    return CheckpointError(f"{path}: {key} has shape {tuple(saved)}, this model needs {tuple(needed)}", added)
 
 
 def _vocabulary_size(model: Any) -> int:
@@ -411,16 +481,20 @@ def resize_vocabulary(model: Any, folder: Path) -> None:
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     own = base.get_input_embeddings()
     names = [name.rpartition(".")[2] for name, module in base.named_modules() if module is own]
+    header = read_header(folder / ADAPTER, ADAPTER_AGAIN)
     saved = (
         entry["shape"][0]
-        for key, entry in read_header(folder / ADAPTER, ADAPTER_AGAIN).items()
-        if any(key.endswith(f".{name}.weight") for name in names)
+        for key, entry in header.items()
+        if any(key.replace(".base_layer.", ".").endswith(f".{name}.weight") for name in names)
     )
-    if (wanted := max(saved, default=0)) > rows:
-        base.resize_token_embeddings(wanted, mean_resizing=False)
-        notice(
-            f"grown {folder}", f"the adapter in {folder} adds {wanted - rows} tokens: resizing the base's embeddings"
-        )
+    if (wanted := max(saved, default=0)) <= rows:
+        return
+    base.resize_token_embeddings(wanted, mean_resizing=False)
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        for key in (f"{PREFIX}{name}", f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight"):
+            if key in header and parameter.shape[0] == wanted and type(parameter.data) is torch.Tensor:
+                parameter.data[rows:] = read_tensor(folder / ADAPTER, key)[rows:].to(parameter)
+    notice(f"grown {folder}", f"the adapter in {folder} adds {wanted - rows} tokens: resizing the base's embeddings")
 
 
 def _convert_names(
@@ -476,22 +550,52 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _drop_base_embeddings(model: PeftModel, name: str, tensors: dict[str, torch.Tensor], own: Set[str]) -> None:
-    """Drop embeddings and heads that PEFT saves next to an adapter of them and does not load.
+def _split_base_weights(
+    model: PeftModel, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], path: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Split the tensors of an adapter's file into the adapter and base weights that PEFT saves next to some adapters.
 
-    These are copies of the base's own tensors, which `model` has. If the vocabulary has grown, they also include parts
-    of the wrapper around a module of `modules_to_save`, whose full tensor is saved as well.
+    PEFT adds the embedding and the head if they have an adapter, or if the vocabulary has grown. Of a module of
+    `modules_to_save` it then also saves the parts of its wrapper.
+
+    Args:
+        expected: the adapter's tensors, by their names in the file.
+
+    Returns:
+        The adapter's tensors by their names in the file, and the base weights by the names of the base's parameters.
+
+    Raises:
+        CheckpointError: a base weight in the file differs from the model's own. On the meta device only shapes are
+            compared.
     """
-    for key in sorted(tensors.keys() - own):
+    own = dict(model.named_parameters(remove_duplicate=False))
+    adapter, copies = dict(tensors), {}
+    for key in sorted(tensors.keys() - expected.keys()):
         full = key.replace(".modules_to_save.", ".").replace(".original_module.", ".")
-        if full != key and full in own:
-            del tensors[key]
-    bases = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=True)
-    for key in (tensors.keys() & bases.keys()) - own:
-        base = bases[key]
-        plain = type(base) is torch.Tensor and base.shape == tensors[key].shape and not base.is_meta
-        if plain and torch.equal(tensors[key].to(base), base):
-            del tensors[key]
+        if full != key and full in expected:
+            del adapter[key]
+        elif key in own:
+            if own[key].shape != tensors[key].shape:
+                raise _wrong_shape(model, key, tensors[key].shape, own[key].shape, path)
+            check_base_weight(own[key], tensors[key], f"{path}: {key}")
+            copies[key.removeprefix(PREFIX).replace(".base_layer.", ".")] = adapter.pop(key)
+    return adapter, copies
+
+
+def check_base_weight(base: torch.Tensor, copy: torch.Tensor, name: str) -> None:
+    """Check that the copy of a base weight that an adapter's file has is the base's, up to rounding to 16 bits.
+
+    A base without plain values passes: on the meta device, quantized, or sharded.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if base.is_meta or type(base.data) is not torch.Tensor:
+        return
+    values = base.detach().float()
+    if not (copy.to(base.device).float() - values).norm() <= ROUNDING_OF_COPIES * values.norm():
+        wrong = f"{name} differs from the weight of this base, and modules_to_save of {ADAPTER_CONFIG} does not name it"
+        raise CheckpointError(wrong, f"name the adapter's own base, or {SAME_ADAPTER}")
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:

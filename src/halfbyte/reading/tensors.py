@@ -157,7 +157,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{pickled} is a pickle, which could run code and is not read", fix)
     for keys, (sound, kind) in ADAPTER_KINDS.items():
         for key in keys:
-            if document.get(key) is not None and not sound(document[key]):
+            if key in document and not sound(document[key]) and (document[key] is not None or key in NOT_NULL):
                 raise CheckpointError(f"{path}: {key} must be {kind}, not {document[key]!r:.80}", ADAPTER_AGAIN)
     return document
 
@@ -178,6 +178,7 @@ def _mapping_to(sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(sound, value.values()))
 
 
+NOT_NULL = ("r", "lora_alpha", "lora_dropout")  # in adapter_config.json; PEFT computes with them
 ADAPTER_KINDS: dict[tuple[str, ...], tuple[Callable[[Any], bool], str]] = {
     ("r",): (_rank, f"a whole number from 1 to {MOST_RANKS}"),
     ("lora_alpha", "lora_dropout"): (_number, "a number"),

@@ -66,7 +66,8 @@ def load_weights(model: Any, folder: Path, skip: Callable[[str], bool] | None = 
         CheckpointError: they cannot be read, or are another model's.
     """
     if isinstance(model, PeftModel):
-        return load_adapter_weights(model, folder, skip=skip)
+        load_adapter_weights(model, folder, skip=skip)
+        return
     with loading(folder):
         own = model.state_dict()
         for name, tensor in saved_weights(model, folder):
