@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...ops import chunk_scan as reference
 from ...ops.chunk_scan import CHUNK, ScanGradients
+from ..device import device_of
 from ..tiling import ceil_div, power_of_2
 from .launch import Launcher
 
@@ -245,7 +246,9 @@ def _by_token(x: Tensor) -> tuple[Tensor, int]:
 
 def _blocks(size: int, width: int) -> tuple[int, int]:
     """SIZE and WIDTH of a kernel: powers of two, at least 16."""
-    return min(STATE_BLOCK, max(power_of_2(size), 16)), max(power_of_2(width), 16)
+    wide = max(power_of_2(width), 16)
+    most = STATE_BLOCK if wide <= 64 else STATE_BLOCK // 2  # two tiles of states fit 99 KiB of shared memory
+    return min(most, max(power_of_2(size), 16)), wide
 
 
 def _walk(backward: bool, x: Tensor, factors: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,6 +269,9 @@ def obstacle(x: Tensor, *_: object) -> str | None:
     """Return why the kernels do not take x [R, T, H, P], or None."""
     if x.element_size() != 2:
         return "takes 16-bit values: without tensor cores, cuBLAS is faster and Triton compiles for minutes"
+    device = device_of(x)
+    if device.kind == "cuda" and not device.at_least((8, 0)):
+        return "spills registers on Turing"
     return f"takes heads of up to {WIDEST}" if x.shape[3] > WIDEST else None
 
 
