@@ -39,7 +39,8 @@ def on_gpu(name: str) -> SimpleNamespace:
     return SimpleNamespace(**{key: op.on("cuda") for key, op in vars(module).items() if isinstance(op, Op)})
 
 
-attention, bitplane, blockwise4, causal_conv = map(on_gpu, ("attention", "bitplane", "blockwise4", "causal_conv"))
+attention, bitplane, blockwise4, blockwise_cuda = map(on_gpu, ("attention", "bitplane", "blockwise4", "blockwise_cuda"))
+causal_conv = on_gpu("causal_conv")
 losses, decode_attention, decode_layers, delta_net = map(
     on_gpu, ("cross_entropy", "decode_attention", "decode_layers", "delta_net")
 )
@@ -346,6 +347,8 @@ def format_cases() -> Iterator[Case]:
             for transposed in (False, True):
                 float8.float8_of_blockwise4(*weight, (rows, columns), empty(), transposed)
             blockwise4.quantize_blockwise4(empty(rows, columns, dtype=dtype), blocksize, "nf4")
+            blockwise_cuda.quantize_blockwise4_cuda(empty(rows, columns, dtype=dtype), blocksize, "fp4")
+            blockwise_cuda.approximate_reciprocal(empty(rows))
 
         yield Case(f"4-bit weights in blocks of {blocksize}", four, dtype, often)
     for dtype, bits, affine, width in apart(WIDTHS, (4, 2, 3, 5), (True, False), (columns, columns - 8)):

@@ -82,7 +82,7 @@ def test_diagnostics_print_the_environment(module):
     arguments = ("-m", module) if module == "bitsandbytes" else ("-m", "timeit", "-n1", "-r1", program)
     done = run("-m", "halfbyte.bitsandbytes", *arguments)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == run("-m", "halfbyte", "env").stdout
+    assert "0.50.2+halfbyte" in done.stdout
 
 
 def test_script_and_module_run_under_install(tmp_path):

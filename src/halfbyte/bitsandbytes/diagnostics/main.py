@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from ...cli import main as command_line
 
 
 def main() -> None:
-    """Print `halfbyte env`, and exit."""
+    """Print `halfbyte env`."""
     sys.argv = ["halfbyte", "env"]
-    command_line()
+    with contextlib.suppress(SystemExit):  # the end of the command
+        command_line()
 
 
 show_environment = main
