@@ -291,6 +291,7 @@ class FusedOptimizer(Optimizer):
         clipped, self.clipping.gradients = self.clipping.gradients, None
         values = values or self.whole.now()
         if clipped is None:
+            factor = None  # no clip, or its gradients are multiplied already
             self.whole.read(values)
         elif not clipped.are(values):
             factor, values = clip_unchanged(clipped, factor, values, is_compiled)

@@ -38,7 +38,7 @@ FIRST_ELEMENT = "first_element"  # attribute of a slice of a parameter: number o
 CORRECTION = "correction"  # key of the bits of a weight that its bf16 does not hold
 CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
 
-DTYPE, LAYOUT, DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
+DTYPE, LAYOUT, DEVICE, SHAPE = map(attrgetter, ("dtype", "layout", "device", "shape"))
 
 Place = tuple[int, int, Tensor]  # number of the parameter's group, index in the group, parameter
 
@@ -135,6 +135,7 @@ class Part:
         self.reads, self.in_place, self.tensors = 0, False, Tensors([], [])
         self._traits: list[Any] = []
         self._kinds: list[Any] = []
+        self._shapes: list[torch.Size] = []
 
     def places(self) -> Iterator[Place]:
         """The parameters, in the order of the groups."""
@@ -168,17 +169,19 @@ class Part:
         weights, gradients = values or Values.of(parameters)
         present = [each for each in gradients if each is not None]
         traits = _traits(parameters, weights, gradients, present)
-        tensors, same = None, False
-        if traits == self._traits and self.in_place:
-            tensors = Tensors.of(weights, gradients)
-            same = tensors == self.tensors and all(map(Tensor.is_contiguous, [*weights, *present]))
+        tensors = Tensors.of(weights, gradients)
+        same = traits == self._traits and self.in_place and tensors == self.tensors
+        same = same and all(map(Tensor.is_contiguous, [*weights, *present]))
         kinds = self._kinds
         if not same:
             kinds = [*traits, *map(LAYOUT, present), *map(DEVICE, weights), *map(DEVICE, present)]
             kinds += map(Tensor.numel, present)
+            if tensors.weights != self.tensors.weights:
+                self._shapes = [*map(SHAPE, weights)]
+            kinds += self._shapes
             if kinds != self._kinds:
                 self.batches = self._divide([*self.places()], weights, gradients)
-        self.tensors = tensors or Tensors.of(weights, gradients)
+        self.tensors = tensors
         for batch in self.batches:
             batch.read(weights, gradients, same)
         if same:
