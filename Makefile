@@ -36,7 +36,7 @@ long-tests: $(VENV)/installed-dev
 
 # The suite as older CPUs would run it, one variant after the other (tests/helpers/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint
-	$(BIN)/python -m tests.helpers.cpus $(CPUS)
+	$(BIN)/python -m tests.helpers.cpus $(CPUS) $(if $(TURN),-- --turn $(TURN))
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup

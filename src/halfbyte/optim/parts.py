@@ -88,33 +88,6 @@ class Tensors(NamedTuple):
         return cls([*map(Tensor.data_ptr, weights)], addresses)
 
 
-class ClippedGradients:
-    """Gradients that `FusedOptimizer.clip` has read, to find those that have changed before the step.
-
-    A gradient has changed if its address or version is another one. The references keep addresses from being used
-    again; the Python objects are not compared, since in a compiled graph two of them may be one tensor.
-
-    Args:
-        gradients: of all parameters.
-        tensors: addresses of the weights and of these gradients.
-    """
-
-    def __init__(self, gradients: Sequence[Tensor | None], tensors: Tensors):
-        self.gradients, self.tensors = gradients, tensors
-        self._versions = versions_of(gradients)
-
-    def are(self, values: Values) -> bool:
-        """Whether `values` are the same gradients, unchanged, of weights at the same addresses."""
-        return versions_of(values.gradients) == self._versions and Tensors.of(*values) == self.tensors
-
-    def unchanged(self, gradients: Sequence[Tensor | None]) -> list[int]:
-        """Return the positions of the gradients that were read and have not changed."""
-        addresses = Tensors.of((), gradients).gradients
-        now = [*zip(addresses, versions_of(gradients), strict=True)]
-        read = [*zip(self.tensors.gradients, self._versions, strict=True)]
-        return [at for at, (one, other) in enumerate(zip(now, read, strict=False)) if one == other and one[1] >= 0]
-
-
 class Part:
     """Parameters that are stepped together.
 
@@ -605,14 +578,6 @@ def _traits(
     """
     numbers = [*map(id, parameters), *map(Tensor.numel, weights), *map(is_, gradients, itertools.repeat(None))]
     return [*numbers, *map(DTYPE, weights), *map(DTYPE, present)]
-
-
-def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return how often each tensor was changed in place; -1 for None."""
-    try:
-        return [-1 if each is None else each._version for each in tensors]
-    except RuntimeError:  # a tensor of torch's inference mode, which has no version
-        return [-1 if each is None else 0 if each.is_inference() else each._version for each in tensors]
 
 
 def local_of(tensor: Tensor) -> Tensor:
