@@ -36,7 +36,7 @@ long-tests: $(VENV)/installed-dev
 
 # The suite as older CPUs would run it, one variant after the other (tests/helpers/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint
-	$(BIN)/python -m tests.helpers.cpus $(CPUS)
+	$(BIN)/python -m tests.helpers.cpus $(CPUS) $(if $(TURN),-- --turn $(TURN))
 
 # The suite with the oldest and the newest packages that pyproject.toml allows, in environments of their own, one after
 # the other (tests/helpers/versions.py); ENDS=oldest chooses; CONTRIBUTING.md

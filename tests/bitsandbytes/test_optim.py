@@ -277,6 +277,18 @@ def test_overrides_are_read_before_a_clip_creates_state(manager):
     assert optimizer.state[embedding.weight]["state1"].dtype == torch.float32
 
 
+def test_an_override_after_a_clip_does_not_clip_twice(manager):
+    weights = [nn.Parameter(torch.zeros(10)) for _ in range(2)]
+    optimizer = bnb.optim.SGD(weights, 1.0, 0.9)
+    for weight in weights:
+        weight.grad = torch.ones(10)
+    norm = optimizer.clip(1.0)
+    manager.override_config(weights[0], "lr", 0.5)
+    optimizer.step()
+    torch.testing.assert_close(weights[0].detach(), torch.full((10,), -0.5 / norm.item()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(weights[1].detach(), torch.full((10,), -1 / norm.item()), rtol=1e-5, atol=0)
+
+
 def test_saved_state_keeps_its_layout(manager):
     """bitsandbytes takes a state's layout from the file, also where an override of the first run is not known yet."""
     weights, saved = trained("AdamW", bnb)

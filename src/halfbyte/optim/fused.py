@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +24,7 @@ from ..ops.codebooks import dynamic_map
 from ..ops.optimizer import RULES, TRUSTS
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
-from ..utils.notices import notice
+from .clipping import ClippedGradients, Clipping, clip_unchanged, multiply
 from .compiled import opaque_clip, opaque_step, register
 from .offload import Windows
 from .parts import (
@@ -33,7 +32,6 @@ from .parts import (
     CORRECTIONS,
     BackwardUpdates,
     Batch,
-    ClippedGradients,
     Part,
     Values,
     check_places,
@@ -65,19 +63,6 @@ UNSUPPORTED = (
 
 # names of the states of all rules and of torch's optimizers, and of the surplus ones of `_from_bitsandbytes`
 STATES = {name for row in RULES.values() for name in row.states} | {"max_exp_avg_sq", "grad_avg", "state2", "state3"}
-
-
-@dataclass
-class Clipping:
-    """Result of `clip` for the next step, in an object: torch.compile ignores assignments to an optimizer's attributes.
-
-    Attributes:
-        factor: fp32 []: of the gradients; None: 1.
-        gradients: those that the factor belongs to; None: none.
-    """
-
-    factor: Tensor | None = None
-    gradients: ClippedGradients | None = None
 
 
 class FusedOptimizer(Optimizer):
@@ -291,6 +276,7 @@ class FusedOptimizer(Optimizer):
         clipped, self.clipping.gradients = self.clipping.gradients, None
         values = values or self.whole.now()
         if clipped is None:
+            factor = None  # no clip, or its gradients are multiplied already
             self.whole.read(values)
         elif not clipped.are(values):
             factor, values = clip_unchanged(clipped, factor, values, is_compiled)
@@ -546,47 +532,6 @@ class FusedOptimizer(Optimizer):
                     raise CheckpointError(wrong, f"resume with the model that saved it: {[*local.shape]}")
                 state[CORRECTION].copy_(saved[CORRECTION])
         return state
-
-
-def clip_unchanged(
-    clipped: ClippedGradients, factor: Tensor | None, values: Values, is_compiled: bool
-) -> tuple[Tensor | None, Values]:
-    """Return the factor that a step multiplies all gradients by, and the weights and gradients that it takes.
-
-    If all gradients are among those that `clip` has read, the factor is theirs. Otherwise these are multiplied here,
-    in place or, in a compiled graph, as copies.
-
-    Args:
-        factor: of the gradients that `clip` has read.
-        values: weights and gradients of this step.
-    """
-    weights, gradients = values
-    unchanged = clipped.unchanged(gradients)
-    others = {at for at, gradient in enumerate(gradients) if gradient is not None} - {*unchanged}
-    if factor is None or not others:
-        return factor, values
-    former = {*map(id, clipped.gradients)} - {id(None)}
-    if not is_compiled and any(id(gradients[at]) in former for at in others):
-        notice(
-            "changed-after-clip",
-            "gradients were changed in place between clip() and step(): they are stepped as they are now, unclipped."
-            " Call clip() after the last change",
-        )
-    if is_compiled:
-        chosen = {*unchanged}
-        gradients = [each.clone() if each is not None and at in chosen else each for at, each in enumerate(gradients)]
-    multiply([gradients[at] for at in unchanged], factor)
-    return None, Values(weights, gradients)
-
-
-def multiply(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Multiply gradients by a factor, in place."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient is not None:
-            by_device.setdefault(gradient.device, []).append(local_of(gradient))
-    for device, some in by_device.items():
-        torch._foreach_mul_(some, factor.to(device))
 
 
 def unsupported(optimizer: Optimizer, key: str, value: Any) -> ConfigError:

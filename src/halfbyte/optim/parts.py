@@ -38,7 +38,7 @@ FIRST_ELEMENT = "first_element"  # attribute of a slice of a parameter: number o
 CORRECTION = "correction"  # key of the bits of a weight that its bf16 does not hold
 CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
 
-DTYPE, LAYOUT, DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
+DTYPE, LAYOUT, DEVICE, SHAPE = map(attrgetter, ("dtype", "layout", "device", "shape"))
 
 Place = tuple[int, int, Tensor]  # number of the parameter's group, index in the group, parameter
 
@@ -88,33 +88,6 @@ class Tensors(NamedTuple):
         return cls([*map(Tensor.data_ptr, weights)], addresses)
 
 
-class ClippedGradients:
-    """Gradients that `FusedOptimizer.clip` has read, to find those that have changed before the step.
-
-    A gradient has changed if its address or version is another one. The references keep addresses from being used
-    again; the Python objects are not compared, since in a compiled graph two of them may be one tensor.
-
-    Args:
-        gradients: of all parameters.
-        tensors: addresses of the weights and of these gradients.
-    """
-
-    def __init__(self, gradients: Sequence[Tensor | None], tensors: Tensors):
-        self.gradients, self.tensors = gradients, tensors
-        self._versions = versions_of(gradients)
-
-    def are(self, values: Values) -> bool:
-        """Whether `values` are the same gradients, unchanged, of weights at the same addresses."""
-        return versions_of(values.gradients) == self._versions and Tensors.of(*values) == self.tensors
-
-    def unchanged(self, gradients: Sequence[Tensor | None]) -> list[int]:
-        """Return the positions of the gradients that were read and have not changed."""
-        addresses = Tensors.of((), gradients).gradients
-        now = [*zip(addresses, versions_of(gradients), strict=True)]
-        read = [*zip(self.tensors.gradients, self._versions, strict=True)]
-        return [at for at, (one, other) in enumerate(zip(now, read, strict=False)) if one == other and one[1] >= 0]
-
-
 class Part:
     """Parameters that are stepped together.
 
@@ -135,6 +108,7 @@ class Part:
         self.reads, self.in_place, self.tensors = 0, False, Tensors([], [])
         self._traits: list[Any] = []
         self._kinds: list[Any] = []
+        self._shapes: list[torch.Size] = []
 
     def places(self) -> Iterator[Place]:
         """The parameters, in the order of the groups."""
@@ -168,17 +142,19 @@ class Part:
         weights, gradients = values or Values.of(parameters)
         present = [each for each in gradients if each is not None]
         traits = _traits(parameters, weights, gradients, present)
-        tensors, same = None, False
-        if traits == self._traits and self.in_place:
-            tensors = Tensors.of(weights, gradients)
-            same = tensors == self.tensors and all(map(Tensor.is_contiguous, [*weights, *present]))
+        tensors = Tensors.of(weights, gradients)
+        same = traits == self._traits and self.in_place and tensors == self.tensors
+        same = same and all(map(Tensor.is_contiguous, [*weights, *present]))
         kinds = self._kinds
         if not same:
             kinds = [*traits, *map(LAYOUT, present), *map(DEVICE, weights), *map(DEVICE, present)]
             kinds += map(Tensor.numel, present)
+            if tensors.weights != self.tensors.weights:
+                self._shapes = [*map(SHAPE, weights)]
+            kinds += self._shapes
             if kinds != self._kinds:
                 self.batches = self._divide([*self.places()], weights, gradients)
-        self.tensors = tensors or Tensors.of(weights, gradients)
+        self.tensors = tensors
         for batch in self.batches:
             batch.read(weights, gradients, same)
         if same:
@@ -602,14 +578,6 @@ def _traits(
     """
     numbers = [*map(id, parameters), *map(Tensor.numel, weights), *map(is_, gradients, itertools.repeat(None))]
     return [*numbers, *map(DTYPE, weights), *map(DTYPE, present)]
-
-
-def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return how often each tensor was changed in place; -1 for None."""
-    try:
-        return [-1 if each is None else each._version for each in tensors]
-    except RuntimeError:  # a tensor of torch's inference mode, which has no version
-        return [-1 if each is None else 0 if each.is_inference() else each._version for each in tensors]
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -411,6 +411,7 @@ class Optimizer8bit(FusedOptimizer):
         return {}
 
     args: Any
+    optimizer_name: str
 
 
 def check_options(options: dict[str, Any]) -> dict[str, Any]:
