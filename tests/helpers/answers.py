@@ -14,6 +14,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from halfbyte.generation import Rollouts, Sampling, forget, generate
@@ -68,6 +69,7 @@ KINDS = "none", "linears", "norms", "embedding", "saved embedding", "tokens", "r
 
 def adapted(kind: str, base: Any) -> Any:
     """Return the model with two random adapters, "first" and "second", of which the first is active; or None."""
+    base.generation_config = GenerationConfig()  # e.g. BART's forces a token, which halfbyte reports and leaves out
     if kind == "none":
         return base
     config = config_of(kind, base)

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..utils.errors import ModelError
 
-# Kinds whose layers need arguments or forwards of PEFT's model around them.
-OUTSIDE_KINDS = "POLY", "SHADOW", "XLORA"
+# Kinds whose modules compute with the adapter whatever is active, or by the forward of PEFT's model around them.
+REPLACING_KINDS = "ADAPTION_PROMPT", "SHADOW", "XLORA"
 
 
 class Unsupported(Exception):
@@ -73,21 +73,29 @@ def active_adapter(model: Any) -> str | None:
     return active[0] if active else None
 
 
-def check_kind(model: Any, name: str) -> None:
-    """Raise unless the layers of the model, which generation calls, compute all that the adapter changes.
+def check_kinds(model: Any, adapters: Sequence[str | None]) -> None:
+    """Raise unless the layers of the model, which generation calls, compute all that these adapters change.
 
     Raises:
-        ModelError: the adapter acts outside of the model's layers, e.g. prompt tuning or X-LoRA.
+        ModelError: an adapter acts outside of the model's layers, e.g. prompt tuning or X-LoRA.
     """
-    config = model.peft_config[name]
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if getattr(config, "alora_invocation_tokens", None):
-        reason = "is an activated LoRA, which begins in the middle of a prompt"
-    elif kind in OUTSIDE_KINDS or not any(_holds(layer, name) for layer in adapter_layers(model)):
-        reason = f"is of the kind {kind}, which acts outside of the model's layers"
-    else:
-        return
-    raise ModelError(f"adapter {name!r} {reason}; halfbyte cannot generate with it", "use PEFT's model.generate")
+    layers = adapter_layers(model)
+    for name in adapter_names(model):
+        config = model.peft_config[name]
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind in REPLACING_KINDS:
+            reason = f"is of the kind {kind}, which replaces parts of the model"
+        elif name not in adapters:
+            continue
+        elif kind == "POLY":
+            reason = "is of the kind POLY, which needs task ids"
+        elif getattr(config, "alora_invocation_tokens", None):
+            reason = "is an activated LoRA, which begins in the middle of a prompt"
+        elif not any(_holds(layer, name) for layer in layers):
+            reason = f"is of the kind {kind}, which acts outside of the model's layers"
+        else:
+            continue
+        raise ModelError(f"adapter {name!r} {reason}; halfbyte cannot generate with it", "use PEFT's model.generate")
 
 
 def module_of(module: Any, adapters: Sequence[str | None]) -> Any:

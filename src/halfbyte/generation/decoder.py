@@ -316,6 +316,9 @@ def _views(causal: Any, adapters: Sequence[str | None]) -> list[LayerView]:
             raise Unsupported(f"its RoPE ({rope['rope_type']}) changes with the length")
     if any(is_tensor_parallel(view.attention_half.inner) for view in views):
         raise Unsupported("its layers are split by tensor parallelism")
+    indices = [getattr(view.attention_half.inner, "layer_idx", number) for number, view in enumerate(views)]
+    if len(set(indices)) < len(indices):
+        raise Unsupported("several of its layers have one place in the cache (layer_idx)")
     return [_of_adapters(view, adapters) for view in views]
 
 

@@ -16,6 +16,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -52,7 +53,10 @@ class DenseMLP:
     """The MLP of a layer without experts."""
 
     def __init__(self, mlp: MLP, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
-        self.view = mlp if mlp.act is None else replace(mlp, act=module_of(mlp.act, adapters))
+        act = module_of(mlp.act, adapters)
+        if mlp.gated and act is not None and type(act) is not type(ACT2FN[mlp.activation_name]):
+            raise Unsupported(f"its activation is a {type(act).__name__}, and the config names {mlp.activation_name}")
+        self.view = replace(mlp, act=act)
         self.gate_up = Linears(mlp.inputs, adapters, dtype, unpacked)
         self.down = Linears([mlp.output], adapters, dtype, unpacked)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import ConfigError, ModelError
-from .adapters import active_adapter, adapter_names, check_kind
+from .adapters import active_adapter, adapter_names, check_kinds
 from .decoder import context_length
 from .engine import CACHES, engine_for, prompt_slots
 from .row_groups import WatchPrompt
@@ -199,10 +199,8 @@ def chosen_adapters(model: Any, adapter: str | Sequence[str | None] | None, rows
     if ACTIVE in wanted and ACTIVE not in known:
         active = active_adapter(model)
         wanted = [active if name == ACTIVE else name for name in wanted]
-    for name in dict.fromkeys(wanted):
-        if name is None:
-            continue
-        if name not in known:
+    for name in wanted:
+        if name is not None and name not in known:
             raise ModelError(f"the model has no adapter {name!r}", f"it has: {', '.join(known) or 'none'}")
-        check_kind(model, name)
+    check_kinds(model, wanted)
     return wanted
