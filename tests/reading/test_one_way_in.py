@@ -14,7 +14,6 @@ OWN = {
     "data/prepare_answers.py": "the rows that it wrote as JSON",
     "bitsandbytes/utils.py": "a dict that it packed into a tensor itself",
     "demo/corpus.py": "Python's own sources, and the package's",
-    "utils/versions.py": "the metadata of installed packages",
     "utils/environment.py": "the package's metadata and the kernel's files",
     "export/shards.py": "writes",
     "export/weights.py": "a copy of a value",
