@@ -25,7 +25,7 @@ from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.run import finetune
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
-from tests.helpers.gguf_models import MODELS, save_model
+from tests.helpers.gguf_models import LLAMA3, LONG, MODELS, ORIGINAL, THETA, save_model
 from tests.helpers.gguf_vocabulary import fixture_texts
 
 SAME = (
@@ -198,6 +198,69 @@ def test_training_merging_and_generating_on_a_gguf_base(tmp_path, llama):
     assert (merged - trained).norm() < 0.05 * trained.norm()
     export_gguf(out, "q8_0", tmp_path / "run.gguf", device="cpu")
     assert load_saved(str(tmp_path / "run.gguf"), ["device=cpu"]).model.config.hidden_size == 64
+
+
+def test_descriptions_and_sampling_defaults_pass_through(tmp_path, llama):
+    """A file's licence and names are in its import's config, and in the file that is exported from there."""
+    folder = shutil.copytree(llama[0], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    described = {"license": "apache-2.0", "basename": "tiny", "size_label": "1K"}
+    (folder / "config.json").write_text(json.dumps(config | {"gguf_general": described}))
+    sampling = {"do_sample": True, "temperature": 0.5, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
+    export_gguf(folder, "f16", tmp_path / "one.gguf", device="cpu")
+    back = import_gguf(tmp_path / "one.gguf", tmp_path / "back")
+    assert json.loads((back / "generation_config.json").read_text()).items() >= sampling.items()
+    export_gguf(back, "f16", tmp_path / "two.gguf", device="cpu")
+    for path in (tmp_path / "one.gguf", tmp_path / "two.gguf"):
+        file = GgufFile(path)
+        assert {key: file.get(f"general.{key}") for key in described} == described
+        assert (file.get("general.sampling.temp"), file.get("general.sampling.top_k")) == (0.5, 20)
+
+
+def test_named_templates_are_read_back(tmp_path, llama):
+    folder = shutil.copytree(llama[0], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    tokenizer.save_pretrained(folder)
+    export_gguf(folder, "f16", tmp_path / "m.gguf", device="cpu")
+    assert GgufFile(tmp_path / "m.gguf").get("tokenizer.chat_templates") == ["rag", "tool_use"]
+    back = AutoTokenizer.from_pretrained(import_gguf(tmp_path / "m.gguf", tmp_path / "back"))
+    assert back.chat_template == tokenizer.chat_template
+    template = tmp_path / "back/chat_template.jinja"  # as a run's adapter names it
+    assert load_tokenizer(str(llama[0]), chat_template_path=str(template)).chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [
+        ("llama", LLAMA3 | {"low_freq_factor": 2.0}),
+        ("llama", LLAMA3 | {"low_freq_factor": 3.9, "original_max_position_embeddings": 50}),
+        ("llama", LONG),
+        ("granite", LLAMA3),
+        ("gpt_oss", ORIGINAL | {"rope_type": "yarn", "factor": 4.0, "truncate": True}),
+        ("gpt_oss", ORIGINAL | {"rope_type": "yarn", "factor": 4.0, "truncate": False}),
+        ("glm4", THETA | {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.5}),
+    ],
+)
+def test_scaled_rope_is_read_back_to_equal_logits(tmp_path, name, rope):
+    model = save_model(tmp_path / "model", name, rope_parameters=rope, max_position_embeddings=1024)
+    export_gguf(tmp_path / "model", "f32", tmp_path / "m.gguf", device="cpu")
+    ids = torch.arange(40, 140)[None]
+    with torch.no_grad():
+        found = plain(import_gguf(tmp_path / "m.gguf", tmp_path / "back"))(ids).logits
+        torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gpt_oss", "qwen2_moe", "olmoe", "minimax_m2"])
+def test_a_graph_without_tied_embeddings_gets_a_head(tmp_path, name):
+    model = save_model(tmp_path / "model", name, tie_word_embeddings=True)
+    export_gguf(tmp_path / "model", "f32", tmp_path / "m.gguf", device="cpu")
+    assert "output.weight" in GgufFile(tmp_path / "m.gguf").tensors
+    ids = torch.arange(40, 80)[None]
+    with torch.no_grad():
+        found = plain(import_gguf(tmp_path / "m.gguf", tmp_path / "back"))(ids).logits
+        torch.testing.assert_close(found, model(ids).logits)
 
 
 def test_a_file_is_unpacked_once_and_again_when_it_changes(tmp_path, llama, monkeypatch):

@@ -4,11 +4,13 @@ import json
 
 import gguf
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from halfbyte.gguf.tokenizer import add_tokenizer, plain_template, pre_tokenizer
+from halfbyte.gguf.file import GgufFile
+from halfbyte.gguf.tokenizer import add_tokenizer, plain_template, pre_tokenizer, read_tokenizer
 from halfbyte.utils.errors import ModelError
+from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.helpers.gguf_models import byte_tokenizer
 from tests.helpers.gguf_vocabulary import SOURCES, write_vocabulary
 
@@ -88,3 +90,41 @@ def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path):
     described["pre_tokenizer"] = {"type": "Whitespace"}
     with pytest.raises(ModelError, match="Whitespace"):
         pre_tokenizer(described)
+
+
+def sentencepiece(scheme):
+    """Pieces with byte fallback; a space is prepended to the "first" word of a text, "always" after special tokens."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"Helo thrusa"]
+    merges = [("▁", "H"), ("▁", "t"), ("▁", "u"), ("l", "l"), ("u", "s")]
+    vocabulary = {piece: at for at, piece in enumerate(dict.fromkeys([*pieces, *("".join(pair) for pair in merges)]))}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "chats", "prefix", "said"),
+    [
+        ("first", ["<s>Hello user</s>there"], False, True),
+        ("first", ["Hello user"], True, True),
+        ("first", [], True, True),
+        ("always", ["<s>Hello user</s>there"], True, False),
+        ("never", ["<s>Hello user</s>there"], False, False),
+    ],
+)
+def test_the_space_prefix_gives_chats_their_trained_tokens(tmp_path, scheme, chats, prefix, said):
+    """Read back by llama.cpp's rule, which the import follows; a notice where that gives some texts other tokens."""
+    reset_notices()
+    tokenizer = sentencepiece(scheme)
+    size = len(tokenizer)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    add_tokenizer(writer, tokenizer, size, [], chats)
+    assert writer.kv_data[0]["tokenizer.ggml.add_space_prefix"].value is prefix
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    back = read_tokenizer(GgufFile(tmp_path / "m.gguf"))
+    for text in chats or ["Hello there"]:
+        assert back.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False), text
+    assert ("gguf-spaces" in notices_so_far()) is said

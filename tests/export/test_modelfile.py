@@ -56,9 +56,12 @@ def test_tools_are_in_the_template_if_the_run_trained_on_them():
     assert section(tools, "SYSTEM") is None
 
 
-def test_a_template_that_does_more_is_named():
+@pytest.mark.parametrize(
+    "template", [COUNTING, "{{ messages }}", "{% for m in messages[1:] %}{{ m.content }}{% endfor %}"]
+)
+def test_a_template_that_does_more_is_named(template):
     reset_notices()
-    assert section(modelfile(["m.gguf"], tokenizer_with(COUNTING), [], 512), "TEMPLATE") is None
+    assert section(modelfile(["m.gguf"], tokenizer_with(template), [], 512), "TEMPLATE") is None
     assert "ollama-template" in notices_so_far()
 
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 
 from ..config import Origin
+from ..gguf.general import add_general
 from ..gguf.graph import checked_family, experts_of
 from ..gguf.hyperparameters import add_hyperparameters, written_keys
 from ..gguf.imatrix import matrix_path, read_importances
@@ -34,6 +35,7 @@ from ..gguf.writer import NewGguf, write_gguf
 from ..loading.checkpoint import BaseCheckpoint
 from ..loading.find import read_model_config
 from ..modeling.families import Family
+from ..reading.model_config import read_generation_config
 from ..runs.saved import find, saved_config, trained_tokenizer
 from ..runs.stop_tokens import data_report, declared_stop_tokens, joined_stop_tokens, known_stop_tokens
 from ..utils.errors import ConfigError
@@ -169,6 +171,7 @@ class Source:
         merged: base that the adapter was merged onto; empty without one.
         vision: the vision part, if there is one.
         trusted: whether Python code that comes with the model may run.
+        generation: contents of the base's generation_config.json.
     """
 
     name: str
@@ -181,6 +184,7 @@ class Source:
     merged: str = ""
     vision: Vision | None = None
     trusted: bool = False
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_source(run_or_model: str, device: str | None = None, trust_remote_code: bool = False) -> Source:
@@ -213,7 +217,17 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     learned = known_stop_tokens(data_report(place.run_dir), tokenizer)
     end_ids = joined_stop_tokens(learned, declared_stop_tokens(base.folder), [tokenizer.eos_token_id])
     return Source(
-        name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, config.origin.trust_remote_code
+        name,
+        weights,
+        model_config,
+        family,
+        tokenizer,
+        end_ids,
+        target,
+        merged,
+        vision,
+        config.origin.trust_remote_code,
+        read_generation_config(base.folder),
     )
 
 
@@ -315,6 +329,7 @@ def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf
         writer.add_name(source.name)
         writer.add_file_type(MIXES[mix][1])
         writer.add_quantization_version(GGML_QUANT_VERSION)
+        add_general(writer, config, source.generation)
         add_hyperparameters(writer, config, family)
         add_tokenizer(writer, source.tokenizer, config.vocab_size, source.end_ids, rendered_chats(source.tokenizer))
 

@@ -109,6 +109,8 @@ def derive(tokenizer: Any) -> Pieces | None:
         rendered = {roles: _render(tokenizer, roles) for roles in PROBES}
     except REFUSALS:
         return None
+    if any(MARKS[role] not in text for roles, text in rendered.items() for role in roles):
+        return None
     for cut in (_cut, _cut_after_default):
         pieces = cut(rendered)
         if pieces and all(

@@ -12,7 +12,7 @@ from ..utils.errors import ConfigError, ModelError
 from ..utils.files import cache_folder
 
 SUFFIX = ".gguf"
-VERSION = 1  # of `importer.import_gguf`'s output; increment it with every change of that, to import files again
+VERSION = 2  # of `importer.import_gguf`'s output; increment it with every change of that, to import files again
 
 
 def checkpoint_folder(name_or_path: str, keep: bool = False) -> str:

@@ -27,6 +27,7 @@ from ..utils.notices import notice
 from ..utils.text import counts
 from .file import GgufFile
 from .formats import EXACT
+from .general import CONFIG_KEY, read_descriptions, read_sampling
 from .hyperparameters import read_config
 from .tensors import Entry, entries
 from .tokenizer import read_tokenizer
@@ -58,6 +59,8 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
         config = read_config(file)
         found = entries(file, config, keep)
         tokenizer = read_tokenizer(file)
+    if descriptions := read_descriptions(file):
+        setattr(config, CONFIG_KEY, descriptions)
     if keep:
         config.quantization_config = _quantization_config(file, found)
     nbytes = sum(entry.nbytes(config.dtype) for entry in found)
@@ -73,7 +76,7 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
         config.architectures = [architecture.__name__]
         config.save_pretrained(aside)
         ends = {file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
-        write_json(aside / "generation_config.json", {"eos_token_id": sorted(ends)})
+        write_json(aside / "generation_config.json", {"eos_token_id": sorted(ends)} | read_sampling(file))
         _write_shards(aside, found, config.dtype)
     return folder
 

@@ -352,10 +352,10 @@ FAMILIES = [
     Family("Gemma", "gemma", norm_offset=True, gguf=Gguf("gemma", activations=GELU)),
     Family("Gemma2", "gemma2", norm_offset=True, norms=SANDWICH, window="module", softcap=True,
            activation="hidden_activation", gguf=Gguf(
-               "gemma2", activations=GELU, window_every=2, wide_layers=46, keys=WINDOW | CAPS)),
+               "gemma2", activations=GELU[:2], window_every=2, wide_layers=46, keys=WINDOW | CAPS)),
     Family("Gemma3", "gemma3", "gemma3_text", norm_offset=True, norms=SANDWICH, window="module", qk_norm="head",
            rope_by_layer=True, activation="hidden_activation", bidirectional_images=True, tower=SIGLIP, gguf=Gguf(
-               "gemma3", activations=GELU, window_every=6, window_base=True, wide_layers=62, keys=WINDOW | CAPS,
+               "gemma3", activations=GELU[:2], window_every=6, window_base=True, wide_layers=62, keys=WINDOW | CAPS,
                optional=tuple(CAPS))),
     Family("Gemma3n", "gemma3n", "gemma3n_text", window="module", qk_norm="head", rope_by_layer=True,
            activation="hidden_activation", shares_keys=True, own_layer=True),
