@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..runs.layout import GIVEN_CONFIG
 from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
 from .arguments import check_option, check_order, finite, read_run
 from .exits import RUN_FOLDER, Commands
@@ -85,7 +84,7 @@ def check(
     ] = None,
 ) -> None:
     """Run all checks of train, without training."""
-    config = read_run("check", run, ["--gpus", "--gpu-memory"])[0]
+    config = read_run("check", run, ["--gpus", "--gpu-memory"])
     if gpus is not None or gpu_memory is not None:
         from .check import check_meshes
 
@@ -104,7 +103,7 @@ def preview(
     ] = None,
 ) -> None:
     """Show trained and masked tokens in colour."""
-    config = read_run("preview", run, ["--count", "--rollouts"])[0]
+    config = read_run("preview", run, ["--count", "--rollouts"])
     if rollouts is not None:
         from .preview import preview_rollouts
 
@@ -124,9 +123,9 @@ def train(
     """Fine-tune; all files go to output_dir."""
     from .train import train_run
 
-    config, file = read_run("train", run, ["--resume"])
+    config = read_run("train", run, ["--resume"])
     ctx.meta[RUN_FOLDER] = config.output_path
-    train_run(config, file or config.output_path / GIVEN_CONFIG, resume, ctx.obj)
+    train_run(config, resume, ctx.obj)
 
 
 @app.command("eval", context_settings=_TAKES_OVERRIDES)
