@@ -17,7 +17,7 @@ install = $(PIP) install --quiet -c constraints.txt uv && $(UV) $(PACKAGES) $(1)
 # imported.
 COMPILE = $(BIN)/python -m compileall -qq -j 2 -x /tests/ $(VENV)/lib || true
 
-.PHONY: demo test tests long-tests test-all test-cpus lint gpu-test bnb-tests docs clean
+.PHONY: demo test tests long-tests test-all test-cpus test-versions lint gpu-test bnb-tests docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
@@ -36,7 +36,12 @@ long-tests: $(VENV)/installed-dev
 
 # The suite as older CPUs would run it, one variant after the other (tests/helpers/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint
-	$(BIN)/python -m tests.helpers.cpus $(CPUS)
+	$(BIN)/python -m tests.helpers.cpus $(CPUS) $(if $(TURN),-- --turn $(TURN))
+
+# The suite with the oldest and the newest packages that pyproject.toml allows, in environments of their own, one after
+# the other (tests/helpers/versions.py); ENDS=oldest chooses; CONTRIBUTING.md
+test-versions: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.versions $(ENDS)
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup

@@ -67,6 +67,7 @@ CASES = {
     "grpo_40m_cpu": "grpo LLAMA-40M GSM8K.jsonl --peer 4",
     "grpo_step_llama8b_h200": "grpo_step",
     "rollouts_llama8b_h200": "rollouts",
+    "chunk_scan_h200": "chunk_scan",
 }
 
 

@@ -1,16 +1,20 @@
 """Count bytes and values of the drop-in that differ from bitsandbytes' over random tensors.
 
-    python -m benchmarks.bnb_bytes [--tensors 10000] [--device cpu] [--json FILE]
+    python -m benchmarks.bnb_bytes [--tensors 10000] [--device cpu] [--values 0] [--json FILE]
 
 Each tensor has a random size, scale, dtype, block size, 4-bit type, code and storage type, also zeros, equal values and
 outliers. A byte that differs is a tie if its value lies within 1e-5 of the block's largest magnitude of the middle of
-two values of the code: bitsandbytes' CUDA kernels multiply by an approximate reciprocal, where ours and its CPU library
-divide. FILE is written after every 1,000 tensors.
+two values of the code. FILE is written after every 1,000 tensors.
+
+`--values N` quantizes at least N normal values for each 4-bit type, dtype, and nested or not, in blocks of 64, and
+compares bytes, scales and nested scales in tensors of 2^24 values. `--dump FILE.pt` keeps the first blocks that differ:
+the values, both packages' codes, and the scales.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +30,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STORAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 TIE = 1e-5
+CHUNK = 2**24  # values of a tensor of `--values`
+DUMPED = 20  # blocks in a dump
 Counts = dict[str, dict[str, int]]  # row → figure → number
 CODES = {
     "dynamic": lambda: ours.create_dynamic_map(),
@@ -132,8 +138,53 @@ def int8_rows(counts: Counts, x: Tensor, draw: random.Random) -> None:
     )  # fmt: skip
 
 
+def many_values(count: int, device: str, dump: str | None) -> Counts:
+    """Compare at least `count` values of each kind; on a GPU this takes some 2 GiB."""
+    import bitsandbytes.functional as real
+
+    counts: Counts = defaultdict(lambda: defaultdict(int))
+    different: list[dict[str, Any]] = []
+    sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
+    for (number, size), dtype, kind in itertools.product(enumerate(sizes), DTYPES, ("nf4", "fp4")):
+        generator = torch.Generator(device).manual_seed(number)
+        x = torch.randn(size, generator=generator, device=device).mul_(0.02 * (1 + number % 3)).to(dtype)
+        for nested in (False, True):
+            options = {"blocksize": 64, "compress_statistics": nested, "quant_type": kind}
+            mine, state = ours.quantize_4bit(x, **options)
+            theirs, expected = real.quantize_4bit(x, **options)
+            name = f"{kind} {str(dtype).removeprefix('torch.')}{' nested' if nested else ''}"
+            pairs = {"bytes": (mine, theirs), "scales": (state.absmax, expected.absmax)}
+            if nested:
+                pairs["nested scales"] = state.state2.absmax, expected.state2.absmax
+                pairs["offset"] = state.offset.reshape(1), expected.offset.reshape(1)
+            for part, (one, other) in pairs.items():
+                compare(counts, f"{name}: {part}", one, other)
+                if len(different) < DUMPED and not torch.equal(one, other):
+                    different.append({"kind": name, "part": part} | first_difference(x, mine, theirs, one, other))
+    if dump is not None and different:
+        torch.save(different, dump)
+        print(f"{len(different)} differing blocks are in {dump}")
+    return counts
+
+
+def first_difference(x: Tensor, mine: Tensor, theirs: Tensor, one: Tensor, other: Tensor) -> dict[str, Any]:
+    """The first entry of `one` and `other` that differs, and the first block of 64 values that it belongs to."""
+    at = int((one.flatten() != other.flatten()).nonzero()[0])
+    block = at * -(-len(x) // 64) // one.numel()
+    group = block // 256 * 256
+    scales = ours.quantize_4bit(x, blocksize=64)[1].absmax[group : group + 256]
+    values, codes = slice(block * 64, block * 64 + 64), slice(block * 32, block * 32 + 32)
+    tensors = {"values": x[values], "ours": mine[codes], "theirs": theirs[codes], "scales of its 256 blocks": scales}
+    tensors |= {"our entry": one.flatten()[at], "their entry": other.flatten()[at]}
+    return {"at": at, "block": block} | {key: tensor.clone().cpu() for key, tensor in tensors.items()}
+
+
 def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
+    made.add_argument(
+        "--values", type=int, default=0, help="compare so many values of each kind, and no random tensors"
+    )
+    made.add_argument("--dump", help="file for the first blocks that differ")
     made.add_argument("--tensors", type=int, default=10_000)
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return made
@@ -146,7 +197,10 @@ def main(words: Sequence[str] | None = None) -> None:
     counts: Counts = defaultdict(lambda: defaultdict(int))
     result: dict[str, Any] = {"bitsandbytes": bitsandbytes.__version__, "on": given.device}
     draw = random.Random(0)
-    for at in range(given.tensors):
+    if given.values:
+        counts = many_values(given.values, given.device, given.dump)
+        write_result(given.json, result | {"values": given.values, "rows": counts})
+    for at in range(0 if given.values else given.tensors):
         x = random_tensor(draw, given.device)
         draw.choices((four_bits, eight_bits, int8_rows), (5, 4, 1))[0](counts, x, draw)
         if (at + 1) % 1000 == 0 or at + 1 == given.tensors:

@@ -39,10 +39,12 @@ def on_gpu(name: str) -> SimpleNamespace:
     return SimpleNamespace(**{key: op.on("cuda") for key, op in vars(module).items() if isinstance(op, Op)})
 
 
-attention, bitplane, blockwise4, causal_conv = map(on_gpu, ("attention", "bitplane", "blockwise4", "causal_conv"))
+attention, bitplane, blockwise4, blockwise_cuda = map(on_gpu, ("attention", "bitplane", "blockwise4", "blockwise_cuda"))
+causal_conv = on_gpu("causal_conv")
 losses, decode_attention, decode_layers, delta_net = map(
     on_gpu, ("cross_entropy", "decode_attention", "decode_layers", "delta_net")
 )
+chunk_scan = on_gpu("chunk_scan")
 divergence, e2m1, experts, float8, glu = map(on_gpu, ("divergence", "e2m1", "experts", "float8", "glu"))
 hqq, int4, int8, linear, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "linear", "lora_glu", "lora_read"))
 muon, norms, optimizer, paged_attention = map(on_gpu, ("muon", "norms", "optimizer", "paged_attention"))
@@ -231,6 +233,22 @@ def recurrent_cases() -> Iterator[Case]:
         yield Case("a convolution over documents", convolution, dtype, dtype is BF16 and silu)
 
 
+def scan_cases() -> Iterator[Case]:
+    """Heads and states of Falcon-H1, the widest ones of Mamba-2 models."""
+    for dtype, width in itertools.product((FP16, BF16), (64, 128)):
+
+        def scan(dtype: torch.dtype = dtype, width: int = width) -> None:
+            x, b = empty(1, ROWS, 4, width, dtype=dtype), empty(1, ROWS, 1, 256, dtype=dtype)
+            step, begins, skip = empty(1, ROWS, 4), empty(1, ROWS, dtype=torch.int32), empty(4)
+            factors = chunk_scan.chunk_factors(step, step, begins)
+            states, _ = chunk_scan.chunk_states(x, factors, b)
+            chunk_scan.chunk_outputs(x, factors, b, b, skip, begins, states)
+            after = chunk_scan.chunk_state_gradients(x, factors, b)
+            chunk_scan.chunk_gradients(x, x, factors, b, b, skip, begins, states, after)
+
+        yield Case(f"Mamba-2's scan, heads of {width}", scan, dtype, dtype is BF16 and width == 64)
+
+
 def rollout_cases() -> Iterator[Case]:
     """Two rows split their pages over programs, many do not, which takes no more of anything."""
 
@@ -329,6 +347,8 @@ def format_cases() -> Iterator[Case]:
             for transposed in (False, True):
                 float8.float8_of_blockwise4(*weight, (rows, columns), empty(), transposed)
             blockwise4.quantize_blockwise4(empty(rows, columns, dtype=dtype), blocksize, "nf4")
+            blockwise_cuda.quantize_blockwise4_cuda(empty(rows, columns, dtype=dtype), blocksize, "fp4")
+            blockwise_cuda.approximate_reciprocal(empty(rows))
 
         yield Case(f"4-bit weights in blocks of {blocksize}", four, dtype, often)
     for dtype, bits, affine, width in apart(WIDTHS, (4, 2, 3, 5), (True, False), (columns, columns - 8)):
@@ -580,7 +600,7 @@ def muon_cases() -> Iterator[Case]:
 
 MAKERS = (
     lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
-    glu_cases, training_attention_cases, recurrent_cases, rollout_cases, expert_cases, optimizer_cases,
+    glu_cases, training_attention_cases, recurrent_cases, scan_cases, rollout_cases, expert_cases, optimizer_cases,
     muon_cases,
 )  # fmt: skip
 

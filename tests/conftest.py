@@ -216,6 +216,14 @@ def _allocator():
         os.environ.pop("PYTORCH_ALLOC_CONF", None)
 
 
+@pytest.fixture(autouse=True)
+def _fresh_notices():
+    """Forget logged notices: a test finds none of other tests, and each is logged again."""
+    from halfbyte.utils import notices
+
+    notices.reset_notices()
+
+
 REPLAYING = ("tests/plan/", "tests/memory/", "tests/kernels/")  # these test the replay itself
 
 

@@ -44,6 +44,9 @@ __all__ = [*_PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
+    from .utils.versions import check_versions
+
+    check_versions()
     module = import_module(_PUBLIC[name])
     return getattr(module, name, module)  # `functional` is the module itself
 

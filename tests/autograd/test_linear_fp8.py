@@ -218,7 +218,6 @@ def test_empty_batch_and_autocast():
 
 
 def test_emulation_is_reported_once():
-    notices.reset_notices()
     _, recipe = scaling()
     step(weight_of("fp8:row"), torch.randn(5, 64), torch.randn(5, 48), recipe)
     assert "32 bits" in notices.notices_so_far()["fp8-product-cpu"]

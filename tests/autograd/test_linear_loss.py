@@ -333,6 +333,29 @@ def test_results_that_are_no_losses(wrong, reduction):
         linear_loss(hidden, weight.detach(), wrong, *targets, reduction=reduction, chunk=5)
 
 
+def masked_mean(logits, labels):
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return losses.sum() / (labels >= 0).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("mean", [F.cross_entropy, masked_mean])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_mean_of_a_chunk_is_refused(mean, reduction, trained):
+    """Also where the first chunk has no labels, as in a prompt."""
+    hidden, weight, _, _, [labels] = example("cross_entropy", (200,))
+    labels[:100] = -100
+    with torch.set_grad_enabled(trained), pytest.raises(ModelError):
+        linear_loss(hidden, weight, mean, labels, reduction=reduction, chunk=80)
+
+
+def test_a_compiled_mean_is_refused():
+    hidden, weight, _, _, [labels] = example("cross_entropy")
+    compiled = torch.compile(lambda *inputs: linear_loss(*inputs[:2], F.cross_entropy, inputs[2]), backend="eager")
+    with pytest.raises(ModelError):
+        compiled(hidden, weight, labels)
+
+
 def test_one_number_cannot_be_a_loss_per_row():
     hidden, weight, _, _, targets = example("squared_error")
     with pytest.raises(ModelError):

@@ -76,6 +76,15 @@ def test_program(program):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("module", ["bitsandbytes", "diagnostics"])
+def test_diagnostics_print_the_environment(module):
+    program = "from bitsandbytes.diagnostics.main import main; main()"
+    arguments = ("-m", module) if module == "bitsandbytes" else ("-m", "timeit", "-n1", "-r1", program)
+    done = run("-m", "halfbyte.bitsandbytes", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "0.50.2+halfbyte" in done.stdout
+
+
 def test_script_and_module_run_under_install(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

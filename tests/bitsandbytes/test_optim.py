@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -180,6 +182,124 @@ def test_overrides_survive_a_move_by_place(manager):
     assert [optimizer.state[weight]["state1"].dtype for weight in moved] == [torch.float32, torch.uint8]
 
 
+NUMBERS = {
+    "lr": 0.0, "weight_decay": 0.5, "betas": (0.5, 0.6), "eps": 1.0, "max_unorm": 1e-3, "optim_bits": 8,
+    "min_8bit_size": 5000,
+}  # fmt: skip
+
+
+def overridden(optimizer_of, options, by, steps=3):
+    """Weights after steps, of which the first parameter has options of its own."""
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    torch.manual_seed(0)
+    module = nn.Linear(70, 70)
+    parameters = [module.weight, module.bias]
+    if by == "group":
+        parameters = [{"params": [module.weight], **options}, {"params": [module.bias]}]
+    optimizer = optimizer_of(parameters, lr=1e-2)
+    if by == "tensor":
+        manager.override_config(module.weight, key_value_dict=options)
+    elif by == "place":
+        manager.override_config(module.weight, key_value_dict=options)
+        manager.register_parameters(parameters)
+        manager.pid2config.clear()
+    elif by == "module":
+        manager.register_module_override(module, "weight", options)
+    for step in range(steps):
+        torch.manual_seed(step + 1)
+        for parameter in module.parameters():
+            parameter.grad = torch.randn(parameter.shape)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in module.parameters()], optimizer
+
+
+@pytest.mark.parametrize("by", ["tensor", "place", "module"])
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "betas", "eps"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "PagedAdamW"])
+def test_an_override_equals_a_group_of_its_own(name, key, by):
+    optimizer_of, options = getattr(bnb.optim, name), {key: NUMBERS[key]}
+    plain, _ = overridden(optimizer_of, {}, "tensor")
+    expected, _ = overridden(optimizer_of, options, "group")
+    found, _ = overridden(optimizer_of, options, by)
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(found[0], plain[0])
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "LAMB", "LAMB8bit", "SGD", "Lion8bit"])
+def test_overrides_act_as_those_of_bitsandbytes(name, key):
+    """Against the optimizer of bitsandbytes' classes that has the override as its own option."""
+    options = {key: NUMBERS[key]}
+    bits = 8 if "8bit" in name else 32
+    rule = {"AdamW": "adam", "LAMB": "lamb", "SGD": "momentum", "Lion": "lion"}[name.replace("8bit", "")]
+    base = bnb.optim.optimizer.Optimizer1State if rule in ("momentum", "lion") else bnb.optim.optimizer.Optimizer2State
+    fixed = {"optim_bits": bits, "betas": (0.9, 0.99), "min_8bit_size": 100}
+    if rule == "lion" and key == "max_unorm":
+        pytest.skip("refused, see below")
+    found, optimizer = overridden(lambda p, lr: base(rule, p, lr, **fixed), options, "tensor")
+    expected, own = overridden(lambda p, lr: base(rule, p, **{"lr": lr} | fixed | options), {}, "tensor")
+    assert torch.equal(found[0], expected[0])
+    weights = [each.param_groups[0]["params"][0] for each in (optimizer, own)]
+    kinds = [each.state[weight]["state1"].dtype for each, weight in zip((optimizer, own), weights, strict=True)]
+    assert kinds[0] == kinds[1]
+
+
+def test_a_limit_of_the_update_is_of_its_parameter():
+    (weight, bias), _ = overridden(bnb.optim.AdamW, {"max_unorm": 1e-3}, "tensor", steps=1)
+    (start, _), _ = overridden(bnb.optim.AdamW, {}, "tensor", steps=0)
+    (_, expected), _ = overridden(bnb.optim.AdamW, {}, "tensor", steps=1)
+    assert torch.equal(bias, expected)
+    moved = (weight - start * (1 - 1e-2 * 1e-2)).norm()
+    torch.testing.assert_close(moved, 1e-2 * 1e-3 * start.norm(), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"learning_rate": 1.0}, ValueError), ({"lr": -1.0}, ValueError), ({"betas": (0.9, 1.0)}, ValueError),
+        ({"betas": (0.9,)}, ValueError), ({"optim_bits": 4}, NotImplementedError),
+        ({"skip_zeros": True}, NotImplementedError), ({"percentile_clipping": 5}, ValueError),
+    ],
+)  # fmt: skip
+def test_overrides_without_effect_are_refused(options, error):
+    for by in ("tensor", "module"):
+        with pytest.raises(error):
+            overridden(bnb.optim.AdamW, options, by, steps=1)
+
+
+def test_overrides_are_read_before_a_clip_creates_state(manager):
+    embedding = bnb.nn.Embedding(100, 64)
+    optimizer = bnb.optim.Adam8bit(embedding.parameters())
+    embedding(torch.arange(100)).square().sum().backward()
+    optimizer.clip(1.0)
+    optimizer.step()
+    assert optimizer.state[embedding.weight]["state1"].dtype == torch.float32
+
+
+def test_an_override_after_a_clip_does_not_clip_twice(manager):
+    weights = [nn.Parameter(torch.zeros(10)) for _ in range(2)]
+    optimizer = bnb.optim.SGD(weights, 1.0, 0.9)
+    for weight in weights:
+        weight.grad = torch.ones(10)
+    norm = optimizer.clip(1.0)
+    manager.override_config(weights[0], "lr", 0.5)
+    optimizer.step()
+    torch.testing.assert_close(weights[0].detach(), torch.full((10,), -0.5 / norm.item()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(weights[1].detach(), torch.full((10,), -1 / norm.item()), rtol=1e-5, atol=0)
+
+
+def test_saved_state_keeps_its_layout(manager):
+    """bitsandbytes takes a state's layout from the file, also where an override of the first run is not known yet."""
+    weights, saved = trained("AdamW", bnb)
+    again = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    for name, state in (("AdamW8bit", saved.state_dict()), ("AdamW", trained("AdamW8bit", bnb)[1].state_dict())):
+        _, optimizer = trained(name, bnb, steps=1, weights=again, state=state)
+        expected = torch.uint8 if name == "AdamW" else torch.float32
+        assert optimizer.state[again[0]]["state1"].dtype == expected
+        optimizer.state_dict()
+
+
 def test_embeddings_have_fp32_state():
     embedding = bnb.nn.StableEmbedding(100, 64)
     optimizer = bnb.optim.Adam8bit(embedding.parameters())
@@ -213,3 +333,65 @@ def test_update_norms_are_clipped():
 def test_bad_arguments_raise_as_in_bitsandbytes(name, options):
     with pytest.raises(ValueError):
         getattr(bnb.optim, name)([nn.Parameter(torch.zeros(3))], **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adam", {"amsgrad": True}), ("AdamW32bit", {"optim_bits": 8}), ("Adagrad32bit", {"optim_bits": 8}),
+        ("LAMB", {"bias_correction": False}), ("LAMB", {"adam_w_mode": False}), ("LAMB32bit", {"amsgrad": True}),
+        ("LARS", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        ("SGD8bit", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}), ("RMSprop", {"momentum": 0.9}),
+    ],
+)  # fmt: skip
+def test_arguments_that_bitsandbytes_ignores_are_refused(name, options):
+    with pytest.raises(ValueError):
+        getattr(bnb.optim, name)([nn.Parameter(torch.zeros(3))], **options)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "options"),
+    [
+        ("Optimizer2State", "adam", {"skip_zeros": True}), ("Optimizer1State", "momentum", {"skip_zeros": True}),
+        ("Optimizer2State", "adam", {"optim_bits": 16}), ("Optimizer1State", "lion", {"max_unorm": 0.5}),
+        ("Optimizer2State", "ademamix", {"max_unorm": 0.5, "betas": (0.9, 0.99, 0.999)}),
+    ],
+)  # fmt: skip
+def test_options_that_no_kernel_has_are_refused(base, name, options):
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    with pytest.raises(NotImplementedError):
+        getattr(bnb.optim.optimizer, base)(name, [weight], **options).step()
+
+
+RESUMED = """
+import sys
+import torch
+from torch import nn
+import halfbyte.bitsandbytes as bnb
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64))
+optimizer = bnb.optim.AdamW8bit(model.parameters(), lr=1e-2)
+bnb.optim.GlobalOptimManager.get_instance().register_module_override(model[0], "weight", {"optim_bits": 32})
+file, start, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if start:
+    saved = torch.load(file, weights_only=False)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+for step in range(start, end):
+    torch.manual_seed(step)
+    model(torch.randint(100, (5,))).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+"""
+
+
+def test_a_checkpoint_resumes_in_another_process(tmp_path):
+    """The manager of overrides is one per process, so a new process knows those of `register_module_override` only."""
+    for file, start, end in (("one", 0, 4), ("two", 0, 2), ("two", 2, 4)):
+        subprocess.run([sys.executable, "-c", RESUMED, str(tmp_path / file), str(start), str(end)], check=True)
+    one, two = (torch.load(tmp_path / name, weights_only=False) for name in ("one", "two"))
+    assert all(torch.equal(value, two["model"][key]) for key, value in one["model"].items())
+    assert two["optimizer"]["state"][0][WRAPPED]["state1"].dtype == torch.float32

@@ -15,8 +15,7 @@ from halfbyte.utils.errors import ModelError
 real = pytest.importorskip("bitsandbytes")
 
 ADEMAMIX32 = ("AdEMAMix32bit", "PagedAdEMAMix32bit")  # bitsandbytes allocates one first moment of two
-# LARS8bit of bitsandbytes limits the update of small parameters, whose state is fp32; halfbyte's limits none.
-SKIPPED = ("GlobalOptimManager", "PytorchLARS", "LARS8bit", *ADEMAMIX32)
+SKIPPED = ("GlobalOptimManager", "PytorchLARS", *ADEMAMIX32)
 NAMES = [name for name in own.optim.__all__ if name not in SKIPPED]
 SIZES = ((70, 70), (9,), (100, 80))
 
@@ -69,6 +68,53 @@ def test_real_optimizers_step_as_halfbytes(overridden, name):
 def test_states_of_another_size_are_refused(overridden, name):
     with pytest.raises(ValueError):
         trained(real, name)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdEMAMix8bit", "Lion8bit", "SGD", "LAMB"])
+def test_weights_that_are_not_contiguous_are_stepped(overridden, name):
+    """Their states are made with the weight's strides, and read in the order of the contiguous weight."""
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    torch.manual_seed(0)
+    values = torch.randn(80, 90)
+    weights = [nn.Parameter(each) for each in (values.t(), values.t().contiguous())]
+    optimizers = [getattr(real.optim, name)([weight], lr=1e-2, **options) for weight in weights]
+    for step in range(3):
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            torch.manual_seed(step)
+            weight.grad = torch.randn(90, 80)
+            optimizer.step()
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("fails", ["impl", "step"])
+def test_a_failure_leaves_the_real_package_as_it_was(monkeypatch, fails):
+    step = real.optim.optimizer.Optimizer8bit.step
+
+    def fail():
+        raise RuntimeError
+
+    def some_kernels():
+        yield from kernels[:5]
+        fail()
+
+    kernels = [*overriding.kernels()]
+    with monkeypatch.context() as patched:
+        if fails == "impl":
+            patched.setattr(overriding, "kernels", some_kernels)
+        else:
+            replace = overriding._replace_step
+            calls = iter([fail])
+            patched.setattr(overriding, "_replace_step", lambda *a: (replace(*a), next(calls, bool)()))
+        with pytest.raises(RuntimeError):
+            own.override()
+    assert own.mode() == "none"
+    assert real.optim.optimizer.Optimizer8bit.step is step
+    own.uninstall()
+    own.override()
+    weights, _ = trained(real, "AdamW")
+    assert overriding.is_active()
+    own.uninstall()
+    assert all(map(torch.equal, weights, trained(own, "AdamW")[0]))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdEMAMix"])

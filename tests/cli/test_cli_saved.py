@@ -186,7 +186,6 @@ class TestTalking:
 
     @pytest.mark.parametrize(("format", "prompt"), [("text", "Hi"), ("alpaca", INSTRUCTION.format(prompt="Hi"))])
     def test_without_a_template_prompts_are_as_in_training(self, run_folder, format, prompt, monkeypatch):
-        notices.reset_notices()
         loaded = saved.load_saved(str(run_folder))
         monkeypatch.setattr(loaded.tokenizer, "chat_template", None)
         monkeypatch.setattr(conversation, "_data_report", lambda place: {"sources": [{"format": format}]})

@@ -1,5 +1,6 @@
 """Exit codes and error messages of commands, which never show a traceback."""
 
+import re
 import subprocess
 import sys
 
@@ -114,14 +115,14 @@ def test_square_brackets_and_control_codes_in_a_message_are_shown(stopped_with, 
 
 USAGE = {
     "chekc": ("no such command 'chekc'", "did you mean check?"),
-    "train": ("missing argument 'RUN.YAML | MODEL DATA | KEY=VALUE'", "write halfbyte train [OPTIONS] {RUN.YAML"),
+    "train": ("missing argument 'RUN.YAML | MODEL DATA | KEY=VALUE'", r"write halfbyte train \[OPTIONS\] {?RUN\.YAML"),
     "chat m --temperature -1": ("--temperature -1: it must be greater than or equal to 0", "write halfbyte chat "),
     "chat m --max-new-tokens many": ("--max-new-tokens many: it must be a valid integer", "write halfbyte chat "),
     "chat m --temperature": ("option '--temperature' requires an argument", "write --temperature VALUE"),
-    "chat m --compar": ("no such option: --compar", "did you mean --compare-base?"),
+    "chat m --compar": ("no such option: --compar", r"did you mean --compare-base\?"),
     "env --what": ("no such option: --what", "`halfbyte env -h` explains"),
-    "init m": ("missing argument 'DATA'", "{MODEL} {DATA}"),
-    "init m d more": ("got unexpected extra argument(s) (more)", "{MODEL} {DATA}"),
+    "init m": ("missing argument 'DATA'", "{?MODEL}? {?DATA}?"),
+    "init m d more": ("got unexpected extra argument(s) (more)", "{?MODEL}? {?DATA}?"),
     "export m": ("export ", "give --gguf TYPE, or --adapter vllm"),
 }
 
@@ -133,7 +134,7 @@ def test_wrong_usage_is_an_error_with_its_fix(line, capsys):
     what, how = USAGE[line]
     assert error.startswith(f"error: {what}")
     assert fix.startswith("  fix: ")
-    assert how in fix
+    assert re.search(how, fix)  # typer before 0.27 writes arguments without braces
 
 
 def test_no_command_shows_the_help(capsys):

@@ -34,11 +34,6 @@ BOMB = "dataset: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
-@pytest.fixture(autouse=True)
-def _unsaid():
-    notices.reset_notices()
-
-
 @pytest.fixture
 def write(tmp_path):
     def write(text: str) -> Path:

@@ -34,11 +34,6 @@ OTHERWISE = {  # intended differences from TRL
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _fresh_notices():
-    notices.reset_notices()
-
-
 def keys_of(method):
     fields = RunConfig.model_fields.items()
     return [key for key, field in fields if method in methods_of(field)]

@@ -5,15 +5,9 @@ import pytest
 from halfbyte.config import dump_config, load_config
 from halfbyte.config.foreign import OPTIMIZER_KEYS, OPTIMIZER_SWITCHES, Ignored, Mapped, Refused, translate
 from halfbyte.optim import OPTIMIZERS, option_values, parse_options
-from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError
 
 NEEDED = {"model_name_or_path": "m", "dataset": "d"}
-
-
-@pytest.fixture(autouse=True)
-def _unsaid():
-    notices.reset_notices()
 
 
 def config(**keys):

@@ -9,16 +9,10 @@ import halfbyte
 from halfbyte.config import SIXTEEN, Origin, Parallel, Precision, RunConfig, Storage, load_config, storage_of
 from halfbyte.config.schema import AdapterSection, QuantizationSection
 from halfbyte.parallel.support import unsupported_reason
-from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError
 
 NF4 = "blockwise4:nf4:64:nested"
 IN_16_BITS = {"load_in_4bit": False}
-
-
-@pytest.fixture(autouse=True)
-def _unsaid():
-    notices.reset_notices()
 
 
 def resolved(**keys):

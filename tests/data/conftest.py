@@ -8,7 +8,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from halfbyte.config import RunConfig
-from halfbyte.utils import notices
 
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{%- endfor %}"
@@ -40,11 +39,6 @@ def byte_tokenizer(template: str | None = "plain") -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = TEMPLATES.get(template, template)
     return tokenizer
-
-
-@pytest.fixture(autouse=True)
-def _fresh_notices():
-    notices.reset_notices()
 
 
 @pytest.fixture(scope="session")

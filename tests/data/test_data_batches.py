@@ -58,7 +58,6 @@ def test_no_batch_is_larger_than_planned(keys, device):
 
 
 def test_a_batch_has_no_more_rows_than_the_data():
-    notices.reset_notices()
     batches = batches_of_lengths(
         run_config(per_device_train_batch_size=100_000), np.full(60, 50), NOTHING, rounded=False
     )

@@ -17,9 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from halfbyte.data.chat import ChatTemplate, common_prefix
 from halfbyte.data.encode import CUT_AWAY, IGNORE_INDEX, TOO_LONG, UNTRAINED, Encoder
 from halfbyte.data.formats import documents, recognise
+from halfbyte.data.prepare import prepare
 from halfbyte.data.sources import Source, read_sources
 from halfbyte.utils.errors import DataError, ModelError
 from halfbyte.utils.notices import notices_so_far
+from tests.data.conftest import byte_tokenizer
 
 REAL = ["llama-40m", "qwen2.5", "qwen3", "phi-3"]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
@@ -117,6 +119,31 @@ def test_any_content_is_masked_exactly(make_tokenizer, template, turns, system):
     tokenizer = make_tokenizer(template)
     row = encode(tokenizer, {"messages": chat(*(text for turn in turns for text in turn), system=system)})
     assert runs(tokenizer, row) == [f"{answer}<|im_end|>" for _, answer in turns]
+
+
+@pytest.mark.parametrize(
+    ("mark", "answer", "trained", "across"),
+    [
+        ({"lstrip": True}, "<mark>a", "<mark>a<|im_end|>", 1),  # it takes the prompt's line break
+        ({"lstrip": True}, " \n<mark>a", "<mark>a<|im_end|>", 1),
+        ({"rstrip": True}, "<mark> a", "<mark>a<|im_end|>", 0),
+        ({}, "<mark>a", "<mark>a<|im_end|>", 0),
+    ],
+)
+def test_an_added_token_that_takes_white_space_is_trained(config, write, mark, answer, trained, across):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([tokenizers.AddedToken("<mark>", normalized=False, **mark)])
+    assert runs(tokenizer, encode(tokenizer, {"messages": chat("q", answer)})) == [trained]
+    path = write([{"messages": chat("q", answer)}] * 3)
+    assert prepare(config(path), tokenizer).report["train"]["tokens_across_border"] == 3 * across
+    assert ("across:training documents" in notices_so_far()) == bool(across)
+
+
+def test_a_header_that_takes_the_answers_white_space_is_not_trained():
+    tokenizer = byte_tokenizer("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}")
+    tokenizer.add_tokens([tokenizers.AddedToken("<|user|>", lstrip=True, normalized=False, special=True)])
+    row = encode(tokenizer, {"messages": chat("a", "b\n", "c", "d")})
+    assert runs(tokenizer, row) == ["b", "d<|im_end|>"]
 
 
 def test_marks_give_the_mask_of_transformers(real_tokenizer, shared):

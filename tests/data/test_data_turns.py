@@ -247,3 +247,69 @@ def test_the_next_roles_token_ends_an_answer_that_generation_stops_at(make_token
     tokenizer.name_or_path = str(tmp_path)
     spans, _, _ = encoded(tokenizer, TALKS["plain"])
     assert spans == (["SAID1<|user|>", "SAID2<|user|>"] if 1 in declared else ["SAID1", "SAID2<|im_end|>"])
+
+
+CHATML = KINDS["chatml"]
+FIRST_CALL = "messages[loop.index0 - 1].tool_calls[0].function"
+IN_RESULT = f"{{% if m.role == 'tool' %}}{{{{ {FIRST_CALL}.arguments.x }}}}={{% endif %}}{{{{ m.content }}}}"
+IN_ANSWER = (
+    "{{ m.content }}{% if m.role == 'assistant' and messages[loop.index0 - 1].role == 'tool' %}"
+    " (from {{ messages[loop.index0 - 1].content }}){% endif %}"
+)
+QUESTION_IN_ANSWER = (
+    "{% if m.role == 'assistant' and m.content | length > 3 %}({{ messages[loop.index0 - 1].content }}) {% endif %}"
+    "{{ m.content }}"
+)
+COUNT = "{{ messages | selectattr('role', 'equalto', '%s') | map(attribute='content') | join | length }}"
+THOUGHTS_FIRST = "{% for m in messages if m.reasoning_content %}{{ m.reasoning_content }}{% endfor %}"
+PART_FIRST = "{% for m in messages if '</think>' in m.content %}{{ m.content.split('</think>')[0] }}{% endfor %}"
+AMBIGUOUS = {
+    "title": ("Title: {{ messages[-1].content }}\n" + CHATML, "plain"),
+    "answer in a later turn": (
+        CHATML.replace(THOUGHTS, "{% if not loop.first %}{{ messages[loop.index0 - 1].content }}{% endif %}"),
+        "plain",
+    ),
+    "count of answers": (CHATML + COUNT % "assistant", "plain"),
+    "count of results": (COUNT % "tool" + CHATML, "call"),
+    "random": ("{{ range(99999) | random }}{{ range(99999) | random }}" + CHATML, "plain"),
+    "words by chance": ("{{ lipsum(n=1) }}" + CHATML, "plain"),
+    "arguments in a result": (CHATML.replace("{{ m.content }}", IN_RESULT), "call"),
+    "result in an answer": (CHATML.replace("{{ m.content }}", IN_ANSWER), "call"),
+    "question in an answer": (CHATML.replace("{{ m.content }}", QUESTION_IN_ANSWER), "plain"),
+    "thoughts twice": (THOUGHTS_FIRST + CHATML, "reasoning_content"),
+    "thoughts before the question": (THOUGHTS_FIRST + CHATML.replace(THOUGHTS, ""), "reasoning_content"),
+    "a part before the question": (
+        PART_FIRST + CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"),
+        "thoughts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_a_template_that_writes_more_than_the_answer_is_refused(make_tokenizer, case):
+    template, talk = AMBIGUOUS[case]
+    with pytest.raises(DataError, match="d:1"):
+        encoded(with_template(make_tokenizer, template), TALKS[talk])
+
+
+@pytest.mark.parametrize("talk", ["plain", "two calls", "reasoning_content"])
+@pytest.mark.parametrize("first", ["{{ strftime_now('%H:%M:%S.%f') }} ", "{{ messages[0].content }}: "])
+def test_the_time_and_a_title_from_the_question_change_no_mask(make_tokenizer, first, talk):
+    plain, timed = (encoded(with_template(make_tokenizer, text + CHATML), TALKS[talk]) for text in ("", first))
+    assert timed[0] == plain[0]
+    assert timed[1].endswith(plain[1])
+
+
+@pytest.mark.parametrize("arguments", [{}, {"x": None}, {"x": 71, "y": [True, {"z": "CALL1"}], "e": ""}, {"x": 3.5}])
+def test_arguments_that_are_no_text_are_trained(make_tokenizer, arguments):
+    calling = {**call("", 1), "function": {"name": "f", "arguments": arguments}}
+    messages = [user("USER1"), answer("", calling), result("RESULT1", 1), answer("SAID1")]
+    spans, _, _ = encoded(with_template(make_tokenizer, KINDS["numbered calls"]), messages)
+    assert spans == [f"<call>f:0 {json.dumps(arguments)}</call><|im_end|>", "SAID1<|im_end|>"]
+
+
+def test_users_may_say_the_same_as_the_assistant(make_tokenizer):
+    messages = [user("no"), answer("no"), user("no"), answer("no")]
+    spans, whole, _ = encoded(with_template(make_tokenizer, CHATML), messages)
+    assert spans == ["no<|im_end|>"] * 2
+    assert whole.count("no") == 4

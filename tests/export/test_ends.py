@@ -169,7 +169,6 @@ def test_an_adapter_for_servers_brings_a_generation_config(made, tmp_path, capsy
 
 
 def test_a_gguf_adapter_reports_ends_missing_in_its_base(made, copied, tmp_path):
-    notices.reset_notices()
     export_adapter(made[1], "f32", tmp_path / "adapter.gguf")
     assert "<|im_end|>" in notices.notices_so_far()["adapter-ends"]
     notices.reset_notices()

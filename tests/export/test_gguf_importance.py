@@ -180,7 +180,6 @@ def test_bad_importances_are_refused(tmp_path, text):
 
 def test_an_expert_without_tokens_gets_average_importances(tmp_path):
     """With no weight at all its codes would be anything."""
-    notices.reset_notices()
     seen = {"blk.0.ffn_up_exps.weight": Seen(torch.tensor([[4.0, 8.0], [0, 0], [2.0, 0]]), torch.tensor([2.0, 0, 2]))}
     seen["blk.1.attn_q.weight"] = Seen(torch.zeros(1, 2), torch.zeros(1))
     write_importances(tmp_path / "m.imatrix.gguf", seen, "text", 1, 4)

@@ -16,7 +16,7 @@ from halfbyte.formats import named
 from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ConfigError
-from halfbyte.utils.notices import notices_so_far, reset_notices
+from halfbyte.utils.notices import notices_so_far
 from tests.helpers.merge_runs import by_peft, save_base, save_run, tensors
 
 LAYER = "model.layers.1.mlp.down_proj"
@@ -106,7 +106,6 @@ def test_every_kind_of_adapter_is_in_the_quantized_weights(tmp_path, kind, tied,
 
 
 def test_patterns_decide_layer_by_layer(tmp_path, run):
-    reset_notices()
     merge(run, tmp_path / "merged", quantize={"*.1.mlp.down_proj": "kbit5", "*.q_proj": "16bit", "*": "hqq4"})
     assert "prequantized" not in notices_so_far()  # reloading the written model gives no notice, e.g. about its folder
     model = load_model(str(tmp_path / "merged"), dtype="bfloat16", device="cpu")

@@ -10,7 +10,7 @@ from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4, PackQuantized, Pac
 from halfbyte.layers import QuantizedLinear, quantized_parameter
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
-from halfbyte.utils.notices import notices_so_far, reset_notices
+from halfbyte.utils.notices import notices_so_far
 from tests.helpers.imported_tensors import (
     CHECKPOINTS,
     GROUPS,
@@ -239,7 +239,6 @@ def test_corrupted_scales_of_our_own_files_are_named(byte):
 
 
 def test_unused_activation_scale_is_reported():
-    reset_notices()
     assert Nvfp4.from_state(modelopt() | {"../input_scale": torch.tensor(0.1)}, "q")[0] == Nvfp4(tiles=False)
     assert "input_scale" in notices_so_far()["nvfp4-input-scale"]
 

@@ -85,7 +85,6 @@ def test_each_row_uses_its_own_adapter():
 
 
 def test_an_unsupported_family_runs_transformers_forward():
-    notices.reset_notices()
     config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     found = generation.generate(model, PROMPTS, max_new_tokens=10, stops=[])

@@ -134,7 +134,7 @@ def test_adapters_and_states_are_reset_in_each_call():
     engine = StaticEngine(model, ["default"], 32, None)
     assert sum(isinstance(layer, DeltaNetLayer) for layer in engine.layers) == 1
     sharp(model)
-    assert engine.renew()
+    assert engine.renew(model)
     assert first != mine(model) == [theirs(model, ids) for ids in PROMPTS]
 
 

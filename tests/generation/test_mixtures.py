@@ -62,7 +62,7 @@ def test_packed_experts_with_adapters(name, tmp_path):
         for key, parameter in model.named_parameters():
             if "lora_B" in key:
                 parameter.mul_(-3)
-    assert engine.renew()
+    assert engine.renew(model)
     changed = [theirs(model, ids) for ids in PROMPTS]
     assert mine(model) == changed
     with model.disable_adapter():
@@ -112,7 +112,7 @@ def test_a_captured_step_sees_new_adapters_in_the_same_memory(tmp_path):
     low = [each for layer in engine.layers for each in layer.mlp.experts.adapters_of.values()]
     places = [(each.a.data_ptr(), each.b.data_ptr()) for each in low]
     assert len(places) == 4
-    assert engine.renew()
+    assert engine.renew(model)
     assert places == [(each.a.data_ptr(), each.b.data_ptr()) for each in low]
 
 

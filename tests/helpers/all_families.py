@@ -135,9 +135,10 @@ document of a row is replaced, and no hidden state of the other documents may ch
 - **bounds**: the model's layers get the document boundaries, and convolutions and scans restart at each. On a GPU
   convolutions are a kernel of halfbyte's. The gated delta rule is flash-linear-attention's kernel if that is installed
   (`pip install 'halfbyte[scans]'`) and can train, which on Hopper requires Triton 3.7.1 or tilelang; otherwise it is
-  PyTorch matmuls whose state restarts inside the row. Other scans run transformers' own function on batches of
-  documents of similar length. FlashAttention, if requested, reads the boundaries too. CUDA graphs are disabled, except
-  for Qwen3.5 and Qwen3-Next on a GPU without flash-linear-attention.
+  PyTorch matmuls whose state restarts inside the row. So does Mamba-2's scan, in kernels of halfbyte's on GPUs. Other
+  scans run transformers' own function on batches of documents of similar length. FlashAttention, if requested, reads
+  the boundaries too. CUDA graphs are disabled, except for Qwen3.5 and Qwen3-Next on a GPU without
+  flash-linear-attention.
 - **masks**: like bounds, and halfbyte passes attention masks made from position ids, because the model's own masks
   ignore them.
 - **unpacked**: the backbone runs on one document per row, batched by similar length, and its output is packed again. No
@@ -148,13 +149,14 @@ document of a row is replaced, and no hidden state of the other documents may ch
 The table has all causal language models of transformers {version} in their default layout, shrunk to a few small
 layers, on a CPU: {counts}.
 The logits of a packed document equal the logits of the document alone within 1e-4. ProphetNet is an exception: its
-logits depend on the length of the row, packed or not.
+logits depend on the length of the row, packed or not. With transformers 5.17 to 5.21, LFM2 is unpacked.
 
 "fused": `halfbyte.patch` has fused forwards for the layers; "plain": training runs transformers' forwards. In Gemma 3n
 and 4, Bamba, Granite 4's hybrids, Jamba and Nemotron-H only norms, attention and gated units are fused, inside
 transformers' forward of the layer; recomputation is transformers' checkpointing, and generation is transformers'. Mamba
-layers run transformers' code. gpt_oss isolates documents by halfbyte's attention, also on CPUs, and with
-`use_kernels: false` by masks. GGUF is not written for models with Mamba layers or for Gemma 3n and 4.
+layers run transformers' code, Mamba-2 layers with halfbyte's scan. gpt_oss isolates documents by halfbyte's attention,
+also on CPUs, and with `use_kernels: false` by masks. GGUF is not written for models with Mamba layers or for Gemma 3n
+and 4.
 
 `python -m tests.helpers.all_families --write` makes this page.
 

@@ -40,6 +40,10 @@ def main(package: str, folder: Path, other: Path) -> None:
         import halfbyte.bitsandbytes
 
         halfbyte.bitsandbytes.install()
+    else:
+        from tests.helpers import real_bnb
+
+        real_bnb.settle()
     _load_cases()
     for stage in STAGES:
         for name, functions in CASES.items():

@@ -47,6 +47,7 @@ def make(rule, storage, rounding="nearest", dtype=torch.float32, gradient=torch.
         [random_values(size, generator).to(gradient) for size in sizes],
         states,
         corrections,
+        [(3 * at + 1, 2**32 * at - 300 * (at > 0)) for at in range(len(sizes))] if rounding == "stochastic" else [],
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Blockwise4
 from halfbyte.functional import dequantize_4bit, quantize_4bit
-from halfbyte.ops import blockwise4
+from halfbyte.ops import blockwise4, blockwise_cuda
 from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.ops.codebooks import dynamic_map
 from tests.helpers.kernel_backends import DEVICES, backends, cases
@@ -99,6 +99,46 @@ def test_dequantize(kernels, backend, blocksize, dtypes, counts):
 )  # fmt: skip
 def test_quantize(kernels, backend, blocksize, dtypes, counts):
     check_quantize(kernels.quantize, dtypes, [blocksize], counts, DEVICES[backend])
+
+
+@cases(
+    ("blocksize", "dtypes", "counts"),
+    gpu=[(blocksize, DTYPES, COUNTS) for blocksize in (32, 64, 128, 512, 4096)],
+    interpret=[(32, DTYPES[:2], (1, 65, 1001)), (64, DTYPES[:1], (8193,)), (4096, DTYPES[:1], (8193,))],
+)
+def test_quantize_as_bitsandbytes_cuda_kernels(backend, blocksize, dtypes, counts):
+    """Zeros, partial blocks and numbers below the smallest normal one among the values."""
+    kernel = importlib.import_module("halfbyte.kernels.triton.blockwise_cuda")
+    for count, kind, dtype in itertools.product(counts, KINDS, dtypes):
+        weight = weight_of(count, dtype).to(DEVICES[backend])
+        weight[5:7] = 1e-39
+        found = kernel.quantize(weight, blocksize, kind)
+        expected = blockwise_cuda.quantize_blockwise4_cuda.reference(weight, blocksize, kind)
+        assert all(map(torch.equal, found, expected)), (count, kind, dtype)
+        scales = expected[1].float()
+        assert torch.equal(kernel.reciprocal(scales), blockwise_cuda.approximate_reciprocal(scales))
+
+
+def test_codes_of_bitsandbytes_cuda_kernels_at_their_thresholds():
+    code = dynamic_map()
+    middles = (code[:-1] + code[1:]) * 0.5
+    ones = torch.ones(len(middles))
+    codes, _ = blockwise_cuda.quantize_blockwise8_cuda(torch.stack([middles, ones], 1).view(-1), code, 2)
+    lower = torch.arange(len(middles))
+    assert torch.equal(codes.view(-1, 2)[:, 0].long(), lower + lower % 2)  # the even one of two codes
+    for kind, zero, tiny in (("nf4", 0x00, 0x77), ("fp4", 0x00, 0x88)):
+        packed, absmax = blockwise_cuda.quantize_blockwise4_cuda(torch.zeros(4), 64, kind)
+        assert (packed.flatten().tolist(), absmax.tolist()) == ([zero] * 2, [0.0])
+        packed, _ = blockwise_cuda.quantize_blockwise4_cuda(torch.tensor([-1e-4, -1e-4, 1.0]), 64, kind)
+        assert packed[0].item() == tiny  # FP4 keeps the sign
+    for kind in KINDS:
+        limits, codes = blockwise_cuda.thresholds(kind, torch.device("cpu"))
+        pairs = torch.stack([limits, torch.nextafter(limits, torch.tensor(2.0))], 1)
+        values = torch.nn.functional.pad(pairs, (0, 2), value=1.0)  # blocks of 4 with the scale 1
+        packed, _ = blockwise_cuda.quantize_blockwise4_cuda(values, 4, kind)
+        pairs = packed.view(-1, 2)[:, 0]
+        assert torch.equal(pairs >> 4, codes[:-1])
+        assert torch.equal(pairs & 15, codes[1:])
 
 
 @backends("cpu")
@@ -223,6 +263,26 @@ def test_values_equal_those_of_bitsandbytes(kind, nested):
             if nested:
                 mine.nested_absmax, mine.nested_code, mine.offset = state.state2.absmax, state.state2.code, state.offset
             assert torch.equal(dequantize_4bit(packed, mine), bnb.dequantize_4bit(packed, state)), (dtype, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_the_drop_in_equal_those_of_bitsandbytes(kind, dtype, nested):
+    import bitsandbytes.functional as real
+
+    from halfbyte.bitsandbytes import functional as own
+
+    for count in (2**22, 4099, 1):
+        weight = weight_of(count, dtype, "cuda")
+        options = {"compress_statistics": nested, "quant_type": kind}
+        (mine, state), (theirs, expected) = (module.quantize_4bit(weight, **options) for module in (own, real))
+        assert torch.equal(mine, theirs)
+        assert torch.equal(state.absmax, expected.absmax)
+        if nested:
+            assert torch.equal(state.state2.absmax, expected.state2.absmax)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,6 @@ from halfbyte.utils import notices
 
 def test_compile_failure_is_logged_once_and_not_retried():
     """Only that variant is unavailable: others run."""
-    notices.reset_notices()
     calls = []
 
     @remembered

@@ -63,7 +63,6 @@ def test_rows_and_heads_are_split_into_parts(executed, monkeypatch, fitting, par
 
 
 def test_rows_that_are_too_long_or_have_no_plan_take_two_passes(executed, monkeypatch):
-    notices.reset_notices()
     operands = drawn(**SHAPE)
     expected = rows_backward.reference(*operands, 0.2)
     with monkeypatch.context() as changed:

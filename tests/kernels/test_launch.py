@@ -138,7 +138,6 @@ def refusing(call):
 
 @refusals
 def test_failing_kernel_is_refused_and_logged_once(how, said, launched):
-    notices.reset_notices()
     call = launch.Launcher(Refusing(**how))
     double, tensors = refusing(call), (torch.zeros(16), torch.zeros(16).half())
     for number in range(3):  # sizes change every time: nothing is compiled again for a new one

@@ -122,7 +122,6 @@ def test_reasons():
 
 def test_external_kernel_registration(monkeypatch):
     """Two lines register a kernel: dispatch takes it, logs its refusal once, runs the next one, and lists it."""
-    notices.reset_notices()
     monkeypatch.setattr(
         linear_blockwise4, "_added", {name: list(rows) for name, rows in linear_blockwise4._added.items()}
     )

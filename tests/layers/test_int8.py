@@ -157,7 +157,6 @@ def test_empty_batch():
 
 
 def test_where_torch_has_no_int8_product_the_weight_is_dequantized(monkeypatch):
-    notices.reset_notices()
     monkeypatch.setattr(ops, "multiplies_int8", lambda *args: False)
     layer, x = layer_of(), inputs(5)
     expected = nn.functional.linear(x, layer.weight.dequantize(), layer.bias)

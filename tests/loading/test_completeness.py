@@ -77,7 +77,6 @@ def test_a_config_of_another_model(folder, capfd, keys, said):
 
 
 def test_unexpected_tensors_are_reported(folder):
-    notices.reset_notices()
     change(folder, lambda tensors: tensors.update(extra=torch.ones(2)))
     find_model(Origin(str(folder)))
     assert any("extra" in said for said in notices.notices_so_far().values())

@@ -22,11 +22,6 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text
 TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
 
 
-@pytest.fixture(autouse=True)
-def _unsaid():
-    notices.reset_notices()
-
-
 @pytest.fixture
 def damaged(tiny_checkpoint, tmp_path):
     """A copy of the tiny Llama that a test may break."""

@@ -27,11 +27,6 @@ FORMATS = {name: named(name) for name in ("nf4", "fp4", "blockwise4:nf4:32:plain
 SMALL = {name: named(name) for name in ("nf4", "hqq4", "kbit2", "kbit3", "kbit4", "kbit5")}
 
 
-@pytest.fixture(autouse=True)
-def _unsaid():
-    notices.reset_notices()
-
-
 def options(seed, layers=4):
     """Layers of 100 weights with a random, decreasing error at 2, 3, 4, 5 and 16 bits."""
     generator = torch.Generator().manual_seed(seed)

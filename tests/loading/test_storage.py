@@ -23,11 +23,6 @@ EXAMPLES = [example for cls in FORMATS.values() for example in cls.examples()]
 MIXED = {"*.0.mlp.down_proj": "16bit", "*.down_proj": "fp4", "*.mlp.*": "blockwise4:nf4:128:plain", "*": "nf4"}
 
 
-@pytest.fixture(autouse=True)
-def _unsaid():
-    notices.reset_notices()
-
-
 def formats(model):
     return {name: module.weight.format for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 

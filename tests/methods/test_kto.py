@@ -208,7 +208,6 @@ def answered(*prompts):
     ],
 )
 def test_mismatched_answers_are_to_another_prompt(prompts, others):
-    notices.reset_notices()
     rows = answered(*prompts)
     found = mismatched(Dataset.from_list(rows), 64)
     assert found["other_ids"][:] == [rows[at]["completion_ids"] for at in others]

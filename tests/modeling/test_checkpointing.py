@@ -219,7 +219,6 @@ def test_transformers_checkpointing_with_levels_is_refused():
 
 
 def test_a_model_that_is_not_patched_is_left_to_transformers():
-    notices.reset_notices()
     config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=1, n_head=2)
     report = halfbyte.patch(transformers.AutoModelForCausalLM.from_config(config), "checkpoint")
     assert not report.fused

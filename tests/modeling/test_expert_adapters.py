@@ -10,7 +10,6 @@ from halfbyte.config import RunConfig
 from halfbyte.layers.expert_adapters import expert_wrappers
 from halfbyte.loading.load import load_model
 from halfbyte.modeling.adapters import add_adapter, load_adapter, save_adapter
-from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
 from tests.helpers.expert_models import MIXTURES, TOKENS, dequantized, mixture
 
@@ -68,7 +67,6 @@ def twin_logits(plain):
 
 
 def test_all_linear_takes_experts_and_no_router(tmp_path, caplog):
-    notices.reset_notices()
     stored, _ = quantized("Qwen3Moe", tmp_path / "model")
     model = adapted(stored)
     save_adapter(model, tmp_path)

@@ -84,11 +84,6 @@ def assert_same(model: nn.Module, batch: dict[str, torch.Tensor], rtol=1e-5, **k
         assert (mine - theirs).norm() <= rtol * theirs.norm() + 1e-9, name
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    notices.reset_notices()
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_with_adapters(family, tied):

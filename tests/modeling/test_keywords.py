@@ -5,7 +5,9 @@ import inspect
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
+from halfbyte.modeling import layer as layer_module
 from halfbyte.modeling.layer import CACHE_KEYWORDS, cache_keyword, check_keywords, given_cache
 from halfbyte.modeling.patch import patch
 from halfbyte.utils.errors import ModelError
@@ -39,7 +41,14 @@ def test_an_unknown_keyword_is_named():
 
 
 @pytest.mark.parametrize("place", ["attention", "layer"])
-def test_a_fused_forward_raises_on_a_keyword_it_does_not_know(place):
+def test_a_fused_forward_raises_on_a_keyword_that_only_the_stock_forward_knows(place, monkeypatch):
+    stock = LlamaAttention.forward
+
+    def forward(self, hidden_states, kv_memory=None, **kwargs):
+        return stock(self, hidden_states, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    layer_module._reads.cache_clear()
     model = tiny()
     patch(model)
     x, positions = torch.randn(1, 5, 32), torch.arange(5)[None]
@@ -63,3 +72,20 @@ def test_a_patched_model_generates_with_a_cache_what_it_generates_without_patch(
         second = patched(ids[:, 5:], use_cache=True, **{name: getattr(first, name)})
         whole = plain(ids)
     assert torch.allclose(second.logits, whole.logits[:, 5:], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"foo": 1}, {"ignore_index": 0}, {"ignore_index": -100}, {"ignore_index": 7, "foo": 1}]
+)
+@pytest.mark.parametrize("activations", [None, "checkpoint"])
+def test_keywords_that_transformers_ignores_or_uses_in_the_loss_are_passed_on(keys, activations):
+    plain, patched = tiny().train(), tiny().train()
+    patch(patched, activations)
+    ids = torch.randint(64, (2, 9))
+    labels = torch.where(ids % 3 > 0, ids, keys.get("ignore_index", -100))
+    losses = [model(input_ids=ids, labels=labels, **keys).loss for model in (plain, patched)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    for mine, theirs in zip(patched.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -212,7 +212,8 @@ def test_layers_that_transformers_refuses_bounds_take_them():
 
 @pytest.mark.parametrize("length", [3, 33])
 def test_short_rows_show_the_leak(length):
-    assert asked(all_families.build("lfm2"), length=length).way == "bounds"
+    isolating = "bounds" if transformers.__version__ >= "5.22" else "unpacked"  # older convolutions take no bounds
+    assert asked(all_families.build("lfm2"), length=length).way == isolating
     assert asked(all_families.build("llama"), length=length).way == "positions"
 
 

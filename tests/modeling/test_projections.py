@@ -115,7 +115,6 @@ def test_unpatched_is_as_before_and_names_are_checked():
 
 
 def test_linears_of_their_own_forward_are_said():
-    notices.reset_notices()
     model = tiny("Llama", shape=SHAPE, use_dora=True)
     halfbyte.patch(model, recipe="fp8-hybrid")
     loss_and_gradients(model, batch())

@@ -21,7 +21,6 @@ from halfbyte.qat.model import (
     round_merged,
 )
 from halfbyte.tensor import QuantizedTensor
-from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
 from tests.helpers.expert_models import mixture
 from tests.helpers.tiny_runs import VOCABULARY, tiny_llama
@@ -175,7 +174,6 @@ def test_one_adapter_at_a_time():
 
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 def test_patched_forwards_leave_its_products_to_it(peft):
-    notices.reset_notices()
     model = adapted() if peft else tiny_llama()
     if not peft:
         fake_quantize_linears(model, named("nf4"))

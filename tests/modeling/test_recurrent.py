@@ -12,8 +12,9 @@ import transformers
 from halfbyte.data.collate import PackedCollator
 from halfbyte.modeling import recurrent
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.modeling.patch import patch
+from halfbyte.modeling.patch import patch, unpatch
 from halfbyte.modeling.recurrent import REPLACEMENTS, Documents, document_forward, documents_from
+from tests.helpers.all_families import build
 from tests.helpers.patch_models import tiny
 
 LENGTHS = [7, 1, 12, 3, 17]  # of two rows of 20
@@ -89,6 +90,34 @@ def test_a_scan_begins_anew_with_each_document(name):
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"])
+def test_mamba2s_scan_over_full_rows(family):
+    """Loss, gradients and cached generation of a patched model equal transformers' own."""
+    model = build(family).train()
+    ids = torch.randint(10, 200, (2, 70))  # more than one chunk
+
+    def step():
+        model.zero_grad()
+        loss = causal_lm_loss(model, {"input_ids": ids, "labels": ids})[0]
+        loss.backward()
+        return float(loss), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    def answer():
+        return model.eval().generate(ids[:1, :66], max_new_tokens=4, do_sample=False, eos_token_id=None).tolist()
+
+    expected, expected_answer = step(), answer()
+    report = patch(model.train())
+    assert report.fused["Mamba-2 scan"] > 0
+    loss, gradients = step()
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    assert gradients.keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
+    assert answer() == expected_answer
+    unpatch(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_documents_of_a_batch():
     found = documents_from(told(empty=3), 2, 20)
     assert found.layout.starts == (0, 7, 8, 20, 23, 40)
@@ -156,10 +185,13 @@ def test_the_delta_rule_is_ours_where_no_kernel_computes_it(monkeypatch, packed)
         document_forward(type(layer), documents)(layer, x)
 
 
-def test_a_rule_with_states_is_transformers_own():
-    """States of a cache are passed in and returned."""
+@pytest.mark.parametrize("heads", [2, 4])
+def test_a_rule_with_states_is_transformers_own(heads):
+    """States of a cache are passed in and returned, with fewer heads of keys than of values, too."""
+    if heads < 4 and transformers.__version__ < "5.23":
+        pytest.skip("this transformers repeats keys before it calls its rule")
     own = file_of("qwen3_5").torch_chunk_gated_delta_rule
-    query, key, value = torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 4, 8)
+    query, key, value = torch.randn(2, 9, heads, 8), torch.randn(2, 9, heads, 8), torch.randn(2, 9, 4, 8)
     rest = {"g": -torch.rand(2, 9, 4), "beta": torch.rand(2, 9, 4), "use_qk_l2norm_in_kernel": True}
     _, state = recurrent._gated_delta_rule(own, query, key, value, **rest, output_final_state=True)
     assert state.shape == (2, 4, 8, 8)

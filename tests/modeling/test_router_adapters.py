@@ -127,7 +127,6 @@ def test_adapters_of_peft_itself_load(tmp_path):
 
 
 def test_all_linear_excludes_routers_with_a_notice(tmp_path):
-    notices.reset_notices()
     model = adapted(mixture("Qwen3Moe"), target_modules="all-linear")
     assert not any(router_wrappers(model))
     assert not any("routers" in said for said in notices.notices_so_far().values())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from halfbyte.batch import REAL_TOKENS
 from halfbyte.config import Parallel, RunConfig, load_config
@@ -81,6 +82,10 @@ PACKED = {"input_ids": TOKENS, "position_ids": torch.arange(13).expand(2, -1) % 
 @pytest.mark.parametrize("name", BALANCED)
 def test_as_transformers(name, batch):
     model = trainable(name)
+    if name == "GraniteMoe" and transformers.__version__ < "5.18":  # it fails in transformers, which records no logits
+        with pytest.raises(ConfigError):
+            check_balancing(model, COEFFICIENT)
+        return
     expected = theirs(model, batch)
     assert_same(ours(model, batch), expected)
     assert any(".modules_to_save." in key for key in expected[2])

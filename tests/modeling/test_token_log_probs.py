@@ -44,7 +44,6 @@ def test_no_labels():
 @pytest.mark.parametrize("head", ["plain", "biased"])
 def test_log_probs_at_positions_and_gradients(family, head):
     """Gradients and entropies at a temperature equal those of full logits."""
-    notices.reset_notices()
     model = tiny(family).train()
     if head == "biased":
         model.get_base_model().lm_head.bias = nn.Parameter(torch.randn(101))

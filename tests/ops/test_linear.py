@@ -46,6 +46,7 @@ def test_products_by_onednn_are_right(by_onednn, count, transposed):
 
 
 @needs_onednn
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="halfbyte multiplies by MKL below torch 2.12")
 @pytest.mark.parametrize("inner", [64, 512, 1536])
 def test_row_is_bit_equal_in_any_batch(by_onednn, inner):
     """Completions then do not depend on the batch, from two rows on (`generation.paged.LEAST_ROWS`)."""

@@ -269,6 +269,63 @@ def test_a_clip_belongs_to_its_gradients():
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+def remove(made, optimizer):
+    made[0].grad = None
+
+
+def replace(made, optimizer):
+    made[1].grad = torch.ones_like(made[1])
+
+
+def accumulate_anew(made, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+    for each in made:
+        each.grad.add_(torch.ones_like(each))
+
+
+def zero_one(made, optimizer):
+    made[1].grad.zero_()
+
+
+def add_a_group(made, optimizer):
+    added = nn.Parameter(torch.zeros(7))
+    added.grad = torch.ones(7)
+    optimizer.add_param_group({"params": [added]})
+    made.append(added)
+
+
+def double_before_steps(made, optimizer):
+    def double(*_):
+        for each in made:
+            each.grad.mul_(2)
+
+    optimizer.register_step_pre_hook(double)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", [remove, replace, accumulate_anew, zero_one, add_a_group, double_before_steps])
+def test_gradients_that_changed_after_a_clip_leave_the_others_clipped(change, compiled):
+    results = []
+    for make, clip in (
+        (lambda p: fused.SGD(p, 1.0, momentum=0.0), lambda made, optimizer: optimizer.clip(0.5)),
+        (lambda p: torch.optim.SGD(p, 1.0), lambda made, _: nn.utils.clip_grad_norm_(made, 0.5)),
+    ):
+        made = parameters()
+        optimizer = make(made)
+        for step in range(2):  # the factor of the first step does not reach the second one
+            gradients(step, made)
+            if step == 0 and change is double_before_steps:
+                change(made, optimizer)
+            clip(made, optimizer)
+            if step == 0 and change is not double_before_steps:
+                change(made, optimizer)
+            eager = not compiled or change is double_before_steps or not isinstance(optimizer, fused.SGD)
+            (optimizer.step if eager else torch.compile(optimizer.step, backend="eager"))()
+        results.append(made)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_parameters_without_gradient_are_skipped_and_may_come_later():
     mine, theirs = parameters(), parameters()
     pair = (mine, fused.AdamW(mine, 1e-2)), (theirs, torch.optim.AdamW(theirs, 1e-2))
@@ -356,6 +413,18 @@ def test_other_states_are_refused():
             optimizer.load_state_dict(other.state_dict())
     with pytest.raises(CheckpointError):
         fused.AdamW(made, storage="dynamic8").load_state_dict(eight.state_dict())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_state_of_another_shape_is_refused(storage):
+    """A and B of LoRA on a square layer, in another order."""
+    down, up = nn.Parameter(torch.randn(8, 64)), nn.Parameter(torch.randn(64, 8))
+    optimizer = fused.AdamW([down, up], storage=storage, min_quantized=1)
+    down.grad, up.grad = torch.ones_like(down), -torch.ones_like(up)
+    optimizer.step()
+    fused.AdamW([down, up], storage=storage, min_quantized=1).load_state_dict(optimizer.state_dict())
+    with pytest.raises(CheckpointError):
+        fused.AdamW([up, down], storage=storage, min_quantized=1).load_state_dict(optimizer.state_dict())
 
 
 class Published(torch.optim.Optimizer):
@@ -455,6 +524,13 @@ def test_sparse_gradients_are_refused():
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(TrainingError):
         fused.AdamW(embedding.parameters()).step()
+    sparse = embedding.weight.grad
+    optimizer = fused.AdamW(embedding.parameters())
+    embedding.weight.grad = torch.ones_like(embedding.weight)
+    optimizer.clip(1.0)
+    embedding.weight.grad = sparse
+    with pytest.raises(TrainingError):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -473,8 +549,8 @@ def test_a_step_keeps_no_gradient_alive(offload):
 # --- bad input: parameters that change, options, state dicts of other optimizers, copies ------------------------------
 
 
-def stepped(make=fused.AdamW, size=5000, dtype=torch.float32, **options):
-    weight = nn.Parameter(torch.linspace(-1, 1, size).to(dtype))
+def stepped(make=fused.AdamW, size=5000, dtype=torch.float32, shape=None, **options):
+    weight = nn.Parameter(torch.linspace(-1, 1, size).to(dtype).view(shape or size))
     optimizer = make([weight], **options)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -488,13 +564,24 @@ def stepped(make=fused.AdamW, size=5000, dtype=torch.float32, **options):
         (torch.float32, {}, lambda w: w[:50].clone()),
         (torch.float32, {}, lambda w: w[:50]),
         (torch.float32, {}, lambda w: torch.cat([w, w])),
+        (torch.float32, {"shape": (50, 100)}, lambda w: w.t().contiguous()),
         pytest.param(torch.float32, {}, lambda w: w.cuda(), marks=pytest.mark.gpu),
         (torch.float32, {"storage": "dynamic8"}, lambda w: w[:300].clone()),
         (torch.float32, {"storage": "weight"}, lambda w: w.bfloat16()),
         (torch.bfloat16, {"storage": "weight"}, lambda w: w.float()),
         (torch.float32, {"rounding": "correction8"}, lambda w: w.bfloat16()),
     ],
-    ids=["smaller", "view", "larger", "device", "fewer blocks", "narrower", "wider", "without a correction"],
+    ids=[
+        "smaller",
+        "view",
+        "larger",
+        "transposed",
+        "device",
+        "fewer blocks",
+        "narrower",
+        "wider",
+        "without a correction",
+    ],
 )
 def test_parameters_that_outgrow_their_state_are_named(dtype, options, change, clipped):
     weight, optimizer = stepped(dtype=dtype, **options)

@@ -94,6 +94,32 @@ def test_weights_and_norms_equal_those_of_one_step(window, device, offloaded, ti
     assert runs[0][2].keys() == runs[1][2].keys()
 
 
+@pytest.mark.parametrize("way", ["in backward", "offloaded", "without a gradient"])
+def test_stochastic_rounding_draws_by_parameter_and_element(monkeypatch, way):
+    """Parts, windows and missing gradients change no weight, and equal layers are rounded by different noise."""
+    monkeypatch.setattr(offload, "WINDOW", 1)
+    monkeypatch.setattr(offload, "CUT", 512)
+    runs = []
+    for other in (False, True):
+        torch.manual_seed(0)
+        start = torch.randn(3000).bfloat16()
+        unused, *layers = [nn.Parameter(start.clone()) for _ in range(4)]
+        offloaded = other and way == "offloaded"
+        groups = [{"params": [unused]}, {"params": layers}]
+        optimizer = fused.AdamW(groups, 1e-3, rounding="stochastic", offload=offloaded)
+        if other and way == "in backward":
+            optimizer.update_in_backward([[layer] for layer in (*reversed(layers), unused)])
+        for _ in range(2):
+            sum(layer.float().sum() for layer in layers).backward()
+            if not other and way == "without a gradient":
+                unused.grad = torch.ones_like(unused)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(layers)
+        assert all((layers[0] != layer).any() for layer in layers[1:])
+    assert all(map(torch.equal, *runs))
+
+
 def everything(model, optimizer):
     """Name → copies of a parameter and its state."""
     states = [(name, weight, optimizer.state.get(weight, {})) for name, weight in model.named_parameters()]

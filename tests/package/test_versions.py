@@ -12,6 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.helpers.versions import ENDS
+
 ROOT = Path(__file__).resolve().parents[2]
 # The newest minor version that the suite has passed on, and where halfbyte depends on a library's internals.
 LOOKED_AT = {
@@ -34,6 +36,12 @@ def test_a_newer_minor_version_is_looked_at_before_it_is_used(package):
         pytest.skip(f"{package} is not installed")
     newest, where = LOOKED_AT[package]
     assert minor(installed) <= minor(newest), f"{package} {installed} is newer than {newest}: look at {where}"
+
+
+def test_the_oldest_python_is_run():
+    """`make test-versions` runs the oldest Python that is allowed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == f">={ENDS['oldest'][0]}"
 
 
 def test_bounds_and_constraints_agree_with_what_was_looked_at():

@@ -99,7 +99,6 @@ def test_pipeline_has_no_smaller_layout():
     ("gpus", "keys"), [(1, {}), (3, {"device": "cuda:1"}), (3, {"parallel": {"data": 1}}), (3, {})]
 )
 def test_idle_gpus_are_logged(monkeypatch, gpus, keys):
-    notices.reset_notices()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     notice_idle_gpus(RunConfig(model_name_or_path="m", dataset="d", **keys))
     said = notices.notices_so_far().get("idle_gpus", "")

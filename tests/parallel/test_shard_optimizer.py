@@ -1,6 +1,7 @@
 """ZeRO-1: stepping shards of parameters is bit-equal to one process, with the files of one process."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.reduction import SHARDED_ALONG
 from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.parallel.shard.optimizer import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
+from halfbyte.utils.errors import CheckpointError
 from tests.helpers.optimizer_settings import OptimizerSettings
 
 pytestmark = pytest.mark.dist
@@ -39,12 +41,12 @@ def gradients(step, rank):
     return [None if rank == 1 and at == 0 else each for at, each in enumerate(found)]
 
 
-def run(mesh, ranks, name, steps, state=None, model=None):
+def run(mesh, ranks, name, steps, state=None, model=None, settings=None, max_norm=1.0):
     """Run `steps` of an optimizer; returns parameters, norms, and the optimizer state on the main rank."""
     model = copy.deepcopy(model) or Model()  # what ranks are sent lies in memory that they share
     parameters = list(model.parameters())
     named = [model.bias, *model.weights]
-    optimizer = OPTIMIZERS[name].make(model, OptimizerSettings(**SETTINGS))
+    optimizer = OPTIMIZERS[name].make(model, OptimizerSettings(**SETTINGS, **(settings or {})))
     units = shard_optimizer(mesh, parameters, block=OPTIMIZERS[name].block)
     units.adopt(optimizer)
     if state is not None:
@@ -54,10 +56,11 @@ def run(mesh, ranks, name, steps, state=None, model=None):
         for rank in ranks if mesh.size == 1 else [mesh.rank]:
             for parameter, gradient in zip(named, gradients(step, rank), strict=True):
                 if gradient is not None:
+                    gradient = gradient.to(parameter.dtype)
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         own = torch.tensor([float(rank) for rank in (ranks if mesh.size == 1 else [mesh.rank])]).sum().reshape(1)
         sums.append(float(units.reduce(own)))
-        norms.append(float(units.clip(1.0)))
+        norms.append(float(units.clip(max_norm)))
         optimizer.step()
         units.after_step()
         assert all(parameter.grad is None for parameter in parameters)
@@ -88,6 +91,43 @@ def test_every_elementwise_optimizer(two, name):
         for key, value in expected[0].items():
             torch.testing.assert_close(parameters[key], value, rtol=1e-6, atol=1e-7)
     assert_equal_state(results[0][3], expected[3])
+
+
+def run_rounded(mesh, ranks, rounding, steps, state=None):
+    options = {"settings": {"optim_args": {"rounding": rounding}}, "max_norm": math.inf}  # clipping rounds gradients
+    return run(mesh, ranks, "adamw", steps, state, Model().bfloat16(), **options)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "correction8", "correction16"])
+def test_rounded_weights_and_their_corrections(two, rounding):
+    expected = run_rounded(SINGLE_PROCESS, [0, 1], rounding, range(3))
+    (values, _, _, state, *_), (others, *_) = two.run(run_rounded, [0, 1], rounding, range(3), layout={"shard": 2})
+    assert all(
+        torch.equal(values[key], value) and torch.equal(others[key], value) for key, value in expected[0].items()
+    )
+    for number, tensors in expected[3]["state"].items():
+        assert all(torch.equal(state["state"][number][key], value) for key, value in tensors.items())
+    resumed = two.run(run_rounded, [0, 1], rounding, range(3, 4), state, layout={"shard": 2})
+    again = run_rounded(SINGLE_PROCESS, [0, 1], rounding, range(3, 4), expected[3])
+    assert all(torch.equal(resumed[0][0][key], value) for key, value in again[0].items())
+
+
+def load_exchanged(mesh, state):
+    model = Model()
+    optimizer = OPTIMIZERS["adamw"].make(model, OptimizerSettings(**SETTINGS))
+    units = shard_optimizer(mesh, list(model.parameters()), block=1)
+    units.adopt(optimizer)
+    for values in state["state"].values():
+        values["exp_avg"] = values["exp_avg"].flatten()
+    try:
+        optimizer.load_state_dict(units.local_state(state))
+    except CheckpointError:
+        return "refused"
+
+
+def test_state_of_another_shape_is_refused(two):
+    state = run(SINGLE_PROCESS, [0], "adamw", range(1))[3]
+    assert two.run(load_exchanged, state, layout={"shard": 2}) == ["refused"] * 2
 
 
 @pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}])

@@ -308,7 +308,6 @@ def test_auto_fills_a_limit_with_a_mix_of_levels(monkeypatch, shapes_8b, allocat
 
 @pytest.mark.parametrize("keys", [{"use_kernels": False}, {"use_dora": True}, {"device": "cpu"}])
 def test_levels_without_fused_forwards_become_checkpointing(keys):
-    notices.reset_notices()
     config = run_config(**{"device": "cuda", "activation_checkpointing": "offload"} | keys)
     plan = estimate(config, tiny_config("Llama"), capacity_bytes=GIB)
     assert plan.activation_checkpointing

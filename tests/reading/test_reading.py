@@ -151,7 +151,8 @@ def test_values_in_messages_are_short_and_escaped():
         bomb = [bomb] * 9
     assert len(brief(bomb)) <= 120
     assert brief(["a", 1]) == "['a', 1]"
-    assert brief(10**5000).startswith("a int")
+    assert len(brief(10**5000)) <= 120  # Python 3.11 to 3.13 raise ValueError in its repr
+    assert "int" in brief(10**5000)
     assert visible("a\x1b[2J\u202eb\n\tü😀") == "a\\x1b[2J\\u202eb\n\tü😀"
     assert cut("abcdefghijklmnopqrstuvwxyz", 15) == "abcdefg...vwxyz"
     error = ConfigError(f"\x1b]0;x\x07{'y' * 10_000}\nnext", "\x9b0m")

@@ -33,11 +33,6 @@ IDS = torch.arange(5, 25)[None]
 FLOAT = ["dtype=float32", "load_in_4bit=false", "device=cpu"]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_notices():
-    notices.reset_notices()
-
-
 def base_of(place, folder, tied=True):
     """A copy of the tiny model in float32, whose head is its embedding if `tied`."""
     shutil.copytree(place / "model", folder)

@@ -62,7 +62,6 @@ def test_replays_equal_eager_steps_for_every_shape(ours):
 
 @pytest.mark.gpu
 def test_a_step_that_synchronizes_stays_eager_with_a_notice():
-    notices.reset_notices()
     step, _ = training(waits=True)
     expected = [step(batch).item() for batch in batches(12)]
     step, optimizer = training(waits=True)
@@ -225,7 +224,6 @@ def test_no_graph_overwrites_a_tensor_that_a_capture_left_alive(monkeypatch):
 
 def test_a_shape_whose_first_capture_fails_is_warmed_up(monkeypatch):
     """After a second failure it stays eager with a notice; other shapes have graphs."""
-    notices.reset_notices()
     stand_in = StandIn().install(monkeypatch)
     _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4), 1)
     stand_in.refused = {4}
@@ -271,7 +269,6 @@ def test_the_largest_shape_allocates_the_pool(monkeypatch):
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_step_that_runs_out_of_memory_is_repeated_without_graphs(monkeypatch, window):
     """The failed step has already added all its gradients and drawn its random numbers."""
-    notices.reset_notices()
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)  # so that another shape's first steps are eager
     stand_in = StandIn(room=8).install(monkeypatch)
     rows = [8] * 5 + [12] * 5 + [8] * 6
@@ -284,7 +281,6 @@ def test_a_step_that_runs_out_of_memory_is_repeated_without_graphs(monkeypatch, 
 
 
 def test_a_capture_that_runs_out_of_memory_drops_all_graphs(monkeypatch):
-    notices.reset_notices()
     stand_in = StandIn().install(monkeypatch)
     rows = [8] * 5 + [12] * 6
     expected = run_backwards(eager, sized(*rows), 2)
@@ -444,7 +440,6 @@ def test_memory_that_another_stream_reads_is_not_freed(frees):
 @pytest.mark.gpu
 def test_a_larger_shape_out_of_memory_on_a_gpu(monkeypatch):
     """The process may allocate little more than it has: graphs are freed for an eager step."""
-    notices.reset_notices()
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
     backward, trained = wide_backward()
     graphed = GraphedBackward(backward, trained)

@@ -360,7 +360,6 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
 
 def test_importance_correction_is_enabled_by_a_large_mismatch(prompts, tmp_path, monkeypatch):
     """auto: a step's ratios enable the correction of the next generation; it stays enabled, with one notice."""
-    notices.reset_notices()
     monkeypatch.setattr("halfbyte.rl.rollouts.MISMATCH_SHARE", 0.5)
     own, shares = ImportanceCorrection.add_step, iter([0.6, 0.0, 0.0])
 
@@ -379,7 +378,6 @@ def test_importance_correction_is_enabled_by_a_large_mismatch(prompts, tmp_path,
 @pytest.mark.slow
 def test_an_fp8_cache_weights_tokens_and_small_weights_give_a_notice(prompts, tmp_path):
     """Every token's ratio is far from 1, and an answer's ratio is their product."""
-    notices.reset_notices()
     keys_ = {"kv_cache": "fp8", "importance_sampling_correction": True, "max_steps": 1}
     run(prompts, tmp_path / "fp8", **keys_)
     (record,) = records_of(tmp_path / "fp8")["train"]

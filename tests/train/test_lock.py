@@ -23,11 +23,6 @@ from halfbyte.utils.processes import Process
 HOST = socket.gethostname()
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    notices.reset_notices()
-
-
 def elsewhere(code, *arguments):
     """Start Python on `code` with `arguments` in sys.argv."""
     head = "import os, signal, sys, time\nfrom pathlib import Path\nfrom halfbyte.runs.lock import run_lock\n"

@@ -193,7 +193,6 @@ def test_a_guarded_optimizer_skips_numbers_that_are_not_finite(device, kind, num
 @pytest.mark.gpu
 def test_a_step_in_the_middle_of_a_run_never_waits_for_the_device(tmp_path):
     """Steps 8 to 20, over several epochs, with a record each; any wait but for an event raises."""
-    notices.reset_notices()
     loop = make_loop(run_config(tmp_path, device="cuda", max_steps=24, save_steps=100, **FOUR))
 
     class Watch(TrainerCallback):

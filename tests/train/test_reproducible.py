@@ -44,13 +44,6 @@ def config(**keys):
     return RunConfig(model_name_or_path="m", dataset="d", **keys)
 
 
-@pytest.fixture(autouse=True)
-def silence():
-    reset_notices()
-    yield
-    reset_notices()
-
-
 def test_reproducibility():
     assert reproducibility(config(), CPU, None)["equal"]
     assert reproducibility(config(), CUDA, FUSED)["equal"]

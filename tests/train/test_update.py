@@ -99,7 +99,6 @@ RUNS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", RUNS.values(), ids=RUNS)
 def test_runs_equal_those_whose_optimizer_is_eager(tmp_path, monkeypatch, keys):
-    notices.reset_notices()
     keys = {"device": "cuda", "max_steps": 14, "eval_steps": 5, "max_grad_norm": 0.3, "warmup_steps": 4} | keys
     found, replayed = {}, []
     replay = graph.GraphedOptimizer._replay
@@ -138,7 +137,6 @@ def test_a_broken_step_in_a_graph_changes_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_steps_without_graphs_have_no_notice(tmp_path):
-    notices.reset_notices()
     loop = make_loop(run_config(tmp_path, device="cuda", max_steps=5), rows(8), graphs=False)
     assert type(loop.stepper) is Stepper
     loop.train()

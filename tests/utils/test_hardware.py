@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from halfbyte.utils.hardware import (
     EXPANDABLE,
@@ -17,6 +18,7 @@ from halfbyte.utils.hardware import (
     free_bytes,
     has_expandable_segments,
     limit_primitive_caches,
+    onednn_beats_mkl,
 )
 
 
@@ -55,6 +57,19 @@ def test_fixed_segments_keep_other_settings(monkeypatch, given, device, changes)
         assert len(told) == len(changes[:1])
         raise ZeroDivisionError
     assert told == [f"roundup_power2_divisions:4,expandable_segments:{each}" for each in changes]
+
+
+@pytest.mark.parametrize(("version", "expected"), [("2.11.0+cpu", False), ("2.12.0", True), ("2.15.0a0", True)])
+def test_float32_products_by_onednn_whose_rows_are_independent(monkeypatch, version, expected):
+    """oneDNN of torch 2.11 sums a row in another order in a batch of another size."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr("pathlib.Path.read_text", lambda *_, **__: "vendor_id : AuthenticAMD")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None, raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert onednn_beats_mkl.__wrapped__() == expected
 
 
 def test_compute_dtype_is_of_the_given_device(monkeypatch):

@@ -30,6 +30,7 @@ from .losses import scaled
 
 # (logits [n, V], targets [n, ...] each) → losses [n], or their 0-d sum
 LossFunction = Callable[..., Tensor]
+CHECKED_ROWS = 64
 Gradients = list[Tensor | None]  # of hidden, weight, bias and each target
 
 
@@ -46,9 +47,10 @@ def linear_loss(
 
     A row is one position: hidden states [..., H] have N rows. `loss_fn(logits, *targets)` is called for n ≤ `chunk`
     rows at a time with logits [n, V], in the dtype of the GEMM, and targets [n, ...]. It returns the losses [n] of the
-    rows or, unless the reduction is "none", their 0-d *sum* (not their mean). It must be deterministic, since the
-    backward may call it again, must treat rows independently, and must not change its arguments in place. For a mean
-    over some rows only, divide a "sum" by their number.
+    rows or, unless the reduction is "none", their 0-d *sum*. A mean, which torch's losses return by default, is
+    refused: 0-d results are compared on up to 64 rows of a chunk. `loss_fn` must be deterministic, since the backward
+    may call it again, must treat rows independently, and must not change its arguments in place. For a mean over some
+    rows only, divide a "sum" by their number.
 
     Under autocast the GEMM runs in autocast's dtype, and otherwise in the weight's. Under torch.compile `loss_fn` is
     traced once per chunk, and each new number of rows compiles again. The method is that of arXiv:2410.10989, section
@@ -70,8 +72,8 @@ def linear_loss(
 
     Raises:
         ModelError: shapes or dtypes do not match, `loss_fn` returns neither losses [n] nor a sum, its result does not
-            depend on the logits differentiably, or it reads another tensor that requires a gradient (which is not
-            detected under torch.compile).
+            depend on the logits differentiably, or it reads another tensor that requires a gradient. Under
+            torch.compile such tensors are not detected, and 0-d results are refused for the reduction "mean".
     """
     _check_arguments(hidden, weight, targets, bias, reduction, chunk)
     dtype = autocast_dtype(hidden.device.type) or weight.dtype
@@ -81,7 +83,7 @@ def linear_loss(
     # A frozen quantized weight stays quantized until the GEMMs, so that nothing saves its values.
     held = weight if is_quantized(weight) else weight.to(dtype)
     inputs: list[Any] = [x, held, None if bias is None else bias.to(dtype), *flat]
-    call = _Call(loss_fn, chunk or _default_chunk(weight.shape[0], x), reduction == "none")
+    call = _Call(loss_fn, chunk or _default_chunk(weight.shape[0], x), reduction)
     needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in inputs]
     if call.per_row and (needed[1] or needed[2]):
         loss = _Recomputed.apply(call, needed, autocast_dtype(x.device.type), *inputs)
@@ -125,10 +127,11 @@ def _default_chunk(vocabulary: int, x: Tensor) -> int:
 
 
 class _Call:
-    """One call of `linear_loss`: its loss function, rows per chunk, and whether it returns a loss per row."""
+    """One call of `linear_loss`: its loss function, rows per chunk, and reduction."""
 
-    def __init__(self, loss_fn: LossFunction, chunk: int, per_row: bool):
-        self.loss_fn, self.chunk, self.per_row = loss_fn, chunk, per_row
+    def __init__(self, loss_fn: LossFunction, chunk: int, reduction: str):
+        self.loss_fn, self.chunk, self.reduction, self.per_row = loss_fn, chunk, reduction, reduction == "none"
+        self.adds = False  # whether 0-d results are known to be sums
 
     def run(
         self, inputs: Sequence[Any], needed: Sequence[bool], upstream: Tensor | None = None
@@ -145,7 +148,7 @@ class _Call:
             weight = weight.dequantize(x.dtype)
         chunks = (self._traced_chunks if on_compiler() else self._chunks)(x, weight, bias, targets, needed, upstream)
         losses, grad_x, grad_w, grad_bias, grad_targets = chunks
-        loss = torch.cat(losses) if self.per_row else torch.stack(losses).sum()
+        loss = torch.cat(losses) if self.per_row else torch.stack([each.sum() for each in losses]).sum()
         joined = [torch.cat(parts) if wanted else None for parts, wanted in zip(grad_targets, needed[3:], strict=True)]
         return loss, [grad_x, grad_w, grad_bias, *joined]
 
@@ -163,7 +166,9 @@ class _Call:
                 logits.add_(bias)
             parts = [target[rows].detach() for target in targets]
             if not any(needed):
-                losses.append(self._checked(self.loss_fn(logits, *parts), len(logits), exact))
+                result = self.loss_fn(logits, *parts)
+                losses.append(self._checked(result, len(logits), exact))
+                self._check_sum(result, logits, parts)
                 return
             leaves = [logits.detach(), *parts]
             wanted = [any(needed[:3]), *needed[3:]]
@@ -173,6 +178,7 @@ class _Call:
                 loss = self._checked(result, len(logits), exact)
             if not losses:
                 _check_captured(loss, differentiable)
+            self._check_sum(result, logits, parts)
             losses.append(loss.detach())
             found: Sequence[Tensor | None] = [None] * len(differentiable)
             if loss.requires_grad:
@@ -212,6 +218,7 @@ class _Call:
             logits = F.linear(x[rows], weight, bias)
             if not any(needed):
                 losses.append(self._checked(self.loss_fn(logits, *parts), len(logits), exact))
+                self._check_traced(losses[-1])
                 continue
             # Integer targets are no inputs of a vjp, and gradients of unneeded ones are not computed.
             inputs = [logits, *(part for part, want in zip(parts, needed[3:], strict=True) if want)]
@@ -222,6 +229,7 @@ class _Call:
                 return self._checked(self.loss_fn(logits, *all_parts), len(logits), exact)
 
             loss, gradients_of = torch.func.vjp(of_differentiable, *inputs)
+            self._check_traced(loss)
             by_logits, *others = gradients_of(torch.ones_like(loss) if upstream is None else upstream[rows])
             losses.append(loss)
             if needed[0]:
@@ -239,7 +247,7 @@ class _Call:
         return losses, grad_x, grad_w, None if grad_bias is None else grad_bias.to(bias.dtype), grad_targets
 
     def _checked(self, result: Any, rows: int, exact: torch.dtype) -> Tensor:
-        """Return losses [n] or, for a sum, the 0-d sum of a chunk of n `rows`, at least in fp32.
+        """Return the result for a chunk of n `rows`, losses [n] or one number, at least in fp32.
 
         Raises:
             ModelError: `result` is neither, or is a sum where losses of rows are needed.
@@ -261,8 +269,39 @@ class _Call:
                 f"linear_loss: loss_fn returned shape {list(result.shape)} for {rows} rows",
                 f"return one loss per row, [{rows}], or their sum, []",
             )
-        loss = result.to(torch.promote_types(result.dtype, exact))
-        return loss if self.per_row else loss.sum()
+        return result.to(torch.promote_types(result.dtype, exact))
+
+    def _check_traced(self, loss: Tensor) -> None:
+        """Refuse one number for a mean over the rows, which a compiler cannot compare (see `_check_sum`)."""
+        if loss.dim() == 0 and self.reduction == "mean":
+            raise ModelError(
+                "linear_loss: loss_fn returned one number, and under torch.compile halfbyte cannot check whether it is"
+                " the sum or the mean of a chunk's losses",
+                "return one loss per row, e.g. by reduction='none' of torch's losses, or pass reduction=\"sum\"",
+            )
+
+    @torch.no_grad()
+    def _check_sum(self, result: Tensor, logits: Tensor, targets: Sequence[Tensor]) -> None:
+        """Check on some rows, until a loss is not zero, that a 0-d result is the sum of the losses of its rows.
+
+        Raises:
+            ModelError: it is another number, such as their mean.
+        """
+        if result.dim() or self.adds or len(logits) < 2:
+            return
+        rows = torch.arange(0, len(logits), -(-len(logits) // CHECKED_ROWS), device=logits.device)
+        total, *halves = (
+            self.loss_fn(*(tensor.detach()[part] for tensor in (logits, *targets))).double()
+            for part in (rows, rows[::2], rows[1::2])
+        )
+        both, size = sum(halves), sum(half.abs() for half in halves)
+        self.adds = bool((total != 0) & total.isfinite())
+        if self.adds and not (total - both).abs() <= 0.1 * size:
+            raise ModelError(
+                "linear_loss: loss_fn returned one number that is not the sum of its rows' losses (torch's losses"
+                " return the mean by default)",
+                "return the losses of the rows, [n], e.g. by reduction='none' of torch's losses, or their sum",
+            )
 
 
 def _check_captured(loss: Tensor, leaves: Sequence[Tensor]) -> None:

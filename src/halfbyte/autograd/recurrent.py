@@ -1,6 +1,6 @@
-"""Differentiable operations of linear-attention layers: the gated delta rule and causal convolutions.
+"""Differentiable operations of linear-attention layers: the gated delta rule, Mamba-2's scan and causal convolutions.
 
-Both save only their inputs and recompute the rest in the backward.
+All save only their inputs and recompute the rest in the backward.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops import causal_conv as conv_ops
+from ..ops import chunk_scan as scan_ops
 from ..ops import delta_rule as ops
 from ..ops.delta_rule import Rows, parts_of
 from .function import OnceFunction
@@ -74,3 +75,73 @@ class _CausalConv(OnceFunction):
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor, silu: bool) -> Tensor:
     """`ops.causal_conv` with a gradient of its input only; weight and bias are frozen."""
     return _CausalConv.apply(x, weight.detach(), None if bias is None else bias.detach(), begins, silu)
+
+
+STATE_BYTES = 1 << 27  # of the states of chunks that are computed at once
+
+
+class _ChunkScan(OnceFunction):
+    @staticmethod
+    def forward(ctx, x, step, decay, b, c, skip, begins):
+        ctx.save_for_backward(x, step, decay, b, c, skip, begins)
+        outs, finals = [], []
+        for heads, groups in _head_parts(x, b):
+            inputs, keys, queries = x[:, :, heads], b[:, :, groups], c[:, :, groups]
+            factors = scan_ops.chunk_factors(step[:, :, heads], decay[:, :, heads], begins)
+            states, final = scan_ops.chunk_states(inputs, factors, keys)
+            skipped = None if skip is None else skip[heads]
+            outs.append(scan_ops.chunk_outputs(inputs, factors, keys, queries, skipped, begins, states))
+            finals.append(final)
+        y, final = (outs[0], finals[0]) if len(outs) == 1 else (torch.cat(outs, 2), torch.cat(finals, 1))
+        ctx.mark_non_differentiable(final)
+        ctx.set_materialize_grads(False)
+        return y, final
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        x, step, decay, b, c, skip, begins = ctx.saved_tensors
+        grad_x, grad_step, grad_decay = torch.empty_like(x), torch.empty_like(step), torch.empty_like(decay)
+        exact = torch.promote_types(b.dtype, torch.float32)
+        grad_b, grad_c = (torch.zeros(like.shape, dtype=exact, device=like.device) for like in (b, c))
+        for heads, groups in _head_parts(x, b):
+            inputs, keys, queries = x[:, :, heads], b[:, :, groups], c[:, :, groups]
+            factors = scan_ops.chunk_factors(step[:, :, heads], decay[:, :, heads], begins)
+            states, _ = scan_ops.chunk_states(inputs, factors, keys)
+            after = scan_ops.chunk_state_gradients(grad[:, :, heads], factors, queries)
+            given = grad[:, :, heads], inputs, factors, keys, queries, None if skip is None else skip[heads]
+            gradients = scan_ops.chunk_gradients(*given, begins, states, after)
+            grad_x[:, :, heads], grad_step[:, :, heads], grad_decay[:, :, heads] = gradients[:3]
+            grad_b[:, :, groups] += gradients.b
+            grad_c[:, :, groups] += gradients.c
+        grad_skip = (grad * x).sum((0, 1, 3)).to(skip.dtype) if ctx.needs_input_grad[5] else None
+        return grad_x, grad_step, grad_decay, grad_b.to(b.dtype), grad_c.to(c.dtype), grad_skip, None
+
+
+def _head_parts(x: Tensor, b: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of heads, and of the groups that serve them, whose states take at most `STATE_BYTES`."""
+    rows, tokens, heads, width = x.shape
+    groups, size = b.shape[2:]
+    chunks = -(-tokens // scan_ops.CHUNK)
+    most = max(STATE_BYTES // (rows * chunks * width * size * x.element_size()), 1)
+    in_group = heads // groups
+    if most >= in_group:
+        count = most // in_group
+        for group in range(0, groups, count):
+            end = min(group + count, groups)
+            yield slice(group * in_group, end * in_group), slice(group, end)
+        return
+    for head in range(0, heads, in_group):
+        for first in range(head, head + in_group, most):
+            yield slice(first, min(first + most, head + in_group)), slice(head // in_group, head // in_group + 1)
+
+
+def chunk_scan(
+    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, begins: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2's scan with an initial state of zero in each document; arguments as in `ops.chunk_scan`.
+
+    Returns:
+        y [R, T, H, P] in x's dtype, and the final state of each row [R, H, N, P] in fp32 (fp64), without a gradient.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        return _ChunkScan.apply(x, step, decay, b, c, skip, begins)

@@ -15,10 +15,9 @@ from . import install
 def main(arguments: list[str]) -> None:
     """Call `install` and run the script or module of the arguments, as `python` runs it."""
     if not arguments:
-        from ..cli import main as command_line
+        from .diagnostics.main import main as print_environment
 
-        sys.argv = ["halfbyte", "env"]
-        command_line()
+        print_environment()
         return
     install()
     if arguments[0] == "-m":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Blockwise4
-from ..ops import blockwise4
+from ..ops import blockwise4, blockwise_cuda
 from ..ops import int8 as int8_ops
 from ..ops.blockwise8 import dequantize_blockwise8, quantize_blockwise8
 from ..ops.linear import linear_rows
@@ -30,7 +30,9 @@ def _bytes(packed: Tensor) -> Tensor:
 
 
 def quantize_4bit(A: Tensor, blocksize: int, quant_type: str, quant_storage: torch.dtype) -> tuple[Tensor, Tensor]:
-    packed, absmax = blockwise4.quantize_blockwise4(A.contiguous(), blocksize, quant_type)
+    on_gpu = A.device.type == "cuda"
+    quantize = blockwise_cuda.quantize_blockwise4_cuda if on_gpu else blockwise4.quantize_blockwise4
+    packed, absmax = quantize(A.contiguous(), blocksize, quant_type)
     return packed.view(-1).view(quant_storage).unsqueeze(1), absmax
 
 
@@ -72,7 +74,8 @@ def gemv_4bit(A: Tensor, B: Tensor, shapeB: Sequence[int], absmax: Tensor, code:
 
 
 def quantize_blockwise(A: Tensor, code: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
-    return quantize_blockwise8(A, code, blocksize)
+    on_gpu = A.device.type == "cuda"
+    return (blockwise_cuda.quantize_blockwise8_cuda if on_gpu else quantize_blockwise8)(A, code, blocksize)
 
 
 def dequantize_blockwise(A: Tensor, absmax: Tensor, code: Tensor, blocksize: int, dtype: torch.dtype) -> Tensor:

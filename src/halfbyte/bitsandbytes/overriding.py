@@ -35,18 +35,24 @@ def is_active() -> bool:
 
 
 def start(real: ModuleType) -> None:
-    """Replace kernels and steps of the real package."""
+    """Replace kernels and steps of the real package; if that fails, restore what was replaced."""
     global _library, _base, _real_step
-    _library = torch.library.Library(UPSTREAM, "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
-        for name, function in kernels():
-            for device in DEVICES:
-                if device != "CPU" or name not in REORDERED:
-                    _library.impl(name, function, device)
-    _base = real.optim.optimizer.Optimizer8bit
-    _real_step = _base.step
-    _replace_step(_real_step, _step)
+    base = real.optim.optimizer.Optimizer8bit
+    real_step = base.step
+    library = torch.library.Library(UPSTREAM, "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
+            for name, function in kernels():
+                for device in DEVICES:
+                    if device != "CPU" or name not in REORDERED:
+                        library.impl(name, function, device, allow_override=True)  # the default from torch 2.13 on
+        _replace_step(base, real_step, _step)
+    except BaseException:
+        library._destroy()
+        _replace_step(base, _step, real_step)
+        raise
+    _library, _base, _real_step = library, base, real_step
 
 
 def stop() -> None:
@@ -56,14 +62,14 @@ def stop() -> None:
         return
     _library._destroy()
     assert _real_step is not None
-    _replace_step(_step, _real_step)
+    _replace_step(_base, _step, _real_step)
     _library = _base = _real_step = None
     _batches.clear()
 
 
-def _replace_step(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Set the step of all classes that inherit `old`. torch wraps it for hooks in the classes of made optimizers."""
-    for cls in _with_subclasses(_base):
+def _replace_step(base: Any, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Set the step of the subclasses of `base` that inherit `old`; torch wraps it for hooks where optimizers exist."""
+    for cls in _with_subclasses(base):
         step = vars(cls).get("step")
         if step is old:
             cls.step = new

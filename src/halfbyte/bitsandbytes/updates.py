@@ -180,7 +180,21 @@ def _states(name: str, device: torch.device, first: Tensor, second: Tensor | Non
         first, second = _unpaged(first), None if second is None else _unpaged(second)
     tensors = [*first.unbind(0)] if name == "ademamix" else [first]
     tensors += [] if second is None else [second]
-    return [tensor.detach().view(-1) for tensor in tensors]
+    return [_flat(tensor.detach()) for tensor in tensors]
+
+
+def _flat(state: Tensor) -> Tensor:
+    """View a state's memory as [n], in the order of a contiguous weight.
+
+    bitsandbytes makes the state of a transposed weight before it makes the weight contiguous, and its kernels do not
+    read strides.
+    """
+    if state.is_contiguous():
+        return state.view(-1)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(state.shape, state.stride(), strict=True))
+    if span != state.numel():
+        raise ValueError(f"a state of shape {[*state.shape]} has gaps in its memory: pass a contiguous one")
+    return state.as_strided((state.numel(),), (1,))
 
 
 def _unpaged(state: Tensor) -> Tensor:

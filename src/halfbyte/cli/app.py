@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,8 @@ import typer
 
 from .. import __version__
 from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
+from ..utils.processes import LAUNCHER
+from ..utils.versions import check_versions
 from .arguments import check_option, check_order, finite, read_run
 from .exits import RUN_FOLDER, Commands
 
@@ -48,11 +51,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; allowed anywhere.")] = False,
 ) -> None:
+    if ctx.invoked_subcommand != "env" and LAUNCHER not in os.environ:  # env prints first; the launcher has checked
+        check_versions()
     enable_expandable_segments()
     limit_primitive_caches()
 
@@ -310,6 +316,7 @@ def env(
         print_kernels(device)
     else:
         print_environment()
+    check_versions()
 
 
 @app.command()

@@ -18,6 +18,7 @@ from ..runs.saved import BASES, find, find_adapter, find_trained, look_up, saved
 from ..utils.console import Console
 from ..utils.errors import ConfigError, DataError, ModelError, UsageError
 from ..utils.text import one_line
+from ..utils.versions import check_versions
 from .startup import import_models, quick_imports
 
 if TYPE_CHECKING:
@@ -302,6 +303,7 @@ def serve_model(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}", "pip install 'halfbyte[serve]'") from error
+    check_versions("serve")
     for folder in folders.values():
         find_adapter(folder)
     look_up(name, [f"trust_remote_code={trust_remote_code}"])

@@ -8,22 +8,26 @@ at the very end (Phi-3), refuse partial conversations, or write tool results ins
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 from ..reading.bounded import Bounded, Failure, restart_clock
 from ..reading.model_config import declared_stop_tokens
 from ..utils.errors import DataError, HalfbyteError
 from ..utils.notices import notice
 from .formats import Document, Message
+from .tool_template import TOOLS_HEADER, with_tools
 from .turns import Turn, Turns, common_prefix, not_shown, with_ends
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -74,10 +78,12 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.ends = declared_end_tokens(tokenizer)
+        self.time = datetime.now()  # for all renderings, so that those of a row can be compared
         special = {*map(str, tokenizer.added_tokens_decoder.values()), *self.ends}
         self.marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._features: dict[bool, Features] = {}
         self.parts = False
+        self.rewrote_tools = False  # whether a conversation's tools, calls or results became plain text
         self._bounded = Bounded(self._render_in_child)
         [found] = self._bounded([None])
         if isinstance(found, Failure):
@@ -108,7 +114,8 @@ class ChatTemplate:
         features = self._features.get(bool(tools)) or self._features[False]
         self.shows_tools, self.shows_tool_calls, self.shows_tool_results, self.shows_system = features[:4]
         self.prompts, self.parts, self.alternating, self.closing, self.ending, self.opening = features[4:]
-        self.marked = bool(MARKS.search(self.tokenizer.get_chat_template(tools=tools)))
+        self.source: str = self.tokenizer.get_chat_template(tools=tools)
+        self.marked = bool(MARKS.search(self.source))
 
     def _probe(self, with_tools: bool) -> Features:
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -168,7 +175,8 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         """Return the conversation as one string. Has no limits of its own: callers run in the bounded child process."""
-        return _render(self.tokenizer, self._in_content_form(messages), tools, add_generation_prompt)
+        with _clock_at(self.time):
+            return _render(self.tokenizer, self._in_content_form(messages), tools, add_generation_prompt)
 
     def _in_content_form(self, messages: Sequence[Message]) -> list[Message]:
         return in_parts(messages) if self.parts else list(messages)
@@ -195,13 +203,15 @@ class ChatTemplate:
         messages = [dict(message) for message in messages]
         results = [message["role"] == "tool" for message in messages]
         for message in messages:
-            call_text = message.pop("call_text", None)
+            as_given = message.pop("call_text", None)
             if "tool_calls" in message and not self.shows_tool_calls:
                 calls = message.pop("tool_calls")
-                message["content"] += call_text or "\n".join(_json(call["function"]) for call in calls)
+                message["content"] += as_given or call_text(calls)
+                self.rewrote_tools = True
                 notice("tool-calls", "the chat template does not support tool calls: writing them as assistant text")
             if message["role"] == "tool" and not self.shows_tool_results:
                 message["role"] = "user"
+                self.rewrote_tools = True
                 notice(
                     "tool-results", "the chat template does not support role tool: writing tool results as user turns"
                 )
@@ -209,12 +219,40 @@ class ChatTemplate:
             messages = _merge_user_turns(messages, results)
         if tools and messages and not self.shows_tools:
             _prepend_system(messages, tool_text(tools))
+            self.rewrote_tools = True
             notice("tools", "the chat template ignores tools: writing their descriptions into the system message")
             tools = None
         if messages and messages[0]["role"] == "system" and not self.shows_system:
             messages = _system_into_user(messages)
             notice("system", "the chat template does not support role system: writing it before the first user turn")
         return messages, tools
+
+    def save_tools(self) -> None:
+        """Extend the tokenizer's template so that it writes tools, calls and results as the rows that `adapt` rewrote.
+
+        Templates that take content as parts stay as they are, with a notice.
+        """
+        if not self.rewrote_tools:
+            return
+        if self.parts:
+            what = "the saved chat template leaves out tools, tool calls and tool results, which the rows contain"
+            notice("tools-saved", f"{what}: write them into the messages, as `halfbyte preview` shows them")
+            return
+        template = self.tokenizer.chat_template
+        named = template if isinstance(template, dict) else {"default": template}
+        extended = {name: self._with_tools(text, name == "tool_use") for name, text in named.items()}
+        self.tokenizer.chat_template = extended if isinstance(template, dict) else extended["default"]
+
+    def _with_tools(self, template: str, for_tools: bool) -> str:
+        features = self._features.get(for_tools) or self._features[False]
+        return with_tools(
+            template,
+            tools=features.tools,
+            tool_calls=features.tool_calls,
+            tool_results=features.tool_results,
+            system=features.system,
+            alternating=features.alternating,
+        )
 
     def turns_of(self, conversations: Sequence[Document]) -> list[tuple[str, list[Turn]] | HalfbyteError]:
         """Return `assistant_turns` of each conversation, from a child process with time and memory limits
@@ -271,15 +309,16 @@ class ChatTemplate:
     def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         restart_clock(_extra_seconds(messages))
         # The renderer of apply_chat_template(return_assistant_tokens_mask=True). It returns character positions, which
-        # are needed to find the end-of-turn token after a block.
-        render: Any = render_jinja_template  # annotated to return one string, but returns texts and blocks
-        rendered, blocks = render(
-            conversations=[self._in_content_form(messages)],
-            tools=tools,
-            chat_template=self.tokenizer.get_chat_template(tools=tools),
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
+        # are needed to find the end-of-turn token after a block. Its annotation says that it returns one string.
+        render: Any = chat_template_utils.render_jinja_template
+        with _clock_at(self.time):
+            rendered, blocks = render(
+                conversations=[self._in_content_form(messages)],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
         if not blocks[0]:
             raise DataError(
                 "the chat template has {% generation %} marks, but none around this conversation's assistant turns",
@@ -290,6 +329,20 @@ class ChatTemplate:
     def _differing(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         text = self.render(messages, tools)
         return text, Turns(self, messages, tools, text).by_difference()
+
+
+@contextlib.contextmanager
+def _clock_at(time: datetime) -> Iterator[None]:
+    """Make `strftime_now`, a template's only clock, return this time.
+
+    transformers replaces functions among a template's variables by text, so this replaces the clock that it reads.
+    """
+    clock = chat_template_utils.datetime
+    chat_template_utils.datetime = SimpleNamespace(now=lambda: time)
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = clock
 
 
 def declared_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -332,12 +385,14 @@ def prompt_text(
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    tools: list[Any] | None = None,
 ) -> str:
     """Render a conversation with the tokenizer's chat template up to the start of an answer, under the same limits.
 
     Args:
         add_generation_prompt, continue_final_message: as in `apply_chat_template`; the latter drops the text that the
             template writes after the last message.
+        tools: functions that the answer may call.
 
     Raises:
         DataError: the template refuses the conversation, or exceeds its limits of time or memory.
@@ -347,7 +402,7 @@ def prompt_text(
         held = weakref.ref(tokenizer)  # a strong reference would keep the dictionary's key alive
         renderer = Bounded(lambda item: _prompt(held(), *item))
         _renderers[tokenizer] = tokenizer.chat_template, renderer
-    [found] = renderer([(list(messages), None, add_generation_prompt, continue_final_message)])
+    [found] = renderer([(list(messages), tools, add_generation_prompt, continue_final_message)])
     if isinstance(found, Failure):
         raise DataError(f"the chat template refuses the conversation: {found.said}", "change the turns")
     if isinstance(found, HalfbyteError):
@@ -402,7 +457,12 @@ def _json(value: Any) -> str:
 def tool_text(tools: list[dict[str, Any]]) -> str:
     """Return the tools as plain text, one JSON object per line."""
     lines = "\n".join(_json(tool.get("function", tool)) for tool in tools)
-    return f"You can call these functions by answering with their name and arguments as JSON:\n{lines}"
+    return f"{TOOLS_HEADER}\n{lines}"
+
+
+def call_text(calls: list[dict[str, Any]]) -> str:
+    """Return tool calls as plain text, one JSON object per line."""
+    return "\n".join(_json(call["function"]) for call in calls)
 
 
 def _prepend_system(messages: list[Message], text: str) -> None:

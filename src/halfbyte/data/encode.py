@@ -82,7 +82,8 @@ class Encoder:
         self.max_length, self.overlong = max_length, overlong
         largest = max(tokenizer.get_vocab().values())  # more than the number of tokens if ids have gaps
         self.is_marker = np.zeros(largest + 1, dtype=bool)  # by token id: control tokens, not pieces of text
-        self.is_marker[[*tokenizer.added_tokens_decoder, tokenizer.eos_token_id]] = True
+        added = [index for index, token in tokenizer.added_tokens_decoder.items() if token.content.strip()]
+        self.is_marker[[*added, tokenizer.eos_token_id]] = True
         # Marks such as </tool_call> are added tokens, too; only special tokens end an answer.
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.is_end = np.zeros(largest + 1, dtype=bool)
@@ -92,12 +93,13 @@ class Encoder:
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Convert `document` and `where` to columns.
 
-        The columns are input_ids, labels, length (before truncation), dropped (the reason, or ""), ends, empty and
-        not_shown. A document's `numbers` become columns of lists with one number.
+        The columns are input_ids, labels, length (before truncation), dropped (the reason, or ""), ends, across, empty
+        and not_shown. A document's `numbers` become columns of lists with one number.
 
         `ends` holds, for each trained turn that was not truncated, the id of the token that ends it, or -1 without one.
-        `empty` says that all answers are empty, so that only the end token is trained. `not_shown` names message parts
-        that the chat template does not write.
+        `across` counts the tokens that hold the end of a prompt and the start of the answer. `empty` says that all
+        answers are empty, so that only the end token is trained. `not_shown` names message parts that the chat template
+        does not write.
         """
         documents = [json.loads(document) for document in batch["document"]]
         texts = self._texts(documents, batch["where"])
@@ -162,6 +164,8 @@ class Encoder:
 
     def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray, length: int) -> dict[str, Any]:
         beyond = length - len(ids)  # estimated tokens after the tokenized beginning
+        across = self._across(text, offsets)
+        offsets = self._visible(text.text, ids, offsets)
         ids, trained, ends, _ = self._with_bos_and_eos(text, ids, offsets)
         length = len(ids) + beyond
         dropped = "" if trained.any() or (beyond and text.turns != []) else UNTRAINED
@@ -175,6 +179,7 @@ class Encoder:
             "length": length,
             "dropped": dropped,
             "ends": self._end_tokens(ids, ends),
+            "across": across,
         }
 
     def _with_bos_and_eos(
@@ -207,6 +212,11 @@ class Encoder:
         """Return the ids that end trained turns, -1 for ordinary text."""
         return [int(ids[end]) if self.is_end[ids[end]] else -1 for end in ends]
 
+    def _across(self, text: _Text, offsets: np.ndarray) -> int:
+        """Return the number of tokens that hold the end of a prompt and the start of a trained answer."""
+        borders = np.array([turn.start for turn in text.turns or () if turn.trained])
+        return int(sum(((offsets[::2] < border) & (border < offsets[1::2])).any() for border in borders))
+
     def _mask(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """Return the mask of trained tokens (bool), and the index of each turn's last token."""
         starts, stops = offsets[::2], offsets[1::2]
@@ -236,20 +246,28 @@ class Encoder:
         answer = np.zeros(len(ids), dtype=bool)
         for start, end in turn.parts or ((turn.start, turn.end),):
             answer |= self._from(start, ids, offsets) & (starts < end)
-        closing = [
-            i
-            for i in np.flatnonzero(self.is_marker[ids] & (starts >= turn.end) & (starts < turn.limit))
-            if starts[i] + len(text[starts[i] : stops[i]].strip()) <= turn.limit
-        ]
-        if closing:
+        closing = np.flatnonzero(self.is_marker[ids] & (starts >= turn.end) & (stops <= turn.limit))
+        if len(closing):
             answer[np.searchsorted(starts, turn.end) : closing[-1] + 1] = True
         return answer
 
     def _from(self, character: int, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the mask (bool) of tokens that overlap the text from `character` on."""
         starts, stops = offsets[::2], offsets[1::2]
-        # A special token before an answer may include the white space after it (Phi-3); it is not part of the answer.
         return (stops > character) & ~(self.is_marker[ids] & (starts < character))
+
+    def _visible(self, text: str, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Return the offsets of tokens without the white space that an added token takes from its neighbours.
+
+        Phi-3's <|assistant|> takes the line break after it; a token with `lstrip` takes what is before it.
+        """
+        visible = offsets.copy()
+        for i in np.flatnonzero(self.is_marker[ids]):
+            start, stop = offsets[2 * i : 2 * i + 2]
+            if token := text[start:stop].strip():
+                visible[2 * i] = text.index(token, start)
+                visible[2 * i + 1] = visible[2 * i] + len(token)
+        return visible
 
     def _add_bos_and_eos(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Add the tokenizer's prefix and EOS unless the ids have them; also return the number of prefix ids."""

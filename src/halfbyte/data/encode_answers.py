@@ -40,6 +40,7 @@ class _Encoded:
         ends: index and id of the token that ends each trained turn.
         begin: index of the answer's first token.
         beyond: estimated tokens after the tokenized beginning.
+        across: number of tokens across the border of prompt and answer.
     """
 
     ids: np.ndarray
@@ -47,6 +48,7 @@ class _Encoded:
     ends: list[tuple[int, int]]
     begin: int
     beyond: int
+    across: int
 
 
 class AnswerEncoder(Encoder):
@@ -78,8 +80,8 @@ class AnswerEncoder(Encoder):
         """Convert `document` and `where` to columns.
 
         The columns are prompt_ids; `_ids` and `_mask` of each answer (see `NAMES`); the row's own columns; `length` (of
-        the longest answer with its prompt, before truncation); `dropped`, `ends`, `empty` and `not_shown` as in
-        `Encoder`; and `otherwise`: whether the chat template writes the prompt differently without an answer after it.
+        the longest answer with its prompt, before truncation); `dropped`, `ends`, `across`, `empty` and `not_shown` as
+        in `Encoder`; and `otherwise`: whether the chat template writes the prompt differently without an answer.
         """
         rows = [json.loads(row) for row in batch["document"]]
         if self.kind == "prompts":
@@ -125,6 +127,8 @@ class AnswerEncoder(Encoder):
 
     def _answer(self, document: Document, text: Any, ids: np.ndarray, offsets: np.ndarray, length: int) -> _Encoded:
         beyond, begin = length - len(ids), len(ids)
+        across = self._across(text, offsets)
+        offsets = self._visible(text.text, ids, offsets)
         if text.turns:
             answer = np.flatnonzero(self._from(text.turns[0].start, ids, offsets))
             begin = int(answer[0]) if len(answer) else begin
@@ -134,7 +138,7 @@ class AnswerEncoder(Encoder):
         if self.everything:
             trained[begin:] = True
             trained[added : added + len(untrained)] &= ~untrained
-        return _Encoded(ids, trained, list(zip(ends, self._end_tokens(ids, ends), strict=True)), begin, beyond)
+        return _Encoded(ids, trained, list(zip(ends, self._end_tokens(ids, ends), strict=True)), begin, beyond, across)
 
     def _row(self, answers: list[_Encoded]) -> dict[str, Any]:
         """Return the row of a prompt and its answers, each truncated to max_length together with the prompt."""
@@ -146,6 +150,7 @@ class AnswerEncoder(Encoder):
         limit = self.max_length
         length = max(len(answer.ids) + answer.beyond for answer in answers)
         row: dict[str, Any] = {"prompt_ids": first[:begin], "length": length, "ends": []}
+        row["across"] = sum(answer.across for answer in answers)
         for name, answer in zip(NAMES[self.kind], answers, strict=True):
             row[f"{name}_ids"] = answer.ids[begin:limit]
             row[f"{name}_mask"] = answer.trained[begin:limit].astype(np.int8)
@@ -178,6 +183,7 @@ class AnswerEncoder(Encoder):
                     "length": len(ids),
                     "dropped": NO_ROOM if full else "",
                     "ends": [],
+                    "across": 0,
                     "empty": False,
                     "otherwise": False,
                     "not_shown": [],
@@ -218,6 +224,7 @@ class AnswerEncoder(Encoder):
                     "length": length,
                     "dropped": self._why_no_steps(prompt, mask, length),
                     "ends": [],
+                    "across": 0,
                     "empty": False,
                     "otherwise": False,
                     "not_shown": [],

@@ -41,6 +41,7 @@ ENCODED = Features(
         "length": Value("int64"),
         "dropped": Value("string"),
         "ends": IDS,
+        "across": Value("int64"),
         "empty": Value("bool"),
         "not_shown": datasets.List(Value("string")),
     }
@@ -113,7 +114,8 @@ def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequen
 
     Args:
         config: the keys of `DataSection`, and seed.
-        tokenizer: a fast one with EOS, with its final chat template: the loader applies chat_template_path.
+        tokenizer: a fast one with EOS, with its final chat template: the loader applies chat_template_path. If rows
+            have tools that the template does not write, it is extended (`ChatTemplate.save_tools`).
         columns: number columns of the data that the prepared rows keep as lists, one number per document.
 
     Raises:
@@ -126,6 +128,8 @@ def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequen
     training, evaluated, sources = read_parts(config, partial(_read, config, template, columns))
     train = _finish(training, encoder, config, "training")
     evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
+    if template is not None:
+        template.save_tools()
     report = {
         "sources": sources,
         "template": tokenizer.chat_template,
@@ -287,6 +291,7 @@ def _finish(found: Documents, encoder: Encoder, config: DataSection, name: str) 
             f"truncated:{name}",
             f"{truncated} of {total} {name} documents cut to max_length {config.max_length}: {longest}",
         )
+    across = across_of(kept, f"{name} documents")
     not_shown = not_shown_of(kept, f"{name} documents")
     empty = sum(kept["empty"])
     if empty == len(kept) and name == "training":
@@ -303,7 +308,7 @@ def _finish(found: Documents, encoder: Encoder, config: DataSection, name: str) 
     rows = _pack(kept, config.max_length, found.columns) if config.packing else kept.select_columns(columns)
     capacity = config.max_length if config.packing else None
     report = split_report(encoded, kept, rows, truncated, empty, capacity)
-    return _Split(kept, rows, {**report, "not_shown": not_shown})
+    return _Split(kept, rows, {**report, "tokens_across_border": across, "not_shown": not_shown})
 
 
 def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[str, str]) -> Dataset:
@@ -327,6 +332,23 @@ def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[st
     for reason, count in dropped.items():
         notice(f"dropped:{name}:{reason}", f"{count} of {len(encoded)} {name} dropped: {reason}")
     return encoded.select(np.flatnonzero(reasons == ""))
+
+
+def across_of(kept: Dataset, name: str) -> int:
+    """Count the tokens that hold the end of a prompt and the start of its answer, with a notice.
+
+    Args:
+        name: what the rows are called, as in "training rows".
+    """
+    across = np.array(kept["across"])
+    if total := int(across.sum()):
+        notice(
+            f"across:{name}",
+            f"{np.count_nonzero(across):,} of {len(kept):,} {name}: the tokenizer joins the end of the prompt and the"
+            f" start of the answer in one token ({total:,} tokens), which generation, with the prompt alone, does not"
+            " see; end prompts, and start answers, with other characters than white space",
+        )
+    return total
 
 
 def not_shown_of(kept: Dataset, name: str) -> dict[str, int]:

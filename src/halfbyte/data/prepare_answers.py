@@ -25,6 +25,7 @@ from .prepare import (
     REMEDY,
     Documents,
     PreparedData,
+    across_of,
     check_unicode,
     encode,
     for_template,
@@ -96,6 +97,8 @@ def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: K
     train, train_report = _finish(training, encoder, config, "training")
     held, held_report = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
     texts = _as_texts(train, kind)
+    if template is not None:
+        template.save_tools()
     report = {
         "kind": kind,
         "sources": sources,
@@ -120,7 +123,7 @@ def _rows(kept: Dataset, kind: Kind) -> Dataset:
 
 def _features(kind: Kind, columns: Any) -> dict[str, Any]:
     """Return the features of encoded rows; pairs have a margin if `columns` names it."""
-    common = {name: ENCODED[name] for name in ("length", "dropped", "ends", "empty", "not_shown")}
+    common = {name: ENCODED[name] for name in ("length", "dropped", "ends", "across", "empty", "not_shown")}
     common["otherwise"] = Value("bool")
     ids = {f"{name}_ids": IDS for name in ("prompt", *NAMES[kind])}
     masks = {f"{name}_mask": MASK for name in NAMES[kind]}
@@ -219,6 +222,7 @@ def _finish(found: Documents, encoder: AnswerEncoder, config: DataSection, name:
     if contradicting:
         notice(f"contradicting:{name}", f"{contradicting} {name} rows contradict another row")
     report = answers_report(encoded, kept, NAMES[kind], truncated)
+    report["tokens_across_border"] = across_of(kept, f"{name} rows")
     report["not_shown"] = not_shown_of(kept, f"{name} rows")
     return kept, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise}
 

@@ -2,19 +2,22 @@
 missing.
 
 Nothing here searches for role markers. Each assistant turn is replaced by one of the same shape (same calls, ids and
-keys) in which one text, or the arguments of one call, is a character that occurs nowhere else. The part of the
-rendering that changes is the assistant's. A turn starts where the generation prompt ends. A call ends where the
-conversation up to it, rendered alone, stops matching the full rendering, which excludes tool results that a template
-writes inside the model's turn. If both ways contradict each other, the row is refused with both renderings.
+keys) in which one text, or the arguments of one call, is a probe: a character, or a number, that occurs nowhere else.
+The part of the rendering that changes is the assistant's. It must be the probe and nothing else: if the template also
+writes a title, a count or another text that depends on the answer, the row is refused with both renderings. A turn
+starts where the generation prompt ends. A call ends where the conversation up to it, rendered alone, stops matching the
+full rendering, which excludes tool results that a template writes inside the model's turn. If both ways contradict each
+other, the row is refused with both renderings.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from itertools import chain, islice
+from typing import Any, NoReturn, Protocol
 
 from ..utils.errors import DataError
 from ..utils.text import brief
@@ -22,6 +25,12 @@ from .formats import Message
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MARK_TURNS = "mark the assistant's text with {% generation %} ... {% endgeneration %} in a chat_template_path"
+WRITE_ONCE = (
+    "give a chat_template_path that writes each message once and nothing that depends on it or on chance, or "
+    + MARK_TURNS
+)
+TAG = re.compile(r"<[^<>\s]{1,64}>|\[/?\w{1,64}\]|◁[^◁▷\s]{1,64}▷")  # a mark in a text, such as </think>
+SHOWN = 40  # characters before a difference in an error
 OPENERS = "<[|"  # first characters of marks
 
 
@@ -34,6 +43,7 @@ class Template(Protocol):
         closing: the text after the last answer, stripped.
         opening: the first special token of a generation prompt; empty without one.
         marks: matches a special token.
+        source: the Jinja text.
     """
 
     prompts: bool
@@ -41,6 +51,7 @@ class Template(Protocol):
     closing: str
     opening: str
     marks: re.Pattern[str]
+    source: str
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         """Return the conversation as text; raises whatever the template raises."""
@@ -49,6 +60,21 @@ class Template(Protocol):
         self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str | None:
         """Return the conversation as text, or None if the template refuses it."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A message in which one part is made of probes.
+
+    Attributes:
+        message: the message.
+        probes: the probes in it, as a template writes them.
+        decides: whether no other replacement is tried if the template writes this one.
+    """
+
+    message: Message
+    probes: Sequence[str]
+    decides: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,8 +106,7 @@ class Turns:
 
     def __init__(self, template: Template, messages: list[Message], tools: list[Any] | None, text: str):
         self.template, self.messages, self.tools, self.text = template, messages, tools, text
-        unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
-        self.probe, self.other_probe = next(unused), next(unused)
+        self.probe, self.other_probe = islice(self._characters(), 2)
         self._results: list[tuple[int, int]] | None = None
 
     def by_difference(self) -> list[Turn]:
@@ -124,13 +149,15 @@ class Turns:
         """Positions of tool results."""
         if self._results is None:
             tools = [index for index, message in enumerate(self.messages) if message["role"] == "tool"]
-            changed = (self._change(index, {**self.messages[index], "content": self.probe}) for index in tools)
-            self._results = [place for place in changed if place is not None]
+            probed = {index: {**self.messages[index], "content": self.probe} for index in tools}
+            regions = [self._region(index, [Replacement(message, self.probe)]) for index, message in probed.items()]
+            self._results = [region for region in regions if region is not None]
         return self._results
 
     def _turn(self, index: int) -> Turn:
         regions = self._regions(index)
         start, end = _hull(regions)
+        self._check_others(index, start, end)
         if not self.messages[index].get("tool_calls"):
             return Turn(self._begin(index, start, end), end, end)
         first, later = self._around_results(regions)
@@ -153,8 +180,9 @@ class Turns:
         Raises:
             DataError: nothing changes.
         """
-        changed = {name: self._change(index, other) for name, other in with_probe(self.messages[index], self.probe)}
-        shown = {name: place for name, place in changed.items() if place is not None}
+        parts = with_probes(self.messages[index], self.template.source, self._characters, self._numbers)
+        regions = {name: self._region(index, replacements) for name, replacements in parts}
+        shown = {name: region for name, region in regions.items() if region is not None}
         if shown:
             return shown
         if (plain := self._plain(index)) is None:
@@ -168,19 +196,84 @@ class Turns:
         """Return the region that changes if a turn becomes plain text; raises what the template raises."""
         message = {"role": "assistant", "content": self.probe}
         changed = self.template.render([*self.messages[:index], message, *self.messages[index + 1 :]], self.tools)
-        return self._difference(changed)
-
-    def _change(self, index: int, message: Message) -> tuple[int, int] | None:
-        changed = self.template.attempt([*self.messages[:index], message, *self.messages[index + 1 :]], self.tools)
-        return None if changed is None else self._difference(changed)
-
-    def _difference(self, changed: str) -> tuple[int, int] | None:
-        """Return the region that differs from a rendering with the probe character, or None if that does not contain
-        it."""
         if self.probe not in changed:
             return None
+        region = self._exact(changed, self.probe)
+        if region is None:
+            self._raise_ambiguous(index, changed)
+        return region
+
+    def _characters(self) -> Iterator[str]:
+        """Yield characters for private use that the rendering does not contain."""
+        private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
+        yield from (char for char in private if char not in self.text)
+
+    def _numbers(self) -> Iterator[int]:
+        """Yield numbers of ten digits that the rendering does not contain."""
+        yield from (number for number in range(9_070_503_001, 10**10, 101) if str(number) not in self.text)
+
+    def _region(self, index: int, replacements: Sequence[Replacement]) -> tuple[int, int] | None:
+        """Return the region of the rendering that a part of a message fills; None if the template does not write it.
+
+        Args:
+            replacements: ways to replace this part, in order of preference.
+
+        Raises:
+            DataError: replacing the part changes the rendering elsewhere, too.
+        """
+        ambiguous = None
+        for replacement in replacements:
+            changed = self._with(index, replacement.message)
+            if changed is None or not any(probe in changed for probe in replacement.probes):
+                continue
+            if (region := self._exact(changed, replacement.probes)) is not None:
+                return region
+            ambiguous = ambiguous or changed
+            if replacement.decides:
+                break
+        if ambiguous is not None:
+            self._raise_ambiguous(index, ambiguous)
+        return None
+
+    def _with(self, index: int, message: Message) -> str | None:
+        """Return the rendering with another message at `index`; None if the template refuses it."""
+        return self.template.attempt([*self.messages[:index], message, *self.messages[index + 1 :]], self.tools)
+
+    def _exact(self, changed: str, probes: Sequence[str]) -> tuple[int, int] | None:
+        """Return the region that probes replace in `changed`, or None if more differs than probes and white space."""
+        places = [found.span() for found in re.finditer("|".join(probes), changed)]
+        first, last = places[0][0], places[-1][1]
+        start, end = self._differing(changed)
+        longer = len(changed) - len(self.text)
+        once = len(places) == len({changed[begin:stop] for begin, stop in places})
+        if not once or changed[start:first].strip() or changed[last : end + longer].strip():
+            return None
+        return min(start, first), max(end, last - longer)
+
+    def _change(self, index: int, message: Message) -> tuple[int, int] | None:
+        """Return the region between the first and the last change if a message is replaced by one with the probe; None
+        if the template refuses or omits it."""
+        changed = self._with(index, message)
+        return None if changed is None or self.probe not in changed else self._differing(changed)
+
+    def _differing(self, changed: str) -> tuple[int, int]:
+        """Return the region between the first and the last difference from another rendering."""
         start = common_prefix(self.text, changed)
         return start, len(self.text) - common_prefix(self.text[start:][::-1], changed[start:][::-1])
+
+    def _check_others(self, index: int, start: int, end: int) -> None:
+        """Raise a DataError if a turn contains the text of another message; tool results are checked separately."""
+        turn, content = self.text[start:end], self.messages[index].get("content")
+        if isinstance(content, str) and turn.strip() == content.strip():
+            return
+        for other, message in enumerate(self.messages):
+            content = message.get("content")
+            if other == index or message["role"] == "tool" or not isinstance(content, str) or not content.strip():
+                continue
+            if content.strip() in turn:
+                changed = self._with(other, {**message, "content": self.probe})
+                if changed is not None and turn not in changed:
+                    self._raise_ambiguous(other, changed)
 
     def _begin(self, index: int, start: int, end: int) -> int:
         """Return where the model would start to write: right after the generation prompt.
@@ -257,7 +350,19 @@ class Turns:
             if found.start() < place < found.end():
                 yield found
 
-    def _raise_contradiction(self, index: int, start: int) -> None:
+    def _raise_ambiguous(self, index: int, changed: str) -> NoReturn:
+        start, end = self._differing(changed)
+        begin = max(0, start - SHOWN)
+        stop = end + len(changed) - len(self.text)
+        raise DataError(
+            f"replacing a text of message {index + 1} ({self.messages[index]['role']}) changes more than this text in"
+            " the rendered conversation, so halfbyte cannot find the tokens to train: the chat template writes"
+            f" {brief(self.text[begin : end + SHOWN])}, and with the text replaced by {self.probe!r} it writes"
+            f" {brief(changed[begin : stop + SHOWN])}",
+            WRITE_ONCE,
+        )
+
+    def _raise_contradiction(self, index: int, start: int) -> NoReturn:
         alone = self.template.attempt(self.messages[: index + 1], self.tools)
         raise DataError(
             f"halfbyte cannot find where assistant turn {index + 1} ends and the results of its calls start: the chat"
@@ -273,26 +378,77 @@ def _hull(regions: Any) -> tuple[int, int]:
     return min(start for start, _ in places), max(end for _, end in places)
 
 
-def with_probe(message: Message, probe: str) -> Iterator[tuple[str, Message]]:
-    """Yield a message with one part replaced by the probe, and the part's name: its text, its thoughts, each call."""
+def with_probes(
+    message: Message, source: str, characters: Callable[[], Iterator[str]], numbers: Callable[[], Iterator[int]]
+) -> Iterator[tuple[str, list[Replacement]]]:
+    """Yield the name of each part of a message (its text, its thoughts, each call) with ways to replace it by probes.
+
+    Args:
+        source: the chat template, which may split texts at tags that occur in it.
+        characters, numbers: return unused ones, to replace texts and other values.
+    """
+    probe = next(characters())
     calls = message.get("tool_calls") or []
     if message.get("content") or not (calls or any(message.get(key) for key in THOUGHTS)):
-        yield "content", {**message, "content": probe}
+        yield (
+            "content",
+            [
+                Replacement({**message, "content": probe}, probe, decides=False),
+                *_between_tags(message, source, characters()),
+            ],
+        )
     for key in THOUGHTS:
         if message.get(key):
-            yield key, {**message, key: probe}
+            yield key, [Replacement({**message, key: probe}, probe)]
     for place, call in enumerate(calls):
-        function = call["function"]
-        arguments = function.get("arguments")
-        other: dict[str, Any]
-        if isinstance(arguments, dict) and arguments:
-            other = {"arguments": dict.fromkeys(arguments, probe)}
-        elif isinstance(arguments, str) and arguments:
-            other = {"arguments": probe}
-        else:
-            other = {"name": probe}
-        changed = {**call, "function": {**function, **other}}
-        yield f"tool_calls[{place}]", {**message, "tool_calls": [*calls[:place], changed, *calls[place + 1 :]]}
+        function, probes = call["function"], list[str]()
+        arguments = _with_leaves(function.get("arguments"), characters(), numbers(), probes)
+        ways = [({"arguments": arguments}, probes, True)]
+        if not probes:  # some templates fail on a number in place of empty arguments, or write more around it
+            number = next(numbers())
+            ways = [({"arguments": number}, [str(number)], False)]
+        replacements = []
+        for changes, written, decides in (*ways, ({"name": probe}, [probe], True)):
+            changed = {**call, "function": {**function, **changes}}
+            several = [*calls[:place], changed, *calls[place + 1 :]]
+            replacements.append(Replacement({**message, "tool_calls": several}, written, decides))
+        yield f"tool_calls[{place}]", replacements
+
+
+def _between_tags(message: Message, source: str, characters: Iterator[str]) -> Iterator[Replacement]:
+    """Yield a message with probes in its text, between the tags at which the template may split it."""
+    content = message.get("content")
+    if not isinstance(content, str) or not (tags := {tag for tag in TAG.findall(content) if tag in source}):
+        return
+    *pieces, last = re.split(f"({'|'.join(map(re.escape, tags))})", content)
+    probes = list(islice(characters, len(pieces) + 1))
+    texts = [
+        piece if piece in tags or not piece.strip() else _around(piece, probe)
+        for piece, probe in zip(pieces, probes, strict=False)
+    ]
+    yield Replacement({**message, "content": "".join([*texts, _around(last, probes[-1])])}, probes)
+
+
+def _around(text: str, probe: str) -> str:
+    """Return the probe between the white space around a text."""
+    stripped = text.strip()
+    return text.replace(stripped, probe) if stripped else text + probe
+
+
+def _with_leaves(value: Any, characters: Iterator[str], numbers: Iterator[int], probes: list[str]) -> Any:
+    """Return a JSON value with probes in place of its texts and numbers; append them to `probes`.
+
+    Empty values stay, since a template may leave them out.
+    """
+    if not value:
+        return value
+    if isinstance(value, dict):
+        return {key: _with_leaves(each, characters, numbers, probes) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_leaves(each, characters, numbers, probes) for each in value]
+    probe = next(characters) if isinstance(value, str) else next(numbers)
+    probes.append(str(probe))
+    return probe
 
 
 def with_ends(template: Template, text: str, turns: Sequence[Turn]) -> list[Turn]:

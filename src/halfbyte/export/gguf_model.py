@@ -41,7 +41,7 @@ from ..utils.files import check_space, new_file, write_text
 from ..utils.hardware import chosen_device
 from .adapter import AdapterLayers
 from .importance import collect
-from .modelfile import modelfile
+from .modelfile import modelfile, rendered_chats
 from .weights import MergedWeights, Target
 
 METADATA, TOKEN = 1 << 20, 64  # estimated bytes of all keys, and of a token's score, type and merges
@@ -316,7 +316,7 @@ def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf
         writer.add_file_type(MIXES[mix][1])
         writer.add_quantization_version(GGML_QUANT_VERSION)
         add_hyperparameters(writer, config, family)
-        add_tokenizer(writer, source.tokenizer, config.vocab_size, source.end_ids)
+        add_tokenizer(writer, source.tokenizer, config.vocab_size, source.end_ids, rendered_chats(source.tokenizer))
 
     types = choose(planned, mix, **shape, important=important)
     return NewGguf(path, family.gguf.arch, add_keys, planned, types, written_keys(config, family), config.vocab_size)

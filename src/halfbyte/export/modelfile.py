@@ -7,10 +7,12 @@ https://github.com/ollama/ollama/blob/main/docs/modelfile.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..data.chat import prompt_text
+from ..data.chat import call_text, prompt_text, tool_text
+from ..data.tool_template import TOOLS_HEADER
 from ..utils.errors import DataError
 from ..utils.notices import notice
 
@@ -21,6 +23,39 @@ PROBES: tuple[tuple[str, ...], ...] = (
     ("user", "assistant", "user"),
     ("system", "user", "assistant", "user", "assistant", "user"),
 )
+QUOTE, QUOTES = r'{{ "\"" }}', r'{{ "\"\"\"" }}'  # three in a row would end the Modelfile's text
+TOOLS = f"{TOOLS_HEADER}{{{{ range $.Tools }}}}\n{{{{ .Function }}}}{{{{ end }}}}"
+CALL = '{"name": "{{ .Function.Name }}", "arguments": {{ .Function.Arguments }}}'
+# Role → what follows its content where the chat template writes tools as text.
+TOOLS_OF = {
+    "system": f"{{{{ if and $.Tools (eq $i 0) }}}}\n\n{TOOLS}{{{{ end }}}}",
+    "assistant": f"{{{{ range $n, $call := .ToolCalls }}}}{{{{ if $n }}}}\n{{{{ end }}}}{CALL}{{{{ end }}}}",
+}
+REFUSALS = (DataError, ValueError, KeyError)  # of a template that does not render a probe
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A chat template as text around messages.
+
+    Attributes:
+        around: role → text before and after its content.
+        generation: the start of an answer.
+        system: the system message of a conversation that has none; "": it gets none.
+        result: text before and after a tool's result, if tools are written as `data.tool_template` does; else None.
+    """
+
+    around: Mapping[str, tuple[str, str]]
+    generation: str
+    system: str = ""
+    result: tuple[str, str] | None = None
+
+    def compose(self, messages: Sequence[tuple[str, str]]) -> str:
+        """Return a conversation of roles and contents as the chat template renders it."""
+        if self.system and messages[0][0] != "system":
+            messages = [("system", self.system), *messages]
+        text = "".join(self.around[role][0] + content + self.around[role][1] for role, content in messages)
+        return text + self.generation
 
 
 def modelfile(file_names: Sequence[str], tokenizer: Any, end_ids: Sequence[int], positions: int) -> str:
@@ -42,6 +77,11 @@ def modelfile(file_names: Sequence[str], tokenizer: Any, end_ids: Sequence[int],
             )
         else:
             lines.append(f'TEMPLATE """{go_template(pieces)}"""')
+            if pieces.system and not pieces.result:
+                lines.append(f'SYSTEM """{pieces.system}"""')
+            if pieces.result:
+                what = "Ollama writes the JSON of tools and calls without spaces, and the run was trained with them"
+                notice("ollama-tools", f"{what}: for exact prompts, serve the GGUF file with llama.cpp")
     ends = dict.fromkeys([tokenizer.eos_token_id, *end_ids])
     for index in ends:
         lines.append(f'PARAMETER stop "{tokenizer.convert_ids_to_tokens(index)}"')
@@ -49,20 +89,54 @@ def modelfile(file_names: Sequence[str], tokenizer: Any, end_ids: Sequence[int],
     return "\n".join(lines) + "\n"
 
 
-def derive(tokenizer: Any) -> dict[str, tuple[str, str]] | None:
-    """Return role → text before and after its content, and "generation" → the start of an answer.
+def rendered_chats(tokenizer: Any) -> list[str]:
+    """Return short conversations as the chat template renders them; [] without a template."""
+    texts = []
+    for roles in PROBES if tokenizer.chat_template else ():
+        try:
+            texts.append(prompt_text(tokenizer, [{"role": role, "content": f"Hello {role}"} for role in roles]))
+        except REFUSALS:
+            continue  # templates without system messages, or without earlier answers
+    return texts
 
-    None if the chat template does more than surround each message. The beginning-of-text token is left out, since
-    Ollama adds it.
+
+def derive(tokenizer: Any) -> Pieces | None:
+    """Return the text that a chat template puts around messages.
+
+    None if it does more than that. The beginning-of-text token is left out, since Ollama adds it.
     """
     try:
         rendered = {roles: _render(tokenizer, roles) for roles in PROBES}
-    except (DataError, ValueError, KeyError):
+    except REFUSALS:
         return None
-    pieces = _cut(rendered)
-    if pieces is None or any(_compose(pieces, roles) != text for roles, text in rendered.items()):
+    for cut in (_cut, _cut_after_default):
+        pieces = cut(rendered)
+        if pieces and all(
+            pieces.compose([(role, MARKS[role]) for role in roles]) == rendered[roles] for roles in PROBES
+        ):
+            return replace(pieces, result=_around_result(tokenizer, pieces))
+    return None
+
+
+def _around_result(tokenizer: Any, pieces: Pieces) -> tuple[str, str] | None:
+    """Return the text around a tool's result if the chat template writes tools and calls as `data.tool_template`."""
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "b"},
+    ]
+    try:
+        text = prompt_text(tokenizer, messages, tools=[tool]).removeprefix(tokenizer.bos_token or "")
+    except REFUSALS:
         return None
-    return pieces
+    plain = [("system", tool_text([tool])), ("user", "a"), ("assistant", call_text([call])), ("tool", "b")]
+    before, after = pieces.around["user"]
+    for around in ((before, after), (before.replace("user", "tool"), after)):  # a user turn, or a role of its own
+        if replace(pieces, around={**pieces.around, "tool": around}).compose(plain) == text:
+            return around
+    return None
 
 
 def _render(tokenizer: Any, roles: tuple[str, ...]) -> str:
@@ -70,7 +144,7 @@ def _render(tokenizer: Any, roles: tuple[str, ...]) -> str:
     return prompt_text(tokenizer, messages).removeprefix(tokenizer.bos_token or "")
 
 
-def _cut(rendered: dict[tuple[str, ...], str]) -> dict[str, tuple[str, str]] | None:
+def _cut(rendered: Mapping[tuple[str, ...], str]) -> Pieces | None:
     """Split the rendered probes into the text around each role's content."""
     user, system, assistant = MARKS["user"], MARKS["system"], MARKS["assistant"]
     first_user, alone = rendered[("user",)].split(user, 1)
@@ -80,25 +154,57 @@ def _cut(rendered: dict[tuple[str, ...], str]) -> dict[str, tuple[str, str]] | N
     after_assistant = rest.split(user, 1)[0].removesuffix(first_user)
     # text after a user message is its end if it also ends a system message, otherwise the start of what follows
     after_user = after_system if alone.startswith(after_system) and between_ua.startswith(after_system) else ""
-    return {
+    around = {
         "system": (before_system, after_system),
         "user": (first_user, after_user),
         "assistant": (between_ua.removeprefix(after_user), after_assistant),
-        "generation": (alone.removeprefix(after_user), ""),
     }
+    return Pieces(around, alone.removeprefix(after_user))
 
 
-def _compose(pieces: dict[str, tuple[str, str]], roles: tuple[str, ...]) -> str:
-    return "".join(pieces[role][0] + MARKS[role] + pieces[role][1] for role in roles) + pieces["generation"][0]
+def _cut_after_default(rendered: Mapping[tuple[str, ...], str]) -> Pieces | None:
+    """Split the probes of a template that writes a default system message into conversations without one."""
+    user, system = MARKS["user"], MARKS["system"]
+    before_system, rest = rendered[("system", "user")].split(system, 1)
+    between, tail = rest.split(user, 1)
+    alone = rendered[("user",)]
+    if not alone.startswith(before_system) or not alone.endswith(between + user + tail):
+        return None
+    default = alone[len(before_system) : len(alone) - len(between + user + tail)]
+    opening = next((before_system[:n] for n in range(len(before_system), 0, -1) if before_system[:n] in between), "")
+    if not default or not opening or '"""' in default or default.endswith('"'):
+        return None
+    # a user message begins as a system message does
+    before_user = between[between.rindex(opening) :]
+    first = {roles: text.removeprefix(before_system + default + between.removesuffix(before_user))
+             for roles, text in rendered.items()}  # fmt: skip
+    pieces = _cut(first)
+    return replace(pieces, system=default) if pieces else None
 
 
-def go_template(pieces: dict[str, tuple[str, str]]) -> str:
-    """Return the template in Go's language, for Ollama's list of messages."""
-    roles = []
-    for role in ("system", "user", "assistant"):
-        before, after = pieces[role]
-        roles.append(f'{{{{ if eq .Role "{role}" }}}}{_go(before)}{{{{ .Content }}}}{_go(after)}{{{{ end }}}}')
-    return f"{{{{ range .Messages }}}}{''.join(roles)}{{{{ end }}}}{_go(pieces['generation'][0])}"
+def go_template(pieces: Pieces) -> str:
+    """Return the template in Go's language, for Ollama's list of messages, to stand within triple quotes."""
+    around = pieces.around
+    inside: Mapping[str, str] = {}
+    messages, first = ".Messages", ""
+    if pieces.result:
+        around = {**around, "tool": pieces.result}
+        inside = TOOLS_OF
+        messages, first = "$i, $message := .Messages", _without_system(pieces)
+    roles = "".join(
+        f'{{{{ if eq .Role "{role}" }}}}{_go(before)}{{{{ .Content }}}}{inside.get(role, "")}{_go(after)}{{{{ end }}}}'
+        for role, (before, after) in around.items()
+    )
+    text = f"{{{{ range {messages} }}}}{first}{roles}{{{{ end }}}}{_go(pieces.generation)}".replace('"""', QUOTES)
+    return text[:-1] + QUOTE if text.endswith('"') else text
+
+
+def _without_system(pieces: Pieces) -> str:
+    """Return the system message of conversations that begin with another one: the tools, or the default text."""
+    before, after = map(_go, pieces.around["system"])
+    default = f"{{{{ else }}}}{before}{_go(pieces.system)}{after}" if pieces.system else ""
+    shown = f"{{{{ if $.Tools }}}}{before}{TOOLS}{after}{default}{{{{ end }}}}"
+    return f'{{{{ if and (eq $i 0) (ne .Role "system") }}}}{shown}{{{{ end }}}}'
 
 
 def _go(text: str) -> str:

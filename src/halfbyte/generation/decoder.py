@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd.attention import score_mod_attention, supports_scores
-from ..layers.plain import has_hooks, hooked
 from ..modeling.adapters import compute_dtype_of
 from ..modeling.families import SILU, config_scale
 from ..modeling.head import head_from_config
-from ..modeling.layer import Attention, Block, Half, LayerView, TokenMixer, epsilon, layer_view
-from ..modeling.patch_record import is_bound
+from ..modeling.layer import Attention, Block, Half, LayerView, TokenMixer, causal_lm_of, epsilon, layer_view
 from ..ops.attention import Scores, Spans
 from ..ops.decode_attention import softmax
 from ..ops.decode_layers import DecoderLayer
@@ -27,9 +26,11 @@ from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
 from ..parallel.shard.model import sharded
 from ..parallel.tensor.layers import is_tensor_parallel
+from .adapters import Unsupported, module_of
 from .delta_net import DeltaNet, is_delta_net
-from .linears import Linears, Unsupported, adapter_names
+from .linears import Linears
 from .mlp import DenseMLP, MoEBlock
+from .structure import structure_of
 
 
 def context_length(model: Any) -> int | None:
@@ -157,9 +158,11 @@ class Decoder:
     """
 
     def __init__(self, model: Any, adapters: Sequence[str | None], positions: int, unpacked: bool = False):
-        causal = model.get_base_model() if adapter_names(model) else model
-        views, backbone = _views(causal), causal.model
-        self.embed, self.norm, self.family = backbone.embed_tokens, backbone.norm, views[0].family
+        causal = causal_lm_of(model)
+        views, backbone = _views(causal, adapters), module_of(causal.model, adapters)
+        self.structure = structure_of(causal)
+        self.embed, self.norm = module_of(backbone.embed_tokens, adapters), module_of(backbone.norm, adapters)
+        self.family = views[0].family
         self.embedding_scale = config_scale(self.family.embedding_scale, backbone.config)
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype, unpacked)
@@ -167,15 +170,24 @@ class Decoder:
         self.layers = [_layer(view, (adapters, self.dtype, unpacked)) for view in views]
         self.attention_layers = [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
         ropes = {layer.attention.rope for layer in self.attention_layers}
-        self.ropes = {rope: self._rope(backbone.rotary_emb, rope, positions) for rope in ropes}
+        self.rotary = module_of(backbone.rotary_emb, adapters)
+        self.frequencies = [buffer.clone() for buffer in self.rotary.buffers()]
+        self.ropes = {rope: self._rope(self.rotary, rope, positions) for rope in ropes}
 
     @torch.inference_mode()
-    def renew(self) -> bool:
-        """Refresh the adapters' values. Returns False if the decoder must be rebuilt.
+    def renew(self, model: Any) -> bool:
+        """Refresh the weights' and adapters' values. Returns False if the decoder must be rebuilt.
+
+        Args:
+            model: the model that this decoder was made for; decoders do not reference it, since it owns them.
 
         Raises:
             Unsupported: as in the constructor.
         """
+        if structure_of(causal_lm_of(model)) != self.structure:
+            return False
+        if not all(map(torch.equal, self.frequencies, self.rotary.buffers())):
+            return False
         return self.head.renew() and all(layer.renew() for layer in self.layers)
 
     def _rope(self, rotary: Any, kind: str | None, positions: int) -> tuple[Tensor, Tensor]:
@@ -282,15 +294,15 @@ def prompt_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, mas
     return softmax(scores.masked_fill_(~mask, -torch.inf), layer.sinks).to(q.dtype) @ v
 
 
-def _views(causal: Any) -> list[LayerView]:
-    """Return the views of a causal LM's decoder layers.
+def _views(causal: Any, adapters: Sequence[str | None]) -> list[LayerView]:
+    """Return the views of a causal LM's decoder layers, whose norms are those of the adapters.
 
     Raises:
         Unsupported: the family is unknown, or the model computes something this forward does not.
     """
     if sharded(causal) is not None:
         raise Unsupported("its layers are sharded over processes")
-    backbone = getattr(causal, "model", None)
+    backbone = module_of(getattr(causal, "model", None), adapters)
     found = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
     views = [view for view in found if isinstance(view, LayerView)]
     if backbone is None or not views or len(views) < len(found):
@@ -304,7 +316,22 @@ def _views(causal: Any) -> list[LayerView]:
             raise Unsupported(f"its RoPE ({rope['rope_type']}) changes with the length")
     if any(is_tensor_parallel(view.attention_half.inner) for view in views):
         raise Unsupported("its layers are split by tensor parallelism")
-    around = causal.lm_head, backbone.embed_tokens, backbone.norm
-    if any(has_hooks(module) if is_bound(module) else hooked(module) for module in around):
-        raise Unsupported("it has hooks")
-    return views
+    indices = [getattr(view.attention_half.inner, "layer_idx", number) for number, view in enumerate(views)]
+    if len(set(indices)) < len(indices):
+        raise Unsupported("several of its layers have one place in the cache (layer_idx)")
+    return [_of_adapters(view, adapters) for view in views]
+
+
+def _of_adapters(view: LayerView, adapters: Sequence[str | None]) -> LayerView:
+    """Return the view of a layer with the norms of its adapters."""
+
+    def half_of(half: Half) -> Half:
+        norm, output_norm = module_of(half.norm, adapters), module_of(half.output_norm, adapters)
+        return half._replace(norm=norm, output_norm=output_norm)
+
+    attention = view.attention
+    if attention is not None and attention.norms is not None:
+        query_norm, key_norm = (module_of(norm, adapters) for norm in attention.norms)
+        attention = replace(attention, norms=(query_norm, key_norm))
+    halves = half_of(view.attention_half), half_of(view.mlp_half)
+    return replace(view, attention=attention, attention_half=halves[0], mlp_half=halves[1])

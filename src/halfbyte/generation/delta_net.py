@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.plain import has_hooks, hooked
 from ..modeling.families import family_of
 from ..modeling.layer import TokenMixer, epsilon
-from ..modeling.patch_record import is_bound
 from ..ops.causal_conv import causal_conv
 from ..ops.delta_net import conv_step_, delta_rows, delta_step_, gates
 from ..ops.glu import glu
 from ..ops.norms import rms_norm
-from .linears import Linears, Unsupported
+from .adapters import module_of
+from .linears import Linears
 
 
 class Rows(NamedTuple):
@@ -77,9 +76,8 @@ class DeltaNet:
     def __init__(
         self, view: TokenMixer, module: Any, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool
     ):
-        if any(has_hooks(each) if is_bound(each) else hooked(each) for each in (module, module.conv1d, view.norm)):
-            raise Unsupported("it has hooks")
-        self.module, self.norm, self.dtype = module, view.norm, dtype
+        self.module, self.dtype = module, dtype
+        self.norm, self.conv = module_of(view.norm, adapters), module_of(module.conv1d, adapters)
         self.inputs = Linears(view.inputs, adapters, dtype, unpacked)
         self.group = module.num_v_heads // module.num_k_heads
 
@@ -105,8 +103,7 @@ class DeltaNet:
 
     @property
     def _conv(self) -> tuple[Tensor, Tensor | None]:
-        own = self.module.conv1d
-        return own.weight.detach().squeeze(1), None if own.bias is None else own.bias.detach()
+        return self.conv.weight.detach().squeeze(1), None if self.conv.bias is None else self.conv.bias.detach()
 
     def step(self, x: Tensor, states: States, seats: Tensor) -> Tensor:
         """Return [R, 1, Hv·Dv] for one more token of each row, x [R, 1, K]; seats int64 [R]."""

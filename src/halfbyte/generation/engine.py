@@ -1,7 +1,7 @@
 """Engines that compute the next token's logits for a static batch.
 
-`StaticEngine` runs halfbyte's forward over a static cache; `StockEngine` runs transformers' own forward, for models
-that halfbyte does not support. Static engines are cached per model, with their cache's memory and CUDA graph.
+`StaticEngine` runs halfbyte's forward over a static cache; `stock` runs transformers' own forward, for models that
+halfbyte does not support. Static engines are cached per model, with their cache's memory and CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..modeling.adapters import compute_autocast, no_input_casts
-from ..modeling.layer import cache_keyword, causal_lm_of, epsilon
+from ..modeling.layer import epsilon
 from ..ops.attention import Spans
 from ..ops.decode_attention import decode_attention, store, store_both_
 from ..ops.decode_layers import Run, Stack, one_launch
-from ..parallel.shard.model import sharded
 from ..utils.errors import ModelError
 from ..utils.hardware import capture_stream
 from ..utils.notices import notice
+from .adapters import MixedRows, Unsupported
 from .decoder import (
     Angles,
     AttentionLayer,
@@ -36,33 +35,19 @@ from .decoder import (
     scored_attention,
 )
 from .delta_net import Rows
-from .linears import Unsupported, adapter_names
+from .row_groups import Engine, RowGroups, WatchPrompt
+from .stock import stock_engine
 
 FP8 = torch.float8_e4m3fn
 # On a CPU, prompts and the attended slots of each row are padded to multiples of this, which bounds the number of GEMM
 # shapes and makes a row's sums independent of the other rows.
 SLOT_MULTIPLE = 32
-WatchPrompt = Callable[[int, Tensor], None]  # the first column, and logits [B, P, V] from it on
 WATCHED_LOGITS = 2**24  # prompt logits computed at once for `watch`
 
 
 def prompt_slots(tokens: int, device: torch.device) -> int:
     """Return the cache slots of a prompt of `tokens` tokens, padding included."""
     return -(-tokens // SLOT_MULTIPLE) * SLOT_MULTIPLE if device.type == "cpu" else tokens
-
-
-class Engine(Protocol):
-    """An engine for one batch. Prompts are left-padded to a common length."""
-
-    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
-        """Return logits [B, V] after tokens int64 [B, T], whose first `padding` [B] entries are padding.
-
-        Args:
-            watch: called with the logits after every token, some columns at a time.
-        """
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Return logits [B, V] after one more token per row, int64 [B]. The next call may overwrite them."""
 
 
 class StaticEngine(Decoder):
@@ -103,8 +88,8 @@ class StaticEngine(Decoder):
         return keys, values
 
     @torch.inference_mode()
-    def renew(self) -> bool:
-        if not super().renew():
+    def renew(self, model: Any) -> bool:
+        if not super().renew(model):
             return False
         if self.device.type == "cpu":  # the CPU kernel may hold copies of the weights
             self.one_launch = self._one_launch(len(self.tokens))
@@ -162,7 +147,8 @@ class StaticEngine(Decoder):
             at_once = max(1, WATCHED_LOGITS // (len(tokens) * self.embed.weight.shape[0]))
             for begin in range(extra, length, at_once):
                 part = hidden[:, begin : begin + at_once]
-                watch(begin - extra, self.logits(part.flatten(0, 1).unsqueeze(1)).unflatten(0, part.shape[:2]))
+                logits = self.logits(part.flatten(0, 1).unsqueeze(1)).unflatten(0, part.shape[:2])
+                watch(range(len(tokens)), begin - extra, logits)
         return self.logits(hidden[:, -1:])
 
     @torch.inference_mode()
@@ -242,70 +228,6 @@ def _runs_of_equal(values: Sequence[int]) -> list[tuple[slice, int]]:
     return [(slice(begin, end), values[begin]) for begin, end in pairwise([0, *changes, len(values)])]
 
 
-class StockEngine:
-    """transformers' own forward and cache, with one adapter or none for all rows.
-
-    Models whose output has no cache (e.g. Mamba) recompute all tokens in every step.
-    """
-
-    def __init__(self, model: Any, adapters: Sequence[str | None]):
-        if len(set(adapters)) > 1:
-            raise ModelError(
-                f"{type(model).__name__}: several adapters in one batch need a family that halfbyte knows",
-                "generate for each adapter in a call of its own",
-            )
-        self.model, self.adapter, self.sharded = model, adapters[0], sharded(model)
-        self.cache_name = cache_keyword(causal_lm_of(model))
-        self.cache: Any = None
-        self.tokens = self.mask = torch.empty(0)
-
-    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
-        self.mask = (torch.arange(tokens.shape[1], device=tokens.device) >= padding.unsqueeze(1)).long()
-        self.tokens = tokens
-        return self._forward(tokens, watch)
-
-    def step(self, tokens: Tensor) -> Tensor:
-        self.mask = F.pad(self.mask, (0, 1), value=1)
-        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
-        return self._forward(self.tokens if self.cache is None else self.tokens[:, -1:])
-
-    @torch.no_grad()  # inference mode does not decompose some ops on quantized weights (DoRA)
-    def _forward(self, tokens: Tensor, watch: WatchPrompt | None = None) -> Tensor:
-        model, name = self.model, self.cache_name
-        keys = {"attention_mask": self.mask, name: self.cache, "use_cache": True}
-        last = (context_length(model) or self.mask.shape[1]) - 1  # finished rows may run past it
-        positions = (self.mask.cumsum(-1) - 1).clamp_(0, last)[:, -tokens.shape[1] :]
-        with self._adapter(), no_input_casts(model), compute_autocast(model):
-            result = model(input_ids=tokens, position_ids=positions, logits_to_keep=int(watch is None), **keys)
-        if watch is not None:
-            watch(0, result.logits)
-        self.cache = getattr(result, name, None)
-        logits = result.logits[:, -1].float()
-        return logits if self.sharded is None else self.sharded.broadcast_(logits.contiguous())
-
-    @contextlib.contextmanager
-    def _adapter(self):
-        """Switch to the adapter, then restore the model; PEFT changes `requires_grad` when it switches adapters."""
-        if not adapter_names(self.model):
-            yield
-            return
-        trained = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-        try:
-            if self.adapter is None:
-                with self.model.disable_adapter():
-                    yield
-            else:
-                before = self.model.active_adapter
-                self.model.set_adapter(self.adapter, inference_mode=True)
-                try:
-                    yield
-                finally:
-                    self.model.set_adapter(before, inference_mode=True)
-        finally:
-            for parameter, wanted in trained:
-                parameter.requires_grad_(wanted)
-
-
 # --- cached engines --------------------------------------------------------------------------------------------------
 
 SIZE_MULTIPLE = 64  # cache sizes are multiples of this
@@ -324,34 +246,54 @@ def forget(model: Any) -> None:
 @contextlib.contextmanager
 def engine_for(model: Any, adapters: Sequence[str | None], tokens: int, kv_cache: str) -> Iterator[Engine]:
     """Lend an engine for rows of `tokens` tokens to one caller; it returns to the cache unless its use raises."""
-    key = tuple(adapters), kv_cache
+    rows = range(len(adapters))
+    groups: list[Sequence[int]] = [rows]
+    engines: list[StaticEngine] = []
     try:
-        engine = _take_or_build(model, key, tokens)
+        try:
+            engines = [_take_or_build(model, (tuple(adapters), kv_cache), tokens)]
+        except MixedRows:
+            groups = [[row for row in rows if adapters[row] == name] for name in dict.fromkeys(adapters)]
+            for group in groups:
+                engines.append(_take_or_build(model, _group_key(adapters, group, kv_cache), tokens))
     except Unsupported as reason:
         notice(f"generation: {reason}", f"generating with transformers' own forward, which is slower: {reason}")
         if kv_cache != "auto":
             raise ModelError(f"kv_cache: {kv_cache}, but {reason}", "use kv_cache: auto") from reason
-        yield StockEngine(model, adapters)
+        yield stock_engine(model, adapters, tokens)
         return
+    pairs = list(zip(groups, engines, strict=True))
     try:
-        yield engine
+        yield engines[0] if len(engines) == 1 else RowGroups(lambda *_: pairs)
     except GeneratorExit:  # the caller closed the stream
-        _put(model, key, engine)
+        _put_all(model, adapters, pairs, kv_cache)
         raise
-    _put(model, key, engine)
+    _put_all(model, adapters, pairs, kv_cache)
+
+
+def _group_key(adapters: Sequence[str | None], group: Sequence[int], kv_cache: str) -> Key:
+    return tuple(adapters[row] for row in group), kv_cache
 
 
 def _take_or_build(model: Any, key: Key, tokens: int) -> StaticEngine:
     """Take a cached engine, or build one; of twice the size if the cached one is too small, for growing chats."""
     engine = _engines.get(model, {}).pop(key, None)
     if engine is not None:
-        if engine.slots >= tokens and engine.renew():
+        if engine.slots >= tokens and engine.renew(model):
             return engine
         limit = context_length(model) or tokens
         tokens = max(tokens, min(2 * engine.slots, limit) if engine.slots < tokens else engine.slots)
         del engine  # free its memory before allocating the next
     with torch.inference_mode():
         return StaticEngine(model, key[0], -(-tokens // SIZE_MULTIPLE) * SIZE_MULTIPLE, CACHES[key[1]])
+
+
+def _put_all(
+    model: Any, adapters: Sequence[str | None], pairs: Sequence[tuple[Sequence[int], StaticEngine]], kv_cache: str
+) -> None:
+    """Return engines to the cache."""
+    for group, engine in pairs:
+        _put(model, _group_key(adapters, group, kv_cache), engine)
 
 
 def _put(model: Any, key: Key, engine: StaticEngine) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..formats import Blockwise4
@@ -15,17 +16,16 @@ from ..ops.blockwise4 import linears_blockwise4
 from ..ops.decode_layers import Projections, Weight4
 from ..ops.linear import add_term, linear_rows, low_rank_rows
 from ..tensor import QuantizedTensor
+from .adapters import Unsupported, module_of
 
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [r, K], B [N, r], scaling
 
 
-class Unsupported(Exception):
-    """Raised with the reason why a model needs transformers' own forward."""
-
-
-def _read(module: nn.Module, names: Sequence[str]) -> tuple[PlainLinear, Factors]:
-    """Return the linear, and the factors of its adapters among `names`."""
-    read = read_linear(module, names)
+def _read(module: nn.Module, adapters: Sequence[str | None]) -> tuple[PlainLinear, Factors]:
+    """Return the linear, and the factors of its adapters among `adapters`."""
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        module = module_of(module, adapters)
+    read = read_linear(module, sorted({name for name in adapters if name is not None}))
     if isinstance(read, str):
         raise Unsupported(read)
     return read, {each.name: (each.a, each.b, each.scaling) for each in read.adapters}
@@ -100,7 +100,7 @@ class Linears:
     """Linear layers with the same input, and the low-rank terms of all adapters in use.
 
     Args:
-        modules: nn.Linear, or PEFT's LoRA around one.
+        modules: nn.Linear, or PEFT's LoRA or trained copies around one.
         adapters: the adapter of each row of the batch; None for none.
         dtype: of the GEMMs.
         unpacked: dequantize weights once into `dtype`, to the values that training multiplies by (default: each GEMM
@@ -113,7 +113,7 @@ class Linears:
     def __init__(
         self, modules: Sequence[nn.Module], adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool = False
     ):
-        self.modules, self.names = modules, sorted({name for name in adapters if name is not None})
+        self.modules, self.adapters = modules, adapters
         read = self._read()
         self.storage = _storage_of(read)
         self.plain = [_LinearWeights.of(base, dtype, unpacked) for base, _ in read]
@@ -161,7 +161,7 @@ class Linears:
             ]
 
     def _read(self) -> list[tuple[PlainLinear, Factors]]:
-        return [_read(module, self.names) for module in self.modules]
+        return [_read(module, self.adapters) for module in self.modules]
 
     def _fill(self, read: list[tuple[PlainLinear, Factors]]) -> None:
         """Copy the adapters' current values."""
@@ -232,8 +232,3 @@ def _storage_of(read: list[tuple[PlainLinear, Factors]]) -> list[Any]:
         places += [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
         places += [(name, down.shape) for name, (down, _, _) in factors.items()]
     return places
-
-
-def adapter_names(model: Any) -> list[str]:
-    """Return the adapters of a model; none without PEFT."""
-    return list(getattr(model, "peft_config", {}))

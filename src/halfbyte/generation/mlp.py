@@ -7,6 +7,7 @@ For a mixture, transformers' own block computes the routing; its experts are rep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -26,7 +28,6 @@ from ..layers.plain import read_adapters
 from ..modeling.architectures import runs_experts
 from ..modeling.families import Family, family_of
 from ..modeling.layer import MLP
-from ..modeling.routers import Routers
 from ..ops.experts import (
     LowRank,
     Routing,
@@ -41,7 +42,8 @@ from ..ops.experts import (
 )
 from ..ops.glu import glu
 from ..tensor import QuantizedTensor
-from .linears import RANKS, Linears, Unsupported
+from .adapters import Unsupported, module_of
+from .linears import RANKS, Linears
 
 Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # [T, K] → logits, weights and experts
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [E, r, K], B [E, N, r], scaling
@@ -51,7 +53,10 @@ class DenseMLP:
     """The MLP of a layer without experts."""
 
     def __init__(self, mlp: MLP, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
-        self.view = mlp
+        act = module_of(mlp.act, adapters)
+        if mlp.gated and act is not None and type(act) is not type(ACT2FN[mlp.activation_name]):
+            raise Unsupported(f"its activation is a {type(act).__name__}, and the config names {mlp.activation_name}")
+        self.view = replace(mlp, act=act)
         self.gate_up = Linears(mlp.inputs, adapters, dtype, unpacked)
         self.down = Linears([mlp.output], adapters, dtype, unpacked)
 
@@ -150,8 +155,6 @@ class _Experts:
             module = module.base_layer
         if not runs_experts(module) or (reason := obstacle(module)) is not None:
             raise Unsupported(reason if runs_experts(module) else f"{type(module).__name__} has a forward of its own")
-        if _has_foreign_hooks(module):
-            raise Unsupported("it has hooks")
         self.base = module
         return found
 
@@ -220,8 +223,7 @@ class MoEBlock:
         self.mixed = dtype is not torch.float32 and any(p.is_floating_point() and p.dtype is not dtype for p in own)
         inside = {name: self._rows(each) for name, each in self.shared.items()}
         others = {name: module for name, module in block.named_children() if name not in self.shared}
-        free = {name: module for name, module in others.items() if not _has_foreign_hooks(module)}
-        inside |= {name: route for name, module in free.items() if (route := known_router(module, dtype)) is not None}
+        inside |= {name: route for name, module in others.items() if (route := known_router(module, dtype)) is not None}
         self.proxy = _BlockProxy(block, self.experts, inside)
 
     def _rows(self, mlp: DenseMLP | _SingleLinear) -> Callable[[Tensor], Tensor]:
@@ -230,8 +232,6 @@ class MoEBlock:
 
     def _check(self) -> None:
         block = self.block
-        if _has_foreign_hooks(block):
-            raise Unsupported("it has hooks")
         for name, module in block.named_modules():
             read = name.partition(".")[0] in ("experts", *self.shared)
             if not read and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
@@ -273,13 +273,6 @@ def _storage_of(weights: Any) -> list[Any]:
     for each in (weights.first, weights.second, weights.first_bias, weights.second_bias):
         tensors += [] if each is None else each.parts.values() if isinstance(each, QuantizedTensor) else [each]
     return [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
-
-
-def _has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether the module has hooks other than those of `Routers`, which are inactive here."""
-    of_forward = module._forward_hooks, module._forward_pre_hooks
-    hooks = [hook for each in of_forward for hook in each.values()]
-    return any(not isinstance(getattr(getattr(hook, "func", None), "__self__", None), Routers) for hook in hooks)
 
 
 # --- routers ---------------------------------------------------------------------------------------------------------

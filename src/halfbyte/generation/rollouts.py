@@ -20,13 +20,14 @@ from ..tensor import QuantizedTensor
 from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import reservable_bytes
 from ..utils.notices import notice
+from .adapters import Unsupported
 from .batch import Batch, Readback, draw
-from .engine import CACHES, StockEngine
-from .linears import Unsupported
+from .engine import CACHES
 from .paged import PagedDecoder
 from .run import ACTIVE, Lengths, chosen_adapters, new_tokens
-from .sampling import Sampling, eos_tokens
+from .sampling import Sampling, eos_tokens, report_unread_keys
 from .schedule import RESERVED_SEATS, Group, Pages, Row, Schedule, page_count
+from .stock import stock_engine
 
 WEIGHTS = "auto", "packed", "unpacked"
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}  # prompt tokens per prefill
@@ -136,6 +137,7 @@ class Rollouts:
         groups = [Group(key, prompt, n) for key, prompt in zip(keys, prompts, strict=True)]
         rows = [Row(group, number, most) for group, most in zip(groups, lengths, strict=True) for number in range(n)]
         ends = eos_tokens(self.model) if stops is None else set(stops)
+        report_unread_keys(self.model, sampling)
         longest_first = sorted(rows, key=lambda row: -row.most)  # long rows must not be left running alone at the end
         run = _Generation(longest_first, replace(sampling, seed=None), ends, seed)
         try:
@@ -163,7 +165,7 @@ class Rollouts:
         decoder, unpacked = self._decoder, self._unpacks(min(len(rows), self.rows))
         if decoder is not None and (
             self._adapter != adapter or decoder.unpacked != unpacked or decoder.positions < longest + 1
-            or not decoder.renew()
+            or not decoder.renew(self.model)
         ):  # fmt: skip
             decoder = None
             self.free()
@@ -289,8 +291,8 @@ class _Generation:
         ordered = sorted(self.all_rows, key=lambda row: len(row.group.prompt))
         seed = torch.tensor([self.seed], device=device)
         for rows in (ordered[at : at + most] for at in range(0, len(ordered), most)):
-            engine = StockEngine(model, [adapter] * len(rows))
             longest = len(rows[-1].group.prompt)
+            engine = stock_engine(model, [adapter] * len(rows), longest + max(row.most for row in rows))
             padding = [longest - len(row.group.prompt) for row in rows]
             tokens = [[0] * short + list(row.group.prompt) for short, row in zip(padding, rows, strict=True)]
             logits = engine.prefill(torch.tensor(tokens, device=device), torch.tensor(padding, device=device))

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import ConfigError, ModelError
+from .adapters import active_adapter, adapter_names, check_kinds
 from .decoder import context_length
-from .engine import CACHES, WatchPrompt, engine_for, prompt_slots
-from .linears import adapter_names
-from .sampling import Penalties, Sampler, Sampling, eos_tokens
+from .engine import CACHES, engine_for, prompt_slots
+from .row_groups import WatchPrompt
+from .sampling import Penalties, Sampler, Sampling, eos_tokens, report_unread_keys
 
 ACTIVE = "active"  # the model's active adapter
 DEFAULT_MAX_NEW_TOKENS = 512
@@ -88,8 +89,8 @@ def stream(
     Args:
         model, prompts, max_new_tokens, sampling, stops, adapter, kv_cache: as in `generate`; prompts are token ids.
         watch: called with logits [B, V] and the tokens [B] drawn from them, before these are yielded.
-        watch_prompt: called with a column of the left-padded prompts and the logits [B, P, V] after the tokens from
-            that column on, until all columns are covered.
+        watch_prompt: called with rows, a column of the left-padded prompts and the logits [rows, P, V] after the
+            tokens from that column on, until all columns of all prompts are covered.
         penalties: applied to the logits before each draw.
     """
     if not prompts:
@@ -101,6 +102,7 @@ def stream(
     most = max(lengths)
     adapters = chosen_adapters(model, adapter, len(prompts))
     ends = eos_tokens(model) if stops is None else set(stops)
+    report_unread_keys(model, sampling)
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
@@ -184,20 +186,21 @@ def too_long(tokens: int, asked: int | None, limit: int, where: str = "a prompt"
 
 
 def chosen_adapters(model: Any, adapter: str | Sequence[str | None] | None, rows: int) -> list[str | None]:
-    """Return the name of each row's adapter."""
+    """Return the name of each row's adapter.
+
+    Raises:
+        ConfigError: `adapter` names another number of adapters than there are rows.
+        ModelError: the model has no such adapter, several are active, or halfbyte cannot generate with one.
+    """
     wanted = [adapter] * rows if adapter is None or isinstance(adapter, str) else list(adapter)
     if len(wanted) != rows:
         raise ConfigError(f"adapter names {len(wanted)} adapters for {rows} prompts", "name one for each, or one")
     known = adapter_names(model)
     if ACTIVE in wanted and ACTIVE not in known:
-        active = model.active_adapter if known and not _disabled(model) else None
+        active = active_adapter(model)
         wanted = [active if name == ACTIVE else name for name in wanted]
     for name in wanted:
         if name is not None and name not in known:
             raise ModelError(f"the model has no adapter {name!r}", f"it has: {', '.join(known) or 'none'}")
+    check_kinds(model, wanted)
     return wanted
-
-
-def _disabled(model: Any) -> bool:
-    """Return whether the adapters are disabled, as within `disable_adapter()`."""
-    return any(getattr(module, "disable_adapters", False) is True for module in model.modules())

@@ -11,12 +11,31 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import ConfigError
+from ..utils.notices import notice
 from ..utils.text import brief
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MIN_TEMPERATURE = 1e-6  # used for lower temperatures; tiny divisors underflow in fp32
+# Keys of generation_config.json that halfbyte reads or replaces, or that change no answer.
+READ_KEYS = frozenset({
+    "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "max_new_tokens",
+    "num_return_sequences", "transformers_version", "trust_remote_code", "use_cache", "cache_implementation",
+    "cache_config", "max_cache_len", "return_legacy_cache", "prefill_chunk_size", "compile_config", "disable_compile",
+    "continuous_batching_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate", "low_memory", "remove_invalid_values", "renormalize_logits", "is_assistant",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit",
+    "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size", "speculation_type", "use_mtp",
+})  # fmt: skip
+NEUTRAL = {  # values of other keys with which they change nothing; None and False are neutral for all
+    "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "penalty_alpha": 0, "num_beams": 1, "repetition_penalty": 1, "encoder_repetition_penalty": 1, "guidance_scale": 1,
+}  # fmt: skip
+BEAM_KEYS = frozenset({"early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"})
+SAMPLED_KEYS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # of `Sampling`, with neutral values
+OTHER_SAMPLED_KEYS = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": 0}
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,41 @@ class Sampler:
         drawn = self.sampling.draw(self.penalties.applied(logits, self.counts), self.generator)
         self.counts.scatter_add_(1, drawn.unsqueeze(1), self.counts.new_ones(len(drawn), 1))
         return drawn
+
+
+def report_unread_keys(model: Any, sampling: Sampling) -> None:
+    """Log, once for each model, what its generation config asks for and generation with `sampling` does not do."""
+    unread = ", ".join(f"{name}: {brief(value)}" for name, value in unread_keys(model, sampling).items())
+    if unread:
+        notice(
+            f"unread generation_config: {unread}",
+            f"the model's generation_config asks for {unread}, which halfbyte does not read: answers are generated"
+            " without; temperature, top_k, top_p and min_p are arguments",
+        )
+
+
+def unread_keys(model: Any, sampling: Sampling) -> dict[str, Any]:
+    """Return the keys of a model's generation config that are not read and would change answers of `sampling`."""
+    config = getattr(model, "generation_config", None)
+    values = {} if config is None else config.to_dict()
+    samples = bool(values.pop("do_sample", False))
+    several_beams = (values.get("num_beams") or 1) > 1
+    unread = {"do_sample": True} if samples and sampling.temperature == 0 else {}
+    for name, value in values.items():
+        if value is None or value is False or value in ([], {}) or name in READ_KEYS or name[0] == "_":
+            continue
+        if name in SAMPLED_KEYS:
+            chosen = getattr(sampling, name) not in (SAMPLED_KEYS[name], 0)
+            applies = samples and not chosen and value != SAMPLED_KEYS[name]
+        elif name in OTHER_SAMPLED_KEYS:
+            applies = samples and value != OTHER_SAMPLED_KEYS[name]
+        elif name in BEAM_KEYS:
+            applies = several_beams
+        else:
+            applies = value != NEUTRAL.get(name)
+        if applies:
+            unread[name] = value
+    return unread
 
 
 def eos_tokens(model: Any) -> set[int]:

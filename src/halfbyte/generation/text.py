@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Generator, Sequence
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .run import ACTIVE, Lengths, new_tokens, stream
 from .sampling import Penalties, Sampling
 
 MIN_LOG_PROB = -9999.0  # as OpenAI reports it; JSON has no infinity
 UNFINISHED = "\ufffd"  # decoded from an incomplete character
+BYTE_SYMBOL = r"<0x[0-9A-F]{2}>"  # a byte in SentencePiece's vocabularies
+
+
+class TokenText(NamedTuple):
+    """A token decoded by itself, and its bytes; the text of a part of a character is `UNFINISHED`."""
+
+    text: str
+    data: bytes
 
 
 class TokenScore(NamedTuple):
-    """A token's text, its log-probability in nats, and the most likely tokens with theirs, best first.
+    """A token, its log-probability in nats, and the most likely tokens with theirs, best first.
 
     A text's first token has no log-probability.
     """
 
-    token: str
+    token: TokenText
     log_prob: float | None
-    likeliest: list[tuple[str, float]]
+    likeliest: list[tuple[TokenText, float]]
 
 
 class Piece(NamedTuple):
@@ -100,11 +111,11 @@ class Scores:
     """Log-probabilities of the newest tokens; passed to `generation.stream` as `watch`.
 
     Args:
-        spell: token id to text.
+        spell: token id to text and bytes.
         count: number of most likely tokens to record.
     """
 
-    def __init__(self, spell: Callable[[int], str], count: int):
+    def __init__(self, spell: Callable[[int], TokenText], count: int):
         self.spell, self.count = spell, count
         self.tokens: list[int] = []
         self.own: list[float] = []
@@ -131,24 +142,44 @@ class PromptScores:
         found: per row, the scores of its tokens; the first one has no log-probability.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], spell: Callable[[int], str], count: int):
+    def __init__(self, prompts: Sequence[Sequence[int]], spell: Callable[[int], TokenText], count: int):
         self.prompts, self.spell, self.count = prompts, spell, count
         self.longest = max(map(len, prompts))
         self.found = [[TokenScore(spell(prompt[0]), None, [])] for prompt in prompts]
 
-    def __call__(self, first: int, logits: Tensor) -> None:
-        for row, prompt in enumerate(self.prompts):
+    def __call__(self, rows: Sequence[int], first: int, logits: Tensor) -> None:
+        for row, row_logits in zip(rows, logits, strict=True):
+            prompt = self.prompts[row]
             begin = self.longest - len(prompt)  # column of its first token
-            own = [column for column in range(max(first, begin), first + logits.shape[1]) if column + 1 < self.longest]
+            own = [column for column in range(max(first, begin), first + len(row_logits)) if column + 1 < self.longest]
             if not own:
                 continue
-            logs = logits[row, own[0] - first : own[-1] - first + 1].float().log_softmax(-1).clamp(min=MIN_LOG_PROB)
+            logs = row_logits[own[0] - first : own[-1] - first + 1].float().log_softmax(-1).clamp(min=MIN_LOG_PROB)
             ids = prompt[own[0] + 1 - begin : own[-1] + 2 - begin]
             wanted = logs.gather(1, torch.tensor(ids, device=logs.device).unsqueeze(1)).squeeze(1).tolist()
             values, best = (each.tolist() for each in logs.topk(min(self.count, logs.shape[1])))
             for token, log_prob, *likeliest in zip(ids, wanted, best, values, strict=True):
                 named = [(self.spell(other), value) for other, value in zip(*likeliest, strict=True)]
                 self.found[row].append(TokenScore(self.spell(token), log_prob, named))
+
+
+def token_text(tokenizer: Any, token: int) -> TokenText:
+    """Return a token's text, and the bytes that it adds to an answer."""
+    text = str(tokenizer.decode([token]))
+    if UNFINISHED not in text:
+        return TokenText(text, text.encode())
+    symbol = str(tokenizer.convert_ids_to_tokens(token))
+    if re.fullmatch(BYTE_SYMBOL, symbol):
+        return TokenText(text, bytes([int(symbol[3:5], 16)]))
+    codes = _byte_of_letter()
+    whole = all(letter in codes for letter in symbol)  # a byte-level vocabulary spells each byte as a letter
+    return TokenText(text, bytes(codes[letter] for letter in symbol) if whole else text.encode())
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """Return the bytes that the letters of byte-level vocabularies stand for."""
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def continue_texts(
@@ -181,9 +212,7 @@ def continue_texts(
     running = set(range(len(prompts)))
     lengths = new_tokens(model, prompts, max_new_tokens)
 
-    def spelled(token: int) -> str:
-        return str(tokenizer.decode([token]))
-
+    spelled = partial(token_text, tokenizer)
     scores = None if likeliest is None else Scores(spelled, likeliest)
     asked = PromptScores(prompts, spelled, likeliest) if scored and likeliest is not None else None
     how: dict[str, Any] = {"sampling": sampling, "stops": list(ends), "adapter": adapter, "penalties": penalties}

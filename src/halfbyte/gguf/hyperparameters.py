@@ -19,7 +19,7 @@ from ..reading.gguf import DAMAGED
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
 from .file import FP32, GgufFile
-from .graph import fixed_keys, head_dim
+from .graph import fixed_keys, head_dim, longrope_attention, original_context, rope_of, scaling_factor
 
 # File key → config key, in all families. `modeling.families.Gguf.keys` has further ones.
 KEYS = {
@@ -35,6 +35,7 @@ WINDOW = "attention.sliding_window"  # 0 for none
 SECTIONS = "rope.dimension_sections"  # four numbers of pairs: rotated by time, height, width, and an unused one
 INNER, ATTENTION_EVERY = "ssm.inner_size", "full_attention_interval"  # of hybrid models
 FACTOR, ORIGINAL_CONTEXT = "rope.scaling.factor", "rope.scaling.original_context_length"
+TRUNCATE = "rope.scaling.truncate"  # of families whose usual value llama.cpp does not have; llama.cpp reads none
 # RoPE scaling type (the same name in file and config) → file key → config key.
 SCALINGS = {
     "linear": {FACTOR: "factor"},
@@ -44,7 +45,7 @@ OTHERS_READ = {
     "vocab_size", "attention.key_length", "attention.value_length", EPSILON, LAYER_NORM_EPSILON,
     "rope.dimension_count", "rope.freq_base",
     "rope.freq_base_swa", "rope.scaling.type", FACTOR, ORIGINAL_CONTEXT, "rope.scaling.attn_factor",
-    SECTIONS, INNER, ATTENTION_EVERY,
+    SECTIONS, INNER, ATTENTION_EVERY, TRUNCATE,
 }  # fmt: skip
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # made from the config
 ORIGINAL = "use the original checkpoint"
@@ -68,7 +69,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     for key, name in family.gguf.keys.items():
         value = getattr(config, name)
-        if value or key == WINDOW:
+        if value is not None or key == WINDOW:
             _add(writer, f"{arch}.{key}", value or 0)
     for key, value in family.gguf.constants.items():
         _add(writer, f"{arch}.{key}", value)
@@ -187,19 +188,13 @@ def _read_delta_net(file: GgufFile, every: int) -> dict[str, int]:
 # --- RoPE -------------------------------------------------------------------------------------------------------------
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    """RoPE parameters of the layers with full attention."""
-    parameters = config.rope_parameters
-    return dict(parameters.get("full_attention", parameters))
-
-
 def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
-    rope = _rope(config)
+    rope = rope_of(config)
     rotated = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if local := config.rope_parameters.get("sliding_attention"):
-        writer.add_rope_freq_base_swa(local["rope_theta"])
+    if family.gguf.window_base:
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
     if sections := rope.get("mrope_section") or family.gguf.sections:
         if 2 * sum(sections) != rotated:  # the graph would rotate the other pairs by position 0
             wrong = f"config.json: rope_parameters: mrope_section {list(sections)} does not sum to the"
@@ -210,40 +205,22 @@ def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
         writer.add_rope_dimension_sections([*sections, 0])
     kind = rope.get("rope_type", "default")
     if kind in SCALINGS:
-        if kind == "yarn" and (rope.get("attention_factor") or rope.get("mscale")):
-            wrong = "config.json: rope_parameters: yarn with an attention factor of its own is not exported"
-            raise ModelError(wrong, "convert it with llama.cpp, if that supports the model")
-        if kind == "yarn" and rope.get("truncate") is False:
-            what = "llama.cpp rounds the bounds of yarn's ramp, and this model does not (truncate: false)"
-            notice("gguf-yarn", f"{what}: pairs at the ramp's ends rotate slightly differently, in every GGUF of it")
         writer.add_rope_scaling_type(RopeScalingType(kind))
-        for key, name in SCALINGS[kind].items():
-            _add(writer, f"{writer.arch}.{key}", rope[name])
+        writer.add_rope_scaling_factor(scaling_factor(config))
+        if ORIGINAL_CONTEXT in SCALINGS[kind]:
+            writer.add_rope_scaling_orig_ctx_len(original_context(config))
+        if kind == "yarn" and "truncate" in family.gguf.yarn:
+            writer.add_bool(f"{writer.arch}.{TRUNCATE}", rope.get("truncate", True))
     elif kind == "longrope":
-        original = _original_context(config, rope)
-        writer.add_rope_scaling_orig_ctx_len(original)
-        usual = _longrope_factor(config.max_position_embeddings, original)
+        writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_orig_ctx_len(original_context(config))
+        usual = longrope_attention(scaling_factor(config), original_context(config))
         writer.add_rope_scaling_attn_factors(float(rope.get("attention_factor") or usual))
-    elif kind not in ("default", "llama3"):
-        raise ModelError(
-            f"config.json: rope_parameters: llama.cpp does not support rope_type {kind}",
-            "it supports default, linear, llama3, yarn and longrope",
-        )
-
-
-def _original_context(config: Any, rope: dict[str, Any]) -> int:
-    given = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return int(given or config.max_position_embeddings)
-
-
-def _longrope_factor(context: int, original: int) -> float:
-    """Factor on cos and sin (Phi-3; LongRoPE, https://arxiv.org/abs/2402.13753, section 3.2)."""
-    return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
 
 
 def rope_tensors(config: Any) -> dict[str, Tensor]:
     """Tensors of the file that encode RoPE scaling: the divisor of each frequency, fp32 [head_dim / 2]."""
-    rope = _rope(config)
+    rope = rope_of(config)
     kind = rope.get("rope_type", "default")
     if kind == "llama3":
         return {"rope_freqs.weight": llama3_factors(rope, head_dim(config))}
@@ -270,7 +247,7 @@ def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
     """Recover the parameters of Llama 3.1's RoPE scaling from its frequency divisors.
 
     Between the bounds 1/factor is linear in the frequency. The line gives two of three unknowns (original context,
-    lower and upper bound in rotations), so the lower bound is assumed to be 1, as in all known models.
+    lower and upper bound in rotations), so the lower bound is assumed to be close to 1, as in all known models.
 
     Args:
         factors: divisor of each frequency, [head_dim / 2].
@@ -282,22 +259,43 @@ def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
     frequency = theta ** -(np.arange(len(factors)) / len(factors))
     factor = float(factors.max())
     share = (1 / factors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.ones_like(factors)
-    between = (share > 1e-4) & (share < 1 - 1e-4)
-    if between.sum() >= 2:
-        slope, offset = np.polyfit(frequency[between], share[between], 1)
-        high = round(1 - 1 / offset, 3)
+    zero, one = _ramp(frequency, share)
+    context = max(1, round(2 * math.pi / zero))
+    for digits in (3, 9):
         found = {
-            "rope_type": "llama3", "factor": round(factor, 5), "low_freq_factor": 1.0, "high_freq_factor": high,
-            "original_max_position_embeddings": round(2 * math.pi * slope * (high - 1)),
+            "rope_type": "llama3", "factor": round(factor, 5),
+            "low_freq_factor": round(context * zero / (2 * math.pi), digits),
+            "high_freq_factor": round(context * one / (2 * math.pi), digits),
+            "original_max_position_embeddings": context,
         }  # fmt: skip
         if np.allclose(llama3_factors(found | {"rope_theta": theta}, 2 * len(factors)), factors, rtol=1e-4):
             return found
     raise ModelError("rope_freqs.weight: these factors are not Llama 3.1's", ORIGINAL)
 
 
+def _ramp(frequency: np.ndarray, share: np.ndarray) -> tuple[float, float]:
+    """Frequencies at which a line through the shares between 0 and 1 is 0 and 1; a model may have few pairs there."""
+    between = (share > 1e-4) & (share < 1 - 1e-4)
+    if between.sum() >= 2:
+        slope, offset = np.polyfit(frequency[between], share[between], 1)
+        return float(-offset / slope), float((1 - offset) / slope)
+    middle = float(frequency[between][0]) if between.any() else None
+    scaled, kept = frequency[share <= 1e-4], frequency[share >= 1 - 1e-4]
+    low = float(scaled.max()) if len(scaled) else (middle or float(kept.min())) / 2
+    high = float(kept.min()) if len(kept) else 2 * (middle or low)
+    if middle is None:
+        return low, high
+    value = float(share[between][0])
+    slope = max(value / (middle - low), (1 - value) / (high - middle))
+    return middle - value / slope, middle + (1 - value) / slope
+
+
 def _read_rope(file: GgufFile, family: Family, size: int) -> dict[str, Any]:
     parameters = {"rope_type": "default", "rope_theta": file.of_arch("rope.freq_base", 10000.0)} | _scaling(file)
-    parameters |= family.gguf.yarn if parameters["rope_type"] == "yarn" else {}
+    if parameters["rope_type"] == "yarn":
+        parameters |= family.gguf.yarn
+        if (truncate := file.get(f"{file.arch}.{TRUNCATE}")) is not None:
+            parameters["truncate"] = bool(truncate)
     rotated = file.of_arch("rope.dimension_count", size)
     if family.gguf.partial_rope:
         parameters["partial_rotary_factor"] = rotated / size
@@ -310,7 +308,8 @@ def _read_rope(file: GgufFile, family: Family, size: int) -> dict[str, Any]:
         )
     if not family.rope_by_layer:
         return parameters
-    local = file.of_arch("rope.freq_base_swa", 10000.0)
+    usual = 10000.0 if family.gguf.window_base else parameters["rope_theta"]
+    local = file.of_arch("rope.freq_base_swa", usual)
     return {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
 
 
@@ -333,7 +332,7 @@ def _longrope(file: GgufFile) -> dict[str, Any]:
     original = file.of_arch(ORIGINAL_CONTEXT)
     factors = [[float(str(np.float32(each))) for each in values] for values in (short, long)]
     found = {"short_factor": factors[0], "long_factor": factors[1], "original_max_position_embeddings": original}
-    usual = _longrope_factor(file.of_arch("context_length"), original)
+    usual = longrope_attention(file.of_arch("context_length") / original, original)
     stored = file.of_arch("rope.scaling.attn_factor", usual)
     own = {} if math.isclose(stored, usual, rel_tol=1e-5) else {"attention_factor": stored}
     return {"rope_type": "longrope"} | found | own

@@ -31,6 +31,7 @@ EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
 STACKED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)(_bias)?")
 BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 KINDS = (".weight", ".bias")
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 UNQUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that stay in floats
 NEXT_TOKEN = re.compile(r"(^|\.)mtp\.")  # multi-token prediction layers, which transformers ignores
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
@@ -325,6 +326,8 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
         for name, shape, part in _parts_in_file(key, weight, layout):
             entry = planned.setdefault(name, Planned(name, shape))
             entry.parts.append(part)
+    if config.tie_word_embeddings and family.gguf.head and EMBEDDING in planned:
+        planned.setdefault(HEAD, replace(planned[EMBEDDING], name=HEAD))
     for entry in planned.values():
         if len(entry.parts) > 1:
             entry.shape = (len(entry.parts), *entry.shape)
@@ -408,7 +411,7 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
             if name.endswith("_exps.weight") and len(stacked) != experts:
                 wrong = f"{name}: {len(stacked)} experts in the checkpoint, {experts} in config.json"
                 raise CheckpointError(wrong, "re-download the checkpoint")
-    if not config.tie_word_embeddings and "output.weight" not in planned and MODEL_TENSOR.OUTPUT in tensors:
+    if not config.tie_word_embeddings and HEAD not in planned and MODEL_TENSOR.OUTPUT in tensors:
         raise CheckpointError("the checkpoint lacks lm_head.weight", "re-download the checkpoint")
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFWriter, TokenType
+from gguf import GGUFWriter, Keys, TokenType
 
 from ..utils.errors import ModelError
 from ..utils.notices import notice
@@ -36,6 +37,7 @@ PATTERNS = {
 }
 IGNORE_MERGES = ("llama-bpe", "tekken")  # splits that match a token become that token without merges
 NEVER_MERGED = -1e6  # score of pieces that no merge produces, in files that halfbyte writes
+SPACES = ("Prepend", "Replace")  # normalizers that llama.cpp has for SentencePiece-like tokenizers
 SPECIAL = (TokenType.CONTROL, TokenType.USER_DEFINED)
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 GENERATION_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -44,13 +46,20 @@ GENERATION_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: list[int] | None = None) -> None:
+def add_tokenizer(
+    writer: GGUFWriter,
+    tokenizer: Any,
+    vocab_size: int,
+    end_ids: Sequence[int] = (),
+    chats: Sequence[str] = (),
+) -> None:
     """Write the keys that llama.cpp builds the tokenizer from.
 
     Args:
         tokenizer: a fast transformers tokenizer.
         vocab_size: rows of the embedding; ids beyond the tokenizer's become unused tokens.
         end_ids: stop tokens, the most important first.
+        chats: conversations as the chat template renders them.
 
     Raises:
         ModelError: an unsupported tokenizer, or one with more tokens than the embedding has rows.
@@ -67,7 +76,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: 
         writer.add_tokenizer_pre("default")
         scores = _scores(model, tokens)
         types = [TokenType.BYTE if BYTE.fullmatch(token) else type_ for token, type_ in zip(tokens, types, strict=True)]
-        writer.add_add_space_prefix(_prepends_space(described))
+        writer.add_add_space_prefix(_space_prefix(tokenizer, described, chats))
         if not _marks_spaces(described):  # llama.cpp always does
             tokens = [
                 token if type_ in SPECIAL else token.replace(" ", "▁")
@@ -78,16 +87,16 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: 
         writer.add_tokenizer_pre(pre_tokenizer(described))
         writer.add_token_merges([" ".join(_pair(merge)) for merge in model["merges"]])
         scores = None
-        if described["normalizer"]:
-            what = f"llama.cpp skips this tokenizer's normalizer ({described['normalizer']['type']})"
-            notice("gguf-normalizer", f"{what}: texts that it changes get other tokens")
+    skipped = sorted({step["type"] for step in _normalizers(described)} - {*(SPACES if scores else ())})
+    if skipped:
+        what = f"llama.cpp skips this tokenizer's normalizer ({', '.join(skipped)})"
+        notice("gguf-normalizer", f"{what}: texts that it changes get other tokens")
     writer.add_token_list(tokens)
     if scores:
         writer.add_token_scores(scores)
     writer.add_token_types(types)
-    _add_special(writer, tokenizer, end_ids or [])
-    if tokenizer.chat_template:
-        writer.add_chat_template(plain_template(tokenizer.chat_template))
+    _add_special(writer, tokenizer, end_ids)
+    _add_templates(writer, tokenizer.chat_template or {})
 
 
 def _described(tokenizer: Any) -> dict[str, Any]:
@@ -136,9 +145,61 @@ def _marks_spaces(described: dict[str, Any]) -> bool:
     return "▁" in json.dumps([described["normalizer"], described["pre_tokenizer"]], ensure_ascii=False)
 
 
-def _prepends_space(described: dict[str, Any]) -> bool:
-    text = json.dumps([described["normalizer"], described["pre_tokenizer"]])
-    return '"Prepend"' in text or '"prepend_scheme": "first"' in text or '"prepend_scheme": "always"' in text
+def _normalizers(described: dict[str, Any]) -> list[dict[str, Any]]:
+    normalizer = described["normalizer"] or {"type": "Sequence", "normalizers": []}
+    steps: list[dict[str, Any]] = normalizer.get("normalizers", [normalizer])
+    return steps
+
+
+def _space_prefix(tokenizer: Any, described: dict[str, Any], chats: Sequence[str]) -> bool:
+    """Return whether llama.cpp should put a space before a text and after each special token (add_space_prefix).
+
+    A tokenizer that puts one before the first word of a text alone has no equal there. The choice is then the one
+    that gives conversations the tokens that were trained (without a chat template: a plain text).
+    """
+    from tokenizers import Tokenizer
+
+    plain = ["Hello there", f"Hello{tokenizer.eos_token}there"]
+    texts = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*chats, *plain)}
+    different: dict[bool, list[str]] = {}
+    space = "▁" if _marks_spaces(described) else " "
+    spaces = [{"type": "Prepend", "prepend": space}, {"type": "Replace", "pattern": {"String": " "}, "content": space}]
+    added = [token | {"lstrip": False, "rstrip": False} for token in described["added_tokens"]]
+    for prefix in (True, False):
+        rule = described | {"pre_tokenizer": None, "post_processor": None, "added_tokens": added}
+        rule["normalizer"] = {"type": "Sequence", "normalizers": spaces if prefix else spaces[1:]}
+        backend = Tokenizer.from_str(json.dumps(rule))
+        found = {text: backend.encode(text, add_special_tokens=False).ids for text in texts}
+        different[prefix] = [text for text in texts if found[text] != texts[text]]
+    first = [*chats] or plain[:1]
+    prefix = sum(text in different[True] for text in first) <= sum(text in different[False] for text in first)
+    if different[prefix]:
+        notice(
+            "gguf-spaces", _about_spaces(prefix, [text in different[prefix] for text in (*chats, *plain)], len(chats))
+        )
+    return prefix
+
+
+def _about_spaces(prefix: bool, different: list[bool], chats: int) -> str:
+    """Describe which texts get other tokens in llama.cpp."""
+    where = "before a text and after every special token" if prefix else "nowhere"
+    groups = {"chat prompts": different[:chats], "plain text": different[chats:-1], "text after EOS": different[-1:]}
+    names = " and ".join(name for name, found in groups.items() if any(found))
+    rule = f"with this file llama.cpp adds a space {where}; the tokenizer does so before the first word of a text alone"
+    advice = "send prompts that the chat template renders" if chats and not any(different[:chats]) else "compare tokens"
+    return f"{rule}, or drops spaces at special tokens. So {names} get other tokens than in training: {advice}"
+
+
+def _add_templates(writer: GGUFWriter, templates: str | dict[str, str]) -> None:
+    """Write a chat template, or several by name in an order that does not depend on the process."""
+    named = {"default": templates} if isinstance(templates, str) else templates
+    further = {re.sub(r"\W", "_", name): text for name, text in sorted(named.items()) if name != "default"}
+    for name, text in further.items():
+        writer.add_string(Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name), plain_template(text))
+    if further:
+        writer.add_array(Keys.Tokenizer.CHAT_TEMPLATES, [*further])
+    if "default" in named:
+        writer.add_chat_template(plain_template(named["default"]))
 
 
 def pre_tokenizer(described: dict[str, Any]) -> str:
@@ -164,7 +225,7 @@ def pre_tokenizer(described: dict[str, Any]) -> str:
     )
 
 
-def _add_special(writer: GGUFWriter, tokenizer: Any, end_ids: list[int]) -> None:
+def _add_special(writer: GGUFWriter, tokenizer: Any, end_ids: Sequence[int]) -> None:
     for name in ("bos", "eos", "unk", "pad"):
         index = getattr(tokenizer, f"{name}_token_id")
         if index is not None:
@@ -208,8 +269,11 @@ def read_tokenizer(file: GgufFile) -> Any:
         return _from_folder(file, tokens or [], error)
     special = {f"{name}_token": tokens[index] for name, index in _special_ids(file).items()}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=False)
-    if template := file.get("tokenizer.chat_template"):
-        tokenizer.chat_template = template
+    default = file.get(Keys.Tokenizer.CHAT_TEMPLATE)
+    named = {name: file.get(f"tokenizer.chat_template.{name}") for name in file.get(Keys.Tokenizer.CHAT_TEMPLATES, [])}
+    if named:
+        named |= {"default": default} if default else {}
+    tokenizer.chat_template = {name: text for name, text in named.items() if text} or default
     return tokenizer
 
 

@@ -14,7 +14,8 @@ from ..utils.hardware import is_capturing
 from .tiling import ceil_div
 
 TILE = 2048  # elements
-COLUMNS = 11  # of the address table: elements, row, weight, gradient, correction, then codes and scales of three states
+# of the address table: elements, row, weight, gradient, correction, codes and scales of three states, then `draws`
+COLUMNS = 13
 WIDE = [2, 3, 4, 5, 7, 9]  # columns of addresses that kernels read in 16 bytes
 
 
@@ -62,5 +63,6 @@ def fixed_columns(parameters: Parameters) -> Tensor:
         entry = [weight.numel(), row, 0, 0, correction]
         for codes, scales in parameters.states[i]:
             entry += [codes.data_ptr(), 0 if scales is None else scales.data_ptr()]
-        rows.append(entry + [0] * (COLUMNS - len(entry)))
+        draw = parameters.draws[i] if parameters.draws else (0, 0)
+        rows.append([*entry, *[0] * (COLUMNS - 2 - len(entry)), *draw])
     return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)

@@ -335,5 +335,14 @@ def load_tokenizer(
         message = f"the tokenizer has no pad token: padding with {tokenizer.eos_token!r}, which is still trained as EOS"
         notice("pad-token", message)
     if chat_template_path is not None:
-        tokenizer.chat_template = read_text(chat_template_path, ModelError, TEMPLATE_FIX)
+        tokenizer.chat_template = read_chat_template(Path(chat_template_path))
     return tokenizer
+
+
+def read_chat_template(path: Path) -> str | dict[str, str]:
+    """Read a Jinja file; with transformers' files of further named templates next to it, all of them by name."""
+    default = read_text(path, ModelError, TEMPLATE_FIX)
+    further = sorted((path.parent / "additional_chat_templates").glob("*.jinja"))
+    if path.name != "chat_template.jinja" or not further:
+        return default
+    return {"default": default} | {file.stem: read_text(file, ModelError, TEMPLATE_FIX) for file in further}

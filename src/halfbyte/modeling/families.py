@@ -96,6 +96,10 @@ class Gguf:
         optional: those of `keys` that a file may omit.
         fixed: config keys that have one fixed value in the graph.
         partial_rope: RoPE may rotate a part of a head (`partial_rotary_factor`).
+        rope_factors: RoPE types with a factor for each frequency, which the graph reads as tensors.
+        window_base: layers with a window have a RoPE base of their own.
+        square: the heads' widths sum to the hidden size.
+        head: the graph needs output.weight, also for tied embeddings.
         original_context: the config holds the context length before scaling (`original_max_position_embeddings`).
         grouped: key heads may be fewer than query heads.
         unrotated_every: every n-th layer has no RoPE (`no_rope_layers`); 0: the config has no such key.
@@ -121,6 +125,10 @@ class Gguf:
     optional: tuple[str, ...] = ()
     fixed: Mapping[str, object] = field(default_factory=dict)
     partial_rope: bool = False
+    rope_factors: tuple[str, ...] = ()
+    window_base: bool = False
+    square: bool = False
+    head: bool = False
     original_context: bool = False
     grouped: bool = True
     unrotated_every: int = 0
@@ -321,54 +329,59 @@ DELTA_NET_KEYS = {
 }  # fmt: skip
 DELTA_NET = Mixer("GatedDeltaNet", "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj",
                   "norm")  # fmt: skip
+FACTORS = ("llama3", "longrope")
 # A GGUF file is loaded as the first row with its architecture, counting rows with experts only if the file has experts.
 FAMILIES = [
     Family("Llama", "llama", gguf=Gguf(
-        "llama", permute=True, bias=True, bias_keys={"attention_bias": "attn_q", "mlp_bias": "ffn_down"})),
-    Family("Mistral", "mistral", window="config", gguf=Gguf("llama", permute=True)),
+        "llama", permute=True, bias=True, rope_factors=FACTORS,
+        bias_keys={"attention_bias": "attn_q", "mlp_bias": "ffn_down"})),
+    Family("Mistral", "mistral", window="config", gguf=Gguf("llama", permute=True, rope_factors=FACTORS)),
     Family("Mixtral", "mixtral", window="config",
            experts=Experts("num_local_experts", "block_sparse_moe", gate="w1", up="w3", down="w2"),
-           gguf=Gguf("llama", permute=True, keys={"expert_count": "num_local_experts",
-                                                  "expert_used_count": "num_experts_per_tok"})),
-    Family("Qwen2", "qwen2", window="module", gguf=Gguf("qwen2", bias=True)),
+           gguf=Gguf("llama", permute=True, rope_factors=FACTORS, keys={
+               "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"})),
+    Family("Qwen2", "qwen2", window="module", gguf=Gguf("qwen2", bias=True, square=True)),
     Family("Qwen2_5_VL", "qwen2_5_vl", "qwen2_5_vl_text", window="module", mlp="Qwen2MLP", tower=QWEN_VISION,
-           gguf=Gguf("qwen2vl", text_alone=False, bias=True)),
+           gguf=Gguf("qwen2vl", text_alone=False, bias=True, square=True)),
     Family("Qwen3", "qwen3", window="module", qk_norm="head", gguf=Gguf("qwen3")),
     Family("Qwen2Moe", "qwen2_moe", window="module", experts=Experts(), gguf=Gguf(
-        "qwen2moe", bias=True, fixed={"norm_topk_prob": False, **EVERY_LAYER},
+        "qwen2moe", bias=True, square=True, head=True, fixed={"norm_topk_prob": False, **EVERY_LAYER},
         keys=SHARED_MOE)),
     Family("Qwen3Moe", "qwen3_moe", window="module", qk_norm="head", experts=Experts(),
            gguf=Gguf("qwen3moe", keys=MOE, fixed={"norm_topk_prob": True, **EVERY_LAYER})),
     Family("Gemma", "gemma", norm_offset=True, gguf=Gguf("gemma", activations=GELU)),
     Family("Gemma2", "gemma2", norm_offset=True, norms=SANDWICH, window="module", softcap=True,
            activation="hidden_activation", gguf=Gguf(
-               "gemma2", activations=GELU, window_every=2, wide_layers=46, keys=WINDOW | CAPS, optional=tuple(CAPS))),
+               "gemma2", activations=GELU, window_every=2, wide_layers=46, keys=WINDOW | CAPS)),
     Family("Gemma3", "gemma3", "gemma3_text", norm_offset=True, norms=SANDWICH, window="module", qk_norm="head",
            rope_by_layer=True, activation="hidden_activation", bidirectional_images=True, tower=SIGLIP, gguf=Gguf(
-               "gemma3", activations=GELU, window_every=6, wide_layers=62, keys=WINDOW | CAPS, optional=tuple(CAPS))),
+               "gemma3", activations=GELU, window_every=6, window_base=True, wide_layers=62, keys=WINDOW | CAPS,
+               optional=tuple(CAPS))),
     Family("Gemma3n", "gemma3n", "gemma3n_text", window="module", qk_norm="head", rope_by_layer=True,
            activation="hidden_activation", shares_keys=True, own_layer=True),
     Family("Gemma4", "gemma4", "gemma4_text", window="module", qk_norm="head", rope_by_layer=True,
            activation="hidden_activation", shares_keys=True, own_layer=True),
     Family("Phi3", "phi3", fused=("qkv_proj", "gate_up_proj"), residual_dropout="layer", window="config",
-           gguf=Gguf("phi3", keys=WINDOW, optional=tuple(WINDOW), partial_rope=True, original_context=True)),
+           gguf=Gguf("phi3", keys=WINDOW, optional=tuple(WINDOW), partial_rope=True, rope_factors=("longrope",),
+                     original_context=True, square=True)),
     Family("Ministral", "ministral", window="module"),
     Family("Ministral3", "ministral3", window="config", scaled_queries=True),
     Family("SmolLM3", "smollm3", window="module", unrotated="use_rope", gguf=Gguf(
         "smollm3", permute=True, unrotated_every=4, fixed={"use_sliding_window": False})),
-    Family("Olmo2", "olmo2", norms=POST_NORMS, qk_norm="all", gguf=Gguf("olmo2")),
+    Family("Olmo2", "olmo2", norms=POST_NORMS, qk_norm="all", gguf=Gguf("olmo2", square=True, head=True)),
     Family("Olmo3", "olmo3", norms=POST_NORMS, qk_norm="all", window="module", rope_by_layer=True,
-           gguf=Gguf("olmo2", window_every=4, keys=WINDOW)),
+           gguf=Gguf("olmo2", window_every=4, keys=WINDOW, square=True, head=True)),
     Family("SeedOss", "seed_oss", residual_dropout="half",
-           gguf=Gguf("seed_oss", bias=True,
-                     bias_keys={"attention_bias": "attn_q", "attention_out_bias": "attn_output"})),
+           gguf=Gguf("seed_oss", bias=True, bias_keys={"attention_bias": "attn_q"},
+                     fixed={"attention_out_bias": False, "mlp_bias": False})),
     Family("Exaone4", "exaone4", norms=POST_NORMS, qk_norm="head", window="module", unrotated="window",
-           gguf=Gguf("exaone4", window_every=1, fixed={"sliding_window": None})),  # no export of the 32B's windows
+           gguf=Gguf("exaone4", window_every=1, square=True, rope_factors=FACTORS,
+                     fixed={"sliding_window": None})),  # no export of the 32B's windows
     Family("Cohere2", "cohere2", layer_norm=True, norms=Norms(before_mlp="input_layernorm"), parallel=True,
            window="module", rope_pairs="repeated", unrotated="window",
-           gguf=Gguf("cohere2", window_every=4, keys=WINDOW | {"logit_scale": "logit_scale"})),
+           gguf=Gguf("cohere2", window_every=4, square=True, keys=WINDOW | {"logit_scale": "logit_scale"})),
     Family("Granite", "granite", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier",
-           gguf=Gguf("granite", permute=True, keys=SCALES)),
+           gguf=Gguf("granite", permute=True, rope_factors=FACTORS, keys=SCALES)),
     Family("Ernie4_5", "ernie4_5", rope_pairs="neighbours", gguf=Gguf("ernie4_5")),
     Family("Glm", "glm", fused=("gate_up_proj",), rope_pairs="neighbours"),
     Family("Glm4", "glm4", fused=("gate_up_proj",), rope_pairs="neighbours",
@@ -391,18 +404,20 @@ FAMILIES = [
     Family("GraniteMoe", "granitemoe", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier",
            experts=Experts("num_local_experts", "block_sparse_moe")),
     Family("Olmoe", "olmoe", qk_norm="all", window="config", experts=Experts(), gguf=Gguf(
-        "olmoe", grouped=False, keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        "olmoe", grouped=False, square=True, head=True,
+        keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
         fixed={"norm_topk_prob": False, "clip_qkv": None})),
     Family("Phimoe", "phimoe", layer_norm=True, experts=Experts("num_local_experts")),
     Family("Ernie4_5_Moe", "ernie4_5_moe", rope_pairs="neighbours", experts=Experts("moe_num_experts")),
     Family("MiniMaxM2", "minimax_m2", qk_norm="all",
            experts=Experts("num_local_experts", "block_sparse_moe", gate="w1", up="w3", down="w2"), gguf=Gguf(
-               "minimax-m2", partial_rope=True, constants={"expert_gating_func": 2}, keys={
+               "minimax-m2", partial_rope=True, head=True, constants={"expert_gating_func": 2}, keys={
                    "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
                    "expert_feed_forward_length": "intermediate_size"})),
     Family("GptOss", "gpt_oss", window="module", sinks=True, rope_pairs="once",
            experts=Experts("num_local_experts", mixture="GptOssMLP", interleaved=True),
-           gguf=Gguf("gpt-oss", bias=True, window_every=2, yarn={"truncate": False}, keys=WINDOW | {
+           gguf=Gguf("gpt-oss", bias=True, head=True, window_every=2, yarn={"truncate": False},
+                     fixed={"attention_bias": True}, keys=WINDOW | {
                "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
                "expert_feed_forward_length": "intermediate_size"})),
     Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",

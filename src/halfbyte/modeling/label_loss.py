@@ -25,7 +25,7 @@ from .patch_record import existing_record, record
 
 NOT_FOR_THE_BACKBONE = ("logits_to_keep", "num_items_in_batch", "return_dict", "use_cache")
 # Arguments for which the forward that was replaced runs, if they are neither None, False nor 0.
-UNFUSED = ("logits_to_keep", "output_router_logits", "ignore_index", "use_cache", *CACHE_KEYWORDS)
+UNFUSED = ("logits_to_keep", "output_router_logits", "use_cache", *CACHE_KEYWORDS)
 
 _checked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether the loss is the cross-entropy alone
 
@@ -117,7 +117,7 @@ def _fused_loss(model: Any, given: Mapping[str, Any]) -> Any:
     """Return the model's output with the loss and without logits, or None if its own forward must run."""
     if given.get("labels") is None or given.get("input_ids") is None or given.get("return_dict") is False:
         return None
-    if any(_is_set(given.get(name)) for name in UNFUSED):
+    if any(_is_set(given.get(name)) for name in UNFUSED) or given.get("ignore_index") not in (None, IGNORE_INDEX):
         return None
     inputs = {name: value for name, value in given.items() if value is not None and name not in NOT_FOR_THE_BACKBONE}
     inputs = backbone_inputs(model, inputs)

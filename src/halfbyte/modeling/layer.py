@@ -9,6 +9,7 @@ Readers: training's forwards (`blocks`), `patch`, generation (`generation.decode
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.glu import Activation
 from ..ops.rope import halves
@@ -412,7 +414,10 @@ def given_cache(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keywords(module: Any, keywords: Mapping[str, Any], known: frozenset[str] = frozenset()) -> None:
-    """Raise on a keyword that a fused forward does not know: ignoring it could compute something else silently.
+    """Raise on a keyword that transformers' forward reads and a fused forward does not know.
+
+    Ignoring it could compute something else silently. Keywords that transformers' forward only passes on, to functions
+    that do not name them, change nothing there either (`ignore_index` is for the loss).
 
     Args:
         module: the module whose forward was called.
@@ -423,10 +428,31 @@ def check_keywords(module: Any, keywords: Mapping[str, Any], known: frozenset[st
         ModelError: names the keyword, the class and the version of transformers.
     """
     for name, value in keywords.items():
-        if value is not None and name not in IGNORED_KEYWORDS and name not in known and name not in CACHE_KEYWORDS:
+        unknown = value is not None and name not in IGNORED_KEYWORDS and name not in known
+        if unknown and name not in CACHE_KEYWORDS and _reads(type(module), name):
             raise ModelError(
                 f"transformers {transformers.__version__} passes {type(module).__name__} the argument {name!r}, which"
                 " halfbyte's fused forward does not know",
                 "set use_kernels: false (without patch: transformers' own forwards), or install a version of"
                 " transformers that halfbyte supports",
             )
+
+
+@functools.cache
+def _reads(kind: Any, name: str) -> bool:
+    """Return whether the forward of a class, or one of the attention functions that it may call, names an argument.
+
+    A forward without `**kwargs` counts as reading all: it would not accept an argument that it does not name.
+    """
+    forward = inspect.unwrap(kind.forward)
+    eager = forward.__globals__.get("eager_attention_forward")
+    attention = [*ALL_ATTENTION_FUNCTIONS.values(), *([eager] if eager is not None else [])]
+    functions = [forward, *(each for each in attention if not each.__module__.startswith(__package__))]
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
+    return not passes_on or any(_names(inspect.unwrap(function), name) for function in functions)
+
+
+def _names(function: Any, name: str) -> bool:
+    """Return whether a function has a parameter `name`, or reads `kwargs` by it."""
+    code = getattr(function, "__code__", None)
+    return code is not None and (name in inspect.signature(function).parameters or name in code.co_consts)

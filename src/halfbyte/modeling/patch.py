@@ -64,6 +64,7 @@ VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
     "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
 }  # fmt: skip
 EXPERTS = "experts"
+MAMBA2_SCAN = "Mamba-2 scan"
 LABEL_LOSS = "cross-entropy of `labels` in training"
 UNFUSED_LAYER = "transformers' forward of its layers runs"
 UNFUSED_EXPERTS = "transformers' own function runs them"
@@ -130,15 +131,17 @@ def patch(
     options = recipe_by_name(recipe)
     known = list(_known_modules(model))
     families = [family for _, family, kind in known if kind in BACKBONES]
+    scans = Counter({MAMBA2_SCAN: recurrent.bind_mamba2_scans(model)})
     if not families:
         reason = f"halfbyte does not know the family of {type(causal_lm_of(model)).__name__}"
         if options is not None:
             raise ModelError(f"recipe: {reason}", "use recipe bf16")
-        notice(f"unpatched: {reason}", f"nothing fused: {reason}; the model runs its own forwards")
+        fused = f"only {MAMBA2_SCAN}" if +scans else "nothing"
+        notice(f"unpatched: {reason}", f"{fused} fused: {reason}; the model runs its own forwards")
         if activations is not None:
             notice("activations", f"layers follow transformers' gradient checkpointing: {reason}")
-        return PatchReport(None, unfused=Counter({(type(causal_lm_of(model)).__name__, reason): 1}))
-    report = PatchReport(families[0].name)
+        return PatchReport(None, +scans, Counter({(type(causal_lm_of(model)).__name__, reason): 1}))
+    report = PatchReport(families[0].name, +scans)
     for module, family, kind in known:
         if kind == "RMSNorm" and not hasattr(module, "weight"):
             continue  # norms of heads or routers
@@ -194,6 +197,7 @@ def unpatch(model: nn.Module) -> None:
         unbind_attention(module)
         unbind_label_loss(module)
         forget_view(module)
+        recurrent.unbind_mamba2_scan(module)
         if is_bound(module):
             del module.__dict__["forward"]
         module.__dict__.pop(RECORD, None)

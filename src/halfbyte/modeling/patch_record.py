@@ -80,6 +80,7 @@ class PatchRecord:
         implementation: attention that a backbone was loaded with.
         cast_cache: for a backbone, its layers and its LoRA modules.
         casts: for a LoRA module: adapter → its A and B in the compute dtype.
+        scan: for a Mamba-2 layer: whether its forward is `recurrent.isolated_forward`.
         label_loss: for a causal LM: whether its forward computes the training loss of `labels` without logits.
     """
 
@@ -89,6 +90,7 @@ class PatchRecord:
     implementation: str | None = None
     cast_cache: CastCache | None = None
     casts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    scan: bool = False
     label_loss: bool = False
 
 

@@ -4,8 +4,9 @@ transformers writes all such layers in the same style: a forward calls `causal_c
 module. Here the same forward runs with replacements for these functions. They isolate documents for the convolution and
 the scan only; linears, attention and MLPs run on the packed batch. On GPUs, convolutions are `autograd.causal_conv`.
 The delta rule is flash-linear-attention's kernel with document bounds, if it is installed and has a backward
-(`fla_refuses_backward`), otherwise `autograd.delta_rule`. Both are also used for full rows. For all other functions,
-documents of similar length become rows of transformers' own function.
+(`fla_refuses_backward`), otherwise `autograd.delta_rule`. Mamba-2's scan is `autograd.chunk_scan`, since
+transformers' holds a matrix of states for every token. Convolution, delta rule and Mamba-2's scan are also used for
+full rows. For all other functions, documents of similar length become rows of transformers' own function.
 
 Layers are not listed: a layer that calls one of `REPLACEMENTS` by name is replaced, and the probe (`packing`) tests
 whether this isolates documents. (Mamba-2's fused kernel of mamba-ssm contains the output linear and would skip adapters
@@ -20,18 +21,20 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd.recurrent import causal_conv, delta_rule
+from ..autograd.recurrent import causal_conv, chunk_scan, delta_rule
 from ..dispatch import on_compiler
 from ..ops.attention import Spans, spans
 from ..utils.notices import notice
 from .layer import given_cache
 from .packed_forwards import PACKED_KEYWORDS, length_groups
+from .patch_record import existing_record, record
 
 Function = Callable[..., Any]
 
@@ -215,6 +218,47 @@ def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
     return begins.repeat_interleave(length, output_size=rows * length)
 
 
+def _mamba2_scan(
+    own: Function,
+    documents: Documents | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Mamba-2's scan by `autograd.chunk_scan`, isolated by document; None: over full rows.
+
+    Parameter names are transformers'. Its own function runs where a state continues, or with torch.compile.
+    """
+    if initial_states is not None or kwargs.get("z") is not None or on_compiler() or (D is not None and D.dim() > 1):
+        return (own if documents is None else functools.partial(_Scan(), own, documents))(
+            x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, initial_states=initial_states, dt_softplus=dt_softplus,
+            dt_limit=dt_limit, return_final_states=return_final_states, **kwargs,
+        )  # fmt: skip
+    rows, tokens = x.shape[:2]
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = F.softplus(dt) if dt_softplus else dt
+    step = dt.clamp(*dt_limit).to(torch.promote_types(x.dtype, torch.float32))
+    decay = A.to(step.dtype) * step
+    begins = _row_starts(rows, tokens, x.device) if documents is None else documents.begins
+    B, C = B.to(x.dtype), C.to(x.dtype)
+    y, final = chunk_scan(x, step, decay, B, C, D, begins.view(rows, tokens))
+    return (y, None if documents is not None else final.mT) if return_final_states else y
+
+
+def _mamba2_scan_of_rows(own: Function, *args: Any, **kwargs: Any) -> Any:
+    return _mamba2_scan(own, None, *args, **kwargs)
+
+
 class _Scan:
     """Replacement for a scan that runs each document separately.
 
@@ -279,12 +323,13 @@ def _unavailable(own: Function, documents: Documents, *args: Any, **kwargs: Any)
 
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+MAMBA2_SCAN = "mamba2_chunk_scan"
 # Name in transformers' modules → replacement, called with the original, the documents, and the original's arguments.
 REPLACEMENTS: dict[str, Function] = {
     CONVOLUTION: _convolve,
     DELTA_RULE: _Scan(bounded=True, gated=True),
     "chunk_kimi_delta_attention": _Scan(bounded=True),
-    "mamba2_chunk_scan": _Scan(),
+    MAMBA2_SCAN: _mamba2_scan,
     "mamba_selective_scan": _Scan(tokens=-1),
     "mamba2_split_conv1d_scan_combined": _unavailable,
     "mamba_inner_fn": _unavailable,
@@ -303,7 +348,9 @@ def _replaced_calls(cls: Any) -> tuple[str, ...]:
 
 def document_forward(cls: Any, documents: Documents | None) -> Function:
     """Return a class's forward with replaced functions, isolated by document; `documents` None: for full rows."""
-    full_rows: dict[str, Function] = {CONVOLUTION: _convolve_rows, DELTA_RULE: _gated_delta_rule}
+    full_rows: dict[str, Function] = {
+        CONVOLUTION: _convolve_rows, DELTA_RULE: _gated_delta_rule, MAMBA2_SCAN: _mamba2_scan_of_rows
+    }  # fmt: skip
     if documents is None and not full_rows.keys() & set(_replaced_calls(cls)):
         return cls.forward
     function: Any = inspect.unwrap(cls.forward)
@@ -338,6 +385,24 @@ def recurrent_layers(model: nn.Module) -> Iterator[nn.Module]:
         cls: Any = type(module)
         if _replaced_calls(cls) and "forward" not in module.__dict__:
             yield module
+
+
+def bind_mamba2_scans(model: nn.Module) -> int:
+    """Bind `isolated_forward` to Mamba-2 layers, for full rows and documents alike; return how many are bound."""
+    for module in recurrent_layers(model):
+        if MAMBA2_SCAN in _replaced_calls(type(module)):
+            record(module).scan = True
+            module.forward = MethodType(isolated_forward, module)
+    records = map(existing_record, model.modules())
+    return sum(patched is not None and patched.scan for patched in records)
+
+
+def unbind_mamba2_scan(module: nn.Module) -> None:
+    """Undo `bind_mamba2_scans` for one module; does nothing on others."""
+    patched = existing_record(module)
+    if patched is not None and patched.scan:
+        patched.scan = False
+        del module.__dict__["forward"]
 
 
 def isolated_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

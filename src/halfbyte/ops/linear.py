@@ -19,7 +19,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x·Wᵀ + b for x [..., K], W [N, K], of any strides; no gradient.
 
     The library is chosen by W alone, so a row's sums do not depend on the number of rows. oneDNN has one order of sums
-    for 2 rows and more.
+    for 2 rows and more (torch 2.12 and newer; `onednn_beats_mkl` leaves out older ones).
     """
     if multiplies_by_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -153,6 +153,8 @@ class Parameters:
         rows: int32 [n]: the row of each parameter in the coefficients.
         states: codes and scales of each state of each parameter; None for scales that the storage does not have.
         corrections: int8 or int16 tensors of the parameters' sizes with rounding "correction8" or "correction16".
+        draws: with rounding "stochastic", the parameter's number in its optimizer, and the number of the first element
+            in the full parameter, of which there may be a slice.
         version: increases when a weight or a gradient is another tensor than before.
         launch: what a kernel computes once from shapes, and once per version from addresses.
     """
@@ -165,6 +167,7 @@ class Parameters:
     gradients: list[Tensor]
     states: list[list[tuple[Tensor, Tensor | None]]]
     corrections: list[Tensor] = field(default_factory=list)
+    draws: list[tuple[int, int]] = field(default_factory=list)
     version: int = 0
     launch: dict[str, Any] = field(default_factory=dict)
 
@@ -348,7 +351,8 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
         p, new = rule.update(p, gradient.flatten().float() * c.scale, s, c)
         for state, values, signed, positive in zip(states, new, rule.signed, rule.squares, strict=True):
             _copy_if(kept, state, storage.encode(values, signed, positive))
-        rounded = round_weight(p, weight.dtype, parameters.rounding, steps[row], row)
+        draw = parameters.draws[i] if parameters.draws else (0, 0)
+        rounded = round_weight(p, weight.dtype, parameters.rounding, steps[row], draw)
         _copy_if(kept, (weight.view(-1), correction), rounded)
 
 
@@ -367,19 +371,23 @@ def full_weight(weight: Tensor, correction: Tensor | None) -> Tensor:
     return (weight.float().view(torch.int32) + (correction.int() << shift)).view(torch.float32)
 
 
-def round_weight(p: Tensor, dtype: torch.dtype, rounding: str, step: Tensor, row: int) -> tuple[Tensor, Tensor | None]:
+def round_weight(
+    p: Tensor, dtype: torch.dtype, rounding: str, step: Tensor, draw: tuple[int, int]
+) -> tuple[Tensor, Tensor | None]:
     """Round fp32 weights [n] to `dtype`; returns them and the correction, if `rounding` has one.
 
-    "stochastic" rounds to one of the two neighbours, with the probability that makes the expectation p; the random
-    number of element i depends on (i, step, row) only. "correction16" stores the difference of the bit patterns of p
-    and its bf16: no bit is lost. "correction8" stores the upper byte of that difference: the weight has 24 bits. Both
-    round ties away from zero, so that the difference fits.
+    "stochastic" rounds to one of the two neighbours, with the probability that makes the expectation p. The random
+    number of an element depends on the step, the parameter and the element's number in the full parameter only, so that
+    neither slices nor parts of an optimizer change it; `draw` is an entry of `Parameters.draws`. "correction16" stores
+    the difference of the bit patterns of p and its bf16: no bit is lost. "correction8" stores the upper byte of that
+    difference: the weight has 24 bits. Both round ties away from zero, so that the difference fits.
     """
     if rounding == "nearest" or dtype == torch.float32:
         return p.to(dtype), None
     bits = p.view(torch.int32)
     if rounding == "stochastic":
-        noise = hash32(torch.arange(len(p), device=p.device), step.long(), row) & 0xFFFF
+        number, first = draw
+        noise = hash32(torch.arange(first, first + len(p), device=p.device), step.long(), number) & 0xFFFF
         return ((bits.long() + noise).int() & ~0xFFFF).view(torch.float32).to(dtype), None
     if rounding == "correction8":
         bits = bits + 0x80 & ~0xFF
@@ -389,10 +397,10 @@ def round_weight(p: Tensor, dtype: torch.dtype, rounding: str, step: Tensor, row
     return near.view(torch.float32).to(dtype), correction
 
 
-def hash32(element: Tensor, step: Tensor, row: int) -> Tensor:
-    """A 32-bit hash, as int64: rounds of the finalizer of MurmurHash3 (Appleby 2008) over element, step and row."""
+def hash32(element: Tensor, step: Tensor, number: int) -> Tensor:
+    """A 32-bit hash, as int64: rounds of the finalizer of MurmurHash3 (Appleby 2008) over element, step and number."""
     x = element ^ element >> 32
-    for word in (step, row):
+    for word in (step, number):
         x = (x ^ word) & 0xFFFFFFFF
         x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
         x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF

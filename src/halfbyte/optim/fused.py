@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,7 @@ from ..ops.codebooks import dynamic_map
 from ..ops.optimizer import RULES, TRUSTS
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
+from .clipping import ClippedGradients, Clipping, clip_unchanged, multiply
 from .compiled import opaque_clip, opaque_step, register
 from .offload import Windows
 from .parts import (
@@ -32,7 +33,6 @@ from .parts import (
     BackwardUpdates,
     Batch,
     Part,
-    Tensors,
     Values,
     check_places,
     check_saved_groups,
@@ -63,19 +63,6 @@ UNSUPPORTED = (
 
 # names of the states of all rules and of torch's optimizers, and of the surplus ones of `_from_bitsandbytes`
 STATES = {name for row in RULES.values() for name in row.states} | {"max_exp_avg_sq", "grad_avg", "state2", "state3"}
-
-
-@dataclass
-class Clipping:
-    """Result of `clip` for the next step, in an object: torch.compile ignores assignments to an optimizer's attributes.
-
-    Attributes:
-        factor: fp32 []: of the gradients; None: 1.
-        tensors: the weights and gradients that were read; None: nothing was.
-    """
-
-    factor: Tensor | None = None
-    tensors: Tensors | None = None
 
 
 class FusedOptimizer(Optimizer):
@@ -205,7 +192,8 @@ class FusedOptimizer(Optimizer):
         """Divide the parameters into launches again in the next step."""
         for windows in self._windows.values():
             windows.synchronize()
-        self._windows, self.clipping.tensors = {}, None
+        self._clip_in_place()
+        self._windows = {}
         # for torch.compile, which makes all numbers of `param_groups` constants of a graph
         self._groups = self.param_groups
         self._earlier_reads += self.whole.reads
@@ -223,6 +211,10 @@ class FusedOptimizer(Optimizer):
         """The group's numbers by the names of `ops.optimizer.SETTINGS`; absent ones are 0."""
         beta1, beta2 = group["betas"][:2]
         return {"beta1": beta1, "beta2": beta2, "eps": group.get("eps", 0.0)}
+
+    def options_of(self, number: int, index: int) -> dict[str, Any] | None:
+        """Return the options of parameter `index` of a group, if it has others than the group, or None."""
+        return None
 
     def keep_squares(self, batch: Batch, squares: Tensor) -> None:
         """Keep the squared norms fp32 [n, 2] of the batch's parameters, from `scale_by_trust`."""
@@ -274,18 +266,20 @@ class FusedOptimizer(Optimizer):
         """Update all parameters; see `step`.
 
         Args:
-            factor: of gradients that `clip` has read; it is ignored if there are others now.
+            factor: of gradients that `clip` has read; others are not multiplied.
             scale: by which the gradients are divided.
             found_inf: a value other than 0 leaves everything unchanged.
             values: weights that are updated in place and gradients; default: the parameters' own.
         """
         self._opt_called = True
-        clipped, self.clipping.tensors = self.clipping.tensors, None
+        is_compiled = values is not None
+        clipped, self.clipping.gradients = self.clipping.gradients, None
+        values = values or self.whole.now()
         if clipped is None:
+            factor = None  # no clip, or its gradients are multiplied already
             self.whole.read(values)
-        elif (now := self.whole.now(values)) != clipped:
-            if not now.has_gradients(clipped):
-                factor = None
+        elif not clipped.are(values):
+            factor, values = clip_unchanged(clipped, factor, values, is_compiled)
             self.whole.read(values)
         if scale is not None:
             factor = scale.reciprocal() if factor is None else factor / scale
@@ -296,7 +290,9 @@ class FusedOptimizer(Optimizer):
     def clip(self, max_norm: float) -> Tensor:
         """Return the 2-norm of all gradients, fp32 []; the next `step` clips them to `max_norm` as it reads them.
 
-        The gradients themselves are not changed. If others take their place before `step`, these are not clipped.
+        Gradients that take the place of others before `step`, and gradients that are changed in place, are not clipped;
+        the remaining ones are. If step hooks are registered, or other gradients come, the clipped ones are multiplied
+        in place, as by torch.nn.utils.clip_grad_norm_; otherwise the gradients themselves do not change.
 
         Raises:
             TrainingError: as `step`, or the backward updates the parameters.
@@ -310,12 +306,23 @@ class FusedOptimizer(Optimizer):
             norm, self.clipping.factor = opaque_clip(self._number, *self._traced(), max_norm).unbind()
         else:
             norm, self.clipping.factor = self.read_norm(max_norm)
+            if self._optimizer_step_pre_hooks:  # they must see clipped gradients, which they may change
+                self._clip_in_place()
         return norm
+
+    def _clip_in_place(self) -> None:
+        """Multiply the gradients that `clip` has read by their factor, except those that have changed since."""
+        clipped, factor = self.clipping.gradients, self.clipping.factor
+        self.clipping.gradients = self.clipping.factor = None
+        if clipped is not None and factor is not None:
+            gradients = self.whole.now().gradients
+            multiply([gradients[at] for at in clipped.unchanged(gradients)], factor)
 
     def read_norm(self, max_norm: float, values: Values | None = None) -> tuple[Tensor, Tensor | None]:
         """Read the gradients; return their norm and the factor that clips them."""
+        values = values or self.whole.now()
         self.whole.read(values)
-        self.clipping.tensors = self.whole.tensors
+        self.clipping.gradients = ClippedGradients(values.gradients, self.whole.tensors)
         return self.whole.norm(max_norm)
 
     def update_in_backward(self, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -410,7 +417,8 @@ class FusedOptimizer(Optimizer):
             expected[CORRECTION] = weight.numel(), CORRECTIONS[group["rounding"]]
         found = {key: state[key] for key in expected if key in state}
         kinds = {key: (each.numel(), each.dtype) for key, each in found.items()}
-        if kinds != expected or any(each.device != where for each in found.values()):
+        shapes = {each.shape for each in found.values() if each.dim() > 1 and each.numel() == weight.numel()}
+        if kinds != expected or shapes - {weight.shape} or any(each.device != where for each in found.values()):
             number = next(at for at, each in enumerate(self.param_groups) if each is group)
             raise TrainingError(
                 f"{parameter_name(number, index)} is now {weight.dtype} {[*weight.shape]} on {weight.device}, which its"
@@ -500,11 +508,11 @@ class FusedOptimizer(Optimizer):
             found = [saved[key] for key in keys if key in saved]
             if not storage.block and not (isinstance(saved.get(name), Tensor) and saved[name].is_floating_point()):
                 found = []
-            if len(found) != len(keys) or found[0].numel() != storage.codes(elements):
+            if len(found) != len(keys) or not _fits(found[0], storage, elements, local):
                 have, wanted = ", ".join(key for key in saved if key != WRAPPED), ", ".join(keys)
                 raise CheckpointError(
                     f"the saved state of parameter {number} has {have}; rule {self.rule} with storage {storage.name}"
-                    f" needs {wanted} of {storage.codes(elements)} elements",
+                    f" needs {wanted} of {storage.codes(elements)} elements and the shape {[*local.shape]}",
                     "resume with the optimizer that saved it",
                 )
             dtypes = (storage.codes_dtype(signed), storage.scale_dtype)
@@ -550,10 +558,24 @@ def elements_per_entry(key: str, value: Any, elements: int) -> int:
     return each if value.dim() and value.numel() == -(-elements // each) else 0
 
 
+def _fits(codes: Tensor, storage: Storage, elements: int, weight: Tensor) -> bool:
+    """Whether saved codes are of a weight with these elements and this shape. Two codes in a byte may be flat."""
+    if codes.numel() != storage.codes(elements) or elements != weight.numel():
+        return codes.numel() == storage.codes(elements)
+    return codes.shape == _shape_of_codes(codes, weight) or (codes.dim() == 1 and storage.packed == 2)
+
+
+def _shape_of_codes(codes: Tensor, weight: Tensor) -> torch.Size:
+    """Shape in which the codes of a weight are saved: the weight's, with half of its last size for two in a byte."""
+    if codes.numel() == weight.numel():
+        return weight.shape
+    halves = (*weight.shape[:-1], weight.shape[-1] // 2) if weight.dim() else ()
+    return torch.Size(halves) if math.prod(halves) * 2 == weight.numel() == codes.numel() * 2 else codes.shape
+
+
 def _put(state: dict[str, Any], keys: Iterable[str], parts: tuple[Tensor, Tensor | None], weight: Tensor) -> None:
     codes, scales = parts
-    shaped = codes.view(weight.shape) if codes.numel() == weight.numel() else codes
-    state.update(zip(keys, (shaped, scales), strict=False))
+    state.update(zip(keys, (codes.view(_shape_of_codes(codes, weight)), scales), strict=False))
 
 
 def _from_bitsandbytes(rule: str, saved: dict[str, Any]) -> dict[str, Any]:

@@ -260,6 +260,9 @@ class HostState:
         own = self.parameters
         rows = own.rows[[piece.at for piece in pieces]]
         parameters = Parameters(own.rule, own.storage, own.rounding, rows, [], [], [])
+        if own.draws:
+            firsts = [(own.draws[piece.at], piece.start) for piece in pieces]
+            parameters.draws = [(number, first + start) for (number, first), start in firsts]
         ranges = [(each.span(pieces[0])[0], each.span(pieces[-1])[1]) for each in self.components]
         ends = [*itertools.accumulate(-(-(end - begin) // ALIGN) * ALIGN for begin, end in ranges)]
         return _Window(pieces, parameters, ranges, [0, *ends[:-1]], ends[-1], self.buffers.take(ends[-1]))

@@ -6,11 +6,12 @@ device, and a batch a launch for each kind of storage, rounding and dtype.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -33,10 +34,11 @@ from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from ..utils.hardware import is_capturing
 from .offload import HostState, Windows
 
+FIRST_ELEMENT = "first_element"  # attribute of a slice of a parameter: number of its first element in the parameter
 CORRECTION = "correction"  # key of the bits of a weight that its bf16 does not hold
 CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
 
-DTYPE, LAYOUT, DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
+DTYPE, LAYOUT, DEVICE, SHAPE = map(attrgetter, ("dtype", "layout", "device", "shape"))
 
 Place = tuple[int, int, Tensor]  # number of the parameter's group, index in the group, parameter
 
@@ -52,6 +54,7 @@ class Stepped(Protocol):
     def storage_of(self, group: dict[str, Any], index: int) -> Storage: ...
     def windows(self, device: torch.device) -> Windows: ...
     def settings(self, group: dict[str, Any]) -> Mapping[str, Any]: ...
+    def options_of(self, number: int, index: int) -> dict[str, Any] | None: ...
     def keep_squares(self, batch: Batch, squares: Tensor) -> None: ...
     @property
     def shard_groups(self) -> Callable[[Tensor], tuple[Any, ...]]: ...
@@ -70,23 +73,19 @@ class Values(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Addresses of weights and gradients (None: 0), and ids of the gradients, which are valid until `Part.release`.
-
-    There are no ids in a compiled graph, where two Python objects may be one tensor.
-    """
+    """Addresses of weights and gradients (None: 0; sparse: -1)."""
 
     weights: list[int]
     gradients: list[int]
-    ids: list[int]
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], has_ids: bool) -> Tensors:
-        addresses = [0 if each is None else each.data_ptr() for each in gradients]
-        return cls([each.data_ptr() for each in weights], addresses, [*map(id, gradients)] if has_ids else [])
-
-    def has_gradients(self, other: Tensors) -> bool:
-        """Whether the gradients are the same tensors as the other's."""
-        return self.gradients == other.gradients and (self.ids == other.ids or not (self.ids and other.ids))
+    def of(cls, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensors:
+        try:
+            addresses = [0 if each is None else each.data_ptr() for each in gradients]
+        except RuntimeError:  # a sparse tensor, which `Part.read` refuses
+            dense = [each if each is None or each.layout is torch.strided else None for each in gradients]
+            addresses = [-1 if each is None else each.data_ptr() for each in dense]
+        return cls([*map(Tensor.data_ptr, weights)], addresses)
 
 
 class Part:
@@ -106,9 +105,10 @@ class Part:
     def __init__(self, optimizer: Stepped, chosen: set[int] | None = None):
         self.optimizer, self.chosen = optimizer, chosen
         self.batches: list[Batch] = []
-        self.reads, self.in_place, self.tensors = 0, False, Tensors([], [], [])
+        self.reads, self.in_place, self.tensors = 0, False, Tensors([], [])
         self._traits: list[Any] = []
         self._kinds: list[Any] = []
+        self._shapes: list[torch.Size] = []
 
     def places(self) -> Iterator[Place]:
         """The parameters, in the order of the groups."""
@@ -122,9 +122,9 @@ class Part:
         found = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         return found if self.chosen is None else [weight for weight in found if id(weight) in self.chosen]
 
-    def now(self, values: Values | None = None) -> Tensors:
-        """Return the parameters' current weights and gradients, or `values`."""
-        return Tensors.of(*(values or Values.of(self.parameters())), values is None)
+    def now(self) -> Values:
+        """Return the parameters' current weights and gradients."""
+        return Values.of(self.parameters())
 
     def read(self, values: Values | None = None) -> None:
         """Take the parameters' current weights and gradients, and divide them into launches if that has changed.
@@ -142,16 +142,19 @@ class Part:
         weights, gradients = values or Values.of(parameters)
         present = [each for each in gradients if each is not None]
         traits = _traits(parameters, weights, gradients, present)
-        tensors, same = None, False
-        if traits == self._traits and self.in_place:
-            tensors = Tensors.of(weights, gradients, values is None)
-            same = tensors[:2] == self.tensors[:2] and all(map(Tensor.is_contiguous, [*weights, *present]))
+        tensors = Tensors.of(weights, gradients)
+        same = traits == self._traits and self.in_place and tensors == self.tensors
+        same = same and all(map(Tensor.is_contiguous, [*weights, *present]))
         kinds = self._kinds
         if not same:
-            kinds = [*traits, *map(DEVICE, weights), *map(DEVICE, present), *map(Tensor.numel, present)]
+            kinds = [*traits, *map(LAYOUT, present), *map(DEVICE, weights), *map(DEVICE, present)]
+            kinds += map(Tensor.numel, present)
+            if tensors.weights != self.tensors.weights:
+                self._shapes = [*map(SHAPE, weights)]
+            kinds += self._shapes
             if kinds != self._kinds:
                 self.batches = self._divide([*self.places()], weights, gradients)
-        self.tensors = tensors or Tensors.of(weights, gradients, values is None)
+        self.tensors = tensors
         for batch in self.batches:
             batch.read(weights, gradients, same)
         if same:
@@ -176,7 +179,7 @@ class Part:
     def forget(self) -> None:
         """Drop the references to gradients and weights, so that the next `read` takes all of them again."""
         self.release()
-        self.tensors = Tensors([], [], [])
+        self.tensors = Tensors([], [])
         for batch in self.batches:
             batch.copies = []
             for parameters, _, host in batch.launches:
@@ -247,9 +250,17 @@ class Batch:
         self.steps = torch.stack([state["step"].to(device) for state in states])
         for row, state in enumerate(states):
             state["step"] = self.steps[row]
-        self.groups = torch.tensor([number for number, _, _ in present], dtype=torch.int32, device=device)
+        # (number of a group, None), or with the index of a parameter that has options of its own
+        self._options: list[tuple[int, int | None]] = [(at, None) for at in range(len(optimizer.param_groups))]
+        rows_of_settings = []
+        for number, index, _ in present:
+            rows_of_settings.append(number)
+            if optimizer.options_of(number, index) is not None:
+                rows_of_settings[-1] = len(self._options)
+                self._options.append((number, index))
+        self.groups = torch.tensor(rows_of_settings, dtype=torch.int32, device=device)
         self.coefficients = torch.empty(len(present), len(Coefficients._fields), device=device)
-        self.settings = torch.zeros(len(optimizer.param_groups), len(SETTINGS), dtype=torch.float64, device=device)
+        self.settings = torch.zeros(len(self._options), len(SETTINGS), dtype=torch.float64, device=device)
         self._set: list[tuple[bool, tuple[float, ...]]] = []  # settings on the device; whether a rate is a tensor
         self._sharded: dict[tuple[Any, ...], Tensor] = {}  # process groups → rows of parameters divided over them
         if optimizer.trust is not None:
@@ -277,6 +288,8 @@ class Batch:
                 [state_parts(states[row], optimizer.rule, storage) for row in rows],
                 [states[row][CORRECTION].view(-1) for row in rows] if rounding in CORRECTIONS else [],
             )
+            if rounding == "stochastic":
+                parameters.draws = [self._draw(optimizer, *present[row]) for row in rows]
             sizes = [local_of(present[row][2]).numel() for row in rows]
             host = HostState(parameters, sizes, optimizer.windows(device)) if offload else None
             if host is not None:
@@ -287,6 +300,12 @@ class Batch:
                         states[row][key] = view.view(states[row][key].shape)
                 parameters.states, parameters.corrections = [[] for _ in rows], []
             self.launches.append((parameters, [own[row] for row in rows], host))
+
+    @staticmethod
+    def _draw(optimizer: Stepped, number: int, index: int, weight: Tensor) -> tuple[int, int]:
+        """Return a parameter's entry of `Parameters.draws`."""
+        before = sum(len(group["params"]) for group in optimizer.param_groups[:number])
+        return before + index, first_element(weight)
 
     def read(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], same: bool) -> None:
         """Take the weights and gradients of all parameters of the part, of which the batch has some.
@@ -366,9 +385,14 @@ class Batch:
         return [host for *_, host in self.launches if host is not None]
 
     def upload(self, optimizer: Stepped) -> None:
-        """Copy the groups' settings to the device where they have changed; learning rates may be tensors there."""
+        """Copy the settings of groups and single parameters to the device where they have changed.
+
+        Learning rates may be tensors there.
+        """
         rates, rows = [], []
-        for group in optimizer.param_groups:
+        for number, index in self._options:
+            options = None if index is None else optimizer.options_of(number, index)
+            group = optimizer.param_groups[number] if options is None else options
             rate = group["lr"]
             rates.append(rate)
             numbers = {"lr": 0.0 if isinstance(rate, Tensor) else rate, "weight_decay": group["weight_decay"]}
@@ -548,12 +572,12 @@ def _traits(
     gradients: Sequence[Tensor | None],
     present: Sequence[Tensor],
 ) -> list[Any]:
-    """Return values that change when the parameters must be divided anew, except devices and sizes of gradients.
+    """Return values that change when the parameters must be divided anew, except devices, and sizes of gradients.
 
     A flat list: with a tuple for each parameter, Python's garbage collector would take 1.3 ms for 450 of them.
     """
-    numbers = [*map(id, parameters), *map(Tensor.numel, weights), *(each is None for each in gradients)]
-    return [*numbers, *map(DTYPE, weights), *map(DTYPE, present), *map(LAYOUT, present)]
+    numbers = [*map(id, parameters), *map(Tensor.numel, weights), *map(is_, gradients, itertools.repeat(None))]
+    return [*numbers, *map(DTYPE, weights), *map(DTYPE, present)]
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -569,6 +593,22 @@ def shard_groups(weight: Tensor) -> tuple[Any, ...]:
     placements: Sequence[Any] = weight.placements  # type: ignore[attr-defined]
     sharded = [at for at, each in enumerate(placements) if not each.is_replicate() and mesh.size(at) > 1]
     return tuple(mesh.get_group(at) for at in sharded)
+
+
+def first_element(weight: Tensor) -> int:
+    """Number of the first element of a slice, or of a DTensor's shard of rows, in the full parameter."""
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None or not weight.dim():
+        return getattr(weight, FIRST_ELEMENT, 0)
+    placements: Sequence[Any] = weight.placements  # type: ignore[attr-defined]
+    first, rows = 0, weight.shape[0]
+    for at, placement in enumerate(placements):
+        if placement.is_shard(0):
+            width = -(-rows // mesh.size(at))
+            skipped = min(mesh.get_local_rank(at) * width, rows)
+            first += skipped
+            rows = min(width, rows - skipped)
+    return first * math.prod(weight.shape[1:])
 
 
 def contiguous(tensor: Tensor) -> Tensor:

@@ -22,8 +22,13 @@ def all_gather(shard: Tensor, group: Any) -> Tensor:
     if group is None:
         return shard
     full = shard.new_empty(group_size(group) * shard.shape[0], *shard.shape[1:])
-    dist.all_gather_into_tensor(full, shard.contiguous(), group=group)
+    dist.all_gather_into_tensor(as_bytes(full), as_bytes(shard), group=group)
     return full
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a tensor, or a contiguous copy of it, as uint8: backends cannot send every dtype (int16, uint16, float8)."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def reduce_scatter(full: Tensor, group: Any) -> Tensor:

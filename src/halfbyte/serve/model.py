@@ -14,8 +14,9 @@ from ..generation.decoder import context_length
 from ..generation.engine import forget
 from ..generation.sampling import Penalties
 from ..generation.text import Piece, TokenScore, continue_texts
+from ..loading.load import read_chat_template
 from ..modeling.adapters import check_adapter_files, load_adapter
-from ..reading import look, read_text
+from ..reading import look
 from ..runs.saved import Saved, find, find_adapter, load_saved
 from ..runs.stop_tokens import data_report, known_stop_tokens
 from ..utils.errors import CheckpointError, DataError, UsageError
@@ -319,7 +320,6 @@ def _adapter(path: str) -> Path:
 
 def _attach(saved: Saved, folder: Path, name: Any) -> None:
     path = folder / "chat_template.jinja"
-    own = read_text(path, CheckpointError, "save the adapter again") if look(path, CheckpointError) else None
-    if own is not None and own != saved.tokenizer.chat_template:
+    if look(path, CheckpointError) and read_chat_template(path) != saved.tokenizer.chat_template:
         notice(f"serve {folder}", f"{folder} was trained with another chat template; the server uses its own")
     saved.model = load_adapter(saved.model, folder, saved.config.model_name_or_path, name)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..generation.text import UNFINISHED, Piece, TokenScore
+from ..generation.text import Piece, TokenScore, TokenText
 
 
 class Reply:
@@ -76,9 +76,9 @@ class Reply:
         offsets = []
         for each in scores:
             offsets.append(self.offsets[row])
-            self.offsets[row] += len(each.token)
+            self.offsets[row] += len(each.token.text)
         return {
-            "tokens": [each.token for each in scores],
+            "tokens": [each.token.text for each in scores],
             "token_logprobs": [each.log_prob for each in scores],
             "top_logprobs": [_by_text(each) for each in scores],
             "text_offset": offsets,
@@ -96,7 +96,8 @@ def _by_text(score: TokenScore) -> dict[str, float] | None:
     """
     if score.log_prob is None:
         return None
-    return {score.token: score.log_prob, **dict(reversed(score.likeliest))}
+    likeliest = {token.text: log_prob for token, log_prob in reversed(score.likeliest)}
+    return {score.token.text: score.log_prob, **likeliest}
 
 
 def _chat_scores(scores: Sequence[TokenScore]) -> dict[str, Any]:
@@ -109,9 +110,9 @@ def _chat_scores(scores: Sequence[TokenScore]) -> dict[str, Any]:
     }
 
 
-def _token(text: str, log_prob: float | None) -> dict[str, Any]:
-    """Return a token's entry; `bytes` is null for a part of a character."""
-    return {"token": text, "logprob": log_prob, "bytes": None if UNFINISHED in text else list(text.encode())}
+def _token(token: TokenText, log_prob: float | None) -> dict[str, Any]:
+    """Return a token's entry; clients join the bytes of tokens that are parts of a character."""
+    return {"token": token.text, "logprob": log_prob, "bytes": list(token.data)}
 
 
 def tokens_of(pieces: Sequence[Piece]) -> int:

@@ -12,7 +12,7 @@ schedule step; the step's numbers are read and recorded while the next step is l
 - Checkpoints hold adapters, optimizer, schedule and random states. They are written to a temporary folder and renamed.
 - On SIGTERM, SIGHUP or Ctrl-C the run ends its step, saves a checkpoint and stops. Work that takes longer than
   `LEAVE_TIMEOUT` (a step of many micro-batches, an evaluation) is dropped: the checkpoint is of the state before it.
-- Order of rows, schedule, parameter groups and checkpoints match transformers' Trainer (5.17 to 5.23).
+- Order of rows, schedule, parameter groups and checkpoints match transformers' Trainer (5.17 to 5.24).
 """
 
 from __future__ import annotations

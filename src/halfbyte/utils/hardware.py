@@ -132,10 +132,11 @@ def _onednn_may_use(level: str) -> bool:
 
 @functools.cache
 def onednn_beats_mkl() -> bool:
-    """Return whether oneDNN's float32 matmuls are faster on this CPU than MKL's, which torch uses.
+    """Return whether to use oneDNN for float32 matmuls on this CPU instead of MKL, which torch uses.
 
     On AMD processors MKL runs AVX2 code, whatever they support, and oneDNN AVX-512: 230 against 105 GFLOP/s on a core
-    of an EPYC with full-width units (docs/log.md). torch has no public setting for float32 (2.11 to 2.13).
+    of an EPYC with full-width units (docs/log.md). torch has no public setting for float32 (2.11 to 2.15). The oneDNN
+    3.10 of torch 2.11 is left out: its sums of a row depend on the number of rows.
     """
     import torch
 
@@ -143,6 +144,7 @@ def onednn_beats_mkl() -> bool:
     vendor = info.read_text(errors="replace") if info.exists() else platform.processor()
     return (
         "AuthenticAMD" in vendor
+        and torch.__version__ >= "2.12"
         and torch.backends.mkl.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and _onednn_may_use("AVX512_CORE")

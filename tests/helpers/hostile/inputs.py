@@ -58,13 +58,19 @@ def make_model(folder: str) -> None:
 
 def replay() -> None:
     """A step of that model and data as `check` replays it on shapes: torch keeps which shapes its operators return, and
-    finding that is most of what a plan of so small a model takes. Other shapes than a case's would spare it nothing."""
+    finding that is most of what a plan of so small a model takes. Other shapes than a case's would spare it nothing.
+
+    A process's first backward starts one thread for each accelerator, and after that no forked child can run backward.
+    With a CUDA build of torch and no GPU, a FakeTensorMode registers 8 fake devices. The backward of a scalar before
+    it finds no device, starts no thread, and children can run backward.
+    """
     import torch
     from transformers import LlamaConfig
 
     from halfbyte.config import RunConfig
     from halfbyte.plan.shapes import ModelShapes, Shape
 
+    torch.ones((), requires_grad=True).backward()
     given = {"model_name_or_path": "model", "dataset": "data.jsonl", "output_dir": "out", "device": "cpu", "r": 2}
     for dropout in (0.0, 0.1):
         config = LlamaConfig(vocab_size=VOCABULARY, **SIZES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .optimizer import Optimizer1State
+from .optimizer import Optimizer1State, refuse
 
 
 class Adagrad(Optimizer1State):
@@ -58,4 +58,23 @@ class Adagrad8bit(Adagrad):
 
 
 class Adagrad32bit(Adagrad):
-    """Adagrad with fp32 state."""
+    """Adagrad with fp32 state.
+
+    Raises:
+        ValueError: `optim_bits` is not 32, or as in `Adagrad`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+    ):
+        refuse(type(self).__name__, optim_bits=optim_bits != 32)
+        super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, 32, args, min_8bit_size)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from .optimizer import Optimizer2State
+from .optimizer import Optimizer2State, refuse
 
 
 class Adam(Optimizer2State):
     """Adam; `optim_bits` chooses the state. Weight decay is decoupled, as in bitsandbytes.
 
     Raises:
-        ValueError: `amsgrad` is set, or `optim_bits` is changed, in a class with 8-bit state.
+        ValueError: `amsgrad` is set, or `optim_bits` is changed in a class with a number of bits in its name.
     """
 
     bits: ClassVar[int | None] = None  # of the state; None: `optim_bits`
@@ -31,11 +31,8 @@ class Adam(Optimizer2State):
         min_8bit_size: int = 4096,
         is_paged: bool = False,
     ):
-        name, bits = type(self).__name__, self.bits or optim_bits
-        if self.bits == 8 and amsgrad:
-            raise ValueError(f"{name} does not support amsgrad=True")
-        if self.bits == 8 and optim_bits != 32:
-            raise ValueError(f"{name} always has 8-bit state; leave optim_bits at its default of 32")
+        refuse(type(self).__name__, amsgrad=amsgrad, optim_bits=self.bits is not None and optim_bits != 32)
+        bits = self.bits or optim_bits
         decay = self.decay if weight_decay is None else weight_decay
         paged = is_paged or self.paged
         super().__init__("adam", params, lr, betas, eps, decay, bits, args, min_8bit_size, is_paged=paged)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .optimizer import Optimizer2State
+from .optimizer import Optimizer2State, refuse
 
 
 class LAMB(Optimizer2State):
     """LAMB as in bitsandbytes: Adam whose update is clipped to `max_unorm` times the weight's norm.
 
-    `optim_bits` chooses the state; 8-bit updates are not clipped. `bias_correction` and `adam_w_mode` have no effect.
+    `optim_bits` chooses the state; 8-bit updates are not clipped.
+
+    Raises:
+        ValueError: `amsgrad`, or `bias_correction` or `adam_w_mode` not set: bitsandbytes ignores them.
     """
 
     def __init__(
@@ -28,6 +31,8 @@ class LAMB(Optimizer2State):
         min_8bit_size: int = 4096,
         max_unorm: float = 1.0,
     ):
+        name = type(self).__name__
+        refuse(name, bias_correction=not bias_correction, amsgrad=amsgrad, adam_w_mode=not adam_w_mode)
         super().__init__("lamb", params, lr, betas, eps, weight_decay, optim_bits, args, min_8bit_size, max_unorm)
 
 
@@ -35,7 +40,7 @@ class LAMB8bit(LAMB):
     """LAMB with 8-bit state.
 
     Raises:
-        ValueError: `amsgrad` is set, or `max_unorm` is not 1.
+        ValueError: `max_unorm` is not 1, or as in `LAMB`.
     """
 
     def __init__(
@@ -52,8 +57,6 @@ class LAMB8bit(LAMB):
         min_8bit_size: int = 4096,
         max_unorm: float = 1.0,
     ):
-        if amsgrad:
-            raise ValueError("LAMB8bit does not support amsgrad=True")
         if max_unorm != 1.0:
             raise ValueError("LAMB8bit does not clip updates; leave max_unorm at its default of 1.0")
         super().__init__(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .optimizer import Optimizer1State
+from .optimizer import Optimizer1State, refuse
 
 
 class LARS(Optimizer1State):
@@ -17,6 +17,7 @@ class LARS(Optimizer1State):
 
     Raises:
         NotImplementedError: `momentum` is 0.
+        ValueError: `dampening` or `nesterov` is set: bitsandbytes ignores them.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class LARS(Optimizer1State):
     ):
         if momentum == 0:
             raise NotImplementedError("LARS without momentum is not supported")
+        refuse(type(self).__name__, dampening=dampening != 0, nesterov=nesterov)
         betas = momentum, dampening
         super().__init__("lars", params, lr, betas, 0.0, weight_decay, optim_bits, args, min_8bit_size, max_unorm)
 

@@ -7,8 +7,9 @@ current stream, without blocking. Weight decay is applied before the update, as 
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,14 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.codebooks import dynamic_map
-from ...ops.optimizer import RULES
+from ...ops.optimizer import RULES, TRUSTS
 from ...ops.optimizer_state import STORAGES, Storage
 from ...optim.fused import WRAPPED, FusedOptimizer, to_bitsandbytes
 from ...optim.parts import CORRECTION, Part
 from ...utils.errors import TrainingError
 from ..updates import RULE_OF
 
-CLIPPED = ("lamb", "lars")  # optimizers whose update's norm is at most `max_unorm` times the weight's norm
+# options of a parameter; those of `ARGS` come from the optimizer's `args`, the others from its group
+NUMBERS = ("betas", "eps", "weight_decay", "lr", "alpha", "t_alpha", "t_beta3")
+ARGS = ("optim_bits", "min_8bit_size", "max_unorm", "skip_zeros")
 TENSORS = ("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2")  # bitsandbytes' names in a parameter's state
 
 
@@ -38,7 +41,11 @@ class MockArgs(SimpleNamespace):
 
 
 class GlobalOptimManager:
-    """Overrides of options for single parameters: `override_config(module.weight, "optim_bits", 32)`."""
+    """Overrides of options for single parameters: `override_config(module.weight, "optim_bits", 32)`.
+
+    Options are `NUMBERS` and `ARGS`. Numbers act from the next step on; `optim_bits` and `min_8bit_size` act where a
+    parameter has no state yet.
+    """
 
     _instance: ClassVar[GlobalOptimManager | None] = None
 
@@ -80,9 +87,14 @@ class GlobalOptimManager:
         value: Any = None,
         key_value_dict: dict[str, Any] | None = None,
     ) -> None:
-        """Override options of one parameter or several."""
+        """Override options of one parameter or several.
+
+        Raises:
+            ValueError: there is no such option, or its value is out of range.
+            NotImplementedError: `skip_zeros`.
+        """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        options = dict(key_value_dict or {}) | ({} if key is None else {key: value})
+        options = check_options(dict(key_value_dict or {}) | ({} if key is None or value is None else {key: value}))
         for parameter in chosen:
             self._remember(parameter)
             config = self.pid2config.setdefault(id(parameter), {})
@@ -104,8 +116,30 @@ class GlobalOptimManager:
         return self.pid2config.get(id(parameter)) if known is not None and known() is parameter else None
 
     def register_module_override(self, module: nn.Module, param_name: str, config: dict[str, Any]) -> None:
-        """Override options of a module's parameter, which need not be the final one yet."""
-        self.module_weight_config_triple.append((module, param_name, config))
+        """Override options of a module's parameter, which need not be the final one yet.
+
+        Raises: as `override_config`.
+        """
+        self.module_weight_config_triple.append((module, param_name, check_options(config)))
+
+    def overrides(self, groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return the overrides of the parameters in these groups, by id.
+
+        Overrides of a tensor go before those of a module, and these before those of a place.
+        """
+        if not (self.pid2config or self.index2config or self.module_weight_config_triple):
+            return {}
+        by_module: dict[int, dict[str, Any]] = {}
+        for module, name, config in self.module_weight_config_triple:
+            by_module.setdefault(id(getattr(module, name, None)), {}).update(config)
+        merged = {}
+        for number, group in enumerate(groups):
+            for index, weight in enumerate(group["params"]):
+                by_place, of_module = self.index2config.get((number, index)), by_module.get(id(weight))
+                of_weight = self.config_of(weight)
+                if by_place or of_module or of_weight:
+                    merged[id(weight)] = {**(by_place or {}), **(of_module or {}), **(of_weight or {})}
+        return merged
 
 
 class _State(dict[str, Any]):
@@ -169,8 +203,10 @@ class Optimizer8bit(FusedOptimizer):
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any], optim_bits: int = 32, is_paged: bool = False):
-        self.initialized, self.is_paged, self.optim_bits = False, is_paged, optim_bits
+        self.is_paged, self.optim_bits = is_paged, optim_bits
         self.mng = GlobalOptimManager.get_instance()
+        self._overrides: dict[int, dict[str, Any]] = {}  # by the id of the parameter, as `_limits`
+        self._limits: dict[int, float] = {}
         if not hasattr(self, "rule"):
             self.rule = "adamw"  # type: ignore[misc]
         params = list(params)
@@ -180,11 +216,12 @@ class Optimizer8bit(FusedOptimizer):
         super().__init__(params, defaults | {"offload": is_paged and on_gpu})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("initialized", "is_paged", "optim_bits", "rule", "trust", "args", "optimizer_name")
+        own = ("is_paged", "optim_bits", "rule", "trust", "args", "optimizer_name")
         return {**super().__getstate__(), **{key: value for key, value in vars(self).items() if key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.mng = GlobalOptimManager.get_instance()
+        self.mng, self._overrides, self._limits = GlobalOptimManager.get_instance(), {}, {}
+        self.initialized = False
         super().__setstate__(state)
 
     @property
@@ -193,40 +230,90 @@ class Optimizer8bit(FusedOptimizer):
         return {"dynamic": dynamic_map(signed=True), "udynamic": dynamic_map(signed=False)}
 
     def check_overrides(self) -> None:
-        """Apply the overrides of `GlobalOptimManager.register_module_override`."""
-        for module, name, config in self.mng.module_weight_config_triple:
-            weight = getattr(module, name)
-            for number, group in enumerate(self.param_groups):
-                for index, parameter in enumerate(group["params"]):
-                    if parameter is weight:
-                        self.mng.index2config[number, index] = config
+        """Read the overrides of the manager, for the launches of the next step.
+
+        Raises:
+            NotImplementedError: `max_unorm` does not limit this optimizer, or its state is paged.
+        """
+        overrides = self.mng.overrides(self.param_groups)
+        if self.initialized and overrides == self._overrides:
+            return
+        for config in overrides.values():
+            check_betas(self.rule, config.get("betas", self.defaults["betas"]))
+        self._overrides = overrides
+        self.trust = self._trust()  # type: ignore[misc]
+        self._reset()
+        self.initialized = True
+
+    def _trust(self) -> str | None:
+        """Return "clip" if the norm of a parameter's update is limited, or None."""
+        places = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
+        self._limits = {id(group["params"][index]): self._limit(group, index) for group, index in places}
+        if not any(self._limits.values()):
+            return None
+        if self.rule not in TRUSTS["clip"].rules:
+            raise NotImplementedError(
+                f"max_unorm does not limit {self.optimizer_name}: pass 0, or use adam, momentum, lamb or lars"
+            )
+        if any(group["offload"] for group in self.param_groups):
+            raise NotImplementedError("max_unorm does not limit a paged optimizer: pass 0, or is_paged=False")
+        return "clip"
+
+    def _limit(self, group: dict[str, Any], index: int) -> float:
+        """Return the `max_unorm` of a parameter; 0: none, as with 8-bit state."""
+        most: float = self._config(group, group["params"][index])["max_unorm"]
+        return most if most > 0 and not self.storage_of(group, index).block else 0.0
+
+    def _config(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any]:
+        config = {key: group[key] for key in NUMBERS} | {key: getattr(self.args, key) for key in ARGS}
+        return config | self._overrides.get(id(weight), {})
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a parameter: its group's, the optimizer's and its overrides."""
-        config = {key: group[key] for key in ("betas", "eps", "weight_decay", "lr", "alpha", "t_alpha", "t_beta3")}
-        config |= vars(self.args)
-        of_weight = self.mng.config_of(group["params"][pindex]) or {}
-        return config | self.mng.index2config.get((gindex, pindex), {}) | of_weight
+        self.check_overrides()
+        return self._config(group, group["params"][pindex])
+
+    def options_of(self, number: int, index: int) -> dict[str, Any] | None:
+        group = self.param_groups[number]
+        weight = group["params"][index]
+        limit = self._limits[id(weight)] if self.trust == "clip" else self.args.max_unorm
+        if id(weight) not in self._overrides and limit == self.args.max_unorm:
+            return None
+        return group | self._config(group, weight) | {"max_unorm": limit}
+
+    def update_in_backward(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        self.check_overrides()
+        super().update_in_backward(parts)
 
     def update(self, *arguments: Any) -> None:
-        if not self.initialized:
-            self.check_overrides()
-            self.initialized = True
+        self.check_overrides()
         super().update(*arguments)
 
+    def read_norm(self, *arguments: Any) -> Any:
+        self.check_overrides()
+        return super().read_norm(*arguments)
+
+    def prepare_replay(self) -> int | None:
+        self.check_overrides()
+        return super().prepare_replay()
+
     def storage_of(self, group: dict[str, Any], index: int) -> Storage:
-        number = next(at for at, each in enumerate(self.param_groups) if each is group)
-        config = self.get_config(number, index, group)
-        few = group["params"][index].numel() < config["min_8bit_size"]
+        weight = group["params"][index]
+        if (codes := _codes(self.rule, self.state.get(weight, {}))) is not None:
+            return STORAGES["dynamic8" if codes.dtype == torch.uint8 else "fp32"]
+        config = self._config(group, weight)
+        few = weight.numel() < config["min_8bit_size"]
         return STORAGES["fp32" if config["optim_bits"] == 32 or few else "dynamic8"]
 
     def _reset(self) -> None:
         super()._reset()
+        self.initialized = False  # whether `check_overrides` has read the overrides of these parameters
         self._single: dict[int, Part] = {}  # by the id of the parameter
 
     @torch.no_grad()
     def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
         """Create the state of a parameter for its current size; entries that a subclass has added are kept."""
+        self.check_overrides()
         added = _added(self.rule, self.state[p])
         self._single.pop(id(p), None)
         self.state[p] = {}
@@ -241,6 +328,7 @@ class Optimizer8bit(FusedOptimizer):
         Raises:
             TrainingError: the state is of another size, or the gradient of another shape or device.
         """
+        self.check_overrides()
         codes = _codes(self.rule, self.state[p])
         if codes is None or codes.numel() != p.numel():
             elements = 0 if codes is None else codes.numel()
@@ -253,14 +341,16 @@ class Optimizer8bit(FusedOptimizer):
         part.release()
 
     def saved_layout(self, saved: dict[str, Any], group: dict[str, Any], index: int) -> tuple[Storage, int]:
-        """Return the base class's layout, or for a subclass with a `step` of its own the layout of the saved state.
+        """Return the layout of the saved state, as bitsandbytes reads it.
 
-        Such a subclass (Q-GaLore) may have state of another size than the weight.
+        Its size must be the parameter's, except for a subclass with a `step` of its own (Q-GaLore).
         """
         codes = _codes(self.rule, saved)
-        if codes is None or inspect.unwrap(type(self).step) is inspect.unwrap(Optimizer8bit.step):
+        if codes is None:
             return super().saved_layout(saved, group, index)
-        return STORAGES["dynamic8" if codes.dtype == torch.uint8 else "fp32"], codes.numel()
+        steps_itself = inspect.unwrap(type(self).step) is not inspect.unwrap(Optimizer8bit.step)
+        elements = codes.numel() if steps_itself else group["params"][index].numel()
+        return STORAGES["dynamic8" if codes.dtype == torch.uint8 else "fp32"], elements
 
     def prefetch_state(self, p: Tensor) -> None:
         """Do nothing: `update_step` copies a paged state to the device."""
@@ -270,7 +360,7 @@ class Optimizer8bit(FusedOptimizer):
         if not isinstance(self.state[weight], _State):
             self.state[weight] = _State(self.rule, weight.device, self.state[weight])
         state = super().state_of(group, index)
-        if self.args.optimizer_name in CLIPPED and self.args.max_unorm > 0:
+        if self._config(group, weight)["max_unorm"] > 0:
             state.setdefault("unorm_vec", torch.zeros(1, device=weight.device))
         return state
 
@@ -304,7 +394,8 @@ class Optimizer8bit(FusedOptimizer):
 
     def keep_squares(self, batch: Any, squares: Tensor) -> None:
         for state, row in zip(batch.states, squares, strict=True):
-            state["unorm_vec"] = row[1:]
+            if "unorm_vec" in state:
+                state["unorm_vec"] = row[1:]
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         betas = group["betas"]
@@ -313,28 +404,53 @@ class Optimizer8bit(FusedOptimizer):
             schedule = {key: group[key] or 0 for key in ("t_alpha", "t_beta3")}
             found |= {"beta3": betas[2], "alpha": group["alpha"]} | schedule
         if self.trust == "clip":
-            found["alpha"] = self.args.max_unorm
+            found["alpha"] = group.get("max_unorm", self.args.max_unorm) or math.inf
         return found
 
     def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
         return {}
 
     args: Any
+    optimizer_name: str
 
 
-def _checked(lr: float, betas: Any, eps: float, weight_decay: float) -> tuple[float, ...]:
-    if lr < 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if eps < 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}")
-    if weight_decay < 0.0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of groups or parameters, `betas` as a tuple.
+
+    Raises:
+        ValueError: there is no such option, or its value is out of range.
+        NotImplementedError: `skip_zeros`, or `optim_bits` other than 8 and 32.
+    """
+    if unknown := options.keys() - {*NUMBERS, *ARGS}:
+        raise ValueError(f"there is no option {min(unknown)!r}: use one of {', '.join((*NUMBERS, *ARGS))}")
+    for key in ("lr", "eps", "weight_decay", "max_unorm", "min_8bit_size"):
+        if not options.get(key, 0) >= 0:
+            raise ValueError(f"{key} is {options[key]}: pass a number from 0")
+    if options.get("optim_bits", 32) not in (8, 32):
+        raise NotImplementedError(f"optim_bits is {options['optim_bits']}: pass 8 or 32")
+    if options.get("skip_zeros"):
+        raise NotImplementedError("skip_zeros is not supported: zero gradients update the state. Leave it out")
+    betas = options.get("betas", ())
     if isinstance(betas, str):
         betas = [float(each) for each in betas.strip("()[] ").split(",")]
     for number, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {number}: {beta}")
-    return tuple(betas)
+            raise ValueError(f"betas[{number}] is {beta}: pass a number from 0 to below 1")
+    return options | ({"betas": tuple(betas)} if "betas" in options else {})
+
+
+def refuse(optimizer: str, **options: bool) -> None:
+    """Raise a ValueError that names an option which is set, and which bitsandbytes' optimizer accepts and ignores."""
+    for name, is_set in options.items():
+        if is_set:
+            raise ValueError(f"{optimizer} does not support this value of {name}: leave it at its default")
+
+
+def check_betas(rule: str, betas: tuple[float, ...]) -> None:
+    """Raise a ValueError unless a rule has this number of betas."""
+    count = 3 if rule == "ademamix" else 2
+    if len(betas) != count:
+        raise ValueError(f"betas are {betas}: pass {count} numbers")
 
 
 class Optimizer2State(Optimizer8bit):
@@ -358,14 +474,12 @@ class Optimizer2State(Optimizer8bit):
         t_alpha: int | None = None,
         t_beta3: int | None = None,
     ):
-        betas = _checked(lr, betas, eps, weight_decay)
+        defaults = check_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         own = {"optim_bits": optim_bits, "min_8bit_size": min_8bit_size, "max_unorm": max_unorm}
         self.args = args if args is not None else MockArgs(own | {"skip_zeros": skip_zeros})
-        self.args.optimizer_name = self.optimizer_name = optimizer_name
+        check_options({key: getattr(self.args, key) for key in ARGS})
+        self.optimizer_name = optimizer_name
         self.rule = RULE_OF[optimizer_name]  # type: ignore[misc]
-        if optimizer_name in CLIPPED and self.args.optim_bits != 8 and self.args.max_unorm > 0:
-            self.trust = "clip"  # type: ignore[misc]
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
         super().__init__(params, defaults, optim_bits, is_paged)
 

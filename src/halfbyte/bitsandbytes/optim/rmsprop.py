@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from .optimizer import Optimizer1State
+from .optimizer import Optimizer1State, refuse
 
 
 class RMSprop(Optimizer1State):
-    """RMSprop; `optim_bits` chooses the state. `momentum` has no effect, as in bitsandbytes.
+    """RMSprop; `optim_bits` chooses the state.
 
     Raises:
         NotImplementedError: `alpha` is 0, or `centered` is set.
+        ValueError: `momentum` is not 0: bitsandbytes ignores it.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class RMSprop(Optimizer1State):
             raise NotImplementedError("RMSprop with alpha=0.0 is not supported")
         if centered:
             raise NotImplementedError("Centered RMSprop is not supported")
+        refuse(type(self).__name__, momentum=momentum != 0)
         super().__init__("rmsprop", params, lr, (alpha, momentum), eps, weight_decay, optim_bits, args, min_8bit_size)
 
 

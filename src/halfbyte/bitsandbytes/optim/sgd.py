@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .optimizer import Optimizer1State
+from .optimizer import Optimizer1State, refuse
 
 
 class SGD(Optimizer1State):
@@ -12,6 +12,7 @@ class SGD(Optimizer1State):
 
     Raises:
         NotImplementedError: `momentum` is 0.
+        ValueError: `dampening` or `nesterov` is set: bitsandbytes ignores them.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class SGD(Optimizer1State):
     ):
         if momentum == 0:
             raise NotImplementedError("SGD without momentum is not supported")
+        refuse(type(self).__name__, dampening=dampening != 0, nesterov=nesterov)
         super().__init__(
             "momentum", params, lr, (momentum, dampening), 0.0, weight_decay, optim_bits, args, min_8bit_size
         )

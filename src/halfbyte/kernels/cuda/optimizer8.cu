@@ -22,7 +22,7 @@ constexpr int ROWS = 257; /* a row of -inf below the first code */
 
 struct Step {
     const int2 *tiles; /* number of the parameter, number of the tile in it */
-    const long long *table; /* `columns` numbers per parameter: elements, row, weight, gradient, correction, states */
+    const long long *table; /* `columns` numbers per parameter: elements, row, weight, gradient, correction, states, draws */
     const float *coefficients; /* 13 per row: ops.optimizer.Coefficients */
     const float *steps;
     const float *found; /* null, or not 0: the step changes nothing */
@@ -155,11 +155,11 @@ struct State {
     }
 };
 
-__device__ __forceinline__ u32 hash32(long long element, u32 step, u32 row) {
+__device__ __forceinline__ u32 hash32(long long element, u32 step, u32 number) {
     u32 x = (u32)(element ^ element >> 32) ^ step;
     x = (x ^ x >> 16) * 0x85EBCA6Bu;
     x = (x ^ x >> 13) * 0xC2B2AE35u;
-    x = x ^ x >> 16 ^ row;
+    x = x ^ x >> 16 ^ number;
     x = (x ^ x >> 16) * 0x85EBCA6Bu;
     x = (x ^ x >> 13) * 0xC2B2AE35u;
     return x ^ x >> 16;
@@ -240,7 +240,8 @@ __device__ __forceinline__ void update(const Step &step, const long long *entry,
         for (int i = 0; i < 4 && ROUNDING != NEAREST; i++) {
             int bits = __float_as_int(p[k][i]);
             if (ROUNDING == STOCHASTIC) {
-                bits = (bits + (int)(hash32(place + i, (u32)step.steps[row], row) & 0xFFFF)) & -65536;
+                const u32 noise = hash32(entry[12] + place + i, (u32)step.steps[row], (u32)entry[11]) & 0xFFFF;
+                bits = (bits + (int)noise) & -65536;
             } else {
                 if (ROUNDING == CORRECTION8) bits = (bits + 0x80) & -256;
                 const int near = (bits + 0x8000) & -65536;

@@ -30,6 +30,7 @@ typedef struct { /* a row of the address table */
     const void *gradient;
     void *correction;
     state states[3];
+    int64_t number, first; /* ops.optimizer.Parameters.draws */
 } parameter;
 
 typedef struct { /* of the signed or the unsigned codes of a storage */
@@ -318,9 +319,9 @@ static void split_correction(float *restrict p, void *restrict correction, int64
 }
 
 /* ops.optimizer.hash32 */
-INLINE uint32_t hashed(uint32_t x, uint32_t step, uint32_t row) {
+INLINE uint32_t hashed(uint32_t x, uint32_t step, uint32_t number) {
     for (int i = 0; i < 2; i++) {
-        x ^= i ? row : step;
+        x ^= i ? number : step;
         x = (x ^ x >> 16) * 0x85EBCA6Bu;
         x = (x ^ x >> 13) * 0xC2B2AE35u;
         x ^= x >> 16;
@@ -328,10 +329,10 @@ INLINE uint32_t hashed(uint32_t x, uint32_t step, uint32_t row) {
     return x;
 }
 
-static void round_stochastically(float *p, int64_t start, int n, uint32_t step, uint32_t row) {
-    uint32_t first = (uint32_t)start, high = (uint32_t)(start >> 32); /* a tile is within a multiple of 2^32 */
+static void round_stochastically(float *p, uint64_t first, int n, uint32_t step, uint32_t number) {
     for (int i = 0; i < n; i++) {
-        uint32_t noise = hashed((first + (uint32_t)i) ^ high, step, row) & 0xffff;
+        uint64_t element = first + (uint64_t)i;
+        uint32_t noise = hashed((uint32_t)(element ^ element >> 32), step, number) & 0xffff;
         p[i] = float_of((bits_of(p[i]) + noise) & ~0xffffu);
     }
 }
@@ -360,8 +361,9 @@ static void update_tile(const update_job *job, const parameter *entry, int64_t s
     case ADAGRAD: adagrad(p, g, s[0], c, n); break;
     }
     for (int i = 0; i < many; i++) encode(job, entry->states[i], start, n, s[i], many == 1 || i < many - 1, square);
-    uint32_t step = (uint32_t)(int64_t)job->steps[entry->row], row = (uint32_t)entry->row;
-    if (job->rounding == STOCHASTIC) round_stochastically(p, start, n, step, row);
+    uint32_t step = (uint32_t)(int64_t)job->steps[entry->row];
+    uint64_t first = (uint64_t)(entry->first + start);
+    if (job->rounding == STOCHASTIC) round_stochastically(p, first, n, step, (uint32_t)entry->number);
     else if (job->rounding != NEAREST) split_correction(p, entry->correction, start, n, job->rounding);
     if (job->weight != FP32) narrow(entry->weight, p, start, n, job->weight);
 }

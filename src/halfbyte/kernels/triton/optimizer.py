@@ -298,12 +298,12 @@ def _encode(
 
 
 @triton.jit
-def _hash32(element, step, row):
+def _hash32(element, step, number):
     """`ops.optimizer.hash32` of int64 elements, as uint32."""
     x = (element ^ (element >> 32)).to(tl.uint32) ^ step.to(tl.int64).to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
-    x = x ^ (x >> 16) ^ row.to(tl.uint32)
+    x = x ^ (x >> 16) ^ number.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -481,7 +481,8 @@ def _update_tile(
     else:
         bits = p.to(tl.int32, bitcast=True)
         if ROUNDING == "stochastic":
-            noise = _hash32(start + at.to(tl.int64), tl.load(steps_ptr + number), number) & 0xFFFF
+            element = tl.load(entry + 12) + start + at.to(tl.int64)
+            noise = _hash32(element, tl.load(steps_ptr + number), tl.load(entry + 11)) & 0xFFFF
             bits = (bits + noise.to(tl.int32)) & -65536
         else:
             if ROUNDING == "correction8":

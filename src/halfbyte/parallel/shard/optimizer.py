@@ -35,6 +35,8 @@ from torch import Tensor, nn
 
 from ...config import Parallel
 from ...optim.fused import FULL_ELEMENTS, FusedOptimizer, elements_per_entry
+from ...optim.parts import FIRST_ELEMENT
+from ...utils.errors import CheckpointError
 from ..collectives import all_gather, reduce_scatter
 from ..mesh import TOKEN_AXES, Mesh
 from ..reduction import (
@@ -153,8 +155,9 @@ class ShardedOptimizer(ReplicatedOptimizer):
         self.slices = [nn.Parameter(self._own(parameter.detach(), at)) for at, parameter in enumerate(self.parameters)]
         for part in self.slices:
             setattr(part, SHARDED_ALONG, (AXIS,))
-        for part, parameter in zip(self.slices, self.parameters, strict=True):
+        for part, parameter, width in zip(self.slices, self.parameters, self.widths, strict=True):
             setattr(part, FULL_ELEMENTS, parameter.numel())
+            setattr(part, FIRST_ELEMENT, self.coordinate * width)
         self.narrow = self._narrow(narrow)
         self.order: list[int] = []  # indices of the parameters, in the optimizer's order
         # Buckets of the backward, the last layers first; all ranks reduce them in this order.
@@ -278,9 +281,16 @@ class ShardedOptimizer(ReplicatedOptimizer):
 
     def _part(self, key: str, value: Any, at: int) -> Any:
         """This rank's slice of a state tensor; values that do not belong to elements or blocks are unchanged."""
-        each = elements_per_entry(key, value, self.parameters[at].numel())
+        parameter = self.parameters[at]
+        each = elements_per_entry(key, value, parameter.numel())
         if not each:
             return value
+        if each == 1 and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"the saved state of parameter {at} has the shape {[*value.shape]}, and the parameter"
+                f" {[*parameter.shape]}",
+                "resume with the model that saved it",
+            )
         width = self.widths[at] // each
         return value.reshape(-1)[self.coordinate * width : (self.coordinate + 1) * width].clone()
 

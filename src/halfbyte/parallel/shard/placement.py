@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...formats import from_spec
 from ...tensor import QuantizedShard, QuantizedTensor
+from ..collectives import as_bytes
 from ..mesh import Mesh
 
 
@@ -236,7 +237,7 @@ def _receive(
         return mine
     if set(wanted) == {0} and degree == 1:
         for buffer in _buffers(mine):
-            dist.broadcast(_bytes(buffer), local.ranks[owner], local.group)
+            dist.broadcast(as_bytes(buffer), local.ranks[owner], local.group)
     elif local.index == owner:
         sent = [(rank, pieces[index]) for rank, index in zip(local.ranks, wanted, strict=True)
                 if index is not None and rank != mesh.rank]  # fmt: skip
@@ -249,7 +250,7 @@ def _receive(
 def _send_and_receive(messages: list[tuple[Any, int, Tensor]], local: LocalGroup) -> None:
     messages = [message for message in messages if message[2].numel()]
     if messages:
-        ops = [dist.P2POp(verb, _bytes(buffer), rank, local.group) for verb, rank, buffer in messages]
+        ops = [dist.P2POp(verb, as_bytes(buffer), rank, local.group) for verb, rank, buffer in messages]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
@@ -260,10 +261,6 @@ def _buffers(piece: Any) -> list[Tensor]:
         parts = piece.parts
         return [parts[name] for name in sorted(parts)]
     return [piece.raw] if isinstance(piece, QuantizedShard) else [piece]
-
-
-def _bytes(buffer: Tensor) -> Tensor:
-    return buffer.contiguous().view(-1).view(torch.uint8)
 
 
 def _empty_like(piece: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,68 @@
+"""The interface of engines, and an engine that computes groups of rows by engines of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Rows, the first column, and the logits [rows, P, V] of these rows from that column of the prompts on.
+WatchPrompt = Callable[[Sequence[int], int, Tensor], None]
+
+
+class Engine(Protocol):
+    """An engine for one batch. Prompts are left-padded to a common length."""
+
+    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
+        """Return logits [B, V] after tokens int64 [B, T], whose first `padding` [B] entries are padding.
+
+        Args:
+            watch: called with the logits after every token, some rows and columns at a time.
+        """
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return logits [B, V] after one more token per row, int64 [B]. The next call may overwrite them."""
+
+
+Groups = Sequence[tuple[Sequence[int], Engine]]
+
+
+class RowGroups:
+    """An engine for rows that cannot be computed together.
+
+    Args:
+        split: returns the rows of each group with their engine, for tokens and padding as in `Engine.prefill`.
+    """
+
+    def __init__(self, split: Callable[[Tensor, Tensor], Groups]):
+        self.split = split
+        self.groups: list[tuple[Tensor, Engine]] = []
+
+    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
+        self.groups, parts = [], []
+        for numbers, engine in self.split(tokens, padding):
+            rows = torch.tensor(numbers, device=tokens.device)
+            first = int(padding[rows].min())
+            part = None if watch is None else _watch_group(watch, numbers, first)
+            parts.append(engine.prefill(tokens[rows, first:], padding[rows] - first, part))
+            self.groups.append((rows, engine))
+        return self._joined(parts)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        return self._joined([engine.step(tokens[rows]) for rows, engine in self.groups])
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the logits of all rows in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        logits = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
+        for (rows, _), part in zip(self.groups, parts, strict=True):
+            logits[rows] = part
+        return logits
+
+
+def _watch_group(watch: WatchPrompt, numbers: Sequence[int], first: int) -> WatchPrompt:
+    """Return a `watch` for a group, whose prompts begin in column `first` of the batch."""
+    return lambda rows, column, logits: watch([numbers[row] for row in rows], first + column, logits)

@@ -1,0 +1,101 @@
+"""What a decoder has read of a model besides weights: its modules, their constants and where their tensors are.
+
+A decoder is valid while `structure_of` returns an equal list. Weights of linears and experts are compared by their
+readers (`linears`, `mlp`), and adapters' factors are read again in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from ..modeling.label_loss import is_ours
+from ..modeling.patch_record import is_bound
+from ..modeling.routers import Routers
+from .adapters import Unsupported
+
+CONSTANTS = bool, int, float, str, tuple, torch.dtype, FunctionType, type(None)
+MODES = "training", "gradient_checkpointing"  # change no number in inference
+
+
+def structure_of(causal: Any) -> list[Any]:
+    """Return a list that differs once a module, a constant or the place of a tensor of a causal LM has changed.
+
+    It references the modules inside of the causal LM, so that their identities are not reused, but not the causal LM.
+
+    Raises:
+        Unsupported: a module has hooks or a forward that did not come with its class.
+    """
+    config = causal.config.get_text_config()
+    structure: list[Any] = [type(causal), config.to_dict()]
+    for name, module in _modules(causal, ""):
+        if not isinstance(module, BaseTunerLayer):  # their readers check the parts that they read
+            _check_forward(name, module)
+        constants = _tensors(module) if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) else _own(module)
+        structure.append((name, module if name else None, constants))
+    return structure
+
+
+def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules with their names, except the factors of adapters."""
+    yield name, module
+    children = module._modules.items()
+    if isinstance(module, BaseTunerLayer):
+        children = [item for item in children if item[0] == "base_layer"]
+    for key, child in children:
+        if child is not None:
+            yield from _modules(child, f"{name}.{key}" if name else key)
+
+
+def _own(module: nn.Module) -> list[Any]:
+    """Return a module's constants, and where its tensors are."""
+    named = vars(module).items()
+    constants = [
+        (key, value) for key, value in named if type(value) in CONSTANTS and key[0] != "_" and key not in MODES
+    ]
+    return constants + _tensors(module)
+
+
+def _tensors(module: nn.Module) -> list[Any]:
+    """Return where a module's tensors are."""
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    return [(key, _place(tensor)) for key, tensor in tensors if tensor is not None]
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    plain = type(tensor.data) is torch.Tensor  # quantized tensors have no address of their own
+    return tensor.data_ptr() if plain else id(tensor), tensor.dtype, tensor.shape
+
+
+def _check_forward(name: str, module: nn.Module) -> None:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if any(not _is_routers(hook) for hook in hooks):
+        raise Unsupported(f"{name or type(module).__name__} has hooks")
+    forward = vars(module).get("forward")
+    known = is_bound(module) or is_ours(forward) or _is_halfbytes(forward)
+    if forward is not None and not known and "_original_forward" not in vars(module):  # set by accelerate's autocast
+        raise Unsupported(f"{name or type(module).__name__} has a forward of its own")
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    defined = getattr(vars(owner)["forward"], "__module__", owner.__module__)
+    if defined != owner.__module__ and defined.partition(".")[0] not in ("torch", "transformers", "halfbyte"):
+        raise Unsupported(f"the forward of {owner.__name__} was replaced by {defined}'s")
+
+
+def _is_routers(hook: Any) -> bool:
+    """Return whether a hook is one of `modeling.routers`, which are inactive in generation."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return isinstance(getattr(function, "__self__", None), Routers)
+
+
+def _is_halfbytes(forward: Any) -> bool:
+    """Return whether halfbyte bound this forward to a module."""
+    function = forward.__func__ if isinstance(forward, MethodType) else forward
+    function = function.func if isinstance(function, partial) else function
+    return str(getattr(function, "__module__", "")).startswith(f"{__name__.partition('.')[0]}.")

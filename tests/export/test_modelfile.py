@@ -1,0 +1,67 @@
+"""Ollama's Modelfile: the template renders what the chat template renders, as far as Go's language allows."""
+
+import re
+
+import pytest
+
+from halfbyte.data.chat import ChatTemplate
+from halfbyte.export.modelfile import modelfile, rendered_chats
+from halfbyte.utils.notices import notices_so_far, reset_notices
+from tests.data.test_data_tool_template import CHATML, CONVERSATIONS
+from tests.helpers.gguf_models import byte_tokenizer
+
+QUOTES = (
+    '{% for m in messages %}{{ \'"""\' + m.role + \'"""\' + m.content + \'""""\' }}{% endfor %}'
+    '{% if add_generation_prompt %}{{ \'"""assistant"\' }}{% endif %}'
+)
+COUNTING = "{% for m in messages %}{{ loop.index }}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+
+
+def tokenizer_with(template, tools=False):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    if tools:
+        chat = ChatTemplate(tokenizer)
+        chat.adapt_messages(*CONVERSATIONS["tools"])
+        chat.save_tools()
+    return tokenizer
+
+
+def section(text, name):
+    """The text of a triple-quoted instruction, read as Ollama does: up to the next triple quotes."""
+    found = re.search(rf'^{name} """(.*?)"""$', text, re.MULTILINE | re.DOTALL)
+    return found and found[1]
+
+
+def test_a_default_system_text_becomes_system():
+    text = modelfile(["m.gguf"], tokenizer_with(CHATML), [], 512)
+    assert section(text, "SYSTEM") == "tiny"
+    assert '{{ if eq .Role "user" }}<|user|>{{ .Content }}</s>\n{{ end }}' in section(text, "TEMPLATE")
+
+
+def test_triple_quotes_end_no_text():
+    text = modelfile(["m.gguf"], tokenizer_with(QUOTES), [], 512)
+    body = section(text, "TEMPLATE")
+    assert body.replace(r'{{ "\"\"\"" }}', '"""').replace(r'{{ "\"" }}', '"').endswith('{{ end }}"""assistant"')
+    assert text.count('"""') == 2
+
+
+def test_tools_are_in_the_template_if_the_run_trained_on_them():
+    plain, tools = (modelfile(["m.gguf"], tokenizer_with(CHATML, tools), [], 512) for tools in (False, True))
+    assert ".Tools" not in plain
+    body = section(tools, "TEMPLATE")
+    assert "$.Tools" in body
+    assert '{{ if eq .Role "tool" }}<|tool|>{{ .Content }}' in body
+    assert "{{ else }}<|system|>tiny" in body  # tools take the place of the default text
+    assert section(tools, "SYSTEM") is None
+
+
+def test_a_template_that_does_more_is_named():
+    reset_notices()
+    assert section(modelfile(["m.gguf"], tokenizer_with(COUNTING), [], 512), "TEMPLATE") is None
+    assert "ollama-template" in notices_so_far()
+
+
+@pytest.mark.parametrize(("template", "count"), [(None, 0), (CHATML, 4), ({"default": CHATML, "rag": COUNTING}, 4)])
+def test_rendered_chats(template, count):
+    assert len(rendered_chats(tokenizer_with(template))) == count
