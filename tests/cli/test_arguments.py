@@ -18,21 +18,21 @@ def here(tmp_path, monkeypatch):
 
 
 def asked(line: str):
-    config, file = read_run("train", line.split(), ["--resume"])
-    return config.model_name_or_path, config.dataset, config.r, file and str(file)
+    config = read_run("train", line.split(), ["--resume"])
+    return config.model_name_or_path, config.dataset, config.r
 
 
 RUNS = {
-    "run.yaml": ("m", "d.jsonl", 4, "run.yaml"),
-    "run.yaml r=8": ("m", "d.jsonl", 8, "run.yaml"),
-    "--r 8 run.yaml": ("m", "d.jsonl", 8, "run.yaml"),
-    "m d.jsonl": ("m", "d.jsonl", 16, None),
-    "m d.jsonl --r=8": ("m", "d.jsonl", 8, None),
-    "owner/name lr=1/d.jsonl": ("owner/name", "lr=1/d.jsonl", 16, None),
-    "m dataset=d.jsonl": ("m", "d.jsonl", 16, None),
-    "model_name_or_path=m dataset=[a.jsonl,b.jsonl]": ("m", ["a.jsonl", "b.jsonl"], 16, None),
-    "base_model=m dataset=d.jsonl": ("m", "d.jsonl", 16, None),
-    "base.gguf 7": ("base.gguf", "7", 16, None),
+    "run.yaml": ("m", "d.jsonl", 4),
+    "run.yaml r=8": ("m", "d.jsonl", 8),
+    "--r 8 run.yaml": ("m", "d.jsonl", 8),
+    "m d.jsonl": ("m", "d.jsonl", 16),
+    "m d.jsonl --r=8": ("m", "d.jsonl", 8),
+    "owner/name lr=1/d.jsonl": ("owner/name", "lr=1/d.jsonl", 16),
+    "m dataset=d.jsonl": ("m", "d.jsonl", 16),
+    "model_name_or_path=m dataset=[a.jsonl,b.jsonl]": ("m", ["a.jsonl", "b.jsonl"], 16),
+    "base_model=m dataset=d.jsonl": ("m", "d.jsonl", 16),
+    "base.gguf 7": ("base.gguf", "7", 16),
 }
 
 

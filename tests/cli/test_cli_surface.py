@@ -115,22 +115,21 @@ def test_a_known_error_is_one_message_and_exit_1(tmp_path, capsys):
 
 
 def test_what_is_saved_names_the_newest_whole_checkpoint(tmp_path):
-    assert "checkpoint-" not in _saved_message(tmp_path, "run.yaml")
+    assert "checkpoint-" not in _saved_message(tmp_path, [])
     for step in (9, 10):
         for name in (checkpoints.TRAINER_STATE, *checkpoints.PICKLED, checkpoints.ADAPTER):
             write_json(tmp_path / f"checkpoint-{step}" / name, {"global_step": step})
         write_json(tmp_path / f"checkpoint-{step}" / checkpoints.STATE, {"config": {}, "data": {}, "window": {}})
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-12.set-aside-77").mkdir()
-    assert f"{tmp_path}/checkpoint-10" in _saved_message(tmp_path, "run.yaml")
-    assert "`halfbyte train run.yaml --resume`" in _saved_message(tmp_path, "run.yaml")
+    saved_message = _saved_message(tmp_path, ["train", "run.yaml", "output_dir=b c", "--resume", "--r", "8"])
+    assert f"{tmp_path}/checkpoint-10" in saved_message
+    assert "`halfbyte train run.yaml 'output_dir=b c' --r 8 --resume`" in saved_message
 
 
 def test_overrides_and_options_may_mix(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(
-        "halfbyte.cli.train.train_run", lambda config, file, resume, given: seen.append((config, resume))
-    )
+    monkeypatch.setattr("halfbyte.cli.train.train_run", lambda config, resume, given: seen.append((config, resume)))
     (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset: d\n")
     arguments = ["r=4", "--learning_rate", "1e-4", "--resume", "--max-steps", "-1", "--seed=7"]
     assert exit_code("train", str(tmp_path / "run.yaml"), *arguments) == 0

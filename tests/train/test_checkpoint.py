@@ -211,9 +211,9 @@ def test_resuming_with_other_settings_names_them(finished):
 
 def test_resuming_on_other_data_is_refused(finished, tmp_path):
     checkpoint = checkpoints.starting_point(finished, True)
-    checkpoints.check_same_data({"rows": 12}, checkpoint)
-    with pytest.raises(ConfigError, match="dataset"):
-        checkpoints.check_same_data({"rows": 13}, checkpoint)
+    checkpoints.check_same_inputs({"rows": 12}, checkpoint)
+    with pytest.raises(ConfigError, match=r"^dataset: .*12 rows then, 13 now"):
+        checkpoints.check_same_inputs({"rows": 13}, checkpoint)
 
 
 def test_nothing_to_resume(tmp_path):
@@ -260,7 +260,7 @@ def test_metrics_that_no_run_wrote_are_named(tmp_path, content, said):
 def test_paths_of_earlier_runs_are_those_of_the_same_home(monkeypatch, tmp_path):
     """They were kept as they were written; now `~` is filled in."""
     given = {"model_name_or_path": "m", "dataset": ["~/one.jsonl", "two.jsonl"]}
-    state = {"config": RunConfig(**given).model_dump(mode="json") | given}
+    state = {"config": RunConfig(**given).model_dump(mode="json") | given, "data": {}}
     monkeypatch.setattr("halfbyte.runs.checkpoints.read_state", lambda checkpoint: state)
     checkpoints.check_same_run(RunConfig(**given), tmp_path)
     with pytest.raises(ConfigError, match="dataset: "):

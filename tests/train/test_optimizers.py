@@ -77,6 +77,13 @@ def test_adapters_train_and_resume_too(name, tmp_path):
     resumed_equals_uninterrupted(tmp_path, keys(name, use_peft=True, load_in_4bit=True, lora_dropout=0.1), 2)
 
 
+@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch", "adagrad"])
+def test_optimizers_of_other_packages_resume_bit_equal_in_bf16(optim, tmp_path):
+    """torch's load_state_dict casts float32 state to the parameter's dtype."""
+    adapters = {"adapter_dtype": "bfloat16", "load_in_4bit": False, "lora_dropout": 0.0}
+    resumed_equals_uninterrupted(tmp_path, {"optim": optim, "max_steps": 6, "save_steps": 2, **adapters}, 4)
+
+
 @pytest.mark.parametrize("changed", [
     {"loraplus_lr_ratio": 4.0}, {"lora_preconditioner": "riemannian"},
     {"embedding_learning_rate": 1e-3, "modules_to_save": ["lm_head"]},

@@ -82,9 +82,9 @@ def test_an_operation_that_does_not_repeat_is_an_error_that_names_it():
 def test_a_checkpoint_from_before_the_key_is_resumed_as_what_it_was(tmp_path):
     saved = config().model_dump()
     del saved["deterministic"]
-    write_json(tmp_path / STATE, {"config": saved})
+    write_json(tmp_path / STATE, {"config": saved, "data": {}})
     check_same_run(config(), tmp_path)
-    with pytest.raises(ConfigError, match="deterministic: False"):
+    with pytest.raises(ConfigError, match="deterministic: false"):
         check_same_run(config(deterministic=True), tmp_path)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from ..config import Origin, RunConfig
 from ..config.methods import SCORES
 from ..loading.find import ModelFiles, find_model, preflight_model
-from ..reading.files import same_place
+from ..reading.files import open_bytes, same_place
 from ..reading.tensors import (
     ADAPTER,
     ADAPTER_AGAIN,
     ADAPTER_CONFIG,
-    checkpoint_digest,
     read_adapter_config,
     read_header,
 )
@@ -69,24 +69,14 @@ class AuxiliaryModel:
                 check_stored(self.files, config.storage)
             _check_vocabulary(key, self.files, model_config, tokenizer.get_vocab())
 
-    def digests(self) -> dict[str, str]:
-        """Return digests of its adapter, by path, and of its model's weights, by path or hub id.
+    def digest(self) -> str:
+        """Return digests of its adapter and of its model; empty for each that it does not have.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        adapter = {} if self.adapter is None else adapter_digest(self.adapter)
-        return adapter | self.model_digest()
-
-    def model_digest(self) -> dict[str, str]:
-        """Return the digest of its model's weights, by path or hub id; empty if that is the trained model."""
-        from ..loading.checkpoint import base_folder
-
-        if self.files is None:
-            return {}
-        path = Path(self.files.name)
-        name = str(path.resolve()) if path.exists() else self.files.name
-        return {name: checkpoint_digest(path if path.is_file() else base_folder(self.files.place))}
+        adapter = "" if self.adapter is None else adapter_digest(self.adapter)
+        return f"{adapter} {'' if self.files is None else self.files.digest()}"
 
     def load(self, config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
         """Load its model, which is not the trained one, with its adapter.
@@ -115,11 +105,14 @@ def additional_adapter(config: RunConfig, model: Any, folder: Path, name: str) -
         model.delete_adapter(name)
 
 
-def adapter_digest(adapter: Path) -> dict[str, str]:
-    """Return the SHA-256 of a saved adapter, by the path of its file."""
-    file = (adapter / ADAPTER).resolve()
-    with file.open("rb") as opened:
-        return {str(file): hashlib.file_digest(opened, "sha256").hexdigest()}
+def adapter_digest(adapter: Path) -> str:
+    """Return the SHA-256 of a saved adapter: its weights, and its config without the name of the base."""
+    config = read_adapter_config(adapter)
+    described = {key: value for key, value in config.items() if key not in ("base_model_name_or_path", "revision")}
+    with open_bytes(adapter / ADAPTER, CheckpointError, ADAPTER_AGAIN) as opened:
+        digest = hashlib.file_digest(opened, "sha256")
+    digest.update(json.dumps(described, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def adapter_in(name: str) -> Path | None:

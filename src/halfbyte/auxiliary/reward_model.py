@@ -55,15 +55,6 @@ def check_reward_model_compatibility(
         console.print(one_line(f"{name} {what}; {where}"), soft_wrap=True)
 
 
-def reward_model_files(config: RunConfig, rewards: Rewards) -> dict[str, str]:
-    """Return digests of the reward models that have their own weights, by path or hub id.
-
-    The digests of their adapters are in `rewards.files`.
-    """
-    found = find_reward_models(config, rewards.specs)
-    return {name: digest for each in found for name, digest in each.model_digest().items()}
-
-
 @contextlib.contextmanager
 def loaded_reward_models(
     config: RunConfig,

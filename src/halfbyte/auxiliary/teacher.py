@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,6 @@ from ..modeling.distillation import Teacher, use_teacher
 from ..modeling.packing import isolate_for_run
 from ..modeling.patch import patch
 from ..modeling.tiny_model import check_positions
-from ..rl.rollouts import check_same_files
 from ..utils.console import Console
 from ..utils.errors import ModelError, attribute_to_key
 from ..utils.text import one_line
@@ -36,15 +34,13 @@ def check_teacher(
     config: RunConfig,
     model_config: Any,
     tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Path | None,
     console: Console,
     longest: int,
 ) -> None:
-    """Check that the teacher exists, has the run's vocabulary, and is the checkpoint's teacher; print its name.
+    """Check that the teacher exists and has the run's vocabulary; print its name.
 
     Args:
         model_config: transformers' config of the trained model.
-        checkpoint: checkpoint that the run continues from.
         longest: tokens of the longest row, with its answer.
 
     Raises:
@@ -58,14 +54,7 @@ def check_teacher(
             name, trust = f"the teacher {found.files.name}", config.trust_remote_code
             check_positions(found.files.config, longest, trust_remote_code=trust, who=name)
         found.check(KEY, config, model_config, tokenizer)
-    if checkpoint is not None:
-        check_same_files(teacher_files(config), checkpoint)
     console.print(one_line(f"teacher: {_describe(found)}"), soft_wrap=True)
-
-
-def teacher_files(config: RunConfig) -> dict[str, str]:
-    """Return digests of the teacher's adapter and model, by path or hub id, without the trained model."""
-    return find_teacher(config).digests() if config.method in DISTILLING else {}
 
 
 def _describe(found: AuxiliaryModel) -> str:

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..runs.layout import GIVEN_CONFIG
 from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
 from ..utils.processes import LAUNCHER
 from ..utils.versions import check_versions
@@ -91,7 +90,7 @@ def check(
     ] = None,
 ) -> None:
     """Run all checks of train, without training."""
-    config = read_run("check", run, ["--gpus", "--gpu-memory"])[0]
+    config = read_run("check", run, ["--gpus", "--gpu-memory"])
     if gpus is not None or gpu_memory is not None:
         from .check import check_meshes
 
@@ -110,7 +109,7 @@ def preview(
     ] = None,
 ) -> None:
     """Show trained and masked tokens in colour."""
-    config = read_run("preview", run, ["--count", "--rollouts"])[0]
+    config = read_run("preview", run, ["--count", "--rollouts"])
     if rollouts is not None:
         from .preview import preview_rollouts
 
@@ -130,9 +129,9 @@ def train(
     """Fine-tune; all files go to output_dir."""
     from .train import train_run
 
-    config, file = read_run("train", run, ["--resume"])
+    config = read_run("train", run, ["--resume"])
     ctx.meta[RUN_FOLDER] = config.output_path
-    train_run(config, file or config.output_path / GIVEN_CONFIG, resume, ctx.obj)
+    train_run(config, resume, ctx.obj)
 
 
 @app.command("eval", context_settings=_TAKES_OVERRIDES)

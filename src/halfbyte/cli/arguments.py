@@ -22,8 +22,8 @@ _OVERRIDE = re.compile(r"[A-Za-z][\w-]*=")
 _YAML, _DATA = (".yaml", ".yml"), (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt")
 
 
-def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) -> tuple[RunConfig, Path | None]:
-    """Return the configuration that the arguments of `halfbyte COMMAND` describe, and its file or None.
+def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) -> RunConfig:
+    """Return the configuration that the arguments of `halfbyte COMMAND` describe.
 
     Args:
         words: arguments that are not options of the command: names, `key=value`, `--key value`, `--key=value`.
@@ -37,7 +37,7 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
 
     names, overrides = _split(list(words), options)
     if len(names) == 1 and not _is_model(names[0]):
-        return load_config(names[0], overrides), Path(names[0])
+        return load_config(names[0], overrides)
     if len(names) > 1 and Path(names[0]).suffix.lower() in _YAML:
         key = "resume_from_checkpoint" if CHECKPOINT.fullmatch(Path(names[1]).name) else "dataset"
         fix = f"write {key}={names[1]}"
@@ -64,7 +64,7 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
             raise UsageError(as_model or f"{key} is missing", f"write halfbyte {command} MODEL DATA, or RUN.YAML")
     if len(names) == 2:
         check_order(command, *names)
-    return load_config(None, overrides, given), None
+    return load_config(None, overrides, given)
 
 
 def _is_model(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ..utils.processes import Stopped, was_restarted
 from .startup import quick_imports
 
 
-def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[str] | None = None) -> None:
+def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None = None) -> None:
     """Train; if a signal stops it, report the saved checkpoint and how to continue.
 
     On several devices this process starts one process per device, which runs the same command.
@@ -24,6 +25,7 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
     Args:
         arguments: arguments of that command; default: `sys.argv`.
     """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     again = True if was_restarted() else again
     check_paths(config, again)
@@ -36,7 +38,7 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
                 from ..train.preflight import check_trackers
 
             check_trackers(config.report_to)
-        command = [*_python_options(), "-m", "halfbyte", *(arguments or sys.argv[1:])]
+        command = [*_python_options(), "-m", "halfbyte", *arguments]
 
         def program(now: Parallel) -> list[str]:
             """Return the command for a layout; after a restart on fewer devices `auto` chooses again."""
@@ -50,7 +52,7 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
         train(config, resume=again, console=Console(outlives_reader=True))
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-        raise Stopped(number, _saved_message(config.output_path, file)) from None
+        raise Stopped(number, _saved_message(config.output_path, arguments)) from None
 
 
 def _python_options() -> list[str]:
@@ -58,8 +60,9 @@ def _python_options() -> list[str]:
     return [] if sys.path[:1] in ([""], [os.getcwd()]) else ["-P"]
 
 
-def _saved_message(folder: Path, file: Path) -> str:
+def _saved_message(folder: Path, arguments: Sequence[str]) -> str:
     saved = checkpoints(folder)
     if not saved:
         return "no step is finished yet, so there is no checkpoint"
-    return f"{saved[-1]} is saved; continue with `halfbyte train {file} --resume`"
+    again = shlex.join(["halfbyte", *(each for each in arguments if each != "--resume"), "--resume"])
+    return f"{saved[-1]} is saved; continue with `{again}`"

@@ -15,7 +15,7 @@ from ..modeling.families import FAMILIES
 from ..reading import look
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config
-from ..reading.tensors import ADAPTER_CONFIG, check_checkpoint
+from ..reading.tensors import ADAPTER_CONFIG, check_checkpoint, checkpoint_digest
 from ..utils import hub
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.streams import quiet_transformers
@@ -35,6 +35,21 @@ class ModelFiles:
     name: str
     place: Origin
     config: Any
+
+    def folder(self) -> Path:
+        """Return the local folder; for a hub id the cache's, downloading missing files."""
+        from .checkpoint import base_folder
+
+        return base_folder(self.place)
+
+    def digest(self) -> str:
+        """Return the digest of a GGUF file, or of the folder's config, code and weights.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        path = Path(self.name)
+        return checkpoint_digest(path if path.is_file() else self.folder())
 
 
 def find_model(origin: Origin) -> ModelFiles:

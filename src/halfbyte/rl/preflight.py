@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..auxiliary.model import adapter_digest
-from ..auxiliary.reward_model import check_reward_model_compatibility, reward_model_files
+from ..auxiliary.reward_model import check_reward_model_compatibility
 from ..config import RunConfig
 from ..config.policy import POLICY
 from ..data.prepare import PreparedData
@@ -15,7 +14,6 @@ from ..utils.notices import notice
 from ..utils.text import one_line
 from .rewards.score import Rewards
 from .rewards.specs import check_columns, read_specs
-from .rollouts import check_same_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +35,6 @@ def check_rewards(
     data: PreparedData,
     model_config: Any,
     tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Path | None,
     console: Console,
 ) -> None:
     """Load every reward function once, check every reward model, and print the files that are executed.
@@ -58,8 +55,6 @@ def check_rewards(
     for rows in (data.train, data.eval):
         if rows is not None:
             check_columns(rewards.specs, rows)
-    if checkpoint is not None:
-        check_same_files(rewards.files | reference_files(config) | reward_model_files(config, rewards), checkpoint)
     try:
         rewards.check()
     finally:
@@ -73,9 +68,3 @@ def reference_adapter(config: RunConfig) -> Path | None:
     """Return the adapter that a run continues from, if it is also the reference policy."""
     uses_reference = config.beta and config.method in POLICY
     return Path(config.adapter_path) if config.adapter_path and uses_reference else None
-
-
-def reference_files(config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of the adapter that is the reference policy, by its path."""
-    adapter = reference_adapter(config)
-    return {} if adapter is None else adapter_digest(adapter)

@@ -34,7 +34,7 @@ from ..runs.layout import GENERATION_STATE as STATE
 from ..runs.metrics import MetricsFile
 from ..train.sampler import CountingCollator
 from ..train.stepper import Stepper, free_stream_caches
-from ..utils.errors import CheckpointError, ConfigError
+from ..utils.errors import CheckpointError
 from ..utils.files import write_json
 from ..utils.notices import notice
 from .rewards.score import Rewards
@@ -130,7 +130,6 @@ class Generations:
         file: completions.jsonl.
         shared: whether adjacent answers share their prompt in training.
         plan: plan of rollouts; None: `Rollouts` chooses.
-        files: SHA-256 of further files that must not change before a resume.
         stepper: the stepper of the run; its CUDA graphs are freed if sampling runs out of memory.
     """
 
@@ -149,13 +148,12 @@ class Generations:
         file: MetricsFile,
         shared: bool = False,
         plan: RolloutPlan | None = None,
-        files: Mapping[str, str] | None = None,
         stepper: Stepper | None = None,
     ):
         self.config, self.method, self.model, self.tokenizer = config, method, model, tokenizer
         self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
         self.stops, self.file, self.shared = stops, file, shared
-        self.plan, self.files = plan, rewards.files | dict(files or {})
+        self.plan = plan
         self.engine = engine_of(config, model, config.answers_per_generation, plan)
         self.group = config.group_size
         self.size = config.per_device_train_batch_size
@@ -430,12 +428,7 @@ class Generations:
         """Write the state that resuming needs into a checkpoint's folder."""
         current = None if self._current is None else asdict(self._current)
         answered = None if self.plan is None else [self.plan.weights, self.plan.pages]
-        state: dict[str, Any] = {
-            "current": current,
-            "since": self._since_record,
-            "last": self._last,
-            "files": self.files,
-        }
+        state: dict[str, Any] = {"current": current, "since": self._since_record, "last": self._last}
         state |= {"answered": answered, "outside": self.correction.outside}
         state["corrects"] = self.correction.corrects
         state["monotony"] = self._monitor.seen
@@ -479,7 +472,7 @@ def read_generation(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: it was not written by halfbyte.
     """
     state = read_json(checkpoint / STATE, CheckpointError, RESTART)
-    if not isinstance(state, dict) or {"current", "since", "last", "files"} - state.keys():
+    if not isinstance(state, dict) or {"current", "since", "last"} - state.keys():
         raise CheckpointError(f"{checkpoint / STATE} was not written by halfbyte", RESTART)
     return state
 
@@ -496,24 +489,6 @@ def rollout_plan_of(checkpoint: Path) -> tuple[str, int] | None:
         case ["packed" | "unpacked" as weights, int() as pages]:
             return weights, pages
     raise CheckpointError(f"{checkpoint / STATE} was not written by halfbyte", RESTART)
-
-
-def check_same_files(files: Mapping[str, str], checkpoint: Path) -> None:
-    """Check that the files of reward functions and auxiliary models have not changed since the checkpoint.
-
-    Args:
-        files: SHA-256 by path.
-
-    Raises:
-        ConfigError: one has changed.
-    """
-    before = read_generation(checkpoint)["files"]
-    for path, digest in files.items():
-        if path in before and before[path] != digest:
-            raise ConfigError(
-                f"{path} has changed since {checkpoint} was made",
-                "restore it, or start a new run in another output_dir (adapter_path continues weights)",
-            )
 
 
 def as_row(prompt: Sequence[int], answer: Sequence[int], trained: bool = True) -> Row:

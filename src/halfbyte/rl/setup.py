@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..auxiliary.model import additional_adapter
-from ..auxiliary.reward_model import loaded_reward_models, reward_model_files
-from ..auxiliary.teacher import loaded_teacher, teacher_files
+from ..auxiliary.reward_model import loaded_reward_models
+from ..auxiliary.teacher import loaded_teacher
 from ..batch import REFERENCE
 from ..config import RunConfig
 from ..config.policy import DISTILLING
@@ -21,7 +21,7 @@ from ..runs.checkpoints import step_of
 from ..runs.layout import COMPLETIONS
 from ..runs.metrics import MetricsFile
 from .distillation import DistilledGenerations
-from .preflight import reference_adapter, reference_files, rewards_of
+from .preflight import reference_adapter, rewards_of
 from .rollouts import Generations
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper) -> Iterator[Gen
         file=file,
         shared=run.data.shared,
         plan=run.plan.answering,
-        files=reference_files(run.config) | teacher_files(run.config) | reward_model_files(run.config, rewards),
         stepper=stepper,
     )
     try:

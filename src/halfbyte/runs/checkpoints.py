@@ -8,12 +8,14 @@ used. The step is read from the state, not from the folder's name.
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
 from ..config.run_config import PATHS, expand_home
+from ..config.yaml import dump_value
 from ..reading import read_json, why
 from ..reading.tensors import ADAPTER, read_header, safetensors_files
 from ..utils.errors import CheckpointError, ConfigError
@@ -51,6 +53,20 @@ FREE_KEYS = frozenset(
         *("parallel", "gradient_accumulation_steps", "max_restarts", "pipeline_schedule"),
     ]
 )
+
+
+SIZES = {"rows": "rows", "tokens": "tokens", "trained_tokens": "trained tokens"}  # of the training set
+# Keys whose input has a digest in the checkpoint, and the input in words.
+MODELS = {
+    "model_name_or_path": "the base model",
+    "teacher_model_name_or_path": "the teacher",
+    "reward_funcs": "a reward function or reward model",
+}
+INPUTS = MODELS | {
+    "chat_template_path": "the tokenizer or its chat template",  # before the data, whose tokens depend on it
+    "adapter_path": "the adapter that the run started from",
+    "eval_dataset": "the held-out data",
+}
 
 
 def step_of(checkpoint: Path) -> int:
@@ -294,18 +310,39 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     """
     # An older checkpoint may not have all keys.
     known = {key: field.default for key, field in RunConfig.model_fields.items()}
-    before, now = known | read_state(checkpoint)["config"], config.model_dump(mode="json")
+    state = read_state(checkpoint)
+    before, now = known | state["config"], config.model_dump(mode="json")
     before |= {key: expand_home(before[key]) for key in PATHS}  # earlier versions stored paths as they were given
+    before["reward_funcs"], now["reward_funcs"] = (_without_folders(keys["reward_funcs"]) for keys in (before, now))
+    free = FREE_KEYS
+    if MODELS.keys() <= state["data"].keys():  # digests of the inputs, which `check_same_inputs` compares
+        free |= {*PATHS, "model_revision", "teacher_model_revision"}
     differing = [
-        f"{key}: {before[key]!r} then, {now[key]!r} now"
+        f"{dump_value(key, before[key])} then, {dump_value(key, now[key]).removeprefix(f'{key}: ')} now"
         for key in now
-        if key not in FREE_KEYS and before[key] != now[key]
+        if key not in free and before[key] != now[key]
     ]
     if differing:
         raise ConfigError(
             f"{checkpoint} was made with other settings ({'; '.join(differing)})",
             "resume with the same settings, or start a new run in another output_dir (adapter_path continues weights)",
         )
+
+
+def _without_folders(entries: list[Any] | None) -> list[Any]:
+    """Return `reward_funcs` with the names of files and models instead of their paths."""
+    plain: list[Any] = []
+    for entry in entries or []:
+        match entry:
+            case str():
+                plain.append(os.path.basename(entry))
+            case {"model": str(path)}:
+                plain.append({"model": {"path": os.path.basename(path)}})
+            case {"model": {"path": str(path), **options}}:
+                plain.append({"model": {"path": os.path.basename(path), **options}})
+            case _:
+                plain.append(entry)
+    return plain
 
 
 def keep_step_size(config: RunConfig, checkpoint: Path, ways: int) -> RunConfig:
@@ -337,26 +374,27 @@ def keep_step_size(config: RunConfig, checkpoint: Path, ways: int) -> RunConfig:
     return config.model_copy(update={key: step // ways})
 
 
-def check_same_data(data: dict[str, Any], checkpoint: Path) -> None:
-    """Check that the prepared data, and the adapter that the run started from, are the same as in the checkpoint.
+def check_same_inputs(inputs: dict[str, Any], checkpoint: Path) -> None:
+    """Check that the inputs of a run are the same as when it saved the checkpoint.
 
     Args:
-        data: rows, tokens and trained tokens, and the digests of all columns and of the adapter.
+        inputs: sizes and digests, from `train.identity`.
 
     Raises:
-        ConfigError: they differ; names the key.
+        ConfigError: an input differs; names its key.
     """
     before = read_state(checkpoint)["data"]
-    if missing := data.keys() - before.keys():
-        notice("no-digest", f"{checkpoint} has no {', '.join(sorted(missing))}, so a change of these is not detected")
-    if before.get("adapter_path", data.get("adapter_path")) != data.get("adapter_path"):
-        raise ConfigError(
-            f"adapter_path: the adapter has changed since {checkpoint} was made; the run started from it",
-            "restore it, or start a new run in another output_dir",
-        )
-    if any(before[name] != data[name] for name in before.keys() & data.keys()):
-        then, now = ({name: known[name] for name in data if name in known} for known in (before, data))
-        raise ConfigError(
-            f"dataset: it has changed since {checkpoint} was made ({then} then, {now} now)",
-            "restore the data, or start a new run in another output_dir",
-        )
+    if missing := inputs.keys() - before.keys():
+        names = ", ".join(sorted(missing))
+        notice(f"no-digest {names}", f"{checkpoint} has no digest of {names}, so a change of these is not detected")
+    fix = "restore it, or start a new run in another output_dir (adapter_path continues weights)"
+    differing = [key for key in inputs if key in before and before[key] != inputs[key]]
+    for key in INPUTS:
+        if key in differing:
+            raise ConfigError(f"{key}: {INPUTS[key]} changed since {checkpoint} was made", fix)
+    if differing:
+        size = next((name for name in SIZES if name in differing), None)
+        words = "it has as many rows and tokens, with other contents"
+        if size is not None:
+            words = f"{before[size]:,} {SIZES[size]} then, {inputs[size]:,} now"
+        raise ConfigError(f"dataset: the data changed since {checkpoint} was made: {words}", fix)

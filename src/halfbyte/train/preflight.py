@@ -18,13 +18,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
-from ..auxiliary.model import adapter_digest
 from ..auxiliary.teacher import check_teacher
 from ..config import Parallel, RunConfig
 from ..config.policy import SAMPLING
 from ..data.batches import batches_of, largest_id, longest_row, width_shares
 from ..data.prepare import PreparedData
-from ..data.tables import digest_of_rows
 from ..loading.find import ModelFiles, find_model
 from ..loading.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from ..memory import allocators
@@ -64,6 +62,7 @@ from ..utils.terminal import print_data, print_header, print_memory, print_proce
 from ..utils.text import brief, one_line
 from . import samples
 from .callbacks import check_dtype, total_steps, training_arguments
+from .identity import data_identity, model_reader
 
 # Number of micro-batches of one width that amortize cuDNN's plan for it. On an H200 a plan takes 0.15 s and saves 7 to
 # 30 ms for four rows of 2,048 to 4,096 tokens in a 0.6B model. A plan for rows of at most `SHORT` tokens takes 0.54 s
@@ -114,8 +113,8 @@ class PreparedRun:
 
     @property
     def size(self) -> dict[str, Any]:
-        """Size and digests of the training set, see `data_identity`."""
-        return data_identity(self.config, self.data)
+        """Size of the training set, and digests of the data; see `data_identity`."""
+        return data_identity(self.config, self.data, self.files)
 
     @property
     def computes_reference_once(self) -> bool:
@@ -177,7 +176,7 @@ def prepare_run(
     check_host_state(config, shapes.model, machine, mesh, layout)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
+    data = _read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console)
     config, layout = _with_layout(config, files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
     _check_context_parallel(shapes, mesh)
@@ -223,6 +222,7 @@ def _resumed(
 def _read_data(
     config: RunConfig,
     method: Method,
+    files: ModelFiles,
     shapes: ModelShapes,
     tokenizer: PreTrainedTokenizerBase,
     checkpoint: Path | None,
@@ -233,16 +233,18 @@ def _read_data(
     data = mesh.local_first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
-    now = data_identity(config, data)
+    now = data_identity(config, data, files)
     if not mesh.all_equal(now):
         raise DataError("the processes of this run read different data", "give all of them the same files")
     if checkpoint is not None:
-        checkpoints.check_same_data(now, checkpoint)
+        checkpoints.check_same_inputs(now, checkpoint)
+        models = mesh.from_main(model_reader(config, files)() if mesh.is_main else {})
+        checkpoints.check_same_inputs(models, checkpoint)
     if method.rows == "prompts":
         model_config = shapes.causal_lm.config
-        check_rewards(config, data, model_config, tokenizer, checkpoint, console)
+        check_rewards(config, data, model_config, tokenizer, console)
         check_server(config, data, tokenizer, console)
-        check_teacher(config, model_config, tokenizer, checkpoint, console, _longest(data))
+        check_teacher(config, model_config, tokenizer, console, _longest(data))
     return data
 
 
@@ -280,18 +282,6 @@ def _pipeline_partition(
     cut = partition_model(shapes.causal_lm, config.pipeline_schedule, ranks, *how)
     check_trained(shapes.model, cut)
     return cut
-
-
-def data_identity(config: RunConfig, data: PreparedData) -> dict[str, Any]:
-    """Return the numbers and digests that, with the configuration, determine a run; checkpoints store them.
-
-    Returns:
-        Rows, tokens and trained tokens of the training set, the SHA-256 of all its prepared columns (including the
-        columns of reward functions), and the SHA-256 of the adapter that the run continues from.
-    """
-    size = {name: data.report["train"][name] for name in ("rows", "tokens", "trained_tokens")}
-    adapter = "".join(adapter_digest(Path(config.adapter_path)).values()) if config.adapter_path else None
-    return {**size, "digest": digest_of_rows(data.train), "adapter_path": adapter}
 
 
 def planned_lengths(run: PreparedRun) -> frozenset[int] | None:

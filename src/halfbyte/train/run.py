@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from ..parallel.pipeline.stepper import PipelinedStepper
 from ..plan.advice import advise_out_of_memory
 from ..rl.rewards.specs import named
 from ..rl.setup import sampled_rollouts
-from ..runs.checkpoints import best, remove_leftovers
+from ..runs.checkpoints import MODELS, best, read_state, remove_leftovers, step_of
 from ..runs.layout import METRICS, PAGES
 from ..runs.lock import run_lock
 from ..runs.metrics import MetricsFile
@@ -40,6 +42,7 @@ from ..utils.notices import reset_notices, silent
 from ..utils.terminal import LiveMetrics, print_memory
 from ..utils.text import one_line
 from . import checks, samples
+from .identity import model_reader
 from .loop import TrainingLoop, seed_process
 from .metrics_log import peak_memory, reserved_memory
 from .preflight import PreparedRun, prepare_run
@@ -156,6 +159,10 @@ def _run_or_report(run: OpenRun, console: Console) -> RunResult:
 def _run(job: OpenRun, console: Console) -> RunResult:
     run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
     dtype = run.machine.compute_dtype
+    if run.checkpoint is not None:
+        line = f"resuming from {run.checkpoint}: {step_of(run.checkpoint)} of {run.total_steps} steps are done"
+        console.print(one_line(line), soft_wrap=True)
+    models = _digests_of_models(run)
     model = load_trainable_model(run, measured)
     stages = shard_for_rank(run, model)
     pipelined = None if stages is None else pipelined_stepper(run, model, stages)
@@ -177,7 +184,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         ):
             loop = TrainingLoop(
                 config=run.config,
-                data=run.size,
+                data=run.size | models.result(),
                 metrics=job.metrics,
                 compute_dtype=dtype,
                 model=model,
@@ -207,6 +214,29 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     print_memory(console, run.plan, measured)
     write_report_files(job, console)
     return RunResult(job.output, summarize(job, measured))
+
+
+def _digests_of_models(run: PreparedRun) -> Future[dict[str, Any]]:
+    """Start to read the models for the digests that checkpoints store; loading reads the same files meanwhile.
+
+    The digests of a resumed run are its checkpoint's, which `prepare_run` has compared.
+    """
+    digests: Future[dict[str, Any]] = Future()
+    saved = {} if run.checkpoint is None else read_state(run.checkpoint)["data"]
+    if not run.mesh.is_main or MODELS.keys() <= saved.keys():
+        digests.set_result({key: saved[key] for key in MODELS if key in saved})
+        return digests
+
+    digests_of_models = model_reader(run.config, run.files)
+
+    def read() -> None:
+        try:
+            digests.set_result(digests_of_models())
+        except Exception as error:  # raised where the result is used
+            digests.set_exception(error)
+
+    Thread(target=read, daemon=True).start()
+    return digests
 
 
 def _answers(run: PreparedRun, model: Any, pipelined: PipelinedStepper | None) -> list[str]:

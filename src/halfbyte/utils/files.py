@@ -132,7 +132,7 @@ def remove(path: Path) -> None:
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FIXES = {
-    **dict.fromkeys(FULL, "free some space on its disk, and run again"),
+    **dict.fromkeys(FULL, "free some space on its disk, and run the command again, with --resume if it trains"),
     errno.EFBIG: "raise the limit of a file's size (ulimit -f), or name a folder on another disk",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EISDIR: "remove it, or name another path",
