@@ -1,5 +1,6 @@
 """Cached engines: what the next call reuses, and when the cache is invalid."""
 
+import copy
 import gc
 import weakref
 
@@ -108,6 +109,104 @@ def test_replaced_weights_rebuild_the_engine(built):
     greedy(model)
     assert len(built) == 3
     assert "merged" in str(notices.notices_so_far())
+
+
+def quantized(model):
+    return quantize(model)
+
+
+def scaled(model):
+    model.model.layers[0].self_attn.scaling *= 3
+
+
+def rotated(model):
+    model.model.rotary_emb.inv_freq.mul_(0.3)
+
+
+def rotated_by_another_module(model):
+    config = copy.deepcopy(model.config)
+    config.rope_parameters["rope_theta"] = 50.0
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+
+
+def pruned(model):
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+
+
+def swapped(model):
+    model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
+
+
+def embedded(model):
+    model.set_input_embeddings(torch.nn.Embedding(101, 32))
+
+
+def normed(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = 50.0
+
+
+def normed_by_another_weight(model):
+    model.model.layers[0].input_layernorm.weight = torch.nn.Parameter(torch.linspace(-1, 1, 32))
+
+
+def activated(model):
+    model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+
+
+def biased(model):
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-5, 5, 101))
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def hooked_norm(model):
+    model.model.layers[1].input_layernorm.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def hooked_root(model):
+    model.register_forward_hook(lambda module, args, output: setattr(output, "logits", -output.logits))
+
+
+def replaced(model):
+    forward = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: forward(x) * 2
+
+
+CHANGES = (
+    quantized, scaled, rotated, rotated_by_another_module, pruned, swapped, embedded, normed, normed_by_another_weight,
+    activated, biased, hooked, hooked_norm, hooked_root, replaced,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_answers_as_it_is(change):
+    model = tiny("Llama", adapter=False).eval()
+    rollouts = generation.Rollouts(model)
+    keys = {"max_new_tokens": 8, "stops": [], "sampling": generation.Sampling()}
+    before = greedy(model)
+    assert [completion.ids for completion in rollouts.generate(PROMPTS, **keys)] == before
+    change(model)
+    right = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        right.append(out[0, len(prompt) :].tolist())
+    assert greedy(model) == [completion.ids for completion in rollouts.generate(PROMPTS, **keys)] == right
+    assert right != before or change in (quantized, rotated_by_another_module)
+
+
+def test_modes_of_the_model_do_not_rebuild_the_engine(built):
+    model = tiny("Llama").eval()
+    greedy(model)
+    model.add_adapter("other", model.peft_config["default"])
+    model.set_adapter("other")
+    model.gradient_checkpointing_enable()
+    model.train()
+    greedy(model.eval(), adapter="default")
+    assert len(built) == 1
 
 
 def test_concurrent_streams_have_separate_engines(built):

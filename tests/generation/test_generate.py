@@ -10,6 +10,7 @@ from benchmarks import tables
 from halfbyte import generation
 from halfbyte.generation import Sampling
 from halfbyte.generation.engine import StaticEngine
+from halfbyte.generation.sampling import unread_keys
 from halfbyte.modeling import families
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
@@ -255,3 +256,30 @@ def test_captured_steps_equal_the_cpus(family):
     model = tiny(family).eval()
     expected = generation.generate(model, PROMPTS, max_new_tokens=24, stops=[])
     assert generation.generate(model.cuda(), PROMPTS, max_new_tokens=24, stops=[]) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "sampling", "unread"),
+    [
+        ({}, Sampling(), set()),
+        ({"repetition_penalty": 1.0, "num_beams": 1, "top_k": 50, "min_length": 0}, Sampling(), set()),
+        ({"repetition_penalty": 1.1, "suppress_tokens": [1]}, Sampling(), {"repetition_penalty", "suppress_tokens"}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(), {"do_sample", "temperature", "top_p"}),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, Sampling(0.8), {"top_k"}),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, Sampling(0.8, top_k=5), set()),
+        ({"num_beams": 4, "length_penalty": 2.0, "forced_eos_token_id": 0}, Sampling(),
+         {"num_beams", "length_penalty", "forced_eos_token_id"}),
+        ({"eos_token_id": [1, 2], "max_new_tokens": 9, "cache_implementation": "hybrid"}, Sampling(), set()),
+    ],
+)  # fmt: skip
+def test_keys_of_the_generation_config_that_are_not_read_are_reported(keys, sampling, unread):
+    model = tiny("Llama", adapter=False).eval()
+    for key, value in keys.items():
+        setattr(model.generation_config, key, value)
+    assert unread_keys(model, sampling).keys() == unread
+    notices.reset_notices()
+    for _ in range(2):
+        generation.generate(model, PROMPTS[:1], max_new_tokens=1, sampling=sampling)
+    reported = [key for key in notices.notices_so_far() if key.startswith("unread generation_config")]
+    assert len(reported) == bool(unread)
+    assert all(key in reported[0] for key in unread)

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from halfbyte.generation import Rollouts, Sampling, forget, generate
 from halfbyte.generation.text import continue_texts
+from halfbyte.modeling.adapters import all_linear
 from halfbyte.utils.errors import HalfbyteError
 from tests.helpers.all_families import NAMES, build
 
@@ -36,18 +37,20 @@ def modules_named(model: Any, *suffixes: str) -> list[str]:
     return sorted(found)
 
 
+def linears_of(model: Any) -> list[str]:
+    """Names of the linears that adapters go on."""
+    try:
+        return all_linear(model)
+    except HalfbyteError:  # GPT-2's Conv1D, subclasses of nn.Linear
+        kinds, head = (nn.Linear, Conv1D), model.get_output_embeddings()
+        return [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
+
+
 def config_of(kind: str, model: Any) -> LoraConfig | None:
     """Return the adapter of a kind, or None if the model has nothing to put it on."""
     embedding = model.get_input_embeddings()
     embed = next(name for name, module in model.named_modules() if module is embedding).rpartition(".")[2]
-    head = model.get_output_embeddings()
-    linears = sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if type(module) in (nn.Linear, Conv1D) and module is not head
-        }
-    )
+    linears = linears_of(model)
     if kind == "linears":
         return LoraConfig(r=2, target_modules=linears)
     if kind == "embedding":
@@ -58,7 +61,9 @@ def config_of(kind: str, model: Any) -> LoraConfig | None:
         "norms": lambda: modules_named(model, "norm"),
         "saved embedding": lambda: [embed],
         "routers and convolutions": lambda: [
-            name for name in modules_named(model, "router", "gate", "conv1d") if name not in linears
+            name
+            for name in modules_named(model, "router", "gate", "conv1d")
+            if not any(linear.endswith(f".{name}") for linear in linears[:1])
         ],
     }[kind]()
     return LoraConfig(r=2, target_modules=linears[:1], modules_to_save=saved) if saved else None

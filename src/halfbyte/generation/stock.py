@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,11 +24,17 @@ from .adapters import adapter_layers, adapter_set
 from .decoder import context_length
 from .row_groups import Groups, RowGroups, WatchPrompt
 
-PROBE_TOKENS = 16
+PROBE_TOKENS = 2  # few, since recurrent states forget
+PROBE_PADDING = 16
 PROBE_STEPS = 2
 ROUNDING = 1e-3  # largest difference between logits, of the largest logit, that sums in another order explain
 ROUNDING_16_BITS = 0.03
-_pads_change_answers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+Batching = Literal["padded", "equal", "single"]  # which rows of a model may share a batch: any, of one length, none
+LIMITS = {
+    "equal": "padding changes the answers of {}: only rows of equal length are computed together, which is slower",
+    "single": "rows of a batch change each other's answers in {}: they are computed one by one, which is slower",
+}
+_batching: weakref.WeakKeyDictionary[Any, Batching] = weakref.WeakKeyDictionary()
 
 
 def stock_engine(model: Any, adapters: Sequence[str | None], end: int) -> RowGroups:
@@ -47,9 +53,10 @@ def stock_engine(model: Any, adapters: Sequence[str | None], end: int) -> RowGro
 
     def split(tokens: Tensor, padding: Tensor) -> Groups:
         lengths = (tokens.shape[1] - padding).tolist()
-        uneven = len(set(lengths)) > 1
-        alone = uneven and (_crosses_switch(causal, lengths, end) or _pads_matter(model, adapters[0], tokens, padding))
-        keys = [(adapter, length if alone else 0) for adapter, length in zip(adapters, lengths, strict=True)]
+        batching = _batching_of(model, adapters[0], tokens, padding) if len(lengths) > 1 else "padded"
+        by_length = batching == "equal" or _crosses_switch(causal, lengths, end)
+        numbers = range(len(lengths)) if batching == "single" else lengths if by_length else [0] * len(lengths)
+        keys = list(zip(adapters, numbers, strict=True))
         members: dict[Any, list[int]] = {}
         for row, key in enumerate(keys):
             members.setdefault(key, []).append(row)
@@ -70,6 +77,9 @@ class StockRows:
 
     def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
         self.tokens = tokens
+        self.states = []
+        for attributes, name, _ in _states_in_modules(self.causal):  # of an earlier batch
+            attributes[name] = None
         mask = (torch.arange(tokens.shape[1], device=tokens.device) >= padding.unsqueeze(1)).long()
         self.keywords = _generation_keywords(self.causal, tokens, mask)
         wanted = self.keywords.get("logits_to_keep")
@@ -106,16 +116,17 @@ class StockRows:
             if (positions := inputs.get("position_ids")) is not None:  # finished rows may run past the last one
                 inputs["position_ids"] = positions.clamp(max=(context_length(model) or positions.shape[-1]) - 1)
             outputs = causal(**inputs, return_dict=True)
-            if getattr(causal, "_is_stateful", False):
-                self.states = _states_in_modules(causal)
+            self.states = _states_in_modules(causal)
         self.keywords = causal._update_model_kwargs_for_generation(outputs, self.keywords)
         return outputs.logits
 
 
 def _states_in_modules(causal: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return the tensors that modules hold as attributes, e.g. RecurrentGemma's states; other rows overwrite them."""
-    attributes = map(vars, causal.modules())
-    return [(own, name, value) for own in attributes for name, value in own.items() if isinstance(value, Tensor)]
+    """Return the states that modules hold as attributes (RecurrentGemma), which other batches overwrite."""
+    if not getattr(causal, "_is_stateful", False):
+        return []
+    attributes = [(own, name, value) for own in map(vars, causal.modules()) for name, value in own.items()]
+    return [each for each in attributes if "state" in each[1] and isinstance(each[2], Tensor)]
 
 
 def _generation_keywords(causal: Any, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
@@ -152,31 +163,32 @@ def _crosses_switch(causal: Any, lengths: Sequence[int], end: int) -> bool:
     return any(min(lengths) <= switch < end for switch in switches)
 
 
-def _pads_matter(model: Any, adapter: str | None, tokens: Tensor, padding: Tensor) -> bool:
-    """Return whether a row's logits change if it is padded on the left; a model is probed once."""
+def _batching_of(model: Any, adapter: str | None, tokens: Tensor, padding: Tensor) -> Batching:
+    """Return which rows may share a batch; a model is probed once."""
     causal = causal_lm_of(model)
-    if causal not in _pads_change_answers:
-        _pads_change_answers[causal] = changes = _probe_padding(model, adapter, tokens, padding)
-        if changes:
-            notice(
-                f"generation: padding of {type(causal).__name__}",
-                f"padding changes the answers of {type(causal).__name__}: rows of equal length are computed together,"
-                " other lengths one after the other",
-            )
-    return _pads_change_answers[causal]
+    if causal not in _batching:
+        if _answers_as_alone(model, adapter, tokens, padding, PROBE_PADDING):
+            _batching[causal] = "padded"
+        else:
+            _batching[causal] = "equal" if _answers_as_alone(model, adapter, tokens, padding, 0) else "single"
+            name = type(causal).__name__
+            notice(f"generation: batches of {name}", LIMITS[_batching[causal]].format(name))
+    return _batching[causal]
 
 
-def _probe_padding(model: Any, adapter: str | None, tokens: Tensor, padding: Tensor) -> bool:
-    """Compare the logits of some tokens of the longest prompt alone and in a batch, padded to twice the length."""
+def _answers_as_alone(model: Any, adapter: str | None, tokens: Tensor, padding: Tensor, pads: int) -> bool:
+    """Compare the logits of the first tokens of the longest prompt, alone and in a batch with others, padded."""
     longest = int(padding.argmin())
-    row = tokens[longest : longest + 1, int(padding[longest]) :][:, :PROBE_TOKENS]
-    padded = torch.cat([torch.cat([torch.zeros_like(row), row], 1), torch.cat([row, row], 1)])
+    prompt = tokens[longest : longest + 1, int(padding[longest]) :]
+    row = prompt[:, :PROBE_TOKENS]
+    both_padding = row.new_tensor([pads, 0])
+    padded = torch.cat([row.new_zeros(1, pads), row], 1)
+    other = prompt.flip(1).repeat(1, padded.shape[1])[:, : padded.shape[1]]
     alone, batched = StockRows(model, adapter), StockRows(model, adapter)
-    pads = torch.tensor([row.shape[1], 0], device=row.device)
-    pairs = [(alone.prefill(row, pads[1:]), batched.prefill(padded, pads))]
+    pairs = [(alone.prefill(row, both_padding[1:]), batched.prefill(torch.cat([padded, other]), both_padding))]
     for at in range(PROBE_STEPS):
         token = row[:, at % row.shape[1]]
-        pairs.append((alone.step(token), batched.step(token.expand(2))))
+        pairs.append((alone.step(token), batched.step(torch.cat([token, other[:, at]]))))
     largest = max(float((one[0] - both[0]).abs().max() / one[0].abs().max()) for one, both in pairs)
     exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
-    return not largest <= (ROUNDING if exact else ROUNDING_16_BITS)
+    return largest <= (ROUNDING if exact else ROUNDING_16_BITS)
