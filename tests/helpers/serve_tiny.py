@@ -41,12 +41,12 @@ def random_model(tokenizer) -> LlamaForCausalLM:
     return model
 
 
-def random_adapter(model_folder, folder, seed: int):
+def random_adapter(model_folder, folder, seed: int, modules_to_save=None):
     torch.manual_seed(seed)
-    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=modules_to_save)
     model = get_peft_model(LlamaForCausalLM.from_pretrained(model_folder), config)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "modules_to_save" in name:
             torch.nn.init.normal_(parameter)
     model.save_pretrained(folder)
     return folder

@@ -495,6 +495,18 @@ class TestLoading:
             turns = [{"role": "system", "content": "x"}, *HELLO["messages"]]
             assert "template" in error_of(client.post(CHAT, json=HELLO | {"messages": turns}), 400)["message"]
 
+    @pytest.mark.parametrize("module", ["norm", "embed_tokens"])
+    def test_a_trained_copy_of_a_module_answers_for_its_adapter_alone(self, base_folder, adapters, tmp_path, module):
+        """Also if the server was started with the adapter."""
+        own = random_adapter(base_folder, tmp_path / "own", 5, [module])
+        folders = {"tiny": None, "own": own, "poet": adapters["poet"]}
+        for served in (load(str(base_folder), {"own": str(own), "poet": str(adapters["poet"])}),
+                       load(str(own), {"poet": str(adapters["poet"])})):  # fmt: skip
+            client = client_of(served)
+            for name, folder in folders.items():
+                answer = client.post(TEXT, json=ONCE | GREEDY | {"model": name}).json()["choices"][0]["text"]
+                assert answer == theirs(base_folder, ONCE["prompt"], folder), name
+
     def test_names_and_folders(self, base_folder, adapters, tmp_path):
         with pytest.raises(ConfigError, match="--adapter"):
             load(str(base_folder), {"tiny": str(adapters["poet"])})

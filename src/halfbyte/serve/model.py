@@ -10,6 +10,7 @@ from typing import Any
 
 from ..data.chat import ChatTemplate
 from ..generation import Sampling
+from ..generation.adapters import check_kinds
 from ..generation.decoder import context_length
 from ..generation.engine import forget
 from ..generation.sampling import Penalties
@@ -288,6 +289,7 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
 
     Raises:
         CheckpointError: a folder has no adapter, or a damaged one, or one of another model.
+        ModelError: halfbyte cannot generate with an adapter.
         UsageError: a name is used twice.
     """
     found = {key: _adapter(path) for key, path in adapters.items()}
@@ -302,6 +304,7 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
         names[key] = f"adapter_{len(names)}"
         _attach(saved, folder, names[key])
         ends[str(names[key])] = known_stop_tokens(data_report(find(adapters[key]).run_dir), saved.tokenizer)
+    check_kinds(saved.model, list(names.values()))
     saved.model.eval()
     served = Served(saved, names, limits)
     served.ends |= ends
