@@ -5,15 +5,21 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
+from halfbyte.config import RunConfig
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading import load
 from halfbyte.loading.find import load_model_config
 from halfbyte.loading.load import check_attention, load_model, load_tokenizer
+from halfbyte.modeling.architectures import is_plain_linear
+from halfbyte.plan.shapes import ModelShapes
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
@@ -145,11 +151,79 @@ def test_another_architecture_through_its_linears(family, keys, tiny_checkpoint)
     torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-5)
 
 
-def test_an_architecture_without_linears_is_refused(tiny_checkpoint):
+@pytest.mark.parametrize("bias", [True, False])
+def test_falcons_linears_are_quantized_and_planned(tmp_path, bias):
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    reference = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, bias=bias)).eval()
+    reference.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype="float32", device="cpu")
+    found = quantized_linears(model)
+    assert found.keys() == {name for name, module in reference.named_modules() if isinstance(module, FalconLinear)}
+    for name, module in found.items():
+        reference.get_submodule(name).weight.data = module.weight.dequantize()
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-5)
+    keys = {"model_name_or_path": str(tmp_path), "dataset": "d", "device": "cpu"}
+    planned = ModelShapes(RunConfig(**keys), AutoConfig.from_pretrained(tmp_path), torch.device("cpu"))
+    assert {name.removesuffix(".base_layer") for name in quantized_linears(planned.causal_lm)} == found.keys()
+
+
+def test_the_plan_and_the_loader_refuse_conv1d_alike(tiny_checkpoint):
     """GPT-2 has transformers' transposed Conv1D."""
     folder = tiny_checkpoint("GPT2", n_embd=64, n_layer=2, n_head=4, n_positions=64)
-    with pytest.raises(ModelError, match=r"Conv1D"):
+    keys = {"model_name_or_path": str(folder), "dataset": "d", "device": "cpu"}
+    with pytest.raises(ModelError, match=r"Conv1D") as loaded:
         load_model(str(folder), device="cpu")
+    with pytest.raises(ModelError) as planned:
+        ModelShapes(RunConfig(**keys), AutoConfig.from_pretrained(folder), torch.device("cpu"))
+    assert str(planned.value) == str(loaded.value)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Grouped(nn.Linear):
+    def forward(self, x):
+        return F.linear(x.view(len(x), 2, -1), self.weight[:, : self.in_features // 2]).flatten(1)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class Gained(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.ones(sizes[1]))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain
+
+
+class Transposing(nn.Linear):
+    def forward(self, x):
+        return x.matmul(self.weight.t()).add(0 if self.bias is None else self.bias)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_subclasses_that_compute_a_linear_are_linears(device, bias):
+    with torch.device(device):
+        plain = [nn.Linear(64, 32, bias), Transposing(64, 32, bias), FalconLinear(64, 32, bias)]
+        others = [Scaled(64, 32, bias), Grouped(64, 32), Noisy(64, 32, bias), Gained(64, 32), nn.Embedding(4, 64)]
+        assert all(map(is_plain_linear, plain))
+        assert not any(map(is_plain_linear, others))
+
+
+def test_a_checkpoint_on_a_cpu_is_not_mapped_after_loading(tiny_checkpoint):
+    """Its pages would count as the run's memory."""
+    for keys in ({}, {"load_in_4bit": False}):
+        model = load_model(str(tiny_checkpoint()), device="cpu", dtype="float32", **keys)
+        tensors = [*model.parameters(), *model.buffers()]
+        parts = [part for tensor in tensors for part in getattr(tensor, "parts", {"": tensor}).values()]
+        assert all(part.untyped_storage().resizable() for part in parts)
 
 
 @pytest.mark.parametrize(("longest", "shown"), [(2**31, False), (1, True)])

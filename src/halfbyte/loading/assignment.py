@@ -48,6 +48,12 @@ class FormatAssignment:
         Raises:
             ModelError: a pattern matches no layer, or no decoder layer is left to quantize.
         """
+        if not names:
+            raise ModelError(
+                f"{type(model).__name__} has no linear layer to quantize (no nn.Linear, nor a subclass that computes"
+                " x·Wᵀ + b)",
+                "set load_in_4bit: false, and no quantization",
+            )
         matchers = [(re.compile(fnmatch.translate(pattern)), format) for pattern, format in self.patterns]
         for (pattern, _), (matcher, _) in zip(self.patterns, matchers, strict=True):
             if not any(map(matcher.match, names)):

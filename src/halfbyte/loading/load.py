@@ -14,13 +14,14 @@ import torch
 from ..config import Origin, Storage, storage_of
 from ..formats import FORMATS
 from ..formats.base import FLOATS
-from ..modeling.architectures import auto_class, non_text_modules
+from ..modeling.architectures import auto_class, non_text_modules, refuse_conv1d
 from ..modeling.config_facts import default_attention, layer_sizes, max_layer_sizes
 from ..modeling.tiny_model import tiny_config
 from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..reading import open_bytes, read_text
 from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files
+from ..tensor import QuantizedTensor
 from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import chosen_device, compute_dtype
 from ..utils.notices import notice
@@ -159,7 +160,9 @@ def load_model(
     options |= {"attn_implementation": attn_implementation, "dtype": resolve_dtype(dtype, target)}
     load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
     model = load(device=target) if mesh.size == 1 else load_together(files.place, config, share, target, load)
-    _check_no_conv1d(model, files.name)
+    if target.type == "cpu":
+        _hold_in_memory(model)
+    refuse_conv1d(model, getattr(getattr(model, "hf_quantizer", None), "conv1d", ()))
     for name in non_text_modules(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:
@@ -167,12 +170,12 @@ def load_model(
     return model.eval()
 
 
-def _check_no_conv1d(model: Any, name: str) -> None:
-    if getattr(getattr(model, "hf_quantizer", None), "conv1d", None):
-        raise ModelError(
-            f"{name} has Conv1D layers, which runs of halfbyte neither train nor merge",
-            "load it by transformers: from_pretrained(name, quantization_config=HalfbyteConfig())",
-        )
+def _hold_in_memory(model: Any) -> None:
+    """Copy tensors that are parts of a mapped file: one of them would keep all pages of the file in memory."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        for part in tensor.parts.values() if isinstance(tensor, QuantizedTensor) else (tensor,):
+            if not part.untyped_storage().resizable():
+                part.data = part.data.clone()
 
 
 def check_stored(files: ModelFiles, storage: Storage) -> None:

@@ -362,7 +362,7 @@ class HalfbyteQuantizer(HfQuantizer):
         linears, conv1d, stacks = (each(model, config.llm_int8_skip_modules) for each in kinds)
         if not linears and not conv1d and not stacks:
             raise ModelError(
-                f"{type(model).__name__} has no nn.Linear or Conv1D layers to quantize",
+                f"{type(model).__name__} has no layers that compute x·Wᵀ + b (nn.Linear or Conv1D) to quantize",
                 "load it with load_in_4bit: false",
             )
         tables = per_layer_tables(model, config.llm_int8_skip_modules, config.formats if self.pre_quantized else None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..utils.errors import ModelError
@@ -58,7 +59,11 @@ def all_linear(model: Any) -> list[str]:
         notice("all-linear-mamba", f"all-linear excludes {skipped} of Mamba layers: kernels read only their weights")
     linears -= past
     if not linears:
-        raise ModelError("target_modules: all-linear finds no nn.Linear in this model", "name the modules to adapt")
+        others = sorted({name.rpartition(".")[2] for name in conv1d_layers(model)})
+        named = f": its layers are Conv1D, e.g. target_modules: [{', '.join(others)}]" if others else ""
+        raise ModelError(
+            "target_modules: all-linear finds no nn.Linear in this model", f"name the modules to adapt{named}"
+        )
     leaves = {name.rpartition(".")[2] for name in linears}
     ambiguous = any(name.rpartition(".")[2] in leaves for name in modules.keys() - linears)
     return sorted(linears if ambiguous else leaves)
@@ -95,6 +100,46 @@ def is_linear(module: Any) -> bool:
     return isinstance(found, torch.Tensor) and found.shape == (2, module.out_features)
 
 
+def is_plain_linear(module: Any) -> bool:
+    """Return whether a module is an `nn.Linear` or computes the same, x·Wᵀ + b, in a class of its own (FalconLinear).
+
+    Subclasses are run on small numbers, since the module may be on the meta device.
+    """
+    from torch import nn
+
+    from ..formats.base import is_quantized
+
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return isinstance(module, nn.Linear)
+    held = {name for name, parameter in module.named_parameters() if parameter is not None}
+    plain = held <= {"weight", "bias"} and not any(True for _ in module.buffers())
+    if not plain or not module.weight.is_floating_point() or is_quantized(module.weight):
+        return False
+    return all(_computes_linear(module, training) for training in (True, False))
+
+
+def _computes_linear(module: Any, training: bool) -> bool:
+    """Return whether a small copy of a linear computes x·Wᵀ + b for rows and for batches of rows."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    numbers = torch.linspace(-1, 1, 48, dtype=torch.float64, device="cpu").sin()  # callers build models on meta
+    weight = nn.Parameter(numbers[:15].view(3, 5), requires_grad=False)
+    bias = None if module.bias is None else nn.Parameter(numbers[15:18], requires_grad=False)
+    small = copy.copy(module)
+    small.__dict__ |= {"_parameters": {"weight": weight, "bias": bias}, "training": training}
+    small.in_features, small.out_features = 5, 3
+    try:
+        with torch.no_grad():
+            for x in (numbers[18:28].view(2, 5), numbers[18:].view(2, 3, 5)):
+                if not torch.allclose(type(module).forward(small, x), F.linear(x, weight, bias), rtol=1e-9):
+                    return False
+    except Exception:  # the forward is code of a model and may raise anything on another shape
+        return False
+    return True
+
+
 def _is_mamba_linear(modules: dict[str, Any], name: str) -> bool:
     """Return whether a linear belongs to a Mamba layer, which has A and a skip D; a gated delta net has no D."""
     parent = modules.get(name.rpartition(".")[0])
@@ -125,14 +170,13 @@ def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, 
     Linears with fewer than `MIN_INPUTS` inputs are excluded; some models also read or change their weights outside of
     the forward (Gemma 3n's AltUp coefficients).
     """
-    from torch import nn
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     skip = unquantized_modules(model, skip_modules)
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module.in_features >= MIN_INPUTS and should_convert_module(name, skip)
+        if is_plain_linear(module) and module.in_features >= MIN_INPUTS and should_convert_module(name, skip)
     }
 
 
@@ -144,6 +188,17 @@ def conv1d_layers(model: Any, skip_modules: list[str] | None = None) -> dict[str
     skip = unquantized_modules(model, skip_modules)
     found = {name: module for name, module in model.named_modules() if type(module) is Conv1D}
     return {name: module for name, module in found.items() if should_convert_module(name, skip)}
+
+
+def refuse_conv1d(model: Any, layers: Collection[str]) -> None:
+    """Raise a ModelError if a model to quantize has `Conv1D` layers: runs cannot train or merge them in 4 bits."""
+    if layers:
+        leaves = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+        raise ModelError(
+            f"{type(model).__name__} has {len(layers)} Conv1D layers ({leaves}), which halfbyte's runs do not quantize",
+            "set load_in_4bit: false; or, without halfbyte's commands, load it by transformers:"
+            " from_pretrained(name, quantization_config=HalfbyteConfig())",
+        )
 
 
 def per_layer_tables(model: Any, skip_modules: list[str] | None = None, stored: Any = None) -> dict[str, Any]:

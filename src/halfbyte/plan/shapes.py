@@ -23,7 +23,15 @@ from ..memory.activations import TILE_ROWS, Shape
 from ..memory.expert_offload import layers_of_experts
 from ..modeling import recurrent
 from ..modeling.adapters import add_adapter
-from ..modeling.architectures import auto_class, expert_stacks, non_text_modules, per_layer_tables, quantizable
+from ..modeling.architectures import (
+    auto_class,
+    conv1d_layers,
+    expert_stacks,
+    non_text_modules,
+    per_layer_tables,
+    quantizable,
+    refuse_conv1d,
+)
 from ..modeling.attention import Implementation, implementation
 from ..modeling.cast_cache import cast_replacements
 from ..modeling.checkpointing import enable_checkpointing
@@ -110,6 +118,7 @@ class ModelShapes:
             stored: Any = getattr(model_config, "quantization_config", None) or {}
             skip = skipped_modules(stored)
             linears = quantizable(model, skip)
+            refuse_conv1d(model, conv1d_layers(model, skip))
             tables = per_layer_tables(model, skip, quantized_names(stored) if stored else None)
             names = [*linears, *expert_stacks(model, skip), *tables]
             formats = stored_formats(storage, model_config, model, names)
