@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-import psutil
 import torch
 from torch import Tensor
 
+from ..memory.allocators import process_memory, reset_process_peak
 from ..methods.base import Numbers
 from ..parallel.mesh import AXES, Mesh
 from ..parallel.shard.model import sharded
@@ -325,8 +323,7 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak of held bytes: of torch's allocator on an accelerator, of the process on a CPU."""
     if device.type in ASYNCHRONOUS:
         return torch.get_device_module(device).max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+    return process_memory().peak
 
 
 def reserved_memory(device: torch.device) -> dict[str, int]:
@@ -337,13 +334,15 @@ def reserved_memory(device: torch.device) -> dict[str, int]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak of an accelerator; the peak of a process on a CPU cannot be reset."""
+    """Reset the peak to what is held now; outside of Linux, the peak of a process on a CPU cannot be reset."""
     if device.type in ASYNCHRONOUS:
         torch.get_device_module(device).reset_peak_memory_stats(device)
+    else:
+        reset_process_peak()
 
 
 def current_memory(device: torch.device) -> int:
     """Return the bytes held now, counted as `peak_memory` counts them."""
     if device.type in ASYNCHRONOUS:
         return torch.get_device_module(device).memory_allocated(device)
-    return psutil.Process().memory_info().rss
+    return process_memory().current

@@ -18,7 +18,7 @@ from ..data.collate import make_collator
 from ..data.collate_answers import answer_collator, first_prompt, with_own_prompts
 from ..layers.plain import multiply_by_onednn
 from ..loading.load import load_model
-from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_large_blocks
+from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_free_memory, return_large_blocks
 from ..memory.expert_offload import offload_experts
 from ..methods.answers import turn_dropout_off
 from ..modeling.adapters import add_adapter, compute_autocast, reads_base_weights
@@ -78,6 +78,8 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     device = run.machine.device
     if device.type == "cpu" and run.plan.total * HEAP_WASTE > run.plan.capacity_bytes:
         return_large_blocks()
+    if device.type == "cpu":
+        return_free_memory()  # the run would use free pages, and its memory would look smaller
     reset_peak_memory(device)
     measured["base_bytes"] = current_memory(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
@@ -92,6 +94,8 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     if run.plan.offloaded:
         offload_experts([*decoder_layers(model)[1]], run.plan.offloaded, device)
     measured["after_load_bytes"] = current_memory(device)
+    if device.type == "cpu":
+        reset_peak_memory(device)  # the peak so far counts pages of the checkpoint, which are not mapped any more
     set_seed(run.config.seed)
     if run.config.method != "sft" and run.config.disable_dropout:
         turn_dropout_off(model)
