@@ -143,7 +143,7 @@ def test_header_tells_choices_with_reasons():
         "halfbyte": {"version": "0.1.0", "commit": "abc"},
         "python": "3.12.1",
         "platform": "Linux",
-        "cpu": {"model": "Xeon", "threads": 2, "memory_bytes": 8 * GIB, "instruction_sets": ["AVX2"]},
+        "cpu": {"model": "Xeon", "threads": 1, "processors": 2, "memory_bytes": 8 * GIB, "instruction_sets": ["AVX2"]},
         "gpus": [],
         "device": "cpu",
         "versions": {"torch": "2.13.0", "trl": None},
@@ -158,7 +158,7 @@ def test_header_tells_choices_with_reasons():
         "packed",
         "float32: no AMX",
         "off: on a CPU",
-        "Xeon · 2 threads",
+        "Xeon · 1 thread of 2 · ",
     ):
         assert words in shown(console)
     assert "trl" not in shown(console)

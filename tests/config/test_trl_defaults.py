@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
+from transformers import TrainingArguments
 
 from halfbyte.config import RunConfig
+from halfbyte.config.foreign import foreign_names
 from halfbyte.config.methods import methods_of
 
 trl = pytest.importorskip("trl")
@@ -20,6 +23,15 @@ NAMES = {
 SAMPLED = {"reward_funcs": ["exact"], "per_device_train_batch_size": 8}
 NEEDED = {"grpo": SAMPLED, "rloo": SAMPLED}
 NOT_A_DEFAULT = {"activation_checkpointing"}  # transformers' key of that name is a deprecated alias of another
+
+
+@pytest.mark.parametrize("kind", [LoraConfig, TrainingArguments, trl.ModelConfig, trl.ScriptArguments, *NAMES],
+                         ids=lambda kind: kind if isinstance(kind, str) else kind.__name__)  # fmt: skip
+def test_every_field_of_peft_transformers_and_trl_is_known(kind):
+    """An unknown key would get the name of another key as advice, by its spelling."""
+    fields = dataclasses.fields(configuration(kind) if isinstance(kind, str) else kind)
+    unknown = {field.name for field in fields} - {*RunConfig.model_fields, *foreign_names()}
+    assert not unknown
 
 
 def configuration(method):

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 
+import datasets
 import pyarrow
 import pytest
 import tqdm
@@ -68,6 +69,49 @@ def test_text_documents(write, text, documents, unit):
     [source] = read_sources(write(text, "d.txt"))
     assert [row["text"] for row in source.rows] == documents
     assert unit in source.note
+
+
+SAVED = [{"messages": [{"role": "user", "content": f"question {n}"}]} for n in range(5)]
+
+
+def saved(rows, folder, **more):
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder), **more)
+    return folder
+
+
+def test_a_folder_of_save_to_disk_is_read_in_order_without_its_descriptions(tmp_path):
+    (source,) = read_sources(str(saved(SAVED, tmp_path / "saved", num_shards=2)))
+    assert (source.kind, source.rows, source.path) == ("arrow", SAVED, str(tmp_path / "saved"))
+    assert not notices_so_far()
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"), [({}, SAVED), ({"split": "test"}, SAVED[:2]), ({"evaluating": True}, SAVED[:2])]
+)
+def test_splits_of_save_to_disk(tmp_path, keys, rows):
+    whole = datasets.Dataset.from_list(SAVED)
+    datasets.DatasetDict({"train": whole, "test": whole.select(range(2))}).save_to_disk(str(tmp_path))
+    assert [row for source in read_sources(str(tmp_path), **keys) for row in source.rows] == rows
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_arrow_files_are_read(tmp_path, as_file):
+    folder = saved(SAVED, tmp_path / "saved")
+    (folder / "state.json").unlink()  # as in the library's cache
+    (source,) = read_sources(str(next(folder.glob("*.arrow")) if as_file else folder))
+    assert (source.kind, source.rows) == ("arrow", SAVED)
+
+
+@pytest.mark.parametrize("change", [
+    lambda folder: (folder / "state.json").write_text("{}"),
+    lambda folder: next(folder.glob("*.arrow")).write_bytes(b"no"),
+    lambda folder: next(folder.glob("*.arrow")).unlink(),
+])  # fmt: skip
+def test_a_damaged_folder_of_save_to_disk_is_named(tmp_path, change):
+    folder = saved(SAVED, tmp_path / "saved")
+    change(folder)
+    with pytest.raises(DataError, match=str(folder)):
+        read_sources(str(folder))
 
 
 def test_folder_reads_known_files_in_order_and_names_skipped_ones(write, tmp_path):

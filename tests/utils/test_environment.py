@@ -23,7 +23,8 @@ def test_environment_is_json_of_this_machine():
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
     assert report["versions"]["torch"] == metadata.version("torch")
     assert report["cpu"]["memory_bytes"] == psutil.virtual_memory().total
-    assert report["cpu"]["threads"] >= 1
+    assert report["cpu"]["threads"] == torch.get_num_threads()
+    assert report["cpu"]["processors"] >= 1
     assert report["compute_dtype"]["dtype"] == str(compute_dtype(best_device()).dtype).removeprefix("torch.")
     assert len(report["gpus"]) == torch.cuda.device_count() + torch.xpu.device_count()
 

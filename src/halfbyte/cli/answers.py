@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..serve.conversation import Conversation
 
 FIX = 'write one prompt per line, in a .jsonl as {"prompt": "..."}'
-TABLES = (".csv", ".tsv", ".parquet", ".json")  # files whose lines are not prompts
+TABLES = (".arrow", ".csv", ".tsv", ".parquet", ".json")  # files whose lines are not prompts
 
 
 def chat(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..config import RunConfig
 
 _OVERRIDE = re.compile(r"[A-Za-z][\w-]*=")
-_YAML, _DATA = (".yaml", ".yml"), (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt")
+_YAML, _DATA = (".yaml", ".yml"), (".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt")
 
 
 def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) -> RunConfig:

@@ -69,6 +69,11 @@ RENAMED = {
     "max_seq_length": "max_length",
     "dataset_name": "dataset",
     "dataset_train_split": "dataset_split",
+    "full_determinism": "deterministic",
+    "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
+    # PEFT
+    "base_model_name_or_path": "model_name_or_path",
+    "revision": "model_revision",
 }
 
 _SAME = "halfbyte always does this"
@@ -77,6 +82,11 @@ _SPEED = "it does not change the result"
 _NO_CACHE = "each run tokenizes its data, without a cache"
 _OWN_KERNELS = "halfbyte has its own fused kernels, see use_kernels"
 _NO_DDP = "halfbyte reduces all adapter gradients at once, without DDP"
+_TERMINAL = "it only changes what is printed"
+_COMPLETIONS = "completions.jsonl has prompts, answers and rewards"
+_ONLY_PUSHED = "it has a meaning only with push_to_hub"
+_SAVED_ONLY = "it describes a saved adapter"
+_TRACKIO = "set TRACKIO_* in the environment"
 _BLOCKS = "halfbyte shards decoder layer by decoder layer"
 HARMLESS = {
     "model_type": _BY_ITSELF,
@@ -138,6 +148,75 @@ HARMLESS = {
     "lora_o_kernel": _OWN_KERNELS,
     "use_unsloth": _OWN_KERNELS,
     "unsloth_lora_mlp": _OWN_KERNELS,
+    # PEFT
+    "auto_mapping": _SAVED_ONLY,
+    "inference_mode": _SAVED_ONLY,
+    "peft_version": _SAVED_ONLY,
+    "runtime_config": _SAVED_ONLY,
+    "lora_task_type": "halfbyte trains causal language models",
+    "megatron_core": "it has a meaning only with megatron_config",
+    "qalora_group_size": "it has a meaning only with use_qalora",
+    # transformers
+    "activation_checkpointing_kwargs": "recomputation is always the non-reentrant kind",
+    "average_tokens_across_devices": _SAME,
+    "batch_eval_metrics": _SAME,
+    "bf16_full_eval": "evaluation computes in the run's dtype",
+    "fp16_full_eval": "evaluation computes in the run's dtype",
+    "dataloader_in_order": _SAME,
+    "dataloader_multiprocessing_context": _SPEED,
+    "dataloader_persistent_workers": _SPEED,
+    "disable_tqdm": _TERMINAL,
+    "enable_jit_checkpoint": "a signal saves a checkpoint in every run",
+    "eval_accumulation_steps": _SPEED,
+    "eval_do_concat_batches": "evaluation computes losses only",
+    "eval_on_start": _SAME,
+    "eval_use_gather_object": "evaluation computes losses only",
+    "hub_always_push": _ONLY_PUSHED,
+    "hub_private_repo": _ONLY_PUSHED,
+    "hub_revision": _ONLY_PUSHED,
+    "include_for_metrics": "evaluation computes losses only",
+    "label_names": "the label column is named labels",
+    "length_column_name": "rows are not grouped by length",
+    "liger_kernel_config": _OWN_KERNELS,
+    "log_level": _TERMINAL,
+    "log_level_replica": _TERMINAL,
+    "log_on_each_node": _TERMINAL,
+    "logging_nan_inf_filter": "a loss that is NaN or Inf stops the run",
+    "prediction_loss_only": _SAME,
+    "project": _TRACKIO,
+    "restore_callback_states_from_checkpoint": _SAME,
+    "save_on_each_node": "one process writes, into an output_dir that all hosts share",
+    "skip_memory_metrics": "metrics.jsonl has the memory of each step",
+    "torch_compile": _OWN_KERNELS,
+    "torch_compile_backend": _OWN_KERNELS,
+    "torch_compile_mode": _OWN_KERNELS,
+    "torch_empty_cache_steps": "the memory plan limits torch's cache",
+    "trackio_bucket_id": _TRACKIO,
+    "trackio_space_id": _TRACKIO,
+    "trackio_static_space_id": _TRACKIO,
+    "use_cache": "training has no KV cache",
+    # TRL
+    "cache_implementation": "rollouts always use a paged KV cache",
+    "ds3_gather_for_generation": "rollouts read sharded weights by themselves",
+    "entropy_coef_delta": "it has a meaning only with use_adaptive_entropy",
+    "entropy_coef_max": "it has a meaning only with use_adaptive_entropy",
+    "entropy_coef_min": "it has a meaning only with use_adaptive_entropy",
+    "entropy_target": "it has a meaning only with use_adaptive_entropy",
+    "generate_during_eval": "generations.json has answers before and after training",
+    "ignore_bias_buffers": _NO_DDP,
+    "is_encoder_decoder": _BY_ITSELF,
+    "log_completions": _COMPLETIONS,
+    "log_multimodal": _COMPLETIONS,
+    "log_unique_prompts": _COMPLETIONS,
+    "max_tool_calling_iterations": "it has a meaning only with tools",
+    "num_completions_to_print": _COMPLETIONS,
+    "pad_to_multiple_of": _SPEED,
+    "padding_value": "padding has the tokenizer's pad token",
+    "precompute_ref_batch_size": "per_device_eval_batch_size is used",
+    "ref_model_mixup_alpha": "it has a meaning only with sync_ref_model",
+    "ref_model_sync_steps": "it has a meaning only with sync_ref_model",
+    "shuffle_dataset": "the rows of each epoch are shuffled",
+    "transformers_continuous_batching_config": "it has a meaning only with use_transformers_continuous_batching",
 }
 
 OWN_ENGINE = "remove it; halfbyte samples answers itself, or on a vLLM server (rollout: vllm)"
@@ -160,7 +239,13 @@ NOT_BUILT = {
     "load_best_model_at_end": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
     "loss_watchdog_threshold": "remove it; halfbyte stops on NaN and Inf only",
     "loss_watchdog_patience": "remove it; halfbyte stops on NaN and Inf only",
+    "metric_for_best_model": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
+    "greater_is_better": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
 }
+
+_PLAIN_LORA = "remove it; halfbyte trains LoRA, rsLoRA and DoRA"
+_PLAIN_INIT = "remove it; init_lora_weights: true or gaussian works"
+_OF_SERVER = "remove it; give it to the vLLM server"
 
 NO_EQUIVALENT = {
     "vllm_gpu_memory_utilization": "set rollout_memory_gib, or remove it: the memory plan decides",
@@ -202,6 +287,53 @@ NO_EQUIVALENT = {
     "lora_bias": "remove it; adapters have no bias",
     "layers_to_transform": "name the layers in target_modules, one regular expression",
     "lora_layers_to_transform": "name the layers in target_modules, one regular expression",
+    # PEFT
+    "layers_pattern": "name the layers in target_modules, one regular expression",
+    "exclude_modules": "name the modules that get adapters in target_modules, one regular expression",
+    "fan_in_fan_out": "remove it; PEFT determines it from the layer",
+    "trainable_token_indices": "remove it, or train the whole embedding: modules_to_save: [embed_tokens]",
+    "ensure_weight_tying": "remove it, and leave embedding and head out of target_modules and modules_to_save",
+    "alora_invocation_tokens": _PLAIN_LORA,
+    "arrow_config": _PLAIN_LORA,
+    "kasa_config": _PLAIN_LORA,
+    "layer_replication": _PLAIN_LORA,
+    "megatron_config": "remove it, and set parallel: {tensor: N}",
+    "monteclora_config": _PLAIN_LORA,
+    "use_bdlora": _PLAIN_LORA,
+    "use_qalora": _PLAIN_LORA,
+    "velora_config": _PLAIN_LORA,
+    "corda_config": _PLAIN_INIT,
+    "eva_config": _PLAIN_INIT,
+    "lora_ga_config": _PLAIN_INIT,
+    # transformers
+    "accelerator_config": "remove it; parallel divides a run over processes",
+    "auto_find_batch_size": "set per_device_train_batch_size; `halfbyte check` predicts the memory",
+    "data_seed": "remove it; seed is the seed of the data, too",
+    "dataloader_drop_last": "remove it; every row is trained",
+    "eval_delay": "remove it; eval_steps sets the interval of evaluations",
+    "hub_token": "run `hf auth login`",
+    "ignore_data_skip": "remove it; a resumed run continues with the next row",
+    "label_smoothing_factor": "remove it; label_smoothing is for pairs of answers (method: dpo)",
+    # learning rates with a floor, as in transformers' lr_scheduler_kwargs and other tools
+    "min_lr": "remove it; schedules fall to zero, and lr_scheduler_type: constant_with_warmup does not fall",
+    "min_lr_rate": "remove it; schedules fall to zero, and lr_scheduler_type: constant_with_warmup does not fall",
+    "min_lr_ratio": "remove it; schedules fall to zero, and lr_scheduler_type: constant_with_warmup does not fall",
+    # TRL
+    "cast_lm_head_to_fp32": "remove it; losses are computed in float32 from the head's logits",
+    "chat_template_kwargs": "write the values into a chat template, and name its file in chat_template_path",
+    "dataset_kwargs": "remove it; the data's format is detected, or set dataset_format",
+    "generation_batch_size": "set steps_per_generation",
+    "generation_kwargs": "set temperature, top_p, top_k, min_p or max_completion_length themselves",
+    "log_completions_hub_repo": "remove it; completions.jsonl has prompts, answers and rewards",
+    "model_init_kwargs": "set dtype, attn_implementation and model_revision themselves",
+    "repetition_penalty": "remove it, or reward answers without repetition: reward_funcs: [repetition]",
+    "use_adaptive_entropy": "remove it",
+    "vllm_enable_sleep_mode": _OF_SERVER,
+    "vllm_group_port": _OF_SERVER,
+    "vllm_max_model_length": _OF_SERVER,
+    "vllm_model_impl": _OF_SERVER,
+    "vllm_structured_outputs_regex": "remove it, or reward answers that match: reward_funcs: [{regex: PATTERN}]",
+    "vllm_tensor_parallel_size": _OF_SERVER,
 }
 
 # Refused keys that choose a training method: `import-config` refuses the whole file.

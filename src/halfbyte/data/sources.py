@@ -1,9 +1,9 @@
-"""Read rows: JSONL, JSON, CSV, Parquet and text files, folders of them, and datasets of the Hub.
+"""Read rows: JSONL, JSON, CSV, Parquet, Arrow and text files, folders of them, and datasets of the Hub.
 
 Every reader returns plain dictionaries and the place of each row, so that later errors can name file and line. In a
 folder, a file belongs to a split by its name (`train.jsonl`, `train-00000-of-00002.parquet`, `squad_dev.json`), or by
 the name of the nearest folder (`test/data.csv`), as in datasets.load_dataset; only names below the dataset's folder
-count.
+count. A folder that datasets' `save_to_disk` wrote is represented by its `state.json`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ KINDS = {
     "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
     "test": ("test", "testing"),
 }
+# Files that datasets' `save_to_disk` writes: of a dataset, of its columns, and of a folder of splits.
+SAVED, DESCRIPTION, SAVED_SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 SHARD = re.compile(r"-\d+-of-\d+$")
 SUFFIX = re.compile(r"(?<=.)(set|data|split)$")  # as in trainset, testdata
 MOST_NAMED = 10
@@ -51,7 +53,7 @@ class Source:
 
     Attributes:
         path: the file, or the Hub id.
-        kind: jsonl, json, csv, parquet, text or hub.
+        kind: jsonl, json, csv, parquet, arrow, text or hub.
         rows: column name to value, one dictionary per row.
         lines: the line where each row starts (1-based), for kinds with lines.
         note: how plain text was split into documents; empty for the other kinds.
@@ -94,7 +96,7 @@ def _read(name: str, split: str, evaluating: bool) -> list[Source]:
         files = files_of_split(files, folder, split_to_evaluate(name, split) if evaluating else split)
     elif split != TRAIN:
         notice("dataset_split", f"dataset_split: {split} does not apply to the file {name}: reading all its rows")
-    return [READERS[file.suffix.lower()](file) for file in files]
+    return [_read_saved(file) if file.name == SAVED else READERS[file.suffix.lower()](file) for file in files]
 
 
 def split_to_evaluate(name: str, split: str) -> str:
@@ -149,6 +151,10 @@ def _files_in(folder: Path) -> list[Path]:
 
     for place, inner, names in os.walk(folder, onerror=refuse):
         inner[:] = [name for name in inner if not name.startswith(".")]
+        if SAVED in names and DESCRIPTION in names:
+            names, inner[:] = [SAVED], []
+        elif any(name.endswith(".arrow") for name in names) or SAVED_SPLITS in names:
+            names = [name for name in names if name not in (DESCRIPTION, SAVED_SPLITS)]
         found = (Path(place, name) for name in names if not name.startswith("."))
         files += [path for path in found if path.is_file()]
         if len(files) > MOST_FILES:
@@ -299,6 +305,38 @@ def _without_null(row: Row) -> Row:
     return {key: clean(value) for key, value in row.items()}
 
 
+def _read_arrow(path: Path) -> Source:
+    import datasets
+
+    with open_bytes(path, DataError):
+        pass  # raises for a missing, unreadable or special file
+    return Source(str(path), "arrow", _rows_of(path, datasets.Dataset.from_file))
+
+
+def _read_saved(state: Path) -> Source:
+    """Read a folder that datasets' `save_to_disk` wrote."""
+    import datasets
+
+    return Source(str(state.parent), "arrow", _rows_of(state.parent, datasets.load_from_disk))
+
+
+def _rows_of(path: Path, load: Callable[[str], Any]) -> list[Row]:
+    """Return the rows of a dataset that the library datasets loads from a path.
+
+    Raises:
+        DataError: it cannot.
+    """
+    try:
+        dataset = load(str(path))
+        _check_columns(dataset.column_names, str(path))
+        return [_without_null(row) for row in dataset]
+    except DataError:
+        raise
+    except Exception as error:  # Arrow's own, the library's, or Python's for a damaged description
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"{path} is not a readable Arrow dataset: {reason}", "save or copy it again") from None
+
+
 def _read_text(path: Path) -> Source:
     """Read plain text: documents end at <|endoftext|> if the file has it, else at blank lines, else at every line."""
     with open_text(path, DataError) as file:
@@ -334,6 +372,7 @@ READERS: dict[str, Callable[[Path], Source]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
     ".txt": _read_text,
 }
 

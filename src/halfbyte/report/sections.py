@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.schema import RunKeys
 from ..runs.layout import CHECKS, DATA_REPORT, ENVIRONMENT, MEMORY, METRICS, RESOLVED_CONFIG
-from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, flat_plan, measured_parts, size
+from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, flat_plan, measured_parts, size, threads
 from ..utils.text import visible
 from . import plots
 from .run import Run
@@ -400,7 +400,7 @@ def environment(run: Run) -> str:
     commit = f" ({text(halfbyte['commit'])})" if halfbyte.get("commit") else ""
     rows = [("halfbyte", f"{text(halfbyte.get('version'))}{commit}")]
     rows += [("GPU", _gpu(gpu)) for gpu in known.get("gpus") or []]
-    cpu_words = (text(cpu.get("model")), f"{text(cpu.get('threads'))} threads", size(cpu.get("memory_bytes")))
+    cpu_words = (text(cpu.get("model")), text(threads(cpu)), size(cpu.get("memory_bytes")))
     rows.append(("CPU", ", ".join(cpu_words)))
     rows.append(("instruction sets", text(cpu.get("instruction_sets"))))
     rows.append(("computes in", f"{text(compute.get('dtype'))}: {text(compute.get('reason'))}"))

@@ -128,6 +128,7 @@ def _commit() -> str | None:
 
 def _cpu() -> dict[str, Any]:
     import psutil
+    import torch
 
     fields = _cpuinfo()
     flags = set(fields.get("flags", fields.get("Features", "")).split())
@@ -135,7 +136,8 @@ def _cpu() -> dict[str, Any]:
     return {
         "model": model or None,
         "cores": psutil.cpu_count(logical=False),
-        "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "instruction_sets": [name for flag, name in INSTRUCTION_SETS.items() if flag in flags],
     }

@@ -177,9 +177,16 @@ def _gpu(gpu: Mapping[str, Any]) -> str:
     return " · ".join(fact for fact in (*facts, gpu["driver"] and f"driver {gpu['driver']}") if fact)
 
 
+def threads(cpu: Mapping[str, Any]) -> str:
+    """Return the number of threads that torch computes with, and of processors if there are more."""
+    number = cpu.get("threads")
+    processors = cpu.get("processors", number)
+    return f"{number} thread{'' if number == 1 else 's'}" + ("" if processors == number else f" of {processors}")
+
+
 def _cpu(cpu: Mapping[str, Any]) -> str:
     instructions = ", ".join(cpu["instruction_sets"]) or "no vector extensions known"
-    return f"{cpu['model'] or 'CPU'} · {cpu['threads']} threads · {size(cpu['memory_bytes'])} · {instructions}"
+    return f"{cpu['model'] or 'CPU'} · {threads(cpu)} · {size(cpu['memory_bytes'])} · {instructions}"
 
 
 def _device_line(environment: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
