@@ -30,7 +30,7 @@ def computed(functions, grad, x, step, decay, b, c, skip, begins):
     states, final = functions.chunk_states(x, factors, b)
     y = functions.chunk_outputs(x, factors, b, c, skip, begins, states)
     after = functions.chunk_state_gradients(grad, factors, c)
-    return final, y, *functions.chunk_gradients(grad, x, factors, b, c, skip, begins, states, after)
+    return factors, final, y, *functions.chunk_gradients(grad, x, factors, b, c, skip, begins, states, after)
 
 
 class References:
@@ -62,3 +62,15 @@ def test_sizes_of_real_models(sizes):
     grad = random(*given[0].shape, dtype=torch.bfloat16)
     for left, right in zip(computed(kernels, grad, *given), computed(References(), grad, *given), strict=True):
         assert (left.float() - right.float()).norm() / right.float().norm() < 2**-6
+
+
+def test_references_read_the_kernels_factors():
+    """A GPU computes fp32 that way; factors of padding must not overflow under strong decay."""
+    grad, (x, step, _, b, c, skip, begins) = random(1, 70, 2, 16), inputs(1, 70, 2, 1, 16, 16, torch.float32)
+    decay = torch.full_like(step, -9.0)
+    factors = kernels.chunk_factors(step, decay, begins)
+    torch.testing.assert_close(factors, ops.chunk_factors.reference(step, decay, begins))
+    states, _ = ops.chunk_states.reference(x, factors, b)
+    after = ops.chunk_state_gradients.reference(grad, factors, c)
+    gradients = ops.chunk_gradients.reference(grad, x, factors, b, c, skip, begins, states, after)
+    assert all(gradient.isfinite().all() for gradient in gradients)

@@ -35,15 +35,15 @@ def _factors(step_ptr, decay_ptr, begins_ptr, factors_ptr, rows, tokens, heads, 
     decay = tl.load(decay_ptr + index * heads + head, mask=inside, other=0.0)
     step = tl.load(step_ptr + index * heads + head, mask=inside, other=0.0)
     sums = tl.sum(tl.where(visible, decay[None, :], 0.0), axis=1)
-    is_last = index == tl.minimum(first + CHUNK, (row + 1) * tokens) - 1
+    is_last = tl.arange(0, CHUNK) == CHUNK - 1
     sum_last = tl.sum(tl.where(is_last, sums, 0.0), axis=0)
     begin_last = tl.sum(tl.where(is_last, begins, 0), axis=0)
-    end = tl.where(inside & (index >= begin_last), tl.exp(sum_last - sums), 0.0)
+    end = tl.where(index >= begin_last, tl.exp(sum_last - sums), 0.0)
     through = tl.where(begin_last < first, tl.exp(sum_last), 0.0)
     at = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
     each = rows * heads * chunks * CHUNK
     tl.store(at, sums)
-    tl.store(at + each, tl.where(inside & (begins < first), tl.exp(sums), 0.0))
+    tl.store(at + each, tl.where(begins < first, tl.exp(sums), 0.0))
     tl.store(at + 2 * each, end)
     tl.store(at + 3 * each, through + tl.zeros((CHUNK,), tl.float32))
     tl.store(at + 4 * each, step)
@@ -57,7 +57,7 @@ def _tokens(begins_ptr, row, chunk, tokens, CHUNK: tl.constexpr):
     t = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = t < tokens
     index = row * tokens + t
-    begins = tl.load(begins_ptr + index, mask=inside, other=2147483647)  # no token is visible to padding
+    begins = tl.load(begins_ptr + tl.minimum(index, (row + 1) * tokens - 1))  # padding belongs to the last document
     return index, inside, begins, (index[None, :] <= index[:, None]) & (index[None, :] >= begins[:, None])
 
 
