@@ -214,10 +214,19 @@ def longrope():
     return transformers.Phi3ForCausalLM(config).eval()
 
 
+def uncached(model, prompt, new):
+    """Greedy tokens by a forward over all tokens in each step."""
+    ids = list(prompt)
+    for _ in range(new):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
 @pytest.mark.parametrize("lengths", [(10, 20, 30), (20, 23), (4, 9), (25, 40)], ids=str)
 def test_rows_answer_as_alone_across_the_switch_of_longrope(longrope, lengths):
     prompts = [[(7 * length + 3 * at) % 90 + 5 for at in range(length)] for length in lengths]
-    right = [expected(longrope, None, prompt) for prompt in prompts]
+    right = [uncached(longrope, prompt, 6) for prompt in prompts]  # transformers 5.17 errs at the switch
     assert generation.generate(longrope, prompts, max_new_tokens=6, stops=[]) == right
     found = Rollouts(longrope).generate(prompts, max_new_tokens=6, stops=[], sampling=Sampling())
     assert [completion.ids for completion in found] == right
