@@ -103,8 +103,12 @@ class HalfbyteLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return prompt_text(self.tokenizer, chat_history, **how)
+        return prompt_text(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return token ids, with BOS unless the text already has it, e.g. from a chat template."""

@@ -124,7 +124,7 @@ def _around_result(tokenizer: Any, pieces: Pieces) -> tuple[str, str] | None:
     """Return the text around a tool's result if the chat template writes tools and calls as `data.tool_template`."""
     tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "b"},

@@ -31,16 +31,16 @@ def add_general(writer: GGUFWriter, config: Any, generation: Mapping[str, Any]) 
         config: transformers config.
         generation: contents of generation_config.json; its sampling keys count with `do_sample`.
     """
-    stored = getattr(config, CONFIG_KEY, None)
-    for name in DESCRIPTIONS if isinstance(stored, dict) else ():
-        if isinstance(text := stored.get(name), str):
+    descriptions: Mapping[str, Any] = getattr(config, CONFIG_KEY, None) or {}
+    for name in DESCRIPTIONS:
+        if isinstance(text := descriptions.get(name), str):
             writer.add_string(f"general.{name}", text)
-    for name, (key, whole) in SAMPLING.items() if generation.get("do_sample") else ():
-        if _is_number(value := generation.get(name)):
-            if whole:
-                writer.add_int32(key, int(value))
-            else:
-                writer.add_float32(key, value)
+    if generation.get("do_sample"):
+        for name, (key, is_integer) in SAMPLING.items():
+            value: Any = generation.get(name)
+            if _is_number(value):
+                add = writer.add_int32 if is_integer else writer.add_float32
+                add(key, value)
 
 
 def read_descriptions(file: GgufFile) -> dict[str, str]:

@@ -375,7 +375,7 @@ FAMILIES = [
            gguf=Gguf("seed_oss", bias=True, bias_keys={"attention_bias": "attn_q"},
                      fixed={"attention_out_bias": False, "mlp_bias": False})),
     Family("Exaone4", "exaone4", norms=POST_NORMS, qk_norm="head", window="module", unrotated="window",
-           gguf=Gguf("exaone4", window_every=1, square=True, rope_factors=FACTORS,
+           gguf=Gguf("exaone4", window_every=1, square=True, rope_factors=FACTORS[:1],
                      fixed={"sliding_window": None})),  # no export of the 32B's windows
     Family("Cohere2", "cohere2", layer_norm=True, norms=Norms(before_mlp="input_layernorm"), parallel=True,
            window="module", rope_pairs="repeated", unrotated="window",
