@@ -403,6 +403,26 @@ def test_card_of_another_method(tmp_path, method, loader, labels, pipeline):
     assert labels in code
 
 
+@pytest.mark.parametrize("name", ["base", "base.gguf"])
+def test_cards_of_a_local_base(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    (run / "adapter").mkdir(parents=True)
+    (tmp_path / name).touch()
+    (run / "config.resolved.yaml").write_text(f"model_name_or_path: {name}\ndataset: {tmp_path}/d.jsonl\n")
+    (run / "data_report.json").write_text(
+        json.dumps({"sources": [{"path": f"{tmp_path}/d.jsonl", "rows": 3, "format": "text"}]})
+    )
+    mine, published = (write_card(run).read_text(), (run / "adapter/README.md").read_text())
+    folder = f"{str(tmp_path)!r}, gguf_file='base.gguf'" if name == "base.gguf" else f"{str(tmp_path / name)!r}"
+    assert f"AutoModelForCausalLM.from_pretrained({folder}, dtype" in mine
+    assert str(tmp_path) not in published
+    assert "base_model" not in published
+    assert ("gguf_file='base.gguf'" in published) == (name == "base.gguf")
+    for text in (mine, published):
+        compile(re.search(r"```python\n(.*?)\n```", text, re.DOTALL)[1], "card", "exec")
+
+
 def test_card_of_full_fine_tuning_and_local_base(tmp_path):
     (tmp_path / "config.resolved.yaml").write_text(
         "model_name_or_path: /data/base\nuse_peft: false\ndataset: d.jsonl\n"

@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -304,6 +306,17 @@ def test_keys_that_a_saved_adapter_has_decided_are_named(place, tmp_path):
     train(load_config(None, keys(place, tmp_path / "second", **more)))
     named = notices.notices_so_far()["adapter_shape"]
     assert all(key in named for key in ("lora_dropout 0.0", "modules_to_save", "target_modules", "init_lora_weights"))
+
+
+@pytest.mark.parametrize("folder", [".", "adapter"])
+def test_the_code_of_both_cards_runs(place, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(place)
+    train(load_config(None, keys(place, tmp_path / "out", model_name_or_path="model", max_steps=1)))
+    monkeypatch.chdir(tmp_path / "out" / folder)
+    code = re.search(r"```python\n(.*?)\n```", Path("README.md").read_text(), re.DOTALL)[1]
+    names = {}
+    exec(code.replace("FOLDER_OF_BASE", str(place / "model")), names)
+    assert isinstance(names["model"], PeftModel)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

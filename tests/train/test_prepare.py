@@ -1,5 +1,6 @@
 """Preflight checks of a run, which write no file."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,7 +26,7 @@ from halfbyte.runs.lock import check_free, run_lock
 from halfbyte.train import setup
 from halfbyte.train.preflight import check_optimizer, check_trackers, prepare_run
 from halfbyte.utils import notices
-from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tests.helpers.sft_runs import keys, run
 from tests.helpers.tiny_runs import rows
 
@@ -235,3 +236,15 @@ def test_weights_that_are_nan_leave_no_file(place, tmp_path):
     with pytest.raises(CheckpointError, match="NaN"):
         run(place, tmp_path / "out", model_name_or_path=str(tmp_path / "model"))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("limit", "copies"), [(1, 2), (2, 3), (None, 6)])
+def test_space_for_all_kept_checkpoints_is_checked(place, tmp_path, monkeypatch, limit, copies):
+    """A checkpoint is removed after the next one is written; the trained weights are saved in addition."""
+    plan = prepared(place, tmp_path / "out", save_steps=1, save_total_limit=limit).plan
+    needed = copies * (plan.adapters + plan.optimizer) + plan.adapters
+    for free in (needed, needed - 1):
+        usage = shutil._ntuple_diskusage(2 * needed, 2 * needed - free, free)
+        monkeypatch.setattr("shutil.disk_usage", lambda folder, usage=usage: usage)
+        with contextlib.nullcontext() if free == needed else pytest.raises(TrainingError):
+            prepared(place, tmp_path / "out", save_steps=1, save_total_limit=limit)

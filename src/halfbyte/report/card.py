@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ..config.methods import SCORES
 from ..methods import METHODS
 from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_CONFIG
 from ..utils.files import write_text
+from ..utils.hub import is_local
 from ..utils.terminal import duration, method, size, storage
 from ..utils.text import visible
 from .run import Run, read_run
@@ -30,36 +32,53 @@ ADAPTER_KEYS = HYPERPARAMETERS[:7]
 
 
 def write_card(run_dir: Path | str) -> Path:
-    """Read the files of a run directory and write README.md, a model card, into it.
+    """Read the files of a run directory and write README.md, a model card, into it and into its folder of weights.
+
+    The card beside the weights is meant for the hub: it names no file of this machine.
 
     Returns:
-        The path of README.md.
+        The path of README.md in the run directory.
 
     Raises:
         TrainingError: README.md cannot be written.
     """
     run = read_run(run_dir)
+    weights = run.path / _weights(run)
+    if weights.is_dir():
+        write_text(weights / MODEL_CARD, card(run, published=True))
     return write_text(run.path / MODEL_CARD, card(run))
 
 
-def card(run: Run) -> str:
-    """Return the card as Markdown with its YAML header."""
-    full = not run.config.get("use_peft", True)
-    what = "Fine-tuned weights" if full else "A LoRA adapter"
+def card(run: Run, *, published: bool = False) -> str:
+    """Return the card as Markdown with its YAML header.
+
+    Args:
+        published: whether the card is beside the weights, without paths of this machine; default: in the run's folder.
+    """
+    what = "Fine-tuned weights" if _weights(run) == MODEL else "A LoRA adapter"
+    base = _shown(run.model, published)
     parts = [
-        f"---\n{yaml.safe_dump(_hub_header(run, full), sort_keys=False)}---",
+        f"---\n{yaml.safe_dump(_hub_header(run), sort_keys=False)}---",
         f"# {_plain(Path(run.model).name)}, fine-tuned with halfbyte",
-        f"{what} for `{_code(run.model)}`, trained by {method(run.config)}.",
-        f"## Use\n\n```python\n{_usage(run, full)}\n```",
+        f"{what} for `{_code(base)}`, trained by {method(run.config)}.",
+        f"## Use\n\n```python\n{_usage(run, published)}\n```",
         f"## Results\n\n{_table(_results(run))}",
-        f"## Data\n\n{_table(_data(run))}",
-        f"## Hyperparameters\n\n{_table(_hyperparameters(run, full))}",
-        f"Every key is in `{RESOLVED_CONFIG}`, every number in `{METRICS}`, and plots are in `{REPORT}`.",
+        f"## Data\n\n{_table(_data(run, published))}",
+        f"## Hyperparameters\n\n{_table(_hyperparameters(run))}",
     ]
+    if not published:
+        files = f"Every key is in `{RESOLVED_CONFIG}`, every number in `{METRICS}`, and plots are in `{REPORT}`."
+        parts.append(files)
     return "\n\n".join(parts) + "\n"
 
 
-def _hub_header(run: Run, full: bool) -> dict[str, Any]:
+def _weights(run: Run) -> str:
+    """Return the name of the folder that the run saves its weights in."""
+    return ADAPTER if run.config.get("use_peft", True) else MODEL
+
+
+def _hub_header(run: Run) -> dict[str, Any]:
+    full = _weights(run) == MODEL
     header: dict[str, Any] = {"library_name": "transformers" if full else "peft"}
     # The hub checks that base_model exists there, so a local folder is not named.
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", run.model) and not Path(run.model).exists():
@@ -71,26 +90,38 @@ def _hub_header(run: Run, full: bool) -> dict[str, Any]:
     return header
 
 
-def _usage(run: Run, full: bool) -> str:
-    """Code that loads the model with transformers and PEFT only."""
+def _usage(run: Run, published: bool) -> str:
+    """Return code that loads the model with transformers and PEFT only, in the folder of the card."""
     loader, labels = _loader(run)
     lines = [f"from transformers import {loader}, AutoTokenizer"]
     if scheme := run.config.get("qat_scheme"):
         lines.insert(0, f"# trained for {scheme}; this loads 16-bit weights, `halfbyte merge` writes quantized ones")
-    folder = MODEL if full else ADAPTER
-    tokenizer = folder if (run.path / folder / "tokenizer_config.json").exists() else run.model
-    if full:
-        lines.append(f'model = AutoModelForCausalLM.from_pretrained("{MODEL}", dtype="auto")')
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})")
+    weights = "." if published else _weights(run)
+    has_tokenizer = (run.path / _weights(run) / "tokenizer_config.json").exists()
+    tokenizer = f"AutoTokenizer.from_pretrained({weights!r})"
+    if not has_tokenizer:
+        tokenizer = f"AutoTokenizer.from_pretrained({_arguments_of_base(run, published)})"
+    if _weights(run) == MODEL:
+        lines.append(f'model = AutoModelForCausalLM.from_pretrained("{weights}", dtype="auto")')
+        lines.append(f"tokenizer = {tokenizer}")
         return "\n".join(lines)
-    revision = run.config.get("model_revision", "main")
-    pinned = "" if revision == "main" else f", revision={revision!r}"
-    lines.insert(-1, "from peft import PeftModel")
     head = f", num_labels={labels}" if labels else ""
-    lines.append(f'base = {loader}.from_pretrained({run.model!r}{head}, dtype="auto"{pinned})')
-    lines.append(f'model = PeftModel.from_pretrained(base, "{ADAPTER}")')
-    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})")
+    lines.insert(-1, "from peft import PeftModel")
+    lines.append(f'base = {loader}.from_pretrained({_arguments_of_base(run, published)}{head}, dtype="auto")')
+    lines.append(f'model = PeftModel.from_pretrained(base, "{weights}")')
+    lines.append(f"tokenizer = {tokenizer}")
     return "\n".join(lines)
+
+
+def _arguments_of_base(run: Run, published: bool) -> str:
+    """Return the arguments of transformers' `from_pretrained` that load the base model."""
+    path = Path(run.model)
+    if not is_local(run.model):
+        revision = run.config.get("model_revision", "main")
+        return f"{run.model!r}" + ("" if revision == "main" else f", revision={revision!r}")
+    folder, file = (path.parent, f", gguf_file={path.name!r}") if path.suffix == ".gguf" else (path, "")
+    shown = f"FOLDER_OF_{'GGUF' if file else 'BASE'}" if published else os.path.abspath(folder)
+    return f"{shown!r}{file}"
 
 
 def _loader(run: Run) -> tuple[str, int]:
@@ -120,16 +151,25 @@ def _results(run: Run) -> dict[str, str]:
     return results
 
 
-def _data(run: Run) -> dict[str, str]:
+def _data(run: Run, published: bool) -> dict[str, str]:
     report = run.data or {}
-    facts = {source["path"]: f"{source['rows']:,} rows, {source['format']}" for source in report.get("sources") or []}
+    facts = {
+        _shown(source["path"], published): f"{source['rows']:,} rows, {source['format']}"
+        for source in report.get("sources") or []
+    }
     for name in ("train", "eval"):
         if split := report.get(name):
             facts[f"{name} tokens"] = f"{split['tokens']:,}, {split['trained_tokens']:,} of them trained on"
     return facts
 
 
-def _hyperparameters(run: Run, full: bool) -> dict[str, str]:
+def _shown(path: str, published: bool) -> str:
+    """Return the name of a model or data source in a card; a published card has no folders of this machine."""
+    return Path(path).name if published and is_local(path) else path
+
+
+def _hyperparameters(run: Run) -> dict[str, str]:
+    full = _weights(run) == MODEL
     keys = [key for key in HYPERPARAMETERS if key in run.config and not (full and key in ADAPTER_KEYS)]
     return {key: str(run.config[key]) for key in keys}
 

@@ -7,6 +7,7 @@ configurations, and report the same errors. Functions named `check_<thing>` rais
 from __future__ import annotations
 
 import fnmatch
+import math
 import time
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -194,9 +195,28 @@ def prepare_run(
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
     run = PreparedRun(config, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut)
+    check_disk(run)
     if method.reference:
         console.print(f"reference {_describe_reference(run)}")
     return run
+
+
+def check_disk(run: PreparedRun) -> None:
+    """Check that the disk has space for all checkpoints that a run keeps at a time, and for its trained weights.
+
+    A checkpoint is removed only after a newer one is written.
+
+    Raises:
+        TrainingError: it has not.
+    """
+    config, plan, steps = run.config, run.plan, run.total_steps
+    interval = run.arguments.save_steps  # below 1: a share of the run
+    saves = math.ceil(1 / interval) if interval < 1 else math.ceil(steps / interval)
+    held = len(checkpoints.checkpoints(config.output_path))
+    copies = max(min(saves, (config.save_total_limit or saves) + 1) - held, 1)
+    needed = copies * (plan.adapters + plan.optimizer) + plan.adapters
+    fix = "free some space, choose another output_dir, or set save_total_limit: 1"
+    check_space(config.output_path / "checkpoint", needed, fix)
 
 
 def _describe_reference(run: PreparedRun) -> str:
@@ -388,7 +408,7 @@ def _memory_plan(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
     layout: Parallel, console: Console, checkpoint: Path | None,
 ) -> MemoryPlan:  # fmt: skip
-    """Plan the memory of a run on the main rank; check that it fits, and that the disk has space for a checkpoint.
+    """Plan the memory of a run on the main rank; check that it fits.
 
     Args:
         checkpoint: checkpoint to continue from; the plan of its rollouts is kept.
@@ -417,8 +437,6 @@ def _memory_plan(
         how = "in addition to" if plan.answering.stays else "in turn with"
         console.print(one_line(f"rollouts {plan.answering}, {how} a step's {step}"), soft_wrap=True)
     check_fits(plan, config, files.config, rows=len(data.train), batches=batches)
-    needed = plan.adapters + plan.optimizer
-    check_space(config.output_path / "checkpoint", needed, "free some space, or choose another output_dir")
     return plan
 
 
