@@ -190,6 +190,7 @@ CHANGES = {
     "original": {"original_max_position_embeddings": 32}, "low": {"low_freq_factor": 2.0, "high_freq_factor": 3.0},
     "partial": {"partial_rotary_factor": 0.5}, "theta": {"rope_theta": 500.0}, "no factor": {"factor": None},
 }  # fmt: skip
+HARMLESS = ("usual betas", "usual factor", "one mscale", "factor")
 PLACES = [("llama", None), ("glm4", None), ("gpt_oss", None), ("gemma3", "full_attention"), ("olmo3", "full_attention"),
           ("gemma3", "sliding_attention"), ("olmo3", "sliding_attention")]  # fmt: skip
 
@@ -223,6 +224,7 @@ def by_llamacpp(keys, tensors, sliding):
     return frequency * (kept + (1 - kept) / factor), 0.1 * math.log(factor) + 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_llamacpps_rope_is_transformers_or_refused(kind, change, caplog):
@@ -256,4 +258,9 @@ def test_llamacpps_rope_is_transformers_or_refused(kind, change, caplog):
         np.testing.assert_allclose(frequency, getattr(rotary, f"{prefix}inv_freq").double().numpy(), rtol=1e-5)
         assert factor == pytest.approx(float(getattr(rotary, f"{prefix}attention_scaling")), rel=1e-5)
     assert all("rope_parameters" in message for message in refusals)
-    assert exported or kind in ("dynamic", "proportional") or change not in ("nothing", "theta")
+    if kind not in ("dynamic", "proportional") and change in (
+        "nothing",
+        "theta",
+        *(HARMLESS if kind == "yarn" else ()),
+    ):
+        assert exported

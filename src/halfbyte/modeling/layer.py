@@ -427,9 +427,10 @@ def check_keywords(module: Any, keywords: Mapping[str, Any], known: frozenset[st
     Raises:
         ModelError: names the keyword, the class and the version of transformers.
     """
+    kind: Any = type(module)
     for name, value in keywords.items():
         unknown = value is not None and name not in IGNORED_KEYWORDS and name not in known
-        if unknown and name not in CACHE_KEYWORDS and _reads(type(module), name):
+        if unknown and name not in CACHE_KEYWORDS and _reads(kind, name):
             raise ModelError(
                 f"transformers {transformers.__version__} passes {type(module).__name__} the argument {name!r}, which"
                 " halfbyte's fused forward does not know",
