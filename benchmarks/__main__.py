@@ -59,6 +59,7 @@ CASES = {
     "plan_optimizers_h100": "plan_optimizers",
     "optimizer_quality_h100": "optimizer_quality LLAMA-40M VALIDATION.jsonl",
     "bnb_bytes_cpu": "bnb_bytes --device cpu",
+    "bnb_bytes_h200": "bnb_bytes --device cuda --values 100000000",
     "preference_step_h200": "preference_step",
     "preference_dpo_cpu": "preference --data DPO_EN_DEMO.json --model LLAMA-40M --length 256 --rows 1 --steps 20",
     "preference_dpo_step_cpu": "preference --data DPO_EN_DEMO.json --model LLAMA-40M --tokens 700",

@@ -10,6 +10,7 @@ states, 256 tokens) with and without `halfbyte.patch`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -127,8 +128,12 @@ def tiny_step(patched: bool) -> float | None:
     return None
 
 
+def parser() -> argparse.ArgumentParser:
+    return parser_of(__doc__)
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    given = parser_of(__doc__).parse_args(words)
+    given = parser().parse_args(words)
     result: dict[str, Any] = {"tiny_gib": {"patched": tiny_step(True), "stock": tiny_step(False)}, "shapes": {}}
     print(result, flush=True)
     for name, shape in SHAPES.items():
