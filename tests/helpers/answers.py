@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,26 +158,25 @@ def comparisons(model: Any) -> Iterator[tuple[str, bool | str]]:
 
 def main(names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
-    equal = 0
-    architectures = set()
-    others: list[str] = []
+    equal: Counter[str] = Counter()
+    without_reference: list[str] = []
     for name in names:
         for kind in KINDS:
             try:
                 model = adapted(kind, build(name))
                 results = [] if model is None else list(comparisons(model))
             except Exception as error:  # does not build, or transformers or PEFT fail
-                others.append(f"{name}, {kind}: {type(error).__name__}: {str(error).splitlines()[:1]}"[:200])
-                print("ERROR", others[-1], flush=True)
+                without_reference.append(f"{name}, {kind}: {type(error).__name__}: {error}"[:200].splitlines()[0])
                 continue
             for what, result in results:
-                equal += result is True
-                architectures |= {name} if result is True else set()
+                equal[name] += result is True
                 if result is not True:
-                    print(
-                        "WRONG" if result is False else "refused", f"{name}, {kind}: {what}: {result}"[:300], flush=True
-                    )
-    print(f"{equal} equal of {len(architectures)} architectures; {len(others)} without a reference")
+                    verdict = "WRONG" if result is False else f"refused ({result})"
+                    print(f"{name}, {kind}: {what}: {verdict}"[:300], flush=True)
+        print(f"{name}: {equal[name]} equal", flush=True)
+    print(*without_reference, sep="\n")
+    architectures = sum(count > 0 for count in equal.values())
+    print(f"{equal.total()} equal, {architectures} architectures; {len(without_reference)} without a reference")
 
 
 if __name__ == "__main__":

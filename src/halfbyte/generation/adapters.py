@@ -119,7 +119,7 @@ def module_of(module: Any, adapters: Sequence[str | None]) -> Any:
         base: Any = module.original_module
         merged = any(each.merged for each in module.modules() if isinstance(each, BaseTunerLayer))
     elif isinstance(module, BaseTunerLayer):
-        base, merged = module.base_layer, module.merged
+        base, merged = module.get_base_layer(), module.merged
     else:
         return module
     if merged or any(name is not None and _holds(module, name) for name in adapters):

@@ -143,6 +143,7 @@ class Rollouts:
         try:
             decoder, batch = self._ready(rows, name)
         except Unsupported as reason:
+            self.free()
             notice(f"rollouts: {reason}", f"rollouts use transformers' own forward in static batches: {reason}")
             training = self.model.training
             self.model.eval()

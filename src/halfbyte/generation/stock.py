@@ -125,8 +125,12 @@ def _states_in_modules(causal: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
     """Return the states that modules hold as attributes (RecurrentGemma), which other batches overwrite."""
     if not getattr(causal, "_is_stateful", False):
         return []
-    attributes = [(own, name, value) for own in map(vars, causal.modules()) for name, value in own.items()]
-    return [each for each in attributes if "state" in each[1] and isinstance(each[2], Tensor)]
+    return [
+        (module.__dict__, name, value)
+        for module in causal.modules()
+        for name, value in module.__dict__.items()
+        if "state" in name and isinstance(value, Tensor)
+    ]
 
 
 def _generation_keywords(causal: Any, tokens: Tensor, mask: Tensor) -> dict[str, Any]:

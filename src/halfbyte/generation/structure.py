@@ -46,11 +46,8 @@ def structure_of(causal: Any) -> list[Any]:
 def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield all modules with their names, except the factors of adapters."""
     yield name, module
-    children = module._modules.items()
-    if isinstance(module, BaseTunerLayer):
-        children = [item for item in children if item[0] == "base_layer"]
-    for key, child in children:
-        if child is not None:
+    for key, child in module._modules.items():
+        if child is not None and (key == "base_layer" or not isinstance(module, BaseTunerLayer)):
             yield from _modules(child, f"{name}.{key}" if name else key)
 
 
