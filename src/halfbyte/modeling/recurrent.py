@@ -390,7 +390,8 @@ def recurrent_layers(model: nn.Module) -> Iterator[nn.Module]:
 def bind_mamba2_scans(model: nn.Module) -> int:
     """Bind `isolated_forward` to Mamba-2 layers, for full rows and documents alike; return how many are bound."""
     for module in recurrent_layers(model):
-        if MAMBA2_SCAN in _replaced_calls(type(module)):
+        cls: Any = type(module)
+        if MAMBA2_SCAN in _replaced_calls(cls):
             record(module).scan = True
             module.forward = MethodType(isolated_forward, module)
     records = map(existing_record, model.modules())
