@@ -9,6 +9,7 @@ torch code.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -61,4 +62,5 @@ def _dequantize(
     from bitsandbytes.backends.utils import _get_4bit_code
 
     arguments: Any = (codes.view(torch.uint8).reshape(-1), absmax.float(), _get_4bit_code(quant_type, codes.device))
-    return _dequantize_4bit_compute(*arguments, blocksize, shape, dtype)
+    compute = inspect.unwrap(_dequantize_4bit_compute)  # without torch.compile, which compiles again for each shape
+    return compute(*arguments, blocksize, shape, dtype)
