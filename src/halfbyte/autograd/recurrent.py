@@ -108,12 +108,14 @@ class _ChunkScan(OnceFunction):
             factors = scan_ops.chunk_factors(step[:, :, heads], decay[:, :, heads], begins)
             states, _ = scan_ops.chunk_states(inputs, factors, keys)
             after = scan_ops.chunk_state_gradients(grad[:, :, heads], factors, queries)
-            given = grad[:, :, heads], inputs, factors, keys, queries, None if skip is None else skip[heads]
-            gradients = scan_ops.chunk_gradients(*given, begins, states, after)
+            skipped = None if skip is None else skip[heads]
+            gradients = scan_ops.chunk_gradients(
+                grad[:, :, heads], inputs, factors, keys, queries, skipped, begins, states, after
+            )
             grad_x[:, :, heads], grad_step[:, :, heads], grad_decay[:, :, heads] = gradients[:3]
             grad_b[:, :, groups] += gradients.b
             grad_c[:, :, groups] += gradients.c
-        grad_skip = (grad * x).sum((0, 1, 3)).to(skip.dtype) if ctx.needs_input_grad[5] else None
+        grad_skip = (grad.to(exact) * x).sum((0, 1, 3)).to(skip.dtype) if ctx.needs_input_grad[5] else None
         return grad_x, grad_step, grad_decay, grad_b.to(b.dtype), grad_c.to(c.dtype), grad_skip, None
 
 

@@ -2,9 +2,9 @@
 gradients of all chunks are computed in parallel.
 
 Bound by tensor cores: with N = 256 and P = 64 a token and head take 53,000 multiply-adds forward and 144,000 backward,
-and 10P bytes of x, y and their gradients. A step of 1×4096 with 48 such heads takes 1.1 ms on an H200, the products
-alone 0.07 ms at a large matmul's rate, transformers' function 269 ms. A program of `_group_gradients` adds up the heads
-of a group in one order, so the bytes of a gradient repeat.
+and 10P bytes of x, y and their gradients. A step of 1×4096 with 48 such heads takes 0.66 ms of an H200 as a graph, the
+products alone 0.07 ms at a large matmul's rate, transformers' function 269 ms. A program of `_group_gradients` adds up
+the heads of a group in one order, so the bytes of a gradient repeat.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def _factors(step_ptr, decay_ptr, begins_ptr, factors_ptr, rows, tokens, heads, 
     end = tl.where(index >= begin_last, tl.exp(sum_last - sums), 0.0)
     through = tl.where(begin_last < first, tl.exp(sum_last), 0.0)
     at = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
-    each = rows * heads * chunks * CHUNK
+    factor_size = rows * heads * chunks * CHUNK
     tl.store(at, sums)
-    tl.store(at + each, tl.where(begins < first, tl.exp(sums), 0.0))
-    tl.store(at + 2 * each, end)
-    tl.store(at + 3 * each, through + tl.zeros((CHUNK,), tl.float32))
-    tl.store(at + 4 * each, step)
-    tl.store(at + 5 * each, end * step)
+    tl.store(at + factor_size, tl.where(begins < first, tl.exp(sums), 0.0))
+    tl.store(at + 2 * factor_size, end)
+    tl.store(at + 3 * factor_size, through + tl.zeros((CHUNK,), tl.float32))
+    tl.store(at + 4 * factor_size, step)
+    tl.store(at + 5 * factor_size, end * step)
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _states(
     n, p = program % blocks * SIZE + tl.arange(0, SIZE), tl.arange(0, WIDTH)
     group = head // (heads // groups)
     known = (n < size)[:, None] & (p < width)[None, :]
-    each = rows * heads * chunks * CHUNK
+    factor_size = rows * heads * chunks * CHUNK
     state = tl.zeros((SIZE, WIDTH), tl.float32)
     for turn in range(chunks):
         chunk = chunks - 1 - turn if BACKWARD else turn
@@ -91,8 +91,8 @@ def _states(
         b = _tile(b_ptr, row * tokens + t, t < tokens, b_stride, group * size, n, size)
         x = _tile(x_ptr, row * tokens + t, t < tokens, x_stride, head * width, p, width)
         factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK
-        scale = tl.load(factors + (each if BACKWARD else 5 * each) + tl.arange(0, CHUNK))
-        through = tl.load(factors + 3 * each)
+        scale = tl.load(factors + (factor_size if BACKWARD else 5 * factor_size) + tl.arange(0, CHUNK))
+        through = tl.load(factors + 3 * factor_size)
         scaled = (x.to(tl.float32) * scale[:, None]).to(b.dtype)
         state = tl.dot(tl.trans(b), scaled, state * through, input_precision="ieee")
     if not BACKWARD:
@@ -112,7 +112,7 @@ def _outputs(
     p, group = tl.arange(0, WIDTH), head // (heads // groups)
     index, inside, _begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
     factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
-    each = rows * heads * chunks * CHUNK
+    factor_size = rows * heads * chunks * CHUNK
     sums = tl.load(factors)
     state_ptr = states_ptr + ((chunk * rows + row) * heads + head).to(tl.int64) * size * width
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -124,8 +124,8 @@ def _outputs(
         state = _tile(state_ptr, n, n < size, width, 0, p, width)
         scores = tl.dot(c, tl.trans(b), scores, input_precision="ieee")
         y = tl.dot(c, state, y, input_precision="ieee")
-    y *= tl.load(factors + each)[:, None]
-    step = tl.load(factors + 4 * each)
+    y *= tl.load(factors + factor_size)[:, None]
+    step = tl.load(factors + 4 * factor_size)
     pairs = tl.where(visible, tl.exp(sums[:, None] - sums[None, :]), 0.0)
     x = _tile(x_ptr, index, inside, x_stride, head * width, p, width)
     y = tl.dot((scores * pairs * step[None, :]).to(x.dtype), x, y, input_precision="ieee")
@@ -149,7 +149,7 @@ def _head_gradients(
     p, group = tl.arange(0, WIDTH), head // (heads // groups)
     index, inside, _begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
     factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
-    each = rows * heads * chunks * CHUNK
+    factor_size = rows * heads * chunks * CHUNK
     sums = tl.load(factors)
     offset = ((chunk * rows + row) * heads + head).to(tl.int64) * size * width
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -167,18 +167,18 @@ def _head_gradients(
         added = tl.dot(b, after, added, input_precision="ieee")
         overlap += tl.sum(tl.sum(state.to(tl.float32) * after.to(tl.float32), axis=1), axis=0)
     scores *= tl.where(visible, tl.exp(sums[:, None] - sums[None, :]), 0.0)
-    step = tl.load(factors + 4 * each)
+    step = tl.load(factors + 4 * factor_size)
     grad = _tile(grad_ptr, index, inside, grad_stride, head * width, p, width)
     x = _tile(x_ptr, index, inside, x_stride, head * width, p, width)
     wide_x, wide_grad = x.to(tl.float32), grad.to(tl.float32)
-    added *= tl.load(factors + 2 * each)[:, None]
+    added *= tl.load(factors + 2 * factor_size)[:, None]
     grad_inputs = tl.dot(tl.trans(scores.to(grad.dtype)), grad, added, input_precision="ieee")
     weights = scores * tl.dot(grad, tl.trans(x), input_precision="ieee") * step[None, :]
     to_state = tl.sum(added * wide_x, axis=1) * step
     grad_sums = tl.sum(weights, axis=1) - tl.sum(weights, axis=0) - to_state
-    grad_sums += tl.sum(read * wide_grad, axis=1) * tl.load(factors + each)
+    grad_sums += tl.sum(read * wide_grad, axis=1) * tl.load(factors + factor_size)
     is_last = index == tl.minimum(row * tokens + (chunk + 1) * CHUNK, (row + 1) * tokens) - 1
-    grad_sums += tl.where(is_last, tl.sum(to_state, axis=0) + overlap * tl.load(factors + 3 * each), 0.0)
+    grad_sums += tl.where(is_last, tl.sum(to_state, axis=0) + overlap * tl.load(factors + 3 * factor_size), 0.0)
     grad_decay = tl.sum(tl.where(visible, grad_sums[:, None], 0.0), axis=0)
     tl.store(grad_decay_ptr + index * heads + head, grad_decay, mask=inside)
     tl.store(grad_step_ptr + index * heads + head, tl.sum(grad_inputs * wide_x, axis=1), mask=inside)
@@ -206,19 +206,20 @@ def _group_gradients(
     grad_c = tl.zeros((CHUNK, SIZE), tl.float32)
     products = tl.zeros((CHUNK, CHUNK), tl.float32)
     index, inside, _begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
-    in_group, each = heads // groups, rows * heads * chunks * CHUNK
+    in_group = heads // groups
+    factor_size = rows * heads * chunks * CHUNK
     for head in range(group * in_group, (group + 1) * in_group):
         factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
         offset = ((chunk * rows + row) * heads + head).to(tl.int64) * size * width
         state = _tile(states_ptr + offset, n, n < size, width, 0, p, width)
         after = _tile(after_ptr + offset, n, n < size, width, 0, p, width)
-        sums, step = tl.load(factors), tl.load(factors + 4 * each)
+        sums, step = tl.load(factors), tl.load(factors + 4 * factor_size)
         grad = _tile(grad_ptr, index, inside, grad_stride, head * width, p, width)
         x = _tile(x_ptr, index, inside, x_stride, head * width, p, width)
         pairs = tl.where(visible, tl.exp(sums[:, None] - sums[None, :]), 0.0)
         products += tl.dot(grad, tl.trans(x), input_precision="ieee") * pairs * step[None, :]
-        from_state = (grad.to(tl.float32) * tl.load(factors + each)[:, None]).to(state.dtype)
-        to_state = (x.to(tl.float32) * tl.load(factors + 5 * each)[:, None]).to(after.dtype)
+        from_state = (grad.to(tl.float32) * tl.load(factors + factor_size)[:, None]).to(state.dtype)
+        to_state = (x.to(tl.float32) * tl.load(factors + 5 * factor_size)[:, None]).to(after.dtype)
         grad_c = tl.dot(from_state, tl.trans(state), grad_c, input_precision="ieee")
         grad_b = tl.dot(to_state, tl.trans(after), grad_b, input_precision="ieee")
     b = _tile(b_ptr, index, inside, b_stride, group * size, n, size)
