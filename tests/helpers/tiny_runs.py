@@ -80,7 +80,7 @@ def make_loop(config, train=None, held_out=None, model=None, graphs=None, recipe
     seed_process(config, SINGLE_PROCESS)
     return TrainingLoop(
         config=config,
-        data={"rows": len(train)},
+        identity=lambda: {"rows": len(train)},
         metrics=MetricsFile(Path(config.output_dir) / "metrics.jsonl"),
         compute_dtype=dtype,
         model=model,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -82,7 +82,7 @@ class TrainingLoop:
 
     Args:
         config: the run's configuration; part of every checkpoint.
-        data: rows, tokens and trained tokens of the training set; part of every checkpoint.
+        identity: returns sizes and digests of the run's inputs, see `train.identity`; part of every checkpoint.
         metrics: file of the records.
         compute_dtype: dtype of matrix products, independent of the dtype of the trained weights.
         model: a PeftModel, or a transformers model in full fine-tuning, on `device`.
@@ -101,7 +101,7 @@ class TrainingLoop:
         self,
         *,
         config: RunConfig,
-        data: dict[str, int],
+        identity: Callable[[], dict[str, Any]],
         metrics: MetricsFile,
         compute_dtype: torch.dtype,
         model: Any,
@@ -116,7 +116,7 @@ class TrainingLoop:
         rollouts: Generations | None = None,
         pipeline_state: PipelineState | None = None,
     ):
-        self.config, self.data, self.metrics, self.compute_dtype = config, data, metrics, compute_dtype
+        self.config, self.identity, self.metrics, self.compute_dtype = config, identity, metrics, compute_dtype
         self.model, self.args, self.device, self.mesh = model, args, device, mesh
         self.rows, self.held_out, self.method = rows, held_out, method_of(config)
         self.collate = CountingCollator(self.method, collate)
@@ -462,7 +462,9 @@ class TrainingLoop:
                 if self.rollouts is not None:
                     self.rollouts.save(folder)
                 self.state.save_to_json(str(folder / TRAINER_STATE))
-                checkpoints.write_state(folder, self.config, self.data, self.log.window, evaluation_pending, self.ways)
+                checkpoints.write_state(
+                    folder, self.config, self.identity(), self.log.window, evaluation_pending, self.ways
+                )
                 write_manifest(folder, self.state.global_step)
         except TrainingError as error:
             raise TrainingError(error.message, f"{error.fix}; {self.guards.last_checkpoint()}") from error

@@ -95,6 +95,7 @@ class PreparedRun:
     Attributes:
         checkpoint: checkpoint to continue from; None for step 0.
         files: the files of the model.
+        identity: size of the training set, and digests of the data; see `data_identity`.
         prompts: prompts to answer before and after training.
         cut: the pipeline partition of the model, if it has stages.
     """
@@ -107,15 +108,11 @@ class PreparedRun:
     files: ModelFiles
     tokenizer: PreTrainedTokenizerBase
     data: PreparedData
+    identity: dict[str, Any]
     plan: MemoryPlan
     arguments: TrainingArguments
     prompts: list[samples.Prompt]
     cut: PipelinePartition | None = None
-
-    @property
-    def size(self) -> dict[str, Any]:
-        """Size of the training set, and digests of the data; see `data_identity`."""
-        return data_identity(self.config, self.data, self.files)
 
     @property
     def computes_reference_once(self) -> bool:
@@ -177,7 +174,7 @@ def prepare_run(
     check_host_state(config, shapes.model, machine, mesh, layout)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    data = _read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console)
+    data, identity = _read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console)
     config, layout = _with_layout(config, files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
     _check_context_parallel(shapes, mesh)
@@ -194,7 +191,9 @@ def prepare_run(
     if mesh.size > 1:  # the plan decides whether frozen weights are sharded
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
-    run = PreparedRun(config, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut)
+    run = PreparedRun(
+        config, method, mesh, machine, checkpoint, files, tokenizer, data, identity, plan, arguments, prompts, cut
+    )
     check_disk(run)
     if method.reference:
         console.print(f"reference {_describe_reference(run)}")
@@ -248,16 +247,20 @@ def _read_data(
     checkpoint: Path | None,
     mesh: Mesh,
     console: Console,
-) -> PreparedData:
-    """Read, check and print the run's data; one rank of each host prepares it, the others read its cache."""
+) -> tuple[PreparedData, dict[str, Any]]:
+    """Read, check and print the run's data; one rank of each host prepares it, the others read its cache.
+
+    Returns:
+        The data, and `data_identity`.
+    """
     data = mesh.local_first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
-    now = data_identity(config, data, files)
-    if not mesh.all_equal(now):
+    identity = data_identity(config, data, files)
+    if not mesh.all_equal(identity):
         raise DataError("the processes of this run read different data", "give all of them the same files")
     if checkpoint is not None:
-        checkpoints.check_same_inputs(now, checkpoint)
+        checkpoints.check_same_inputs(identity, checkpoint)
         models = mesh.from_main(model_reader(config, files)() if mesh.is_main else {})
         checkpoints.check_same_inputs(models, checkpoint)
     if method.rows == "prompts":
@@ -265,7 +268,7 @@ def _read_data(
         check_rewards(config, data, model_config, tokenizer, console)
         check_server(config, data, tokenizer, console)
         check_teacher(config, model_config, tokenizer, console, _longest(data))
-    return data
+    return data, identity
 
 
 def _notice_unsharded_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:

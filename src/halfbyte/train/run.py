@@ -38,7 +38,7 @@ from ..runs.metrics import MetricsFile
 from ..utils.console import Console
 from ..utils.errors import TrainingError
 from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
-from ..utils.notices import reset_notices, silent
+from ..utils.notices import notice, reset_notices, silent
 from ..utils.terminal import LiveMetrics, print_memory
 from ..utils.text import one_line
 from . import checks, samples
@@ -184,7 +184,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         ):
             loop = TrainingLoop(
                 config=run.config,
-                data=run.size | models.result(),
+                identity=lambda: run.identity | models.result(),
                 metrics=job.metrics,
                 compute_dtype=dtype,
                 model=model,
@@ -217,9 +217,10 @@ def _run(job: OpenRun, console: Console) -> RunResult:
 
 
 def _digests_of_models(run: PreparedRun) -> Future[dict[str, Any]]:
-    """Start to read the models for the digests that checkpoints store; loading reads the same files meanwhile.
+    """Start to read the models for the digests that checkpoints store, in a thread beside loading and training.
 
-    The digests of a resumed run are its checkpoint's, which `prepare_run` has compared.
+    The digests of a resumed run are its checkpoint's, which `prepare_run` has compared. If a file cannot be read any
+    more, checkpoints have no digests, with a notice.
     """
     digests: Future[dict[str, Any]] = Future()
     saved = {} if run.checkpoint is None else read_state(run.checkpoint)["data"]
@@ -232,8 +233,10 @@ def _digests_of_models(run: PreparedRun) -> Future[dict[str, Any]]:
     def read() -> None:
         try:
             digests.set_result(digests_of_models())
-        except Exception as error:  # raised where the result is used
-            digests.set_exception(error)
+        except Exception as error:
+            reason = f"the files of its models could not be read again: {error}"
+            notice("no-digest", f"{reason}. A resumed run will not notice a change of these files")
+            digests.set_result({})
 
     Thread(target=read, daemon=True).start()
     return digests
