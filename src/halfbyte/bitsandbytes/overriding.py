@@ -35,7 +35,7 @@ def is_active() -> bool:
 
 
 def start(real: ModuleType) -> None:
-    """Replace kernels and steps of the real package; if that fails, restore what was replaced."""
+    """Replace kernels and steps of the real package; on an exception, undo all replacements."""
     global _library, _base, _real_step
     base = real.optim.optimizer.Optimizer8bit
     real_step = base.step

@@ -78,7 +78,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.ends = declared_end_tokens(tokenizer)
-        self.time = datetime.now()  # for all renderings, so that those of a row can be compared
+        self.time = datetime.now()  # the clock of all renderings: two renderings of a row must be comparable
         special = {*map(str, tokenizer.added_tokens_decoder.values()), *self.ends}
         self.marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._features: dict[bool, Features] = {}

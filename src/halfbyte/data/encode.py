@@ -259,7 +259,7 @@ class Encoder:
     def _visible(self, text: str, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the offsets of tokens without the white space that an added token takes from its neighbours.
 
-        Phi-3's <|assistant|> takes the line break after it; a token with `lstrip` takes what is before it.
+        Phi-3's <|assistant|> takes the line break after it; a token with `lstrip` takes the white space before it.
         """
         visible = offsets.copy()
         for i in np.flatnonzero(self.is_marker[ids]):

@@ -1,17 +1,17 @@
-"""Extension of a chat template without tools: tools, calls and results become the text that training writes for them.
+"""Extend a chat template that does not support tools: they become plain text, as `chat.ChatTemplate.adapt_messages`
+writes it for training.
 
-`chat.ChatTemplate.adapt_messages` rewrites rows for such a template, and system messages for a template without these.
-The extension does the same in Jinja, before the template's own text, so that the saved tokenizer renders `tools=` as
-the run was trained. Only dictionaries, lists and
-namespaces are used, which the Jinja engines of inference servers have, too.
+The extension is Jinja in front of the template. It rewrites `messages` as `adapt_messages` does, so the saved tokenizer
+renders `tools=` as the run was trained. It also moves a system message into the first user turn if the template does
+not support the role. It uses dictionaries, lists and namespaces only, which inference servers' Jinja engines support.
 """
 
 from __future__ import annotations
 
 TOOLS_HEADER = "You can call these functions by answering with their name and arguments as JSON:"
 
-# Each block ends with a newline, which `trim_blocks` drops: the template behind it begins on a line of its own.
-_EACH = """\
+# Each block ends with a newline, which `trim_blocks` drops, so the template starts on a line of its own.
+_EACH_TURN = """\
 {%- set hb = namespace(turns=[], turn=none, text='', merged=false) %}
 {%- for turn in messages %}
 {%- set hb.turn = turn %}
@@ -51,7 +51,7 @@ _MERGE = """\
 {%- set hb.merged = true %}
 {%- endif %}
 """
-_END_EACH = """\
+_END_OF_TURN = """\
 {%- endfor %}
 """
 _TOOLS = """\
@@ -87,7 +87,7 @@ _USE = """\
 def with_tools(
     template: str, *, tools: bool, tool_calls: bool, tool_results: bool, system: bool, alternating: bool
 ) -> str:
-    """Return the chat template with what it lacks written as plain text.
+    """Return the chat template, extended to write unsupported tools, calls, results and system messages as plain text.
 
     Args:
         tools, tool_calls, tool_results, system: whether the template writes them by itself.
@@ -95,7 +95,14 @@ def with_tools(
     """
     if tools and tool_calls and tool_results:
         return template
-    each = [_EACH, "" if tool_calls else _CALLS, "" if tool_results else _RESULTS]
-    each += [_MERGE if alternating and not tool_results else _APPEND, _END_EACH]
-    first = ["" if tools else _TOOLS, "" if system else _SYSTEM]
-    return "".join([*each, *first, _USE, template])
+    blocks = [
+        _EACH_TURN,
+        "" if tool_calls else _CALLS,
+        "" if tool_results else _RESULTS,
+        _MERGE if alternating and not tool_results else _APPEND,
+        _END_OF_TURN,
+        "" if tools else _TOOLS,
+        "" if system else _SYSTEM,
+        _USE,
+    ]
+    return "".join(blocks) + template

@@ -193,7 +193,7 @@ class Turns:
         return {"content": plain}
 
     def _plain(self, index: int) -> tuple[int, int] | None:
-        """Return the region that changes if a turn becomes plain text; raises what the template raises."""
+        """Return the region that changes if a turn becomes plain text; errors of the template propagate."""
         message = {"role": "assistant", "content": self.probe}
         changed = self.template.render([*self.messages[:index], message, *self.messages[index + 1 :]], self.tools)
         if self.probe not in changed:

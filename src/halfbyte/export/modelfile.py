@@ -1,7 +1,7 @@
 """An Ollama Modelfile: the weight files, the prompt template, and the stop tokens.
 
 Ollama's templates use Go's text/template. One is derived from the tokenizer's chat template by rendering conversations
-of placeholders, and used if it renders the same text; otherwise Ollama uses what it finds in the GGUF file. Format:
+of placeholders, and used if it renders the same text; otherwise Ollama uses the chat template in the GGUF file. Format:
 https://github.com/ollama/ollama/blob/main/docs/modelfile.md
 """
 
@@ -176,7 +176,7 @@ def _cut_after_default(rendered: Mapping[tuple[str, ...], str]) -> Pieces | None
     opening = next((before_system[:n] for n in range(len(before_system), 0, -1) if before_system[:n] in between), "")
     if not default or not opening or '"""' in default or default.endswith('"'):
         return None
-    # a user message begins as a system message does
+    # user and system messages start with the same marker, `opening`
     before_user = between[between.rindex(opening) :]
     first = {roles: text.removeprefix(before_system + default + between.removesuffix(before_user))
              for roles, text in rendered.items()}  # fmt: skip
@@ -202,7 +202,7 @@ def go_template(pieces: Pieces) -> str:
 
 
 def _without_system(pieces: Pieces) -> str:
-    """Return the system message of conversations that begin with another one: the tools, or the default text."""
+    """Return Go text that writes a system message if the conversation has none: the tools, or the default text."""
     before, after = map(_go, pieces.around["system"])
     default = f"{{{{ else }}}}{before}{_go(pieces.system)}{after}" if pieces.system else ""
     shown = f"{{{{ if $.Tools }}}}{before}{TOOLS}{after}{default}{{{{ end }}}}"

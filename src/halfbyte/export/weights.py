@@ -168,7 +168,7 @@ class MergedWeights:
         return bool(source.parts) and parameter in self.adapter.transposed and source.shape == (shape[0], *shape[:0:-1])
 
     def _untie(self, parameter: str, tied_to: str) -> None:
-        """Give both parameters their own tensor; one that the base lacks is made from the other."""
+        """Give both parameters their own tensor; if the base stores only one, the other starts as its copy."""
         outputs = {output.parameter: output for output in self.outputs}
         stored = outputs.get(tied_to) or outputs.get(parameter)
         if stored is None:

@@ -295,7 +295,7 @@ def prompt_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, mas
 
 
 def _views(causal: Any, adapters: Sequence[str | None]) -> list[LayerView]:
-    """Return the views of a causal LM's decoder layers, whose norms are those of the adapters.
+    """Return the views of a causal LM's decoder layers, with the norms that the adapters use.
 
     Raises:
         Unsupported: the family is unknown, or the model computes something this forward does not.

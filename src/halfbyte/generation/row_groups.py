@@ -64,5 +64,5 @@ class RowGroups:
 
 
 def _watch_group(watch: WatchPrompt, numbers: Sequence[int], first: int) -> WatchPrompt:
-    """Return a `watch` for a group, whose prompts begin in column `first` of the batch."""
+    """Return a `watch` for a group of rows; their prompts start at column `first` of the batch."""
     return lambda rows, column, logits: watch([numbers[row] for row in rows], first + column, logits)

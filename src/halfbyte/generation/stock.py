@@ -134,7 +134,7 @@ def _states_in_modules(causal: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
 
 
 def _generation_keywords(causal: Any, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
-    """Return the keywords with which transformers' `generate` begins its loop: cache, mask, positions, ..."""
+    """Return the keywords that transformers' `generate` passes to its decoding loop: cache, mask, positions, ..."""
     keywords: dict[str, Any] = {}
 
     def capture(

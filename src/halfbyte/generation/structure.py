@@ -1,4 +1,4 @@
-"""What a decoder has read of a model besides weights: its modules, their constants and where their tensors are.
+"""Structure of a model as a decoder has read it: modules, their constants, and addresses of their tensors.
 
 A decoder is valid while `structure_of` returns an equal list. Weights of linears and experts are compared by their
 readers (`linears`, `mlp`), and adapters' factors are read again in every call.

@@ -10,7 +10,7 @@ from gguf import GGUFWriter
 
 from .file import GgufFile
 
-CONFIG_KEY = "gguf_general"  # of an imported checkpoint's config.json: what the next file repeats
+CONFIG_KEY = "gguf_general"  # key of an imported checkpoint's config.json; exports write its entries again
 DESCRIPTIONS = (
     "author", "organization", "basename", "size_label", "license", "license.name", "license.link", "version", "url",
 )  # fmt: skip
@@ -25,7 +25,7 @@ SAMPLING = {
 
 
 def add_general(writer: GGUFWriter, config: Any, generation: Mapping[str, Any]) -> None:
-    """Write what an imported base's file said about it, and the sampling defaults.
+    """Write author, licence and names from the imported base's GGUF file, and the sampling defaults.
 
     Args:
         config: transformers config.

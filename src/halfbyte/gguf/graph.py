@@ -24,7 +24,7 @@ READ = {
     "rope_parameters", "tie_word_embeddings", "layer_types", "no_rope_layers", "query_pre_attn_scalar",
     "linear_value_head_dim", "num_experts", "num_local_experts",
     "attention_bias", "qkv_bias", "mlp_bias", "use_bias",  # shown by tensors
-    "sliding_window", "use_sliding_window", "max_window_layers",  # a window that the graph lacks is a notice
+    "sliding_window", "use_sliding_window", "max_window_layers",  # a graph without windows is logged
 }  # fmt: skip
 # Config keys that change no logits: training, token ids, outputs, and what `layer_types` or `no_rope_layers` repeat.
 INERT = {
@@ -194,7 +194,7 @@ def _fixed_rope(config: Any, family: Family, kind: str) -> Mapping[str, Any]:
         return fixed
     rope = rope_of(config)
     fixed |= YARN | {"attention_factor": 0.1 * math.log(max(scaling_factor(config), 1)) + 1}
-    if "truncate" in family.gguf.yarn:  # said by a notice
+    if "truncate" in family.gguf.yarn:  # the export logs it
         fixed["truncate"] = rope.get("truncate")
     both = rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in rope
     # their quotient would be the factor on cos and sin; transformers reads neither one alone

@@ -13,7 +13,7 @@ from .parts import Tensors, Values, local_of
 
 
 class ClippedGradients:
-    """Gradients that `FusedOptimizer.clip` has read, to find those that have changed before the step.
+    """Gradients that `FusedOptimizer.clip` has read, to detect changes before the step.
 
     A gradient has changed if its address or version is another one. The references keep addresses from being used
     again; the Python objects are not compared, since in a compiled graph two of them may be one tensor.
@@ -45,7 +45,7 @@ class Clipping:
 
     Attributes:
         factor: fp32 []: of the gradients; None: 1.
-        gradients: those that the factor belongs to; None: none.
+        gradients: the gradients that the factor was computed from; None: there are none.
     """
 
     factor: Tensor | None = None
@@ -57,8 +57,8 @@ def clip_unchanged(
 ) -> tuple[Tensor | None, Values]:
     """Return the factor that a step multiplies all gradients by, and the weights and gradients that it takes.
 
-    If all gradients are among those that `clip` has read, the factor is theirs. Otherwise these are multiplied here,
-    in place or, in a compiled graph, as copies.
+    If `clip` has read all gradients, the step multiplies them. Otherwise the ones that it has read are multiplied here,
+    in place or, in a compiled graph, as copies, and the factor is None.
 
     Args:
         factor: of the gradients that `clip` has read.
@@ -66,11 +66,11 @@ def clip_unchanged(
     """
     weights, gradients = values
     unchanged = clipped.unchanged(gradients)
-    others = {at for at, gradient in enumerate(gradients) if gradient is not None} - {*unchanged}
-    if factor is None or not others:
+    unclipped = {at for at, gradient in enumerate(gradients) if gradient is not None} - {*unchanged}
+    if factor is None or not unclipped:
         return factor, values
     former = {*map(id, clipped.gradients)} - {id(None)}
-    if not is_compiled and any(id(gradients[at]) in former for at in others):
+    if not is_compiled and any(id(gradients[at]) in former for at in unclipped):
         notice(
             "changed-after-clip",
             "gradients were changed in place between clip() and step(): they are stepped as they are now, unclipped."

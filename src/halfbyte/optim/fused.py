@@ -311,7 +311,7 @@ class FusedOptimizer(Optimizer):
         return norm
 
     def _clip_in_place(self) -> None:
-        """Multiply the gradients that `clip` has read by their factor, except those that have changed since."""
+        """Multiply the gradients that `clip` has read by their factor, except gradients that have changed since."""
         clipped, factor = self.clipping.gradients, self.clipping.factor
         self.clipping.gradients = self.clipping.factor = None
         if clipped is not None and factor is not None:

@@ -24,7 +24,7 @@ from ...optim.parts import CORRECTION, Part
 from ...utils.errors import TrainingError
 from ..updates import RULE_OF
 
-# options of a parameter; those of `ARGS` come from the optimizer's `args`, the others from its group
+# Options of a parameter: NUMBERS come from its group, ARGS from the optimizer's `args`.
 NUMBERS = ("betas", "eps", "weight_decay", "lr", "alpha", "t_alpha", "t_beta3")
 ARGS = ("optim_bits", "min_8bit_size", "max_unorm", "skip_zeros")
 TENSORS = ("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2")  # bitsandbytes' names in a parameter's state
@@ -125,7 +125,8 @@ class GlobalOptimManager:
     def overrides(self, groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Return the overrides of the parameters in these groups, by id.
 
-        Overrides of a tensor go before those of a module, and these before those of a place.
+        If several name one parameter, an override of the tensor wins over one of its module, and this over one of its
+        place in the groups.
         """
         if not (self.pid2config or self.index2config or self.module_weight_config_triple):
             return {}
