@@ -149,13 +149,13 @@ def _generation_keywords(causal: Any, tokens: Tensor, mask: Tensor) -> dict[str,
         return input_ids
 
     masks = {"attention_mask": mask} if "attention_mask" in inspect.signature(causal.forward).parameters else {}
-    own = causal.generation_config
+    models_config = causal.generation_config
     causal.generation_config = GenerationConfig()  # `generate` would fill in the model's beams, penalties and caches
     try:
         plain = GenerationConfig(max_new_tokens=1, use_cache=True)
         GenerationMixin.generate(causal, tokens, generation_config=plain, custom_generate=capture, **masks)
     finally:
-        causal.generation_config = own
+        causal.generation_config = models_config
     return keywords
 
 

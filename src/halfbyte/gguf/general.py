@@ -52,8 +52,8 @@ def read_descriptions(file: GgufFile) -> dict[str, str]:
 def read_sampling(file: GgufFile) -> dict[str, Any]:
     """Read sampling defaults as keys of generation_config.json."""
     values = {name: file.get(key) for name, (key, _) in SAMPLING.items()}
-    found = {name: value for name, value in values.items() if _is_number(value)}
-    return {"do_sample": True} | found if found else {}
+    numbers = {name: value for name, value in values.items() if _is_number(value)}
+    return {"do_sample": True} | numbers if numbers else {}
 
 
 def _is_number(value: Any) -> bool:

@@ -99,8 +99,8 @@ def checked_family(config: Any) -> Family:
     fixed = fixed_keys(family, *sizes)
     accounted = {*READ, *INERT, *fixed, *graph.keys.values(), *graph.bias_keys, family.activation, graph.dense_first}
     defaults = type(config)()
-    others = defaults.to_dict().keys() - PreTrainedConfig().to_dict().keys() - accounted
-    for key, wanted in {**{key: getattr(defaults, key) for key in sorted(others)}, **fixed}.items():
+    unread_keys = defaults.to_dict().keys() - PreTrainedConfig().to_dict().keys() - accounted
+    for key, wanted in {**{key: getattr(defaults, key) for key in sorted(unread_keys)}, **fixed}.items():
         value = getattr(config, key, wanted)
         if (value or None) != (wanted or None):
             raise _unsupported(key, value, family)
@@ -136,8 +136,8 @@ def _check_sizes(config: Any, family: Family) -> None:
 def rope_of(config: Any) -> dict[str, Any]:
     """RoPE parameters of the layers with full attention, without keys that are null."""
     parameters = config.rope_parameters
-    found = parameters.get("full_attention", parameters)
-    return {key: value for key, value in found.items() if value is not None}
+    of_full_attention = parameters.get("full_attention", parameters)
+    return {key: value for key, value in of_full_attention.items() if value is not None}
 
 
 def original_context(config: Any) -> int:

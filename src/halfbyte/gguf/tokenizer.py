@@ -169,8 +169,8 @@ def _space_prefix(tokenizer: Any, described: dict[str, Any], chats: Sequence[str
         rule = described | {"pre_tokenizer": None, "post_processor": None, "added_tokens": added}
         rule["normalizer"] = {"type": "Sequence", "normalizers": spaces if prefix else spaces[1:]}
         backend = Tokenizer.from_str(json.dumps(rule))
-        found = {text: backend.encode(text, add_special_tokens=False).ids for text in texts}
-        different[prefix] = [text for text in texts if found[text] != texts[text]]
+        llamacpp_ids = {text: backend.encode(text, add_special_tokens=False).ids for text in texts}
+        different[prefix] = [text for text in texts if llamacpp_ids[text] != texts[text]]
     first = [*chats] or plain[:1]
     prefix = sum(text in different[True] for text in first) <= sum(text in different[False] for text in first)
     if different[prefix]:

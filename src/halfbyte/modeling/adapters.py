@@ -422,8 +422,8 @@ def load_adapter_weights(
             infinite; or a base weight in it differs from the model's.
     """
     path = folder / ADAPTER
-    own = dict(model.named_parameters(remove_duplicate=False))  # a state dict would also have the base's tensors
-    expected = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a state dict would also have the base's tensors
+    expected = get_peft_model_state_dict(model, parameters, adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
     if skip is not None:
@@ -568,16 +568,16 @@ def _split_base_weights(
         CheckpointError: a base weight in the file differs from the model's own. On the meta device only shapes are
             compared.
     """
-    own = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     adapter, copies = dict(tensors), {}
     for key in sorted(tensors.keys() - expected.keys()):
         full = key.replace(".modules_to_save.", ".").replace(".original_module.", ".")
         if full != key and full in expected:
             del adapter[key]
-        elif key in own:
-            if own[key].shape != tensors[key].shape:
-                raise _wrong_shape(model, key, tensors[key].shape, own[key].shape, path)
-            check_base_weight(own[key], tensors[key], f"{path}: {key}")
+        elif key in parameters:
+            if parameters[key].shape != tensors[key].shape:
+                raise _wrong_shape(model, key, tensors[key].shape, parameters[key].shape, path)
+            check_base_weight(parameters[key], tensors[key], f"{path}: {key}")
             copies[key.removeprefix(PREFIX).replace(".base_layer.", ".")] = adapter.pop(key)
     return adapter, copies
 

@@ -59,8 +59,8 @@ def all_linear(model: Any) -> list[str]:
         notice("all-linear-mamba", f"all-linear excludes {skipped} of Mamba layers: kernels read only their weights")
     linears -= past
     if not linears:
-        others = sorted({name.rpartition(".")[2] for name in conv1d_layers(model)})
-        named = f": its layers are Conv1D, e.g. target_modules: [{', '.join(others)}]" if others else ""
+        conv1d_names = sorted({name.rpartition(".")[2] for name in conv1d_layers(model)})
+        named = f": its layers are Conv1D, e.g. target_modules: [{', '.join(conv1d_names)}]" if conv1d_names else ""
         raise ModelError(
             "target_modules: all-linear finds no nn.Linear in this model", f"name the modules to adapt{named}"
         )

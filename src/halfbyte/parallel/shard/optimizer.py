@@ -282,16 +282,16 @@ class ShardedOptimizer(ReplicatedOptimizer):
     def _part(self, key: str, value: Any, at: int) -> Any:
         """This rank's slice of a state tensor; values that do not belong to elements or blocks are unchanged."""
         parameter = self.parameters[at]
-        each = elements_per_entry(key, value, parameter.numel())
-        if not each:
+        block = elements_per_entry(key, value, parameter.numel())
+        if not block:
             return value
-        if each == 1 and value.shape != parameter.shape:
+        if block == 1 and value.shape != parameter.shape:
             raise CheckpointError(
                 f"the saved state of parameter {at} has the shape {[*value.shape]}, and the parameter"
                 f" {[*parameter.shape]}",
                 "resume with the model that saved it",
             )
-        width = self.widths[at] // each
+        width = self.widths[at] // block
         return value.reshape(-1)[self.coordinate * width : (self.coordinate + 1) * width].clone()
 
     def _own(self, full: Tensor, at: int) -> Tensor:
