@@ -31,7 +31,7 @@ UNDECLARED = {
 PARTS_OF_IMAGES = {
     "depth", "fullatt_block_indexes", "get_text_config", "image_token_id", "in_channels", "mm_tokens_per_image",
     "num_heads", "num_position_embeddings", "out_hidden_size", "patch_size", "spatial_merge_size",
-    "temporal_patch_size", "text_config", "video_token_id", "vision_config", "window_size",
+    "temporal_patch_size", "text_config", "video_token_id", "vision_config", "vision_start_token_id", "window_size",
 }  # fmt: skip
 
 

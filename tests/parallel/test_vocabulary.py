@@ -183,10 +183,11 @@ def test_a_trained_head_is_refused(two):
 
 
 def of_a_model(family, tied, rows, mesh=None, axes=()):
-    """Return loss, adapter gradients, log-probabilities and an answer for `rows` of a batch."""
+    """Return loss, adapter gradients and log-probabilities for `rows` of a batch, and answers for all (as in a run)."""
     torch.manual_seed(3)
     model = tiny(family, shape={"tie_word_embeddings": tied})
-    inputs = {name: value[rows] for name, value in batch().items()}
+    whole = batch()
+    inputs = {name: value[rows] for name, value in whole.items()}
     if mesh is not None:
         head = model.get_base_model().lm_head
         shard_vocabulary(model, mesh, axes)
@@ -200,8 +201,8 @@ def of_a_model(family, tied, rows, mesh=None, axes=()):
         model.eval()
         log_probs, likeliest = token_log_probs(model, {"input_ids": inputs["input_ids"]}, inputs["labels"])
         logits = model(input_ids=inputs["input_ids"]).logits
-    answer = generate(model, inputs["input_ids"][:, :5].tolist(), max_new_tokens=4, stops=[])
-    return loss.detach(), tokens, grads, log_probs, likeliest, logits, answer
+    answers = generate(model, whole["input_ids"][:, :5].tolist(), max_new_tokens=4, stops=[])
+    return loss.detach(), tokens, grads, log_probs, likeliest, logits, answers
 
 
 def divided_model(mesh, family, tied, axes):
@@ -229,11 +230,11 @@ def test_models(two, family, tied, axis):
         assert found[1] == tokens
         for name, grad in grads.items():
             torch.testing.assert_close(found[2][name], grad, rtol=1e-5, atol=1e-5 * grad.abs().max().item(), msg=name)
-        *_, log_probs, likeliest, logits, answer = of_a_model(family, tied, slice(rank % ways, None, ways))
+        *_, log_probs, likeliest, logits, answers = of_a_model(family, tied, slice(rank % ways, None, ways))
         torch.testing.assert_close(found[3], log_probs, rtol=1e-5, atol=1e-5)
         assert torch.equal(found[4], likeliest)
         torch.testing.assert_close(found[5], logits, rtol=1e-4, atol=1e-5)
-        assert found[6] == answer
+        assert found[6] == answers
 
 
 def test_unsupported_heads_are_refused():

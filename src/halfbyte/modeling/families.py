@@ -417,7 +417,7 @@ FAMILIES = [
     Family("GptOss", "gpt_oss", window="module", sinks=True, rope_pairs="once",
            experts=Experts("num_local_experts", mixture="GptOssMLP", interleaved=True),
            gguf=Gguf("gpt-oss", bias=True, head=True, window_every=2, yarn={"truncate": False},
-                     fixed={"attention_bias": True}, keys=WINDOW | {
+                     fixed={"attention_bias": True, "swiglu_limit": 7.0}, keys=WINDOW | {
                "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
                "expert_feed_forward_length": "intermediate_size"})),
     Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
