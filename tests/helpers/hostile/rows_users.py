@@ -1,4 +1,4 @@
-"""Cases of users: written from the README and docs/ alone, before any was tried; those that failed, and earlier ones."""
+"""Cases of users, written from the README and docs/ alone before any was tried: those that failed, and earlier ones."""
 
 import shutil
 from pathlib import Path
