@@ -22,6 +22,7 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.03
     max_steps: int = -1

@@ -5,10 +5,14 @@ To add an optimizer, add a row: `OPTIMIZERS["nadam"] = Optimizer(make=..., state
 
 from .groups import Settings, parameter_groups, target_matrices, trained_parameters
 from .options import STORAGE_OF_BITS, Option, option_values, parse_options
-from .table import OPTIMIZERS, Optimizer, make_optimizer, memory_choices, optimizer_row, state_key
+from .schedules import FOLLOW_METRIC, SCHEDULES
+from .table import ADAM_KEYS, OPTIMIZERS, Optimizer, make_optimizer, memory_choices, optimizer_row, state_key
 
 __all__ = [
+    "ADAM_KEYS",
+    "FOLLOW_METRIC",
     "OPTIMIZERS",
+    "SCHEDULES",
     "STORAGE_OF_BITS",
     "Optimizer",
     "Option",

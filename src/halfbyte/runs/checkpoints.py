@@ -47,6 +47,8 @@ FREE_KEYS = frozenset(
         *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
         *("sample_prompts", "sample_max_new_tokens", "activation_checkpointing", "memory_limit_gib"),
         *("optim_in_backward", "optim_offload"),
+        *("load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold"),
+        *("push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "hub_token"),
         *("device", "dataset_num_proc", "trust_remote_code", "reward_timeout_s", "num_generations_eval"),
         *("vllm_server_base_url", "vllm_server_timeout"),
         # distribution of a step's rows: see `keep_step_size`
