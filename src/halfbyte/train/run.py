@@ -34,7 +34,7 @@ from ..rl.setup import sampled_rollouts
 from ..runs.checkpoints import MODELS, best, read_state, remove_leftovers, step_of
 from ..runs.layout import METRICS, PAGES
 from ..runs.lock import run_lock
-from ..runs.metrics import MetricsFile
+from ..runs.metrics import MetricsFile, describe_best
 from ..utils.console import Console
 from ..utils.errors import TrainingError
 from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
@@ -128,7 +128,11 @@ def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> R
     """Return the result of a run that is already finished; writes its missing pages, and changes no other file."""
     output = run.config.output_path
     job = OpenRun(run, output, MetricsFile(output / METRICS))
-    console.print(one_line(f"finished already: {run.total_steps} of {run.total_steps} steps, {output}"), soft_wrap=True)
+    assert run.checkpoint is not None
+    done = step_of(run.checkpoint)
+    longer = "" if done >= run.total_steps else " (early stopping; raise early_stopping_patience to continue)"
+    line = f"finished already: {done} of {run.total_steps} steps{longer}, {output}"
+    console.print(one_line(line), soft_wrap=True)
     if run.mesh.is_main:
         remove_leftovers(output)
         if missing := [name for name in PAGES if not (output / name).is_file()]:
@@ -210,7 +214,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
         return RunResult(job.output, {})
-    write_results(job, ranks, results, list(zip(run.prompts, before, after, strict=True)))
+    answers = list(zip(run.prompts, before, after, strict=True))
+    write_results(job, ranks, results, answers, loop.best_result())
     print_memory(console, run.plan, measured)
     write_report_files(job, console)
     return RunResult(job.output, summarize(job, measured))
@@ -263,7 +268,10 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
         evaluated = [record["step"] for record in _recorded(job) if record["kind"] == "eval"]
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()
-    if (path := best(job.output)) is not None:
+        loop.load_best()
+    if (result := loop.best_result()) is not None:
+        console.print(one_line(describe_best(result)), soft_wrap=True)
+    elif (path := best(job.output)) is not None:
         console.print(one_line(f"best checkpoint: {path}, by its rewards on held-out prompts"), soft_wrap=True)
 
 
