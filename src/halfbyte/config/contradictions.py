@@ -179,13 +179,13 @@ def _schedule_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _option_contradictions(key, given, options, chosen)
     floors = [name for name in ("min_lr", "min_lr_rate") if name in given]
     if "min_lr_rate" in options and len(floors) != 1:
-        wrong = f"{chosen} needs either min_lr or min_lr_rate"
+        wrong = f"{key}: {chosen} needs either min_lr or min_lr_rate"
         yield key, wrong, f"remove {floors[0]}" if floors else f"set {key}: {{min_lr_rate: 0.1}}"
     if "num_decay_steps" in options and "num_decay_steps" not in given:
-        wrong = f"{chosen} needs the number of its last steps, in which the learning rate falls"
+        wrong = f"{key}: {chosen} needs the number of its last steps, in which the learning rate falls"
         yield key, wrong, f"set {key}: {{num_decay_steps: NUMBER}}"
     if config.lr_scheduler_type == "greedy" and given.get("min_lr", 1e-3) >= config.learning_rate:
-        wrong = f"{chosen} has min_lr {given.get('min_lr', 1e-3)}, which is not below learning_rate"
+        wrong = f"{key}: {chosen} has min_lr {given.get('min_lr', 1e-3)}, which is not below learning_rate"
         yield key, wrong, f"set {key}: {{min_lr: {config.learning_rate / 100:g}}}"
 
 

@@ -34,6 +34,8 @@ SCHEDULES: dict[str, Mapping[str, Option]] = {
     },
     "reduce_lr_on_plateau": FOLLOWING,
     "greedy": FOLLOWING | {
+        "factor": Option(0.95, above=0, most=0.999999), "threshold": Option(1e-6, least=0),
+        "threshold_mode": Option("abs", ("rel", "abs")), "min_lr": Option(1e-3, least=0),
         "warmup": Option(0, least=0), "max_lr": Option(1.0, above=0), "smooth": Option(False),
         "window_size": Option(50, least=1), "reset_start": Option(500, least=0), "verbose": Option(False),
     },

@@ -500,7 +500,9 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
         layer = torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=device, dtype=dtype)
         nn.init.ones_(layer.weight)
         layer.weight.grad = torch.ones_like(layer.weight)
-        optimizer = make_optimizer(layer, config)
+        optimizer: Any = make_optimizer(layer, config)
+        if row.has_modes:
+            optimizer.train()
         optimizer.step()
     except ConfigError:
         raise
