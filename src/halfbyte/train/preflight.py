@@ -73,6 +73,7 @@ from ..utils.text import brief, one_line
 from . import samples
 from .best_evaluation import BestEvaluation
 from .callbacks import check_dtype, total_steps, training_arguments
+from .hub import check_hub_token
 from .identity import data_identity, model_reader
 
 # Number of micro-batches of one width that amortize cuDNN's plan for it. On an H200 a plan takes 0.15 s and saves 7 to
@@ -165,6 +166,8 @@ def prepare_run(
     limit_primitive_caches()
     method = method_of(config)
     BestEvaluation.of(config, method)
+    if mesh.is_main:
+        check_hub_token(config)
     layout = config.layout or layout or mesh.layout
     machine = _machine(config, method, mesh)
     check_trackers(config.report_to)

@@ -42,6 +42,7 @@ from ..utils.notices import notice, reset_notices, silent
 from ..utils.terminal import LiveMetrics, print_memory
 from ..utils.text import one_line
 from . import checks, samples
+from .hub import HubRepository
 from .identity import model_reader
 from .loop import TrainingLoop, seed_process
 from .metrics_log import peak_memory, reserved_memory
@@ -51,6 +52,7 @@ from .run_folder import (
     finished_measures,
     open_run,
     save_trained,
+    saved_in,
     summarize,
     write_report_files,
     write_report_of_stopped,
@@ -166,6 +168,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     if run.checkpoint is not None:
         line = f"resuming from {run.checkpoint}: {step_of(run.checkpoint)} of {run.total_steps} steps are done"
         console.print(one_line(line), soft_wrap=True)
+    hub = HubRepository(run.config) if run.config.push_to_hub and run.mesh.is_main else None
     models = _digests_of_models(run)
     model = load_trainable_model(run, measured)
     stages = shard_for_rank(run, model)
@@ -203,6 +206,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
                 rollouts=rollouts,
                 pipeline_state=None if stages is None else PipelineState(run.mesh, stages),
             )
+            if hub is not None:
+                loop.add_callback(hub)
             _train(job, loop, console)
         after = _answers(run, model, pipelined)
         measured |= _peaks(device, stepper, measured["base_bytes"])
@@ -218,6 +223,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     write_results(job, ranks, results, answers, loop.best_result())
     print_memory(console, run.plan, measured)
     write_report_files(job, console)
+    if hub is not None:
+        console.print(one_line(hub.finish(job.output / saved_in(run.config))), soft_wrap=True)
     return RunResult(job.output, summarize(job, measured))
 
 
