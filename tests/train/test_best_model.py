@@ -1,6 +1,9 @@
 """The best evaluation of a run: its checkpoint stays, its weights are the run's, and early stopping counts from it."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +136,19 @@ def test_rewards_are_maximized(place, tmp_path, monkeypatch):
     run(place, tmp_path / "out", **BEST | more)
     assert read_run(tmp_path / "out").best["step"] == 2
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_the_same(place, tmp_path):
+    """In steps, between evaluation and save, while a record or a checkpoint is written: best, patience and rates."""
+    more = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.02}}
+    more |= {"early_stopping_patience": 3, "early_stopping_threshold": 0.02, "max_steps": 12, "learning_rate": 5e-2}
+    config = keys(place, tmp_path, **BEST | more | {"save_steps": 3})
+    settings = {"config": config, "output": str(tmp_path), "moments": [2, 3, 4, 7, 8, 9, 12]}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "tests.helpers.killed_policy", str(tmp_path / "settings.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(reports) == 7
+    assert not [report for report in reports if report["status"] or report["differs"]]

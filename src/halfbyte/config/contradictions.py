@@ -184,8 +184,9 @@ def _schedule_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if "num_decay_steps" in options and "num_decay_steps" not in given:
         wrong = f"{key}: {chosen} needs the number of its last steps, in which the learning rate falls"
         yield key, wrong, f"set {key}: {{num_decay_steps: NUMBER}}"
-    if config.lr_scheduler_type == "greedy" and given.get("min_lr", 1e-3) >= config.learning_rate:
-        wrong = f"{key}: {chosen} has min_lr {given.get('min_lr', 1e-3)}, which is not below learning_rate"
+    least = given.get("min_lr", 1e-3)  # greedy's default
+    if config.lr_scheduler_type == "greedy" and not isinstance(least, str) and least >= config.learning_rate:
+        wrong = f"{key}: {chosen} has min_lr {least}, which is not below learning_rate"
         yield key, wrong, f"set {key}: {{min_lr: {config.learning_rate / 100:g}}}"
 
 

@@ -232,11 +232,11 @@ class TrainingLoop:
             local_part = partial(split.local_optimizer_state, self.optimizer) if split else self.units.local_state
             with full_parameters(self.trained, self.optimizer):
                 load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, local_part)
-            if (before := checkpoints.planned_steps(checkpoint)) < steps:
+            if (planned := checkpoints.planned_steps(checkpoint)) < steps:
                 continue_over(self.schedule, self.optimizer)
                 rate = f"{self.config.written('lr_scheduler_type')} continues over {steps}"
                 next_step = f"the next step has a learning rate of {next_rate(self.schedule):.2e}"
-                notice("longer-run", f"the run has {steps} steps instead of {before}; {rate}, and {next_step}")
+                notice("longer-run", f"the run has {steps} steps instead of {planned}; {rate}, and {next_step}")
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / TRAINER_STATE
