@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 
 from halfbyte.config import RunConfig
-from halfbyte.config.schema import SCHEDULES
 from halfbyte.config.yaml import dump_value
 from halfbyte.formats import FORMATS
-from halfbyte.optim import OPTIMIZERS
+from halfbyte.optim import OPTIMIZERS, SCHEDULES
 from tests.helpers.hostile.cases import COLOURS, Case, place, snapshot
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
 TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer does not export it
 RUN_FOLDER = "halfbyte.run_folder"  # key of a context's meta: folder for bug reports, if it exists
 LONGEST = 300  # characters of the message of a bug
-SECRETS = ("--api-key",)
+SECRETS = ("--api-key", "--hub-token", "--hub_token")
 _NO_TYPE = re.compile(r"'(.*)' is not a valid ((?:int|float).*)\.")  # messages of click
 _OUT_OF_RANGE = re.compile(r"(\S+) is not in the range .*")
 
@@ -181,7 +181,7 @@ def _full_text(error: BaseException) -> str:
         except metadata.PackageNotFoundError:
             return f"no {package}"
 
-    words = ["***" if before in SECRETS else word for before, word in zip(["", *sys.argv], sys.argv, strict=False)]
+    words = without_secrets(sys.argv)
     versions = [version(name) for name in ("halfbyte", "torch", "transformers", "peft")]
     return "\n".join(
         [
@@ -191,6 +191,12 @@ def _full_text(error: BaseException) -> str:
             "".join(traceback.format_exception(error)),
         ]
     )
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with `***` in place of the values of keys and tokens."""
+    shown = ["***" if before in SECRETS else word for before, word in zip(["", *arguments], arguments, strict=False)]
+    return [re.sub(r"^((--)?hub[-_]token=|--api-key=).*", r"\1***", word, flags=re.DOTALL) for word in shown]
 
 
 def _write_report(text: str, run_folder: Path | None) -> Path | None:

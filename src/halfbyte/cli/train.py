@@ -14,6 +14,7 @@ from ..runs.checkpoints import checkpoints
 from ..runs.inputs import check_paths
 from ..utils.console import Console
 from ..utils.processes import Stopped, was_restarted
+from .exits import without_secrets
 from .startup import quick_imports
 
 
@@ -64,5 +65,5 @@ def _saved_message(folder: Path, arguments: Sequence[str]) -> str:
     saved = checkpoints(folder)
     if not saved:
         return "no step is finished yet, so there is no checkpoint"
-    again = shlex.join(["halfbyte", *(each for each in arguments if each != "--resume"), "--resume"])
+    again = shlex.join(["halfbyte", *without_secrets([each for each in arguments if each != "--resume"]), "--resume"])
     return f"{saved[-1]} is saved; continue with `{again}`"

@@ -172,7 +172,6 @@ HARMLESS = {
     "eval_on_start": _SAME,
     "eval_use_gather_object": "evaluation computes losses only",
     "hub_always_push": _ONLY_PUSHED,
-    "hub_private_repo": _ONLY_PUSHED,
     "hub_revision": _ONLY_PUSHED,
     "include_for_metrics": "evaluation computes losses only",
     "label_names": "the label column is named labels",
@@ -230,17 +229,10 @@ NOT_BUILT = {
     "use_adam_mini": "remove it; optim: adamw_8bit keeps the optimizer small",
     "use_muon": "set optim: muon",
     "plugins": "remove it; halfbyte has no plugins",
-    "push_to_hub": "remove it and run `hf upload` on the finished adapter/",
-    "hub_model_id": "remove it and run `hf upload` on the finished adapter/",
-    "hub_strategy": "remove it and run `hf upload` on the finished adapter/",
     "streaming": "remove it; the data is tokenized before training",
     "dataset_streaming": "remove it; the data is tokenized before training",
-    "early_stopping_patience": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
-    "load_best_model_at_end": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
     "loss_watchdog_threshold": "remove it; halfbyte stops on NaN and Inf only",
     "loss_watchdog_patience": "remove it; halfbyte stops on NaN and Inf only",
-    "metric_for_best_model": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
-    "greater_is_better": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
 }
 
 _PLAIN_LORA = "remove it; halfbyte trains LoRA, rsLoRA and DoRA"
@@ -273,7 +265,6 @@ NO_EQUIVALENT = {
     "dataset_test_split": "name the held-out data in eval_dataset",
     "mask_history": "every assistant turn is trained; split the conversations into single turns",
     "cosine_min_lr_ratio": "remove it; lr_scheduler_type: cosine falls to zero",
-    "lr_scheduler_kwargs": "choose an lr_scheduler_type that needs none, such as cosine or linear",
     "lora_fan_in_fan_out": "remove it; PEFT determines it from the layer",
     "overwrite_output_dir": "remove it; name another output_dir, or continue with --resume",
     "save_only_model": "remove it; checkpoints hold the optimizer so that --resume is exact",
@@ -311,7 +302,6 @@ NO_EQUIVALENT = {
     "data_seed": "remove it; seed is the seed of the data, too",
     "dataloader_drop_last": "remove it; every row is trained",
     "eval_delay": "remove it; eval_steps sets the interval of evaluations",
-    "hub_token": "run `hf auth login`",
     "ignore_data_skip": "remove it; a resumed run continues with the next row",
     "label_smoothing_factor": "remove it; label_smoothing is for pairs of answers (method: dpo)",
     # learning rates with a floor, as in transformers' lr_scheduler_kwargs and other tools
@@ -341,7 +331,7 @@ OTHER_METHODS = frozenset({"rl", "stage", "reward_model", "process_reward_model"
 # Refused keys that do not change what is trained: `import-config` leaves them out and lists them.
 WITHOUT_EFFECT_ON_RESULT = frozenset(
     {
-        *("push_to_hub", "hub_model_id", "hub_strategy", "hf_hub_token", "cache_dir"),
+        *("hf_hub_token", "cache_dir"),
         *("overwrite_output_dir", "save_only_model", "predict_with_generate", "do_predict"),
         *("loss_watchdog_threshold", "loss_watchdog_patience", "use_ray", "streaming", "dataset_streaming"),
     }

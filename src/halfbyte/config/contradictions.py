@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
-from ..optim import OPTIMIZERS, STORAGE_OF_BITS, Option, optimizer_row
+from ..optim import ADAM_KEYS, FOLLOW_METRIC, OPTIMIZERS, SCHEDULES, STORAGE_OF_BITS, Option, optimizer_row
 from ..parallel import support
 from ..utils.text import brief
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
@@ -29,6 +30,9 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from QuantizationSection.contradictions(config)
     yield from _recipe_contradictions(config)
     yield from _optimizer_contradictions(config)
+    yield from _schedule_contradictions(config)
+    yield from _best_model_contradictions(config)
+    yield from _hub_contradictions(config)
     if config.qat_scheme is not None:
         yield from _qat_contradictions(config)
     if not config.use_peft:
@@ -122,14 +126,15 @@ def _recipe_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield contradictions of the optimizer's options, and of keys that it cannot be combined with."""
     row, chosen = optimizer_row(config), config.written("optim")
-    for name, value in (config.optim_args or {}).items():
-        if (option := row.options.get(name)) is None:
-            near, known = nearest(name, row.options), ", ".join(row.options) or "none"
-            wrong = f"optim_args: {chosen} has no option {brief(name)}"
-            yield "optim_args", wrong, f"did you mean {near}?" if near else f"its options: {known}"
-        elif not option.accepts(value):
-            wrong = f"optim_args: {name} must be {option.allowed()}, not {brief(value)}"
-            yield "optim_args", wrong, f"correct it, or remove it (default: {option.default})"
+    yield from _option_contradictions("optim_args", config.optim_args, row.options, chosen)
+    for key in ADAM_KEYS:
+        if key not in row.adam_keys and not config.is_default(key):
+            known = ", ".join(name for name, other in OPTIMIZERS.items() if key in other.adam_keys)
+            own = key == "adam_epsilon" and "eps" in row.options
+            fix = "set optim_args: {eps: NUMBER}" if own else f"remove it, or use one of {known}"
+            yield key, f"{config.written(key)} with {chosen}, which does not read it", fix
+    if "eps" in (config.optim_args or {}) and not config.is_default("adam_epsilon"):
+        yield "adam_epsilon", "adam_epsilon and optim_args: eps are the same number", "remove one of them"
     yield from _state_contradictions(config, chosen, row.options)
     yield from _place_contradictions(config, chosen)
     if config.optim_target_modules is not None:
@@ -151,6 +156,60 @@ def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if config.loraplus_lr_embedding is not None and config.loraplus_lr_ratio is None:
         wrong = "loraplus_lr_embedding without loraplus_lr_ratio has no effect"
         yield "loraplus_lr_embedding", wrong, "set loraplus_lr_ratio, or remove it"
+
+
+def _option_contradictions(
+    key: str, given: Mapping[str, Any] | None, options: Mapping[str, Option], chosen: str
+) -> Iterator[Contradiction]:
+    """Yield a contradiction for each entry of `key` that is no option of `chosen`, or has a value of another type."""
+    for name, value in (given or {}).items():
+        if (option := options.get(name)) is None:
+            near, known = nearest(name, options), ", ".join(options) or "none"
+            wrong = f"{key}: {chosen} has no option {brief(name)}"
+            yield key, wrong, f"did you mean {near}?" if near else f"its options: {known}"
+        elif not option.accepts(value):
+            wrong = f"{key}: {name} must be {option.allowed()}, not {brief(value)}"
+            yield key, wrong, f"correct it, or remove it (default: {option.default})"
+
+
+def _schedule_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions of the schedule's options, and options that a schedule cannot do without."""
+    key, given, chosen = "lr_scheduler_kwargs", config.lr_scheduler_kwargs or {}, config.written("lr_scheduler_type")
+    options = SCHEDULES[config.lr_scheduler_type]
+    yield from _option_contradictions(key, given, options, chosen)
+    floors = [name for name in ("min_lr", "min_lr_rate") if name in given]
+    if "min_lr_rate" in options and len(floors) != 1:
+        wrong = f"{key}: {chosen} needs either min_lr or min_lr_rate"
+        yield key, wrong, f"remove {floors[0]}" if floors else f"set {key}: {{min_lr_rate: 0.1}}"
+    if "num_decay_steps" in options and "num_decay_steps" not in given:
+        wrong = f"{key}: {chosen} needs the number of its last steps, in which the learning rate falls"
+        yield key, wrong, f"set {key}: {{num_decay_steps: NUMBER}}"
+    least = given.get("min_lr", 1e-3)  # greedy's default
+    if config.lr_scheduler_type == "greedy" and not isinstance(least, str) and least >= config.learning_rate:
+        wrong = f"{key}: {chosen} has min_lr {least}, which is not below learning_rate"
+        yield key, wrong, f"set {key}: {{min_lr: {config.learning_rate / 100:g}}}"
+
+
+def _best_model_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions of the keys that compare evaluations."""
+    comparing = [key for key in ("load_best_model_at_end", "early_stopping_patience") if getattr(config, key)]
+    comparing += ["lr_scheduler_type"] if config.lr_scheduler_type in FOLLOW_METRIC else []
+    if comparing and config.eval_dataset is None and not config.eval_split_size:
+        wrong = f"{config.written(comparing[0])} needs evaluations, and the run has no held-out data"
+        yield comparing[0], wrong, "set eval_dataset, or eval_split_size: 0.05"
+    for key in ("metric_for_best_model", "greater_is_better"):
+        if not comparing and getattr(config, key) is not None:
+            wrong = f"{config.written(key)} has no effect: nothing compares evaluations"
+            yield key, wrong, "set load_best_model_at_end: true, or remove it"
+    if config.early_stopping_threshold and config.early_stopping_patience is None:
+        key = "early_stopping_threshold"
+        yield key, f"{config.written(key)} without early_stopping_patience has no effect", "set early_stopping_patience"
+
+
+def _hub_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    for key in ("hub_model_id", "hub_private_repo", "hub_strategy", "hub_token"):
+        if not config.push_to_hub and not config.is_default(key):
+            yield key, f"{key} without push_to_hub has no effect", f"set push_to_hub: true, or remove {key}"
 
 
 def _state_contradictions(config: RunKeys, chosen: str, options: Mapping[str, Option]) -> Iterator[Contradiction]:

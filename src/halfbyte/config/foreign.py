@@ -737,7 +737,6 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "eval_strategy": _strategy("eval_steps"),
     "evaluation_strategy": _strategy("eval_steps"),
     "save_strategy": _strategy("save_steps"),
-    "adam_epsilon": _one_of((1e-8,), "adam_epsilon other than 1e-8 has no equivalent", "remove it"),
     "peft_type": _one_of(("LORA",), "halfbyte trains LoRA, so another peft_type has no equivalent", "set LORA"),
     "train_sampling_strategy": _one_of(
         ("random",), "train_sampling_strategy has no equivalent", "remove it, or set packing: true"

@@ -84,7 +84,7 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
         figure = format(run.final_loss, loss.format)
         yield f"Final training {loss.label}", figure, f"mean from step {since:,} to {run.train[-1]['step']:,}"
     if run.evals:
-        before, after = run.evals[0], run.evals[-1]
+        before, after = run.evals[0], run.final_evaluation
         loss, *others = run.numbers.evaluated
         several = len(run.evals) > 1
         was = f"from {loss.shown(before)} at step {before['step']}" if several else f"at step {after['step']}"

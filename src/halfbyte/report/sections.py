@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config.schema import RunKeys
 from ..runs.layout import CHECKS, DATA_REPORT, ENVIRONMENT, MEMORY, METRICS, RESOLVED_CONFIG
+from ..runs.metrics import describe_best
 from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, flat_plan, measured_parts, size, threads
 from ..utils.text import visible
 from . import plots
@@ -111,7 +112,8 @@ def evaluations(run: Run) -> str:
         (f"step {text(record['step'])}", *(metric.shown(record) for metric in metrics), text(record.get("tokens")))
         for record in run.evals
     )
-    return table(("after", *(metric.label for metric in metrics), "tokens"), rows)
+    remark = f'<p class="note">{text(describe_best(run.best))}</p>' if run.best else ""
+    return table(("after", *(metric.label for metric in metrics), "tokens"), rows) + remark
 
 
 def memory(run: Run) -> str:

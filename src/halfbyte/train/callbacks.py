@@ -144,8 +144,8 @@ def _shared_keys(config: RunConfig) -> dict[str, Any]:
     """Return the keys that have the same name and meaning in TrainingArguments."""
     names = (
         "output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate"
-        " lr_scheduler_type warmup_steps weight_decay max_grad_norm adam_beta1 adam_beta2 neftune_noise_alpha"
-        " logging_steps save_total_limit seed"
+        " lr_scheduler_type warmup_steps weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon"
+        " neftune_noise_alpha logging_steps save_total_limit seed"
     )
     return {name: getattr(config, name) for name in names.split()}
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
+from transformers import TrainerCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_utils import speed_metrics
 
 from ..batch import take_counts, to_device
@@ -35,7 +35,15 @@ from ..methods import method_of
 from ..methods.base import Batch, Collate, Rows
 from ..modeling.cast_cache import cast_replacements
 from ..ops.fp8_scaling import DelayedScaling
-from ..optim import make_optimizer, optimizer_row, trained_parameters
+from ..optim import (
+    FOLLOW_METRIC,
+    continue_over,
+    make_optimizer,
+    make_schedule,
+    next_rate,
+    optimizer_row,
+    trained_parameters,
+)
 from ..parallel.context.model import context_shard
 from ..parallel.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
@@ -49,7 +57,9 @@ from ..runs.manifest import write_manifest
 from ..runs.metrics import TOKENS, MetricsFile, Window
 from ..utils.errors import TrainingError
 from ..utils.files import new_directory
+from ..utils.notices import notice
 from ..utils.processes import Stopped, StopRequest, request_on_signals
+from .best_evaluation import BestEvaluation
 from .callbacks import Callbacks, noisy_embeddings, steps_per_epoch, total_steps
 from .checkpoint import (
     load_optimizer,
@@ -127,6 +137,7 @@ class TrainingLoop:
         self.stepper, self.scaler, self.scaling = stepper, stepper.scaler, scaling
         self.rollouts, self.pipeline_state = rollouts, pipeline_state
         self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), StopRequest()
+        self.best = BestEvaluation.of(config, self.method)
         self._evaluation_pending = False  # whether the checkpoint was saved before its step's evaluation
         self.optimizer: Any = None
         self.units: Any = None
@@ -167,7 +178,7 @@ class TrainingLoop:
         """
         steps = total_steps(self.config, len(self.rows), self.ways)
         self._set_up(checkpoint, steps)
-        if self.state.global_step >= steps:
+        if self.state.global_step >= steps or (self.best and self.best.is_exhausted):
             if self.mesh.is_main:  # the run may have been killed between its last save and the removal of older ones
                 checkpoints.keep_newest(self.output, self.config.save_total_limit)
             return
@@ -196,6 +207,9 @@ class TrainingLoop:
                 self.rollouts.load(checkpoint)
             self.log.window = Window.of_dict(state["window"])
             self._evaluation_pending = state.get("owes_evaluation", False)
+            if self.best is not None:
+                self.best.load(state.get("best"))
+                self._forget_missing(self.best)
         self.optimizer = make_optimizer(self.model, self.config)
         block = self.optimizer_row.block_of(self.config) if self.scaler is None else 0
         static_gradients = (
@@ -212,15 +226,32 @@ class TrainingLoop:
             self.stepper.before_backward = partial(skip_if_not_finite, self.optimizer)
             self.guards.first_broken = self._first_broken
         warmup = self.args.get_warmup_steps(steps)
-        self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
+        greater = self.best is not None and self.best.greater
+        self.schedule = make_schedule(self.config, self.optimizer, warmup, steps, greater)
         if checkpoint is not None:
             local_part = partial(split.local_optimizer_state, self.optimizer) if split else self.units.local_state
             with full_parameters(self.trained, self.optimizer):
                 load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, local_part)
+            if (planned := checkpoints.planned_steps(checkpoint)) < steps:
+                continue_over(self.schedule, self.optimizer)
+                rate = f"{self.config.written('lr_scheduler_type')} continues over {steps}"
+                next_step = f"the next step has a learning rate of {next_rate(self.schedule):.2e}"
+                notice("longer-run", f"the run has {steps} steps instead of {planned}; {rate}, and {next_step}")
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / TRAINER_STATE
         self.callbacks.begin(saved, steps=steps, epochs=epochs, optimizer=self.optimizer, schedule=self.schedule)
+
+    def _forget_missing(self, best: BestEvaluation) -> None:
+        """Forget the best evaluation so far if its checkpoint is needed and does not exist any more."""
+        if not self.config.load_best_model_at_end or best.step is None:
+            return
+        folder = self.output / checkpoint_folder(best.step)
+        if (wrong := self.mesh.from_main(checkpoints.damage(folder))) is not None:
+            notice(
+                "best-checkpoint", f"{folder}, the best checkpoint so far, cannot be used: {wrong}. Later ones compete"
+            )
+            best.value = best.step = None
 
     @property
     def _micro_batches_per_step(self) -> int:
@@ -261,6 +292,8 @@ class TrainingLoop:
         """
         if checkpoint is not None and not done:
             self._restore_random_states(checkpoint)
+            if self.callbacks.control.should_training_stop:
+                return
         config = self.config
         size, skip = config.per_device_train_batch_size, done * self._micro_batches_per_step
         order, pinned = config.seed + epoch, self.device.type != "cpu"
@@ -275,6 +308,8 @@ class TrainingLoop:
             if checkpoint is not None and done:
                 self._restore_random_states(checkpoint)
                 checkpoint = None
+                if self.callbacks.control.should_training_stop:
+                    return
             seen = min(seen + len(taken) * self.ways, micro_batches)  # the last ones of some ranks may be blank
             self._step(taken, epoch + seen / micro_batches)
             control = self.callbacks.control
@@ -337,12 +372,13 @@ class TrainingLoop:
 
     def _update_weights(self) -> float:
         """Step the optimizer and the schedule; return the learning rate of this step."""
-        rate = float(self.schedule.get_last_lr()[0])  # torchao's is a tensor on the CPU
+        rate = next_rate(self.schedule)
         self.update.step()
         self.callbacks("on_optimizer_step")
         # If the scaler skips a step, the schedule does not count it. A fused optimizer skips it on the device, where
         # the host does not see it, so the schedule counts it.
-        if self.scaler is None or math.isfinite(self.log.norm) or self.optimizer_row.guarded:
+        counts = self.scaler is None or math.isfinite(self.log.norm) or self.optimizer_row.guarded
+        if counts and self.config.lr_scheduler_type not in FOLLOW_METRIC:
             self.schedule.step()
         self.units.after_step()
         return rate
@@ -354,6 +390,8 @@ class TrainingLoop:
         self.callbacks("on_step_end")
         control = self.callbacks.control
         last = state.global_step >= state.max_steps  # its record may span fewer than logging_steps
+        if self.best is not None and (last or control.should_training_stop):
+            control.should_evaluate = True
         self.log.finish(rate if control.should_log or last else None)
         if self.scaling is not None:
             self.scaling.roll(partial(self.mesh.max, axes=TOKEN_AXES))
@@ -398,7 +436,43 @@ class TrainingLoop:
         named |= speed_metrics("eval", began, len(self.held_out), math.ceil(len(self.held_out) / size))
         self.callbacks.log(named)
         self.callbacks("on_evaluate", metrics=named)
+        if self.best is not None and self.state.global_step:
+            self._compare(self.best, numbers)
         return numbers
+
+    def _compare(self, best: BestEvaluation, numbers: dict[str, float]) -> None:
+        """Compare an evaluation with the best one; the schedule may follow it, and training may stop.
+
+        An evaluation that is the best so far saves a checkpoint if the run ends with the best weights; the last one of
+        a run that stops early does in any case.
+        """
+        value, control = self.mesh.from_main(numbers.get(best.metric)), self.callbacks.control
+        if value is None:
+            notice(f"no {best.metric}", f"the evaluation after step {self.state.global_step} has no {best.metric}")
+            return
+        is_best = best.add(self.state.global_step, value)
+        if self.config.lr_scheduler_type in FOLLOW_METRIC:
+            self.schedule.step(value)
+        if best.is_exhausted:
+            control.should_training_stop = True
+        if best.is_exhausted or (is_best and self.config.load_best_model_at_end):
+            control.should_save = True
+
+    def best_result(self) -> dict[str, Any] | None:
+        """Return the facts of the best evaluation for environment.json; None if nothing was compared."""
+        if self.best is None or self.best.step is None:
+            return None
+        return self.best.result(self.state.global_step, self.config.load_best_model_at_end)
+
+    def load_best(self) -> None:
+        """Load the weights of the best evaluation, unless training ended with them; the optimizer is not loaded."""
+        best = self.best
+        if not (self.config.load_best_model_at_end and best and best.step not in (None, self.state.global_step)):
+            return
+        split, folder = self.pipeline_state, self.output / checkpoint_folder(best.step)
+        self.units = self.units.replicated()
+        with full_parameters(self.trained):
+            load_weights(self.model, folder, split.stages.is_remote if split else None)
 
     def _held_out_numbers(self, rows: Rows, size: int) -> dict[str, float]:
         """Return the method's numbers over `rows`, `size` per batch."""
@@ -463,7 +537,13 @@ class TrainingLoop:
                     self.rollouts.save(folder)
                 self.state.save_to_json(str(folder / TRAINER_STATE))
                 checkpoints.write_state(
-                    folder, self.config, self.identity(), self.log.window, evaluation_pending, self.ways
+                    folder,
+                    self.config,
+                    self.identity(),
+                    self.log.window,
+                    evaluation_pending,
+                    self.ways,
+                    best=self.best.document() if self.best else None,
                 )
                 write_manifest(folder, self.state.global_step)
         except TrainingError as error:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments, get_scheduler
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ..auxiliary.teacher import check_teacher
@@ -34,7 +34,16 @@ from ..modeling.architectures import check_token_ids
 from ..modeling.projections import check_recipe, configured_recipe
 from ..modeling.routers import check_balancing
 from ..modeling.tiny_model import check_positions
-from ..optim import OPTIMIZERS, make_optimizer, optimizer_row, state_key, target_matrices, trained_parameters
+from ..optim import (
+    FOLLOW_METRIC,
+    OPTIMIZERS,
+    make_optimizer,
+    make_schedule,
+    optimizer_row,
+    state_key,
+    target_matrices,
+    trained_parameters,
+)
 from ..parallel.context.model import check_context_parallel
 from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
 from ..parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
@@ -62,7 +71,9 @@ from ..utils.notices import notice
 from ..utils.terminal import print_data, print_header, print_memory, print_processes, size
 from ..utils.text import brief, one_line
 from . import samples
+from .best_evaluation import BestEvaluation
 from .callbacks import check_dtype, total_steps, training_arguments
+from .hub import check_hub_token
 from .identity import data_identity, model_reader
 
 # Number of micro-batches of one width that amortize cuDNN's plan for it. On an H200 a plan takes 0.15 s and saves 7 to
@@ -154,6 +165,9 @@ def prepare_run(
     check_paths(config, resume)
     limit_primitive_caches()
     method = method_of(config)
+    BestEvaluation.of(config, method)
+    if mesh.is_main:
+        check_hub_token(config)
     layout = config.layout or layout or mesh.layout
     machine = _machine(config, method, mesh)
     check_trackers(config.report_to)
@@ -180,7 +194,10 @@ def prepare_run(
     _check_context_parallel(shapes, mesh)
     ways = _row_ranks(layout)
     arguments = _arguments(config, machine, data, ways)
-    check_schedule(config, arguments, optimizer, total_steps(config, len(data.train), ways))
+    steps = total_steps(config, len(data.train), ways)
+    if checkpoint is not None:
+        checkpoints.check_length(config, checkpoint, steps)
+    check_schedule(config, arguments, optimizer, steps)
     rows, templated = data.train if data.eval is None else data.eval, data.report["template"] is not None
     prompts = [] if method.scores else samples.pick_prompts(config, tokenizer, rows, templated=templated)
     _notice_unsharded_states(config, machine, layout)
@@ -486,7 +503,9 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
         layer = torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=device, dtype=dtype)
         nn.init.ones_(layer.weight)
         layer.weight.grad = torch.ones_like(layer.weight)
-        optimizer = make_optimizer(layer, config)
+        optimizer: Any = make_optimizer(layer, config)
+        if row.has_modes:
+            optimizer.train()
         optimizer.step()
     except ConfigError:
         raise
@@ -560,15 +579,22 @@ def check_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, s
     Raises:
         ConfigError: it cannot.
     """
-    warmup = args.get_warmup_steps(steps)
+    warmup, options = args.get_warmup_steps(steps), config.lr_scheduler_kwargs or {}
+    stable = options.get("num_stable_steps", 0)
+    if config.lr_scheduler_type == "warmup_stable_decay" and warmup + stable + options["num_decay_steps"] > steps:
+        numbers = f"{warmup} steps of warmup, {stable} stable ones and {options['num_decay_steps']} of decay"
+        fix = "lower num_decay_steps, or raise max_steps or num_train_epochs"
+        raise ConfigError(f"lr_scheduler_kwargs: {numbers} are more than the {steps} of the run", fix)
     try:
-        schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps)
+        schedule = make_schedule(config, optimizer, warmup, steps)
+        if config.lr_scheduler_type in FOLLOW_METRIC:
+            return
         for step in (0, 1, warmup, steps):
             schedule.lr_lambdas[0](step)
         highest = max(map(schedule.lr_lambdas[0], range(steps))) if steps <= warmup else 1.0
-    except (ValueError, ArithmeticError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         message = f"lr_scheduler_type: {config.lr_scheduler_type} of {steps} steps, {warmup} of them warmup"
-        fix = "set lr_scheduler_type: cosine, or change learning_rate, max_steps or warmup_steps"
+        fix = "set lr_scheduler_type: cosine, or change lr_scheduler_kwargs, learning_rate, max_steps or warmup_steps"
         raise ConfigError(f"{message}: {_first_line(error)}", fix) from error
     if highest < 1.0:
         most = f"at most {highest * config.learning_rate:.1e} of {config.learning_rate:.1e}"

@@ -34,7 +34,7 @@ from ..rl.setup import sampled_rollouts
 from ..runs.checkpoints import MODELS, best, read_state, remove_leftovers, step_of
 from ..runs.layout import METRICS, PAGES
 from ..runs.lock import run_lock
-from ..runs.metrics import MetricsFile
+from ..runs.metrics import MetricsFile, describe_best
 from ..utils.console import Console
 from ..utils.errors import TrainingError
 from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
@@ -42,6 +42,7 @@ from ..utils.notices import notice, reset_notices, silent
 from ..utils.terminal import LiveMetrics, print_memory
 from ..utils.text import one_line
 from . import checks, samples
+from .hub import HubRepository
 from .identity import model_reader
 from .loop import TrainingLoop, seed_process
 from .metrics_log import peak_memory, reserved_memory
@@ -51,6 +52,7 @@ from .run_folder import (
     finished_measures,
     open_run,
     save_trained,
+    saved_in,
     summarize,
     write_report_files,
     write_report_of_stopped,
@@ -128,7 +130,11 @@ def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> R
     """Return the result of a run that is already finished; writes its missing pages, and changes no other file."""
     output = run.config.output_path
     job = OpenRun(run, output, MetricsFile(output / METRICS))
-    console.print(one_line(f"finished already: {run.total_steps} of {run.total_steps} steps, {output}"), soft_wrap=True)
+    assert run.checkpoint is not None
+    done = step_of(run.checkpoint)
+    longer = "" if done >= run.total_steps else " (early stopping; raise early_stopping_patience to continue)"
+    line = f"finished already: {done} of {run.total_steps} steps{longer}, {output}"
+    console.print(one_line(line), soft_wrap=True)
     if run.mesh.is_main:
         remove_leftovers(output)
         if missing := [name for name in PAGES if not (output / name).is_file()]:
@@ -162,6 +168,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     if run.checkpoint is not None:
         line = f"resuming from {run.checkpoint}: {step_of(run.checkpoint)} of {run.total_steps} steps are done"
         console.print(one_line(line), soft_wrap=True)
+    hub = HubRepository(run.config) if run.config.push_to_hub and run.mesh.is_main else None
     models = _digests_of_models(run)
     model = load_trainable_model(run, measured)
     stages = shard_for_rank(run, model)
@@ -199,6 +206,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
                 rollouts=rollouts,
                 pipeline_state=None if stages is None else PipelineState(run.mesh, stages),
             )
+            if hub is not None:
+                loop.add_callback(hub)
             _train(job, loop, console)
         after = _answers(run, model, pipelined)
         measured |= _peaks(device, stepper, measured["base_bytes"])
@@ -210,9 +219,12 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
         return RunResult(job.output, {})
-    write_results(job, ranks, results, list(zip(run.prompts, before, after, strict=True)))
+    answers = list(zip(run.prompts, before, after, strict=True))
+    write_results(job, ranks, results, answers, loop.best_result())
     print_memory(console, run.plan, measured)
     write_report_files(job, console)
+    if hub is not None:
+        console.print(one_line(hub.finish(job.output / saved_in(run.config))), soft_wrap=True)
     return RunResult(job.output, summarize(job, measured))
 
 
@@ -263,7 +275,10 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
         evaluated = [record["step"] for record in _recorded(job) if record["kind"] == "eval"]
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()
-    if (path := best(job.output)) is not None:
+        loop.load_best()
+    if (result := loop.best_result()) is not None:
+        console.print(one_line(describe_best(result)), soft_wrap=True)
+    elif (path := best(job.output)) is not None:
         console.print(one_line(f"best checkpoint: {path}, by its rewards on held-out prompts"), soft_wrap=True)
 
 
