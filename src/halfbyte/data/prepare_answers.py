@@ -4,6 +4,7 @@ row."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,8 @@ import datasets
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
+from ..config.datasets import DatasetEntry
+from ..config.policy import DISTILLING
 from ..config.schema import DataSection, RunKeys
 from ..ops import IGNORE_INDEX
 from ..utils.errors import DataError
@@ -31,6 +34,7 @@ from .prepare import (
     for_template,
     kept_rows,
     mask_of,
+    mixed,
     not_shown_of,
     prompt_turns,
     read_parts,
@@ -137,17 +141,18 @@ def _features(kind: Kind, columns: Any) -> dict[str, Any]:
 
 
 def _read(
-    config: RunKeys, template: ChatTemplate | None, kind: Kind, names: str | list[str], evaluating: bool
+    config: RunKeys, template: ChatTemplate | None, kind: Kind, entries: Sequence[DatasetEntry], evaluating: bool
 ) -> Documents:
     found, margins = Documents(), {}
-    for source in read_sources(names, config.dataset_split, evaluating=evaluating):
+    for source in read_sources(entries, config.dataset_split, evaluating=evaluating):
         layout = recognise_rows(source, kind, config.column_mapping)
         source, before = parse_csv_values(source, layout.columns), len(found.texts)
-        as_text = True
-        for where, row in rows_in(source, layout, templated=template is not None):
+        as_text, answers = True, config.method in DISTILLING and config.lmbda < 1
+        for where, row in rows_in(source, layout, templated=template is not None, answers=answers):
             as_text = as_text and any("text" in document for document in row.get("answers", ()))
             found.texts.append(_text(_for_template(row, template, where), where))
             found.places.append(where)
+            found.origins.append(source.dataset)
         found.masks[_mask_of(config, template, kind)] = None
         rows = len(found.texts) - before
         # Reward functions read the further columns of prompts. Only a reward model reads margins. Rows that are plain
@@ -162,7 +167,7 @@ def _read(
     if len(set(margins.values())) > 1:
         with_it, without = (next(path for path, has in margins.items() if has is wanted) for wanted in (True, False))
         raise DataError(f"{without} has no column margin, but {with_it} has one", "give it in both, or in neither")
-    report_unread(names, found.left_out)
+    report_unread([entry.path for entry in entries], found.left_out)
     found.columns = ["margin"] if True in margins.values() else []
     return found
 
@@ -199,7 +204,7 @@ def _text(row: dict[str, Any], where: str) -> str:
     return text
 
 
-def _finish(found: Documents, encoder: AnswerEncoder, config: DataSection, name: str) -> tuple[Dataset, dict[str, Any]]:
+def _finish(found: Documents, encoder: AnswerEncoder, config: RunKeys, name: str) -> tuple[Dataset, dict[str, Any]]:
     """Return the kept rows of a split, with all their columns, and its part of the report."""
     kind, total = encoder.kind, len(found.texts)
     encoded = encode(found, encoder, config, _features(kind, found.columns))
@@ -221,10 +226,11 @@ def _finish(found: Documents, encoder: AnswerEncoder, config: DataSection, name:
     contradicting = _contradicting(found.texts, kind)
     if contradicting:
         notice(f"contradicting:{name}", f"{contradicting} {name} rows contradict another row")
+    across, not_shown = across_of(kept, f"{name} rows"), not_shown_of(kept, f"{name} rows")
+    kept, mixture = mixed(config, kept, found, encoded) if name == "training" else (kept, {})
     report = answers_report(encoded, kept, NAMES[kind], truncated)
-    report["tokens_across_border"] = across_of(kept, f"{name} rows")
-    report["not_shown"] = not_shown_of(kept, f"{name} rows")
-    return kept, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise}
+    report |= {"tokens_across_border": across, "not_shown": not_shown}
+    return kept, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise, **mixture}
 
 
 def _check_answers(kept: Dataset, kind: Kind, name: str) -> None:

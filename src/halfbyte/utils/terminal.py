@@ -106,7 +106,7 @@ def storage(keys: Mapping[str, Any]) -> str:
 def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
     """Print the model, data, device and choices of a run, with their reasons."""
     machine = _machine(environment)
-    datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+    datasets = [entry.path for entry in config.datasets]
     lines = {
         "model": f"{config.model_name_or_path} · {method(config)}",
         "data": f"{', '.join(datasets)} · up to {config.max_length:,} tokens{' · packed' if config.packing else ''}",
@@ -326,6 +326,8 @@ def print_data(console: Console, report: Mapping[str, Any]) -> None:
     for name in ("train", "eval"):
         if report.get(name):
             lines["data" if name == "train" else "held out"] = data_line(report[name], report.get("eos_trained"))
+    if mixture := report["train"].get("mixture"):
+        lines["mixture"] = Text(" · ".join(f"{each['path']} {each['share']:.1%}" for each in mixture))
     console.print(_facts(lines))
 
 
