@@ -55,7 +55,7 @@ def draw_rows(config: RunKeys, origins: np.ndarray) -> np.ndarray:
     if config.mixing == "concat" and not config.weighted:
         return np.arange(len(origins))
     shares = shares_of(config, sizes)
-    counts = apportion(_total(config, sizes, shares), shares)
+    counts = apportion(total_rows(config, sizes, shares), shares)
     drawn, places = [], []
     for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         rows, random = np.flatnonzero(origins == number), np.random.default_rng([config.seed, number])
@@ -67,8 +67,12 @@ def draw_rows(config: RunKeys, origins: np.ndarray) -> np.ndarray:
     return indices if config.mixing == "concat" else indices[np.argsort(np.concatenate(places), kind="stable")]
 
 
-def _total(config: RunKeys, sizes: Sequence[int], shares: Sequence[Fraction]) -> int:
-    """Return the number of rows of an epoch."""
+def total_rows(config: RunKeys, sizes: Sequence[int], shares: Sequence[Fraction]) -> int:
+    """Return the number of rows of an epoch, or of a stream.
+
+    Raises:
+        ConfigError: as in `draw_rows`.
+    """
     for entry, size, share in zip(config.datasets, sizes, shares, strict=True):
         if share and not size:
             fix = "give it rows that can be trained on, set its weight to 0, or remove it"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import datasets
 import numpy as np
@@ -30,8 +30,11 @@ from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, number_in, recognise
 from .mixture import draw_rows
 from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
-from .sources import parse_csv_values, read_sources
+from .sources import Source, parse_csv_values, read_sources
 from .tables import Table, pack
+
+if TYPE_CHECKING:
+    from .streaming import RowStream
 
 ROWS_PER_PROCESS = 5_000  # with fewer rows, starting a process costs more time than it saves
 ROWS_WITH_PROGRESS = 2_000
@@ -53,7 +56,12 @@ REMEDY = {
     CUT_AWAY: "raise max_length: the answers start after it",
     UNTRAINED: "check the roles and columns of the data (column_mapping, dataset_format): the rows have no answers",
 }
+LATER = "further"  # name of the rows of later blocks of a stream
 CALIBRATION_ROW = 512  # tokens per row
+
+
+class NothingKeptError(DataError):
+    """All rows are dropped."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class PreparedData:
         answers: documents per row of the data; rows with several documents have seq_lengths, packed or not.
         together: how many of these documents one forward takes.
         counted: how many units of per_device_train_batch_size a row counts for.
+        stream: the training rows, if they are read while the run trains; `train` is its first block.
         shared: whether the documents of a row share their prompt, stored once before them (`shared_prefix`).
     """
 
@@ -76,6 +85,7 @@ class PreparedData:
     together: int = 1
     shared: bool = False
     counted: int = 1
+    stream: RowStream | None = None
 
 
 @dataclass
@@ -109,6 +119,18 @@ class _Split:
     report: dict[str, Any]
 
 
+class Prepare(Protocol):
+    """Prepares the data of a run, or the rows of `sources`: a block of a stream.
+
+    Args:
+        sources: None: the run's datasets.
+        later: whether other blocks came before: there is no report and no evaluation, and nothing is checked that holds
+            for all rows only.
+    """
+
+    def __call__(self, sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData: ...
+
+
 def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()) -> PreparedData:
     """Read, recognise, split, mask, tokenize and (if configured) pack the data of a run.
 
@@ -127,24 +149,36 @@ def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequen
         ModelError: the tokenizer has no character offsets or no EOS token.
         ConfigError: eval_split_size leaves nothing to train on.
     """
+    return preparer(config, tokenizer, columns)()
+
+
+def preparer(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()) -> Prepare:
+    """Return the function that prepares rows as `prepare` describes."""
     template = template_of(config, tokenizer)
     encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
-    training, evaluated, sources = read_parts(config, partial(_read, config, template, columns))
-    train = _finish(training, encoder, config, "training")
-    evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
-    if template is not None:
-        template.save_tools()
-    report = {
-        "sources": sources,
-        "template": tokenizer.chat_template,
-        "mask": "; ".join(training.masks),
-        "train": train.report,
-        "eval": evaluation.report if evaluation else None,
-        **endings(train.kept, tokenizer),
-        "samples": samples(train.kept, tokenizer),
-        "held_out": held_out(evaluation.kept) if evaluation else [],
-    }
-    return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
+
+    def prepare_rows(sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData:
+        read = partial(_read, config, template, columns)
+        if later:
+            return PreparedData(_finish(read([], sources=sources), encoder, config, LATER).rows, None, {})
+        training, evaluated, summaries = read_parts(config, read, sources)
+        train = _finish(training, encoder, config, "training")
+        evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
+        if template is not None:
+            template.save_tools()
+        report = {
+            "sources": summaries,
+            "template": tokenizer.chat_template,
+            "mask": "; ".join(training.masks),
+            "train": train.report,
+            "eval": evaluation.report if evaluation else None,
+            **endings(train.kept, tokenizer),
+            "samples": samples(train.kept, tokenizer),
+            "held_out": held_out(evaluation.kept) if evaluation else [],
+        }
+        return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
+
+    return prepare_rows
 
 
 def template_of(config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
@@ -169,10 +203,13 @@ def _read(
     template: ChatTemplate | None,
     columns: Sequence[str],
     entries: Sequence[DatasetEntry],
-    evaluating: bool,
+    evaluating: bool = False,
+    sources: Sequence[Source] | None = None,
 ) -> Documents:
     found = Documents(columns=columns)
-    for source in read_sources(entries, config.dataset_split, evaluating=evaluating):
+    if sources is None:
+        sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
+    for source in sources:
         layout = recognise(
             source,
             format=config.dataset_format,
@@ -255,17 +292,18 @@ def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str
 
 
 def read_parts(
-    config: RunKeys, read: Callable[[Sequence[DatasetEntry], bool], Documents]
+    config: RunKeys, read: Callable[..., Documents], block: Sequence[Source] | None = None
 ) -> tuple[Documents, Documents | None, list[dict[str, Any]]]:
     """Return the training documents, the evaluation documents (None without evaluation), and the sources of both.
 
     Args:
-        read: takes datasets, and whether they are for evaluation.
+        read: takes datasets, whether they are for evaluation, and the sources of their rows if these are read already.
+        block: the sources of the training rows, if these are read already.
 
     Raises:
         ConfigError: eval_split_size leaves nothing to train on.
     """
-    training = read(config.datasets, False)
+    training = read(config.datasets, sources=block)
     if config.eval_dataset is not None:
         evaluated = read(entries_of(config.eval_dataset, config.max_samples), True)
         if evaluated.sources == training.sources:
@@ -326,10 +364,10 @@ def mixed(config: RunKeys, kept: Dataset, found: Documents, encoded: Dataset) ->
     Args:
         kept: rows of `encoded` that are not dropped.
     """
-    if len(config.datasets) == 1:
+    if len(config.datasets) == 1 or (config.streaming and config.mixing == "concat"):
         return kept, {}
     origins = np.array(found.origins)[np.array(list(encoded["dropped"])) == ""]
-    drawn = draw_rows(config, origins)
+    drawn = np.arange(len(kept)) if config.streaming else draw_rows(config, origins)
     if not np.array_equal(drawn, np.arange(len(kept))):
         kept = kept.select(drawn)
     read, counts = (np.bincount(numbers, minlength=len(config.datasets)) for numbers in (origins, origins[drawn]))
@@ -354,7 +392,7 @@ def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[st
     dropped = Counter(reason for reason in reasons.tolist() if reason)
     if dropped.total() == len(encoded):
         counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        raise DataError(
+        raise NothingKeptError(
             f"zero trained tokens: all {len(encoded)} {name} are dropped ({counts}; max_length={max_length})",
             remedies[dropped.most_common(1)[0][0]],
         )

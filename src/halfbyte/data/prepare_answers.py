@@ -25,8 +25,10 @@ from .preference import Kind, recognise_rows, rows_in
 from .prepare import (
     ENCODED,
     IDS,
+    LATER,
     REMEDY,
     Documents,
+    Prepare,
     PreparedData,
     across_of,
     check_unicode,
@@ -41,7 +43,7 @@ from .prepare import (
     template_of,
 )
 from .report import answers_report, count_unread, endings, held_out, report_unread, samples
-from .sources import parse_csv_values, read_sources
+from .sources import Source, parse_csv_values, read_sources
 from .tables import Table
 
 MOST_SHOWN = 1_000  # rows from which samples, and the held-out rows of `merge`, are taken
@@ -85,6 +87,11 @@ def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: K
         DataError, ModelError, ConfigError: as in `prepare`; and for rows of another method, labels other than true and
             false, or equal labels everywhere.
     """
+    return preparer_of_answers(config, tokenizer, kind)()
+
+
+def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> Prepare:
+    """Return the function that prepares rows as `prepare_answers` describes."""
     template = template_of(config, tokenizer)
     encoder = AnswerEncoder(
         tokenizer,
@@ -97,24 +104,32 @@ def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: K
         separator=config.step_separator,
         uncut=config.method in SCORED,
     )
-    training, evaluated, sources = read_parts(config, partial(_read, config, template, kind))
-    train, train_report = _finish(training, encoder, config, "training")
-    held, held_report = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
-    texts = _as_texts(train, kind)
-    if template is not None:
-        template.save_tools()
-    report = {
-        "kind": kind,
-        "sources": sources,
-        "template": tokenizer.chat_template,
-        "mask": "; ".join(training.masks),
-        "train": train_report,
-        "eval": held_report,
-        **(_stops(encoder) if kind == "prompts" else endings(train, tokenizer) if kind in ANSWERED else NO_END),
-        "samples": samples(texts, tokenizer),
-        "held_out": held_out(_as_texts(held, kind)) if held is not None and kind in ANSWERED else [],
-    }
-    return PreparedData(_rows(train, kind), _rows(held, kind) if held is not None else None, report)
+
+    def prepare_rows(sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData:
+        read = partial(_read, config, template, kind)
+        if later:
+            rows, _ = _finish(read([], sources=sources), encoder, config, LATER)
+            return PreparedData(_rows(rows, kind), None, {})
+        training, evaluated, summaries = read_parts(config, read, sources)
+        train, train_report = _finish(training, encoder, config, "training")
+        held, held_report = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
+        texts = _as_texts(train, kind)
+        if template is not None:
+            template.save_tools()
+        report = {
+            "kind": kind,
+            "sources": summaries,
+            "template": tokenizer.chat_template,
+            "mask": "; ".join(training.masks),
+            "train": train_report,
+            "eval": held_report,
+            **(_stops(encoder) if kind == "prompts" else endings(train, tokenizer) if kind in ANSWERED else NO_END),
+            "samples": samples(texts, tokenizer),
+            "held_out": held_out(_as_texts(held, kind)) if held is not None and kind in ANSWERED else [],
+        }
+        return PreparedData(_rows(train, kind), _rows(held, kind) if held is not None else None, report)
+
+    return prepare_rows
 
 
 def _rows(kept: Dataset, kind: Kind) -> Dataset:
@@ -141,10 +156,17 @@ def _features(kind: Kind, columns: Any) -> dict[str, Any]:
 
 
 def _read(
-    config: RunKeys, template: ChatTemplate | None, kind: Kind, entries: Sequence[DatasetEntry], evaluating: bool
+    config: RunKeys,
+    template: ChatTemplate | None,
+    kind: Kind,
+    entries: Sequence[DatasetEntry],
+    evaluating: bool = False,
+    sources: Sequence[Source] | None = None,
 ) -> Documents:
     found, margins = Documents(), {}
-    for source in read_sources(entries, config.dataset_split, evaluating=evaluating):
+    if sources is None:
+        sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
+    for source in sources:
         layout = recognise_rows(source, kind, config.column_mapping)
         source, before = parse_csv_values(source, layout.columns), len(found.texts)
         as_text, answers = True, config.method in DISTILLING and config.lmbda < 1

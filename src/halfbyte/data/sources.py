@@ -107,15 +107,24 @@ def read_sources(
     return sources
 
 
-def _read(name: str, split: str, evaluating: bool) -> list[Source]:
+def files_to_read(name: str, split: str, evaluating: bool = False) -> list[Path] | None:
+    """Return the files of a dataset that belong to `split`; None for a Hub id. The other arguments and the errors are
+    those of `read_sources`."""
     files = files_of(name)
     if files is None:
-        return [_read_hub(name, split)]
+        return None
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
-        files = files_of_split(files, folder, split_to_evaluate(name, split) if evaluating else split)
-    elif split != TRAIN:
+        return files_of_split(files, folder, split_to_evaluate(name, split) if evaluating else split)
+    if split != TRAIN:
         notice("dataset_split", f"dataset_split: {split} does not apply to the file {name}: reading all its rows")
+    return files
+
+
+def _read(name: str, split: str, evaluating: bool) -> list[Source]:
+    files = files_to_read(name, split, evaluating)
+    if files is None:
+        return [_read_hub(name, split)]
     return [_read_saved(file) if file.name == SAVED else READERS[suffix_of(file)](file) for file in files]
 
 
@@ -246,17 +255,38 @@ def _bar(path: Path, total: int, unit: str) -> Iterator[Callable[[int], object]]
 
 
 def _read_jsonl(path: Path) -> Source:
+    try:
+        return _source_of("jsonl", path, jsonl_rows(path))
+    except _IsArrayError:
+        return _read_json(path)
+
+
+def _source_of(kind: str, path: Path, numbered: Iterator[tuple[int, Row]]) -> Source:
     rows, lines = [], []
+    for line, row in numbered:
+        rows.append(row)
+        lines.append(line)
+    return Source(str(path), kind, rows, lines)
+
+
+class _IsArrayError(DataError):
+    """A file of JSON lines is one JSON array."""
+
+
+def jsonl_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a file of JSON lines with their line numbers (from 1).
+
+    Raises:
+        DataError: the file cannot be read, a line is not a JSON object, or the file is one JSON array.
+    """
     with _open_text(path) as file:
         for number, line in enumerate(_lines(file, path), 1):
             if not line.strip():
                 continue
             if number == 1 and line.lstrip().startswith("["):
-                return _read_json(path)
+                raise _IsArrayError(f"{path} is one JSON array", "write one row per line (JSONL)")
             row = parse_json(line, str(path), DataError, "correct this line", line=number, unique=True)
-            rows.append(_checked(row, f"{path}:{number}"))
-            lines.append(number)
-    return Source(str(path), "jsonl", rows, lines)
+            yield number, _checked(row, f"{path}:{number}")
 
 
 def _read_json(path: Path) -> Source:
@@ -281,8 +311,16 @@ def _checked(row: Any, where: str) -> Row:
 
 
 def _read_csv(path: Path) -> Source:
+    return _source_of("csv", path, csv_rows(path))
+
+
+def csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a CSV or TSV file with the lines where they start (from 1).
+
+    Raises:
+        DataError: the file cannot be read, or is malformed.
+    """
     csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than a long document
-    rows, lines = [], []
     with _open_text(path, newline="") as file:
         start = 1  # a row's first line: quoted fields may contain newlines
         try:
@@ -297,13 +335,11 @@ def _read_csv(path: Path) -> Source:
                     found = sum(value is not None for key, value in row.items() if key) + len(row.get(None) or [])
                     fix = "put fields that hold commas or quotes in quotes"
                     raise DataError(f"{path}:{start}: {found} fields, but the header has {len(names)}", fix)
-                rows.append(dict(row))
-                lines.append(start)
+                yield start, dict(row)
                 start = reader.line_num + 1
         except csv.Error as error:
             wrong = f"{path}:{start}: malformed CSV in the row that starts here: {error}"
             raise DataError(wrong, "close its quotes, and double quotes inside fields") from None
-    return Source(str(path), "csv", rows, lines)
 
 
 def _check_delimiter(names: Sequence[str], delimiter: str, where: str) -> None:
@@ -333,7 +369,7 @@ def _read_parquet(path: Path) -> Source:
             rows: list[Row] = []
             with _bar(path, file.metadata.num_rows, " rows") as further:
                 for batch in file.iter_batches():
-                    rows += map(_without_null, batch.to_pylist())
+                    rows += map(without_null, batch.to_pylist())
                     further(len(batch))
     except DataError:
         raise
@@ -347,7 +383,7 @@ def _read_parquet(path: Path) -> Source:
     return Source(str(path), "parquet", rows)
 
 
-def _without_null(row: Row) -> Row:
+def without_null(row: Row) -> Row:
     """Drop nulls inside nested values: Arrow gives every struct the union of all keys, with nulls for missing ones."""
 
     def clean(value: Any) -> Any:
@@ -382,7 +418,7 @@ def _rows_of(path: Path, load: Callable[[str], Any]) -> list[Row]:
     try:
         dataset = load(str(path))
         _check_columns(dataset.column_names, str(path))
-        return [_without_null(row) for row in dataset]
+        return [without_null(row) for row in dataset]
     except DataError:
         raise
     except Exception as error:  # Arrow's own, the library's, or Python's for a damaged description
@@ -415,7 +451,7 @@ def _read_hub(name: str, split: str) -> Source:
             f"dataset {name!r} is not a local file or folder{_closest(Path(name))}, and the Hub answers: {reason}",
             "give an existing path, or the id of a Hub dataset (`dataset_split` picks its split) while online",
         ) from error
-    return Source(name, "hub", [_without_null(row) for row in dataset], note=f"split {split} of a Hub dataset")
+    return Source(name, "hub", [without_null(row) for row in dataset], note=f"split {split} of a Hub dataset")
 
 
 READERS: dict[str, Callable[[Path], Source]] = {

@@ -150,16 +150,20 @@ def write_state(
     window: Window,
     evaluation_pending: bool = False,
     ways: int = 1,
+    stream: dict[str, Any] | None = None,
 ) -> None:
     """Write `halfbyte.json` of a checkpoint: what resuming compares, and the open metrics window.
 
     Args:
         evaluation_pending: whether the evaluation after this step was not done.
         ways: number of ranks that the rows of a step were distributed to.
+        stream: position of the next step's rows, see `data.streaming`.
     """
     state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict(), "ways": ways}
     if evaluation_pending:
         state["owes_evaluation"] = True
+    if stream is not None:
+        state["stream"] = stream
     write_json(folder / STATE, {"format": FORMAT, **state})
 
 

@@ -357,7 +357,8 @@ def _rows(split: Mapping[str, Any]) -> list[str]:
     """Describe the number of rows of a split and, for answers, their kind and mean length."""
     means = split.get("mean_tokens")
     if means is None:
-        return [f"{split['documents']:,} documents in {split['rows']:,} rows"]
+        first = "a stream, first " if split.get("streamed") else ""
+        return [f"{first}{split['documents']:,} documents in {split['rows']:,} rows"]
     kinds = {"chosen": "pairs", "completion": "answers", "steps": "answers in steps"}
     kind = next((kind for name, kind in kinds.items() if name in means), "prompts")
     words = [f"{split['rows']:,} {kind}"]
