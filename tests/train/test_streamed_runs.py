@@ -23,7 +23,7 @@ STEPS = 10
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Rows of different lengths as `large.jsonl` (90), `middle.jsonl.zst` (40) and a saved folder `small` (7); pairs."""
+    """Rows of different lengths: `large.jsonl` (90), `middle.jsonl.zst` (40), a saved folder `small` (7); pairs."""
     folder = tmp_path_factory.mktemp("files")
 
     def rows(count, name):

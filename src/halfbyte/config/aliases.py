@@ -233,7 +233,6 @@ NOT_BUILT = {
     "push_to_hub": "remove it and run `hf upload` on the finished adapter/",
     "hub_model_id": "remove it and run `hf upload` on the finished adapter/",
     "hub_strategy": "remove it and run `hf upload` on the finished adapter/",
-    "streaming": "remove it; the data is tokenized before training",
     "dataset_streaming": "remove it; the data is tokenized before training",
     "early_stopping_patience": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
     "load_best_model_at_end": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
@@ -268,7 +267,6 @@ NO_EQUIVALENT = {
     "eos_token": "set it in the tokenizer's files",
     "group_by_length": "use packing: true or padding_free: true, which need no padding at all",
     "batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
-    "max_samples": "shorten the file, or for a hub dataset set dataset_split: train[:1000]",
     "dataset_config": "download the data and name its file in dataset",
     "dataset_test_split": "name the held-out data in eval_dataset",
     "mask_history": "every assistant turn is trained; split the conversations into single turns",
@@ -343,7 +341,7 @@ WITHOUT_EFFECT_ON_RESULT = frozenset(
     {
         *("push_to_hub", "hub_model_id", "hub_strategy", "hf_hub_token", "cache_dir"),
         *("overwrite_output_dir", "save_only_model", "predict_with_generate", "do_predict"),
-        *("loss_watchdog_threshold", "loss_watchdog_patience", "use_ray", "streaming", "dataset_streaming"),
+        *("loss_watchdog_threshold", "loss_watchdog_patience", "use_ray", "dataset_streaming"),
     }
 )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -32,9 +32,6 @@ from .mixture import draw_rows
 from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
 from .sources import Source, parse_csv_values, read_sources
 from .tables import Table, pack
-
-if TYPE_CHECKING:
-    from .streaming import RowStream
 
 ROWS_PER_PROCESS = 5_000  # with fewer rows, starting a process costs more time than it saves
 ROWS_WITH_PROGRESS = 2_000
@@ -74,7 +71,7 @@ class PreparedData:
         answers: documents per row of the data; rows with several documents have seq_lengths, packed or not.
         together: how many of these documents one forward takes.
         counted: how many units of per_device_train_batch_size a row counts for.
-        stream: the training rows, if they are read while the run trains; `train` is its first block.
+        stream: with `streaming: true` the training rows, a `streaming.RowStream`; `train` is its first block.
         shared: whether the documents of a row share their prompt, stored once before them (`shared_prefix`).
     """
 
@@ -85,7 +82,7 @@ class PreparedData:
     together: int = 1
     shared: bool = False
     counted: int = 1
-    stream: RowStream | None = None
+    stream: Any = None
 
 
 @dataclass
