@@ -44,7 +44,7 @@ def test_llamafactory_qlora(write, tmp_path):
     assert set(imported.left_out) == {
         "do_train", "overwrite_cache", "plot_loss", "overwrite_output_dir", "ddp_timeout",
     }  # fmt: skip
-    assert set(imported.undecided) == {"template", "max_samples"}
+    assert set(imported.undecided) == {"template"}
     assert "chat_template_path" in imported.undecided["template"][1]
     assert "lora_rank" not in imported.explain()
 

@@ -315,7 +315,6 @@ class TestForeignNames:
             ("rollout: vllm", "method: sft", "method: grpo"),
             ("use_vllm: true", "vllm_mode:", ""),
             ("chat_template: llama3", "", "chat_template_path"),
-            ("max_samples: 1000", "max_samples", "train[:1000]"),
             ("datasets: [{path: a, type: alpaca, shards: 4}]", "", "dataset"),
             ("special_tokens: {eos_token: x}", "special_tokens", "tokenizer"),
         ],

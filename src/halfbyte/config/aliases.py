@@ -229,7 +229,6 @@ NOT_BUILT = {
     "use_adam_mini": "remove it; optim: adamw_8bit keeps the optimizer small",
     "use_muon": "set optim: muon",
     "plugins": "remove it; halfbyte has no plugins",
-    "streaming": "remove it; the data is tokenized before training",
     "dataset_streaming": "remove it; the data is tokenized before training",
     "loss_watchdog_threshold": "remove it; halfbyte stops on NaN and Inf only",
     "loss_watchdog_patience": "remove it; halfbyte stops on NaN and Inf only",
@@ -260,7 +259,6 @@ NO_EQUIVALENT = {
     "eos_token": "set it in the tokenizer's files",
     "group_by_length": "use packing: true or padding_free: true, which need no padding at all",
     "batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
-    "max_samples": "shorten the file, or for a hub dataset set dataset_split: train[:1000]",
     "dataset_config": "download the data and name its file in dataset",
     "dataset_test_split": "name the held-out data in eval_dataset",
     "mask_history": "every assistant turn is trained; split the conversations into single turns",
@@ -333,7 +331,7 @@ WITHOUT_EFFECT_ON_RESULT = frozenset(
     {
         *("hf_hub_token", "cache_dir"),
         *("overwrite_output_dir", "save_only_model", "predict_with_generate", "do_predict"),
-        *("loss_watchdog_threshold", "loss_watchdog_patience", "use_ray", "streaming", "dataset_streaming"),
+        *("loss_watchdog_threshold", "loss_watchdog_patience", "use_ray", "dataset_streaming"),
     }
 )
 

@@ -69,6 +69,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
 
     split = split_to_evaluate(dataset, saved.config.dataset_split)
     asked = {"dataset": dataset, "dataset_split": split, "eval_dataset": None, "eval_split_size": 0.0}
+    asked |= {"mixing": "concat", "max_samples": None, "streaming": False}
     config = saved.config.model_copy(update=asked)
     method = method_of(config)
     if method.rows == "prompts":

@@ -56,8 +56,9 @@ def page(run: Run) -> str:
 def header(run: Run) -> str:
     """Header with model, method, data and start time."""
     dataset = run.config.get("dataset", "unknown data")
-    datasets = [dataset] if isinstance(dataset, str) else dataset
-    names = ", ".join(Path(str(each)).name for each in datasets)
+    datasets = dataset if isinstance(dataset, list) else [dataset]
+    paths = (each.get("path") if isinstance(each, dict) else each for each in datasets)
+    names = ", ".join(Path(str(path)).name for path in paths)
     started = run.moment("started")
     when = f" · {started.day} {started:%B %Y, %H:%M %Z}" if started else ""
     how = f"{method(run.config)} on {names}" if run.config else f"a run without {RESOLVED_CONFIG}"

@@ -194,6 +194,11 @@ def data(run: Run) -> str:
             for source in run.data.get("sources") or []
         ),
     )
+    shares = [
+        (text(each.get("path")), text(each.get("rows")), text(each.get("drawn")), f"{each.get('share', 0):.1%}")
+        for each in (run.data.get("train") or {}).get("mixture") or []
+    ]
+    mixture = table(("Dataset", "rows", "drawn", "share of the rows"), shares) if shares else ""
     splits = {name: run.data[key] for key, name in (("train", "training"), ("eval", "held out")) if run.data.get(key)}
     counts = table(("Split", *splits), _split_rows(splits))
     drawn = []
@@ -202,7 +207,7 @@ def data(run: Run) -> str:
         drawn.append(("Document lengths", plots.lengths(histogram, run.config.get("max_length"))))
     beside = f'<div class="beside">{counts}{figures(*drawn)}</div>'
     note = f'<p class="note">Masks: {text(run.data.get("mask"))}.{_ending(run.data)}</p>'
-    return sources + beside + note + _template(run.data.get("template"))
+    return sources + mixture + beside + note + _template(run.data.get("template"))
 
 
 def _ending(report: Mapping[str, Any]) -> str:

@@ -157,6 +157,7 @@ def write_state(
     evaluation_pending: bool = False,
     ways: int = 1,
     best: dict[str, Any] | None = None,
+    stream: dict[str, Any] | None = None,
 ) -> None:
     """Write `halfbyte.json` of a checkpoint: what resuming compares, and the open metrics window.
 
@@ -164,12 +165,15 @@ def write_state(
         evaluation_pending: whether the evaluation after this step was not done.
         ways: number of ranks that the rows of a step were distributed to.
         best: the best evaluation so far, see `train.best_evaluation`.
+        stream: position of the next step's rows, see `data.streaming`.
     """
     state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict(), "ways": ways}
     if evaluation_pending:
         state["owes_evaluation"] = True
     if best is not None:
         state["best"] = best
+    if stream is not None:
+        state["stream"] = stream
     write_json(folder / STATE, {"format": FORMAT, **state})
 
 

@@ -77,11 +77,14 @@ def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCES
 
 
 def steps_per_epoch(config: RunConfig, rows: int, ways: int = 1) -> int:
-    """Return the optimizer steps of one pass over `rows`; the last accumulation window may be incomplete.
+    """Return the optimizer steps of one pass over `rows`; the last accumulation window may be incomplete. A stream is
+    passed over once.
 
     Args:
         ways: number of ranks that rows are distributed to.
     """
+    if config.streaming:
+        return config.max_steps
     batches = method_of(config).micro_batches(config, rows, ways)
     return math.ceil(batches / (config.gradient_accumulation_steps * ways))
 

@@ -10,6 +10,7 @@ import fnmatch
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ class PreparedRun:
         With `auto`: if the reference does not exist later, or if the run uses each row at least once.
         """
         precompute, config = self.config.precompute_ref_log_probs, self.config
+        if config.streaming:
+            return False
         if precompute != "auto":
             return bool(precompute)
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.degree(*DATA_AXES)
@@ -193,6 +196,10 @@ def prepare_run(
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
     _check_context_parallel(shapes, mesh)
     ways = _row_ranks(layout)
+    if data.stream is not None:
+        rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * ways
+        data.stream.require(config.max_steps * rows_per_step)
+        data.stream.check = partial(_check_block, shapes)
     arguments = _arguments(config, machine, data, ways)
     steps = total_steps(config, len(data.train), ways)
     if checkpoint is not None:
@@ -366,7 +373,14 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
     ends: Any = tokenizer.convert_tokens_to_ids(data.report.get("stop_tokens", []))
     named = {"padding": tokenizer.pad_token_id, "the end of an answer": max(filter(None, ends), default=None)}
     check_token_ids(shapes.causal_lm, {"tokens of the data": max(map(largest_id, splits)), **named})
-    check_positions(shapes.causal_lm.config, _longest(data), trust_remote_code=config.trust_remote_code)
+    longest = _longest(data) if data.stream is None else config.max_length
+    check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
+
+
+def _check_block(shapes: ModelShapes, rows: Any) -> None:
+    """Check that the model has embeddings for the tokens of a later block of a stream."""
+    if len(rows):
+        check_token_ids(shapes.causal_lm, {"tokens of the data": largest_id(rows)})
 
 
 def _longest(data: PreparedData) -> int:
@@ -377,7 +391,7 @@ def _longest(data: PreparedData) -> int:
 def _arguments(config: RunConfig, machine: Machine, data: PreparedData, ways: int) -> TrainingArguments:
     rows, evaluate = len(data.train), data.eval is not None
     wanted = config.per_device_train_batch_size * config.gradient_accumulation_steps * ways
-    if wanted > rows and config.method not in SAMPLING:
+    if wanted > rows and config.method not in SAMPLING and not config.streaming:
         keys = "per_device_train_batch_size and gradient_accumulation_steps"
         notice("step-rows", f"{keys} ask for {wanted:,} rows a step, and the data has {rows:,}: a step uses them all")
     return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate, ways=ways)

@@ -184,6 +184,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         results = verified.results
         if run.method.reference:
             rows, held_out, results["reference"] = add_reference(run, model, console)
+        if run.data.stream is not None:
+            rows = run.data.stream
         before = _answers(run, model, pipelined)
         with (
             training_stepper(job, model, pipelined, verified.graphs, console) as stepper,

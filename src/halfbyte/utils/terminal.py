@@ -106,7 +106,7 @@ def storage(keys: Mapping[str, Any]) -> str:
 def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
     """Print the model, data, device and choices of a run, with their reasons."""
     machine = _machine(environment)
-    datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+    datasets = [entry.path for entry in config.datasets]
     lines = {
         "model": f"{config.model_name_or_path} · {method(config)}",
         "data": f"{', '.join(datasets)} · up to {config.max_length:,} tokens{' · packed' if config.packing else ''}",
@@ -326,6 +326,8 @@ def print_data(console: Console, report: Mapping[str, Any]) -> None:
     for name in ("train", "eval"):
         if report.get(name):
             lines["data" if name == "train" else "held out"] = data_line(report[name], report.get("eos_trained"))
+    if mixture := report["train"].get("mixture"):
+        lines["mixture"] = Text(" · ".join(f"{each['path']} {each['share']:.1%}" for each in mixture))
     console.print(_facts(lines))
 
 
@@ -355,7 +357,8 @@ def _rows(split: Mapping[str, Any]) -> list[str]:
     """Describe the number of rows of a split and, for answers, their kind and mean length."""
     means = split.get("mean_tokens")
     if means is None:
-        return [f"{split['documents']:,} documents in {split['rows']:,} rows"]
+        first = "a stream, first " if split.get("streamed") else ""
+        return [f"{first}{split['documents']:,} documents in {split['rows']:,} rows"]
     kinds = {"chosen": "pairs", "completion": "answers", "steps": "answers in steps"}
     kind = next((kind for name, kind in kinds.items() if name in means), "prompts")
     words = [f"{split['rows']:,} {kind}"]
