@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from ..optim import ADAM_KEYS, FOLLOW_METRIC, OPTIMIZERS, SCHEDULES, STORAGE_OF_BITS, Option, optimizer_row
 from ..parallel import support
 from ..utils.text import brief
+from .datasets import dataset_contradictions
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
 from .policy import DISTILLING, POLICY, SAMPLING
 from .schema import RECIPE_OPTIONS, QuantizationSection, RunKeys
@@ -22,7 +23,7 @@ ADAPTER_KEYS = (
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner"),
 )
-SFT_KEYS = ("dataset_format", "dataset_text_field", "completion_only_loss")
+SFT_KEYS = ("dataset_format", "dataset_text_field", "completion_only_loss", "train_on")
 
 
 def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
@@ -33,6 +34,7 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _schedule_contradictions(config)
     yield from _best_model_contradictions(config)
     yield from _hub_contradictions(config)
+    yield from dataset_contradictions(config)
     if config.qat_scheme is not None:
         yield from _qat_contradictions(config)
     if not config.use_peft:

@@ -26,7 +26,9 @@ PATHS = (  # keys whose value is a path or a list of paths
 def expand_home(paths: Any) -> Any:
     """Expand `~` in the value of a key of `PATHS`, like a shell."""
     if isinstance(paths, list):
-        return [os.path.expanduser(each) for each in paths]
+        return [expand_home(each) for each in paths]
+    if isinstance(paths, dict):  # an entry of `dataset`
+        return paths | {"path": expand_home(paths.get("path"))}
     return os.path.expanduser(paths) if isinstance(paths, str) else paths
 
 

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from ..utils.errors import ConfigError
 from ..utils.text import brief
+from .datasets import DatasetEntry, check_entries, entries_of
 from .methods import PreferenceSection, method_field
 from .policy import DISTILLING, DistillationSection, PolicySection
 from .resolved import Origin, Parallel, Precision, Storage
@@ -245,8 +246,34 @@ class AdapterSection(Section):
 class DataSection(Section):
     """The data"""
 
-    dataset: str | list[str] = Field(
-        description="training data: a file (jsonl, json, csv, parquet, txt), folder or hub id, or a list of them"
+    dataset: str | list[str | dict[str, str | int | float]] = Field(
+        description="training data: a file (jsonl, json, csv, parquet, txt; also as .gz or .zst), folder or hub id, or"
+        " a list of them; an entry of the list may be a mapping {path, weight, split, max_samples}, where"
+        " weight / sum of weights is the dataset's share of the rows that are drawn (before packing)"
+    )
+    mixing: Literal["concat", "interleave", "temperature"] = Field(
+        "concat",
+        description="rows of several datasets: concat (as many as all have; with weights, each dataset's rows are"
+        " repeated or sampled to its share), interleave (each dataset's share, in turn, equal without weights, until"
+        " `stopping`), temperature (interleave with shares in proportion to size^(1/mixing_temperature))",
+    )
+    mixing_temperature: Annotated[float, Field(ge=1)] = Field(
+        2.0, description="mixing: temperature: 1 draws in proportion to the sizes, larger values more evenly"
+    )
+    stopping: Literal["first", "all"] = Field(
+        "first",
+        description="interleaved datasets: an epoch ends when the first dataset has no rows left, or when all had"
+        " each of their rows at least once (shorter ones are repeated)",
+    )
+    max_samples: PositiveInt | None = Field(
+        None, description="number of rows to read of each dataset, from its start; default: all"
+    )
+    streaming: bool = Field(
+        False,
+        description="read and tokenize the rows while training, for data larger than memory or disk; needs max_steps",
+    )
+    shuffle_buffer_size: PositiveInt = Field(
+        4096, description="streaming: rows that are read at a time, shuffled (and packed) together; 1: no shuffling"
     )
     dataset_split: str = Field(
         "train", description="split of a hub dataset, or of a folder with files of several splits"
@@ -275,10 +302,29 @@ class DataSection(Section):
     packing: bool = Field(False, description="pack several documents into one row, without attention between them")
     padding_free: bool = Field(False, description="concatenate the rows of a batch instead of padding them")
     assistant_only_loss: bool = Field(True, description="chat data: compute the loss on assistant turns only")
+    train_on: Literal["last", "all"] = Field(
+        "all", description="chat data: assistant turns that the loss is computed on: the last one, or all"
+    )
     completion_only_loss: bool = Field(True, description="prompt-completion data: compute the loss on completions only")
     dataset_num_proc: PositiveInt | None = Field(
         None, description="number of processes that tokenize; default: chosen by the amount of data"
     )
+
+    @field_validator("dataset")
+    @classmethod
+    def _entries(cls, value: Any) -> Any:
+        check_entries(value)
+        return value
+
+    @property
+    def datasets(self) -> list[DatasetEntry]:
+        """The entries of `dataset`."""
+        return entries_of(self.dataset, self.max_samples)
+
+    @property
+    def weighted(self) -> bool:
+        """Return whether the entries of `dataset` have weights."""
+        return any(entry.weight is not None for entry in self.datasets)
 
 
 class TrainingSection(Section):
