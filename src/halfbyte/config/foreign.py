@@ -99,8 +99,8 @@ def overridden_keys(values: Values) -> set[str]:
     """Return our keys that a foreign key overrides.
 
     With load_in_8bit or gptq, `load_in_4bit: false` only means that the weights are not stored in 4 bits. LLaMA-Factory
-    names the optimizer inside of GaLore, APOLLO and BAdam with `optim`. Surogate's options of NVFP4 also describe stored
-    weights, whatever the recipe.
+    names the optimizer inside of GaLore, APOLLO and BAdam with `optim`. Surogate's options of NVFP4 describe stored weights
+    with any recipe.
     """
     keys = {"load_in_4bit"} if asks_stored(values) and values.get("load_in_4bit") is False else set()
     keys |= {"optim"} if any(values.get(switch) for switch in OPTIMIZER_SWITCHES) else set()

@@ -1,7 +1,7 @@
 """Names of other tools' keys that halfbyte has no key for, by the reason.
 
 They are the fields of PEFT's, TRL's and transformers' configurations, and of Axolotl's, LLaMA-Factory's, ms-swift's,
-Surogate's and Unsloth's, sections included (2026-11-28). A known name never gets another key as advice, by its spelling.
+Surogate's and Unsloth's, sections included (2026-11-28).
 `name=true` is a key with this default: it is refused with any other value.
 """
 
