@@ -18,6 +18,7 @@ from .methods import DEFAULTS as METHODS
 from .methods import LOSS_TYPES
 from .outcomes import Converter, Ignored, Mapped, Outcome, Refused, Values, as_list, is_off, one_of
 from .peers import asks_stored
+from .schema import RunKeys
 
 # Errors of converters for a value of a type that the tool does not accept either.
 CONVERSION_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
@@ -99,8 +100,8 @@ def overridden_keys(values: Values) -> set[str]:
     """Return our keys that a foreign key overrides.
 
     With load_in_8bit or gptq, `load_in_4bit: false` only means that the weights are not stored in 4 bits. LLaMA-Factory
-    names the optimizer inside of GaLore, APOLLO and BAdam with `optim`. Surogate's options of NVFP4 describe stored weights
-    with any recipe.
+    names the optimizer inside of GaLore, APOLLO and BAdam with `optim`. Surogate's options of NVFP4 apply to stored
+    weights with any recipe.
     """
     keys = {"load_in_4bit"} if asks_stored(values) and values.get("load_in_4bit") is False else set()
     keys |= {"optim"} if any(values.get(switch) for switch in OPTIMIZER_SWITCHES) else set()
@@ -654,10 +655,45 @@ def llamafactory_datasets(names: str, folders: list[Path]) -> tuple[str | list[s
     return _one_or_many(found), unresolved
 
 
+# Sections of keys
+
+
+def _section(name: str) -> Converter:
+    """Make a converter of a section, by the outcomes of its keys."""
+
+    def convert(value: Any, values: Values) -> Outcome:
+        inner = {peers.SECTIONS[name].get(key, key): option for key, option in value.items()}
+        given = {key: option for key, option in inner.items() if key not in peers.UNSET or option != peers.UNSET[key]}
+        keys: Values = {}
+        for key, option in given.items():
+            outcome = Mapped({key: option}) if key in RunKeys.model_fields else translate(key, values | given)
+            if isinstance(outcome, Refused):
+                return Refused(f"{name}: {outcome.why}", outcome.fix)
+            if outcome is None:
+                return Refused(f"{name}: {key} is not a known key", "remove it")
+            keys |= outcome.keys if isinstance(outcome, Mapped) else {}
+        return Mapped(keys)
+
+    return convert
+
+
+def _lora(value: Any, values: Values) -> Outcome:
+    """Convert Surogate's switch, or Unsloth's section of the same name."""
+    return _section("lora")(value, values) if isinstance(value, dict) else peers.tuning("lora")(value, values)
+
+
+def _data(value: Any, values: Values) -> Outcome:
+    """Convert Unsloth's section, or the data itself."""
+    return _section("data")(value, values) if isinstance(value, dict) else Mapped({"dataset": value})
+
+
 # The table of conversions
 
 CONVERTED: dict[str, Converter] = {
     **peers.CONVERTED,
+    **{name: _section(name) for name in peers.SECTIONS},
+    "lora": _lora,
+    "data": _data,
     "bf16": _dtype("bf16"),
     "fp16": _dtype("fp16"),
     "bfloat16": _dtype("bf16"),

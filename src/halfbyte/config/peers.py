@@ -47,11 +47,6 @@ def tuning(key: str) -> Converter:
     return convert
 
 
-def _lora(value: Any, values: Values) -> Outcome:
-    """Convert Surogate's switch, or Unsloth's section of the same name."""
-    return _section("lora")(value, values) if isinstance(value, dict) else tuning("lora")(value, values)
-
-
 def quantized(key: str, method_key: str) -> Converter:
     """Make a converter of a number of bits, or of a method that implies it."""
 
@@ -387,7 +382,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     "quant_config": {"name": "quantization_method"},
     "optim_config": {"name": "optim"},
 }
-_UNSET = {
+# Values with which Unsloth leaves a key to others.
+UNSET = {
     "max_steps": 0,
     "num_train_epochs": 0,
     "save_steps": 0,
@@ -395,36 +391,6 @@ _UNSET = {
     "target_modules": "",
     "lora_target": "",
 }
-
-
-def _section(name: str) -> Converter:
-    """Make a converter of a section, by the outcomes of its keys."""
-
-    def convert(value: Any, values: Values) -> Outcome:
-        from .foreign import translate  # the table of all converters, which has this one
-        from .run_config import RunConfig
-
-        inner = {SECTIONS[name].get(key, key): option for key, option in value.items()}
-        given = {key: option for key, option in inner.items() if key not in _UNSET or option != _UNSET[key]}
-        keys: Values = {}
-        for key, option in given.items():
-            if key in RunConfig.model_fields:
-                keys[key] = option
-                continue
-            match translate(key, values | given):
-                case Mapped(ours):
-                    keys |= ours
-                case Refused(why, fix):
-                    return Refused(f"{name}: {why}", fix)
-                case None:
-                    return Refused(f"{name}: {key} is not a known key", "remove it")
-        return Mapped(keys)
-
-    return convert
-
-
-def _data(value: Any, values: Values) -> Outcome:
-    return _section("data")(value, values) if isinstance(value, dict) else Mapped({"dataset": value})
 
 
 def _dist_config(value: Any, values: Values) -> Outcome:
@@ -446,7 +412,6 @@ def _mixed_precision(value: Any, values: Values) -> Outcome:
 
 CONVERTED: dict[str, Converter] = {
     **{key: tuning(key) for key in ("finetuning_type", "tuner_type", "train_type")},
-    "lora": _lora,
     "quant_bits": quantized("quant_bits", "quant_method"),
     "quant_method": quantized("quant_method", "quant_method"),
     "quantization_bit": quantized("quantization_bit", "quantization_method"),
@@ -495,8 +460,6 @@ CONVERTED: dict[str, Converter] = {
     "batching_strategy": _batching_strategy,
     "mixed_precision": _mixed_precision,
     "dist_config": _dist_config,
-    "data": _data,
-    **{name: _section(name) for name in SECTIONS if name not in ("data", "lora")},
     "training_type": tuning("training_type"),
     "inference": lambda value, _: Ignored("its settings are for generating, see `halfbyte generate`"),
 }
