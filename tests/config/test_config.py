@@ -272,7 +272,7 @@ class TestForeignNames:
             ("chat_template_jinja: my.jinja", {"chat_template_path": "my.jinja"}),
             ("max_seq_length: 512", {"max_length": 512}),
             ("qlora_fp8: true", {"quantization": "fp8"}),
-            ("qlora_fp4: true", {"quantization": "nvfp4"}),
+            ("qlora_fp4: true", {"quantization": "nvfp4-46"}),
             ("qlora_fp4: false", {"quantization": None}),
             ("qlora_bnb: true", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
             ("qlora_bnb_block_size: 128", {"bnb_4bit_blocksize": 128}),

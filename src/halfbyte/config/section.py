@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..utils.text import brief
+from .aliases import REFUSED_VALUES, VALUES
 from .yaml import dump_value
 
 Contradiction = tuple[str, str, str]  # key to change, problem, fix
@@ -28,6 +29,16 @@ class Section(BaseModel):
     @classmethod
     def _paths_as_text(cls, value: Any) -> Any:
         return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _value_of_another_tool(cls, value: Any, info: Any) -> Any:
+        """Convert values that other tools name differently, and refuse those without an equivalent."""
+        if not isinstance(value, str):
+            return value
+        if refusal := REFUSED_VALUES.get(info.field_name, {}).get(value):
+            raise contradiction(info.field_name, f"{info.field_name}: {value}: {refusal[0]}", refusal[1])
+        return VALUES.get(info.field_name, {}).get(value, value)
 
     @field_validator(
         *("target_modules", "dataset", "eval_dataset", "quantization", "parallel", "loss_type", "loss_weights"),
