@@ -10,8 +10,7 @@ PACKAGE = ROOT / "src" / "halfbyte"
 DOTTED = re.compile(r"`((?:[A-Za-z_]\w*\.)+\w+)(?:\(\))?`")
 PAGE = re.compile(r"(?<![\w/])docs/[\w/.-]+\.md")
 # Folders of halfbyte that are also names of other packages, files or variables.
-OTHERS = re.compile(r"(config|generation_config|nn|torch|peft|data|train|merge|report|run|checks)\.(jsonl?|yaml|html|md|\w+\.py)|nn\..*|"
-                    r"autograd\.Function|triton\.(jit|language)|config\.\w+")  # fmt: skip
+OTHERS = re.compile(r"\w+\.(jsonl?|yaml|html|md|py)|nn\..*|autograd\.Function|triton\.(jit|language)|config\.\w+")
 
 
 def modules() -> dict[str, str]:

@@ -104,9 +104,9 @@ def patch(
     """Bind fused forwards to the modules of `model`: norms, residual additions, RoPE, gated MLPs, LoRA projections.
 
     Loss and gradients equal those of the stock model up to rounding. In training, the loss from `labels` is computed
-    without full logits; calls with a key-value cache (generation) run
-    transformers' own forwards. A projection is fused while exactly one plain LoRA adapter on a frozen weight is active;
-    this is checked in every call. Patching a patched model only reports its current state.
+    without full logits; calls with a key-value cache (generation) run transformers' own forwards. A projection is fused
+    while exactly one plain LoRA adapter on a frozen weight is active; this is checked in every call. Patching a patched
+    model only reports its current state.
 
     Args:
         model: a causal LM of transformers of a family in `families`, a model with images whose text part is of one (its

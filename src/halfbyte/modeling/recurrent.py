@@ -5,8 +5,9 @@ module. Here the same forward runs with replacements for these functions. They i
 the scan only; linears, attention and MLPs run on the packed batch. On GPUs, convolutions are
 `autograd.recurrent.causal_conv`. The delta rule is flash-linear-attention's kernel with document bounds, if it is
 installed and has a backward (`fla_refuses_backward`), otherwise `autograd.recurrent.delta_rule`. Mamba-2's scan is
-`autograd.recurrent.chunk_scan`, since transformers' holds a matrix of states for every token. Convolution, delta rule and Mamba-2's scan are also used for
-full rows. For all other functions, documents of similar length become rows of transformers' own function.
+`autograd.recurrent.chunk_scan`, since transformers' holds a matrix of states for every token. Convolution, delta rule
+and Mamba-2's scan are also used for full rows. For all other functions, documents of similar length become rows of
+transformers' own function.
 
 Layers are not listed: a layer that calls one of `REPLACEMENTS` by name is replaced, and the probe (`packing`) tests
 whether this isolates documents. (Mamba-2's fused kernel of mamba-ssm contains the output linear and would skip adapters

@@ -134,8 +134,8 @@ def onednn_beats_mkl() -> bool:
     """Return whether to use oneDNN for float32 matmuls on this CPU instead of MKL, which torch uses.
 
     On AMD processors MKL runs AVX2 code, whatever they support, and oneDNN AVX-512: 230 against 105 GFLOP/s on a core
-    of an EPYC with full-width units (docs/log/2026-11-23.md). torch has no public setting for float32 (2.11 to 2.15). The oneDNN
-    3.10 of torch 2.11 is left out: its sums of a row depend on the number of rows.
+    of an EPYC with full-width units (docs/log/2026-11-23.md). torch has no public setting for float32 (2.11
+    to 2.15). The oneDNN 3.10 of torch 2.11 is left out: its sums of a row depend on the number of rows.
     """
     import torch
 
