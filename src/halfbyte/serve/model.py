@@ -183,8 +183,9 @@ class Served:
         """
         if asked.type == "text":
             return None
+        schema = None if asked.json_schema is None else asked.json_schema.content
         try:
-            return Grammar(self.saved.tokenizer, self._ends(adapter), asked.json_schema and asked.json_schema.content)
+            return Grammar(self.saved.tokenizer, self._ends(adapter), schema)
         except ConfigError as error:
             raise RequestError(400, f"response_format: {error.message}; {error.fix}", "response_format") from None
 
