@@ -12,7 +12,7 @@ from .. import __version__
 from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
 from ..utils.processes import LAUNCHER
 from ..utils.versions import check_versions
-from .arguments import check_option, check_order, finite, read_run
+from .arguments import check_option, check_order, check_sampling, finite, read_run
 from .exits import RUN_FOLDER, Commands
 
 app = typer.Typer(
@@ -39,6 +39,18 @@ TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python
 LongestAnswer = Annotated[
     int | None,
     typer.Option(min=1, help="Longest answer, in tokens; default: 512, or as many as the model has positions for."),
+]
+TopK = Annotated[int, typer.Option(min=0, help="Draw among this many of the likeliest tokens; 0: all.")]
+TopP = Annotated[
+    float, typer.Option(callback=finite, min=1e-9, max=1.0, help="Draw among the likeliest tokens of this probability.")
+]
+MinP = Annotated[
+    float,
+    typer.Option(callback=finite, min=0.0, max=1.0, help="Draw among tokens this times as likely as the likeliest."),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(callback=finite, min=0.01, max=100.0, help="Above 1: tokens that occurred become less likely."),
 ]
 RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
 
@@ -168,9 +180,14 @@ def chat(
     temperature: Annotated[
         float, typer.Option(callback=finite, min=0.0, help="Sampling temperature; 0: the likeliest token.")
     ] = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Talk to a model; /reset starts over, /quit leaves."""
+    check_sampling(temperature, top_k, top_p, min_p)
     from ..runs.saved import look_up
     from .startup import import_models
 
@@ -184,6 +201,10 @@ def chat(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         trust_remote_code=trust_remote_code,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
     )
 
 
@@ -196,12 +217,18 @@ def generate(
         float, typer.Option(callback=finite, min=0.0, help="Sampling temperature; 0: the likeliest token.")
     ] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Answer the prompts of a file, as JSON lines."""
+    check_sampling(temperature, top_k, top_p, min_p)
     from .answers import answer_file
 
-    for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, trust_remote_code):
+    draws = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, trust_remote_code, **draws):
         typer.echo(line)
 
 

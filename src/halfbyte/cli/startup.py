@@ -2,7 +2,7 @@
 
 Python compiles a module's source at each import unless compiled bytecode is next to it. An installation that belongs to
 another user or to an image may have no bytecode and not be writable. Then every command would compile the 3,800 modules
-of torch, transformers and others again (docs/design.md, "The first seconds").
+of torch, transformers and others again (docs/design/configuration-and-startup.md).
 """
 
 from __future__ import annotations

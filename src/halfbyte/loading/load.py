@@ -305,6 +305,8 @@ def load_tokenizer(
 
     Args:
         name_or_path: as in `load_model`; or an `Origin`, which includes revision and trust.
+        revision, trust_remote_code: as in transformers.
+        chat_template_path: a Jinja file with the chat template.
 
     Raises:
         ModelError: there is no tokenizer, it has no EOS token, or the template file does not exist.

@@ -73,23 +73,42 @@ from .stepper import Stepper
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: its folder, and its last numbers (`loss`, `eval_loss`, `perplexity`, `peak_bytes`, ...)."""
+    """A finished run.
+
+    Attributes:
+        output_dir: the run's folder, with the adapter, metrics and report.
+        metrics: the last numbers: `loss`, `eval_loss`, `perplexity`, `peak_bytes`, ...
+    """
 
     output_dir: Path
     metrics: dict[str, Any]
 
     def merge(self, out_dir: Path | str, **options: Any) -> Any:
-        """Merge the adapter into 16-bit weights; see `halfbyte.export.merge.merge`."""
+        """Merge the adapter into its base model and write the result to `out_dir`, as `halfbyte merge` does.
+
+        Args:
+            out_dir: a new folder.
+            options: further arguments of `halfbyte.export.merge.merge`.
+        """
         from ..export.merge import merge
 
         return merge(self.output_dir, out_dir, **options)
 
 
 def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
-    """Fine-tune `model` on `dataset`; `keys` are keys of the configuration file. reward_funcs may contain functions.
+    """Fine-tune a model, as `halfbyte train` does, and write the run to `output_dir`.
+
+    Args:
+        model: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id.
+        dataset: files, folders or hub ids of the training rows.
+        keys: keys of the configuration, such as `output_dir="out"`, `method="dpo"`, `learning_rate=1e-4`.
+            `reward_funcs` may also contain functions.
+
+    Returns:
+        The run's folder and last numbers.
 
     Raises:
-        HalfbyteError: with the key, file, line or tensor at fault and the fix.
+        HalfbyteError: names the key, file, line or tensor at fault and the fix; for bad input before long work.
     """
     reset_notices()
     if (entries := keys.get("reward_funcs")) is not None:
