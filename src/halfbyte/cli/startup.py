@@ -19,8 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .. import __version__
+from ..utils.console import Console
 from ..utils.errors import ConfigError
 from ..utils.files import cache_folder
+from ..utils.processes import is_rank
+from ..utils.text import one_line
+from ..utils.waiting import showing_waits, waiting
 
 LARGEST = "torch"  # the library whose installation is checked
 UNUSED = ("bitsandbytes", "sklearn")  # packages that transformers or PEFT import if they are installed
@@ -67,6 +72,21 @@ def _installation_hash(site: Path) -> str:
     return hashlib.sha256("\n".join([str(site), *installed]).encode()).hexdigest()[:16]
 
 
+@contextlib.contextmanager
+def started(*subjects: object, console: Console | None = None) -> Iterator[None]:
+    """Print the first line of a command, before it imports more, and within the context what it waits for.
+
+    Args:
+        subjects: the names that the command was given.
+        console: default: stderr, for commands whose output on stdout is data.
+    """
+    console = console or Console(stderr=True)
+    line = " · ".join([f"halfbyte {__version__}", *map(str, subjects)])
+    console.print(one_line(line), soft_wrap=True)
+    with showing_waits(console):
+        yield
+
+
 def import_models() -> None:
     """Import everything that loads a saved model and generates with it, inside `quick_imports`."""
     with quick_imports():
@@ -76,7 +96,7 @@ def import_models() -> None:
 
 
 @contextlib.contextmanager
-def quick_imports() -> Iterator[None]:
+def quick_imports(libraries: str = "torch, transformers and PEFT") -> Iterator[None]:
     """Reduce the time of imports within the context to half.
 
     Garbage collection is off, since it would traverse a million objects that stay alive; later collections skip these
@@ -86,12 +106,10 @@ def quick_imports() -> Iterator[None]:
     """
     hidden, collects = [name for name in UNUSED if name not in sys.modules], gc.isenabled()
     gc.disable()
-    from ..parallel.launch.ranks import is_rank
-
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]
     try:
-        with contextlib.nullcontext() if is_rank() else _without_compiler():
+        with waiting(f"importing {libraries}"), contextlib.nullcontext() if is_rank() else _without_compiler():
             yield
         if "bitsandbytes" in hidden and "peft" in sys.modules:
             sys.modules["peft"].import_utils.is_bnb_available()  # caches the answer
@@ -107,8 +125,8 @@ def quick_imports() -> Iterator[None]:
 def _without_compiler() -> Iterator[None]:
     """Within the context, importing transformers and PEFT does not import torch._dynamo and torch.distributed.tensor.
 
-    These are 900 modules that a single process without torch.compile does not run. transformers imports the second where
-    torch has collectives, which is answered with no. It imports the first for decorators of functions that are
+    These are 900 modules that a single process without torch.compile does not run. transformers imports the second
+    where torch has collectives, which is answered with no. It imports the first for decorators of functions that are
     compiled, and for a class that its masks rarely use. If a version lacks a replaced name, its imports take longer.
     """
     import torch
@@ -139,8 +157,9 @@ def _without_compiler() -> Iterator[None]:
 class _LateCompiler(ModuleType):
     """Stand-in for torch._dynamo that imports it when anything but a decorator is used.
 
-    torch itself calls `disable` in optimizers and on the meta device. Without the compiler a decorator has no effect, so
-    decorated functions run as they are. The compiler traces the few that were decorated before as any other function.
+    torch itself calls `disable` in optimizers and on the meta device. Without the compiler a decorator has no effect,
+    so decorated functions run as they are. The compiler traces the few that were decorated before it was imported like
+    any other function.
     """
 
     def __getattr__(self, name: str) -> Any:

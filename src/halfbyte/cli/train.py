@@ -13,7 +13,9 @@ from ..config import Parallel, RunConfig
 from ..runs.checkpoints import checkpoints
 from ..runs.inputs import check_paths
 from ..utils.console import Console
-from ..utils.processes import Stopped, was_restarted
+from ..utils.processes import LAUNCHER, Stopped, is_main_rank, was_restarted
+from ..utils.terminal import print_run
+from ..utils.waiting import showing_waits
 from .startup import quick_imports
 
 
@@ -29,7 +31,15 @@ def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None =
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     again = True if was_restarted() else again
     check_paths(config, again)
-    with quick_imports():
+    console = Console(outlives_reader=True, quiet=not is_main_rank())
+    if LAUNCHER not in os.environ:
+        print_run(console, config)
+    with showing_waits(console):
+        _launch_or_train(config, again, console, arguments)
+
+
+def _launch_or_train(config: RunConfig, again: str | bool | None, console: Console, arguments: Sequence[str]) -> None:
+    with quick_imports("torch"):
         from ..parallel.launch.launcher import launch, layout_to_launch
 
     if (layout := layout_to_launch(config)).size > 1:
@@ -49,7 +59,7 @@ def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None =
         from ..train.run import train
 
     try:
-        train(config, resume=again, console=Console(outlives_reader=True))
+        train(config, resume=again, console=console)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         raise Stopped(number, _saved_message(config.output_path, arguments)) from None

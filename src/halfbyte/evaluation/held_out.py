@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..methods import METHODS, method_of
 from ..utils.errors import ConfigError, DataError, ModelError
+from ..utils.waiting import waiting
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +103,7 @@ def _add_reference(model: torch.nn.Module, config: RunKeys) -> None:
         )
 
 
+@waiting("evaluating")
 def measure(
     model: torch.nn.Module, rows: Rows, collate: Collate, size: int, method: Method = METHODS["sft"]
 ) -> Evaluation:

@@ -50,6 +50,7 @@ from ..runs.metrics import TOKENS, MetricsFile, Window
 from ..utils.errors import TrainingError
 from ..utils.files import new_directory
 from ..utils.processes import Stopped, StopRequest, request_on_signals
+from ..utils.waiting import waiting
 from .callbacks import Callbacks, noisy_embeddings, steps_per_epoch, total_steps
 from .checkpoint import (
     load_optimizer,
@@ -380,6 +381,7 @@ class TrainingLoop:
 
     # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
+    @waiting("evaluating")
     def evaluate(self) -> dict[str, float]:
         """Compute the method's numbers over the held-out rows, record and return them.
 
@@ -418,6 +420,7 @@ class TrainingLoop:
         self.guards.check_held_out(self.state.global_step, found.sums["loss"], totals[self.loss_count])
         return self.method.evaluation(found.means(self.method.numbers.trained), totals)
 
+    @waiting("saving a checkpoint")
     def _save(self, random: dict[str, Any] | None = None, evaluation_pending: bool = False) -> None:
         """Write checkpoint-N to a temporary folder, rename it, and only then remove older checkpoints.
 
