@@ -161,7 +161,8 @@ def evaluate(
         from ..evaluation.held_out import evaluate as measure
 
         result = measure(model, data, given)
-    typer.echo(f"{result.shown} · {result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s")
+    measured = f"{result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s"
+    typer.echo(f"{result.shown} · {measured} · {result.precision}")
 
 
 @app.command()

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from ..config import Parallel, RunConfig
 from ..config.schema import RunKeys, TrainingSection
-from ..runs.inputs import check_paths
 from ..utils.console import Console
 from ..utils.errors import ConfigError
 from ..utils.processes import is_main_rank, is_rank
@@ -38,9 +37,11 @@ def check_run(config: RunConfig) -> None:
     Raises:
         HalfbyteError: the error that `halfbyte train` would raise before its first step.
     """
-    check_paths(config)
     console = Console(quiet=not is_main_rank())
     print_run(console, config)
+    from ..runs.inputs import check_paths
+
+    check_paths(config)
     with showing_waits(console):
         _check(config, console)
     console.print(Text.assemble(("ready:", "green"), " `halfbyte train` can start"))
@@ -74,9 +75,11 @@ def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) 
         HalfbyteError: the run is not valid, GPUs are neither present nor described, or `parallel` has another size or
             does not support this run.
     """
-    check_paths(config)
     console = Console()
     print_run(console, config)
+    from ..runs.inputs import check_paths
+
+    check_paths(config)
     with showing_waits(console):
         _check_meshes(config, gpus, gpu_memory, console)
 

@@ -151,7 +151,8 @@ def _without_compiler() -> Iterator[None]:
     try:
         yield
     finally:
-        del sys.modules[MASKS]
+        if sys.modules.get(MASKS) is masks:
+            del sys.modules[MASKS]
 
 
 class _LateCompiler(ModuleType):
@@ -170,7 +171,8 @@ class _LateCompiler(ModuleType):
                 return lambda function: function
             if name == "disable":
                 return _disabled_later
-            del sys.modules[COMPILER], sys.modules[OPTIONS]
+            for part in (COMPILER, OPTIONS, MASKS):
+                sys.modules.pop(part, None)
         return getattr(importlib.import_module(COMPILER), name)
 
 

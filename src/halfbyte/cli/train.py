@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import Parallel, RunConfig
-from ..runs.checkpoints import checkpoints
-from ..runs.inputs import check_paths
 from ..utils.console import Console
 from ..utils.processes import LAUNCHER, Stopped, is_main_rank, was_restarted
 from ..utils.terminal import print_run
@@ -30,10 +28,12 @@ def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None =
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     again = True if was_restarted() else again
-    check_paths(config, again)
     console = Console(outlives_reader=True, quiet=not is_main_rank())
     if LAUNCHER not in os.environ:
         print_run(console, config)
+    from ..runs.inputs import check_paths
+
+    check_paths(config, again)
     with showing_waits(console):
         _launch_or_train(config, again, console, arguments)
 
@@ -71,6 +71,8 @@ def _python_options() -> list[str]:
 
 
 def _saved_message(folder: Path, arguments: Sequence[str]) -> str:
+    from ..runs.checkpoints import checkpoints
+
     saved = checkpoints(folder)
     if not saved:
         return "no step is finished yet, so there is no checkpoint"

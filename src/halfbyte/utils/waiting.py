@@ -62,7 +62,7 @@ class Waits:
                 transient=True,
                 redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
             )
-            self._live.start()
+            self._live.start(refresh=True)
 
     def renew(self, name: str, first: float) -> None:
         """Start the outermost wait again under this name; its first line is due after `first` seconds."""
@@ -71,12 +71,13 @@ class Waits:
 
     def end(self, failed: bool) -> None:
         """Remove the innermost wait."""
+        if len(self.names) == 1:
+            self.stop_spinner()
         name = self.names.pop()
         if self.names:
             return
         with self._lock:
             self._ended.set()
-        self.stop_spinner()
         seconds = time.monotonic() - self._began
         if self._announced and self.console is not None and seconds >= LONG and not failed:
             self.console.print(one_line(f"{name}: {seconds:.0f} s"), soft_wrap=True)
