@@ -13,6 +13,7 @@ from ..reading import parse_json, read_text
 from ..utils.errors import DataError, HalfbyteError, ModelError
 from ..utils.processes import Stopped
 from ..utils.text import json_line, visible
+from ..utils.waiting import waiting
 from .startup import import_models
 
 if TYPE_CHECKING:
@@ -175,14 +176,15 @@ def answer_file(
     _check_room(talk, file, [number for number, _ in prompts], list(map(len, asked)))
     for first in range(0, len(prompts), batch_size):
         some = slice(first, first + batch_size)
-        answers = continue_prompts(
-            saved.model,
-            asked[some],
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stops=talk.stops,
-            penalties=penalties,
-        )
+        with waiting(f"answering prompts {first + 1} to {min(first + batch_size, len(prompts))} of {len(prompts)}"):
+            answers = continue_prompts(
+                saved.model,
+                asked[some],
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stops=talk.stops,
+                penalties=penalties,
+            )
         for (_, prompt), ids in zip(prompts[some], answers, strict=True):
             answer = saved.tokenizer.decode(ids, skip_special_tokens=True)
             yield json_line({"prompt": prompt, "answer": answer})

@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..utils.console import Console
 from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
 from ..utils.processes import LAUNCHER
 from ..utils.versions import check_versions
 from .arguments import check_option, check_order, check_sampling, finite, read_run
 from .exits import RUN_FOLDER, Commands
+from .startup import started
 
 app = typer.Typer(
     cls=Commands,
@@ -154,8 +156,6 @@ def evaluate(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Print loss and perplexity on a dataset."""
-    from ..runs.inputs import check_datasets
-    from ..runs.saved import look_up
     from .startup import import_models
 
     check_order("eval", model, data)
@@ -163,13 +163,18 @@ def evaluate(
         if word.startswith("--"):
             check_option(word, ["--trust-remote-code"])
     given = [*(overrides or []), *(["trust_remote_code=true"] if trust_remote_code else [])]
-    check_datasets(data)
-    look_up(model, given, data)
-    import_models()
-    from ..evaluation.held_out import evaluate as measure
+    with started(model, data):
+        from ..runs.inputs import check_datasets
+        from ..runs.saved import look_up
 
-    result = measure(model, data, given)
-    typer.echo(f"{result.shown} · {result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s")
+        check_datasets(data)
+        look_up(model, given, data)
+        import_models()
+        from ..evaluation.held_out import evaluate as measure
+
+        result = measure(model, data, given)
+    measured = f"{result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s"
+    typer.echo(f"{result.shown} · {measured} · {result.precision}")
 
 
 @app.command()
@@ -188,24 +193,25 @@ def chat(
 ) -> None:
     """Talk to a model; /reset starts over, /quit leaves."""
     check_sampling(temperature, top_k, top_p, min_p)
-    from ..runs.saved import look_up
-    from .startup import import_models
+    with started(model):
+        from ..runs.saved import look_up
+        from .startup import import_models
 
-    look_up(model, [f"trust_remote_code={trust_remote_code}"])
-    import_models()
-    from .answers import chat as talk
+        look_up(model, [f"trust_remote_code={trust_remote_code}"])
+        import_models()
+        from .answers import chat as talk
 
-    talk(
-        model,
-        compare_base=compare_base,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        trust_remote_code=trust_remote_code,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
+        talk(
+            model,
+            compare_base=compare_base,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            trust_remote_code=trust_remote_code,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
 
 
 @app.command()
@@ -225,11 +231,12 @@ def generate(
 ) -> None:
     """Answer the prompts of a file, as JSON lines."""
     check_sampling(temperature, top_k, top_p, min_p)
-    from .answers import answer_file
-
     draws = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, trust_remote_code, **draws):
-        typer.echo(line)
+    with started(model, prompts):
+        from .answers import answer_file
+
+        for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, trust_remote_code, **draws):
+            typer.echo(line)
 
 
 @app.command()
@@ -260,10 +267,11 @@ def serve(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Answer OpenAI's HTTP interface."""
-    from .commands import serve_model
-
     limits = {"prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens, "seconds": max_seconds, "queue": max_queue}
-    serve_model(model, host, port, adapter or [], allowed_host or [], api_key, trust_remote_code, **limits)
+    with started(model):
+        from .commands import serve_model
+
+        serve_model(model, host, port, adapter or [], allowed_host or [], api_key, trust_remote_code, **limits)
 
 
 @app.command()
@@ -278,9 +286,10 @@ def merge(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a merged model, in 16 bits or quantized."""
-    from .commands import merge_run
+    with started(run, console=Console()):
+        from .commands import merge_run
 
-    merge_run(run, out, base, verify, quantize, trust_remote_code)
+        merge_run(run, out, base, verify, quantize, trust_remote_code)
 
 
 @app.command()
@@ -318,13 +327,14 @@ def export(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write GGUF for llama.cpp, or adapters for vLLM."""
-    from .commands import export_for_servers, export_model
+    with started(source, console=Console()):
+        from .commands import export_for_servers, export_model
 
-    if gguf is None or adapter is not None:
-        given = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
-        export_for_servers(source, adapter, out, [name for name, value in given.items() if value], trust_remote_code)
-        return
-    export_model(source, gguf, out, adapter_only, importance, trust_remote_code)
+        if gguf is None or adapter is not None:
+            options = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
+            given = [name for name, value in options.items() if value]
+            return export_for_servers(source, adapter, out, given, trust_remote_code)
+        export_model(source, gguf, out, adapter_only, importance, trust_remote_code)
 
 
 @app.command()

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from ..utils.errors import HalfbyteError, UsageError
 from ..utils.hardware import is_out_of_memory
-from ..utils.processes import Stopped, raise_on_signals, was_launched
+from ..utils.processes import Stopped, is_main_rank, raise_on_signals, was_launched
 from ..utils.streams import discard_stdout
 from ..utils.text import visible
 
@@ -105,18 +105,11 @@ def _expected_error(error: BaseException) -> HalfbyteError | None:
 
 def _print_stopped(stop: KeyboardInterrupt) -> int:
     number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-    if was_launched() and not _is_printing_rank():
+    if was_launched() and not is_main_rank():
         return 128 + int(number)
     by = "" if number == signal.SIGINT else f" by {number.name}"
     typer.echo(f"\nstopped{by}{f': {visible(str(stop))}' if str(stop) else ''}", err=True)
     return 128 + int(number)
-
-
-def _is_printing_rank() -> bool:
-    """Return whether this rank prints messages for all ranks."""
-    from ..parallel.launch.ranks import is_main_rank
-
-    return is_main_rank()
 
 
 def _print_usage_error(error: Any) -> int:

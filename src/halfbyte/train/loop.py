@@ -60,6 +60,7 @@ from ..utils.errors import TrainingError
 from ..utils.files import new_directory
 from ..utils.notices import notice
 from ..utils.processes import Stopped, StopRequest, request_on_signals
+from ..utils.waiting import waiting
 from .best_evaluation import BestEvaluation
 from .callbacks import Callbacks, noisy_embeddings, steps_per_epoch, total_steps
 from .checkpoint import (
@@ -426,6 +427,7 @@ class TrainingLoop:
 
     # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
+    @waiting("evaluating")
     def evaluate(self) -> dict[str, float]:
         """Compute the method's numbers over the held-out rows, record and return them.
 
@@ -500,6 +502,7 @@ class TrainingLoop:
         self.guards.check_held_out(self.state.global_step, found.sums["loss"], totals[self.loss_count])
         return self.method.evaluation(found.means(self.method.numbers.trained), totals)
 
+    @waiting("saving a checkpoint")
     def _save(self, random: dict[str, Any] | None = None, evaluation_pending: bool = False) -> None:
         """Write checkpoint-N to a temporary folder, rename it, and only then remove older checkpoints.
 

@@ -71,6 +71,7 @@ from ..utils.hardware import chosen_device, free_bytes, free_cached_memory, limi
 from ..utils.notices import notice
 from ..utils.terminal import print_data, print_header, print_memory, print_processes, size
 from ..utils.text import brief, one_line
+from ..utils.waiting import waiting
 from . import samples
 from .best_evaluation import BestEvaluation
 from .callbacks import check_dtype, total_steps, training_arguments
@@ -177,7 +178,7 @@ def prepare_run(
     check_loss_scale(config, machine.compute_dtype)
     optimizer = check_optimizer(config, machine.device)
     config, checkpoint = _resumed(config, resume, layout, mesh)
-    print_header(console, machine.facts, config)
+    print_header(console, machine.facts)
     files = mesh.local_first(lambda: find_model(config.origin))  # one rank unpacks a GGUF file
     check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
@@ -262,6 +263,7 @@ def _resumed(
     return config, checkpoint
 
 
+@waiting("reading and tokenizing the data")
 def _read_data(
     config: RunConfig,
     method: Method,
@@ -346,6 +348,7 @@ def planned_lengths(run: PreparedRun) -> frozenset[int] | None:
     return frozenset(width for width, share in shares.items() if share * batches >= least[width])
 
 
+@waiting("looking at the device")
 def _machine(config: RunConfig, method: Method, mesh: Mesh) -> Machine:
     device = mesh.device(chosen_device(config.device))
     check_recipe(configured_recipe(config.precision), device)
@@ -397,6 +400,7 @@ def _arguments(config: RunConfig, machine: Machine, data: PreparedData, ways: in
     return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate, ways=ways)
 
 
+@waiting("choosing a layout")
 def _with_layout(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
     layout: Parallel, console: Console,
@@ -438,6 +442,7 @@ def _on_host(mesh: Mesh, layout: Parallel) -> int:
     return mesh.most_on_a_host()
 
 
+@waiting("planning memory")
 def _memory_plan(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
     layout: Parallel, console: Console, checkpoint: Path | None,

@@ -39,8 +39,10 @@ from ..utils.console import Console
 from ..utils.errors import TrainingError
 from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
 from ..utils.notices import notice, reset_notices, silent
-from ..utils.terminal import LiveMetrics, print_memory
+from ..utils.processes import is_main_rank
+from ..utils.terminal import LiveMetrics, print_memory, print_run
 from ..utils.text import one_line
+from ..utils.waiting import showing_waits, waiting
 from . import checks, samples
 from .hub import HubRepository
 from .identity import model_reader
@@ -115,7 +117,9 @@ def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
         several = entries if isinstance(entries, list) else [entries]
         keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in several]
     config = load_config(None, {"model_name_or_path": model, "dataset": dataset, **keys})
-    return train(config, console=Console(outlives_reader=True))
+    console = Console(outlives_reader=True, quiet=not is_main_rank())
+    print_run(console, config)
+    return train(config, console=console)
 
 
 def train(config: RunConfig, *, resume: str | bool | None = None, console: Console | None = None) -> RunResult:
@@ -131,7 +135,7 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     resume = config.resume_from_checkpoint if resume is None else resume
     with present_mesh(config.layout, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
-        with contextlib.nullcontext() if mesh.is_main else silent():
+        with showing_waits(console), contextlib.nullcontext() if mesh.is_main else silent():
             if mesh.size == 1:
                 notice_idle_gpus(config)
             check_agreement(mesh, config)
@@ -275,6 +279,7 @@ def _digests_of_models(run: PreparedRun) -> Future[dict[str, Any]]:
     return digests
 
 
+@waiting("answering the prompts of generations.json")
 def _answers(run: PreparedRun, model: Any, pipelined: PipelinedStepper | None) -> list[str]:
     """Return the model's answers to the prompts of generations.json."""
     stops = stop_tokens(run.tokenizer, model, run.data.report.get("stop_tokens", []))

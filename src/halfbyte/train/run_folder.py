@@ -39,6 +39,7 @@ from ..utils.errors import ConfigError, TrainingError
 from ..utils.files import new_directory, write_json, write_text
 from ..utils.notices import notices_so_far
 from ..utils.text import one_line
+from ..utils.waiting import waiting
 from . import checks
 from .best_evaluation import BestEvaluation
 from .checkpoint import save_weights
@@ -198,6 +199,7 @@ def write_environment(run: OpenRun, **more: Any) -> None:
 # --- end of a run ----------------------------------------------------------------------------------------------------
 
 
+@waiting("saving the weights and reading them back")
 def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]:
     """Write adapter/ (or model/) with the tokenizer, and compare the files with the trained weights.
 
@@ -258,6 +260,7 @@ def write_results(
     write_environment(job, reproducible=results["reproducible"], finished=time.time(), **compared)
 
 
+@waiting("writing the report")
 def write_report_files(job: OpenRun, console: Console, card: bool = True) -> None:
     """Write report.html, and the model card if `card`."""
     from ..report import write_card, write_report
