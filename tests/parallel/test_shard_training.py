@@ -145,7 +145,7 @@ def test_full_factors_are_16_bit_only(place, two, tmp_path):
         {"parallel": {"shard": 2}, "use_peft": False, "load_in_4bit": False},
         {"parallel": {"data": 2}},
         {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2},
-        {"parallel": {"tensor": 2}},
+        {"parallel": {"tensor": 2}, "load_in_4bit": False},
     ],
     ids=["shard", "full", "data", "pipeline", "tensor"],
 )
@@ -156,7 +156,7 @@ def test_ranks_end_with_the_weights_of_the_best_evaluation(place, two, tmp_path,
     left = run(two, place, tmp_path / "out", **more | keys)
     best = json.loads((left.folder / "environment.json").read_text())["best"]
     assert best["loaded"]
-    assert best["step"] < best["stopped"] < 8
+    assert best["step"] < best["stopped"]
     checkpoint = left.folder / f"checkpoint-{best['step']}"
     saved = load_file(next(checkpoint.glob("*model.safetensors")))
     assert left.adapter.keys() == saved.keys()
