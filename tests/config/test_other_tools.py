@@ -125,7 +125,7 @@ ENUMERATED = {
 
 
 # Values that are halfbyte's default, or that another key gives a meaning.
-WITHOUT_EFFECT = {"sft", "bnb", "hqq", "AUTO", "causal_lm", "default", "grpo", "all", "turn", "last"}
+WITHOUT_EFFECT = {"sft", "bnb", "hqq", "AUTO", "causal_lm", "default", "grpo", "all", "turn", "last", "orpo", "simpo"}
 OTHER_METHODS = {("rl", "ebft"), ("stage", "ppo"), ("rlhf_type", "ppo")}
 
 
