@@ -1,6 +1,7 @@
 """Write docs/benchmarks.md and its plots from benchmarks/results: `python -m benchmarks.page`.
 
-A section needs at least one result. Nothing is measured here; the same results give the same files.
+A section needs at least one result; the tables of `tables.md` follow the sections. Nothing is measured here; the same
+results give the same files.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks.tables import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 PAGE = "benchmarks.md"
+TABLES = "tables.md"  # in the folder of results: figures that no result has as JSON
 VERSIONS = ("torch", "triton", "transformers", "peft", "bitsandbytes", "cuda")
 
 Rows = list[tuple[Any, ...]]
@@ -204,13 +206,13 @@ SECTIONS = (
 )  # fmt: skip
 HEAD = """# Benchmarks
 
-`python -m benchmarks.page` writes this page and its plots from `benchmarks/results`; do not edit them.
-[The log](log/index.md) records experiments and explains the numbers. Compare ratios within one run: times of two
-runs may be from two machines.
+`python -m benchmarks.page` writes this page and its plots from `benchmarks/results`; do not edit them. Compare ratios
+within one run: times of two runs may be from two machines. [What did not work](what-did-not-work.md) explains the
+choices that these numbers led to.
 
 `python -m benchmarks` lists the cases that make the results, with their options; `python -m benchmarks CASE` runs one.
 Words in capitals are files of yours. A result records its commit, device and versions. Figures on other pages name
-their result or their command. A result without a case belongs to the log; its script is in the history, at its commit.
+their result or their command. A result without a case was made by a script that is in the history, at its commit.
 """
 
 
@@ -244,6 +246,8 @@ def rendered(folder: Path) -> dict[str, str]:
         commands = [f"python -m benchmarks {name}" for name in results if name in CASES]
         page += ["```bash", *commands, "```"] if commands else []
         page += [*(provenance(name, result) for name, result in results.items()), ""]
+    if (folder / TABLES).exists():
+        page.append((folder / TABLES).read_text(encoding="utf-8"))
     return {PAGE: "\n".join(page).rstrip() + "\n", **files}
 
 

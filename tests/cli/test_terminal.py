@@ -151,9 +151,10 @@ def test_header_tells_choices_with_reasons():
         "kernels": {"enabled": False, "reason": "on a CPU the PyTorch reference does the work"},
     }
     console = plain(160)
-    terminal.print_header(console, environment, config(packing=True, r=8))
+    terminal.print_run(console, config(packing=True, r=8))
+    terminal.print_header(console, environment)
     for words in (
-        "0.1.0 (abc)",
+        "halfbyte 0.1.0",
         "4-bit NF4 + LoRA r=8",
         "packed",
         "float32: no AMX",

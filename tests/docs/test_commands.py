@@ -73,6 +73,15 @@ def test_documented_commands_parse(words):
     assert keys <= set(RunConfig.model_fields)
 
 
+@pytest.mark.parametrize("text", [text for _, text in blocks("yaml") if text.startswith("# run.yaml")])
+def test_files_to_copy_are_valid_configurations(text, tmp_path):
+    from halfbyte.config import load_config
+
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    load_config(path)
+
+
 def test_wrong_commands_and_options_would_be_found():
     parse(["halfbyte", "train", "run.yaml", "learning_rate=1e-4"])
     with pytest.raises(Exception, match=r"--no-such-option"):

@@ -90,8 +90,8 @@ def test_pages_are_adapted_to_the_site():
     page = "text\n- [a](../README.md#more) [b](../src/x.py)\n  more\n- c\n```\nx\n- [d](../README.md)\n```\n"
     adapted = "text\n\n- [a](index.md#more) b\n  more\n- c\n```\nx\n- [d](../README.md)\n```\n"
     assert site.adapt(page, "docs/x.md") == adapted
-    assert site.adapt("[a](../data.md)", "docs/log/x.md") == "[a](../data.md)\n"
-    assert site.adapt("[a](docs/log/index.md)", "README.md") == "[a](log/index.md)\n"
+    assert site.adapt("[a](../data.md)", "docs/design/x.md") == "[a](../data.md)\n"
+    assert site.adapt("[a](docs/design/index.md)", "README.md") == "[a](design/index.md)\n"
 
 
 def test_the_configuration_page_is_that_of_the_schema():

@@ -274,7 +274,7 @@ KEYS_8B = {"dtype": "auto", "packing": True, "per_device_train_batch_size": 4, "
 
 
 def test_fused_8b_as_measured():
-    """benchmarks.step on an H200: 34.1 GiB at keep, 9.3 checkpointed (docs/log/)."""
+    """benchmarks.step on an H200: 34.1 GiB at keep, 9.3 checkpointed."""
     for value, measured in ((False, 34.1), (True, 9.3)):
         config = run_config(**KEYS_8B, activation_checkpointing=value)
         plan = estimate(config, LLAMA_8B, device="cuda", capacity_bytes=139 * GIB)

@@ -13,7 +13,7 @@ M·N·K. The first is cheapest for every M if r < N·K/(N+K), which is 819 for t
 
 Order of sums. The low-rank term is written first and the base GEMM accumulates onto it (β = 1). This has the same
 memory traffic as adding the small term to a finished y, but overlaps it with arithmetic, and rounds the large term once
-instead of twice. s is the GEMM's α. docs/log/2026-11-21.md compares this with the alternatives.
+instead of twice. s is the GEMM's α. docs/what-did-not-work.md has the times of the alternatives.
 
 Dropout. PEFT draws a mask per adapter: x in u and dA becomes x∘mᵢ/(1−p) with a mask mᵢ [M, K], and v·A becomes
 v·A∘mᵢ/(1−p), so only the columns of u and v can be stacked. Masks are saved, one byte per value. Drawing them again

@@ -133,3 +133,15 @@ def finite(param: typer.CallbackParam, value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise UsageError(f"{param.opts[0]} {value}: it must be a finite number", f"write {param.opts[0]} NUMBER")
     return value
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Check that options of sampling come with a temperature, without which the likeliest token is taken.
+
+    Raises:
+        UsageError: names the option.
+    """
+    for option, value, neutral in (("--top-k", top_k, 0), ("--top-p", top_p, 1), ("--min-p", min_p, 0)):
+        if temperature == 0 and value != neutral:
+            message = f"{option} {value} changes nothing at temperature 0"
+            raise UsageError(message, "add --temperature 0.7, or remove it")

@@ -12,10 +12,12 @@ from rich.text import Text
 
 from ..config import Parallel, RunConfig
 from ..config.schema import RunKeys, TrainingSection
-from ..runs.inputs import check_paths
 from ..utils.console import Console
 from ..utils.errors import ConfigError
+from ..utils.processes import is_main_rank, is_rank
+from ..utils.terminal import print_run
 from ..utils.text import one_line
+from ..utils.waiting import showing_waits
 from .startup import quick_imports
 
 if TYPE_CHECKING:
@@ -35,11 +37,20 @@ def check_run(config: RunConfig) -> None:
     Raises:
         HalfbyteError: the error that `halfbyte train` would raise before its first step.
     """
+    console = Console(quiet=not is_main_rank())
+    print_run(console, config)
+    from ..runs.inputs import check_paths
+
     check_paths(config)
+    with showing_waits(console):
+        _check(config, console)
+    console.print(Text.assemble(("ready:", "green"), " `halfbyte train` can start"))
+
+
+def _check(config: RunConfig, console: Console) -> None:
     with quick_imports():
         from ..parallel.launch.agreement import check_agreement
         from ..parallel.launch.launcher import layout_to_launch
-        from ..parallel.launch.ranks import is_rank
         from ..parallel.mesh import present_mesh
         from ..train.preflight import prepare_run
         from ..utils.hardware import chosen_device
@@ -47,12 +58,10 @@ def check_run(config: RunConfig) -> None:
 
     layout = layout_to_launch(config)
     asked = config.layout if is_rank() else None
-    with present_mesh(asked, chosen_device(config.device).type) as mesh:
-        console = Console(quiet=not mesh.is_main)
-        with contextlib.nullcontext() if mesh.is_main else silent():
-            check_agreement(mesh, config)
-            prepare_run(config, console=console, mesh=mesh, layout=layout if mesh.size == 1 else None)
-    console.print(Text.assemble(("ready:", "green"), " `halfbyte train` can start"))
+    mesh_of_ranks = present_mesh(asked, chosen_device(config.device).type)
+    with mesh_of_ranks as mesh, contextlib.nullcontext() if mesh.is_main else silent():
+        check_agreement(mesh, config)
+        prepare_run(config, console=console, mesh=mesh, layout=layout if mesh.size == 1 else None)
 
 
 def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) -> None:
@@ -66,7 +75,16 @@ def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) 
         HalfbyteError: the run is not valid, GPUs are neither present nor described, or `parallel` has another size or
             does not support this run.
     """
+    console = Console()
+    print_run(console, config)
+    from ..runs.inputs import check_paths
+
     check_paths(config)
+    with showing_waits(console):
+        _check_meshes(config, gpus, gpu_memory, console)
+
+
+def _check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None, console: Console) -> None:
     with quick_imports():
         from ..plan.meshes import Meshes
 
@@ -78,7 +96,7 @@ def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) 
             f"set parallel: auto, or degrees with the product {gpus}",
         )
     model_config, batches = _inputs(config, device)
-    meshes, console = Meshes(config, model_config, device, batches), Console()
+    meshes = Meshes(config, model_config, device, batches)
     _table(console, meshes, gpus, device)
     if asked is not None:
         _print_asked(console, meshes, asked, config)

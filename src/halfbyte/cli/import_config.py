@@ -22,6 +22,7 @@ from ..config.foreign import (
     translate,
 )
 from ..config.reading import key_of
+from ..config.run_config import written_keys
 from ..config.yaml import Located, dump_value, read_mapping
 from ..utils.errors import ConfigError
 from ..utils.text import brief, cut, one_line
@@ -68,7 +69,7 @@ class Imported:
             lines += ["", "# To be decided: change or remove each of these lines before the run"]
             lines += [f"{dump_value(key, value):<44} # {_comment(why)}" for key, (value, why) in self.undecided.items()]
         for section in SECTIONS:
-            given = [key for key in section.model_fields if key in self.keys]
+            given = [key for key in written_keys(section) if key in self.keys]
             if given:
                 lines += ["", f"# {section.__doc__}"]
                 lines += [f"{dump_value(key, self.keys[key]):<44} # {_comment(self.origin[key])}" for key in given]

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from ..optim import ADAM_KEYS, FOLLOW_METRIC, OPTIMIZERS, SCHEDULES, STORAGE_OF_BITS, Option, optimizer_row
 from ..parallel import support
 from ..utils.text import brief
-from .datasets import dataset_contradictions
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
 from .policy import DISTILLING, POLICY, SAMPLING
 from .schema import RECIPE_OPTIONS, QuantizationSection, RunKeys
@@ -34,7 +33,7 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _schedule_contradictions(config)
     yield from _best_model_contradictions(config)
     yield from _hub_contradictions(config)
-    yield from dataset_contradictions(config)
+    yield from _dataset_contradictions(config)
     if config.qat_scheme is not None:
         yield from _qat_contradictions(config)
     if not config.use_peft:
@@ -45,6 +44,52 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield from _keys_of_other_methods(config)
         yield from _loss_contradictions(config)
         yield from _sampling_contradictions(config)
+
+
+def _dataset_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions between keys that mix, limit and stream datasets."""
+    weighted = config.weighted
+    if config.mixing != "temperature" and not config.is_default("mixing_temperature"):
+        wrong = f"{config.written('mixing_temperature')} with {config.written('mixing')}"
+        yield "mixing_temperature", f"{wrong}, which does not read it", "set mixing: temperature, or remove it"
+    if config.mixing == "temperature" and weighted:
+        wrong = "weights of dataset with mixing: temperature, which derives them from the sizes"
+        yield "mixing", wrong, "remove the weights, or set mixing: interleave"
+    if config.mixing == "concat" and not config.is_default("stopping"):
+        wrong = f"{config.written('stopping')} with mixing: concat, whose rows are as many as those of all datasets"
+        yield "stopping", wrong, "set mixing: interleave or temperature, or remove it"
+    if config.train_on == "last" and not config.assistant_only_loss:
+        wrong = "train_on: last with assistant_only_loss: false, which trains every turn"
+        yield "train_on", wrong, "remove one of the two"
+    if config.streaming:
+        yield from _streaming_contradictions(config, weighted)
+    elif not config.is_default("shuffle_buffer_size"):
+        wrong = f"{config.written('shuffle_buffer_size')} without streaming: true, where all rows are shuffled"
+        yield "shuffle_buffer_size", wrong, "set streaming: true, or remove it"
+
+
+def _streaming_contradictions(config: RunKeys, weighted: bool) -> Iterator[Contradiction]:
+    chosen = "streaming: true"
+    if config.method in SAMPLING:
+        wrong = f"{chosen} with method: {config.method}, whose prompts are drawn from all rows"
+        yield "streaming", wrong, "remove streaming"
+    if config.max_steps < 1:
+        yield "max_steps", f"{chosen} needs max_steps: the length of a stream is not known", "set max_steps"
+    if not config.is_default("num_train_epochs"):
+        wrong = f"{config.written('num_train_epochs')} with {chosen}, which reads its rows once"
+        yield "num_train_epochs", wrong, "remove it; max_steps says how long the run trains"
+    if config.eval_split_size:
+        wrong = f"{config.written('eval_split_size')} with {chosen}: rows of a stream cannot be held out in advance"
+        yield "eval_split_size", wrong, "name held-out data in eval_dataset"
+    if config.mixing == "temperature":
+        wrong = f"mixing: temperature with {chosen}: the sizes of streams are not known"
+        yield "mixing", wrong, "set mixing: interleave, with weights"
+    if config.mixing == "concat" and weighted:
+        wrong = f"weights of dataset with mixing: concat and {chosen}: the sizes of streams are not known"
+        yield "mixing", wrong, "set mixing: interleave"
+    if config.precompute_ref_log_probs is True:
+        wrong = f"precompute_ref_log_probs: true with {chosen}, whose rows are not known before training"
+        yield "precompute_ref_log_probs", wrong, "remove it; each step computes its own"
 
 
 def _keys_of_other_methods(config: RunKeys) -> Iterator[Contradiction]:
@@ -181,13 +226,14 @@ def _schedule_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _option_contradictions(key, given, options, chosen)
     floors = [name for name in ("min_lr", "min_lr_rate") if name in given]
     if "min_lr_rate" in options and len(floors) != 1:
-        wrong = f"{chosen} needs either min_lr or min_lr_rate"
+        wrong = f"{key}: {chosen} needs either min_lr or min_lr_rate"
         yield key, wrong, f"remove {floors[0]}" if floors else f"set {key}: {{min_lr_rate: 0.1}}"
     if "num_decay_steps" in options and "num_decay_steps" not in given:
-        wrong = f"{chosen} needs the number of its last steps, in which the learning rate falls"
+        wrong = f"{key}: {chosen} needs the number of its last steps, in which the learning rate falls"
         yield key, wrong, f"set {key}: {{num_decay_steps: NUMBER}}"
-    if config.lr_scheduler_type == "greedy" and given.get("min_lr", 1e-3) >= config.learning_rate:
-        wrong = f"{chosen} has min_lr {given.get('min_lr', 1e-3)}, which is not below learning_rate"
+    least = given.get("min_lr", 1e-3)  # greedy's default
+    if config.lr_scheduler_type == "greedy" and not isinstance(least, str) and least >= config.learning_rate:
+        wrong = f"{key}: {chosen} has min_lr {least}, which is not below learning_rate"
         yield key, wrong, f"set {key}: {{min_lr: {config.learning_rate / 100:g}}}"
 
 

@@ -1,19 +1,14 @@
-"""The entries of the key `dataset`, and the rules between the keys that mix and stream them."""
+"""The entries of the key `dataset`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import PydanticCustomError
 
 from ..utils.text import brief
-from .policy import SAMPLING
-from .section import Contradiction, nearest
-
-if TYPE_CHECKING:
-    from .schema import RunKeys
+from .section import nearest
 
 
 @dataclass(frozen=True)
@@ -83,49 +78,3 @@ def _check_mapping(mapping: dict[str, Any]) -> None:
 def _invalid(message: str, value: str, near: str = "") -> PydanticCustomError:
     context = {"value": value} | ({"near": near} if near else {})
     return PydanticCustomError("format", message, context)
-
-
-def dataset_contradictions(config: RunKeys) -> Iterator[Contradiction]:
-    """Yield contradictions between keys that mix, limit and stream datasets."""
-    weighted = config.weighted
-    if config.mixing != "temperature" and not config.is_default("mixing_temperature"):
-        wrong = f"{config.written('mixing_temperature')} with {config.written('mixing')}"
-        yield "mixing_temperature", f"{wrong}, which does not read it", "set mixing: temperature, or remove it"
-    if config.mixing == "temperature" and weighted:
-        wrong = "weights of dataset with mixing: temperature, which derives them from the sizes"
-        yield "mixing", wrong, "remove the weights, or set mixing: interleave"
-    if config.mixing == "concat" and not config.is_default("stopping"):
-        wrong = f"{config.written('stopping')} with mixing: concat, whose rows are as many as those of all datasets"
-        yield "stopping", wrong, "set mixing: interleave or temperature, or remove it"
-    if config.train_on == "last" and not config.assistant_only_loss:
-        wrong = "train_on: last with assistant_only_loss: false, which trains every turn"
-        yield "train_on", wrong, "remove one of the two"
-    if config.streaming:
-        yield from _streaming_contradictions(config, weighted)
-    elif not config.is_default("shuffle_buffer_size"):
-        wrong = f"{config.written('shuffle_buffer_size')} without streaming: true, where all rows are shuffled"
-        yield "shuffle_buffer_size", wrong, "set streaming: true, or remove it"
-
-
-def _streaming_contradictions(config: RunKeys, weighted: bool) -> Iterator[Contradiction]:
-    chosen = "streaming: true"
-    if config.method in SAMPLING:
-        wrong = f"{chosen} with method: {config.method}, whose prompts are drawn from all rows"
-        yield "streaming", wrong, "remove streaming"
-    if config.max_steps < 1:
-        yield "max_steps", f"{chosen} needs max_steps: the length of a stream is not known", "set max_steps"
-    if not config.is_default("num_train_epochs"):
-        wrong = f"{config.written('num_train_epochs')} with {chosen}, which reads its rows once"
-        yield "num_train_epochs", wrong, "remove it; max_steps says how long the run trains"
-    if config.eval_split_size:
-        wrong = f"{config.written('eval_split_size')} with {chosen}: rows of a stream cannot be held out in advance"
-        yield "eval_split_size", wrong, "name held-out data in eval_dataset"
-    if config.mixing == "temperature":
-        wrong = f"mixing: temperature with {chosen}: the sizes of streams are not known"
-        yield "mixing", wrong, "set mixing: interleave, with weights"
-    if config.mixing == "concat" and weighted:
-        wrong = f"weights of dataset with mixing: concat and {chosen}: the sizes of streams are not known"
-        yield "mixing", wrong, "set mixing: interleave"
-    if config.precompute_ref_log_probs is True:
-        wrong = f"precompute_ref_log_probs: true with {chosen}, whose rows are not known before training"
-        yield "precompute_ref_log_probs", wrong, "remove it; each step computes its own"

@@ -22,7 +22,12 @@ class Section(BaseModel):
     """A group of keys. Unknown keys, values of another type and contradictions are refused."""
 
     model_config = ConfigDict(
-        extra="forbid", protected_namespaces=(), validate_assignment=True, strict=True, allow_inf_nan=False
+        extra="forbid",
+        protected_namespaces=(),
+        validate_assignment=True,
+        strict=True,
+        allow_inf_nan=False,
+        defer_build=True,  # most sections are only inherited from
     )
 
     @field_validator("*", mode="before")

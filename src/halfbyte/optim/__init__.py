@@ -5,7 +5,7 @@ To add an optimizer, add a row: `OPTIMIZERS["nadam"] = Optimizer(make=..., state
 
 from .groups import Settings, parameter_groups, target_matrices, trained_parameters
 from .options import STORAGE_OF_BITS, Option, option_values, parse_options
-from .schedules import FOLLOW_METRIC, SCHEDULES
+from .schedules import FOLLOW_METRIC, SCHEDULES, continue_over, make_schedule, next_rate
 from .table import ADAM_KEYS, OPTIMIZERS, Optimizer, make_optimizer, memory_choices, optimizer_row, state_key
 
 __all__ = [
@@ -17,8 +17,11 @@ __all__ = [
     "Optimizer",
     "Option",
     "Settings",
+    "continue_over",
     "make_optimizer",
+    "make_schedule",
     "memory_choices",
+    "next_rate",
     "optimizer_row",
     "option_values",
     "parameter_groups",

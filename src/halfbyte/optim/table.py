@@ -434,7 +434,9 @@ def _badam() -> Optimizer:
 
         return badam_gradient_bytes(trained_parameters(model), blocks(settings))
 
-    return Optimizer(make, state_bytes, BADAM_OPTIONS, ADAM_KEYS, updates="block", gradient_bytes=gradient_bytes, guarded=True)
+    return Optimizer(
+        make, state_bytes, BADAM_OPTIONS, ADAM_KEYS, updates="block", gradient_bytes=gradient_bytes, guarded=True
+    )
 
 
 # --- Muon ------------------------------------------------------------------------------------------------------------
@@ -529,15 +531,16 @@ def _fused_parts(model: nn.Module) -> dict[Tensor, list[int]]:
 def _schedule_free(kind: str, copies: int, version: str = "1.2.6") -> Optimizer:
     options = SCHEDULE_FREE_OPTIONS
     return Optimizer(
-        make_schedule_free(kind, options), copies_bytes(copies), options, () if kind == "SGD" else ADAM_KEYS, scratch=True, has_modes=True,
+        make_schedule_free(kind, options), copies_bytes(copies), options, () if kind == "SGD" else ADAM_KEYS,
+        scratch=True, has_modes=True,
         package="schedulefree", requirement=f"schedulefree>={version}",
     )  # fmt: skip
 
 
 def _torchao(bits: int) -> Optimizer:
     return Optimizer(
-        make_torchao(f"AdamW{bits}bit", TORCHAO_OPTIONS), torchao_bytes(bits, TORCHAO_OPTIONS), TORCHAO_OPTIONS, ADAM_KEYS,
-        package="torchao", requirement="torchao>=0.11",
+        make_torchao(f"AdamW{bits}bit", TORCHAO_OPTIONS), torchao_bytes(bits, TORCHAO_OPTIONS), TORCHAO_OPTIONS,
+        ADAM_KEYS, package="torchao", requirement="torchao>=0.11",
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Compute, memory and link rates of GPUs, for predicted seconds where none can be measured.
 
-The rates of an H200 were measured (docs/log/). Other cards scale them by their data sheets: dense bf16 GEMMs with
-fp32 accumulation, memory bandwidth, and the link in one direction. NCCL reached 0.73 of NVLink's 450 GB/s. Consumer
-cards on PCIe 4 ×16 copy through the host and usually reach 20 of 32 GB/s.
+The rates of an H200 were measured (docs/benchmarks.md). Other cards scale them by their data sheets: dense bf16 GEMMs
+with fp32 accumulation, memory bandwidth, and the link in one direction. NCCL reached 0.73 of NVLink's 450 GB/s.
+Consumer cards on PCIe 4 ×16 copy through the host and usually reach 20 of 32 GB/s.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ REPLAYED = ("keep", "recompute", "recompute_mlp", "checkpoint", "tiled")  # the 
 SPACED: Level = "offload_kept"  # the level that a mix may give to every n-th layer
 KEEPS_STREAM = ("checkpoint", "tiled")  # levels that save the layer's input only
 
-# H200 rates per second (docs/log/).
+# H200 rates per second (docs/benchmarks.md, rates that the plan uses).
 GEMM_FLOPS = {"bf16": 700e12, "fp8-hybrid": 1250e12, "nvfp4": 700e12}
 ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZE_BYTES = 400e12, 4.0e12, 3.1e12
 LORA_SLOWDOWN = 1.16  # time of a GEMM with its adapter over one without

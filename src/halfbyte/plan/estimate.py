@@ -58,7 +58,7 @@ from .rollouts import with_rollouts
 from .shapes import ModelShapes, Trainable, dtype_named
 
 MARGIN = 0.9  # share of device memory to plan for: allocators fragment, and sequence lengths vary
-EXPANDABLE_MARGIN = 0.96  # the same with expandable CUDA segments: at most 1.7% were unused (docs/log/)
+EXPANDABLE_MARGIN = 0.96  # the same with expandable CUDA segments: at most 1.7% were unused (docs/benchmarks.md)
 HOST_MARGIN = 0.9  # share of host memory to plan for offloads
 CAPTURED = {"data", "shard"}  # axes whose collectives within a micro-batch can be captured in a CUDA graph
 GRAPH_RUNTIME = 80 * 2**20  # cuBLAS workspaces of the graphs' stream, and gradients to be accumulated

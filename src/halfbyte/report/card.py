@@ -12,6 +12,7 @@ import yaml
 from ..config.methods import SCORES
 from ..methods import METHODS
 from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_CONFIG
+from ..runs.metrics import describe_best
 from ..utils.files import write_text
 from ..utils.hub import is_local
 from ..utils.terminal import duration, method, size, storage
@@ -138,8 +139,11 @@ def _results(run: Run) -> dict[str, str]:
     if len(run.evals) > 1:
         results[f"held-out {loss.label} before"] = f"{loss.shown(run.evals[0])} (step {run.evals[0]['step']})"
     if run.evals:
-        results[f"held-out {loss.label}"] = f"{loss.shown(run.evals[-1])} (step {run.evals[-1]['step']})"
-        results |= {f"held-out {metric.label}": metric.shown(run.evals[-1]) for metric in others}
+        last = run.final_evaluation
+        results[f"held-out {loss.label}"] = f"{loss.shown(last)} (step {last['step']})"
+        results |= {f"held-out {metric.label}": metric.shown(last) for metric in others}
+    if run.best:
+        results["checkpoint"] = describe_best(run.best)
     if run.throughput:
         results["tokens per second"] = f"{run.throughput:,.0f}"
     if run.peak_bytes:

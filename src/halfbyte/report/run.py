@@ -17,6 +17,7 @@ from ..config.yaml import read_mapping
 from ..methods import METHODS, Numbers
 from ..reading import parse_json, read_json, read_text
 from ..runs import layout
+from ..runs.metrics import describe_best, evaluation_of_weights
 from ..utils.errors import CheckpointError, HalfbyteError
 
 Record = dict[str, Any]
@@ -57,6 +58,16 @@ class Run:
         """Metrics of the run's method; runs without this entry are supervised fine-tuning."""
         document = (self.environment or {}).get("numbers")
         return Numbers.of_document(document) if document else METHODS["sft"].numbers
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation, if the run compared evaluations."""
+        return (self.environment or {}).get("best")
+
+    @property
+    def final_evaluation(self) -> Record:
+        """The evaluation of the saved weights; the run must have evaluations."""
+        return evaluation_of_weights(self.evals, self.best)
 
     @property
     def final_loss(self) -> float | None:
@@ -141,6 +152,7 @@ def _drop_malformed(run: Run) -> None:
         "numbers": lambda: run.numbers,
         "started": lambda: run.moment("started"),
         "finished": lambda: run.moment("finished"),
+        "best": lambda: run.best and describe_best(run.best),
     }
     for name, read in readers.items():
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..auxiliary.model import check_teacher_files
 from ..config import RunConfig
+from ..config.datasets import entries_of
 from ..config.methods import SCORES
 from ..config.run_config import PATHS
 from ..config.schema import RunKeys
@@ -75,7 +76,7 @@ def check_path_spelling(config: RunConfig) -> None:
     """
     for key in PATHS:
         value = getattr(config, key)
-        for path in value if isinstance(value, list) else [value]:
+        for path in (entry.path for entry in entries_of(value)):
             if not isinstance(path, str) or not (found := VARIABLE.search(path)) or os.path.lexists(path):
                 continue
             name = found[1] or found[2]
@@ -103,14 +104,14 @@ def check_inputs(config: RunConfig) -> None:
         with attribute_to_key("chat_template_path"):
             _check_template(config.chat_template_path)
     check_reward_models(config, read_specs(config.reward_funcs or [], None))
-    check_datasets(config.dataset, config.eval_dataset)
+    check_datasets([entry.path for entry in config.datasets], config.eval_dataset)
     _check_output_outside_data(config)
 
 
 def _check_output_outside_data(config: RunKeys) -> None:
     """Check that output_dir is not inside a folder that is read as data."""
     for given in (config.dataset, config.eval_dataset):
-        for name in [given] if isinstance(given, str) else given or []:
+        for name in (entry.path for entry in entries_of(given)):
             if os.path.isdir(name) and config.output_path.resolve().is_relative_to(Path(name).resolve()):
                 what = f"output_dir: {config.output_dir} is inside the dataset's folder {name}, which is read"
                 raise ConfigError(what, "name a folder outside of it")

@@ -130,6 +130,24 @@ class MetricsFile:
         write_text(self.path, "".join(kept))
 
 
+def evaluation_of_weights(evaluations: Sequence[dict[str, Any]], best: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the evaluation of a run's saved weights: the last one, or the best one if the run ended with its weights.
+
+    Args:
+        best: entry of environment.json; None: evaluations were not compared.
+    """
+    loaded = best["step"] if best is not None and best["loaded"] else None
+    return next((record for record in reversed(evaluations) if record["step"] == loaded), evaluations[-1])
+
+
+def describe_best(best: Mapping[str, Any]) -> str:
+    """Describe the best evaluation, an entry of environment.json, in a line."""
+    stopped = best["stopped"]
+    end = "" if stopped is None else f"training stopped after step {stopped}, since no evaluation was better; "
+    weights = "the saved weights are of that step" if best["loaded"] else "the saved weights are of the last step"
+    return f"{end}best evaluation: {best['metric']} {best['value']:.5g} after step {best['step']}; {weights}"
+
+
 def _is_record(found: Any) -> bool:
     """Return whether `found` has the keys of every record, and if it is a training record, the keys of a summary."""
     if not isinstance(found, dict) or "kind" not in found or type(found.get("step")) is not int:

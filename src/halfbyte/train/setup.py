@@ -45,6 +45,7 @@ from ..runs.layout import EXPERTS
 from ..utils.console import Console
 from ..utils.files import write_json
 from ..utils.terminal import expert_usage_line
+from ..utils.waiting import waiting
 from . import checks
 from .metrics_log import current_memory, reset_peak_memory
 from .preflight import PreparedRun, planned_lengths
@@ -197,6 +198,7 @@ class Verified:
     graphs: bool = False
 
 
+@waiting("checking the model's loss")
 def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console) -> Verified:
     """Patch the model and isolate packed documents; compare the loss after each change with the loss before.
 
@@ -239,6 +241,7 @@ def _first_prompt_batches(run: PreparedRun, device: torch.device) -> tuple[dict[
     return to_device(collate([row]), device), to_device(collate([with_own_prompts(row)]), device)
 
 
+@waiting("checking the model's loss")
 def patch_and_verify_stages(run: PreparedRun, model: Any, stepper: PipelinedStepper, ids: Tensor) -> Verified:
     """Patch this rank's stages; compare the loss through the pipeline before and after.
 

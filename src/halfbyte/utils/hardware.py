@@ -33,7 +33,7 @@ def enable_expandable_segments() -> None:
     """Enable expandable segments of torch's CUDA allocator, unless configured by the user; call it before GPU use.
 
     With fixed segments, activations of many sizes fragment memory: 1.0 GiB of 8 in a run that then ran out
-    (docs/log.md).
+    (docs/what-did-not-work.md).
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", EXPANDABLE)
@@ -73,7 +73,7 @@ CACHED_PRIMITIVES = 128  # several times the number for one batch shape
 def limit_primitive_caches() -> None:
     """Limit the caches of oneDNN and ideep, unless the user has; call it before torch's first matmul.
 
-    Each caches 1,024 compiled GEMMs of 0.9 MiB, and a batch of another length adds 23 (docs/log.md).
+    Each caches 1,024 compiled GEMMs of 0.9 MiB, and a batch of another length adds 23 (docs/what-did-not-work.md).
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(CACHED_PRIMITIVES))
@@ -135,7 +135,7 @@ def onednn_beats_mkl() -> bool:
     """Return whether to use oneDNN for float32 matmuls on this CPU instead of MKL, which torch uses.
 
     On AMD processors MKL runs AVX2 code, whatever they support, and oneDNN AVX-512: 230 against 105 GFLOP/s on a core
-    of an EPYC with full-width units (docs/log.md). torch has no public setting for float32 (2.11 to 2.15). The oneDNN
+    of an EPYC with full-width units. torch has no public setting for float32 (2.11 to 2.15). The oneDNN
     3.10 of torch 2.11 is left out: its sums of a row depend on the number of rows.
     """
     import torch
@@ -236,7 +236,7 @@ def compute_dtype(device: torch.device) -> ComputeDtype:
     """Return bfloat16 if `device` has native matmuls, otherwise float16 (older GPUs) or float32 (older CPUs).
 
     bf16 matmuls were measured 6-15 times faster than fp32 on CPUs with AMX, and 5 times *slower* on a CPU with neither
-    AMX nor AVX512-BF16 (docs/log.md), so the choice depends on the instruction set.
+    AMX nor AVX512-BF16, so the choice depends on the instruction set.
 
     A GPU that is only planned for, on a machine without one, is assumed to have bfloat16.
     """

@@ -6,6 +6,7 @@ a rich console. Torch is never imported.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -22,9 +23,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .. import __version__
 from ..config import SIXTEEN
 from .console import has_colours
 from .text import one_line
+from .waiting import drawing_waits, renew_wait, spinner, waiting
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -103,19 +106,23 @@ def storage(keys: Mapping[str, Any]) -> str:
     return chosen or f"4-bit {str(keys.get('bnb_4bit_quant_type', 'nf4')).upper()}"
 
 
-def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
-    """Print the model, data, device and choices of a run, with their reasons."""
-    machine = _machine(environment)
-    datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+def print_run(console: Console, config: RunConfig) -> None:
+    """Print the version, and the model, data and output of a run: the first lines, which need no other library."""
+    datasets = [entry.path for entry in config.datasets]
     lines = {
         "model": f"{config.model_name_or_path} · {method(config)}",
         "data": f"{', '.join(datasets)} · up to {config.max_length:,} tokens{' · packed' if config.packing else ''}",
-        "device": _device_line(environment, environment["cpu"]),
-        **{name: machine[name] for name in ("compute", "kernels", "versions")},
         "output": config.output_dir,
     }
-    console.print(Text.assemble(("halfbyte ", "bold"), (machine["halfbyte"], "bold cyan")))
+    console.print(Text.assemble(("halfbyte ", "bold"), (__version__, "bold cyan")))
     console.print(_facts(lines))
+
+
+def print_header(console: Console, environment: Mapping[str, Any]) -> None:
+    """Print the device and choices of a run, with their reasons."""
+    machine = _machine(environment)
+    device = {"device": _device_line(environment, environment["cpu"])}
+    console.print(_facts(device | {name: machine[name] for name in ("compute", "kernels", "versions")}))
 
 
 def print_processes(console: Console, layout: object, size: int, config: RunConfig, data_degree: int) -> None:
@@ -326,6 +333,8 @@ def print_data(console: Console, report: Mapping[str, Any]) -> None:
     for name in ("train", "eval"):
         if report.get(name):
             lines["data" if name == "train" else "held out"] = data_line(report[name], report.get("eos_trained"))
+    if mixture := report["train"].get("mixture"):
+        lines["mixture"] = Text(" · ".join(f"{each['path']} {each['share']:.1%}" for each in mixture))
     console.print(_facts(lines))
 
 
@@ -355,7 +364,8 @@ def _rows(split: Mapping[str, Any]) -> list[str]:
     """Describe the number of rows of a split and, for answers, their kind and mean length."""
     means = split.get("mean_tokens")
     if means is None:
-        return [f"{split['documents']:,} documents in {split['rows']:,} rows"]
+        first = "a stream, first " if split.get("streamed") else ""
+        return [f"{first}{split['documents']:,} documents in {split['rows']:,} rows"]
     kinds = {"chosen": "pairs", "completion": "answers", "steps": "answers in steps"}
     kind = next((kind for name, kind in kinds.items() if name in means), "prompts")
     words = [f"{split['rows']:,} {kind}"]
@@ -403,18 +413,24 @@ class LiveMetrics:
         self._last_step = 0
         self._first_evaluation: Mapping[str, Any] | None = None
         self._printed_at = -math.inf
+        self._shown: list[RenderableType] = []
         self._live = (
-            Live(console=console, auto_refresh=False) if console.is_terminal and not console.is_dumb_terminal else None
-        )
+            Live(console=console, get_renderable=self._screen) if console.is_terminal and not console.is_dumb_terminal
+            else None
+        )  # fmt: skip
+        self._wait = contextlib.ExitStack()
 
     def __enter__(self) -> LiveMetrics:
         if self._live:
             self._live.start()
+        self._wait.enter_context(drawing_waits())
+        self._wait.enter_context(waiting("the first step"))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._wait.close()
         if self._live:
             self._live.stop()
 
@@ -428,9 +444,15 @@ class LiveMetrics:
             self._paces.append((record["step_seconds"], steps * record["step_seconds"]))
             self._last_step = record["step"]
             if self._live:
-                self._live.update(self._display(record), refresh=True)
+                self._shown = self._display(record)
+                self._live.refresh()
             else:
                 self._print_plain(record)
+            renew_wait(f"step {record['step'] + 1}")
+
+    def _screen(self) -> Group:
+        wait = spinner()
+        return Group(*self._shown, *([] if wait is None else [wait]))
 
     def _print_plain(self, record: Mapping[str, Any]) -> None:
         now = record.get("time", time.time())
@@ -439,13 +461,13 @@ class LiveMetrics:
             line = f"step {record['step']}/{self.total_steps} · {self._numbers(record)} · ETA {self._eta(record)}"
             self.console.print(Text(line), soft_wrap=True)
 
-    def _display(self, record: Mapping[str, Any]) -> Group:
+    def _display(self, record: Mapping[str, Any]) -> list[RenderableType]:
         progress = Table.grid(padding=(0, 2))
         progress.add_row(
             ProgressBar(total=self.total_steps, completed=record["step"], width=32),
             f"step {record['step']}/{self.total_steps} · epoch {record['epoch']:.2f} · ETA {self._eta(record)}",
         )
-        return Group(progress, Text(self._numbers(record)))
+        return [progress, Text(self._numbers(record))]
 
     def _metrics(self) -> list[Metric]:
         return [each for each in (*self.method_numbers.trained, *self.method_numbers.beside) if each.brief]

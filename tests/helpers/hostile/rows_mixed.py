@@ -1,6 +1,6 @@
 """Cases that nobody had listed: keys of methods, rewards, experts, meshes, rollouts, steps, and the runs of all these.
 
-Written down before any of them was tried; see docs/log/ for how many fell short.
+They were written down before any of them was tried.
 """
 
 import functools

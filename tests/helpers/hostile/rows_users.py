@@ -1,5 +1,4 @@
-"""Five lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log/ for how many
-fell short. Here are those that did, and what was known before."""
+"""Cases of users, written from the README and docs/ alone before any was tried: those that failed, and earlier ones."""
 
 import shutil
 from pathlib import Path

@@ -4,7 +4,7 @@ Both are bound by memory. Dequantizing n values reads n/2 bytes of codes and a s
 bf16: the floor is (2.5 n + scales) / bandwidth. A thread decodes a 4-byte word. Its 8 values are one 16-byte store, so
 no value moves between threads, and the 64-byte codebook is one line of the L1 cache. Measured on an H200, where a copy
 moves 4.2 TB/s: 4.0 TB/s at 28672×8192 with nested scales, against 3.2 for a kernel that decodes 16 bytes a thread and
-2.6 for one that selects values arithmetically (docs/log/).
+2.6 for one that selects values arithmetically (docs/what-did-not-work.md).
 
 The arithmetic follows the reference operation by operation, in fp32. `enable_fp_fusion=False` keeps the compiler from
 contracting a nested scale's multiply and add into one rounding.
