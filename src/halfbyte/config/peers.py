@@ -13,12 +13,14 @@ from .outcomes import Converter, Ignored, Mapped, Outcome, Refused, Values, as_l
 
 # Stored weights and adapters
 
-_FORMATS = {  # method of LLaMA-Factory and ms-swift → bits → format; "": the bnb_4bit_* keys decide
+_FORMATS: dict[
+    Any, dict[Any, str]
+] = {  # method of LLaMA-Factory and ms-swift → bits → format; "": the bnb_4bit_* keys decide
     "bitsandbytes": {4: "", 8: "int8"},
     "hqq": {bits: f"hqq{bits}" for bits in (2, 3, 4, 8)},
     "fp8": {8: "fp8-tile", "float8": "fp8-tile", None: "fp8-tile"},
 }
-_SAME_METHODS = {"bnb": "bitsandbytes", "bitsandbytes (4/8)": "bitsandbytes", None: "bitsandbytes"}
+_SAME_METHODS: dict[Any, str] = {"bnb": "bitsandbytes", "bitsandbytes (4/8)": "bitsandbytes", None: "bitsandbytes"}
 _NVFP4_NAMES = {
     "2d:plain": "nvfp4", "2d:46mse": "nvfp4-46", "1d:plain": "nvfp4-1d", "1d:46mse": "nvfp4-1d-46",
 }  # fmt: skip
@@ -321,7 +323,7 @@ def _truncation_strategy(value: Any, values: Values) -> Outcome:
 
 
 def _loss_scale(value: Any, values: Values) -> Outcome:
-    scales = {"default": {}, "all": {"assistant_only_loss": False, "completion_only_loss": False}}
+    scales: dict[str, Values] = {"default": {}, "all": {"assistant_only_loss": False, "completion_only_loss": False}}
     scales["last_round"] = {"train_on": "last"}
     if value not in scales:
         return Refused(f"loss_scale: {value} has no equivalent", "set train_on: last or all, or assistant_only_loss")
