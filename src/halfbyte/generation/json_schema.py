@@ -29,8 +29,8 @@ def check_keywords(schema: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the keyword, and where it stands.
     """
-    for path, part in _subschemas(schema, "#"):
-        for keyword in part.keys() - KEYWORDS:
+    for path, subschema in _subschemas(schema, "#"):
+        for keyword in subschema.keys() - KEYWORDS:
             raise ConfigError(
                 f"{brief(keyword)} at {path} of the JSON schema is not supported", "remove it; it would be ignored"
             )
@@ -42,9 +42,11 @@ def check_recursion(schema: dict[str, Any]) -> None:
     Raises:
         ConfigError: each text would contain another text that matches the same part of the schema.
     """
-    pointers = {part["$ref"] for _, part in _subschemas(schema, "#") if isinstance(part.get("$ref"), str)}
+    pointers = {
+        subschema["$ref"] for _, subschema in _subschemas(schema, "#") if isinstance(subschema.get("$ref"), str)
+    }
     unproven = {pointer: _at(schema, pointer) for pointer in pointers}
-    while proven := [pointer for pointer, part in unproven.items() if _is_finite(part, unproven)]:
+    while proven := [pointer for pointer, subschema in unproven.items() if _is_finite(subschema, unproven)]:
         for pointer in proven:
             del unproven[pointer]
     if not _is_finite(schema, unproven):
@@ -61,11 +63,11 @@ def _subschemas(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield path, schema
     for keyword, value in schema.items():
         if keyword in SCHEMA_MAPS and isinstance(value, dict):
-            for name, part in value.items():
-                yield from _subschemas(part, f"{path}/{keyword}/{name}")
+            for name, subschema in value.items():
+                yield from _subschemas(subschema, f"{path}/{keyword}/{name}")
         elif keyword in SCHEMA_LISTS and isinstance(value, list):
-            for number, part in enumerate(value):
-                yield from _subschemas(part, f"{path}/{keyword}/{number}")
+            for number, subschema in enumerate(value):
+                yield from _subschemas(subschema, f"{path}/{keyword}/{number}")
         elif keyword in SCHEMAS:
             yield from _subschemas(value, f"{path}/{keyword}")
 
@@ -87,26 +89,26 @@ def _is_finite(schema: Any, unproven: dict[str, Any]) -> bool:
     """Return whether a text matches a schema without a reference of `unproven`."""
     if not isinstance(schema, dict):
         return schema is not False
-    conjuncts = [schema, *(part for part in schema.get("allOf", ()) if isinstance(part, dict))]
-    if any(part.get("$ref") in unproven for part in conjuncts):
+    conjuncts = [schema, *(conjunct for conjunct in schema.get("allOf", ()) if isinstance(conjunct, dict))]
+    if any(conjunct.get("$ref") in unproven for conjunct in conjuncts):
         return False
-    if any("enum" in part or "const" in part for part in conjuncts):
+    if any("enum" in conjunct or "const" in conjunct for conjunct in conjuncts):
         return True
-    for part in conjuncts:
+    for conjunct in conjuncts:
         for keyword in ("anyOf", "oneOf"):
-            if keyword in part and not any(_is_finite(option, unproven) for option in part[keyword]):
+            if keyword in conjunct and not any(_is_finite(option, unproven) for option in conjunct[keyword]):
                 return False
     types = schema.get("type", ALL_TYPES)
     types = [types] if isinstance(types, str) else types
     if any(name not in ("object", "array") for name in types):
         return True
-    required = {name for part in conjuncts for name in part.get("required", ())}
-    items = max(part.get("minItems", 0) for part in conjuncts)
-    parts = {
-        "object": [_property(part, name) for part in conjuncts for name in required],
-        "array": [item for part in conjuncts for item in _first_items(part, items)],
+    required = {name for conjunct in conjuncts for name in conjunct.get("required", ())}
+    items = max(conjunct.get("minItems", 0) for conjunct in conjuncts)
+    needed = {
+        "object": [_property(conjunct, name) for conjunct in conjuncts for name in required],
+        "array": [item for conjunct in conjuncts for item in _first_items(conjunct, items)],
     }
-    return any(all(_is_finite(part, unproven) for part in parts[name]) for name in types)
+    return any(all(_is_finite(subschema, unproven) for subschema in needed[name]) for name in types)
 
 
 def _property(schema: dict[str, Any], name: str) -> Any:
