@@ -13,7 +13,7 @@ from ..config.policy import DISTILLING, POLICY, SAMPLING
 from ..config.schema import RunKeys
 from ..config.yaml import dump_value
 from ..methods import method_of
-from ..runs.inputs import check_inputs
+from ..runs.inputs import check_inputs, free_output_dir
 from ..utils.errors import ConfigError, DataError, UsageError
 from .startup import quick_imports
 
@@ -67,7 +67,7 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     chosen, plan = _largest_that_fits(base, files.config, data, lengths)
     if rows == "prompts":
         chosen["gradient_accumulation_steps"] = _accumulation_of_groups(base, chosen["per_device_train_batch_size"])
-    config = base.model_copy(update=chosen)
+    config = base.model_copy(update={**chosen, "output_dir": free_output_dir(base)})
     fits = "it fits" if plan.fits else "it does NOT fit: see `halfbyte check`"
     lines = [
         f"# For this machine: {plan.total / 2**30:.2f} GiB of {plan.capacity_bytes / 2**30:.2f} GiB, {fits}.",

@@ -11,24 +11,31 @@ from pathlib import Path
 
 from ..config import Parallel, RunConfig
 from ..runs.checkpoints import checkpoints
-from ..runs.inputs import check_paths
+from ..runs.inputs import check_output, check_paths
 from ..utils.console import Console
+from ..utils.notices import print_remarks
 from ..utils.processes import Stopped, was_restarted
 from .startup import quick_imports
 
 
-def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None = None) -> None:
+def train_run(
+    config: RunConfig, resume: bool, arguments: Sequence[str] | None = None, verbose: bool = False
+) -> None:
     """Train; if a signal stops it, report the saved checkpoint and how to continue.
 
     On several devices this process starts one process per device, which runs the same command.
 
     Args:
         arguments: arguments of that command; default: `sys.argv`.
+        verbose: print details as well.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     again = True if was_restarted() else again
-    check_paths(config, again)
+    if verbose:
+        print_remarks()
+    check_output(config, again)
+    check_paths(config)
     with quick_imports():
         from ..parallel.launch.launcher import launch, layout_to_launch
 
@@ -49,7 +56,7 @@ def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None =
         from ..train.run import train
 
     try:
-        train(config, resume=again, console=Console(outlives_reader=True))
+        train(config, resume=again, console=Console(outlives_reader=True, verbose=verbose))
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         raise Stopped(number, _saved_message(config.output_path, arguments)) from None

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import SIXTEEN
-from .console import has_colours
+from .console import has_colours, is_verbose
 from .text import one_line
 
 if TYPE_CHECKING:
@@ -104,14 +104,18 @@ def storage(keys: Mapping[str, Any]) -> str:
 
 
 def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
-    """Print the model, data, device and choices of a run, with their reasons."""
+    """Print the model, data, device and output of a run; a verbose console also prints choices with their reasons."""
     machine = _machine(environment)
     datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+    device = f"{_device_line(environment, environment['cpu'])} · {environment['compute_dtype']['dtype']}"
+    reasons = ["compute", "kernels", "versions"] if is_verbose(console) else []
+    if not reasons and not environment["kernels"]["enabled"]:
+        reasons = ["kernels"]
     lines = {
         "model": f"{config.model_name_or_path} · {method(config)}",
         "data": f"{', '.join(datasets)} · up to {config.max_length:,} tokens{' · packed' if config.packing else ''}",
-        "device": _device_line(environment, environment["cpu"]),
-        **{name: machine[name] for name in ("compute", "kernels", "versions")},
+        "device": device,
+        **{name: machine[name] for name in reasons},
         "output": config.output_dir,
     }
     console.print(Text.assemble(("halfbyte ", "bold"), (machine["halfbyte"], "bold cyan")))
@@ -138,6 +142,11 @@ def expert_usage_line(use: Mapping[str, Any]) -> str:
         return f"{line}, each of {use['experts']} at least once"
     name, first = next(iter(dead.items()))
     return one_line(f"{line}; {use['dead']} of {use['experts']} never, first {first[0]} of {name}")
+
+
+def print_facts(console: Console, lines: Mapping[str, str]) -> None:
+    """Print named facts, one per line."""
+    console.print(_facts(lines))
 
 
 def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
@@ -263,7 +272,9 @@ def excess_reason(predicted: float, measured: float, flat: Mapping[str, Any]) ->
 
 
 def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None = None) -> None:
-    """Print a stacked bar of predicted memory by component and the free rest; with `measured`, a second bar to scale.
+    """Print predicted memory, and with `measured` the peak, in a line.
+
+    A verbose console prints a stacked bar by component and the free rest, and with `measured` a second bar to scale.
 
     Args:
         plan: a MemoryPlan, its dict (bytes by part, total), or memory.json; `capacity_bytes` gives the free part.
@@ -272,6 +283,9 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
     flat = flat_plan(plan)
     parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS}
     total = flat.get("total") or sum(parts.values())
+    if not is_verbose(console):
+        console.print(_facts({"memory": _memory_line(total, measured or {}, flat)}))
+        return
     shown = measured_parts(measured) if measured else {}
     both = {"base": shown.get("base", 0), **parts}  # the process is in the peak, so it is in both bars
     scale = max((flat.get("capacity_bytes") or 0) + both["base"], sum(both.values()), sum(shown.values()))
@@ -281,6 +295,23 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
         lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, known)
     lines["total"] = _totals(total, measured or {}, flat)
     console.print(_facts(lines))
+
+
+def _memory_line(total: float, measured: Mapping[str, Any], flat: Mapping[str, Any]) -> str:
+    """Describe predicted memory, the device's, and the measured peak: "5.1 GiB at the peak, 5.2 GiB predicted"."""
+    predicted, peak = comparable_bytes(flat, measured)
+    if peak:
+        return f"{size(peak)} at the peak, {size(predicted)} predicted"
+    capacity = f" of {size(flat['capacity_bytes'])}" if flat.get("capacity_bytes") else ""
+    on = flat.get("activation_checkpointing")
+    return f"{size(total)}{capacity} predicted" + (f" · activations {_saved(flat)}" if on is not None else "")
+
+
+def _saved(flat: Mapping[str, Any]) -> str:
+    """Describe what happens with activations: "saved", "recomputed", "offloaded"."""
+    if not flat["activation_checkpointing"]:
+        return "saved"
+    return "offloaded" if any(str(level).startswith("offload") for level in flat.get("levels") or ()) else "recomputed"
 
 
 def _stack(
@@ -336,8 +367,10 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
     words = [*_rows(split), f"{tokens:,} tokens"]
     words.append(f"{trained / tokens:.1%} trained" if tokens and trained else "none trained")
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    words.append(f"{sum(dropped.values()):,} dropped ({reasons})" if dropped else "none dropped")
-    words.append(f"{split['truncated']:,} truncated" if split["truncated"] else "none truncated")
+    if dropped:
+        words.append(f"{sum(dropped.values()):,} dropped ({reasons})")
+    if split["truncated"]:
+        words.append(f"{split['truncated']:,} truncated")
     if split.get("empty_answers"):
         words.append(f"{split['empty_answers']:,} empty answers")
     if split.get("computed_tokens"):
