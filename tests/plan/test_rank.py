@@ -8,13 +8,12 @@ import torch
 import transformers
 
 from halfbyte.cli.check import _line
-from halfbyte.plan.cards import usable_bytes
 from halfbyte.config import Parallel, RunConfig, Sliced
 from halfbyte.memory.activations import Batches
 from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.support import layouts, unsupported_layout
 from halfbyte.parallel.tensor.model import apply_tensor_parallel
-from halfbyte.plan.cards import H200, card_named, card_of_memory
+from halfbyte.plan.cards import H200, card_named, card_of_memory, usable_bytes
 from halfbyte.plan.costs import GATHER_SLOWDOWN, LATENCY, Gathers, LayerCost, extra_seconds, micro_seconds
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.meshes import Device, Meshes, Option

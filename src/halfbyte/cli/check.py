@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..train.preflight import PreparedRun
 
 GIB = 2**30
+CHOSEN_BY_INIT = {"max_length", "packing", "per_device_train_batch_size"}
 
 
 def check_run(config: RunConfig) -> None:
@@ -54,6 +55,9 @@ def check_run(config: RunConfig) -> None:
             run = prepare_run(config, None, console, mesh, layout if mesh.size == 1 else None, writes=False)
     if mesh.is_main:
         print_facts(console, model_facts(run.files.config, trust_remote_code=config.trust_remote_code))
+    if not CHOSEN_BY_INIT & config.model_fields_set:
+        defaults = ", ".join(config.written(key) for key in sorted(CHOSEN_BY_INIT))
+        print_facts(console, {"defaults": f"{defaults} · `halfbyte init` chooses these for this machine and data"})
     console.print(_readiness(config, run))
 
 

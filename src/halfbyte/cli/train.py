@@ -18,9 +18,7 @@ from ..utils.processes import Stopped, was_restarted
 from .startup import quick_imports
 
 
-def train_run(
-    config: RunConfig, resume: bool, arguments: Sequence[str] | None = None, verbose: bool = False
-) -> None:
+def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None = None, verbose: bool = False) -> None:
     """Train; if a signal stops it, report the saved checkpoint and how to continue.
 
     On several devices this process starts one process per device, which runs the same command.

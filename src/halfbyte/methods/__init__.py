@@ -3,8 +3,8 @@
 To add a method, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of `Method`.
 """
 
-from ..config.schema import RunKeys
 from ..config.methods import LOSS_TYPES
+from ..config.schema import RunKeys
 from ..config.section import respelled
 from ..utils.errors import ConfigError
 from .base import Method, Metric, Numbers

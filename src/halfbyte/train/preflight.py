@@ -447,7 +447,7 @@ def _memory_plan(
         plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
     check_host(plan.host, _on_host(mesh, layout), _free_host_bytes(mesh))
-    if plan.answering is not None:
+    if plan.answering is not None and is_verbose(console):
         step = size(plan.activations + plan.logits)
         how = "in addition to" if plan.answering.stays else "in turn with"
         console.print(one_line(f"rollouts {plan.answering}, {how} a step's {step}"), soft_wrap=True)

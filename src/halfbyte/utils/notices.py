@@ -33,9 +33,8 @@ def _log(level: int, key: str, message: str) -> None:
 
 
 def print_remarks() -> None:
-    """Print remarks as well from now on, on stderr."""
+    """Print remarks as well from now on."""
     logger.setLevel(logging.INFO)
-    logger.addHandler(logging.StreamHandler())
 
 
 def notices_so_far() -> dict[str, str]:

@@ -356,15 +356,21 @@ def print_data(console: Console, report: Mapping[str, Any]) -> None:
     lines: dict[str, Text] = {}
     for name in ("train", "eval"):
         if report.get(name):
-            lines["data" if name == "train" else "held out"] = data_line(report[name], report.get("eos_trained"))
+            eos_trained = report.get("eos_trained") if name == "train" or is_verbose(console) else None
+            line = data_line(report[name], eos_trained, details=is_verbose(console))
+            lines["data" if name == "train" else "held out"] = line
     console.print(_facts(lines))
 
 
-def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
-    """Describe one split of data_report.json."""
+def data_line(split: Mapping[str, Any], eos_trained: bool | None, *, details: bool = True) -> Text:
+    """Describe one split of data_report.json.
+
+    Args:
+        details: add mean lengths, and how much shared prompts save.
+    """
     tokens, trained = split["tokens"], split["trained_tokens"]
     dropped = {reason: count for reason, count in split["dropped"].items() if count}
-    words = [*_rows(split), f"{tokens:,} tokens"]
+    words = [*_rows(split, details), f"{tokens:,} tokens"]
     words.append(f"{trained / tokens:.1%} trained" if tokens and trained else "none trained")
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     if dropped:
@@ -373,7 +379,7 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
         words.append(f"{split['truncated']:,} truncated")
     if split.get("empty_answers"):
         words.append(f"{split['empty_answers']:,} empty answers")
-    if split.get("computed_tokens"):
+    if split.get("computed_tokens") and details:
         saved = 1 - split["computed_tokens"] / split["tokens_apart"]
         words.append(f"each prompt once: {saved:.0%} fewer computed")
     if split.get("packing_efficiency") is not None:
@@ -384,8 +390,8 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
     return line
 
 
-def _rows(split: Mapping[str, Any]) -> list[str]:
-    """Describe the number of rows of a split and, for answers, their kind and mean length."""
+def _rows(split: Mapping[str, Any], details: bool) -> list[str]:
+    """Describe the number of rows of a split and, for answers, their kind and, with `details`, mean length."""
     means = split.get("mean_tokens")
     if means is None:
         return [f"{split['documents']:,} documents in {split['rows']:,} rows"]
@@ -396,7 +402,8 @@ def _rows(split: Mapping[str, Any]) -> list[str]:
         words.append(f"{split['desirable']:,} desirable")
     if "steps" in split:
         words.append(f"{split['right_steps']:,} of {split['steps']:,} steps right")
-    words.append("mean tokens: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()))
+    if details:
+        words.append("mean tokens: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()))
     if split.get("contradicting"):
         words.append(f"{split['contradicting']:,} contradicting")
     return words
