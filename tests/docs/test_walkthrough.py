@@ -42,7 +42,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 AXOLOTL = "base_model: Qwen/Qwen3-8B\ndatasets:\n  - path: data.jsonl\n    type: chat_template\nadapter: qlora\n"
-REWARDS = "def correct(completions, answer, **columns):\n    return [float(text == a) for text, a in zip(completions, answer)]\n"
+REWARDS = "def correct(completions, answer, **columns):\n    return [float(len(text)) for text in completions]\n"
 
 
 def lines(rows):
