@@ -44,6 +44,7 @@ def check_paths(config: RunConfig) -> None:
     method = method_of(config)
     check_path_spelling(config)
     check_inputs(config)
+    _check_output_outside_data(config)
     check_tensor_sizes(config)
     if config.adapter_path:
         _check_adapter_head(config, method)
