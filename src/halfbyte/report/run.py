@@ -51,7 +51,7 @@ class Run:
     @property
     def last_steps(self) -> list[Record]:
         """The training records that `final_loss` is the mean of."""
-        return [*last_records(self.train)]
+        return last_records(self.train)
 
     @property
     def numbers(self) -> Numbers:

@@ -86,12 +86,12 @@ class Window:
         return cls(sums, rest, seconds, steps)
 
 
-def last_records(trained: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def last_records(trained: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the last tenth of the training records, at least one: a single step's loss is too noisy."""
-    return trained[-max(1, len(trained) // 10) :]
+    return list(trained[-max(1, len(trained) // 10) :])
 
 
-def final_loss(trained: Sequence[Mapping[str, Any]], over: str) -> float | None:
+def final_loss(trained: Sequence[dict[str, Any]], over: str) -> float | None:
     """Return the mean loss of `last_records`; None without records.
 
     Args:

@@ -268,7 +268,7 @@ def summarize(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
     records = job.metrics.records()
     trained = [record for record in records if record["kind"] == "train"]
     evaluated = [record for record in records if record["kind"] == "eval"]
-    summary = {"steps": job.prepared.total_steps, "peak_bytes": measured["peak_bytes"]}
+    summary: dict[str, Any] = {"steps": job.prepared.total_steps, "peak_bytes": measured["peak_bytes"]}
     if trained:  # empty if a user removed metrics.jsonl
         seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
         summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
