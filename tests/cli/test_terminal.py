@@ -41,8 +41,10 @@ DATA = {
 }
 
 
-def plain(width: int = 100) -> Console:
-    return Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+def plain(width: int = 100, verbose: bool = True) -> Console:
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    console.verbose = verbose
+    return console
 
 
 def shown(console: Console) -> str:
@@ -121,6 +123,14 @@ def test_room_beside_graphs_is_planned_and_not_compared():
     terminal.print_memory(console, graphs, {"peak_bytes": 8 * GIB})
     assert "CUDA graphs 2.0 GiB" in shown(console)
     assert "measured 8.0 GiB, 6.7%" in shown(console)
+
+
+def test_memory_is_a_line_unless_details_are_wanted():
+    for measured in (None, {"base_bytes": GIB // 2, "after_load_bytes": 5 * GIB, "peak_bytes": 9 * GIB}):
+        console = plain(verbose=False)
+        terminal.print_memory(console, PLAN, measured)
+        assert len(shown(console).splitlines()) == 1
+        assert terminal.size(9 * GIB - GIB // 2 if measured else PLAN["total"]) in shown(console)
 
 
 def test_plans_come_as_dataclass_dict_or_memory_json():

@@ -56,10 +56,14 @@ def test_a_short_wait_a_quiet_console_and_no_console_print_nothing(monkeypatch):
 def test_the_innermost_wait_names_the_line_and_failed_waits_end_silently(quick, monkeypatch):
     monkeypatch.setattr(module, "LONG", 0.0)
     out = console()
-    with pytest.raises(ValueError), showing_waits(out), waiting("training"), waiting("sampling"):
+
+    def fail():
         while not lines(out):
             time.sleep(0.005)
         raise ValueError
+
+    with pytest.raises(ValueError), showing_waits(out), waiting("training"), waiting("sampling"):
+        fail()
     assert [line.split()[0] for line in lines(out)] == ["sampling"]
 
 

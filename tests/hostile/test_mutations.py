@@ -28,6 +28,7 @@ BASE = {
     "device": "cpu",
     "max_length": 128,
     "max_steps": 1,
+    "warmup_steps": 0,
     "r": 2,
     "sample_prompts": 1,
     "sample_max_new_tokens": 2,

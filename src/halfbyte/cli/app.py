@@ -139,13 +139,14 @@ def train(
     ctx: typer.Context,
     run: Words,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print memory by part, versions and reasons.")] = False,
 ) -> None:
     """Fine-tune; all files go to output_dir."""
     from .train import train_run
 
-    config = read_run("train", run, ["--resume"])
+    config = read_run("train", run, ["--resume", "--verbose"])
     ctx.meta[RUN_FOLDER] = config.output_path
-    train_run(config, resume, ctx.obj)
+    train_run(config, resume, ctx.obj, verbose)
 
 
 @app.command("eval", context_settings=_TAKES_OVERRIDES)

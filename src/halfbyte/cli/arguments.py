@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ..runs.layout import CHECKPOINT, GIVEN_CONFIG
-from ..utils.errors import UsageError
+from ..utils.errors import HalfbyteError, UsageError
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -54,7 +55,7 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     if twice := sorted(given.keys() & keys):
         raise UsageError(f"{twice[0]} is given twice, first as {given[twice[0]]}", "name it once")
     if len(names) == 1 and (own := Path(names[0]) / GIVEN_CONFIG).is_file():
-        more = " --resume" if command == "train" else ""
+        more = _as_new_or_again(own, overrides) if command == "train" else ""
         raise UsageError(
             f"{names[0]} is a run's folder, not a configuration file", f"write halfbyte {command} {own}{more}"
         )
@@ -65,6 +66,18 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     if len(names) == 2:
         check_order(command, *names)
     return load_config(None, overrides, given)
+
+
+def _as_new_or_again(file: Path, overrides: list[str]) -> str:
+    """Return what `halfbyte train` needs after a run's own file: --resume if it would work, else another folder."""
+    from ..config import load_config
+    from ..runs.checkpoints import can_resume
+    from ..utils.notices import silent
+
+    with contextlib.suppress(HalfbyteError), silent():
+        if can_resume(load_config(file, overrides)):
+            return " --resume"
+    return " output_dir=NEW"
 
 
 def _is_model(name: str) -> bool:

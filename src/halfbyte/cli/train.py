@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..config import Parallel, RunConfig
 from ..utils.console import Console
+from ..utils.notices import print_remarks
 from ..utils.processes import LAUNCHER, Stopped, is_main_rank, was_restarted
 from ..utils.terminal import print_run
 from ..utils.waiting import showing_waits
@@ -18,23 +19,27 @@ from .exits import without_secrets
 from .startup import quick_imports
 
 
-def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None = None) -> None:
+def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None = None, verbose: bool = False) -> None:
     """Train; if a signal stops it, report the saved checkpoint and how to continue.
 
     On several devices this process starts one process per device, which runs the same command.
 
     Args:
         arguments: arguments of that command; default: `sys.argv`.
+        verbose: print details as well.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     again = True if was_restarted() else again
-    console = Console(outlives_reader=True, quiet=not is_main_rank())
+    console = Console(outlives_reader=True, quiet=not is_main_rank(), verbose=verbose)
     if LAUNCHER not in os.environ:
         print_run(console, config)
-    from ..runs.inputs import check_paths
+    if verbose:
+        print_remarks()
+    from ..runs.inputs import check_output, check_paths
 
-    check_paths(config, again)
+    check_output(config, again)
+    check_paths(config)
     with showing_waits(console):
         _launch_or_train(config, again, console, arguments)
 

@@ -16,7 +16,7 @@ from ..utils.text import brief
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
 from .policy import DISTILLING, POLICY, SAMPLING
 from .schema import RECIPE_OPTIONS, QuantizationSection, RunKeys
-from .section import Contradiction, nearest
+from .section import Contradiction, nearest, respelled
 
 ADAPTER_KEYS = (
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
@@ -147,7 +147,7 @@ def _loss_type_fix(name: str, known: Iterable[str]) -> str:
     elsewhere = LOSS_METHODS.get(name) or next(iter(others), "")
     if elsewhere:
         return f"set {elsewhere}"
-    near = nearest(name, known)
+    near = respelled(name, known)
     return f"did you mean {near}?" if near else f"one of {', '.join(known)}" if known else "remove it"
 
 

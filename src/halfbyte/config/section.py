@@ -109,6 +109,13 @@ def contradiction(key: str, message: str, fix: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", "{message}", {"key": key, "message": message, "fix": fix})
 
 
+def respelled(name: str, names: Iterable[str]) -> str:
+    """Return `nearest` for names of algorithms: short ones that differ by a letter (ppo, dpo) are two algorithms, so
+    a guess must have the same letters."""
+    near = nearest(name, names)
+    return near if len(name) > 5 or sorted(name.lower()) == sorted(near) else ""
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the name most similar to `name`, or an empty string."""
     return next(iter(difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1)), "")

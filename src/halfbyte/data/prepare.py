@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config.datasets import DatasetEntry, entries_of
 from ..config.schema import DataSection, RunKeys
 from ..utils.errors import ConfigError, DataError
-from ..utils.notices import notice
+from ..utils.notices import notice, remark
 from .chat import ChatTemplate, tool_text
 from .collate import Collator, make_collator
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
@@ -280,7 +280,7 @@ def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str
     if template is None:
         return "completions, by character offsets"
     if not template.marked:
-        notice(
+        remark(
             "generation-marks",
             "the chat template has no {% generation %} marks: finding assistant turns by rendering each "
             "conversation again with one turn replaced",

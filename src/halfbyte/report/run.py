@@ -17,7 +17,7 @@ from ..config.yaml import read_mapping
 from ..methods import METHODS, Numbers
 from ..reading import parse_json, read_json, read_text
 from ..runs import layout
-from ..runs.metrics import describe_best, evaluation_of_weights
+from ..runs.metrics import describe_best, evaluation_of_weights, final_loss, last_records
 from ..utils.errors import CheckpointError, HalfbyteError
 
 Record = dict[str, Any]
@@ -50,8 +50,8 @@ class Run:
 
     @property
     def last_steps(self) -> list[Record]:
-        """The last tenth of the training records: a single step's loss is too noisy."""
-        return self.train[-max(1, len(self.train) // 10) :]
+        """The training records that `final_loss` is the mean of."""
+        return last_records(self.train)
 
     @property
     def numbers(self) -> Numbers:
@@ -72,11 +72,7 @@ class Run:
     @property
     def final_loss(self) -> float | None:
         """Mean loss over `last_steps`, weighted as the method does."""
-        records, over = self.last_steps if self.train else [], self.numbers.trained[0].over
-        weights = [record.get(over) or 1 for record in records]
-        if not records:
-            return None
-        return sum(record["loss"] * weight for record, weight in zip(records, weights, strict=True)) / sum(weights)
+        return final_loss(self.train, self.numbers.trained[0].over)
 
     @property
     def throughput(self) -> float | None:

@@ -19,9 +19,9 @@ from ..config.run_config import PATHS, expand_home
 from ..config.yaml import dump_value
 from ..reading import read_json, why
 from ..reading.tensors import ADAPTER, read_header, safetensors_files
-from ..utils.errors import CheckpointError, ConfigError
+from ..utils.errors import CheckpointError, ConfigError, HalfbyteError
 from ..utils.files import clear_leftovers, new_directory, remove, write_json
-from ..utils.notices import notice
+from ..utils.notices import notice, silent
 from .layout import (
     CHECKPOINT,
     CHECKPOINTS,
@@ -277,9 +277,9 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
                     f"output_dir: {output} holds {held[0]}/, where a run writes the trained model",
                     "name a folder that only this run uses",
                 )
+            again = "continue it with --resume, or " if can_resume(config) else ""
             raise ConfigError(
-                f"output_dir: {output} already holds a run ({', '.join(held)})",
-                "continue it with --resume, or choose another output_dir",
+                f"output_dir: {output} already holds a run ({', '.join(held)})", f"{again}choose another output_dir"
             )
         return None
     if resume is True:
@@ -302,6 +302,15 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
             )
     check_same_run(config, checkpoint)
     return checkpoint
+
+
+def can_resume(config: RunConfig) -> bool:
+    """Return whether `--resume` would continue the run in `output_dir` with these settings. Its data is not read."""
+    try:
+        with silent():
+            return starting_point(config, True, contents=False) is not None
+    except HalfbyteError:
+        return False
 
 
 def _newest_complete(output: Path, contents: bool) -> Path | None:

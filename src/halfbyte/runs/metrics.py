@@ -86,6 +86,24 @@ class Window:
         return cls(sums, rest, seconds, steps)
 
 
+def last_records(trained: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last tenth of the training records, at least one: a single step's loss is too noisy."""
+    return list(trained[-max(1, len(trained) // 10) :])
+
+
+def final_loss(trained: Sequence[dict[str, Any]], over: str) -> float | None:
+    """Return the mean loss of `last_records`; None without records.
+
+    Args:
+        over: the count by which the method weights losses, such as trained tokens.
+    """
+    records = last_records(trained)
+    weights = [record.get(over) or 1 for record in records]
+    if not records:
+        return None
+    return sum(record["loss"] * weight for record, weight in zip(records, weights, strict=True)) / sum(weights)
+
+
 class MetricsFile:
     """`metrics.jsonl` of a run, and the listeners to its records, such as the terminal."""
 

@@ -62,13 +62,13 @@ from ..rl.preflight import check_rewards
 from ..rl.rollouts import rollout_plan_of
 from ..rl.served import check_server
 from ..runs import checkpoints
-from ..runs.inputs import check_paths
-from ..utils.console import Console
+from ..runs.inputs import check_output, check_paths
+from ..utils.console import Console, is_verbose
 from ..utils.environment import environment
 from ..utils.errors import CheckpointError, ConfigError, DataError
 from ..utils.files import check_space
 from ..utils.hardware import chosen_device, free_bytes, free_cached_memory, limit_primitive_caches
-from ..utils.notices import notice
+from ..utils.notices import notice, silent
 from ..utils.terminal import print_data, print_header, print_memory, print_processes, size
 from ..utils.text import brief, one_line
 from ..utils.waiting import waiting
@@ -106,6 +106,8 @@ class PreparedRun:
     """A run that is ready to load its model; no file is written.
 
     Attributes:
+        config: the keys with everything that was chosen for them.
+        given: the keys before.
         checkpoint: checkpoint to continue from; None for step 0.
         files: the files of the model.
         identity: size of the training set, and digests of the data; see `data_identity`.
@@ -114,6 +116,7 @@ class PreparedRun:
     """
 
     config: RunConfig
+    given: RunConfig
     method: Method
     mesh: Mesh
     machine: Machine
@@ -152,6 +155,7 @@ def prepare_run(
     console: Console | None = None,
     mesh: Mesh = SINGLE_PROCESS,
     layout: Parallel | None = None,
+    writes: bool = True,
 ) -> PreparedRun:
     """Check a run, read and tokenize its data, and plan its memory.
 
@@ -159,6 +163,7 @@ def prepare_run(
         resume: True for the newest checkpoint in output_dir, or a checkpoint folder; default: `resume_from_checkpoint`.
         console: prints the results; default: none.
         layout: layout that the run would have, if it is only checked; default: the layout of `mesh`.
+        writes: whether the run will start. If not, it needs no output folder.
 
     Raises:
         HalfbyteError: the reason why the run cannot reach its first step: in the configuration, this machine, the
@@ -166,7 +171,10 @@ def prepare_run(
     """
     console = console or Console(quiet=True)
     resume = config.resume_from_checkpoint if resume is None else resume
-    check_paths(config, resume)
+    if writes:
+        check_output(config, resume)
+    check_paths(config)
+    given = config
     limit_primitive_caches()
     method = method_of(config)
     BestEvaluation.of(config, method)
@@ -177,7 +185,7 @@ def prepare_run(
     check_trackers(config.report_to)
     check_loss_scale(config, machine.compute_dtype)
     optimizer = check_optimizer(config, machine.device)
-    config, checkpoint = _resumed(config, resume, layout, mesh)
+    config, checkpoint = _resumed(config, resume, layout, mesh) if resume or writes else (config, None)
     print_header(console, machine.facts)
     files = mesh.local_first(lambda: find_model(config.origin))  # one rank unpacks a GGUF file
     check_stored(files, config.storage)
@@ -217,10 +225,12 @@ def prepare_run(
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
     run = PreparedRun(
-        config, method, mesh, machine, checkpoint, files, tokenizer, data, identity, plan, arguments, prompts, cut
-    )
-    check_disk(run)
-    if method.reference:
+        config, given, method, mesh, machine, checkpoint, files, tokenizer, data, identity, plan, arguments, prompts,
+        cut,
+    )  # fmt: skip
+    if writes:
+        check_disk(run)
+    if method.reference and is_verbose(console):
         console.print(f"reference {_describe_reference(run)}")
     return run
 
@@ -354,7 +364,9 @@ def _machine(config: RunConfig, method: Method, mesh: Mesh) -> Machine:
     check_recipe(configured_recipe(config.precision), device)
     if config.storage.qat_scheme is not None:
         qat_format(config.storage.qat_scheme)
-    compute, weights = (resolve_dtype(name, device) for name in (config.precision.compute, config.precision.weights))
+    with silent():  # the header has the dtype
+        compute = resolve_dtype(config.precision.compute, device)
+        weights = resolve_dtype(config.precision.weights, device)
     check_dtype(config, device, compute)
     found = environment(str(device), compute, config.precision.compute)
     facts = {**found, "numbers": method.numbers.document(), "started": time.time()}
@@ -471,7 +483,7 @@ def _memory_plan(
         plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
     check_host(plan.host, _on_host(mesh, layout), _free_host_bytes(mesh))
-    if plan.answering is not None:
+    if plan.answering is not None and is_verbose(console):
         step = size(plan.activations + plan.logits)
         how = "in addition to" if plan.answering.stays else "in turn with"
         console.print(one_line(f"rollouts {plan.answering}, {how} a step's {step}"), soft_wrap=True)
@@ -615,7 +627,11 @@ def check_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, s
         message = f"lr_scheduler_type: {config.lr_scheduler_type} of {steps} steps, {warmup} of them warmup"
         fix = "set lr_scheduler_type: cosine, or change lr_scheduler_kwargs, learning_rate, max_steps or warmup_steps"
         raise ConfigError(f"{message}: {_first_line(error)}", fix) from error
+    if not any(map(schedule.lr_lambdas[0], range(steps))):
+        steps_of_warmup = f", {warmup} of them warmup (warmup_steps: {config.warmup_steps:g})" if warmup else ""
+        wrong = f"learning_rate is 0 in every step: {steps} step{'s' * (steps > 1)}{steps_of_warmup}"
+        raise ConfigError(wrong, "set warmup_steps: 0" if warmup else "use another lr_scheduler_type, or more steps")
     if highest < 1.0:
         most = f"at most {highest * config.learning_rate:.1e} of {config.learning_rate:.1e}"
         said = f"learning_rate is never reached: {warmup} steps of warmup (warmup_steps) in {steps}"
-        notice("warmup", f"{said}, {most}" if highest else f"{said}: it is 0 in all steps")
+        notice("warmup", f"{said}, {most}")

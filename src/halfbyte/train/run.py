@@ -35,7 +35,7 @@ from ..runs.checkpoints import MODELS, best, read_state, remove_leftovers, step_
 from ..runs.layout import METRICS, PAGES
 from ..runs.lock import run_lock
 from ..runs.metrics import MetricsFile, describe_best
-from ..utils.console import Console
+from ..utils.console import Console, is_verbose
 from ..utils.errors import TrainingError
 from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
 from ..utils.notices import notice, reset_notices, silent
@@ -240,7 +240,9 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         unpatch(model)
         results |= save_trained(job, loop, ids)
     found = results["reproducible"] = checks.reproducibility(run.config, device, verified.report)
-    console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
+    if is_verbose(console):
+        same = "gives the same weights, byte for byte" if found["equal"] else "may give other weights"
+        console.print(f"repeating this run on this machine {same}: {found['why']}")
     ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
         return RunResult(job.output, {})

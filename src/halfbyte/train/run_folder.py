@@ -32,7 +32,7 @@ from ..runs.layout import (
     RESOLVED_CONFIG,
     WEIGHTS,
 )
-from ..runs.metrics import MetricsFile, evaluation_of_weights
+from ..runs.metrics import MetricsFile, evaluation_of_weights, final_loss
 from ..runs.stop_tokens import generation_keys
 from ..utils.console import Console
 from ..utils.errors import ConfigError, TrainingError
@@ -139,7 +139,7 @@ def _write_first(run: OpenRun) -> None:
             checkpoints.copy_best(output, checkpoint)
     run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
     write_text(output / RESOLVED_CONFIG, dump_config(run.prepared.config))
-    _write_given_config(output / GIVEN_CONFIG, run.prepared.config)
+    _write_given_config(output / GIVEN_CONFIG, run.prepared.given)
     write_json(output / DATA_REPORT, run.prepared.data.report)
     write_memory(run, {})
     write_environment(run)
@@ -268,8 +268,11 @@ def write_report_files(job: OpenRun, console: Console, card: bool = True) -> Non
     if card:
         write_card(job.output)
     report = write_report(job.output)
-    saved = job.output / saved_in(job.prepared.config)
-    console.print(one_line(f"saved: {saved} · report: {report}"), soft_wrap=True)
+    saved, metric = job.output / saved_in(job.prepared.config), job.prepared.method.numbers.trained[0]
+    trained = [record for record in job.metrics.records() if record["kind"] == "train"]
+    loss = final_loss(trained, metric.over)
+    final = "" if loss is None else f" · final training {metric.label} {format(loss, metric.format)}"
+    console.print(one_line(f"saved: {saved}{final} · report: {report}"), soft_wrap=True)
 
 
 def write_report_of_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
@@ -283,15 +286,16 @@ def write_report_of_stopped(run: OpenRun, error: TrainingError, console: Console
 
 
 def summarize(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
-    """Return the last numbers of a run."""
+    """Return the last numbers of a run; `loss` is the final loss of its model card."""
     records = job.metrics.records()
     trained = [record for record in records if record["kind"] == "train"]
     evaluated = [record for record in records if record["kind"] == "eval"]
-    summary = {"steps": job.prepared.total_steps, "peak_bytes": measured["peak_bytes"]}
+    summary: dict[str, Any] = {"steps": job.prepared.total_steps, "peak_bytes": measured["peak_bytes"]}
     if trained:  # empty if a user removed metrics.jsonl
         seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
         summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
-        summary |= {"steps": trained[-1]["step"], "loss": trained[-1]["loss"]}
+        over = job.prepared.method.numbers.trained[0].over
+        summary |= {"steps": trained[-1]["step"], "loss": final_loss(trained, over)}
     if evaluated:
         first, *others = (metric.name for metric in job.prepared.method.numbers.evaluated)
         best = read_json(job.output / ENVIRONMENT, ConfigError).get("best")

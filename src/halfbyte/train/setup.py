@@ -42,7 +42,7 @@ from ..parallel.shard.model import shard_model
 from ..parallel.tensor.model import apply_tensor_parallel
 from ..plan.estimate import GIB
 from ..runs.layout import EXPERTS
-from ..utils.console import Console
+from ..utils.console import Console, is_verbose
 from ..utils.files import write_json
 from ..utils.terminal import expert_usage_line
 from ..utils.waiting import waiting
@@ -212,10 +212,12 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
     results = {"first_step": checks.loss_check(model, ids, dtype)}
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, run.plan.levels or None)
-        console.print(str(report))
+        if is_verbose(console):
+            console.print(str(report))
         results["fused"] = checks.fused_check(model, ids, dtype, results["first_step"]["loss"])
     elif run.config.use_kernels and run.config.precision.recipe == "bf16" and (name := patch_attention(model)):
-        console.print(f"attention: {name}")
+        if is_verbose(console):
+            console.print(f"attention: {name}")
         results["fused"] = checks.fused_check(model, ids, dtype, results["first_step"]["loss"])
     plain = make_collator(run.config, run.tokenizer, device)
     isolation = isolate_for_run(model, run.config, plain, run.data.train, dtype, run.mesh)

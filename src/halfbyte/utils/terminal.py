@@ -25,7 +25,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..config import SIXTEEN
-from .console import has_colours
+from .console import has_colours, is_verbose
 from .text import one_line
 from .waiting import drawing_waits, renew_wait, spinner, waiting
 
@@ -119,10 +119,13 @@ def print_run(console: Console, config: RunConfig) -> None:
 
 
 def print_header(console: Console, environment: Mapping[str, Any]) -> None:
-    """Print the device and choices of a run, with their reasons."""
+    """Print the device of a run; a verbose console also prints choices with their reasons."""
     machine = _machine(environment)
-    device = {"device": _device_line(environment, environment["cpu"])}
-    console.print(_facts(device | {name: machine[name] for name in ("compute", "kernels", "versions")}))
+    device = f"{_device_line(environment, environment['cpu'])} · {environment['compute_dtype']['dtype']}"
+    reasons = ["compute", "kernels", "versions"] if is_verbose(console) else []
+    if not reasons and not environment["kernels"]["enabled"]:
+        reasons = ["kernels"]
+    console.print(_facts({"device": device} | {name: machine[name] for name in reasons}))
 
 
 def print_processes(console: Console, layout: object, size: int, config: RunConfig, data_degree: int) -> None:
@@ -145,6 +148,11 @@ def expert_usage_line(use: Mapping[str, Any]) -> str:
         return f"{line}, each of {use['experts']} at least once"
     name, first = next(iter(dead.items()))
     return one_line(f"{line}; {use['dead']} of {use['experts']} never, first {first[0]} of {name}")
+
+
+def print_facts(console: Console, lines: Mapping[str, str]) -> None:
+    """Print named facts, one per line."""
+    console.print(_facts(lines))
 
 
 def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
@@ -270,7 +278,9 @@ def excess_reason(predicted: float, measured: float, flat: Mapping[str, Any]) ->
 
 
 def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None = None) -> None:
-    """Print a stacked bar of predicted memory by component and the free rest; with `measured`, a second bar to scale.
+    """Print predicted memory, and with `measured` the peak, in a line.
+
+    A verbose console prints a stacked bar by component and the free rest, and with `measured` a second bar to scale.
 
     Args:
         plan: a MemoryPlan, its dict (bytes by part, total), or memory.json; `capacity_bytes` gives the free part.
@@ -279,6 +289,9 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
     flat = flat_plan(plan)
     parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS}
     total = flat.get("total") or sum(parts.values())
+    if not is_verbose(console):
+        console.print(_facts({"memory": _memory_line(total, measured or {}, flat)}))
+        return
     shown = measured_parts(measured) if measured else {}
     both = {"base": shown.get("base", 0), **parts}  # the process is in the peak, so it is in both bars
     scale = max((flat.get("capacity_bytes") or 0) + both["base"], sum(both.values()), sum(shown.values()))
@@ -288,6 +301,23 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
         lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, known)
     lines["total"] = _totals(total, measured or {}, flat)
     console.print(_facts(lines))
+
+
+def _memory_line(total: float, measured: Mapping[str, Any], flat: Mapping[str, Any]) -> str:
+    """Describe predicted memory, the device's, and the measured peak: "5.1 GiB at the peak, 5.2 GiB predicted"."""
+    predicted, peak = comparable_bytes(flat, measured)
+    if peak:
+        return f"{size(peak)} at the peak, {size(predicted)} predicted"
+    capacity = f" of {size(flat['capacity_bytes'])}" if flat.get("capacity_bytes") else ""
+    on = flat.get("activation_checkpointing")
+    return f"{size(total)}{capacity} predicted" + (f" · activations {_saved(flat)}" if on is not None else "")
+
+
+def _saved(flat: Mapping[str, Any]) -> str:
+    """Describe what happens with activations: "saved", "recomputed", "offloaded"."""
+    if not flat["activation_checkpointing"]:
+        return "saved"
+    return "offloaded" if any(str(level).startswith("offload") for level in flat.get("levels") or ()) else "recomputed"
 
 
 def _stack(
@@ -332,24 +362,32 @@ def print_data(console: Console, report: Mapping[str, Any]) -> None:
     lines: dict[str, Text] = {}
     for name in ("train", "eval"):
         if report.get(name):
-            lines["data" if name == "train" else "held out"] = data_line(report[name], report.get("eos_trained"))
+            eos_trained = report.get("eos_trained") if name == "train" or is_verbose(console) else None
+            line = data_line(report[name], eos_trained, details=is_verbose(console))
+            lines["data" if name == "train" else "held out"] = line
     if mixture := report["train"].get("mixture"):
-        lines["mixture"] = Text(" · ".join(f"{each['path']} {each['share']:.1%}" for each in mixture))
+        lines["mixture"] = Text(" · ".join(f"{entry['path']} {entry['share']:.1%}" for entry in mixture))
     console.print(_facts(lines))
 
 
-def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
-    """Describe one split of data_report.json."""
+def data_line(split: Mapping[str, Any], eos_trained: bool | None, *, details: bool = True) -> Text:
+    """Describe one split of data_report.json.
+
+    Args:
+        details: add mean lengths, and how much shared prompts save.
+    """
     tokens, trained = split["tokens"], split["trained_tokens"]
     dropped = {reason: count for reason, count in split["dropped"].items() if count}
-    words = [*_rows(split), f"{tokens:,} tokens"]
+    words = [*_rows(split, details), f"{tokens:,} tokens"]
     words.append(f"{trained / tokens:.1%} trained" if tokens and trained else "none trained")
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    words.append(f"{sum(dropped.values()):,} dropped ({reasons})" if dropped else "none dropped")
-    words.append(f"{split['truncated']:,} truncated" if split["truncated"] else "none truncated")
+    if dropped:
+        words.append(f"{sum(dropped.values()):,} dropped ({reasons})")
+    if split["truncated"]:
+        words.append(f"{split['truncated']:,} truncated")
     if split.get("empty_answers"):
         words.append(f"{split['empty_answers']:,} empty answers")
-    if split.get("computed_tokens"):
+    if split.get("computed_tokens") and details:
         saved = 1 - split["computed_tokens"] / split["tokens_apart"]
         words.append(f"each prompt once: {saved:.0%} fewer computed")
     if split.get("packing_efficiency") is not None:
@@ -360,8 +398,8 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
     return line
 
 
-def _rows(split: Mapping[str, Any]) -> list[str]:
-    """Describe the number of rows of a split and, for answers, their kind and mean length."""
+def _rows(split: Mapping[str, Any], details: bool) -> list[str]:
+    """Describe the number of rows of a split and, for answers, their kind and, with `details`, mean length."""
     means = split.get("mean_tokens")
     if means is None:
         first = "a stream, first " if split.get("streamed") else ""
@@ -373,7 +411,8 @@ def _rows(split: Mapping[str, Any]) -> list[str]:
         words.append(f"{split['desirable']:,} desirable")
     if "steps" in split:
         words.append(f"{split['right_steps']:,} of {split['steps']:,} steps right")
-    words.append("mean tokens: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()))
+    if details:
+        words.append("mean tokens: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()))
     if split.get("contradicting"):
         words.append(f"{split['contradicting']:,} contradicting")
     return words
