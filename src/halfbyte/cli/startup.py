@@ -139,7 +139,8 @@ def _without_compiler() -> Iterator[None]:
         if hasattr(module, "is_torch_distributed_available"):
             module.is_torch_distributed_available = no_collectives
     if not hasattr(torch.distributed, "__getattr__"):
-        torch.distributed.__getattr__ = _part_of_distributed  # PEFT reads torch.distributed.tensor without importing it
+        # PEFT reads torch.distributed.tensor without importing it.
+        setattr(torch.distributed, "__getattr__", _part_of_distributed)  # noqa: B010
     if COMPILER not in sys.modules:
         compiler = sys.modules[COMPILER] = _LateCompiler(COMPILER)
         compiler.__path__ = [str(Path(torch.__path__[0]) / "_dynamo")]
