@@ -138,6 +138,9 @@ def _without_compiler() -> Iterator[None]:
     for module in (utils, utils.import_utils) if "transformers.distributed" not in sys.modules else ():
         if hasattr(module, "is_torch_distributed_available"):
             module.is_torch_distributed_available = no_collectives
+    if not hasattr(torch.distributed, "__getattr__"):
+        # PEFT reads torch.distributed.tensor without importing it.
+        setattr(torch.distributed, "__getattr__", _part_of_distributed)  # noqa: B010
     if COMPILER not in sys.modules:
         compiler = sys.modules[COMPILER] = _LateCompiler(COMPILER)
         compiler.__path__ = [str(Path(torch.__path__[0]) / "_dynamo")]
@@ -153,6 +156,13 @@ def _without_compiler() -> Iterator[None]:
     finally:
         if sys.modules.get(MASKS) is masks:
             del sys.modules[MASKS]
+
+
+def _part_of_distributed(name: str) -> ModuleType:
+    """Import a module of torch.distributed that is read as an attribute."""
+    if name.startswith("__") or importlib.util.find_spec(f"torch.distributed.{name}") is None:
+        raise AttributeError(f"module 'torch.distributed' has no attribute {name!r}")
+    return importlib.import_module(f"torch.distributed.{name}")
 
 
 class _LateCompiler(ModuleType):
