@@ -1,6 +1,7 @@
 """environment() is serialisable, reports unknown facts as null, and is cheap to import."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -47,10 +48,12 @@ def test_compute_dtype_respects_onednn_max_cpu_isa(monkeypatch, limit, expected)
     assert compute_dtype(torch.device("cpu")).dtype is expected
 
 
-def test_kernels_are_off_on_a_cpu_with_a_reason():
+@pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])
+def test_kernels_of_a_cpu_need_a_compiler(monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
     kernels = environment("cpu")["kernels"]
-    assert kernels["enabled"] is False
-    assert "CPU" in kernels["reason"]
+    assert kernels["enabled"] == (shutil.which(compiler) is not None)
+    assert kernels["enabled"] or compiler in kernels["reason"]
 
 
 def test_kernels_follow_triton_on_a_gpu(monkeypatch):
