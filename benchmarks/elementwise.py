@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from benchmarks.harness import copy_bandwidth, parser_of, write_result
+from benchmarks.harness import copy_bandwidth, parser_of, require_gpu, write_result
 from halfbyte.autograd.function import OnceFunction
 from halfbyte.autograd.lora_mlp import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
@@ -301,6 +301,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     functorch_config.donated_buffer = False  # backward is captured and its forward's tensors must remain
     copy = copy_bandwidth()
     print(f"copy {copy:.2f} TB/s, {given.tokens} tokens, {DTYPE}, {torch.cuda.get_device_name()}")

@@ -20,8 +20,14 @@ RESULTS = Path(__file__).parent / "results"
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the module's docstring as help and the option `--json FILE` for the result."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the result to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     return parser
+
+
+def require_gpu() -> None:
+    """Exit with a message if there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA device, and torch finds none.")
 
 
 class HostEvent:
@@ -111,13 +117,6 @@ def provenance() -> dict[str, Any]:
     return {"commit": _commit(), "device": device, "versions": facts["versions"]}
 
 
-def cpu_name() -> str:
-    """Return the CPU's model name, the device of CPU results even if the machine has a GPU."""
-    from halfbyte.utils.environment import environment
-
-    return str(environment()["cpu"]["model"])
-
-
 def _commit() -> str | None:
     """Return the checkout's commit, or the content of benchmarks/COMMIT on a machine without the repository."""
     marker = Path(__file__).parent / "COMMIT"
@@ -127,7 +126,7 @@ def _commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def write_result(path: str | Path | None, result: dict[str, Any]) -> None:
+def write_result(path: Path | None, result: dict[str, Any]) -> None:
     """Write a result with its provenance, if a path is given."""
     if path:
-        Path(path).write_text(json.dumps({**provenance(), **result}, indent=1) + "\n")
+        path.write_text(json.dumps({**provenance(), **result}, indent=1) + "\n")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import copy_bandwidth, parser_of, write_result
+from benchmarks.harness import copy_bandwidth, parser_of, require_gpu, write_result
 from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
 
 SHAPES = "16384x128256x4096,8192x128256x4096,16384x151936x1024"
@@ -129,6 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"copy {copy:.2f} TB/s, {torch.cuda.get_device_name()}")

@@ -157,7 +157,7 @@ SECTIONS = (
         {"step": plots.step, "memory": plots.memory}, step_table,
     ),
     Section(
-        "Two GPUs", r"several_gpus_.*|sharded_(h200x2|ways_.*|seventy_(24gib|slices)_.*)",
+        "Two GPUs", r"several_gpus_.*|sharded_(h200x2|ways_.*)",
         "The same step on each of two H200s of one host, in one run: without communication, with summed gradients "
         "(data), and with sharded frozen weights: every decoder layer gathered in each pass (each call), every other "
         "layer kept gathered (half kept), or all. The bytes move by NCCL or by copy engines that read the owner's "
@@ -211,8 +211,8 @@ within one run: times of two runs may be from two machines. [What did not work](
 choices that these numbers led to.
 
 `python -m benchmarks` lists the cases that make the results, with their options; `python -m benchmarks CASE` runs one.
-Words in capitals are files of yours. A result records its commit, device and versions. Figures on other pages name
-their result or their command. A result without a case was made by a script that is in the history, at its commit.
+Words in capitals are files of yours. A result records its commit, device and versions. Figures here and on other pages
+that name neither a result nor a command were measured by scripts that are in the history.
 """
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from benchmarks.harness import parser_of, write_result
+from benchmarks.harness import parser_of, require_gpu, write_result
 
 SHAPES = {
     "llama-3.1-8b": dict(
@@ -206,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     config_file = given.work / "run.yaml"
     if given.peer:
         save_order(config_file)

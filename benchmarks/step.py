@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.harness import free_memory, graph_us, parser_of, write_result
+from benchmarks.harness import free_memory, graph_us, parser_of, require_gpu, write_result
 from benchmarks.step_model import MODELS, STEPS, build, levels, model_config, random_batch, timed
 
 SETS = 3  # sets of operands in a graph, which together exceed the L2 cache
@@ -270,6 +270,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     documents = document_lengths(given.documents, given.length) if given.documents else None
     given.batch = 1 if documents else given.batch
     least = None
