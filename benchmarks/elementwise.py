@@ -5,8 +5,7 @@
 Each kernel runs forward and backward through its public function and is timed in three ways: over eight sets of tensors
 in one CUDA graph, so that neither launches nor the L2 cache count; as called from Python, by the device's clock; and as
 the host's time per call without waiting for the device. Bytes are the least that the kernel must read and write, and
-the fraction is of a large device copy in the same run. "nothing" is an autograd function that only allocates its
-result.
+the fraction is of a large device copy in the same run.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from benchmarks.harness import copy_bandwidth, parser_of, require_gpu, write_result
-from halfbyte.autograd.function import OnceFunction
+from benchmarks.harness import copy_bandwidth, milliseconds, parser_of, require_gpu, write_result
 from halfbyte.autograd.lora_mlp import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
 from halfbyte.autograd.rope import qk_norm_rope, rope
@@ -69,18 +67,6 @@ def angles(tokens: int) -> Inputs:
     return [angle.cos().to(DTYPE), angle.sin().to(DTYPE)]
 
 
-class Nothing(OnceFunction):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return torch.empty_like(x)
-
-
 def stock_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     exact = x.float()
     return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
@@ -118,11 +104,6 @@ def liger() -> dict[str, Callable[..., Any]]:
     }
 
 
-def nothing_us() -> dict[str, float]:
-    """Return the host's µs for an autograd function that launches nothing."""
-    return Bench(Case("nothing", lambda: [random(1024)], 1, 0, 0, Nothing.apply, None, None), Nothing.apply).host_us()
-
-
 def cases(tokens: int) -> Iterator[Case]:
     """Yield all cases. Values moved exclude weights, cos, sin and row statistics, which are below 2%."""
     n, m, h = tokens * HIDDEN, tokens * MLP, tokens * (Q_HEADS + K_HEADS) * HEAD_SIZE
@@ -154,15 +135,6 @@ def cases(tokens: int) -> Iterator[Case]:
             name, gate_and_up, 2, 3 * m, 5 * m,
             lambda g, u, a=activation: glu(g, u, a), lambda g, u, a=approximate: F.gelu(g, approximate=a) * u,
         )  # fmt: skip
-
-
-def milliseconds(work: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def in_graph(calls: list[Callable[[], Any]], restore: Callable[[], None], stream: torch.cuda.Stream) -> float:
@@ -309,8 +281,6 @@ def main(words: Sequence[str] | None = None) -> None:
     result = {"copy_TBps": copy, "dtype": str(DTYPE), "shape": shape, "liger": None}
     if importlib.util.find_spec("liger_kernel") is not None:
         result["liger"] = metadata.version("liger-kernel")
-    result["nothing_host_us"] = nothing_us()
-    print(f"an autograd function that launches nothing: {result['nothing_host_us']}")
     write_result(given.json, result | {"kernels": run(given.tokens, copy)})
 
 

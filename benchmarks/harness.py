@@ -67,6 +67,16 @@ def reset_peak(device: str = "cuda") -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def milliseconds(work: Callable[[], Any]) -> float:
+    """Return the ms of one call on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
 def event_us(calls: Sequence[Callable[[], Any]], repeats: int = 40, warmup: int = 8, device: str = "cuda") -> float:
     """Median µs of a call from Python, by events. Rotates over `calls` so that no input stays in the L2 cache."""
     for i in range(warmup):

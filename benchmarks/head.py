@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import copy_bandwidth, parser_of, require_gpu, write_result
+from benchmarks.harness import copy_bandwidth, milliseconds, parser_of, require_gpu, write_result
 from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
 
 SHAPES = "16384x128256x4096,8192x128256x4096,16384x151936x1024"
@@ -98,12 +98,7 @@ def take_turns(calls: dict[str, Call]) -> dict[str, dict[str, float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end))
+            times[name].append(milliseconds(call))
     return {name: {"ms": statistics.median(times[name]), "peak_bytes": peaks[name]} for name in calls}
 
 

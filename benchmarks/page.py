@@ -126,24 +126,10 @@ def gpus_table(results: Results) -> Rows:
             rows.append(
                 (f"**llama-3.1-8b 4×2048**, {run['way']}", f"{run['ms']:.1f}", beside, f"{run['peak_gib']:.1f}")
             )
-        for run in result.get("ways", []):
-            rows += ways_rows(run)
         for run in (run for run in result.get("tensor", []) if "speedup" in run):
             ms, peak = f"{run['together']['ms']:.1f}", f"{run['together']['peak_gib']:.1f}"
             rows.append((f"**{run['model']} 4×2048**, tensor", ms, f"{run['speedup']:.2f} × one GPU's speed", peak))
     return rows
-
-
-def ways_rows(run: dict[str, Any]) -> Rows:
-    """Return the rows of one way to gather: launched from Python, and as a CUDA graph."""
-    long, short = run["ms"]["4x2048"], run["ms"]["2x512 as a graph"]
-    gathered = "us" in run
-    way = f"each call, by {run['way']}" if gathered else run["way"]
-    beside = f"{run['of_data']['4x2048']:.3f} of data; a gather takes {run['us']:.0f} µs" if gathered else ""
-    return [
-        (f"**llama-3.1-8b 4×2048**, {way}", f"{long:.1f}", beside, ""),
-        (f"**llama-3.1-8b 2×512, CUDA graphs**, {way}", f"{short:.1f}", f"{run['of_alone']:.2f} × one GPU's time", ""),
-    ]
 
 
 SECTIONS = (
@@ -157,11 +143,10 @@ SECTIONS = (
         {"step": plots.step, "memory": plots.memory}, step_table,
     ),
     Section(
-        "Two GPUs", r"several_gpus_.*|sharded_(h200x2|ways_.*)",
+        "Two GPUs", r"several_gpus_.*|sharded_.*",
         "The same step on each of two H200s of one host, in one run: without communication, with summed gradients "
         "(data), and with sharded frozen weights: every decoder layer gathered in each pass (each call), every other "
-        "layer kept gathered (half kept), or all. The bytes move by NCCL or by copy engines that read the owner's "
-        "memory ('handles', the default on one host; 'symmetric memory' maps it by other means).",
+        "layer kept gathered (half kept), or all.",
         {}, gpus_table,
     ),
     Section(

@@ -7,8 +7,6 @@ Compare ratios: each part times one GPU alone while the others block, all GPUs w
     data      `data` parallel: 8B 4×2048; 0.6B 2×2048 and 2×512 as CUDA graphs
     tensor    `tensor` parallel: 8B 4×2048
     gathers   `shard`: 8B 4×2048; every layer gathered in each pass, every other layer kept gathered, or all
-    ways      `shard`: how bytes move: NCCL with all or four channels, or reads from the owner's memory (handles);
-              8B 4×2048 launched from Python, 2×512 as a CUDA graph
 
 Rates. With T₁ the ms of one GPU alone, Tᵢ of GPU i without communication and T the slowest GPU's of all n together:
 
@@ -24,18 +22,16 @@ import itertools
 import json
 import os
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness import (
-    event_us,
     free_memory,
     parser_of,
     peak_gib,
@@ -250,102 +246,7 @@ def gathers(mesh: Mesh, results: Results) -> None:
         training.close()
 
 
-def by_nccl(share: Any, channels: int | None = None) -> None:
-    """Gather by NCCL, with at most `channels` channels (multiprocessors)."""
-    group = share.group
-    if channels:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = channels
-        group = dist.new_group(backend="nccl", pg_options=options)
-    for each in share.block_gathers:
-        each.peer_shards, each.group = None, group
-
-
-def by_handles(share: Any) -> None:
-    """Read shards from their owner's memory."""
-    share.read_peers()
-    if share.fallback_reason:
-        raise RuntimeError(share.fallback_reason)
-
-
-WAYS: dict[str, Callable[[Any], None]] = {
-    "NCCL": by_nccl, "NCCL, 4 channels": partial(by_nccl, channels=4), "handles": by_handles,
-}  # fmt: skip
-LONG, SHORT = "4x2048", "2x512 as a graph"
-
-
-class BothShapes(Training):
-    """One model and two batches: 4×2048 launched from Python, 2×512 as a CUDA graph."""
-
-    def __init__(self, mesh: Mesh):
-        super().__init__(mesh, EIGHT, ROWS, TOKENS, False)
-        self.eager = self.stepper
-        self.batches = {LONG: self.batch, SHORT: random_batch(EIGHT, 2, TOKENS // 4, mesh.kind)}
-
-    def times(self, mesh: Mesh, together: bool = True, shapes: Sequence[str] = (LONG, SHORT)) -> dict[str, float]:
-        found = {}
-        for shape in shapes:
-            self.batch, graphed = self.batches[shape], shape == SHORT
-            self.stepper = GraphedStepper(self.eager.sums, self.trained) if graphed else self.eager
-            run = self.time(mesh, self.batch["input_ids"].numel(), together, 10 if graphed else 3)
-            found[shape] = run["ms"]
-            self.stepper.close()
-        return found
-
-
-def ways(mesh: Mesh, results: Results) -> None:
-    sliced, training = mesh.with_layout(Parallel(shard=mesh.size)), BothShapes(mesh)
-    alone = training.times(mesh, together=False, shapes=[SHORT])[SHORT]
-    data_ms = training.times(mesh)
-    results.add("ways", way="data", ms=data_ms, of_alone=data_ms[SHORT] / alone)
-    shard_model(training.model, sliced, ["call"] * len(training.model.get_base_model().model.layers))
-    free_memory()
-    share = sharded(training.model)
-    assert share is not None
-    keep(share, range(len(share.blocks)))
-    kept = training.times(sliced)
-    results.add("ways", way="all kept", ms=kept, of_alone=kept[SHORT] / alone)
-    keep(share, ())
-    for way, use in WAYS.items():
-        try:
-            use(share)
-            reason = ""
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"[:300]
-        if any(reasons := sliced.gather(reason)):
-            results.add("ways", way=way, failed=reasons)
-            continue
-        gathered, ms = one_gather(share, sliced), training.times(sliced)
-        of_data = {shape: data_ms[shape] / ms[shape] for shape in ms}
-        results.add("ways", way=way, **gathered, ms=ms, of_data=of_data, of_alone=ms[SHORT] / alone)
-
-
-def keep(share: Any, chosen: Collection[int]) -> None:
-    """Keep the blocks of these indices gathered, and no others."""
-    for at, block in enumerate(share.blocks):
-        block.set_reshard_after_forward(at not in chosen, recurse=False)
-        block.set_reshard_after_backward(at not in chosen, recurse=False)
-        block.reshard()
-
-
-def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
-    """Time the gather of one block and NCCL's all-gather of as many bytes, and compare their results."""
-    gather = share.block_gathers[1]
-    token = torch.empty(16 * mesh.size, dtype=torch.uint8, device=mesh.kind)
-    us = event_us([lambda: gather(token, token, None)], 20, device=mesh.kind)
-    found, peers = gather.full.clone(), gather.peer_shards
-    gather.peer_shards = None
-    gather(token, token, None)
-    equal = torch.equal(found, gather.full)
-    gather.peer_shards = peers
-    own = torch.empty(gather.shard.numel(), dtype=torch.uint8, device=mesh.kind)
-    nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20, device=mesh.kind)
-    gather.full.untyped_storage().resize_(0)
-    mesh.barrier()
-    return {"us": mesh.max(us), "nccl_us": nccl, "of_nccl": nccl / us, "equal": equal}
-
-
-PARTS: dict[str, Callable[..., None]] = {"data": data, "tensor": tensor, "gathers": gathers, "ways": ways}
+PARTS: dict[str, Callable[..., None]] = {"data": data, "tensor": tensor, "gathers": gathers}
 
 
 def parser() -> argparse.ArgumentParser:
