@@ -77,20 +77,12 @@ def milliseconds(work: Callable[[], Any]) -> float:
     return start.elapsed_time(end)
 
 
-def event_us(calls: Sequence[Callable[[], Any]], repeats: int = 40, warmup: int = 8, device: str = "cuda") -> float:
+def event_us(calls: Sequence[Callable[[], Any]], repeats: int = 40, warmup: int = 8) -> float:
     """Median µs of a call from Python, by events. Rotates over `calls` so that no input stays in the L2 cache."""
     for i in range(warmup):
         calls[i % len(calls)]()
-    synchronize(device)
-    times = []
-    for i in range(repeats):
-        start, end = timing_event(device), timing_event(device)
-        start.record()
-        calls[i % len(calls)]()
-        end.record()
-        synchronize(device)
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    torch.cuda.synchronize()
+    return statistics.median(milliseconds(calls[i % len(calls)]) * 1e3 for i in range(repeats))
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> float:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,11 +41,8 @@ def on_gpu(name: str) -> SimpleNamespace:
 
 
 attention, bitplane, blockwise4, blockwise_cuda = map(on_gpu, ("attention", "bitplane", "blockwise4", "blockwise_cuda"))
-causal_conv = on_gpu("causal_conv")
-losses, decode_attention, decode_layers, delta_net = map(
-    on_gpu, ("cross_entropy", "decode_attention", "decode_layers", "delta_net")
-)
-chunk_scan = on_gpu("chunk_scan")
+causal_conv, chunk_scan, losses, delta_net = map(on_gpu, ("causal_conv", "chunk_scan", "cross_entropy", "delta_net"))
+decode_attention, decode_layers = map(on_gpu, ("decode_attention", "decode_layers"))
 divergence, e2m1, experts, float8, glu = map(on_gpu, ("divergence", "e2m1", "experts", "float8", "glu"))
 hqq, int4, int8, linear, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "linear", "lora_glu", "lora_read"))
 muon, norms, optimizer, paged_attention = map(on_gpu, ("muon", "norms", "optimizer", "paged_attention"))
@@ -114,8 +112,7 @@ def norm_cases() -> Iterator[Case]:
             yield Case(f"RMSNorm of {width}", often_rms, dtype, True)
         yield Case(f"RMSNorm of {width}", rms, dtype)
         yield Case(f"LayerNorm of {width}", layer, dtype, often)
-        yield Case("partial sums", lambda width=width, dtype=dtype: norms.sum_rows(empty(264, width), dtype),
-                   dtype, often)  # fmt: skip
+        yield Case("partial sums", partial(norms.sum_rows, empty(264, width), dtype), dtype, often)
 
 
 def rope_cases() -> Iterator[Case]:
@@ -175,40 +172,37 @@ def lora_cases() -> Iterator[Case]:
         for activation, float8_ in itertools.product(activations, (False, True)):
             if float8_ and (rank not in (16, 32, 64) or dtype is not BF16 or activation != "silu"):
                 continue
-            yield Case(
-                f"gated unit with LoRA of rank {rank}" + (" in FP8" if float8_ else ""),
-                lambda dtype=dtype, rank=rank, activation=activation, float8_=float8_: lora_call(
-                    dtype, rank, activation, float8_
-                ),
-                dtype, often and not float8_,
-            )  # fmt: skip
+            name = f"gated unit with LoRA of rank {rank}" + (" in FP8" if float8_ else "")
+            yield Case(name, partial(lora_call, dtype, rank, activation, float8_), dtype, often and not float8_)
 
 
-def sinks_of(dtype: torch.dtype, window: int | None) -> Tensor | None:
-    """Of 32 heads, beside a window, which those with sinks have."""
-    return empty(32, dtype=dtype) if window else None
+def sinks_of(dtype: torch.dtype, window: int | None) -> list[Tensor | None]:
+    """None; and those of 32 heads, beside a window, which heads with sinks have."""
+    return [None, empty(32, dtype=dtype)] if window else [None]
 
 
 def attend_call(dtype: torch.dtype, size: int, cache: torch.dtype, window: int | None, softcap: float | None) -> None:
     q, keys = empty(2, 32, 1, size, dtype=dtype), empty(2, 8, 1024, size, dtype=cache)
     first, last = empty(2, dtype=torch.int32), empty(1, dtype=torch.int64)
-    for sinks in dict.fromkeys((None, sinks_of(dtype, window))):
+    for sinks in sinks_of(dtype, window):
         decode_attention.decode_attention(q, keys, keys, first, last, 0.1, window, softcap, sinks)
     new = empty(2, 8, 1, size, dtype=dtype)
     if cache is dtype:
         decode_attention.store_both_(new, new, keys, keys, last)
 
 
-def attention_cases() -> Iterator[Case]:
+def cache_cases(name: str, attend: Callable[..., None], everyday: Collection[tuple]) -> Iterator[Case]:
+    """Calls over caches; `everyday` has the dtypes and head sizes of plain ones that `make test` compiles."""
     for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):
         for window, softcap in ((None, None), (512, None), (None, 30.0)):
-            if (window or softcap) and (size != 256 or eight or dtype is FP32):
-                continue
-            yield Case(
-                f"decoding, heads of {size}" + (" in an 8-bit cache" if eight else ""),
-                lambda d=dtype, s=size, e=eight, w=window, c=softcap: attend_call(d, s, E4M3 if e else d, w, c),
-                dtype, (dtype, size) in ((FP16, 256), (FP32, 128)) and not (eight or window or softcap),
-            )  # fmt: skip
+            if not (window or softcap) or (size == 256 and not eight and dtype is not FP32):
+                often = (dtype, size) in everyday and not (eight or window or softcap)
+                call = partial(attend, dtype, size, E4M3 if eight else dtype, window, softcap)
+                yield Case(f"{name}, heads of {size}" + (" in an 8-bit cache" if eight else ""), call, dtype, often)
+
+
+def attention_cases() -> Iterator[Case]:
+    return cache_cases("decoding", attend_call, ((FP16, 256), (FP32, 128)))
 
 
 def recurrent_cases() -> Iterator[Case]:
@@ -257,19 +251,10 @@ def rollout_cases() -> Iterator[Case]:
             q, keys = empty(rows, 32, size, dtype=dtype), empty(1024, 8, 64, size, dtype=cache)
             tables, lengths = empty(rows, 32, dtype=torch.int32), empty(rows, dtype=torch.int32)
             bundles = empty(rows // 2, 3, dtype=torch.int32)
-            of_heads = dict.fromkeys((None, sinks_of(dtype, window)))
-            for shared, sinks in itertools.product((None, Shared(bundles, lengths)), of_heads):
+            for shared, sinks in itertools.product((None, Shared(bundles, lengths)), sinks_of(dtype, window)):
                 paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap, shared, sinks)
 
-    for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):
-        for window, softcap in ((None, None), (512, None), (None, 30.0)):
-            if (window or softcap) and (size != 256 or eight or dtype is FP32):
-                continue
-            yield Case(
-                f"decoding over pages, heads of {size}" + (" in an 8-bit cache" if eight else ""),
-                lambda d=dtype, s=size, e=eight, w=window, c=softcap: attend(d, s, E4M3 if e else d, w, c),
-                dtype, (dtype, size) == (FP16, 256) and not (eight or window or softcap),
-            )  # fmt: skip
+    yield from cache_cases("decoding over pages", attend, ((FP16, 256),))
     for dtype, eight in itertools.product(DTYPES, (False, True)):
 
         def store(dtype: torch.dtype = dtype, eight: bool = eight) -> None:
@@ -444,9 +429,8 @@ def decoder_cases() -> Iterator[Case]:
         def decode(dtype=dtype, batch=batch, size=size, eight=eight):
             decode_layers.one_launch(*decoder_stack(batch, dtype, size, eight))
 
-        yield Case(
-            f"decoder layers, heads of {size}", decode, dtype, (dtype, batch, size, eight) == (BF16, 1, 128, False)
-        )
+        often = (dtype, batch, size, eight) == (BF16, 1, 128, False)
+        yield Case(f"decoder layers, heads of {size}", decode, dtype, often)
 
 
 def product_cases() -> Iterator[Case]:
@@ -509,14 +493,8 @@ def expert_cases() -> Iterator[Case]:
 
         def products(dtype=dtype, tokens=tokens, sides=sides):
             routing = experts.route(empty(tokens, top_k, dtype=torch.int64), count)
-            slots, stacks = (
-                tokens * top_k,
-                [
-                    packed_experts(count, *sides),
-                    packed_experts(count, *sides, from_spec("stack:mxfp4")),
-                    StackedWeight.plain(empty(count, *sides, dtype=dtype)),
-                ],
-            )
+            packed = packed_experts(count, *sides), packed_experts(count, *sides, from_spec("stack:mxfp4"))
+            slots, stacks = tokens * top_k, (*packed, StackedWeight.plain(empty(count, *sides, dtype=dtype)))
             for stack, transposed in itertools.product(stacks, (False, True)):
                 depth, width = sides if transposed else sides[::-1]
                 x, u = empty(tokens, depth, dtype=dtype), empty(slots, rank, dtype=dtype)
@@ -524,9 +502,8 @@ def expert_cases() -> Iterator[Case]:
                 low = LowRank(u, empty(*shape, dtype=dtype), 1.0)
                 experts.grouped_product(x, stack, routing, True, transposed, low, None)
             for transposed in (False, True):  # with an adapter's own factors
-                stack = StackedWeight.plain(
-                    empty(count, *((sides[0], rank) if transposed else (rank, sides[1])), dtype=dtype)
-                )
+                shape = (count, sides[0], rank) if transposed else (count, rank, sides[1])
+                stack = StackedWeight.plain(empty(*shape, dtype=dtype))
                 x = empty(slots, sides[0] if transposed else sides[1], dtype=dtype)
                 experts.grouped_product(x, stack, routing, False, transposed)
             experts.grouped_outer(empty(tokens, sides[1], dtype=dtype), u, routing, True, 1.0, FP32)

@@ -312,12 +312,9 @@ class Row:
     refused: dict[str, list[str]] = field(default_factory=dict)  # reason → classes of cases
 
     def add(self, taken: Taken, case: str, device: Device) -> None:
-        self.forms += 1
-        self.shared_bytes = max(self.shared_bytes, taken.shared_bytes)
-        self.registers = max(self.registers, taken.registers)
-        self.spilled_bytes = max(self.spilled_bytes, taken.spilled_bytes)
-        if obstacle := taken.obstacle(device):
-            self.refuse(obstacle, case)
+        obstacle = taken.obstacle(device)
+        refused = {obstacle: [case]} if obstacle else {}
+        self.join(Row(1, taken.shared_bytes, taken.registers, taken.spilled_bytes, refused))
 
     def join(self, other: Row) -> None:
         self.forms += other.forms
@@ -408,25 +405,25 @@ def _cell(row: dict | None, notes: list[str]) -> str:
 
 def _choices(targets: list[Target]) -> Iterator[str]:
     """What ranks 4 to 128 and heads of 64 to 256 take."""
-    yield "## Ranks and heads"
-    yield "LoRA ranks, from 4, that the gated unit computes in its own pass; higher ranks use separate GEMMs:"
-    yield ""
-    yield "| | " + " | ".join(target.name for target in targets) + " |"
-    yield "|---" * (len(targets) + 1) + "|"
-    for dtype in (BF16, FP32):
-        cells = []
-        for target in targets:
-            ranks = ranks_in_one_pass(target, dtype)
-            cells.append(f"to {ranks[-1]}" if ranks else "none")
-        yield f"| {'16 bits' if dtype is BF16 else 'fp32'} | " + " | ".join(cells) + " |"
-    yield ""
-    yield "Cache slots that decoding reads per iteration, for head sizes up to 64, 128 and 256:"
-    yield ""
-    yield "| | " + " | ".join(target.name for target in targets) + " |"
-    yield "|---" * (len(targets) + 1) + "|"
-    for dtype in (BF16, FP32):
-        cells = [", ".join(str(slots_of(target, dtype, size)) for size in (64, 128, 256)) for target in targets]
-        yield f"| {'16 bits' if dtype is BF16 else 'fp32'} | " + " | ".join(cells) + " |"
+
+    def ranks(target: Target, dtype: torch.dtype) -> str:
+        taken = ranks_in_one_pass(target, dtype)
+        return f"to {taken[-1]}" if taken else "none"
+
+    def slots(target: Target, dtype: torch.dtype) -> str:
+        return ", ".join(str(slots_of(target, dtype, size)) for size in (64, 128, 256))
+
+    text = "LoRA ranks, from 4, that the gated unit computes in its own pass; higher ranks use separate GEMMs:"
+    yield from ("## Ranks and heads", text, *_by_dtype(targets, ranks), "")
+    text = "Cache slots that decoding reads per iteration, for head sizes up to 64, 128 and 256:"
+    yield from (text, *_by_dtype(targets, slots))
+
+
+def _by_dtype(targets: list[Target], cell: Callable[[Target, torch.dtype], str]) -> Iterator[str]:
+    """A table with a row for 16 bits, another for fp32, and a column a target."""
+    yield from ("", "| | " + " | ".join(target.name for target in targets) + " |", "|---" * (len(targets) + 1) + "|")
+    for name, dtype in (("16 bits", BF16), ("fp32", FP32)):
+        yield f"| {name} | " + " | ".join(cell(target, dtype) for target in targets) + " |"
 
 
 def ranks_in_one_pass(target: Target, dtype: torch.dtype) -> list[int]:

@@ -47,11 +47,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
         linear_conv_kernel_dim=4, tie_word_embeddings=False,
     )),
-    "gpt-oss-20b": ("GptOss", dict(
-        hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=64, vocab_size=201088, sliding_window=128, num_local_experts=32,
-        num_experts_per_tok=4, max_position_embeddings=131072, tie_word_embeddings=False,
-    )),
     "tiny": ("Llama", dict(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, vocab_size=1024, max_position_embeddings=8192, tie_word_embeddings=False,
