@@ -42,7 +42,7 @@ from halfbyte.kernels.triton import lora_glu
 from halfbyte.kernels.triton.launch import Launcher
 from halfbyte.utils import files
 
-from .kernel_cases import BF16, FP32, MAKERS, Case, attend_call, empty
+from .kernel_cases import BF16, CASES, FP32, Case, attend_call, empty
 
 KIB = 1024
 ROOT = Path(__file__).parents[1]
@@ -438,18 +438,18 @@ def slots_of(target: Target, dtype: torch.dtype, size: int) -> int:
     return found.triton[0].constants[4]
 
 
-def measure_part(part: tuple[str, int]) -> tuple[str, dict[str, Row]]:
-    """The rows of one kind of cases (an index of `MAKERS`) on the target of that name."""
-    name, maker = part
+def measure_part(part: tuple[str, str]) -> tuple[str, dict[str, Row]]:
+    """The rows of one group of cases on the target of that name."""
+    name, group = part
     target = next(target for target in TARGETS if target.name == name)
     with mock.patch.object(nvrtc, "_nvrtc", any_nvrtc):
-        return name, measure(target, MAKERS[maker]())
+        return name, measure(target, CASES[group])
 
 
-def measure_all(names: Sequence[str], processes: int, makers: Sequence[int] = ()) -> dict[str, dict[str, dict]]:
-    """The rows of these kinds of cases, or all, on the targets of these names, as they are written."""
-    makers = makers or range(len(MAKERS))
-    parts = [(name, maker) for maker in makers for name in names]  # those that take longest first
+def measure_all(names: Sequence[str], processes: int, groups: Sequence[str] = ()) -> dict[str, dict[str, dict]]:
+    """The rows of these groups of cases, or all, on the targets of these names, as they are written."""
+    longest_first = sorted(groups or CASES, key=lambda group: -len(CASES[group]))
+    parts = [(name, group) for group in longest_first for name in names]
     joined: dict[str, dict[str, Row]] = {name: {} for name in names}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for name, rows in pool.imap_unordered(measure_part, parts):
@@ -466,14 +466,11 @@ def _sorted(refused: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Measure the targets and the kinds of cases named on the command line, or all, and write the page anew.
-
-    Kinds of cases must be all that launch their kernels: a kernel's row is what they take.
-    """
+    """Measure the targets and the groups of cases named on the command line, or all, and write the page anew."""
     if any_nvrtc() is None:
         raise SystemExit("install nvidia-cuda-nvrtc first: CUDA kernels would have no rows")
     names = [target.name for target in TARGETS if target.name in sys.argv[1:]] or [target.name for target in TARGETS]
-    chosen = [at for at, make in enumerate(MAKERS) if make.__name__ in sys.argv[1:]]
+    chosen = [group for group in CASES if group in sys.argv[1:]]
     results, found = read_results(), measure_all(names, os.cpu_count() or 1, chosen)
     results |= {name: (results.get(name, {}) if chosen else {}) | rows for name, rows in found.items()}
     ordered = {key: dict(sorted(results[key].items())) for key in sorted(results)}

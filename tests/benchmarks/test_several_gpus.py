@@ -45,6 +45,7 @@ def test_data_ratios(two):
     assert 0 < found["of_rates"] <= max(ms["apart"], ms["apart again"]) / both
 
 
+@pytest.mark.slow  # tests/parallel counts bytes and compares losses, too
 def test_gathers_count_the_bytes_of_each_pass(two):
     found, _ = two.run(measured, "gathers")
     data, each, half, kept = found
