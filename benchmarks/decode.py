@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.harness import copy_bandwidth, parser_of, require_gpu, write_result
+from benchmarks.harness import copy_bandwidth, parser_of, require_gpu, run_peer, write_result
 from benchmarks.step_model import build, model_config
 
 PROMPT, NEW, WARM = 128, 128, 16
@@ -79,13 +77,11 @@ def gpu(given: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     if given.peers:
         for row in rows:
-            command = [sys.executable, "-m", "benchmarks.decode", "--peer", str(row["batch"]), "--model", given.model]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if not found:
-                print(f"batch {row['batch']}: the peer failed: {done.stderr.strip().splitlines()[-1]}")
+            speed = run_peer(["benchmarks.decode", "--peer", str(row["batch"]), "--model", given.model])
+            if isinstance(speed, dict):
+                print(f"batch {row['batch']}: the peer failed: {speed['error']}")
                 continue
-            row["peer"] = json.loads(found[0].removeprefix("RESULT "))
+            row["peer"] = speed
             print(f"batch {row['batch']:2}: bitsandbytes {row['peer']:.1f} tok/s: {row['base'] / row['peer']:.1f}x")
     return {"copy_TBps": copy, "rows": rows}
 

@@ -11,12 +11,10 @@ the fraction is of a large device copy in the same run.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from benchmarks.harness import copy_bandwidth, milliseconds, parser_of, require_gpu, write_result
+from benchmarks.harness import copy_bandwidth, liger_version, milliseconds, parser_of, require_gpu, write_result
 from halfbyte.autograd.lora_mlp import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
 from halfbyte.autograd.rope import qk_norm_rope, rope
@@ -87,7 +85,7 @@ def stock_qk_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
 
 def liger() -> dict[str, Callable[..., Any]]:
     """Return Liger's functions by case name, empty if Liger is not installed."""
-    if importlib.util.find_spec("liger_kernel") is None:
+    if liger_version() is None:
         return {}
     from liger_kernel.ops.geglu import LigerGELUMulFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
@@ -246,8 +244,6 @@ def implementations(case: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def run(tokens: int, copy: float) -> list[dict[str, Any]]:
     """Measure and print all cases. Returns the rows of the result."""
-    head = f"{'kernel':16}{'':9}{'by':14}{'MB':>7}{'graph µs':>10}{'TB/s':>7}{'of copy':>9}"
-    print(f"{head}{'called µs':>11}{'host µs':>9}")
     results = []
     for case in cases(tokens):
         for by, function in implementations(case):
@@ -256,11 +252,8 @@ def run(tokens: int, copy: float) -> list[dict[str, Any]]:
                 rate = size / times["graph_us"] / 1e6
                 row = {"kernel": case.name, "direction": direction, "by": by, "bytes": size, **times}
                 results.append(row | {"TBps": rate, "fraction_of_copy": rate / copy})
-                print(
-                    f"{case.name:16}{direction:9}{by:14}{size / 1e6:7.0f}{times['graph_us']:10.1f}{rate:7.2f}"
-                    f"{rate / copy:9.0%}{times['called_us']:11.1f}{times['host_us']:9.1f}",
-                    flush=True,
-                )
+                print(f"{case.name} {direction} {by}: {rate:.2f} TB/s in a graph, {rate / copy:.0%} of a copy; called "
+                      f"{times['called_us']:.1f} µs, host {times['host_us']:.1f} µs", flush=True)  # fmt: skip
             torch.cuda.empty_cache()
     return results
 
@@ -278,9 +271,7 @@ def main(words: Sequence[str] | None = None) -> None:
     copy = copy_bandwidth()
     print(f"copy {copy:.2f} TB/s, {given.tokens} tokens, {DTYPE}, {torch.cuda.get_device_name()}")
     shape = {"tokens": given.tokens, "hidden": HIDDEN, "mlp": MLP, "heads": [Q_HEADS, K_HEADS, HEAD_SIZE]}
-    result = {"copy_TBps": copy, "dtype": str(DTYPE), "shape": shape, "liger": None}
-    if importlib.util.find_spec("liger_kernel") is not None:
-        result["liger"] = metadata.version("liger-kernel")
+    result = {"copy_TBps": copy, "dtype": str(DTYPE), "shape": shape, "liger": liger_version()}
     write_result(given.json, result | {"kernels": run(given.tokens, copy)})
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,22 @@ def free_memory() -> None:
     """Collect garbage and empty the CUDA cache."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def run_peer(command: Sequence[str], environment: dict[str, str] | None = None) -> Any:
+    """Run `python -m COMMAND` in its own process; returns what it printed as JSON after RESULT, or its error."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        return {"error": (done.stderr or done.stdout).strip()[-600:]}
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def liger_version() -> str | None:
+    """Return the version of Liger, or None if it is not installed."""
+    return metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
 
 
 def provenance() -> dict[str, Any]:

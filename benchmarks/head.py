@@ -10,18 +10,16 @@ inputs. Peers: torch with full logits, the same compiled, and Liger if installed
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import copy_bandwidth, milliseconds, parser_of, require_gpu, write_result
+from benchmarks.harness import copy_bandwidth, liger_version, milliseconds, parser_of, require_gpu, write_result
 from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
 
 SHAPES = "16384x128256x4096,8192x128256x4096,16384x151936x1024"
@@ -64,7 +62,7 @@ def implementations(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str,
     arguments = hidden, weight, labels
     losses: dict[str, Callable[..., Tensor]] = {"halfbyte": ours, "halfbyte log-probs": ours_log_probs}
     losses |= {"torch, full logits": full_logits, "torch.compile": torch.compile(full_logits, fullgraph=True)}
-    if importlib.util.find_spec("liger_kernel") is not None:
+    if liger_version() is not None:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
         losses["liger"] = lambda *arguments: LigerFusedLinearCrossEntropyFunction.apply(*arguments)[0]
@@ -133,8 +131,7 @@ def main(words: Sequence[str] | None = None) -> None:
         tokens, vocabulary, width = (int(size) for size in text.split("x"))
         results.append(run_shape((tokens, vocabulary, width)))
         torch.cuda.empty_cache()
-    liger = metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
-    write_result(given.json, {"copy_TBps": copy, "dtype": "bfloat16", "liger": liger, "shapes": results})
+    write_result(given.json, {"copy_TBps": copy, "dtype": "bfloat16", "liger": liger_version(), "shapes": results})
 
 
 if __name__ == "__main__":

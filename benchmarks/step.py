@@ -19,10 +19,7 @@ bf16.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import free_memory, graph_us, parser_of, require_gpu, write_result
+from benchmarks.harness import free_memory, graph_us, parser_of, require_gpu, run_peer, write_result
 from benchmarks.step_model import MODELS, STEPS, build, levels, model_config, random_batch, timed
 
 SETS = 3  # sets of operands in a graph, which together exceed the L2 cache
@@ -185,16 +182,12 @@ def check_losses(eager: list[float], graphed: list[float]) -> None:
 
 def peer(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Run a peer in its own process. Returns its numbers, or its error."""
-    command = [sys.executable, "-m", "benchmarks.step_peers", name, given.model, str(given.batch), str(given.length)]
+    command = ["benchmarks.step_peers", name, given.model, str(given.batch), str(given.length)]
     command += ["--checkpointing"] if given.checkpointing else []
     environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}  # a peer has its own
     if name == "unsloth" and given.peer_path:
         environment["PYTHONPATH"] = os.pathsep.join([given.peer_path, environment.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        return {"error": (done.stderr or done.stdout).strip()[-600:]}
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    return run_peer(command, environment)
 
 
 def document_lengths(documents: int, tokens: int) -> list[int]:
