@@ -1,4 +1,4 @@
-"""Runs of policy optimization that are SIGKILLed at chosen moments, and resumed; a program, so that it can fork.
+"""Runs that are SIGKILLed at chosen moments, and resumed; a program, so that it can fork.
 
     python -m tests.helpers.killed_policy SETTINGS.json
 
@@ -69,7 +69,11 @@ def contents(output: Path) -> dict[str, Any]:
     """Return the parts of a run that must be equal after a resume: records, completions, adapter."""
     records = timeless(lines(output / "metrics.jsonl"))
     adapter = hashlib.sha256((output / "adapter/adapter_model.safetensors").read_bytes()).hexdigest()
-    return {"records": records, "completions": (output / "completions.jsonl").read_text(), "adapter": adapter}
+    sampled = output / "completions.jsonl"
+    best = json.loads((output / "environment.json").read_text()).get("best")
+    kept = [path.name for path in checkpoints.checkpoints(output)] if best else None
+    completions = sampled.read_text() if sampled.is_file() else ""
+    return {"records": records, "completions": completions, "adapter": adapter, "best": best, "kept": kept}
 
 
 def main() -> None:

@@ -141,10 +141,10 @@ ROUTED = [
     routed("+ routers as stacks", "target_parameters=[gate.weight]", code=(0, 1)),
     routed("+ experts of a pattern too wide", "'target_parameters=[\"(\"]'", code=(0, 1)),
     routed("+ a mixture that is mixed", "", run="mix model data.jsonl --bits 4.5 --tokens 128", code=(0, 1), seconds=8),
-    routed("+ a mixture that is merged", "", run="merge mixed m", first="train run.yaml output_dir=mixed max_steps=1",
+    routed("+ a mixture that is merged", "", run="merge mixed m", first="train run.yaml output_dir=mixed max_steps=2",
            code=0, after=("m", "m/*", "mixed/*"), seconds=5),
     routed("+ a mixture merged into 4 bits", "", run="merge mixed m --quantize nf4", code=(0, 1), seconds=5,
-           first="train run.yaml output_dir=mixed max_steps=1", after=("m", "m/*", "mixed/*")),
+           first="train run.yaml output_dir=mixed max_steps=2", after=("m", "m/*", "mixed/*")),
 ]  # fmt: skip
 
 OTHERS = [

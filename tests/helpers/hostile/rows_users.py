@@ -44,7 +44,7 @@ KEYS = [
     Case("+ blanks around the sign", ["check", "run.yaml", "r = 8"], code=2, fix="write r=8"),
     Case("+ a run in place of its file", "train run", code=2, says="run's folder", fix="run/run.yaml --resume",
          given=("run",)),
-    Case("+ a folder that holds no run", both("output_dir=."), says=("output_dir", "model/"),
+    Case("+ a folder that holds no run", "train run.yaml output_dir=.", says=("output_dir", "model/"),
          never=("already holds a run",)),
     Case("+ heads cut in three, before processes start", both("'parallel={tensor: 3}'"), says=("tensor: 3", "4")),
     Case("+ a tracker of several processes", "train run.yaml 'parallel={data: 2}' report_to=nonsense",
