@@ -35,7 +35,6 @@ CASES = {
     "several_gpus_h200x2": "2 several_gpus data",
     "several_gpus_tensor_h200x2": "2 several_gpus tensor",
     "sharded_h200x2": "2 several_gpus gathers",
-    "head_h200": "head --shapes 16384x128256x4096",
     "kernels_h200": "elementwise",
     "dequantize_h200": "weights dequantize",
     "gemv_formats_8_h200": "weights gemv --specs int8,fp8:row,fp8:tile,hqq:4:64,hqq:8:64 "

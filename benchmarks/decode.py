@@ -63,12 +63,9 @@ def gpu(given: argparse.Namespace) -> dict[str, Any]:
     for batch in map(int, given.batches.split(",")):
         limit = batch * copy * 1e12 / step_bytes(model, batch)
         row: dict[str, Any] = {"batch": batch, "limit": limit}
-        for name, keys in (
-            ("base", {"adapter": None}),
-            ("lora", {}),
-            ("fp8_cache", {"adapter": None, "kv_cache": "fp8"}),
-        ):
-            row[name] = rate(model, batch, vocabulary, **keys)
+        row["base"] = rate(model, batch, vocabulary, adapter=None)
+        row["lora"] = rate(model, batch, vocabulary)
+        row["fp8_cache"] = rate(model, batch, vocabulary, adapter=None, kv_cache="fp8")
         print(f"batch {batch:2}: {row['base']:7.1f} tok/s, {row['base'] / limit:.0%} of the limit {limit:.0f};"
               f" LoRA unmerged {row['lora']:.1f} ({row['base'] / row['lora'] - 1:+.1%} time);"
               f" FP8 cache {row['fp8_cache']:.1f}", flush=True)  # fmt: skip

@@ -11,10 +11,12 @@ the fraction is of a large device copy in the same run.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from benchmarks.harness import copy_bandwidth, liger_version, milliseconds, parser_of, require_gpu, write_result
+from benchmarks.harness import copy_bandwidth, milliseconds, parser_of, require_gpu, write_result
 from halfbyte.autograd.lora_mlp import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
 from halfbyte.autograd.rope import qk_norm_rope, rope
@@ -81,6 +83,11 @@ def stock_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 def stock_qk_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor):
     return stock_rope(stock_rms_norm(q, q_weight), stock_rms_norm(k, k_weight), cos, sin)
+
+
+def liger_version() -> str | None:
+    """Return the version of Liger, or None if it is not installed."""
+    return metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
 
 
 def liger() -> dict[str, Callable[..., Any]]:
@@ -234,19 +241,16 @@ def called_us(calls: list[Callable[[], Any]]) -> float:
     return milliseconds(lambda: kept.extend(call() for call in calls)) * 1e3 / len(calls)
 
 
-def implementations(case: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
-    yield "halfbyte", case.ours
-    if case.stock is not None:
-        yield "torch.compile", torch.compile(case.stock, fullgraph=True)
-    if case.liger is not None:
-        yield "liger", case.liger
-
-
 def run(tokens: int, copy: float) -> list[dict[str, Any]]:
     """Measure and print all cases. Returns the rows of the result."""
     results = []
     for case in cases(tokens):
-        for by, function in implementations(case):
+        functions = {"halfbyte": case.ours, "torch.compile": case.stock, "liger": case.liger}
+        if case.stock is not None:
+            functions["torch.compile"] = torch.compile(case.stock, fullgraph=True)
+        for by, function in functions.items():
+            if function is None:
+                continue
             for direction, times in measure(case, function).items():
                 size = 2 * (case.forward_values if direction == "forward" else case.backward_values)
                 rate = size / times["graph_us"] / 1e6

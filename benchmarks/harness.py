@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +120,6 @@ def run_peer(command: Sequence[str], environment: dict[str, str] | None = None) 
     if done.returncode or not lines:
         return {"error": (done.stderr or done.stdout).strip()[-600:]}
     return json.loads(lines[-1].removeprefix("RESULT "))
-
-
-def liger_version() -> str | None:
-    """Return the version of Liger, or None if it is not installed."""
-    return metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
 
 
 def provenance() -> dict[str, Any]:

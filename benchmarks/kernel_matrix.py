@@ -325,6 +325,9 @@ class Row:
             for case in cases:
                 self.refuse(reason, case)
 
+    def sorted_refusals(self) -> dict[str, list[str]]:
+        return {reason: sorted(cases) for reason, cases in sorted(self.refused.items())}
+
     def refuse(self, reason: str, case: str) -> None:
         cases = self.refused.setdefault(reason, [])
         if case not in cases:
@@ -456,13 +459,9 @@ def measure_all(names: Sequence[str], processes: int, groups: Sequence[str] = ()
             for kernel, row in rows.items():
                 joined[name].setdefault(kernel, Row()).join(row)
     return {
-        name: {kernel: asdict(row) | {"refused": _sorted(row.refused)} for kernel, row in sorted(rows.items())}
+        name: {kernel: asdict(row) | {"refused": row.sorted_refusals()} for kernel, row in sorted(rows.items())}
         for name, rows in joined.items()
     }
-
-
-def _sorted(refused: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {reason: sorted(refused[reason]) for reason in sorted(refused)}
 
 
 def main() -> None:

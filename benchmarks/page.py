@@ -91,18 +91,6 @@ def decode_table(results: Results) -> Rows:
     return rows
 
 
-def head_table(results: Results) -> Rows:
-    rows: Rows = [("tokens × vocabulary × hidden", "by", "ms", "of the two products' time", "GiB over the inputs")]
-    for result in results.values():
-        for shape in result["shapes"]:
-            size = "×".join(map(str, shape["shape"]))
-            for name, run in shape["rows"].items():
-                rows.append(
-                    (size, name, f"{run['ms']:.1f}", f"{run['x_gemms']:.3f}", f"{run['peak_bytes'] / 2**30:.2f}")
-                )
-    return rows
-
-
 STEPS = (
     "One QLoRA step (NF4 with nested scales unless stated, r = 16, seven linears, random weights and tokens): "
     "forward, backward and AdamW, median of ten. The floor is the sum of every GEMM and the attention, each timed at "
@@ -153,12 +141,6 @@ SECTIONS = (
         "One step of one row. Inputs of layers are in host memory, MLPs run in tiles, the process is limited to 80 "
         "GiB.",
         {}, step_table,
-    ),
-    Section(
-        "Cross-entropy of a frozen head", r"head_.*",
-        "Mean loss and dX; the implementations take turns. The floor is the two GEMMs alone, unchunked. 'halfbyte' "
-        "then had a CUDA kernel, which has been removed: 'halfbyte, Triton' is the current kernel.",
-        {}, head_table,
     ),
     Section(
         "Elementwise kernels", r"kernels_.*",

@@ -144,7 +144,7 @@ def save_order(config_file: Path) -> None:
 
 
 def compare(given: argparse.Namespace) -> None:
-    """Print the runs side by side and write the result."""
+    """Print what the runs took and how their losses differ, and write the result."""
     records = [json.loads(line) for line in (given.work / "out" / "metrics.jsonl").read_text().splitlines()]
     train = [record for record in records if record["kind"] == "train"]
     memory = json.loads((given.work / "out" / "memory.json").read_text())
@@ -159,9 +159,6 @@ def compare(given: argparse.Namespace) -> None:
     for peer in ("peer", "peer-upcast"):
         runs[peer] = json.loads((given.work / f"{peer}.json").read_text())
         assert runs[peer]["trained_tokens"] == runs["halfbyte"]["trained_tokens"], "the runs saw different batches"
-    print(" step " + " ".join(f"{name:>12}" for name in runs))
-    for step, losses in enumerate(zip(*(run["losses"] for run in runs.values()), strict=True), 1):
-        print(f"{step:5} " + " ".join(f"{loss:12.5f}" for loss in losses))
     summary = {}
     for name, run in runs.items():
         pairs = zip(runs["halfbyte"]["losses"], run["losses"], strict=True)

@@ -257,12 +257,10 @@ def show(what: str, least: dict[str, Any] | None, runs: dict[str, dict[str, Any]
         if "error" in run:
             print(f"  {name:16} failed: {run['error']}")
             continue
-        line = f"  {name:16} {run['ms']:8.1f} ms"
-        if least:
-            of_floor, rate = least["ms"] / run["ms"], least["tflop"] / run["ms"] * 1e3
-            line += f"  {of_floor:.3f} of the floor  {rate:4.0f} TFLOP/s"
+        share = f"{least['ms'] / run['ms']:.3f} of the floor  " if least else ""
         speed, first = run["tokens_per_second"] / 1e3, run["first_step_seconds"]
-        print(f"{line}  {speed:7.2f}k tok/s  {run['peak_gib']:5.1f} GiB  first step {first:.1f} s")
+        line = f"  {name:16} {run['ms']:8.1f} ms  {share}{speed:7.2f}k tok/s  {run['peak_gib']:5.1f} GiB"
+        print(f"{line}  first step {first:.1f} s")
 
 
 if __name__ == "__main__":
