@@ -1,12 +1,14 @@
-"""Run the case that made a result: `python -m benchmarks CASE [OPTION…]`.
+"""Run the case that made a result, or a benchmark: `python -m benchmarks CASE|BENCHMARK [OPTION…]`.
 
 A case is named like its file in benchmarks/results, which it rewrites. Options are added to those of the table, such as
-`--json other.json`. `python -m benchmarks` prints the table. Cases on two GPUs start torchrun.
+`--json other.json`. `python -m benchmarks` prints the table: cases, and the benchmarks and options that they run.
+Cases on two GPUs start torchrun.
 """
 
 from __future__ import annotations
 
 import importlib
+import runpy
 import subprocess
 import sys
 
@@ -30,20 +32,9 @@ CASES = {
     "packed_llama8b_h200": "step --model llama-3.1-8b --length 16384 --documents 24 --graph",
     "context_llama8b_1x360448_h200": "step --model llama-3.1-8b --batch 1 --length 360448 --policy tiled "
     "--memory-limit-gib 80 --no-floor --steps 0",
-    "full_h100": "full --deterministic",
-    "optim_matrices_h100": "optim --sections muon low_rank",
     "several_gpus_h200x2": "2 several_gpus data",
     "several_gpus_tensor_h200x2": "2 several_gpus tensor",
     "sharded_h200x2": "2 several_gpus gathers",
-    "sharded_ways_h200x2": "2 several_gpus ways",
-    "sharded_seventy_24gib_h200x2": "2 several_gpus seventy --card-gib 24",
-    "sharded_seventy_slices_h200x2": "2 several_gpus seventy --card-gib 0",
-    "pipelined_h200x2": "2 pipelined 1f1b:1 interleaved:2",
-    "pipelined_interleaved_h200x2": "2 pipelined interleaved:2 zb-v:2",
-    "same_run_kernels_h200": "same_run kernels",
-    "same_run_tensor_h200x2": "same_run tensor",
-    "same_run_hosts_h200x2": "same_run hosts-data hosts-shard --steps 20",
-    "head_h200": "head --shapes 16384x128256x4096",
     "kernels_h200": "elementwise",
     "dequantize_h200": "weights dequantize",
     "gemv_formats_8_h200": "weights gemv --specs int8,fp8:row,fp8:tile,hqq:4:64,hqq:8:64 "
@@ -54,21 +45,9 @@ CASES = {
     "quality_stories260k": "quality STORIES260K TRAIN_SLICE.txt",
     "quality_hqq_stories260k": "quality STORIES260K TRAIN_SLICE.txt --device cpu",
     "cards": "cards",
-    "optim_h100": "optim",
-    "optim_lora_h100": "optim --sections lora",
-    "plan_optimizers_h100": "plan_optimizers",
-    "optimizer_quality_h100": "optimizer_quality LLAMA-40M VALIDATION.jsonl",
     "bnb_bytes_cpu": "bnb_bytes --device cpu",
     "bnb_bytes_h200": "bnb_bytes --device cuda --values 100000000",
-    "preference_step_h200": "preference_step",
-    "preference_dpo_cpu": "preference --data DPO_EN_DEMO.json --model LLAMA-40M --length 256 --rows 1 --steps 20",
-    "preference_dpo_step_cpu": "preference --data DPO_EN_DEMO.json --model LLAMA-40M --tokens 700",
-    "preference_kto_step_cpu": "preference --data KTO_EN_DEMO.json --model LLAMA-40M --tokens 700 --method kto",
-    "preference_reward_step_cpu": "preference --data DPO_EN_DEMO.json --model LLAMA-40M --tokens 700 --method reward",
-    "grpo_40m_cpu": "grpo LLAMA-40M GSM8K.jsonl --peer 4",
-    "grpo_step_llama8b_h200": "grpo_step",
-    "rollouts_llama8b_h200": "rollouts",
-    "chunk_scan_h200": "chunk_scan",
+    "rollouts_llama8b_h200": "decode --rollouts 64,128,256,512",
     "startup": "startup",
 }
 
@@ -88,7 +67,11 @@ def main() -> None:
         return
     case, *more = sys.argv[1:]
     if case not in CASES:
-        raise SystemExit(f"There is no case {case!r}. `python -m benchmarks` lists the cases.")
+        if not (RESULTS.parent / f"{case}.py").is_file():
+            raise SystemExit(f"There is no case or benchmark {case!r}. `python -m benchmarks` lists them.")
+        del sys.argv[1]
+        runpy.run_module(f"benchmarks.{case}", run_name="__main__", alter_sys=True)
+        return
     gpus, module, options = words_of(case)
     options = [*options, "--json", str(RESULTS / f"{case}.json"), *more]
     if gpus == 1:

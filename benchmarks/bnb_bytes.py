@@ -82,9 +82,7 @@ def four_bits(counts: Counts, x: Tensor, draw: random.Random) -> None:
     if len(x) % 16:  # the packed bytes do not fill whole elements of a wider storage
         storage = torch.uint8
     nested = draw.random() < 0.5
-    options = {
-        "blocksize": block, "compress_statistics": nested, "quant_type": kind, "quant_storage": storage
-    }  # fmt: skip
+    options = {"blocksize": block, "compress_statistics": nested, "quant_type": kind, "quant_storage": storage}
     packed, state = ours.quantize_4bit(x, **options)
     their_packed, their_state = real.quantize_4bit(x, **options)
     mine, theirs = (
@@ -132,10 +130,8 @@ def int8_rows(counts: Counts, x: Tensor, draw: random.Random) -> None:
     tied = int((((scaled[differ] % 1) - 0.5).abs() <= 1e-3).sum())
     compare(counts, "int8 rows", mine, theirs, tied)
     compare(counts, "int8 scales", stats, their_stats)
-    compare(
-        counts, "int8 values", ours.int8_vectorwise_dequant(theirs, their_stats),
-        real.int8_vectorwise_dequant(theirs, their_stats),
-    )  # fmt: skip
+    values = ours.int8_vectorwise_dequant(theirs, their_stats)
+    compare(counts, "int8 values", values, real.int8_vectorwise_dequant(theirs, their_stats))
 
 
 def many_values(count: int, device: str, dump: str | None) -> Counts:
@@ -181,9 +177,7 @@ def first_difference(x: Tensor, mine: Tensor, theirs: Tensor, one: Tensor, other
 
 def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
-    made.add_argument(
-        "--values", type=int, default=0, help="compare so many values of each kind, and no random tensors"
-    )
+    made.add_argument("--values", type=int, default=0, help="compare so many of each kind, and no random tensors")
     made.add_argument("--dump", help="file for the first blocks that differ")
     made.add_argument("--tensors", type=int, default=10_000)
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -14,21 +14,20 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.harness import parser_of, write_result
+from benchmarks.step_model import MODELS as SHAPES
 
 GIB = 2**30
 HOST = 64 * GIB
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CARDS = {"8 GB": 8, "12 GB": 12, "16 GB": 16, "24 GB": 24, "48 GB": 48, "80 GB": 80}
-LLAMA = {"vocab_size": 128256, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 QWEN = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072,
         "tie_word_embeddings": False}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama 3.2 1B": ("Llama", LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-                                       "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True}),
-    "Llama 3.2 3B": ("Llama", LLAMA | {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
-                                       "num_attention_heads": 24, "tie_word_embeddings": True}),
-    "Llama 3.1 8B": ("Llama", LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                                       "num_attention_heads": 32, "tie_word_embeddings": False}),
+    "Llama 3.2 1B": SHAPES["llama-3.2-1b"],
+    "Llama 3.2 3B": ("Llama", SHAPES["llama-3.1-8b"][1] | {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "tie_word_embeddings": True}),
+    "Llama 3.1 8B": SHAPES["llama-3.1-8b"],
     "Qwen3 14B": ("Qwen3", QWEN | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
                                    "num_attention_heads": 40}),
     "Qwen3 32B": ("Qwen3", QWEN | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
@@ -73,8 +72,7 @@ def longest(model: str, card: int, from_: int = 0) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = parser_of(__doc__)
-    return made
+    return parser_of(__doc__)
 
 
 def main(words: Sequence[str] | None = None) -> None:

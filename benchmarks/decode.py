@@ -1,27 +1,31 @@
 """Decoding speed on one CUDA device: tokens per second after prompts of 128 tokens, with random weights in NF4.
 
     python -m benchmarks.decode [--model llama-3.1-8b] [--batches 1,8,32] [--peers] [--json FILE]
+    python -m benchmarks.decode --rollouts 64,128,256,512 [--model llama-3.1-8b] [--json FILE]
 
 The limit is the time to read a step's bytes at a device copy's bandwidth: packed weights, head and the cache so far.
---peers times Hugging Face's generate with bitsandbytes in its own process.
+--peers times Hugging Face's generate with bitsandbytes in its own process. --rollouts times instead the completions of
+GRPO, with log-probabilities and a live adapter: so many sequences of 256 new tokens, in groups of 8 for a prompt.
+Seconds are those of a whole call with its prefill; CUDA graphs are captured in an earlier call.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.harness import parser_of, write_result
+from benchmarks.harness import copy_bandwidth, parser_of, require_gpu, run_peer, write_result
+from benchmarks.step_model import build, model_config
 
 PROMPT, NEW, WARM = 128, 128, 16
 PEER_NEW = 32
+GROUP, ROLLOUT_NEW = 8, 256
 
 
 def prompts_of(batch: int, vocabulary: int) -> list[list[int]]:
@@ -53,21 +57,15 @@ def step_bytes(model: Any, batch: int) -> int:
 
 
 def gpu(given: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.harness import copy_bandwidth
-    from benchmarks.step_model import build, model_config
-
     copy, rows = copy_bandwidth(), []
     print(f"copy {copy:.2f} TB/s")
     model, vocabulary = build(given.model, "cuda").eval(), model_config(given.model).vocab_size
     for batch in map(int, given.batches.split(",")):
         limit = batch * copy * 1e12 / step_bytes(model, batch)
         row: dict[str, Any] = {"batch": batch, "limit": limit}
-        for name, keys in (
-            ("base", {"adapter": None}),
-            ("lora", {}),
-            ("fp8_cache", {"adapter": None, "kv_cache": "fp8"}),
-        ):
-            row[name] = rate(model, batch, vocabulary, **keys)
+        row["base"] = rate(model, batch, vocabulary, adapter=None)
+        row["lora"] = rate(model, batch, vocabulary)
+        row["fp8_cache"] = rate(model, batch, vocabulary, adapter=None, kv_cache="fp8")
         print(f"batch {batch:2}: {row['base']:7.1f} tok/s, {row['base'] / limit:.0%} of the limit {limit:.0f};"
               f" LoRA unmerged {row['lora']:.1f} ({row['base'] / row['lora'] - 1:+.1%} time);"
               f" FP8 cache {row['fp8_cache']:.1f}", flush=True)  # fmt: skip
@@ -76,20 +74,17 @@ def gpu(given: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     if given.peers:
         for row in rows:
-            command = [sys.executable, "-m", "benchmarks.decode", "--peer", str(row["batch"]), "--model", given.model]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if not found:
-                print(f"batch {row['batch']}: the peer failed: {done.stderr.strip().splitlines()[-1]}")
+            speed = run_peer(["benchmarks.decode", "--peer", str(row["batch"]), "--model", given.model])
+            if isinstance(speed, dict):
+                print(f"batch {row['batch']}: the peer failed: {speed['error']}")
                 continue
-            row["peer"] = json.loads(found[0].removeprefix("RESULT "))
+            row["peer"] = speed
             print(f"batch {row['batch']:2}: bitsandbytes {row['peer']:.1f} tok/s: {row['base'] / row['peer']:.1f}x")
     return {"copy_TBps": copy, "rows": rows}
 
 
 def peer(name: str, batch: int) -> float:
     """Return the tokens per second of Hugging Face's generate with bitsandbytes."""
-    from benchmarks.step_model import model_config
     from benchmarks.step_peers import bitsandbytes_base
 
     prompts = prompts_of(batch, model_config(name).vocab_size)
@@ -119,19 +114,45 @@ def without_prompt(generate: Callable[[int], Any], batch: int, new: int) -> floa
     return batch * (new - 1) / (seconds(new) - seconds(1))
 
 
+def rollouts(name: str, counts: Sequence[int]) -> dict[str, Any]:
+    """Time each number of sequences, with packed and with decoded weights."""
+    from halfbyte.generation import Rollouts, Sampling
+
+    model, vocabulary, rows = build(name, "cuda").eval(), model_config(name).vocab_size, []
+    for count, weights in itertools.product(counts, ("unpacked", "packed")):
+        torch.cuda.reset_peak_memory_stats()
+        engine, prompts = Rollouts(model, rows=count, weights=weights), prompts_of(-(-count // GROUP), vocabulary)
+        for seed in (1, 2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            engine.generate(prompts, GROUP, max_new_tokens=ROLLOUT_NEW, sampling=Sampling(1.0, seed=seed), stops=[])
+            seconds = time.perf_counter() - began
+        speed, peak = len(prompts) * GROUP * ROLLOUT_NEW / seconds, torch.cuda.max_memory_allocated() / 2**30
+        rows.append({"rows": count, "weights": weights, "seconds": seconds, "tokens_per_second": speed, "GiB": peak})
+        print(f"{count:4} rows, {weights:8}: {speed:8.0f} tok/s, {seconds:.2f} s, {peak:.1f} GiB", flush=True)
+        engine.free()
+        del engine
+        torch.cuda.empty_cache()
+    return {"model": name, "new": ROLLOUT_NEW, "rows": rows}
+
+
 def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
     made.add_argument("--model", default="llama-3.1-8b")
     made.add_argument("--batches", default="1,8,32")
     made.add_argument("--peers", action="store_true")
+    made.add_argument("--rollouts", metavar="ROWS")
     made.add_argument("--peer", type=int, help=argparse.SUPPRESS)  # the batch of the peer's own process
     return made
 
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     if given.peer:
         return print("RESULT", json.dumps(peer(given.model, given.peer)))
+    if given.rollouts:
+        return write_result(given.json, rollouts(given.model, list(map(int, given.rollouts.split(",")))))
     write_result(given.json, gpu(given))
 
 

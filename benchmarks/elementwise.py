@@ -5,8 +5,7 @@
 Each kernel runs forward and backward through its public function and is timed in three ways: over eight sets of tensors
 in one CUDA graph, so that neither launches nor the L2 cache count; as called from Python, by the device's clock; and as
 the host's time per call without waiting for the device. Bytes are the least that the kernel must read and write, and
-the fraction is of a large device copy in the same run. "nothing" is an autograd function that only allocates its
-result.
+the fraction is of a large device copy in the same run.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from benchmarks.harness import copy_bandwidth, parser_of, write_result
-from halfbyte.autograd.function import OnceFunction
+from benchmarks.harness import copy_bandwidth, milliseconds, parser_of, require_gpu, write_result
 from halfbyte.autograd.lora_mlp import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
 from halfbyte.autograd.rope import qk_norm_rope, rope
@@ -69,18 +67,6 @@ def angles(tokens: int) -> Inputs:
     return [angle.cos().to(DTYPE), angle.sin().to(DTYPE)]
 
 
-class Nothing(OnceFunction):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return torch.empty_like(x)
-
-
 def stock_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     exact = x.float()
     return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
@@ -99,9 +85,14 @@ def stock_qk_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
     return stock_rope(stock_rms_norm(q, q_weight), stock_rms_norm(k, k_weight), cos, sin)
 
 
+def liger_version() -> str | None:
+    """Return the version of Liger, or None if it is not installed."""
+    return metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
+
+
 def liger() -> dict[str, Callable[..., Any]]:
     """Return Liger's functions by case name, empty if Liger is not installed."""
-    if importlib.util.find_spec("liger_kernel") is None:
+    if liger_version() is None:
         return {}
     from liger_kernel.ops.geglu import LigerGELUMulFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
@@ -116,11 +107,6 @@ def liger() -> dict[str, Callable[..., Any]]:
         "swiglu": LigerSiLUMulFunction.apply,
         "geglu_tanh": LigerGELUMulFunction.apply,
     }
-
-
-def nothing_us() -> dict[str, float]:
-    """Return the host's µs for an autograd function that launches nothing."""
-    return Bench(Case("nothing", lambda: [random(1024)], 1, 0, 0, Nothing.apply, None, None), Nothing.apply).host_us()
 
 
 def cases(tokens: int) -> Iterator[Case]:
@@ -154,15 +140,6 @@ def cases(tokens: int) -> Iterator[Case]:
             name, gate_and_up, 2, 3 * m, 5 * m,
             lambda g, u, a=activation: glu(g, u, a), lambda g, u, a=approximate: F.gelu(g, approximate=a) * u,
         )  # fmt: skip
-
-
-def milliseconds(work: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def in_graph(calls: list[Callable[[], Any]], restore: Callable[[], None], stream: torch.cuda.Stream) -> float:
@@ -264,31 +241,23 @@ def called_us(calls: list[Callable[[], Any]]) -> float:
     return milliseconds(lambda: kept.extend(call() for call in calls)) * 1e3 / len(calls)
 
 
-def implementations(case: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
-    yield "halfbyte", case.ours
-    if case.stock is not None:
-        yield "torch.compile", torch.compile(case.stock, fullgraph=True)
-    if case.liger is not None:
-        yield "liger", case.liger
-
-
 def run(tokens: int, copy: float) -> list[dict[str, Any]]:
     """Measure and print all cases. Returns the rows of the result."""
-    head = f"{'kernel':16}{'':9}{'by':14}{'MB':>7}{'graph µs':>10}{'TB/s':>7}{'of copy':>9}"
-    print(f"{head}{'called µs':>11}{'host µs':>9}")
     results = []
     for case in cases(tokens):
-        for by, function in implementations(case):
+        functions = {"halfbyte": case.ours, "torch.compile": case.stock, "liger": case.liger}
+        if case.stock is not None:
+            functions["torch.compile"] = torch.compile(case.stock, fullgraph=True)
+        for by, function in functions.items():
+            if function is None:
+                continue
             for direction, times in measure(case, function).items():
                 size = 2 * (case.forward_values if direction == "forward" else case.backward_values)
                 rate = size / times["graph_us"] / 1e6
                 row = {"kernel": case.name, "direction": direction, "by": by, "bytes": size, **times}
                 results.append(row | {"TBps": rate, "fraction_of_copy": rate / copy})
-                print(
-                    f"{case.name:16}{direction:9}{by:14}{size / 1e6:7.0f}{times['graph_us']:10.1f}{rate:7.2f}"
-                    f"{rate / copy:9.0%}{times['called_us']:11.1f}{times['host_us']:9.1f}",
-                    flush=True,
-                )
+                print(f"{case.name} {direction} {by}: {rate:.2f} TB/s in a graph, {rate / copy:.0%} of a copy; called "
+                      f"{times['called_us']:.1f} µs, host {times['host_us']:.1f} µs", flush=True)  # fmt: skip
             torch.cuda.empty_cache()
     return results
 
@@ -301,15 +270,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     functorch_config.donated_buffer = False  # backward is captured and its forward's tensors must remain
     copy = copy_bandwidth()
     print(f"copy {copy:.2f} TB/s, {given.tokens} tokens, {DTYPE}, {torch.cuda.get_device_name()}")
     shape = {"tokens": given.tokens, "hidden": HIDDEN, "mlp": MLP, "heads": [Q_HEADS, K_HEADS, HEAD_SIZE]}
-    result = {"copy_TBps": copy, "dtype": str(DTYPE), "shape": shape, "liger": None}
-    if importlib.util.find_spec("liger_kernel") is not None:
-        result["liger"] = metadata.version("liger-kernel")
-    result["nothing_host_us"] = nothing_us()
-    print(f"an autograd function that launches nothing: {result['nothing_host_us']}")
+    result = {"copy_TBps": copy, "dtype": str(DTYPE), "shape": shape, "liger": liger_version()}
     write_result(given.json, result | {"kernels": run(given.tokens, copy)})
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +21,14 @@ RESULTS = Path(__file__).parent / "results"
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the module's docstring as help and the option `--json FILE` for the result."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the result to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     return parser
+
+
+def require_gpu() -> None:
+    """Exit with a message if there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA device, and torch finds none.")
 
 
 class HostEvent:
@@ -61,20 +68,22 @@ def reset_peak(device: str = "cuda") -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def event_us(calls: Sequence[Callable[[], Any]], repeats: int = 40, warmup: int = 8, device: str = "cuda") -> float:
+def milliseconds(work: Callable[[], Any]) -> float:
+    """Return the ms of one call on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def event_us(calls: Sequence[Callable[[], Any]], repeats: int = 40, warmup: int = 8) -> float:
     """Median µs of a call from Python, by events. Rotates over `calls` so that no input stays in the L2 cache."""
     for i in range(warmup):
         calls[i % len(calls)]()
-    synchronize(device)
-    times = []
-    for i in range(repeats):
-        start, end = timing_event(device), timing_event(device)
-        start.record()
-        calls[i % len(calls)]()
-        end.record()
-        synchronize(device)
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    torch.cuda.synchronize()
+    return statistics.median(milliseconds(calls[i % len(calls)]) * 1e3 for i in range(repeats))
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> float:
@@ -102,6 +111,17 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
+def run_peer(command: Sequence[str], environment: dict[str, str] | None = None) -> Any:
+    """Run `python -m COMMAND` in its own process; returns what it printed as JSON after RESULT, or its error."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        return {"error": (done.stderr or done.stdout).strip()[-600:]}
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
 def provenance() -> dict[str, Any]:
     """Return commit, device and library versions."""
     from halfbyte.utils.environment import environment
@@ -109,13 +129,6 @@ def provenance() -> dict[str, Any]:
     facts = environment()
     device = facts["gpus"][0]["name"] if facts["gpus"] else facts["cpu"]["model"]
     return {"commit": _commit(), "device": device, "versions": facts["versions"]}
-
-
-def cpu_name() -> str:
-    """Return the CPU's model name, the device of CPU results even if the machine has a GPU."""
-    from halfbyte.utils.environment import environment
-
-    return str(environment()["cpu"]["model"])
 
 
 def _commit() -> str | None:
@@ -127,7 +140,7 @@ def _commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def write_result(path: str | Path | None, result: dict[str, Any]) -> None:
+def write_result(path: Path | None, result: dict[str, Any]) -> None:
     """Write a result with its provenance, if a path is given."""
     if path:
-        Path(path).write_text(json.dumps({**provenance(), **result}, indent=1) + "\n")
+        path.write_text(json.dumps({**provenance(), **result}, indent=1) + "\n")

@@ -42,7 +42,7 @@ from halfbyte.kernels.triton import lora_glu
 from halfbyte.kernels.triton.launch import Launcher
 from halfbyte.utils import files
 
-from .kernel_cases import BF16, FP32, MAKERS, Case, attend_call, empty
+from .kernel_cases import BF16, CASES, FP32, Case, attend_call, empty
 
 KIB = 1024
 ROOT = Path(__file__).parents[1]
@@ -312,12 +312,9 @@ class Row:
     refused: dict[str, list[str]] = field(default_factory=dict)  # reason → classes of cases
 
     def add(self, taken: Taken, case: str, device: Device) -> None:
-        self.forms += 1
-        self.shared_bytes = max(self.shared_bytes, taken.shared_bytes)
-        self.registers = max(self.registers, taken.registers)
-        self.spilled_bytes = max(self.spilled_bytes, taken.spilled_bytes)
-        if obstacle := taken.obstacle(device):
-            self.refuse(obstacle, case)
+        obstacle = taken.obstacle(device)
+        refused = {obstacle: [case]} if obstacle else {}
+        self.join(Row(1, taken.shared_bytes, taken.registers, taken.spilled_bytes, refused))
 
     def join(self, other: Row) -> None:
         self.forms += other.forms
@@ -327,6 +324,9 @@ class Row:
         for reason, cases in other.refused.items():
             for case in cases:
                 self.refuse(reason, case)
+
+    def sorted_refusals(self) -> dict[str, list[str]]:
+        return {reason: sorted(cases) for reason, cases in sorted(self.refused.items())}
 
     def refuse(self, reason: str, case: str) -> None:
         cases = self.refused.setdefault(reason, [])
@@ -408,25 +408,25 @@ def _cell(row: dict | None, notes: list[str]) -> str:
 
 def _choices(targets: list[Target]) -> Iterator[str]:
     """What ranks 4 to 128 and heads of 64 to 256 take."""
-    yield "## Ranks and heads"
-    yield "LoRA ranks, from 4, that the gated unit computes in its own pass; higher ranks use separate GEMMs:"
-    yield ""
-    yield "| | " + " | ".join(target.name for target in targets) + " |"
-    yield "|---" * (len(targets) + 1) + "|"
-    for dtype in (BF16, FP32):
-        cells = []
-        for target in targets:
-            ranks = ranks_in_one_pass(target, dtype)
-            cells.append(f"to {ranks[-1]}" if ranks else "none")
-        yield f"| {'16 bits' if dtype is BF16 else 'fp32'} | " + " | ".join(cells) + " |"
-    yield ""
-    yield "Cache slots that decoding reads per iteration, for head sizes up to 64, 128 and 256:"
-    yield ""
-    yield "| | " + " | ".join(target.name for target in targets) + " |"
-    yield "|---" * (len(targets) + 1) + "|"
-    for dtype in (BF16, FP32):
-        cells = [", ".join(str(slots_of(target, dtype, size)) for size in (64, 128, 256)) for target in targets]
-        yield f"| {'16 bits' if dtype is BF16 else 'fp32'} | " + " | ".join(cells) + " |"
+
+    def ranks(target: Target, dtype: torch.dtype) -> str:
+        taken = ranks_in_one_pass(target, dtype)
+        return f"to {taken[-1]}" if taken else "none"
+
+    def slots(target: Target, dtype: torch.dtype) -> str:
+        return ", ".join(str(slots_of(target, dtype, size)) for size in (64, 128, 256))
+
+    text = "LoRA ranks, from 4, that the gated unit computes in its own pass; higher ranks use separate GEMMs:"
+    yield from ("## Ranks and heads", text, *_by_dtype(targets, ranks), "")
+    text = "Cache slots that decoding reads per iteration, for head sizes up to 64, 128 and 256:"
+    yield from (text, *_by_dtype(targets, slots))
+
+
+def _by_dtype(targets: list[Target], cell: Callable[[Target, torch.dtype], str]) -> Iterator[str]:
+    """A table with a row for 16 bits, another for fp32, and a column a target."""
+    yield from ("", "| | " + " | ".join(target.name for target in targets) + " |", "|---" * (len(targets) + 1) + "|")
+    for name, dtype in (("16 bits", BF16), ("fp32", FP32)):
+        yield f"| {name} | " + " | ".join(cell(target, dtype) for target in targets) + " |"
 
 
 def ranks_in_one_pass(target: Target, dtype: torch.dtype) -> list[int]:
@@ -441,42 +441,35 @@ def slots_of(target: Target, dtype: torch.dtype, size: int) -> int:
     return found.triton[0].constants[4]
 
 
-def measure_part(part: tuple[str, int]) -> tuple[str, dict[str, Row]]:
-    """The rows of one kind of cases (an index of `MAKERS`) on the target of that name."""
-    name, maker = part
+def measure_part(part: tuple[str, str]) -> tuple[str, dict[str, Row]]:
+    """The rows of one group of cases on the target of that name."""
+    name, group = part
     target = next(target for target in TARGETS if target.name == name)
     with mock.patch.object(nvrtc, "_nvrtc", any_nvrtc):
-        return name, measure(target, MAKERS[maker]())
+        return name, measure(target, CASES[group])
 
 
-def measure_all(names: Sequence[str], processes: int, makers: Sequence[int] = ()) -> dict[str, dict[str, dict]]:
-    """The rows of these kinds of cases, or all, on the targets of these names, as they are written."""
-    makers = makers or range(len(MAKERS))
-    parts = [(name, maker) for maker in makers for name in names]  # those that take longest first
+def measure_all(names: Sequence[str], processes: int, groups: Sequence[str] = ()) -> dict[str, dict[str, dict]]:
+    """The rows of these groups of cases, or all, on the targets of these names, as they are written."""
+    longest_first = sorted(groups or CASES, key=lambda group: -len(CASES[group]))
+    parts = [(name, group) for group in longest_first for name in names]
     joined: dict[str, dict[str, Row]] = {name: {} for name in names}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for name, rows in pool.imap_unordered(measure_part, parts):
             for kernel, row in rows.items():
                 joined[name].setdefault(kernel, Row()).join(row)
     return {
-        name: {kernel: asdict(row) | {"refused": _sorted(row.refused)} for kernel, row in sorted(rows.items())}
+        name: {kernel: asdict(row) | {"refused": row.sorted_refusals()} for kernel, row in sorted(rows.items())}
         for name, rows in joined.items()
     }
 
 
-def _sorted(refused: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {reason: sorted(refused[reason]) for reason in sorted(refused)}
-
-
 def main() -> None:
-    """Measure the targets and the kinds of cases named on the command line, or all, and write the page anew.
-
-    Kinds of cases must be all that launch their kernels: a kernel's row is what they take.
-    """
+    """Measure the targets and the groups of cases named on the command line, or all, and write the page anew."""
     if any_nvrtc() is None:
         raise SystemExit("install nvidia-cuda-nvrtc first: CUDA kernels would have no rows")
     names = [target.name for target in TARGETS if target.name in sys.argv[1:]] or [target.name for target in TARGETS]
-    chosen = [at for at, make in enumerate(MAKERS) if make.__name__ in sys.argv[1:]]
+    chosen = [group for group in CASES if group in sys.argv[1:]]
     results, found = read_results(), measure_all(names, os.cpu_count() or 1, chosen)
     results |= {name: (results.get(name, {}) if chosen else {}) | rows for name, rows in found.items()}
     ordered = {key: dict(sorted(results[key].items())) for key in sorted(results)}

@@ -79,8 +79,7 @@ def gemv_table(results: Results) -> Rows:
     for result in results.values():
         for row in result["rows"]:
             times = f"{row['us']:.1f}", f"{row['cublas_us']:.1f}", f"{row['cublas_us'] / row['us']:.2f}"
-            stored = row.get("spec", "nf4")
-            rows.append((row["shape"].replace("x", "×"), stored, row["batch"], *times, f"{row['of_copy']:.0%}"))
+            rows.append((row["shape"].replace("x", "×"), row["spec"], row["batch"], *times, f"{row['of_copy']:.0%}"))
     return rows
 
 
@@ -89,18 +88,6 @@ def decode_table(results: Results) -> Rows:
     for result in results.values():
         for row in result["rows"]:
             rows.append((row["batch"], *(f"{row[key]:,.0f}" if row.get(key) else "" for key in plots.DECODING)))
-    return rows
-
-
-def head_table(results: Results) -> Rows:
-    rows: Rows = [("tokens × vocabulary × hidden", "by", "ms", "of the two products' time", "GiB over the inputs")]
-    for result in results.values():
-        for shape in result["shapes"]:
-            size = "×".join(map(str, shape["shape"]))
-            for name, run in shape["rows"].items():
-                rows.append(
-                    (size, name, f"{run['ms']:.1f}", f"{run['x_gemms']:.3f}", f"{run['peak_bytes'] / 2**30:.2f}")
-                )
     return rows
 
 
@@ -126,24 +113,10 @@ def gpus_table(results: Results) -> Rows:
             rows.append(
                 (f"**llama-3.1-8b 4×2048**, {run['way']}", f"{run['ms']:.1f}", beside, f"{run['peak_gib']:.1f}")
             )
-        for run in result.get("ways", []):
-            rows += ways_rows(run)
         for run in (run for run in result.get("tensor", []) if "speedup" in run):
             ms, peak = f"{run['together']['ms']:.1f}", f"{run['together']['peak_gib']:.1f}"
             rows.append((f"**{run['model']} 4×2048**, tensor", ms, f"{run['speedup']:.2f} × one GPU's speed", peak))
     return rows
-
-
-def ways_rows(run: dict[str, Any]) -> Rows:
-    """Return the rows of one way to gather: launched from Python, and as a CUDA graph."""
-    long, short = run["ms"]["4x2048"], run["ms"]["2x512 as a graph"]
-    gathered = "us" in run
-    way = f"each call, by {run['way']}" if gathered else run["way"]
-    beside = f"{run['of_data']['4x2048']:.3f} of data; a gather takes {run['us']:.0f} µs" if gathered else ""
-    return [
-        (f"**llama-3.1-8b 4×2048**, {way}", f"{long:.1f}", beside, ""),
-        (f"**llama-3.1-8b 2×512, CUDA graphs**, {way}", f"{short:.1f}", f"{run['of_alone']:.2f} × one GPU's time", ""),
-    ]
 
 
 SECTIONS = (
@@ -153,15 +126,14 @@ SECTIONS = (
         {"overview": plots.overview},
     ),
     Section(
-        "Training steps", r"(step|packed)_(?!attention).*", STEPS,
+        "Training steps", r"(step|packed)_.*", STEPS,
         {"step": plots.step, "memory": plots.memory}, step_table,
     ),
     Section(
-        "Two GPUs", r"several_gpus_.*|sharded_(h200x2|ways_.*|seventy_(24gib|slices)_.*)",
+        "Two GPUs", r"several_gpus_.*|sharded_.*",
         "The same step on each of two H200s of one host, in one run: without communication, with summed gradients "
         "(data), and with sharded frozen weights: every decoder layer gathered in each pass (each call), every other "
-        "layer kept gathered (half kept), or all. The bytes move by NCCL or by copy engines that read the owner's "
-        "memory ('handles', the default on one host; 'symmetric memory' maps it by other means).",
+        "layer kept gathered (half kept), or all.",
         {}, gpus_table,
     ),
     Section(
@@ -171,19 +143,13 @@ SECTIONS = (
         {}, step_table,
     ),
     Section(
-        "Cross-entropy of a frozen head", r"head_.*",
-        "Mean loss and dX; the implementations take turns. The floor is the two GEMMs alone, unchunked. 'halfbyte' "
-        "then had a CUDA kernel, which has been removed: 'halfbyte, Triton' is the current kernel.",
-        {}, head_table,
-    ),
-    Section(
         "Elementwise kernels", r"kernels_.*",
         "The bytes that a kernel must read and write, over its time in a CUDA graph, as a fraction of a device copy's "
         "bandwidth; the dotted line is 85%. 'Called' is a call from Python, 'host' the host's part of it.",
         {"kernels": plots.kernels}, kernel_table,
     ),
     Section(
-        "Dequantizing to bf16", r"dequantize_.*h200",
+        "Dequantizing to bf16", r"dequantize_.*",
         "The same measure. 'nested' has scales quantized to 8 bits.", {"dequantize": plots.dequantize},
     ),
     Section(
@@ -193,7 +159,7 @@ SECTIONS = (
         {"gemv_formats": plots.gemv}, gemv_table,
     ),
     Section(
-        "Decoding", r"decode_(?!layers).*h200",
+        "Decoding", r"decode_.*",
         "Tokens per second of the 8B in NF4 after prompts of 128 tokens, all rows of a batch together.",
         {"decode": plots.decode}, decode_table,
     ),
@@ -211,8 +177,8 @@ within one run: times of two runs may be from two machines. [What did not work](
 choices that these numbers led to.
 
 `python -m benchmarks` lists the cases that make the results, with their options; `python -m benchmarks CASE` runs one.
-Words in capitals are files of yours. A result records its commit, device and versions. Figures on other pages name
-their result or their command. A result without a case was made by a script that is in the history, at its commit.
+Words in capitals are files of yours. A result records its commit, device and versions. Figures here and on other pages
+that name neither a result nor a command were measured by scripts that are in the history.
 """
 
 

@@ -21,7 +21,7 @@ Draw = Callable[["Figure", Results], None]
 
 INK, GRID = "#7b858f", "#7b858f50"
 COLOURS = {
-    "halfbyte": "#3b82f6", "halfbyte, graph": "#0ea5a0", "halfbyte train": "#84a83a", "unsloth": "#f0883e",
+    "halfbyte": "#3b82f6", "halfbyte, graph": "#0ea5a0", "unsloth": "#f0883e",
     "bitsandbytes": "#c9608f", "HF, PEFT, bitsandbytes": "#c9608f", "liger": "#f0883e", "torch.compile": "#9a7fd1",
 }  # fmt: skip
 QLORA_BATCH = 2, 2048  # rows and tokens of benchmarks.qlora_8b, packed and checkpointed
@@ -214,14 +214,10 @@ def dequantize(figure: Figure, results: Results) -> None:
     """Dequantizing in a graph: fraction of copy bandwidth."""
     groups = []
     for result in results.values():
-        for name, row in result.get("shapes", {}).items():
+        for name, row in result["shapes"].items():
             rates = {"halfbyte": row["ours_graph_TBps"], "bitsandbytes": row["bitsandbytes_graph_TBps"]}
             series = {by: (rate / result["copy_TBps"], f"{rate:.2f} TB/s") for by, rate in rates.items()}
             groups.append((f"NF4 {name.replace('x', '×')}", series))
-        for name, row in result.get("formats", {}).items():
-            fraction = row["copy_fraction"]
-            shape = "×".join(map(str, result["shape"]))
-            groups.append((f"{name} {shape}", {"halfbyte": (fraction, f"{fraction:.0%}")}))
     figure.set_size_inches(7, height(groups))
     axes = figure.add_subplot()
     bars(axes, groups)
@@ -232,17 +228,14 @@ def dequantize(figure: Figure, results: Results) -> None:
 
 
 def gemv(figure: Figure, results: Results) -> None:
-    """GEMV and small-batch GEMM: against cuBLAS on a 16-bit weight, and the fraction of copy bandwidth.
-
-    A line a shape; where rows name formats, one a format, at the largest shape.
-    """
+    """Products of few rows, at the largest shape: against cuBLAS on a 16-bit weight, and of copy bandwidth."""
     figure.set_size_inches(7, 2.7)
     lines: dict[str, list[dict[str, Any]]] = {}
     for result in results.values():
         largest = max((row["shape"] for row in result["rows"]), key=lambda shape: math.prod(map(int, shape.split("x"))))
         for row in result["rows"]:
-            if row.get("spec") is None or row["shape"] == largest:
-                lines.setdefault(row.get("spec") or row["shape"].replace("x", "×"), []).append(row)
+            if row["shape"] == largest:
+                lines.setdefault(row["spec"], []).append(row)
     left, right = figure.subplots(1, 2)
     for (style, colour), (label, rows) in zip(product(("-", "--", ":"), LINES), lines.items(), strict=False):
         batches = [row["batch"] for row in rows]

@@ -5,8 +5,7 @@
 Writes a random checkpoint of Llama-3.1-8B's shape and an adapter, trains through `halfbyte train` (NF4 with double
 quantization, GSM8K packed 2×2048), then trains the peer from the same weights and adapter on the same batches in the
 same order, each in its own process. The peer runs twice: as TRL sets it up (16-bit norms and residual stream), and
-after PEFT's `prepare_model_for_kbit_training`, which makes everything that is not quantized float32. `--model tiny`
-tries it out.
+after PEFT's `prepare_model_for_kbit_training`, which makes everything that is not quantized float32.
 """
 
 from __future__ import annotations
@@ -23,19 +22,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from benchmarks.harness import parser_of, write_result
-
-SHAPES = {
-    "llama-3.1-8b": dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
-    ),
-    "tiny": dict(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=128256, max_position_embeddings=131072,
-    ),
-}  # fmt: skip
-
+from benchmarks.harness import parser_of, require_gpu, write_result
+from benchmarks.step_model import TARGETS, model_config
 
 TEMPLATE = (
     "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
@@ -47,14 +35,15 @@ TEMPLATE = (
 
 def write_checkpoint(shape: str, tokenizer: Path, folder: Path) -> None:
     """Write random bf16 weights in 4 GB shards, the Llama-3 tokenizer and a chat template with generation marks."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tok = PreTrainedTokenizerFast(
         tokenizer_file=str(tokenizer / "tokenizer.json"), eos_token="<|end_of_text|>", bos_token="<|begin_of_text|>"
     )
     tok.chat_template = TEMPLATE
     tok.save_pretrained(folder)
-    config = LlamaConfig(**SHAPES[shape], rope_theta=500000.0, bos_token_id=128000, eos_token_id=128001)
+    config = model_config(shape)
+    config.update({"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": None})
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.set_default_dtype(torch.bfloat16)
@@ -70,8 +59,7 @@ def write_adapter(base: Path, folder: Path) -> None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    peft = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
+    peft = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM"))
     peft.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(1)
     for name, parameter in peft.named_parameters():
@@ -156,7 +144,7 @@ def save_order(config_file: Path) -> None:
 
 
 def compare(given: argparse.Namespace) -> None:
-    """Print the runs side by side and write the result."""
+    """Print what the runs took and how their losses differ, and write the result."""
     records = [json.loads(line) for line in (given.work / "out" / "metrics.jsonl").read_text().splitlines()]
     train = [record for record in records if record["kind"] == "train"]
     memory = json.loads((given.work / "out" / "memory.json").read_text())
@@ -171,9 +159,6 @@ def compare(given: argparse.Namespace) -> None:
     for peer in ("peer", "peer-upcast"):
         runs[peer] = json.loads((given.work / f"{peer}.json").read_text())
         assert runs[peer]["trained_tokens"] == runs["halfbyte"]["trained_tokens"], "the runs saw different batches"
-    print(" step " + " ".join(f"{name:>12}" for name in runs))
-    for step, losses in enumerate(zip(*(run["losses"] for run in runs.values()), strict=True), 1):
-        print(f"{step:5} " + " ".join(f"{loss:12.5f}" for loss in losses))
     summary = {}
     for name, run in runs.items():
         pairs = zip(runs["halfbyte"]["losses"], run["losses"], strict=True)
@@ -198,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--data", type=Path)
     made.add_argument("--tokenizer", type=Path)
     made.add_argument("--work", type=Path, default=Path("/tmp/qlora-8b"))
-    made.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    made.add_argument("--model", choices=["llama-3.1-8b", "llama-3.2-1b"], default="llama-3.1-8b")
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--peer", choices=["peer", "peer-upcast"], help=argparse.SUPPRESS)
     return made
@@ -206,6 +191,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     config_file = given.work / "run.yaml"
     if given.peer:
         save_order(config_file)

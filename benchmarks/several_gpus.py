@@ -7,81 +7,59 @@ Compare ratios: each part times one GPU alone while the others block, all GPUs w
     data      `data` parallel: 8B 4×2048; 0.6B 2×2048 and 2×512 as CUDA graphs
     tensor    `tensor` parallel: 8B 4×2048
     gathers   `shard`: 8B 4×2048; every layer gathered in each pass, every other layer kept gathered, or all
-    ways      `shard`: how bytes move: NCCL with all or four channels, or reads from the owner's memory (handles);
-              8B 4×2048 launched from Python, 2×512 as a CUDA graph
-    seventy   `shard`: 70B 1×2048 on GPUs filled up except for --card-gib, as the plan for that memory divides it
-    context   `context` parallel: 8B, one row of --length tokens (131072), one document or --documents packed ones
-    offload   8B, one row of --length tokens (32768) on each GPU, all layers' activations offloaded
 
 Rates. With T₁ the ms of one GPU alone, Tᵢ of GPU i without communication and T the slowest GPU's of all n together:
 
     of_alone     T₁ / T          share of n times one GPU's rate that n GPUs have with n times its rows
     of_apart     max(Tᵢ) / T     share of n times the rate of the slowest of n independent processes at once
     of_rates     n / (T · Σ 1/Tᵢ)    share of the summed rates of these n processes
-    efficiency   T₁ / (n · T)    context: both compute the same row, so each of n GPUs has 1/n of T₁'s work
-    slowdown     T / T₁          offload
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import statistics
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks import step_model
 from benchmarks.harness import (
-    event_us,
     free_memory,
     parser_of,
     peak_gib,
-    provenance,
+    require_gpu,
     reset_peak,
     synchronize,
     timing_event,
+    write_result,
 )
-from benchmarks.step import document_lengths, packed_batch
-from benchmarks.step_model import WARMUP, build, empty_model, fill, levels, random_batch, run_config, timed
+from benchmarks.step_model import WARMUP, build, random_batch, timed
 from halfbyte.config import Parallel
-from halfbyte.memory.allocators import FIRST_KERNELS, memory_cap
 from halfbyte.modeling.cast_cache import cast_replacements
-from halfbyte.ops import IGNORE_INDEX
-from halfbyte.parallel.context.model import context_parallel, context_shard
-from halfbyte.parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
 from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.parallel.shard.model import has_static_gradients, shard_model, sharded
 from halfbyte.parallel.shard.optimizer import shard_optimizer
 from halfbyte.train.stepper import GraphedStepper, Stepper
-from halfbyte.utils.hardware import fixed_segments, free_cached_memory
 
 GIB = 2**30
-EIGHT, SEVENTY = "llama-3.1-8b", "llama-3.1-70b"
-ROWS, TOKENS = 4, 2048  # sequences of a batch and their tokens, in `tensor`, `gathers` and `ways`
-CONTEXT_LENGTH, OFFLOAD_LENGTH = 131072, 32768  # tokens of a row
-CONTEXT_GIB = 70.0  # memory that activation levels of `context` are planned for, so that all cards compute the same
+EIGHT = "llama-3.1-8b"
+ROWS, TOKENS = 4, 2048  # sequences of a batch and their tokens, in all parts but `data`
 DATA = ((EIGHT, 4, 2048, False), ("qwen3-0.6b", 2, 2048, True), ("qwen3-0.6b", 2, 512, True))
-step_model.MODELS[SEVENTY] = ("Llama", step_model.MODELS[EIGHT][1] | {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-})  # fmt: skip
 
 
 class Results:
     """The main process's results, written after each addition."""
 
-    def __init__(self, mesh: Mesh, path: str | None):
+    def __init__(self, mesh: Mesh, path: Path | None):
         self.mesh, self.path = mesh, path
         self.found: dict[str, Any] = {"gpus": mesh.size}
 
@@ -90,8 +68,7 @@ class Results:
             return
         self.found.setdefault(part, []).append(numbers)
         print(part, json.dumps({key: value for key, value in numbers.items() if key != "losses"}), flush=True)
-        if self.path:
-            Path(self.path).write_text(json.dumps({**provenance(), **self.found}, indent=1) + "\n")
+        write_result(self.path, self.found)
 
 
 def alone(mesh: Mesh) -> Mesh:
@@ -102,15 +79,12 @@ def alone(mesh: Mesh) -> Mesh:
 class Training:
     """A model and the training loop's own step on one batch, with or without the other ranks."""
 
-    def __init__(
-        self, mesh: Mesh, name: str, rows: int, length: int, graphs: bool, model: Any = None, activations: Any = None
-    ):
+    def __init__(self, mesh: Mesh, name: str, rows: int, length: int, graphs: bool):
         import halfbyte
         from halfbyte.modeling.head import causal_lm_loss
 
-        self.mesh, self.model = mesh, model or build(name, mesh.kind)
-        if model is None:
-            halfbyte.patch(self.model, activations)
+        self.mesh, self.model = mesh, build(name, mesh.kind)
+        halfbyte.patch(self.model)
         self.batch = random_batch(name, rows, length, mesh.kind)
 
         def sums(batch: Any) -> dict[str, Tensor]:
@@ -150,7 +124,7 @@ class Training:
         free_memory()
 
 
-def data(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
+def data(mesh: Mesh, results: Results) -> None:
     for name, rows, length, graphs in DATA:
         training, tokens, ms = Training(mesh, name, rows, length, graphs), rows * length, {}
         rates = []
@@ -172,7 +146,7 @@ def data(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
         training.close()
 
 
-def tensor(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
+def tensor(mesh: Mesh, results: Results) -> None:
     """Time one GPU alone, then all. Also compares the first step's loss and gradient norm."""
     import halfbyte
     from halfbyte.parallel.tensor.model import apply_tensor_parallel
@@ -195,13 +169,9 @@ def tensor(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
     if mesh.is_main:
         shape = {"model": EIGHT, "rows": rows, "length": length}
         speedup = found["alone"]["ms"] / found["together"]["ms"]
-        results.add("tensor", **shape, **found, speedup=speedup, first_step_off=_differences(found))
-
-
-def _differences(found: dict[str, Any]) -> list[float]:
-    """Return the relative differences of loss and gradient norm between one GPU alone and all together."""
-    pairs = zip(found["alone"]["norms"], found["together"]["norms"], strict=True)
-    return [abs(ours / theirs - 1) for theirs, ours in pairs]
+        norms = zip(found["alone"]["norms"], found["together"]["norms"], strict=True)
+        off = [abs(together / alone_ - 1) for alone_, together in norms]
+        results.add("tensor", **shape, **found, speedup=speedup, first_step_off=off)
 
 
 def _repeated_step(training: Training, mesh: Mesh, together: bool, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
@@ -226,61 +196,6 @@ def _repeated_step(training: Training, mesh: Mesh, together: bool, steps: int = 
     return {"ms": statistics.median_low(every), "steps_ms": every, "norms": norms, **peak_gib(mesh.kind)}
 
 
-def context(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
-    """Time one row on one GPU alone, then divided among all, with the same activation levels.
-
-    A row of an eighth of the length warms both up, since the full row takes a minute on one GPU.
-    """
-    sliced, length = mesh.with_layout(Parallel(context=mesh.size)), given.length or CONTEXT_LENGTH
-    each = mesh.from_main(levels(EIGHT, 1, length, "auto", CONTEXT_GIB, mesh.kind) if mesh.is_main else ())
-    training, found = Training(mesh, EIGHT, 1, length, False, activations=each or None), dict[str, Any]()
-    row = (
-        packed_batch(EIGHT, document_lengths(given.documents, length), mesh.kind) if given.documents else training.batch
-    )
-    rows = random_batch(EIGHT, 1, length // 8, mesh.kind), row
-    for way in ("alone", "together"):
-        divided = way == "together"
-        if divided or mesh.is_main:
-            with context_parallel(training.model, sliced) if divided else contextlib.nullcontext():
-                for batch, steps in zip(rows, (1, given.steps), strict=True):
-                    training.count = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-                    training.batch = context_shard(batch, sliced) if divided else batch
-                    found[way] = _repeated_step(training, sliced, divided, steps, warmup=0)
-        free_memory()
-        mesh.barrier()
-    together = found["together"]
-    together["ms"], together["peak_gib"] = mesh.max(together["ms"]), mesh.max(together["peak_gib"])
-    if mesh.is_main:
-        shape = {"model": EIGHT, "length": length, "documents": given.documents or 1, "levels": Counter(each)}
-        efficiency = found["alone"]["ms"] / (mesh.size * together["ms"])
-        results.add("context", **shape, **found, efficiency=efficiency, first_step_off=_differences(found))
-    training.close()
-
-
-def offload(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
-    """Time a step with offloaded activations on one GPU alone, then on all at once.
-
-    Also measures the copies to pinned host memory, in GB/s a GPU.
-    """
-    length, ms, copies = given.length or OFFLOAD_LENGTH, dict[str, float](), dict[str, float | None]()
-    training = Training(mesh, EIGHT, 1, length, False, activations="offload")
-    device = torch.device(mesh.kind)
-    if mesh.is_main:
-        copies["alone"] = host_copy_bandwidth(alone(mesh), device)
-        ms["alone"] = training.time(alone(mesh), length, False, given.steps, warmup=0)["ms"]
-    mesh.barrier()
-    copies["together"] = host_copy_bandwidth(mesh, device)
-    for way, together in (("apart", False), ("together", True)):
-        run = training.time(mesh, length, together, given.steps, warmup=0)
-        ms[way] = run["ms"]
-    if mesh.is_main:
-        gb = {way: rate / 1e9 for way, rate in copies.items() if rate}
-        shape = {"model": EIGHT, "rows": 1, "length": length}
-        slower = ms["together"] / ms["alone"]
-        results.add("offload", **shape, ms=ms, slowdown=slower, copies_gb_s=gb, peak_gib=run["peak_gib"])
-    training.close()
-
-
 class Sharded(Training):
     """A model whose decoder layers are sharded, and the training loop's own step on one batch.
 
@@ -290,10 +205,6 @@ class Sharded(Training):
     def __init__(self, mesh: Mesh, name: str, rows: int, length: int, stays: Sequence[Any]):
         super().__init__(mesh, name, rows, length, False)
         shard_model(self.model, mesh, stays)
-        self.shard_trained()
-
-    def shard_trained(self) -> None:
-        """Shard adapters and optimizer state like the training loop."""
         static = sharded(self.model) is not None and has_static_gradients(self.model)
         narrow = partial(cast_replacements, self.model, torch.bfloat16)
         self.units = shard_optimizer(self.mesh, self.trained, block=1, static_gradients=static, narrow=narrow)
@@ -319,7 +230,7 @@ class Sharded(Training):
         return run
 
 
-def gathers(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
+def gathers(mesh: Mesh, results: Results) -> None:
     rows, length = ROWS, TOKENS
     training = Training(mesh, EIGHT, rows, length, False)
     data_ms = training.time(mesh, rows * length)
@@ -335,223 +246,23 @@ def gathers(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
         training.close()
 
 
-def by_nccl(share: Any, channels: int | None = None) -> None:
-    """Gather by NCCL, with at most `channels` channels (multiprocessors)."""
-    group = share.group
-    if channels:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = channels
-        group = dist.new_group(backend="nccl", pg_options=options)
-    for each in share.block_gathers:
-        each.peer_shards, each.group = None, group
-
-
-def by_handles(share: Any) -> None:
-    """Read shards from their owner's memory."""
-    share.read_peers()
-    if share.fallback_reason:
-        raise RuntimeError(share.fallback_reason)
-
-
-WAYS: dict[str, Callable[[Any], None]] = {
-    "NCCL": by_nccl, "NCCL, 4 channels": partial(by_nccl, channels=4), "handles": by_handles,
-}  # fmt: skip
-LONG, SHORT = "4x2048", "2x512 as a graph"
-
-
-class BothShapes(Training):
-    """One model and two batches: 4×2048 launched from Python, 2×512 as a CUDA graph."""
-
-    def __init__(self, mesh: Mesh):
-        super().__init__(mesh, EIGHT, ROWS, TOKENS, False)
-        self.eager = self.stepper
-        self.batches = {LONG: self.batch, SHORT: random_batch(EIGHT, 2, TOKENS // 4, mesh.kind)}
-
-    def times(self, mesh: Mesh, together: bool = True, shapes: Sequence[str] = (LONG, SHORT)) -> dict[str, float]:
-        found = {}
-        for shape in shapes:
-            self.batch, graphed = self.batches[shape], shape == SHORT
-            self.stepper = GraphedStepper(self.eager.sums, self.trained) if graphed else self.eager
-            run = self.time(mesh, self.batch["input_ids"].numel(), together, 10 if graphed else 3)
-            found[shape] = run["ms"]
-            self.stepper.close()
-        return found
-
-
-def ways(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
-    sliced, training = mesh.with_layout(Parallel(shard=mesh.size)), BothShapes(mesh)
-    alone = training.times(mesh, together=False, shapes=[SHORT])[SHORT]
-    data_ms = training.times(mesh)
-    results.add("ways", way="data", ms=data_ms, of_alone=data_ms[SHORT] / alone)
-    shard_model(training.model, sliced, ["call"] * len(training.model.get_base_model().model.layers))
-    free_memory()
-    share = sharded(training.model)
-    assert share is not None
-    keep(share, range(len(share.blocks)))
-    kept = training.times(sliced)
-    results.add("ways", way="all kept", ms=kept, of_alone=kept[SHORT] / alone)
-    keep(share, ())
-    for way, use in WAYS.items():
-        try:
-            use(share)
-            reason = ""
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"[:300]
-        if any(reasons := sliced.gather(reason)):
-            results.add("ways", way=way, failed=reasons)
-            continue
-        gathered, ms = one_gather(share, sliced), training.times(sliced)
-        of_data = {shape: data_ms[shape] / ms[shape] for shape in ms}
-        results.add("ways", way=way, **gathered, ms=ms, of_data=of_data, of_alone=ms[SHORT] / alone)
-
-
-def keep(share: Any, chosen: Collection[int]) -> None:
-    """Keep the blocks of these indices gathered, and no others."""
-    for at, block in enumerate(share.blocks):
-        block.set_reshard_after_forward(at not in chosen, recurse=False)
-        block.set_reshard_after_backward(at not in chosen, recurse=False)
-        block.reshard()
-
-
-def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
-    """Time the gather of one block and NCCL's all-gather of as many bytes, and compare their results."""
-    gather = share.block_gathers[1]
-    token = torch.empty(16 * mesh.size, dtype=torch.uint8, device=mesh.kind)
-    us = event_us([lambda: gather(token, token, None)], 20, device=mesh.kind)
-    found, peers = gather.full.clone(), gather.peer_shards
-    gather.peer_shards = None
-    gather(token, token, None)
-    equal = torch.equal(found, gather.full)
-    gather.peer_shards = peers
-    own = torch.empty(gather.shard.numel(), dtype=torch.uint8, device=mesh.kind)
-    nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20, device=mesh.kind)
-    gather.full.untyped_storage().resize_(0)
-    mesh.barrier()
-    return {"us": mesh.max(us), "nccl_us": nccl, "of_nccl": nccl / us, "equal": equal}
-
-
-def build_sharded(name: str, mesh: Mesh) -> Any:
-    """Build what `step_model.build` builds, layer by layer and sharded, like loading does."""
-    from halfbyte.formats import named
-    from halfbyte.layers import QuantizedLinear
-    from halfbyte.modeling.adapters import add_adapter
-    from halfbyte.parallel.shard.placement import Placement
-    from halfbyte.tensor import QuantizedTensor
-
-    torch.manual_seed(0)
-    model, format_, placement = empty_model(name), named("nf4"), Placement(("shard",))
-
-    def piece(linear: nn.Linear) -> nn.Module:
-        stored = QuantizedLinear.from_linear(linear, format_)
-        if mesh.degree("shard") == 1:
-            return stored
-        weight = stored.weight.data
-        own = placement.split(weight, mesh.degree("shard"))[mesh.coordinate("shard")].clone()
-        parameter: Any = nn.Parameter(own, requires_grad=False)
-        empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        parameter.template = QuantizedTensor.quantize(empty, format_)
-        del stored.weight
-        stored.weight = parameter
-        return stored
-
-    fill(model, mesh.kind, piece)
-    return add_adapter(model, run_config(name)).train()
-
-
-class FilledGpu:
-    """Allocates memory until only `gib` GiB of the GPU are free, like on a smaller card. 0: allocates nothing."""
-
-    def __init__(self, gib: float):
-        total, device = torch.cuda.mem_get_info()[1], torch.device("cuda", torch.cuda.current_device())
-        with fixed_segments(device):
-            taken = int(total - gib * GIB) // 2**21 * 2**21 if gib else 0
-            self.ballast = torch.empty(taken, dtype=torch.uint8, device=device)
-
-    def memory(self) -> dict[str, float]:
-        """Return the GiB that torch has allocated and reserved, now and at most, and that other libraries use."""
-        taken, (free, total) = self.ballast.nbytes, torch.cuda.mem_get_info()
-        torch.cuda.synchronize()
-        found = {
-            "allocated": torch.cuda.memory_allocated() - taken,
-            "reserved": torch.cuda.memory_reserved() - taken,
-            "beside": total - free - torch.cuda.memory_reserved(),
-            "used": total - free - taken,
-            "most_allocated": torch.cuda.max_memory_allocated() - taken,
-            "most_reserved": torch.cuda.max_memory_reserved() - taken,
-        }
-        return {name: round(size / GIB, 3) for name, size in found.items()}
-
-
-class Seventy(Sharded):
-    """The 70B with offloaded or checkpointed activations."""
-
-    def __init__(self, mesh: Mesh, level: str, on_host: Collection[int], log: Callable[[str], Any]):
-        import halfbyte
-
-        model = build_sharded(SEVENTY, mesh)
-        log("built")
-        halfbyte.patch(model, level)
-        shard_model(model, mesh, on_host=on_host)
-        log("sharded")
-        Training.__init__(self, mesh, SEVENTY, 1, 2048, False, model)
-        self.shard_trained()
-
-
-def seventy(mesh: Mesh, results: Results, given: argparse.Namespace) -> None:
-    from halfbyte.plan.estimate import estimate
-
-    shard, device = mesh.with_layout(Parallel(shard=mesh.size)), torch.device("cuda", mesh.local)
-    filled = FilledGpu(given.card_gib)
-
-    def log(phase: str) -> None:
-        results.add("seventy", phase=phase, gib=filled.memory())
-
-    all_gather_bandwidth(shard, device)  # as a run does before it plans: NCCL's buffers are allocated
-    free_cached_memory(device)
-    log("connected")
-    config = run_config(SEVENTY, per_device_train_batch_size=1, max_length=2048, activation_checkpointing="offload")
-    free = -mesh.max(-torch.cuda.mem_get_info()[0])
-    plan = mesh.from_main(
-        estimate(config, step_model.model_config(SEVENTY), device="cuda", capacity_bytes=free, layout=shard.layout)
-    )
-    results.add("seventy", planned_gib=plan.total / GIB, capacity_gib=plan.capacity_bytes / GIB, hosted=plan.hosted)
-    with memory_cap(device, plan.capacity_bytes - FIRST_KERNELS):  # like a run
-        training = Seventy(shard, "offload", plan.hosted, log)
-        run = training.time(shard, 2048)
-        results.add("seventy", way="offload", every=shard.gather(filled.memory()), **run)
-    training.close()
-    del filled.ballast
-    free_memory()
-    if mesh.is_main:
-        training = Seventy(alone(mesh), "checkpoint", (), lambda phase: None)
-        results.add("seventy", way="one GPU", **training.time(alone(mesh), 2048, together=False, steps=6))
-        training.close()
-    mesh.barrier()
-
-
-PARTS: dict[str, Callable[..., None]] = {
-    "data": data, "tensor": tensor, "gathers": gathers, "ways": ways, "seventy": seventy, "context": context,
-    "offload": offload,
-}  # fmt: skip
+PARTS: dict[str, Callable[..., None]] = {"data": data, "tensor": tensor, "gathers": gathers}
 
 
 def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
     made.add_argument("parts", nargs="+", choices=PARTS)
-    made.add_argument("--card-gib", type=float, default=24.0, help="seventy: memory of the card; 0: all of this one")
-    made.add_argument("--length", type=int, default=0, help="context, offload: tokens of a row; 0: the part's own")
-    made.add_argument("--documents", type=int, default=0, help="context: packed documents in the row; 0: one document")
-    made.add_argument("--steps", type=int, default=2, help="context, offload: timed steps")
     return made
 
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with present_mesh(kind="cuda") as mesh:
         results = Results(mesh, given.json)
         for part in given.parts:
-            PARTS[part](mesh, results, given)
+            PARTS[part](mesh, results)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ shape in a CUDA graph and summed; checkpointing counts the forward of the layers
 own processes (`benchmarks.step_peers`).
 
 --documents packs uneven documents into one row of --length tokens. Their lengths are log-normal (σ = 0.8) with a fixed
-seed. The floor then has the attention of each document at its own length, and one extra step checks that no tensor of
-the size of a dense mask is made.
+seed. The floor then has the attention of each document at its own length.
 
 --checkpointing is transformers' for halfbyte and each peer's own for the peer. --policy replaces it for halfbyte
 (`halfbyte.plan.policy`); --memory-limit-gib, --recipe and --storage also apply to halfbyte only. The floor stays in
@@ -20,10 +19,7 @@ bf16.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -32,10 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from benchmarks.harness import free_memory, graph_us, parser_of, write_result
+from benchmarks.harness import free_memory, graph_us, parser_of, require_gpu, run_peer, write_result
 from benchmarks.step_model import MODELS, STEPS, build, levels, model_config, random_batch, timed
 
 SETS = 3  # sets of operands in a graph, which together exceed the L2 cache
@@ -165,11 +159,6 @@ def ours(given: argparse.Namespace, documents: list[int] | None) -> dict[str, di
     print(training.report)
     if documents:
         training.batch = packed_batch(given.model, documents, "cuda")
-        with MaskWatch(given.length) as watch:
-            training.step(training.batch)
-        if watch.found:
-            raise SystemExit("a dense mask was made: " + "; ".join(watch.found))
-        training.restart()
     tokens = given.batch * given.length
     results = {"halfbyte": timed(lambda: training.step(training.batch), tokens, given.steps)}
     if given.graph:
@@ -193,16 +182,12 @@ def check_losses(eager: list[float], graphed: list[float]) -> None:
 
 def peer(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Run a peer in its own process. Returns its numbers, or its error."""
-    command = [sys.executable, "-m", "benchmarks.step_peers", name, given.model, str(given.batch), str(given.length)]
+    command = ["benchmarks.step_peers", name, given.model, str(given.batch), str(given.length)]
     command += ["--checkpointing"] if given.checkpointing else []
     environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}  # a peer has its own
-    if name in ("unsloth", "liger") and given.peer_path:
+    if name == "unsloth" and given.peer_path:
         environment["PYTHONPATH"] = os.pathsep.join([given.peer_path, environment.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        return {"error": (done.stderr or done.stdout).strip()[-600:]}
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    return run_peer(command, environment)
 
 
 def document_lengths(documents: int, tokens: int) -> list[int]:
@@ -224,31 +209,6 @@ def packed_batch(name: str, lengths: list[int], device: str) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
-class MaskWatch(TorchDispatchMode):
-    """Record the operations that allocate a tensor of the size of a `length` × `length` mask.
-
-    That is any tensor with two dimensions of `length`, or a bool tensor with as many elements.
-    """
-
-    def __init__(self, length: int):
-        super().__init__()
-        self.length = length
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if type(tensor) is Tensor and self._is_mask(tensor):
-                self.found.append(f"{func} made {tensor.dtype} {list(tensor.shape)}")
-        return made
-
-    def _is_mask(self, tensor: Tensor) -> bool:
-        area = self.length**2
-        if tensor.untyped_storage().nbytes() < area * tensor.element_size():
-            return False
-        return sum(size == self.length for size in tensor.shape) >= 2 or tensor.dtype == torch.bool
-
-
 def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
     made.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
@@ -256,20 +216,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--length", type=int, default=2048)
     made.add_argument("--documents", type=int, help="pack so many documents into one row of --length tokens")
     made.add_argument("--checkpointing", action="store_true")
-    made.add_argument("--policy", help="activation levels of halfbyte: a level, auto, or a mix: offload:20,keep:12")
+    made.add_argument("--policy", help="activation level of halfbyte, or auto")
     made.add_argument("--memory-limit-gib", type=float, help="limit of halfbyte's process and of its plan")
     made.add_argument("--recipe", default="bf16", help="arithmetic of halfbyte's GEMMs with frozen weights")
     made.add_argument("--storage", default="nf4", help="format of halfbyte's frozen weights")
     made.add_argument("--steps", type=int, default=STEPS, help="timed steps; 0: the first step only")
     made.add_argument("--no-floor", action="store_true")
     made.add_argument("--graph", action="store_true", help="also time a CUDA graph")
-    made.add_argument("--peers", default="", help="unsloth,bitsandbytes,liger")
-    made.add_argument("--peer-path", help="folder with Unsloth and Liger, for their processes only")
+    made.add_argument("--peers", default="", help="unsloth,bitsandbytes")
+    made.add_argument("--peer-path", help="folder with Unsloth, for its process only")
     return made
 
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     documents = document_lengths(given.documents, given.length) if given.documents else None
     given.batch = 1 if documents else given.batch
     least = None
@@ -296,12 +257,10 @@ def show(what: str, least: dict[str, Any] | None, runs: dict[str, dict[str, Any]
         if "error" in run:
             print(f"  {name:16} failed: {run['error']}")
             continue
-        line = f"  {name:16} {run['ms']:8.1f} ms"
-        if least:
-            of_floor, rate = least["ms"] / run["ms"], least["tflop"] / run["ms"] * 1e3
-            line += f"  {of_floor:.3f} of the floor  {rate:4.0f} TFLOP/s"
+        share = f"{least['ms'] / run['ms']:.3f} of the floor  " if least else ""
         speed, first = run["tokens_per_second"] / 1e3, run["first_step_seconds"]
-        print(f"{line}  {speed:7.2f}k tok/s  {run['peak_gib']:5.1f} GiB  first step {first:.1f} s")
+        line = f"  {name:16} {run['ms']:8.1f} ms  {share}{speed:7.2f}k tok/s  {run['peak_gib']:5.1f} GiB"
+        print(f"{line}  first step {first:.1f} s")
 
 
 if __name__ == "__main__":

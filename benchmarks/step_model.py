@@ -47,11 +47,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
         linear_conv_kernel_dim=4, tie_word_embeddings=False,
     )),
-    "gpt-oss-20b": ("GptOss", dict(
-        hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=64, vocab_size=201088, sliding_window=128, num_local_experts=32,
-        num_experts_per_tok=4, max_position_embeddings=131072, tie_word_embeddings=False,
-    )),
     "tiny": ("Llama", dict(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, vocab_size=1024, max_position_embeddings=8192, tie_word_embeddings=False,
@@ -82,20 +77,17 @@ def random_weight(shape: torch.Size, device: str) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
 
 
-def fill(model: Any, device: str, quantize: Any, elsewhere: Callable[[str], bool] = lambda name: False) -> None:
-    """Give a meta model random weights and replace each linear except the head by `quantize(linear)`.
-
-    elsewhere: returns whether the module or parameter of a name stays on the meta device.
-    """
-    for prefix, module in list(model.named_modules()):
+def fill(model: Any, device: str, quantize: Any) -> None:
+    """Give a meta model random weights and replace each linear except the head by `quantize(linear)`."""
+    for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and name != "lm_head" and not elsewhere(f"{prefix}.{name}"):
+            if type(child) is nn.Linear and name != "lm_head":
                 child.weight = nn.Parameter(random_weight(child.weight.shape, device), requires_grad=False)
                 setattr(module, name, quantize(child))
                 del child.weight  # the list of modules still holds the layer
-    for prefix, module in model.named_modules():
+    for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta and not elsewhere(f"{prefix}.{name}"):
+            if parameter is not None and parameter.is_meta:
                 module._parameters[name] = nn.Parameter(random_weight(parameter.shape, device), requires_grad=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -126,18 +118,13 @@ def run_config(name: str, **keys: Any) -> Any:
     return RunConfig(model_name_or_path=name, dataset="random", **(ours | keys))
 
 
-def levels(
-    name: str, rows: int, length: int, policy: str, limit_gib: float | None, device: str = "cuda"
-) -> tuple[str, ...]:
-    """Return the activation level of each layer for `policy`: a level, auto, or a mix such as "offload:20,keep:12"."""
+def levels(name: str, rows: int, length: int, policy: str, limit_gib: float | None) -> tuple[str, ...]:
+    """Return the activation level of each layer for `policy`: a level, or auto."""
     from halfbyte.plan.estimate import estimate
 
-    if ":" in policy:
-        parts = [part.split(":") for part in policy.split(",")]
-        return tuple(level for level, count in parts for _ in range(int(count)))
     shape = {"per_device_train_batch_size": rows, "max_length": length}
     config = run_config(name, **shape, activation_checkpointing=policy, memory_limit_gib=limit_gib)
-    plan = estimate(config, model_config(name), device=device)
+    plan = estimate(config, model_config(name), device="cuda")
     print(f"{plan.total / 2**30:.2f} GiB planned: {plan.reason}")
     return plan.levels
 

@@ -1,10 +1,9 @@
 """A peer's QLoRA step in its own process: `python -m benchmarks.step_peers PEER MODEL BATCH LENGTH`.
 
 The shapes, quantization, rank, optimizer and tokens are those of `benchmarks.step`. Prints one line starting with
-RESULT. `bitsandbytes` is Hugging Face's modules with PEFT after `prepare_model_for_kbit_training`; `liger` adds Liger's
-kernels. `installed` is the same script with halfbyte answering `import bitsandbytes`, and `patched` adds
-`halfbyte.patch`. Unsloth must be imported before transformers, so a process before it writes the checkpoint that it
-loads.
+RESULT. `bitsandbytes` is Hugging Face's modules with PEFT after `prepare_model_for_kbit_training`. `installed` is the
+same script with halfbyte answering `import bitsandbytes`, and `patched` adds `halfbyte.patch`. Unsloth must be imported
+before transformers, so a process before it writes the checkpoint that it loads.
 """
 
 from __future__ import annotations
@@ -89,15 +88,6 @@ def patched(given: argparse.Namespace) -> dict[str, Any]:
     return installed(given, is_patched=True)
 
 
-def liger(given: argparse.Namespace) -> dict[str, Any]:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen3
-
-    from benchmarks.step_model import model_config
-
-    {"llama": apply_liger_kernel_to_llama, "qwen3": apply_liger_kernel_to_qwen3}[model_config(given.model).model_type]()
-    return bitsandbytes(given)
-
-
 def unsloth(given: argparse.Namespace) -> dict[str, Any]:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
     folder = Path(tempfile.gettempdir()) / f"step-{given.model}"
@@ -177,7 +167,7 @@ def checkpoint(given: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("peer", choices=["bitsandbytes", "installed", "patched", "liger", "unsloth", "checkpoint"])
+    made.add_argument("peer", choices=["bitsandbytes", "installed", "patched", "unsloth", "checkpoint"])
     made.add_argument("model")
     made.add_argument("batch", type=int)
     made.add_argument("length", type=int)
@@ -191,8 +181,8 @@ def main() -> None:
     given = parser().parse_args()
     if given.peer == "checkpoint":
         return checkpoint(given)
-    hugging_face = {"bitsandbytes": bitsandbytes, "installed": installed, "patched": patched}
-    result = {**hugging_face, "liger": liger, "unsloth": unsloth}[given.peer](given)
+    peers = {"bitsandbytes": bitsandbytes, "installed": installed, "patched": patched, "unsloth": unsloth}
+    result = peers[given.peer](given)
     print("RESULT", json.dumps(result))
 
 

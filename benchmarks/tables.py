@@ -2,7 +2,7 @@
 
 A table lies between a mark and `<!-- end -->`. The marks:
 
-    <!-- quality: FILE all -->   what formats cost, from a result in benchmarks/results; `short` has the rows of SHORT
+    <!-- quality: FILE -->       what formats cost, from a result in benchmarks/results
     <!-- families -->            what works with which model family, from `halfbyte.modeling.families`
     <!-- cards -->               which model fits which card, from cards.json (`python -m benchmarks.cards`)
 """
@@ -31,10 +31,7 @@ NAMES = {"Qwen2_5_VL": "Qwen2.5-VL (text part)", "Qwen2Moe": "Qwen2-MoE", "Qwen3
          "MuseGlimmerText": "Muse Glimmer (text part)"}  # fmt: skip
 WAYS = ("fused training", "static decoding", "to GGUF", "from GGUF", "images to mmproj")
 SIMPLE = re.compile(r"(<!-- (families|cards) -->\n).*?(<!-- end -->)", re.DOTALL)
-BLOCK = re.compile(r"(<!-- quality: (\S+) (all|short) -->\n).*?(<!-- end -->)", re.DOTALL)
-SHORT = (
-    "as it is", "int8", "fp8", "kbit5", "hqq4", "int4", "nf4", "kbit4", "nvfp4-1d-46", "mxfp4", "fp4", "kbit3", "kbit2",
-)  # fmt: skip
+BLOCK = re.compile(r"(<!-- quality: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS = {
     "bits per weight": ("bits_per_weight", ".3f"),
     "weight SQNR, dB": ("sqnr_db", ".2f"),
@@ -43,14 +40,12 @@ COLUMNS = {
 }
 
 
-def quality_table(result: dict[str, Any], short: bool) -> str:
+def quality_table(result: dict[str, Any]) -> str:
     """Markdown: a row per format, and what was run."""
-    stored = result["stored_as"]
-    rows = [name for name in SHORT if name in stored] if short else list(stored)
     lines = ["| stored as | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
-    for name in rows:
-        cells = (_cell(stored[name].get(key), form) for key, form in COLUMNS.values())
-        lines.append(f"| {_label(name, stored[name])} | {' | '.join(cells)} |")
+    for name, row in result["stored_as"].items():
+        cells = (_cell(row.get(key), form) for key, form in COLUMNS.values())
+        lines.append(f"| {_label(name, row)} | {' | '.join(cells)} |")
     run = (
         f"{result['model']} on {result['text']}: about {result['tokens']:,} held-out tokens in windows of at most "
         f"{result['length']}; QLoRA: {result['steps']} steps of {result['batch'][0]}×{result['batch'][1]} tokens, "
@@ -111,8 +106,8 @@ def updated(document: str, results: Path) -> str:
     """The document's text with its tables as the results say."""
 
     def table(found: re.Match[str]) -> str:
-        begin, file, rows, end = found.groups()
-        return begin + quality_table(json.loads((results / file).read_text()), rows == "short") + end
+        begin, file, end = found.groups()
+        return begin + quality_table(json.loads((results / file).read_text())) + end
 
     def simple(found: re.Match[str]) -> str:
         begin, kind, end = found.groups()

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import copy_bandwidth, event_us, graph_us, parser_of, write_result
+from benchmarks.harness import copy_bandwidth, event_us, graph_us, parser_of, require_gpu, write_result
 from halfbyte.formats import Blockwise4, Format, named
 
 DEQUANTIZED = [(4096, 4096), (14336, 4096), (28672, 8192)]
@@ -114,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    require_gpu()
     if given.what == "dequantize":
         return write_result(given.json, dequantize())
     batches = [int(rows) for rows in given.rows.split(",")]

@@ -61,19 +61,13 @@ def test_packed_steps_and_small_batch_products_have_their_places(tmp_path):
     packed = {"model": "llama-3.1-8b", "tokens": 1000, "documents": [400, 600], "floor": {"ms": 720.0}, "runs": runs}
     row = {"shape": "8x16", "batch": 1, "us": 2.0, "cublas_us": 4.0, "of_copy": 0.5}
     formats = {"rows": [row | {"spec": "int8"}]}
-    for name, result in (
-        ("packed_x", packed),
-        ("packed_attention_x", {}),
-        ("gemv_x", {"rows": [row]}),
-        ("gemv_formats_x", formats),
-    ):
+    for name, result in (("packed_x", packed), ("gemv_formats_x", formats)):
         (tmp_path / f"{name}.json").write_text(json.dumps({**made_on, **result}))
     made = page.rendered(tmp_path)
     assert made.keys() == {page.PAGE, "plots/step.svg", "plots/memory.svg", "plots/gemv_formats.svg"}
     text = made[page.PAGE]
     assert "| **8B packed, 2 in 1000**, floor | 720.0 |" in text
     assert "| halfbyte | 900.0 | 0.800 | 18,204 | 60.00 | 2.0 |" in text
-    assert "| 8×16 | nf4 | 1 | 2.0 | 4.0 | 2.00 | 50% |" in text
     assert "| 8×16 | int8 | 1 | 2.0 | 4.0 | 2.00 | 50% |" in text
     assert "commit abc, GPU, torch 1.2" in text
     assert "python -m benchmarks" not in text.partition("## ")[2]  # no such case

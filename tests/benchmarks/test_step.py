@@ -1,12 +1,6 @@
-"""benchmarks.step: the documents of a packed row, the sums of its floor, and its check for dense masks."""
-
-import pytest
-import torch
+"""benchmarks.step: the documents of a packed row and the sums of its floor."""
 
 from benchmarks import step
-from halfbyte.autograd import attention as causal
-from halfbyte.modeling import attention
-from tests.helpers.patch_models import loop_over_documents
 
 LENGTHS = [40, 300, 300]
 
@@ -25,27 +19,6 @@ def test_batch_is_one_row_of_documents():
     assert batch["input_ids"].shape == (1, 640)
     assert batch["cu_seq_lens_q"].unique().tolist() == [0, 40, 340, 640]
     assert (batch["labels"] == -100).nonzero()[:, 1].tolist() == [0, 40, 340]
-
-
-@pytest.mark.parametrize("dense", [True, False])
-def test_dense_mask_is_found(monkeypatch, dense):
-    training = step.Training("tiny", 1, 640, "cpu")
-    if not dense:
-        monkeypatch.setattr(causal, "DTYPES", (torch.float32, torch.bfloat16))
-        monkeypatch.setattr(causal, "_varlen", lambda: (short_loop, frozenset({"enable_gqa"})))
-        attention.register()
-        training.model.config._attn_implementation = attention.ATTENTION_NAME
-    with step.MaskWatch(640) as watch:
-        training.step(step.packed_batch("tiny", LENGTHS, "cpu"))
-    assert any("torch.bool [1, 1, 640, 640]" in made for made in watch.found) == dense
-    assert bool(watch.found) == dense
-
-
-def short_loop(query, key, value, bounds, _, longest, __, **options):
-    """Attend document by document, ignoring the padding of the bounds."""
-    bounds = bounds.unique()
-    longest = int(bounds.diff().max())
-    return loop_over_documents(query, key, value, bounds, bounds, longest, longest, **options)
 
 
 def test_floor_times_attention_per_document(monkeypatch):

@@ -119,7 +119,7 @@ def test_every_rank_and_head_size_has_a_row(target):
         constants = launch.constants[3:] if launch.name.startswith("lora_glu.") else launch.constants
         return launch.name, launch.tensors[0].dtype, constants, launch.warps
 
-    of_page = launched(target, [*cases.lora_cases(), *cases.attention_cases()])
+    of_page = launched(target, [*cases.CASES["lora"], *cases.CASES["decoding"]])
     with matrix.recorded(target, matrix.no_nvrtc) as found:
         for dtype in cases.DTYPES:
             for rank in range(4, 129):
