@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and read
 
 SUBJECTS = sorted(path.stem for path in Path(hostile.__file__).parent.glob("rows_*.py"))
 
-SHARE = 2  # `make test` runs one of so many cases, by its name, and `make test-all` all
+SHARE = 3  # `make test` runs one of so many cases, by its name, and `make test-all` all
 
 
 def parameters() -> list:

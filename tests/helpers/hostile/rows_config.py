@@ -5,7 +5,6 @@ from tests.helpers.hostile.inputs import RUN
 
 BOTH = ("check run.yaml", "train run.yaml")
 LONG = "a" * 300
-RED = '"a\\e[31mred\\nnew"'
 # Eight levels of nine: 43 million entries.
 BOMB = "x0: &x0 [a,a,a,a,a,a,a,a,a]\n" + "".join(
     f"x{at}: &x{at} [{','.join([f'*x{at - 1}'] * 9)}]\n" for at in range(1, 8)

@@ -38,7 +38,6 @@ def kto(more: str = "") -> tuple[str, ...]:
     return both(f"method=kto {more}".strip())
 
 
-DIALOGUE = "\n\nHuman: a small\n\nAssistant:"
 SCORED = "train run.yaml method=reward output_dir=scored"
 ROWS = [
     Case("+ pairs are ready", "check run.yaml method=dpo", code=0, says="ready", files=lines(pair())),

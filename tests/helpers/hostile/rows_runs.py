@@ -43,11 +43,12 @@ FINISHED = [
              "run/generations.json": holds('[1, {"a": 2}]')}, after=("run/report.html",)),
     finished("+ a finished run resumed: a rate of text", {"run/metrics.jsonl": holds(RECORD % '"fast"')}, code=1,
              says="metrics.jsonl:1"),
-    finished("+ a finished run resumed: memory.json is damaged", {"run/memory.json": cut()}, code=1, says="memory.json"),
+    finished("+ a finished run resumed: memory.json is damaged", {"run/memory.json": cut()}, code=1,
+             says="memory.json"),
     finished("+ what a finished run lacks is done again", {"run/checks.json": gone}, says="report.html",
              after=("run/*",)),
-    stopped("+ halfbyte.json in which ways are text", in_all("halfbyte.json", edited(ways="two")), code=(0, 1), after=RAN,
-            gone=RAN),
+    stopped("+ halfbyte.json in which ways are text", in_all("halfbyte.json", edited(ways="two")), code=(0, 1),
+            after=RAN, gone=RAN),
 ]  # fmt: skip
 ROWS = [
     *FINISHED,
