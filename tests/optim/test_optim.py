@@ -112,12 +112,6 @@ def test_state_bytes_match_the_bits_of_patterns(name, bits, tmp_path):
     state_bytes_match(name, settings(name, tmp_path, optim_bits=bits))
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "correction8", "correction16"])
-@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "lion_8bit", "paged_adamw_8bit"])
-def test_corrections_are_part_of_the_state_bytes(name, rounding, tmp_path):
-    state_bytes_match(name, settings(name, tmp_path, optim_args={"rounding": rounding}, adapter_dtype="bfloat16"))
-
-
 def state_bytes_match(name, config):
     model = Model()
     optimizer = OPTIMIZERS[name].make(model, config)
@@ -201,19 +195,6 @@ def test_config_takes_the_rows_and_nothing_else():
         assert load_config(None, keys | {"optim": name} | layerwise).optim == name
     with pytest.raises(ConfigError, match=f"{', '.join(OPTIMIZERS)}.*'adamw_torch_xla'"):
         load_config(None, keys | {"optim": "adamw_torch_xla"})
-
-
-def test_two_models_in_a_process_share_no_8_bit_settings(tmp_path):
-    """bitsandbytes' global manager would apply the first model's 32-bit override to the second model."""
-    config = settings("adamw_8bit", tmp_path)
-    for make in (Model, lambda: nn.Linear(64, 300, bias=False)):
-        model = make()
-        optimizer = OPTIMIZERS["adamw_8bit"].make(model, config)
-        for parameter in trained_parameters(model).values():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    (state,) = optimizer.state.values()
-    assert state["exp_avg::quantized"].dtype == torch.uint8
 
 
 class Signed(torch.optim.Optimizer):
