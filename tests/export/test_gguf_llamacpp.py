@@ -15,10 +15,8 @@ from halfbyte.gguf.quants import ENCODERS, Type, quantize, row_bytes
 from tests.helpers.gguf_models import MODELS, save_model
 from tests.helpers.llamacpp import (
     QUANTIZED,
-    compare_with_llamacpps_quantizer,
     llama_cpp,
     load,
-    perplexity,
     quantized_by_llamacpp,
 )
 
@@ -120,13 +118,6 @@ def texts(shared, folder):
     return [tokenizer(json.loads(line)["text"][:1200])["input_ids"][:256] for line in lines]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mix", QUANTIZED)
-def test_perplexity_and_weight_error_beside_llamacpps_quantizer(small, shared, tmp_path, mix):
-    folder, path = small
-    compare_with_llamacpps_quantizer(folder, path, texts(shared, folder), tmp_path, mix)
-
-
 @pytest.mark.parametrize("fixture", ["llama-spm", "llama-bpe", "qwen2", "gpt-2"])
 def test_tokens_of_the_fixtures_texts(shared, tmp_path, fixture):
     """47 texts each, with the ids that llama.cpp's own vocabulary files give."""
@@ -136,19 +127,3 @@ def test_tokens_of_the_fixtures_texts(shared, tmp_path, fixture):
     model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
     for text, ids in fixture_texts(shared, fixture):
         assert model.tokenize(text.encode(), add_bos=False, special=False) == ids, repr(text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mix", "bound"), [("q2_k", 0.99), ("q3_k_s", 1.0)])
-def test_perplexity_with_importances_of_other_documents(small, shared, tmp_path, mix, bound):
-    """Over perplexity without them: 0.977 in Q2_K, 0.995 in Q3_K_S."""
-    folder, _ = small
-    lines = (shared / "data/datasets/validation.jsonl").read_text().splitlines()
-    (tmp_path / "calibration.jsonl").write_text("\n".join(lines[1::2]))
-    found = {}
-    for name, text in (("plain", None), ("weighed", tmp_path / "calibration.jsonl")):
-        path = export_gguf(folder, mix, tmp_path / f"{name}.gguf", importances=text, device="cpu").path
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        rows = [tokenizer(json.loads(line)["text"][:1200])["input_ids"][:256] for line in lines[:80:2]]
-        found[name] = perplexity(path, rows)
-    assert found["weighed"] <= bound * found["plain"]

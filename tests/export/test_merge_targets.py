@@ -157,15 +157,6 @@ def test_one_damaged_tensor_is_caught_in_every_target(tmp_path, run, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("target", ["int8", "nf4", "fp8-block"])
-def test_an_update_that_was_not_applied_is_caught(tmp_path, base, monkeypatch, target):
-    run = save_run(tmp_path / "run", base, scale=0.2, load_in_4bit=False)
-    monkeypatch.setattr("halfbyte.export.adapter.AdapterLayers.merged", lambda self, name, weight, piece=None: weight)
-    with pytest.raises(CheckpointError):
-        merge(run, tmp_path / "merged", quantize=target)
-
-
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -201,13 +192,6 @@ def test_shapes_that_a_target_cannot_hold_are_named(tmp_path, target, sizes, wor
     with pytest.raises(ConfigError, match=words):
         merge(run, tmp_path / "merged", quantize=target)
     assert not (tmp_path / "merged").exists()
-
-
-def test_a_missing_tool_is_required_only_to_verify(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("halfbyte.export.packing.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError):
-        merge(run, tmp_path / "merged", quantize="bnb-nf4")
-    merge(run, tmp_path / "merged", quantize="bnb-nf4", verify=False)
 
 
 def test_the_command_takes_patterns_and_the_report_lists_the_targets(tmp_path, run, capsys):

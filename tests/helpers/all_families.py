@@ -44,7 +44,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "reformer": {
-        "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_hidden_layers": 2, "num_buckets": 4, "hash_seed": 7,
+        "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_hidden_layers": 2, "num_buckets": 4,
+        "hash_seed": 7,
     },
     "qwen4_exp_text": QSA,
     "qwen4_exp": {"text_config": QSA},

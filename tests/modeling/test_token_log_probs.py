@@ -32,14 +32,6 @@ def test_token_log_probs_equal_full_logits(family, head):
     assert ("full_logits" in notices.notices_so_far()) == (head == "biased")
 
 
-def test_no_labels():
-    model = tiny("Llama").eval()
-    inputs = {"input_ids": batch()["input_ids"]}
-    with torch.inference_mode():
-        found = token_log_probs(model, inputs, torch.full_like(inputs["input_ids"], -100))
-    assert [len(part) for part in found] == [0, 0]
-
-
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("head", ["plain", "biased"])
 def test_log_probs_at_positions_and_gradients(family, head):

@@ -206,17 +206,6 @@ def test_pipeline_run_equals_one_process(two, place, alone, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("other", "packing"), [("data", True), ("shard", False)])
-def test_pipeline_with_data_or_shard(four, place, alone, tmp_path_factory, tmp_path, other, packing):
-    """Two stages of two ranks each, which have different sequences and shards of the frozen weights."""
-    if packing:
-        alone = rank_runs.run(None, place, tmp_path_factory.mktemp("packed"), gradient_accumulation_steps=4,
-                               packing=True)  # fmt: skip
-    keys = {"parallel": {"pipeline": 2, other: 2}, "gradient_accumulation_steps": 2, "packing": packing}
-    rank_runs.run(four, place, tmp_path / "run", **keys).same_as(alone)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("before", ["stages", "alone"])
 def test_resume_with_and_without_stages(two, place, alone, tmp_path, before):
     """One process resumes a checkpoint of two stages, and two stages one of one process."""

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.autograd.checkpointing import OnDevice
 from halfbyte.formats import from_spec
 from halfbyte.generation import generate
 from halfbyte.layers import QuantizedLinear
@@ -113,15 +112,6 @@ def test_formats(two, spec):
     )
 
 
-def few_adapters(mesh):
-    """Return linears without an adapter before and after others with one; with biases, in a storage format."""
-    return trained(mesh, "Llama", KINDS[0], False, target_modules=["v_proj", "up_proj"])
-
-
-def test_linears_without_adapters(two):
-    assert_same_training(two.run(few_adapters, layout={"tensor": 2}), few_adapters(SINGLE_PROCESS))
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", ["recompute", "recompute_mlp", "checkpoint", "tiled"])
 def test_levels(two, level):
@@ -149,17 +139,6 @@ def test_saved_stream_is_sharded(two, level):
     stream = batch()["input_ids"].numel() * SHAPE["hidden_size"]
     expected = [] if level == "recompute" else [(stream // 2, stream)] * 2
     assert two.run(kept, level, layout={"tensor": 2}) == [expected] * 2
-
-
-def put_together(mesh):
-    """Round-trip a tensor that does not divide evenly, and one with fewer elements than ranks."""
-    store = ShardedStore(mesh.group("tensor"), OnDevice())
-    return [store.unpack(store.pack(torch.arange(float(n)).view(1, n))) for n in (7, 1)]
-
-
-def test_sharded_store_restores_tensors(four):
-    for found in four.run(put_together, layout={"tensor": 4}):
-        assert [each.tolist() for each in found] == [[[0, 1, 2, 3, 4, 5, 6]], [[0]]]
 
 
 @pytest.mark.sampled(2)

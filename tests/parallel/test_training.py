@@ -37,20 +37,6 @@ def test_data_parallel_run_equals_one_process(place, alone, two, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_without_rows(place, alone, four, tmp_path):
-    """The last window has three micro-batches for four ranks."""
-    run(four, place, tmp_path / "out", gradient_accumulation_steps=1, parallel={"data": 4}).same_as(alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["packing", "padding_free"])
-def test_rows_of_several_documents(place, two, tmp_path, way):
-    keys = {way: True, "max_length": 40, "per_device_train_batch_size": 2}
-    one = run(None, place, tmp_path / "one", gradient_accumulation_steps=2, **keys)
-    run(two, place, tmp_path / "out", gradient_accumulation_steps=1, parallel={"data": 2}, **keys).same_as(one)
-
-
-@pytest.mark.slow
 def test_resume_on_another_number_of_ranks(place, alone, two, four, tmp_path):
     """Accumulation changes, so that a step keeps its rows; dropout is off, so that numbers equal one process's."""
     four_then = run(four, place, tmp_path / "four", gradient_accumulation_steps=1, save_steps=2, parallel={"data": 4})

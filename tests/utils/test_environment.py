@@ -47,12 +47,6 @@ def test_compute_dtype_respects_onednn_max_cpu_isa(monkeypatch, limit, expected)
     assert compute_dtype(torch.device("cpu")).dtype is expected
 
 
-def test_kernels_are_off_on_a_cpu_with_a_reason():
-    kernels = environment("cpu")["kernels"]
-    assert kernels["enabled"] is False
-    assert "CPU" in kernels["reason"]
-
-
 def test_kernels_follow_triton_on_a_gpu(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(module, "find_spec", lambda name: None)
@@ -111,13 +105,6 @@ def test_failing_and_hanging_commands_are_null(monkeypatch):
 
     monkeypatch.setattr(module.subprocess, "run", hang)
     assert module._run("echo", "x") is None
-
-
-def test_instruction_sets_are_read_from_cpuinfo(monkeypatch):
-    monkeypatch.setattr(module, "_cpuinfo", lambda: {"model name": "Xeon", "flags": "sse avx2 avx512f amx_bf16"})
-    cpu = module._cpu()
-    assert cpu["model"] == "Xeon"
-    assert cpu["instruction_sets"] == ["AMX-BF16", "AVX512", "AVX2"]
 
 
 def test_import_loads_neither_torch_nor_transformers():
