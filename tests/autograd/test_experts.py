@@ -72,6 +72,7 @@ def results(function, leaves, unit, weights, index):
     return [out, *torch.autograd.grad(out, leaves, torch.randn_like(out), materialize_grads=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("unit", "bias"), [(SILU, False), (SILU, True), (CLAMPED, True)], ids=["silu", "bias", "clamped"]
 )

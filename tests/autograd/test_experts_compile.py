@@ -19,6 +19,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("spec", "unit", "adapted"), [
     ("blockwise4:nf4:64:nested", Unit("silu"), True),
     ("blockwise4:nf4:64:nested", Unit("silu"), False),

@@ -82,6 +82,7 @@ def assert_equal_gradients(mine, theirs, inputs, **tolerance):
         torch.testing.assert_close(ours, reference, **tolerance)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [1, 5, None])
@@ -162,6 +163,7 @@ def test_under_checkpointing(reduction, reentrant):
         torch.testing.assert_close(both, 2 * tensor.grad)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("weight_is", ["trained", "frozen", "quantized"])
 def test_compiles_without_a_graph_break(reduction, weight_is):

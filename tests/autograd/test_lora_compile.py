@@ -27,7 +27,7 @@ def quantized(**keys):
     return module, packed
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("targets", [(*QKV, *MLP), ("q", "v", "down")], ids=len)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_compiled_equals_eager_and_saves_no_weight(targets, autocast):

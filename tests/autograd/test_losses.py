@@ -62,6 +62,7 @@ def full_log_probs(hidden, weight, labels, softcap=None, scale=1.0, temperature=
     return chosen * (labels != -100), entropy * (labels != -100)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keys", [{}, {"softcap": 3.0, "scale": 0.5, "temperature": 0.7}, {"temperature": 1.3}])
 @pytest.mark.parametrize("trained_head", [False, True])
 @pytest.mark.parametrize("entropy", ["no", "detached", "trained"])

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import several_gpus, step_model
 from tests.helpers.ranks import Ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 128, "head_dim": 32, "num_key_value_heads": 4}
 
 

@@ -45,6 +45,7 @@ def trained(name, module, steps=3, weights=None, state=None):
     return parameters, optimizer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_state_has_the_layout_of_bitsandbytes(name):
     real = pytest.importorskip("bitsandbytes")
@@ -81,6 +82,7 @@ def test_state_answers_bitsandbytes_names():
     assert "absmax1" not in optimizer.state[small]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_single_updates_equal_a_step(name):
     """`init_state` and `update_step`, which subclasses with a step of their own call."""
@@ -146,6 +148,7 @@ def overridden(optimizer_of, options, by, steps=3):
     return [parameter.detach().clone() for parameter in module.parameters()], optimizer
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("by", ["tensor", "place", "module"])
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "betas", "eps"])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "PagedAdamW"])
@@ -231,6 +234,7 @@ torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_in_another_process(tmp_path):
     """The manager of overrides is one per process, so a new process knows those of `register_module_override` only."""
     for file, start, end in (("one", 0, 4), ("two", 0, 2), ("two", 2, 4)):

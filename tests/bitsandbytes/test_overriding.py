@@ -49,6 +49,7 @@ def trained(module, name, steps=3, optimizer=None):
     return [weight.detach() for weight in weights], optimizer
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_real_optimizers_step_as_halfbytes(overridden, name):
     weights, optimizer = trained(real, name)
@@ -156,6 +157,7 @@ def test_without_the_real_package(monkeypatch):
         own.override()
 
 
+@pytest.mark.slow
 def test_refused_under_install():
     program = """
 import halfbyte.bitsandbytes as own

@@ -52,6 +52,7 @@ def step_8bit(module, name, p, g, states, step):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULE_OF)
 def test_32bit_updates_equal_bitsandbytes(real, name, dtype):

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tests.helpers.bnb_models import save_llama
 from tests.helpers.bnb_users import PACKAGES, STAGES, results
 
+pytestmark = pytest.mark.slow
+
 EXACT = ("transformers-nf4-nested", "transformers-fp4", "peft-lora-nf4-nested", "peft-dora-nf4-nested")
 OPTIMS = ("paged_adamw_8bit", "adamw_bnb_8bit")
 

@@ -441,7 +441,7 @@ def test_held_out_rows_are_split_off(config, write, make_tokenizer):
     assert len(prepared.report["held_out"]) == 3
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "kind", "rows"),
     [("dpo_en_demo.json", "pairs", 300), ("v1_dpo_demo.jsonl", "pairs", 10), ("kto_en_demo.json", "unpaired", 300)],

@@ -112,7 +112,7 @@ contents = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.s
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=5), system=st.none() | contents)
 def test_any_content_is_masked_exactly(make_tokenizer, template, turns, system):
     """Also when it is empty, white space, or looks like the markers of another turn."""
@@ -160,6 +160,7 @@ def test_marks_give_the_mask_of_transformers(real_tokenizer, shared):
         assert [int(label != IGNORE_INDEX) for label in row["labels"]] == reference["assistant_masks"]
 
 
+@pytest.mark.slow
 def test_difference_finds_the_marked_text(real_tokenizer, shared):
     """The same template with and without its marks, on real tool-call chats."""
     marked = real_tokenizer("llama-40m")

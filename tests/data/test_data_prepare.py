@@ -269,7 +269,7 @@ def test_token_strings_join_to_the_text(real_tokenizer):
         assert "".join(strings) == tokenizer.decode(ids)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "format", "documents"),
     [

@@ -46,7 +46,7 @@ def in_file(name, key, value):
     return value + 1 if shifted and key.endswith("norm.weight") else value
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_value_of_every_family_is_in_the_file(tmp_path, name):
     """The file holds the checkpoint's values in another order, with shifted norms."""

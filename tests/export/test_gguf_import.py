@@ -56,7 +56,7 @@ def plain(folder):
     return model.eval()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_f32_file_gives_the_model_back(tmp_path, name):
     model = save_model(tmp_path / "model", name)
@@ -103,7 +103,7 @@ def assert_holds_what_was_decoded(tmp_path, mix):
             assert torch.equal(found[name], value.to(dtype).float()), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mix", [mix for mix in MIXES if mix != "f32"])
 def test_every_type_is_decoded(tmp_path, mix):
     model = save_model(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512)
@@ -129,6 +129,7 @@ def test_llama_3s_scaling_is_found_from_its_factors(size, theta, factor):
         llama3_parameters(factors**2, theta)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "fixture",
     ["llama-spm", "gpt-2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama-bpe", "qwen2"))],
@@ -160,6 +161,7 @@ def test_the_40m_models_tokenizer(shared, tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in found.state_dict().items())
 
 
+@pytest.mark.slow
 def test_training_merging_and_generating_on_a_gguf_base(tmp_path, llama):
     rows = [{"prompt": f"what is {n}?", "completion": f" it is {n}."} for n in range(12)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -71,7 +71,7 @@ def test_each_expert_has_its_own(tmp_path, name):
     torch.testing.assert_close(seen["blk.1.ffn_down_exps.weight"].squares[3], expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "qwen2_moe", "gpt_oss", "glm4_moe"])
 def test_every_quantized_matrix_but_the_embedding_has_importances(tmp_path, text, name):
     save_model(tmp_path / "m", name)
@@ -106,6 +106,7 @@ def test_the_file_is_llamacpps(tmp_path):
     assert bool((found["blk.0.ffn_up_exps.weight"][1] > 0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", ["q2_k", "q4_0"])
 def test_the_weighted_error_falls(tmp_path, text, mix):
     sizes = {"hidden_size": 256, "intermediate_size": 256}

@@ -168,7 +168,7 @@ def test_logits_are_those_of_the_dequantized_model(mixed):
         torch.testing.assert_close(model(IDS).logits, plain_twin(model)(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["llama, linear rope, biases", "qwen2", "qwen3", "gemma3", "phi3", "mixtral"])
 @pytest.mark.parametrize("mix", ["q4_0", "q8_0"])
 def test_other_families(tmp_path, name, mix):

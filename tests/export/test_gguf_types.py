@@ -44,7 +44,7 @@ def test_bytes_are_the_gguf_librarys(type_, dtype):
     assert np.array_equal(quantize(x, type_).numpy(), expected.view(np.uint8).reshape(16, -1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(-1e4, 1e4, width=32).filter(lambda v: v == 0 or abs(v) > 1e-30), min_size=32, max_size=32))
 def test_bytes_of_any_block_are_the_gguf_librarys(values):
     x = torch.tensor([values])

@@ -131,6 +131,7 @@ def test_without_the_processors_numbers_there_is_no_file(tmp_path):
     assert export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf").mmproj
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
 def test_a_run_on_a_vision_model_is_exported_as_its_merge(tmp_path, name):
     """The adapter is merged into the language model; the vision part is the base's."""

@@ -41,7 +41,7 @@ def run(base, tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("run") / "run", base)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("target", ["original", "dequantized"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_pefts_rounded_once(tmp_path, base, kind, target):
@@ -66,7 +66,7 @@ def test_an_update_below_the_resolution_of_bf16_is_explained_and_said(tmp_path, 
     assert written.explained
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("base_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "keys", [{}, {"load_in_4bit": False}, {"bnb_4bit_quant_type": "fp4", "bnb_4bit_blocksize": 32}]
@@ -136,7 +136,7 @@ def test_a_plain_reload_computes_what_base_and_adapter_compute(tmp_path, base, r
 # --- tied weights ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -207,7 +207,7 @@ def test_an_adapter_alone_is_merged_onto_the_base_it_names(tmp_path, base, run):
 # --- verification ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "name",
     [

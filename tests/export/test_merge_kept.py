@@ -84,6 +84,7 @@ def test_every_target_retains_the_update_or_is_refused(tmp_path, run, target, on
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["bnb-int8", pytest.param("fp8-block", marks=pytest.mark.slow)])
 def test_8_bits_retain_the_update_of_a_4_bit_base(tmp_path, packed_run, target):
     report = merge(packed_run, tmp_path / "merged", quantize=target)
@@ -91,6 +92,7 @@ def test_8_bits_retain_the_update_of_a_4_bit_base(tmp_path, packed_run, target):
     assert abs(report.targets["dequantized"].loss.excess) <= EXCESS
 
 
+@pytest.mark.slow
 def test_the_bnb_int8_folder_is_loaded_trained_on_and_merged(tmp_path, run):
     """A merge for bitsandbytes is a base like any other; its bytes are kept."""
     merge(run, tmp_path / "int8", base="original", quantize="bnb-int8", verify=False)

@@ -71,7 +71,7 @@ def check_merged(merged, scheme, expected):
 QAT = {"load_in_4bit": False, "dtype": "float32"}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("scheme", ["int4", "int8", "fp8", "nvfp4"])
 def test_every_scheme_is_merged_to_what_it_computed(place, tmp_path, scheme):
     run = save_run(tmp_path / "run", place / "model", **QAT, qat_scheme=scheme)
@@ -106,6 +106,7 @@ def test_a_model_trained_whole(place, tmp_path, trained_logits):
     torch.testing.assert_close(logits(again.model), trained_logits[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_other_targets_are_merged_with_a_notice(place, tmp_path):
     run = save_run(tmp_path / "run", place / "model", **QAT, qat_scheme="nf4")
     report = merge(run, tmp_path / "merged", quantize="16bit")

@@ -51,7 +51,7 @@ def spec(target):
     return FOREIGN.get(target, target)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("target", [*FOREIGN, *OURS[:2], *SLOW])
 def test_the_tool_reads_the_merged_weights_quantized_once(tmp_path, base, run, target):
     report = merge(run, tmp_path / "merged", base="original", quantize=target)
@@ -80,7 +80,7 @@ def test_the_tool_reads_the_merged_weights_quantized_once(tmp_path, base, run, t
     assert (tmp_path / "merged" / "generation_config.json").exists()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,7 +138,7 @@ def test_a_server_may_fuse_what_shares_a_factor(tmp_path, base, run):
 DAMAGED = [pytest.param(target, marks=pytest.mark.slow) for target in ("kbit2", "hqq3", "fp8-tensor", "nvfp4")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("target", [*FOREIGN, "16bit", "nf4", *DAMAGED])
 def test_one_damaged_tensor_is_caught_in_every_target(tmp_path, run, monkeypatch, target):
     honest = Verifier.verify
@@ -194,6 +194,7 @@ def test_shapes_that_a_target_cannot_hold_are_named(tmp_path, target, sizes, wor
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.slow
 def test_the_command_takes_patterns_and_the_report_lists_the_targets(tmp_path, run, capsys):
     merge_run(run, tmp_path / "mixed", "dequantized", True, "*.down_proj=kbit5,*=nf4")
     merge_run(run, None, "dequantized", True, "int8")

@@ -5,11 +5,15 @@ import re
 import pytest
 
 from halfbyte.data.chat import ChatTemplate
-from halfbyte.export.modelfile import modelfile
+from halfbyte.export.modelfile import modelfile, rendered_chats
 from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.data.test_data_tool_template import CHATML, CONVERSATIONS
 from tests.helpers.gguf_models import byte_tokenizer
 
+QUOTES = (
+    '{% for m in messages %}{{ \'"""\' + m.role + \'"""\' + m.content + \'""""\' }}{% endfor %}'
+    '{% if add_generation_prompt %}{{ \'"""assistant"\' }}{% endif %}'
+)
 COUNTING = "{% for m in messages %}{{ loop.index }}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 
 
@@ -35,6 +39,13 @@ def test_a_default_system_text_becomes_system():
     assert '{{ if eq .Role "user" }}<|user|>{{ .Content }}</s>\n{{ end }}' in section(text, "TEMPLATE")
 
 
+def test_triple_quotes_end_no_text():
+    text = modelfile(["m.gguf"], tokenizer_with(QUOTES), [], 512)
+    body = section(text, "TEMPLATE")
+    assert body.replace(r'{{ "\"\"\"" }}', '"""').replace(r'{{ "\"" }}', '"').endswith('{{ end }}"""assistant"')
+    assert text.count('"""') == 2
+
+
 def test_tools_are_in_the_template_if_the_run_trained_on_them():
     plain, tools = (modelfile(["m.gguf"], tokenizer_with(CHATML, tools), [], 512) for tools in (False, True))
     assert ".Tools" not in plain
@@ -52,3 +63,8 @@ def test_a_template_that_does_more_is_named(template):
     reset_notices()
     assert section(modelfile(["m.gguf"], tokenizer_with(template), [], 512), "TEMPLATE") is None
     assert "ollama-template" in notices_so_far()
+
+
+@pytest.mark.parametrize(("template", "count"), [(None, 0), (CHATML, 4), ({"default": CHATML, "rag": COUNTING}, 4)])
+def test_rendered_chats(template, count):
+    assert len(rendered_chats(tokenizer_with(template))) == count

@@ -25,7 +25,7 @@ from halfbyte.utils.errors import CheckpointError, ModelError
 from tests.helpers.sqnr import normal, sqnr
 
 CPU = torch.device("cpu")
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=20, deadline=None)
 SYMMETRIC = [f"kbit:{k}:{kind}" for k in (2, 3, 4, 5) for kind in ("nf", "bnf")]
 
 

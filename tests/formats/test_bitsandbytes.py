@@ -77,6 +77,7 @@ def their_values(packed, state):
     return _dequantize_4bit_compute(packed.view(-1), absmax, state.code, state.blocksize, state.shape, state.dtype)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from halfbyte.ops.codebooks import codebook4, dynamic_map
 from halfbyte.utils.errors import ModelError
 
 CPU = torch.device("cpu")
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=20, deadline=None)
 values = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 blocks = st.sampled_from([32, 64, 128])
 kinds = st.sampled_from(["nf4", "fp4"])

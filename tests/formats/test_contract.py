@@ -26,6 +26,8 @@ from halfbyte.utils.errors import CheckpointError, ModelError
 from tests.helpers.format_contract import SHAPES, SHORT, linear, plain, quantized, same, weight_of
 from tests.helpers.format_golden import GOLDEN, describe
 
+pytestmark = pytest.mark.sampled(3)  # of the formats; all in test-all
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -82,12 +82,13 @@ def check_compiled(format, dtype=torch.float32, checkpointed=False):
     assert saved.weights == 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_compiled_equals_eager_and_saves_no_weight(format):
     """A graph identifies a format by its spec and the order of its parts."""
     check_compiled(format)
 
 
+@pytest.mark.sampled(6)
 def test_compiled_under_autocast(any_format):
     model, x, saved = Block(any_format), torch.randn(5, SIZE), Saved()
     compiled = torch.compile(model, fullgraph=True, backend=saved.backend(min_cut_rematerialization_partition))
@@ -98,6 +99,7 @@ def test_compiled_under_autocast(any_format):
     assert saved.weights == 0
 
 
+@pytest.mark.sampled(6)
 def test_saved_tensor_hooks_see_no_weight_when_compiled(any_format):
     model, seen = torch.compile(Block(any_format), fullgraph=True, backend="aot_eager_decomp_partition"), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
@@ -106,7 +108,7 @@ def test_saved_tensor_hooks_see_no_weight_when_compiled(any_format):
     assert not [tensor for tensor in seen if tensor.is_floating_point() and tensor.numel() >= SIZE * SIZE]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_format_kernel_runs_without_gradient(any_format, dtype, monkeypatch):
     """Few rows use the format's own kernel and are bit-equal to eager mode."""

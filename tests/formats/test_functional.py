@@ -7,6 +7,7 @@ from halfbyte.functional import QuantState, dequantize_4bit, quantize_4bit
 from halfbyte.utils.errors import CheckpointError, ModelError
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 5), (8, 64)])

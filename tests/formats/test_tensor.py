@@ -30,6 +30,7 @@ def test_looks_like_an_ordinary_tensor():
     assert tensor.nbytes < tensor.numel()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("format", [NESTED, Blockwise4("fp4", 32, False)], ids=lambda format: format.spec)

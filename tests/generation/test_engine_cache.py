@@ -142,6 +142,7 @@ CHANGES = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_answers_as_it_is(change):
     model = tiny("Llama", adapter=False).eval()

@@ -37,7 +37,7 @@ def test_the_readme_names_the_families_that_decode_here():
     assert {row.name for row in rows if not tables.decodes(row)} == own
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers(family):
     model = tiny(family).eval()

@@ -80,6 +80,7 @@ def packed(tmp_path, device):
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_sinks(device, tmp_path):
     """With a window in every other layer. Sinks that are trained are read as they are."""

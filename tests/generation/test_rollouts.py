@@ -44,7 +44,7 @@ def log_probs_of(model, prompt, ids, temperature=1.0):
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", DENSE)
 def test_greedy_rollouts_equal_generate(family):
     model, prompts = model_of(family), prompts_of(11, 2, 70, 64, 5)
@@ -54,7 +54,7 @@ def test_greedy_rollouts_equal_generate(family):
     assert [each.ids for each in found] == generation.generate(model, prompts, max_new_tokens=20, stops=[])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3Text"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_equal_the_models(family, temperature):

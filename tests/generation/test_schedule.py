@@ -124,7 +124,7 @@ groups_of = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(groups_of, st.integers(1, 9) | st.just(40), st.integers(0, 12), st.integers(0, 2), st.integers(1, MOST))
 def test_rows_find_their_tokens_and_no_page_leaks(shapes, seats, spare, late, most):
     rows, ends = [], {}

@@ -37,6 +37,7 @@ def native():
     return decode4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "given",
     [
@@ -79,7 +80,7 @@ def runner(monkeypatch):
     return of
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @cases(
     ("blocks", "batch", "dtype", "keys"),
     emulated=[
@@ -101,6 +102,7 @@ def test_inputs_that_do_not_fit(runner, monkeypatch, backend):
     decode_cases.check(runner((1, 1, 1, 2)), *decode_cases.stack(1, FP16, layers=1, lora=True))
 
 
+@pytest.mark.slow
 @backends("emulated")
 def test_steps_follow_each_other(runner, backend):
     """Counters are reset after a step, and the cache has the keys of the step before."""

@@ -31,6 +31,7 @@ def compiler(folder: Path, name: str, body: str) -> str:
     return str(script)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_rows_sums_are_the_same_alone_where_the_compiler_avoids_fmas(monkeypatch):
     """GCC avoids FMAs on some CPUs, but only in loops over one row."""
@@ -63,6 +64,7 @@ def test_no_compiler(monkeypatch):
         native.library("bitplane")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_that_does_not_load_is_built_again(tmp_path, monkeypatch):
     native.library("bitplane")

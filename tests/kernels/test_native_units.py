@@ -33,6 +33,7 @@ def close(mine, theirs, exact):
     assert error <= other + 4 * eps * exact.abs().max()
 
 
+@pytest.mark.sampled(6)
 @dtypes
 @pytest.mark.parametrize("unit", UNITS, ids=["silu", "gelu", "clamped", "limited"])
 @pytest.mark.parametrize("width", WIDTHS)
@@ -53,6 +54,7 @@ def test_units_of_experts(kernels, unit, dtype, width):
     torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=20 * width**0.5 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.sampled(2)
 @dtypes
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("need_output", [False, True])

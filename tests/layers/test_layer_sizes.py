@@ -68,7 +68,7 @@ def test_sizes_that_contradict_each_other(tmp_path):
     assert not (tmp_path / "run/adapter").exists()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo", "gkd"])
 @pytest.mark.parametrize("family", ["Gemma3nText", "Gemma4Text"])
 def test_runs_that_sample(tmp_path, family, method):

@@ -42,6 +42,7 @@ def test_lower_hull():
     assert [(option.nbytes, option.error) for option in hull] == [(1, 10.0), (3, 2.0), (5, 1.0), (9, 0.0)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_mixture_of_the_same_size_is_better(seed):
     """Against all 5⁴ choices: whatever loses less than the greedy one takes more memory than it."""

@@ -48,7 +48,7 @@ def logits(model):
 NF4, KBIT = {}, {"quantization": {"*": "kbit3"}}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "keys"), [*((name, NF4) for name in MIXTURES), ("Qwen3Moe", KBIT), ("GptOss", KBIT)], ids=str
 )

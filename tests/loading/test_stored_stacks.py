@@ -31,7 +31,7 @@ def logits(model):
         return model(TOKENS).logits
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_keep_their_values(kind, tmp_path):
     entry, stored = KINDS[kind]
@@ -51,7 +51,7 @@ def test_experts_keep_their_values(kind, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "awq", "pack-quantized"])
 def test_stored_stacks_train(kind, tmp_path):
     entry, stored = KINDS[kind]
@@ -101,7 +101,7 @@ def test_a_damaged_expert_is_named(tmp_path):
 KINDS_PLANNED = ["bitsandbytes", "fp8", "pack-quantized", "bitsandbytes, experts whole", "one layer's experts whole"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS_PLANNED)
 def test_planned_bytes_of_stored_stacks(kind, tmp_path):
     entry, stored = KINDS["bitsandbytes" if "whole" in kind else kind]
@@ -116,7 +116,7 @@ def test_planned_bytes_of_stored_stacks(kind, tmp_path):
     assert shapes.frozen_bytes() == held
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "pack-quantized"])
 def test_merge_onto_stored_stacks(kind, tmp_path):
     """The 16-bit model that comes of it is plain PEFT's on the values that the checkpoint holds."""
@@ -132,6 +132,7 @@ def test_merge_onto_stored_stacks(kind, tmp_path):
         torch.testing.assert_close(mine, theirs, rtol=2**-8, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}")
 
 
+@pytest.mark.slow
 def test_gpt_oss_is_trained_and_merged_on_its_own_codes(tmp_path):
     """MXFP4 as it is published: gradients and merge are plain PEFT's on the values of its codes."""
     save_gpt_oss(tmp_path / "base", **BYTES)

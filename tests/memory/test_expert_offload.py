@@ -62,7 +62,7 @@ class Poisoned:
         window._copy = copy_into
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("level", ["keep", "recompute_mlp", "checkpoint", "tiled", "transformers"])
 def test_numbers_are_those_of_resident_experts(folder, level):
     resident, model = trained(folder), trained(folder)

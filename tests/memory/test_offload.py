@@ -190,7 +190,7 @@ def noted(take, sizes: list[int]):
     return taking
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("level", OFFLOADED)
 def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
     """Recomputed norms, saved q, k and v, and gate and up, which the backward overwrites."""

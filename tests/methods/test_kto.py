@@ -83,6 +83,7 @@ def theirs(policy, rows, **keys):
     return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
@@ -116,6 +117,7 @@ def test_z_is_computed_over_the_whole_step(layout):
         assert_same_gradients(gradients(found, policy), gradients(expected, policy), 5e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "computed again"])
 @pytest.mark.parametrize("rounded", [False, True], ids=["exact", "rounded"])
 @pytest.mark.parametrize("layout", [{}, {"padding_free": True}], ids=["padded", "flat"])

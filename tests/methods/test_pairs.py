@@ -47,6 +47,7 @@ def collated(rows, asked, **layout):
     return replace(collate, rounded=rounded)(list(prepared))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("asked", METHODS, ids=lambda asked: asked["method"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" and ".join)
 def test_batch_layouts_give_the_same_step(asked, layout):

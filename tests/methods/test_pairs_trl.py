@@ -82,13 +82,14 @@ def compare(trainer, **keys):
     assert list(sums) == [metric.name for metric in asked.numbers.trained]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSS_TYPES["dpo"])
 def test_every_loss_of_dpo(dpo, name):
     beta = 0.03 if name == "discopop" else 0.3  # its temperature makes 20 times as much of a log-prob's rounding
     compare(dpo, loss_type=name, beta=beta, label_smoothing=0.1 if name in SMOOTHED else 0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
 @pytest.mark.parametrize("name", ["sigmoid", "ipo"])
 def test_divergences(dpo, divergence, name):

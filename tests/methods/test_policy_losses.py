@@ -145,6 +145,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("loss_type", LOSS_TYPES["grpo"])
 def test_equals_trl(loss_type, options):
@@ -160,6 +161,7 @@ CORRECTIONS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", CORRECTIONS)
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo", "vespo"])
 def test_importance_sampling_correction_equals_trl(loss_type, mode):

@@ -78,6 +78,7 @@ def assert_alike(asked, policy, batch, expected, tolerance=2e-6):
     assert_same_gradients(gradients(found, policy), gradient, tolerance)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("asked", METHODS, ids=lambda asked: "-".join(map(str, asked.values())))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["padded", "flat", "packed"])
 def test_losses_and_gradients_equal_those_of_separate_prompts(asked, layout):

@@ -67,7 +67,7 @@ def test_all_linear_trains(family):
     assert ("all-linear-mamba" in notices.notices_so_far()) == (family in ("FalconH1", "Mamba"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_memory_plan_adapts_the_same_layers(family):
     model = add_adapter(built(family), config())

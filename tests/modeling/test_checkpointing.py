@@ -52,13 +52,14 @@ def check_equal(model: nn.Module, levels, exact: bool = True) -> None:
             torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("levels", [*(level for level in LEVELS if level != "keep"), MIXED])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradients_are_those_of_keep(levels, dropout):
     check_equal(tiny("Llama", lora_dropout=dropout), levels)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", [*KINDS, *slowly(FAMILIES)])
 @pytest.mark.parametrize("levels", ["recompute", "recompute_mlp", "checkpoint"])
 def test_every_family(family, levels):
@@ -118,7 +119,7 @@ def live_after_forward(model: nn.Module, inputs: dict) -> int:
         return ledger.live * (result is not None)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("family", "dropout"),
     [("Llama", 0.0), ("Llama", 0.1), ("Qwen3", 0.0), ("Phi3", 0.0), ("Mixtral", 0.0)]

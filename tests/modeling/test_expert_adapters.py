@@ -39,7 +39,7 @@ def loss_and_gradients(model):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_as_plain_peft_on_dequantized_experts(name, tmp_path):
     """PEFT folds B·A into the whole stack; the files it reads are those we write."""
@@ -83,7 +83,7 @@ def test_all_linear_takes_experts_and_no_router(tmp_path, caplog):
     assert f"{sum(t.numel() for t in experts.values()) / 1000000.0:.3g}M" in caplog.text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "targets", ["all-linear", ["q_b_proj", "gate_proj", "up_proj", "down_proj"], r".*(mlp|shared_experts)\.\w+_proj"]
 )

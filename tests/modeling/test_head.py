@@ -84,6 +84,7 @@ def assert_same(model: nn.Module, batch: dict[str, torch.Tensor], rtol=1e-5, **k
         assert (mine - theirs).norm() <= rtol * theirs.norm() + 1e-9, name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_with_adapters(family, tied):

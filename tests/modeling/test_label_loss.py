@@ -51,7 +51,7 @@ def test_loss_and_gradients_equal_transformers(family, more):
     assert [*output] == ["loss"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("family", [*FAMILIES, *MULTIMODAL])
 def test_every_family(family):
     model = tiny(family)
@@ -181,6 +181,7 @@ def run_of_trainer(folder, is_patched: bool, **options) -> list[float]:
     return [*losses, trainer.evaluate()["eval_loss"]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"bf16": True}])
 def test_a_trainer_has_the_same_losses(tmp_path, options):
     stock = run_of_trainer(tmp_path / "stock", False, **options)
@@ -189,6 +190,7 @@ def test_a_trainer_has_the_same_losses(tmp_path, options):
     )
 
 
+@pytest.mark.slow
 def test_trl_trains_a_patched_model(tmp_path):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer

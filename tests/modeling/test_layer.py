@@ -14,6 +14,7 @@ from tests.helpers.patch_models import FAMILIES as CONFIGS
 ROLES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name not in (*HYBRIDS, *OWN_LAYERS)])
 def test_a_view_shows_every_linear_and_norm_of_a_layer(family):
     name, layers = decoder_layers(tiny(family))

@@ -147,6 +147,7 @@ def test_models_with_images_of_unknown_families_are_refused(tmp_path):
         load_model_config(str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_memory_is_planned_with_the_tower_in_16_bits(family, tmp_path):
     path = saved(family, tmp_path)

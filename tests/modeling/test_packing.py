@@ -62,7 +62,7 @@ def asked(model, collate=None, **keys):
     return isolate_documents(model, collate or PackedCollator(0), **keys)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "way"), SOME.items())
 def test_isolation_method_of_each_family(name, way):
     row = all_families.row_of(name)
@@ -93,7 +93,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "one_row"), LAYOUTS)
 def test_loss_and_gradients_are_the_documents_own(name, one_row):
     """Sums over a packed batch equal those over its documents run separately, through adapters."""
@@ -134,7 +134,7 @@ def test_generation_and_padded_batches_run_as_before():
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), cached)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", [*FUSED, *TEXT_PARTS])
 def test_packed_documents_are_isolated_in_patched_models(family):
     """Recurrent layers get document bounds."""
@@ -216,7 +216,7 @@ def test_the_probe_changes_no_state():
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_length_groups_hold_each_token_once_with_little_padding(lengths):
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]

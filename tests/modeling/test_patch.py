@@ -51,7 +51,7 @@ def test_every_family_of_the_table_is_tested():
     assert {row.name.removesuffix("Text") for row in ROWS if row.patched} == tried
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -91,6 +91,7 @@ def test_as_plain_peft(name, tmp_path):
     assert not torch.equal(bare, logits)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Qwen2Moe", "Mixtral"])
 def test_names(way, name, tmp_path):
@@ -146,7 +147,7 @@ def test_routers_learn_with_quantized_experts(tmp_path):
     assert all(torch.equal(p, before[key]) for key, p in model.named_parameters() if key in before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged(dtype, tmp_path):
     model = mixture("Qwen3Moe", vocab_size=272, eos_token_id=257, bos_token_id=256).to(dtype)

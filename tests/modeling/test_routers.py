@@ -78,6 +78,7 @@ PADDED = {"input_ids": TOKENS, "attention_mask": MASK, "labels": TOKENS.where(MA
 PACKED = {"input_ids": TOKENS, "position_ids": torch.arange(13).expand(2, -1) % 7, "labels": TOKENS}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", [PADDED, PACKED], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", BALANCED)
 def test_as_transformers(name, batch):

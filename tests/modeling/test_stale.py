@@ -117,7 +117,7 @@ def train_and_compare(form: str, name: str) -> None:
         before = assert_fresh(model, stock, inputs, before)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", slow_except(OPTIMIZERS, {*TORCH_OPTIMIZERS, "adamw_8bit", "lion_8bit"}))
 def test_after_a_step_of_every_optimizer(name):
     if (package := OPTIMIZERS[name].package) is not None:
@@ -125,7 +125,7 @@ def test_after_a_step_of_every_optimizer(name):
     train_and_compare("keep", name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", slow_except(FORMS[1:], {"checkpoint", "offload", "transformers"}))
 def test_after_a_step_of_every_form(form):
     train_and_compare(form, "adamw_torch_fused")

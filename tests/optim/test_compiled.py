@@ -72,7 +72,7 @@ def run(optimizer, step, count=4, rate=lambda number: 0.1 / (number + 1)):
     return [*found, *contents(optimizer)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "storage"), KINDS)
 def test_steps_of_every_rule_and_storage_equal_eager(name, storage):
     options = {"storage": storage, "rounding": "correction8", "weight_decay": 0.1}
@@ -80,6 +80,7 @@ def test_steps_of_every_rule_and_storage_equal_eager(name, storage):
     assert_equal(run(one, compiled(one.step, "eager")), run(other, other.step))
 
 
+@pytest.mark.slow
 def test_inductor_updates_in_place():
     def clipped(optimizer):
         optimizer.clip(0.5)  # its result is not used, and must not be removed

@@ -54,6 +54,7 @@ def run_both(parameters, kernel, steps=2):
     return mine, theirs
 
 
+@pytest.mark.sampled(5)
 @kinds
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_steps_of_bf16_weights_equal_the_reference(rule, storage, rounding, kernel, rounded_root):
@@ -63,6 +64,7 @@ def test_steps_of_bf16_weights_equal_the_reference(rule, storage, rounding, kern
     assert len(unequal(mine, before)) >= len(tensors(mine)) // 2
 
 
+@pytest.mark.sampled(5)
 @kinds
 @pytest.mark.parametrize(
     ("dtype", "gradient"),
@@ -116,6 +118,7 @@ def test_coefficients_equal_the_reference(rule, found_inf, kernel):
     torch.testing.assert_close(mine[1], theirs[1], rtol=1.2e-7, atol=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("trust", "rule", "storage"),
     [(trust, rule, storage) for trust, row in TRUSTS.items() for rule, storage in KINDS if rule in row.rules],

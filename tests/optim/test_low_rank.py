@@ -63,6 +63,7 @@ def bases_of(optimizer):
     return {side: basis.clone() for side, basis in bases.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("proj_type", ["std", "reverse_std", "left", "right", "full"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_galore_follows_its_algorithm(shape, proj_type):
@@ -411,6 +412,7 @@ OTHER_OPTIONS = ALL_OPTIONS | {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("saved", ["galore", "q_galore", "apollo", "apollo, svd"])
 @pytest.mark.parametrize("loader", OTHER_OPTIONS)
 def test_the_state_of_other_options_is_refused_and_changes_nothing(saved, loader):

@@ -46,6 +46,7 @@ def both(shape, dtype, steps=50, **keys):
     return *found, before[0].detach()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [(33, 17), (17, 33), (64, 64), (1, 5), (257, 31)])
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -59,6 +59,7 @@ def known(groups, model):
     return [group | {"params": [names[id(parameter)] for parameter in group["params"]]} for group in groups]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "options"), [(name, {}) for name in OTHERS if name not in NEW] + [*OPTIONS.items()])
 @pytest.mark.parametrize("whole", [False, True])
 def test_equals_the_optimizer_of_transformers(whole, name, options, tmp_path):
@@ -95,6 +96,7 @@ BITS = [("adamw", 4), ("adamw_8bit", 32), ("lion_32bit", {"*": 8, "embed*": 16, 
         ("adamw_8bit", {"embed*": 8, "up.*": 4}), ("paged_adamw_8bit", {"experts": 32})]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -66,6 +66,7 @@ def window(request, monkeypatch):
     monkeypatch.setattr(offload, "CUT", 512)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
@@ -142,6 +143,7 @@ BROKEN = {  # weight with a broken gradient → beginnings of the names of param
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf])

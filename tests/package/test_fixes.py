@@ -30,6 +30,12 @@ def without_fix(text: str) -> list[str]:
     return found
 
 
+def test_the_check_sees_one():
+    assert without_fix("raise DataError(f'{where}: half a pair')") == ["line 1: DataError(f'{where}: half a pair')"]
+    assert not without_fix("raise DataError(f'{where}: half a pair', 'write both')")
+    assert not without_fix("raise DataError('it holds 3, not text')")
+
+
 def test_each_error_says_what_to_do():
     found = {str(path.relative_to(SOURCE)): without_fix(path.read_text(encoding="utf-8")) for path in OUTSIDE}
     assert not {path: errors for path, errors in found.items() if errors}

@@ -118,7 +118,7 @@ HEADS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS)
 def test_four_ranks(four, heads):
     """26 tokens are padded to 28."""
@@ -304,6 +304,7 @@ def place(tmp_path_factory):
     return write_place(tmp_path_factory.mktemp("context"), rows=15, intermediate_size=128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_context_run_equals_one_process(place, two, tmp_path, packing):
     """Loss, weights, evaluations and answers are equal, and one process resumes from the ranks' checkpoint."""

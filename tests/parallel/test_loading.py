@@ -191,6 +191,7 @@ def change(folder, edit):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 def test_four_ranks_and_two_axes(four, folder):
     """Shards over two ranks, replicas over the other two; the small key projection has fewer rows than ranks."""
     keys = keys_of("nf4")
@@ -291,6 +292,7 @@ def peak(mesh, folder, keys):
     return held.most, kept, alone.most + weight.nbytes
 
 
+@pytest.mark.slow
 def test_peak_memory_of_a_rank_is_below_the_model(two, tiny_checkpoint):
     """The peak is what the rank keeps, one tensor that is quantized, and one in flight."""
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 24, "vocab_size": 128, "head_dim": 32}

@@ -182,7 +182,7 @@ def test_shards_in_peer_memory(two):
     gathered_as_due(results, CALL)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("on_host", [(0, 1, 2, 3), (1, 3)])
 def test_shards_in_host_memory(two, on_host):
     check(two.run(case_trains, "keep", CALL, "Llama", None, on_host, layout={"shard": 2}), expected("keep"))

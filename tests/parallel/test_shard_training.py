@@ -48,6 +48,7 @@ def test_sharded_run_equals_one_process(place, alone, two, tmp_path):
     run(two, place, copied, resume=str(copied / "checkpoint-4"), **keys).same_as(alone)
 
 
+@pytest.mark.slow
 def test_sharded_experts_and_adapters(two, tmp_path):
     """PEFT sizes the adapter of a stack by the stack's shape, of which a rank may hold a shard."""
     place = write_place(tmp_path)

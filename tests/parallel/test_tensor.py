@@ -95,7 +95,7 @@ def assert_same_training(results, expected, loss_error=1e-6, error=1e-5):
         assert answer == expected[2]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
 def test_families(two, family, fused):
@@ -104,7 +104,7 @@ def test_families(two, family, fused):
     assert_same_training(results, trained(SINGLE_PROCESS, family, None, fused), 1e-8, 1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("spec", KINDS)
 def test_formats(two, spec):
     assert_same_training(
@@ -112,7 +112,7 @@ def test_formats(two, spec):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("level", ["recompute", "recompute_mlp", "checkpoint", "tiled"])
 def test_levels(two, level):
     results = two.run(trained, "Mistral", KINDS[0], True, level, layout={"tensor": 2})
@@ -141,7 +141,7 @@ def test_saved_stream_is_sharded(two, level):
     assert two.run(kept, level, layout={"tensor": 2}) == [expected] * 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tensor": 4}, {"shard": 2, "tensor": 2}], ids=str)
 def test_four_processes(four, layout):
     results = four.run(trained, "Llama", KINDS[0], True, layout=layout)

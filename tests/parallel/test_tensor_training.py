@@ -29,6 +29,7 @@ def divided(place, two, tmp_path_factory):
     return run(two, place, tmp_path_factory.mktemp("divided") / "out", **keys)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_run_equals_one_process(alone, divided):
     divided.same_as(alone)
     assert json.loads((divided.folder / "checks.json").read_text())["adapter_reload"]["equal"]

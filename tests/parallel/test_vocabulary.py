@@ -88,6 +88,7 @@ def test_ranks_with_different_tokens(two, tokens, how):
         assert_as_one(results, vocabulary, tokens, how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"shard": 4}, {"shard": 2, "tensor": 2}, {"shard": 2, "context": 2}], ids=str)
 def test_four_processes(four, layout):
     axes, tokens = tuple(layout), (13, 40, 2, 9)
@@ -173,7 +174,7 @@ def divided_model(mesh, family, tied, axes):
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("axis", ["shard", "tensor"])
 @pytest.mark.parametrize(
     ("family", "tied"), [("Llama", False), ("Llama", True), ("Gemma2", True), ("Gemma3Text", True)]

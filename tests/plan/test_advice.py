@@ -50,6 +50,7 @@ def test_all_ranks_of_a_host_are_counted():
         check_host({"optim": 5 * GIB, "activation_checkpointing": 6 * GIB}, 1, 10 * GIB)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("layout", "slices"), [
     (Parallel(), 1), (Parallel(data=4), 1), (Parallel(shard=4), 4), (Parallel(data=2, shard=2), 2),
 ])  # fmt: skip

@@ -161,7 +161,7 @@ def test_full_fine_tuning_keeps_float32_weights_unless_a_dtype_is_asked_for(dtyp
     assert (plan.adapters, plan.gradients, plan.optimizer) == (size * numel, size * numel, 2 * size * numel)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
     ("family", "dtype"),
@@ -224,6 +224,7 @@ def test_checkpointing_is_chosen_when_activations_do_not_fit():
     assert estimate(asked, tiny_config("Llama"), capacity_bytes=4 * GIB).activation_checkpointing
 
 
+@pytest.mark.slow
 def test_activations_grow_with_batch_size_and_length():
     config = run_config(r=4, max_length=256)
     small, large = (
@@ -237,6 +238,7 @@ def test_activations_grow_with_batch_size_and_length():
     assert shorter.total < small.total
 
 
+@pytest.mark.slow
 def test_llama_8b_packed_checkpointed():
     """The H200 target: peak of at most 8.5 GiB at 2x2048 (docs/design/training-step.md)."""
     config = run_config(
@@ -264,7 +266,7 @@ def shapes_8b():
     return ModelShapes(run_config(**KEYS_8B), LLAMA_8B, torch.device("cuda"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("allocator", "share"), [("expandable_segments:True", 0.96), ("", 0.9)])
 def test_auto_fills_a_limit_with_a_mix_of_levels(monkeypatch, shapes_8b, allocator, share):
     monkeypatch.setattr("halfbyte.memory.allocators.available_bytes", lambda: 100 * GIB)
@@ -283,6 +285,7 @@ def test_auto_fills_a_limit_with_a_mix_of_levels(monkeypatch, shapes_8b, allocat
     assert estimate(tight, LLAMA_8B, **options).fits  # the bar of 1×8192
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keys", [{"use_kernels": False}, {"use_dora": True}, {"device": "cpu"}])
 def test_levels_without_fused_forwards_become_checkpointing(keys):
     config = run_config(**{"device": "cuda", "activation_checkpointing": "offload"} | keys)
@@ -301,7 +304,7 @@ def test_host_memory_is_the_containers(tmp_path, monkeypatch):
         assert allocators.available_bytes() == pytest.approx(expected, rel=0.5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "longer", "graphs"), [("positions", 1, True), ("bounds", 1, False), ("unpacked", 4 / 3, False)]
 )
@@ -319,6 +322,7 @@ def test_unpacked_documents_need_more_tokens_and_disable_graphs(monkeypatch, way
     assert found.activations == pytest.approx(expected.activations + masks, rel=0.05)
 
 
+@pytest.mark.slow
 def test_narrow_values_materialize_no_scores_on_a_gpu():
     """SDPA has kernels for them on GPUs; on a CPU, where the plan is made, it materializes scores."""
     config = transformers.DeepseekV3Config(
@@ -336,6 +340,7 @@ def test_narrow_values_materialize_no_scores_on_a_gpu():
     assert scores[2] > scores[1] + 4 * 2048**2 * 2
 
 
+@pytest.mark.slow
 def test_experts_are_decoded_where_the_device_does_not_multiply_codes(monkeypatch):
     """An existing device is queried; an absent one is assumed to have no such kernels."""
     config = transformers.Qwen3MoeConfig(
@@ -353,7 +358,7 @@ def test_experts_are_decoded_where_the_device_does_not_multiply_codes(monkeypatc
     assert decoded - packed > 0.5 * 8 * 512 * 256 * 2  # of its largest stack
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("hopper", [False, True])
 def test_deterministic_attention_backward_is_planned(monkeypatch, hopper):
     """32 heads of 2,048 tokens use cuDNN's on a Hopper: 16 bits per score, half a GiB at a time."""

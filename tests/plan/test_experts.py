@@ -46,6 +46,7 @@ def plan(config=None, gib=80.0, model=MIXTURE, device="cuda", **keys):
     return estimate(config or run(**keys), model, device=device, capacity_bytes=int(gib * GIB))
 
 
+@pytest.mark.slow
 def test_mixtures_support_every_level(shapes):
     assert shapes.fused
     found = {level: plan(activation_checkpointing=level) for level in ("keep", "recompute", "checkpoint", "offload")}
@@ -69,7 +70,7 @@ def test_auto_offloads_the_fewest_layers():
         assert f"{len(found.offloaded)} layers" in found.reason
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("asked", "count"), [(True, LAYERS), (4, 4), (99, LAYERS), (False, 0)])
 def test_expert_offload_as_configured(asked, count):
     resident, found = plan(expert_offload=False), plan(expert_offload=asked)

@@ -31,7 +31,7 @@ def fastest(shape: LayerCost, layers: int, budget: float, host: int = 100 * GIB,
     return choose(layers, int(budget), need, usual=shape, largest=shape, host=host)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Phi3"])
 def test_each_level_saves_less_and_takes_longer(family):
     """On the device, and in host memory."""
@@ -131,6 +131,7 @@ def test_peak_of_two_layers_by_hand():
     assert found(head=0, accumulated=False) == 5 + 30 + 3 + 4 + 2
 
 
+@pytest.mark.slow
 def test_largest_batch_decides_bytes_and_usual_batch_time(layer_8b):
     """Long sequences hide Python's launches, so all activations are saved; short ones are faster in CUDA graphs, whose
     pool must fit next to the longest."""

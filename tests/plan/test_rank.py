@@ -115,6 +115,7 @@ def test_context_shards_frozen_weights_if_they_do_not_fit(shapes_70b):
     assert type(plan_of(shapes_70b, Parallel(tensor=2, context=2), 30.0, **keys).layout) is Parallel
 
 
+@pytest.mark.slow
 def test_8b_step_times_match_the_measurements():
     """benchmarks.step on an H200 at 4×2048: 467 ms at keep, 566 within 9.7 GiB."""
     for limit, measured in ((None, 0.467), (9.7, 0.566)):
@@ -146,6 +147,7 @@ def no_graphs(monkeypatch):
     monkeypatch.setattr("halfbyte.plan.estimate.may_capture", lambda *_: False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_graphs")
 def test_gathered_bytes_and_seconds_of_the_8b(shapes_8b, monkeypatch):
     """Two gathers of 3.60 GB per micro-batch: 10.9 ms at 330 GB/s on two GPUs, hidden except for the first layer."""
@@ -192,6 +194,7 @@ def test_checkpoint_level_under_tensor_parallelism():
     assert more == pytest.approx(2 * LATENCY + 3 * less / H200.link)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("axis", "captured"), [("data", True), ("shard", True), ("tensor", False), ("pipeline", False)]
 )
@@ -203,7 +206,7 @@ def test_cuda_graphs_are_used_with_data_and_shard_only(shapes_8b, axis, captured
         assert plan.graphs >= 2 * 3.60e9 / 32
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axis", ["data", "shard", pytest.param("tensor", marks=pytest.mark.slow), "pipeline", "context"]
 )

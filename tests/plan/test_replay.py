@@ -63,6 +63,7 @@ def test_attention_saves_what_its_kernels_save():
     assert planned == flash - 2 * 3 * 4 * 37 * 24 * 4  # which has keys and values for all six heads
 
 
+@pytest.mark.slow
 def test_tiled_attention_stays_within_its_plan():
     """At least half of the plan; halfbyte's own backward needs none of FlashAttention's accumulators."""
     peaks, query = [], torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16)
@@ -185,6 +186,7 @@ def live_after_forward(config: RunConfig, layers: int, tokens: Tensor) -> int:
         return ledger.live * (result is not None)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "keys",
     [{}, {"use_peft": False}, {"use_dora": True}, {"qat_scheme": "int8"}, {"qat_scheme": "int8", "use_peft": False},

@@ -89,6 +89,7 @@ def test_states_beside_pages():
     assert plan.pages == sum(cache.nbytes for pair in engine._decoder.caches for cache in pair)
 
 
+@pytest.mark.slow
 def test_the_8b_within_40_gib():
     plan = plan_8b(40)
     assert plan.answering.weights == "unpacked"
@@ -117,6 +118,7 @@ def test_graphs_stay_where_rollouts_lack_nothing_beside_them():
     assert not plan_8b(130, use_kernels=False).use_graphs
 
 
+@pytest.mark.slow
 def test_rollout_memory_stays_allocated_if_both_fit():
     """With the CUDA graphs of decoding. Runs without graphs, or that would fill the device, free it. With many batch
     shapes, some run outside of the pool."""

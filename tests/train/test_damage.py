@@ -81,6 +81,7 @@ def test_each_file_is_hashed_once_while_training(tmp_path, monkeypatch):
     assert len(hashed) == 3 * len(list((tmp_path / "checkpoint-3").iterdir())) - 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("harm", [remove, truncate, flip])
 @pytest.mark.parametrize("name", [*FILES, manifest.MANIFEST])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(output, name, harm):
@@ -173,6 +174,7 @@ def test_the_checkpoint_saved_after_resuming_from_an_older_one_stays(tmp_path):
     assert names(tmp_path) == ["checkpoint-12.set-aside", "checkpoint-4", "checkpoint-6", "checkpoint-8.set-aside"]
 
 
+@pytest.mark.slow
 def test_resuming_from_an_older_checkpoint_keeps_what_it_saves(place, tmp_path):
     keys = {
         "model_name_or_path": str(place / "model"),

@@ -99,6 +99,7 @@ def test_low_rank_routers(trained, tmp_path):
     assert report["targets"]["dequantized"]["explained_by_rounding"]
 
 
+@pytest.mark.slow
 def test_the_merged_model_generates(trained, tmp_path, capsys):
     assert ran("merge", trained / "out", tmp_path / "merged") == 0
     report = json.loads((trained / "out/merge.json").read_text())

@@ -73,6 +73,7 @@ def outcomes(tmp_path, seeds):
     return found
 
 
+@pytest.mark.slow
 def test_a_few_seeds(tmp_path):
     found = outcomes(tmp_path, range(FEW))
     assert "ok" in found

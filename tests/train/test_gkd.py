@@ -167,6 +167,7 @@ def test_resuming_with_a_changed_teacher_is_refused(taught, tmp_path, kind, file
         run(taught, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **more)
 
 
+@pytest.mark.slow
 def test_accumulated_equals_the_large_batch(taught, tmp_path):
     run(taught, tmp_path / "small", max_steps=2)
     run(taught, tmp_path / "large", max_steps=2, per_device_train_batch_size=8, gradient_accumulation_steps=1)

@@ -121,6 +121,7 @@ def test_scores_equal_plain_transformers(judges):
     assert len({round(value, 3) for value in expected}) == 3
 
 
+@pytest.mark.slow
 def test_steps_are_scored_at_their_ends(judges):
     """The score is the product over the steps of an answer."""
     tokenizer = AutoTokenizer.from_pretrained(judges / "model")

@@ -65,7 +65,7 @@ def adapter(output):
     return load_file(output / "adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "cpo"])
 def test_it_learns_to_prefer(data, tmp_path, method):
     run(data, tmp_path / "out", method=method, num_train_epochs=4, eval_split_size=6)
@@ -116,7 +116,7 @@ def test_another_layout_makes_the_same_steps(data, tmp_path):
         assert losses(tmp_path / layout) == pytest.approx(losses(tmp_path / "padded"), rel=1e-4)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "reward"])
 def test_prompts_are_computed_once_and_the_steps_are_the_same(data, tmp_path, method):
     """Compared with a run whose answers have a prompt each."""
@@ -197,7 +197,7 @@ def test_full_fine_tuning_has_its_first_weights_as_reference(data, tmp_path):
         run(data, tmp_path / "other", use_peft=False, precompute_ref_log_probs=False)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked", [{}, {"precompute_ref_log_probs": False}, {"method": "orpo", "packing": True}, {"method": "kto"}]
 )

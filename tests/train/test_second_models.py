@@ -240,6 +240,7 @@ def test_resuming_with_a_changed_initial_adapter_is_refused(talks, tmp_path):
     assert found.value.message.startswith("adapter_path")
 
 
+@pytest.mark.slow
 def test_a_generation_of_truncated_answers_has_a_loss_of_0(talks, tmp_path):
     config = keys(talks, tmp_path / "out", "prompts", method="grpo", reward_funcs=["repetition"], max_steps=2,
                   save_steps=1, num_generations=2, max_completion_length=1,

@@ -29,6 +29,7 @@ def test_each_case_has_its_result(tmp_path):
     assert summary([*found.values()], 1.0).startswith("1 ok, 1 refused, 1 failed")
 
 
+@pytest.mark.slow
 def test_a_case_that_takes_too_long_is_a_failure_and_the_next_one_runs(tmp_path):
     place = Place(tmp_path)
     place.write_rows()

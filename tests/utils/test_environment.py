@@ -72,6 +72,7 @@ def test_unknown_facts_are_null(monkeypatch):
     assert report["kernels"]["reason"] == "torch is not installed"
 
 
+@pytest.mark.slow
 def test_mode_of_bitsandbytes():
     program = """
 import json, sys

@@ -185,7 +185,7 @@ README = [  # what the README shows, with nothing wrong
     good("+ README: mix", "mix model data.jsonl --bits 4.5 --tokens 128", says="bits per weight", seconds=6),
     good("+ README: preview", "preview run.yaml", says="trained"),
     good("+ README: env", "env --kernels"),
-    good("+ README: a model and data, no file", "train model data.jsonl max_steps=1 max_length=64", after=(*RAN_OUT,
+    good("+ README: a model and data, no file", "train model data.jsonl max_steps=2 max_length=64", after=(*RAN_OUT,
          "out/run.yaml")),
     *later(good("+ README: check a model and data", "check model data.jsonl max_length=64", says="ready")),
 ]  # fmt: skip
