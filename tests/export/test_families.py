@@ -18,8 +18,8 @@ import halfbyte
 from halfbyte.modeling import families
 from halfbyte.modeling.architectures import auto_class
 from halfbyte.modeling.families import ACTIVATIONS, family_of_config
+from tests.helpers.families import EXPERTS, FAMILIES, MULTIMODAL, SHAPE, TEXT_PARTS
 from tests.helpers.gguf_models import MODELS, SIZES
-from tests.helpers.patch_models import EXPERTS, FAMILIES, MULTIMODAL, SHAPE, TEXT_PARTS
 from tests.helpers.vision_models import MODELS as VISION
 
 ROWS = {row.name: row for row in families.FAMILIES}

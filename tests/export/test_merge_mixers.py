@@ -6,7 +6,8 @@ import torch
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
 from halfbyte.train.run import train
-from tests.helpers.patch_models import FAMILIES, SHAPE, tiny
+from tests.helpers.families import FAMILIES, SHAPE
+from tests.helpers.patch_models import tiny
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 
 

@@ -13,7 +13,8 @@ from halfbyte.generation.sampling import unread_keys
 from halfbyte.modeling import families
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
-from tests.helpers.patch_models import FAMILIES, OWN_LAYERS, quantize, tiny
+from tests.helpers.families import FAMILIES, OWN_LAYERS
+from tests.helpers.patch_models import quantize, tiny
 
 PROMPTS = [[5, 9, 17, 33, 2, 71, 8, 90, 44, 3, 21], [7, 64], [50, 51, 52, 53, 54]]
 

@@ -14,7 +14,8 @@ from halfbyte.generation import Rollouts, Sampling
 from halfbyte.ops.linear import linear_rows
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
-from tests.helpers.patch_models import EXPERTS, FAMILIES, HYBRIDS, OWN_LAYERS, quantize, tiny
+from tests.helpers.families import EXPERTS, FAMILIES, HYBRIDS, OWN_LAYERS
+from tests.helpers.patch_models import quantize, tiny
 
 # Heads as C takes them, widths without a rest beyond a CPU's vectors.
 SHAPE = {

@@ -10,6 +10,7 @@ from torch import nn
 
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.tensor import QuantizedTensor
+from tests.helpers.families import families
 
 SHAPE = {
     "vocab_size": 128,
@@ -23,15 +24,16 @@ SHAPE = {
     "eos_token_id": 1,
 }
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16}
+_ALL = families(width=64, mlp=96, expert=32, vocabulary=128)
+SMALL = {"intermediate_size": 32}  # of these families' experts
 MIXTURES = {
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "Qwen3Moe": _ALL["Qwen3Moe"] | {"norm_topk_prob": True},
     "Mixtral": {"num_local_experts": 3},
-    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
-    "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                 "shared_expert_intermediate_size": 64},
+    "Olmoe": _ALL["Olmoe"] | SMALL,
+    "Qwen2Moe": _ALL["Qwen2Moe"],
     "DeepseekV3": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
                             "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": None},
-    "GptOss": {"num_local_experts": 4, "intermediate_size": 32},
+    "GptOss": {"num_local_experts": 4, **SMALL},
 }  # fmt: skip
 TOKENS = torch.arange(1, 27).view(2, 13)
 

@@ -15,6 +15,7 @@ from halfbyte.modeling.attention import with_shared_prefixes
 from halfbyte.modeling.patch import unpatch
 from halfbyte.modeling.shared_prefix import Sharing, padded_attention, unshared_reason
 from halfbyte.ops.attention import Scores, attention
+from tests.helpers.families import FAMILIES
 from tests.helpers.pair_models import (
     PAIRED,
     assert_same_gradients,
@@ -26,7 +27,7 @@ from tests.helpers.pair_models import (
     pairs,
 )
 from tests.helpers.pair_models import tokenizer as make_tokenizer
-from tests.helpers.patch_models import FAMILIES, tiny
+from tests.helpers.patch_models import tiny
 
 ROWS = [row | {"margin": 0.1 * number} for number, row in enumerate(pairs(6, seed=3, longest=20))]
 LAYOUTS = [{}, {"padding_free": True}, {"packing": True}]

@@ -20,7 +20,8 @@ from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
-from tests.helpers.patch_models import FAMILIES, HYBRIDS, batch, loss_and_gradients, tiny
+from tests.helpers.families import FAMILIES, HYBRIDS
+from tests.helpers.patch_models import batch, loss_and_gradients, tiny
 
 MIXED = ("checkpoint", "recompute")
 KINDS = ("Qwen3", "Gemma2", "Phi3")  # whose blocks differ from Llama's, each in its own way

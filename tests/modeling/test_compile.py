@@ -6,16 +6,8 @@ from torch import nn
 
 import halfbyte
 from halfbyte.layers import Linear4bit
-from tests.helpers.patch_models import (
-    FAMILIES,
-    HYBRIDS,
-    MULTIMODAL,
-    assert_same,
-    batch,
-    loss_and_gradients,
-    quantize,
-    tiny,
-)
+from tests.helpers.families import FAMILIES, HYBRIDS, MULTIMODAL
+from tests.helpers.patch_models import assert_same, batch, loss_and_gradients, quantize, tiny
 from tests.helpers.saved_shapes import Saved
 
 LENGTHS = (18, 13, 21, 16)

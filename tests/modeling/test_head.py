@@ -8,18 +8,8 @@ from torch import nn
 
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.utils import notices
+from tests.helpers.families import SHAPE
 
-SHAPE = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "use_cache": True,
-}
 FAMILIES = {
     "Llama": {},
     "Mistral": {"sliding_window": 8},
@@ -36,7 +26,7 @@ FAMILIES = {
 
 def tiny(family: str, tied: bool = False, **keys) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(
-        **{**SHAPE, **FAMILIES.get(family, {}), "tie_word_embeddings": tied, **keys}
+        **{**SHAPE, "use_cache": True, **FAMILIES.get(family, {}), "tie_word_embeddings": tied, **keys}
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # logits large enough that a softcap and a scale matter

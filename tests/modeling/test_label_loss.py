@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 import halfbyte
 from halfbyte.modeling.label_loss import is_ours
 from halfbyte.modeling.patch import LABEL_LOSS
-from tests.helpers.patch_models import FAMILIES, MULTIMODAL, assert_same, batch, tiny
+from tests.helpers.families import FAMILIES, MULTIMODAL
+from tests.helpers.patch_models import assert_same, batch, tiny
 
 SCALED = ("Gemma2", "Granite", "Llama", "Qwen3")
 

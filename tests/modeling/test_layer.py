@@ -8,8 +8,9 @@ from halfbyte import generation
 from halfbyte.layers.plain import read_linear
 from halfbyte.modeling.layer import LayerView, decoder_layers, layer_view
 from halfbyte.utils import notices
-from tests.helpers.patch_models import EXPERTS, HYBRIDS, OWN_LAYERS, quantize, tiny
-from tests.helpers.patch_models import FAMILIES as CONFIGS
+from tests.helpers.families import EXPERTS, HYBRIDS, OWN_LAYERS
+from tests.helpers.families import FAMILIES as CONFIGS
+from tests.helpers.patch_models import quantize, tiny
 
 ROLES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

@@ -21,15 +21,8 @@ from halfbyte.modeling.architectures import non_text_modules
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.estimate import estimate
 from halfbyte.utils.errors import ModelError
-from tests.helpers.patch_models import (
-    MULTIMODAL,
-    assert_same,
-    batch,
-    loop_over_documents,
-    loss_and_gradients,
-    tiny,
-    with_image,
-)
+from tests.helpers.families import MULTIMODAL
+from tests.helpers.patch_models import assert_same, batch, loop_over_documents, loss_and_gradients, tiny, with_image
 
 
 @pytest.fixture

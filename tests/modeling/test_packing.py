@@ -23,8 +23,9 @@ from halfbyte.modeling.packing import isolate_documents
 from halfbyte.modeling.patch import patch
 from halfbyte.utils.errors import ConfigError
 from tests.helpers import all_families
-from tests.helpers.patch_models import FAMILIES as FUSED
-from tests.helpers.patch_models import HYBRIDS, STATES, TEXT_PARTS, tiny
+from tests.helpers.families import FAMILIES as FUSED
+from tests.helpers.families import HYBRIDS, STATES, TEXT_PARTS
+from tests.helpers.patch_models import tiny
 
 SOME = {
     "llama": "positions", "gpt2": "positions", "mixtral": "positions", "gemma2": "positions",

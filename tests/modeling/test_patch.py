@@ -11,21 +11,8 @@ from torch import nn
 import halfbyte
 from halfbyte.modeling.families import FAMILIES as ROWS
 from halfbyte.modeling.patch import PatchReport
-from tests.helpers.patch_models import (
-    EXPERTS,
-    FAMILIES,
-    HYBRIDS,
-    MULTIMODAL,
-    OWN_LAYERS,
-    STATES,
-    TEXT_PARTS,
-    assert_same,
-    batch,
-    loss_and_gradients,
-    of_stock,
-    quantize,
-    tiny,
-)
+from tests.helpers.families import EXPERTS, FAMILIES, HYBRIDS, MULTIMODAL, OWN_LAYERS, STATES, TEXT_PARTS
+from tests.helpers.patch_models import assert_same, batch, loss_and_gradients, of_stock, quantize, tiny
 
 
 def check_equal(model: nn.Module, inputs: dict, tolerance: float = 1e-5) -> PatchReport:

@@ -6,7 +6,8 @@ from torch import nn
 
 from halfbyte.modeling.head import log_probs_at, token_log_probs
 from halfbyte.utils import notices
-from tests.helpers.patch_models import FAMILIES, batch, tiny
+from tests.helpers.families import FAMILIES
+from tests.helpers.patch_models import batch, tiny
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
