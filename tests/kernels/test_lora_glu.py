@@ -105,14 +105,6 @@ def test_backward(kernels, backend, size, dtype, activation, blocks):
     assert (arguments[1]._version, arguments[2]._version) > versions
 
 
-@on("gpu", "interpret")
-def test_no_rows(kernels, backend):
-    arguments = arguments_of((0, 24, (4, 4, 4)), FP32, backend)
-    assert [tuple(t.shape) for t in run_forward(kernels.lora_glu, arguments, "silu")] == [(0, 24), (0, 4)]
-    gradients = run_backward(kernels.lora_glu_backward_, arguments, "silu")[3:]
-    assert all(bool((gradient == 0).all()) for gradient in gradients)
-
-
 @on("gpu", "interpret", "hopper")
 def test_errors_name_the_argument(kernels, backend):
     grad, gate, up, low, v_down, factors = arguments_of((6, 24, (4, 4, 4)), FP32, backend)

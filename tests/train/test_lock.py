@@ -117,13 +117,6 @@ def test_a_file_system_without_locks_is_said_and_goes_by_the_name(tmp_path, monk
                 assert f"lock {out / lock.LOCK}" in notices.notices_so_far()
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match="output_dir:"), run_lock(out):
-            pass
-
-
 def test_a_run_that_stops_before_its_first_file_leaves_no_folder(tmp_path):
     with pytest.raises(ZeroDivisionError), run_lock(tmp_path / "a" / "b"):
         raise ZeroDivisionError
