@@ -8,16 +8,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from halfbyte.export.gguf_model import export_gguf
 from halfbyte.gguf.quants import ENCODERS, Type, quantize, row_bytes
-from tests.helpers.gguf_models import MODELS, save_model
 from tests.helpers.llamacpp import (
-    QUANTIZED,
     llama_cpp,
     load,
-    quantized_by_llamacpp,
 )
 
 pytestmark = pytest.mark.llamacpp
@@ -27,36 +23,6 @@ def logits(path, ids, context=512):
     model = load(path, context)
     model.eval(ids)
     return torch.from_numpy(np.array(model.scores[: len(ids)]))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(tmp_path, name):
-    model = save_model(tmp_path / "model", name)
-    export_gguf(tmp_path / "model", "f32", tmp_path / "m.gguf", device="cpu")
-    ids = list(range(40, 80))
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0]
-    found = logits(tmp_path / "m.gguf", ids, 256)[:, : expected.shape[1]]
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 * float(expected.abs().max()))
-
-
-@pytest.fixture(scope="module")
-def small(shared, tmp_path_factory):
-    """The 40M model: its folder, and its F32 file."""
-    path = tmp_path_factory.mktemp("f32") / "m.gguf"
-    export_gguf(shared / "models/llama-40m", "f32", path, device="cpu")
-    return shared / "models/llama-40m", path
-
-
-@pytest.mark.slow
-def test_200_greedy_tokens_are_those_of_transformers(small):
-    folder, path = small
-    ids = AutoTokenizer.from_pretrained(folder)("Once upon a time")["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    options = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}
-    expected = model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
-    generator = load(path).generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0)
-    assert [next(generator) for _ in range(200)] == expected
 
 
 def by_llamacpp(x, type_, importance):
@@ -94,21 +60,6 @@ def test_q6_k_is_ggmls_own_encoding():
     x = torch.randn(256, 1024) * 0.02
     ours, theirs = quantize(x, Type.Q6_K).numpy(), by_llamacpp(x.numpy(), Type.Q6_K, None)
     assert (ours.reshape(-1, 210) == theirs.reshape(-1, 210)).all(1).mean() > 0.95
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral", "phi3", "gemma2", "qwen3_moe"])
-@pytest.mark.parametrize("mix", QUANTIZED)
-def test_every_tensor_gets_the_type_llamacpp_gives_it(tmp_path, mix, name):
-    """With 16 layers, so that first, last and every third layer differ; rows of 64 where a fallback is taken."""
-    sizes = {"num_hidden_layers": 16, "hidden_size": 256 if name != "gemma2" else 64, "intermediate_size": 256}
-    if name == "mixtral":
-        sizes["num_local_experts"] = 8
-    save_model(tmp_path / "model", name, **sizes)
-    export_gguf(tmp_path / "model", "f32", tmp_path / "f32.gguf", device="cpu")
-    export_gguf(tmp_path / "model", mix, tmp_path / "m.gguf", device="cpu")
-    theirs = quantized_by_llamacpp(tmp_path / "f32.gguf", mix, tmp_path / "theirs.gguf")
-    ours = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
-    assert ours == {name: tensor.tensor_type for name, tensor in theirs.items()}
 
 
 def texts(shared, folder):

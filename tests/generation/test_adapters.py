@@ -61,16 +61,6 @@ def wrapped():
     return adapted("norms", build("llama"))
 
 
-def test_the_base_object_generates_after_get_peft_model(wrapped):
-    base = wrapped.get_base_model()
-    first = expected(wrapped, "first", PROMPTS[0])
-    alone = expected(wrapped, None, PROMPTS[0])
-    assert (greedy(base), greedy(base, adapter=None)) == (first, alone)
-    with wrapped.disable_adapter():
-        assert greedy(base) == greedy(wrapped) == alone
-    assert first != alone
-
-
 def test_the_models_state_is_restored(wrapped):
     wrapped.base_model.set_adapter("second")
     trained = [parameter.requires_grad for parameter in wrapped.parameters()]

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import re
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from halfbyte.cli.app import app
-from halfbyte.config import load_config
 from halfbyte.formats import named
-from halfbyte.layers import QuantizedLinear
-from halfbyte.loading.load import load_model, load_tokenizer
+from halfbyte.loading.load import load_model
 from halfbyte.loading.mixed_formats import Option, best, loss_with_formats, lower_hull, measurable_stacks, measure, mix
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.tensor import QuantizedTensor
@@ -244,28 +241,6 @@ def _bits(options, key):
     return 16 * sum(size[key] for size in sizes) / sum(size["16bit"] for size in sizes)
 
 
-@pytest.mark.slow
-def test_the_command_writes_what_quantization_takes(shared, tmp_path):
-    model = shared / "models" / "llama-40m"
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 160)
-    command = ["mix", str(model), str(tmp_path / "text.txt"), "--bits", "4.2", "--tokens", "1"]
-    result = CliRunner().invoke(app, [*command, "--formats", "nf4,blockwise4:nf4:32:nested"])
-    assert result.exit_code == 0, result.output
-    assert "bits per weight" in result.stderr
-    assert re.search(r"loss on held-out text: .*nf4 \d\.\d{4}", result.stderr)
-    assert re.search("nf4 in every layer is no worse|the mixture is better", result.stderr)
-    (tmp_path / "mixed.yaml").write_text(result.stdout)
-    keys = {"model_name_or_path": str(model), "dataset": "x", "quantization": str(tmp_path / "mixed.yaml")}
-    patterns = load_config(None, keys).quantization
-    loaded = load_model(str(model), quantization=patterns, device="cpu")
-    weights = [module.weight for module in loaded.modules() if isinstance(module, QuantizedLinear)]
-    assert len(weights) >= 60
-    stored = {weight.format.spec for weight in weights}
-    assert stored <= {"blockwise4:nf4:64:nested", "blockwise4:nf4:32:nested"}
-    bits = 8 * sum(weight.nbytes for weight in weights) / sum(weight.numel() for weight in weights)
-    assert 4.14 < bits <= 4.2
-
-
 def test_too_little_text_is_refused_before_measuring(shared, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox.\n" * 4)
     result = CliRunner().invoke(app, ["mix", str(shared / "models" / "llama-40m"), str(tmp_path / "text.txt")])
@@ -278,38 +253,3 @@ def test_wrong_requests_of_the_command(shared, tmp_path):
     result = CliRunner().invoke(app, ["mix", model, str(tmp_path / "text.txt"), "--formats", "nf5"])
     assert result.exit_code == 2
     assert "--formats nf5:" in result.output
-
-
-@pytest.fixture(scope="module")
-def language(shared, tmp_path_factory):
-    """llama-40m, text for `halfbyte mix`, and the perplexity of other text for what `quantization:` takes."""
-    from benchmarks.quality import perplexity, windows
-
-    model, texts = str(shared / "models" / "llama-40m"), tmp_path_factory.mktemp("text")
-    lines = (shared / "data" / "datasets" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    lines = [lines[index] for index in torch.randperm(len(lines), generator=torch.Generator().manual_seed(0)).tolist()]
-    for name, part in (("calibration", lines[::2]), ("unseen", lines[1::2])):
-        (texts / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in part), encoding="utf-8")
-    rows = windows(load_tokenizer(model), texts / "unseen.jsonl", 512)[:32]
-
-    @functools.cache
-    def stored_as(quantization):
-        quantization = json.loads(quantization) if quantization.startswith("{") else quantization
-        return perplexity(load_model(model, quantization=quantization, dtype="float32", device="cpu"), rows)
-
-    return model, texts / "calibration.jsonl", stored_as
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("bits", "smaller"), [(4.15, "nf4 kbit3"), (4.5, "kbit4 nf4"), (3.5, "kbit3")])
-def test_a_mixture_is_no_worse_than_a_format_of_its_size(language, tmp_path, bits, smaller):
-    """At 4.15 bits, the sum of layers' relative errors selected a mixture worse than nf4, which was an option."""
-    model, text, stored_as = language
-    command = ["mix", model, str(text), "--bits", str(bits), "--tokens", "2048", "--formats", "nf4,kbit3,kbit4,kbit5"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    (tmp_path / "mixed.yaml").write_text(result.stdout)
-    keys = {"model_name_or_path": model, "dataset": "x", "quantization": str(tmp_path / "mixed.yaml")}
-    found = stored_as(json.dumps(load_config(None, keys).quantization))
-    for name in smaller.split():
-        assert found <= stored_as(name), name

@@ -47,13 +47,6 @@ def test_config_keeps_its_settings_before_loading(keys, tmp_path):
     assert again.to_dict() == config.to_dict() == config.to_diff_dict()
 
 
-def test_config_as_a_dict_quantizes_the_same(tiny_checkpoint):
-    config = HalfbyteConfig(bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=False, skip_quant_first_layers=1)
-    model = from_pretrained(tiny_checkpoint(), config.to_dict())
-    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
-    assert model.model.layers[1].mlp.up_proj.weight.format.spec == "blockwise4:fp4:64:plain"
-
-
 def test_config_of_a_loaded_model_round_trips(tiny_checkpoint):
     for config in (HalfbyteConfig(), HalfbyteConfig(quantization="int8")):
         loaded = from_pretrained(tiny_checkpoint(), config).config.quantization_config
@@ -74,22 +67,6 @@ def test_plain_transformers_computes_in_the_dtype_of_the_saved_model(dtype, tiny
         keys = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
         theirs = transformers.BitsAndBytesConfig(load_in_4bit=True, **keys)
         assert torch.equal(logits(plain(tmp_path)), logits(plain(folder, quantization_config=theirs, dtype=dtype)))
-
-
-def test_flags_and_size(tiny_checkpoint):
-    model = from_pretrained(tiny_checkpoint(), dtype=torch.float16)
-    assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (True, False)
-    whole = plain(tiny_checkpoint(), dtype=torch.float16)
-    stored = 0
-    for tensor in [*model.parameters(), *model.buffers()]:
-        parts = tensor.parts.values() if isinstance(tensor, QuantizedTensor) else [tensor]
-        stored += sum(part.numel() * part.element_size() for part in parts)
-    assert model.get_memory_footprint() == stored < 0.75 * whole.get_memory_footprint()
-    assert model.num_parameters() == whole.num_parameters()
-    assert model.num_parameters(exclude_embeddings=True) == whole.num_parameters(exclude_embeddings=True)
-    eight = from_pretrained(tiny_checkpoint(), HalfbyteConfig(quantization="int8"))
-    assert (eight.is_loaded_in_4bit, eight.is_loaded_in_8bit) == (False, True)
-    assert load_model(str(tiny_checkpoint()), dtype="float32", device="cpu").is_loaded_in_4bit
 
 
 def test_casting_the_model_is_refused(tiny_checkpoint):

@@ -15,7 +15,6 @@ from halfbyte.memory import offload
 from halfbyte.memory.activations import OFFLOADED
 from halfbyte.memory.offload import Offload
 from halfbyte.memory.pinned import AfterCapture, HostMemory
-from halfbyte.utils.errors import TrainingError
 
 
 class StandIn:
@@ -173,12 +172,6 @@ def test_small_tensors_stay_and_unused_buffers_are_freed(cuda):
 def test_a_capture_is_refused(cuda):
     cuda.capturing = True
     with pytest.raises(RuntimeError, match="CUDA graph"):
-        Offload(torch.device("cpu")).pack(torch.randn(32, 16))
-
-
-def test_memory_that_cannot_be_pinned(monkeypatch):
-    StandIn(code=2).install(monkeypatch)
-    with pytest.raises(TrainingError, match=r"\(CUDA error 2\)"):
         Offload(torch.device("cpu")).pack(torch.randn(32, 16))
 
 

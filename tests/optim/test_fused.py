@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 import threading
-import weakref
 from concurrent import futures
 
 import pytest
@@ -416,33 +415,6 @@ def test_lamb_refuses_streamed_state():
         fused.LAMB(parameters(), offload=True)
 
 
-def test_sparse_gradients_are_refused():
-    embedding = nn.Embedding(10, 4, sparse=True)
-    embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(TrainingError):
-        fused.AdamW(embedding.parameters()).step()
-    sparse = embedding.weight.grad
-    optimizer = fused.AdamW(embedding.parameters())
-    embedding.weight.grad = torch.ones_like(embedding.weight)
-    optimizer.clip(1.0)
-    embedding.weight.grad = sparse
-    with pytest.raises(TrainingError):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_step_keeps_no_gradient_alive(offload):
-    weight = nn.Parameter(torch.ones(3000))
-    optimizer = fused.AdamW([weight], offload=offload)
-    for _ in range(2):
-        weight.grad = torch.ones_like(weight)
-        alive = weakref.ref(weight.grad)
-        optimizer.clip(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert alive() is None
-
-
 # --- bad input: parameters that change, options, state dicts of other optimizers, copies ------------------------------
 
 
@@ -606,25 +578,6 @@ def test_a_copy_steps_alone(options, duplicate):
         gradients(step, made)
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(made, copies, strict=True))
-
-
-def test_corrections_of_strided_and_scalar_weights():
-    """A transposed weight and its contiguous copy have the same weights and the same state."""
-    torch.manual_seed(0)
-    strided = nn.Parameter(torch.randn(80, 70).bfloat16().t())
-    scalar = nn.Parameter(torch.tensor(2.0).bfloat16())
-    plain = [nn.Parameter(each.detach().clone(memory_format=torch.contiguous_format)) for each in (strided, scalar)]
-    optimizers = [fused.AdamW(made, 1e-3, rounding="correction8") for made in ([strided, scalar], plain)]
-    for _ in range(3):
-        for made, optimizer in zip(([strided, scalar], plain), optimizers, strict=True):
-            for weight in made:
-                weight.grad = torch.ones_like(weight)
-            optimizer.step()
-    assert torch.equal(strided, plain[0])
-    assert torch.equal(scalar, plain[1])
-    again = fused.AdamW([strided, scalar], 1e-3, rounding="correction8")
-    again.load_state_dict(optimizers[1].state_dict())
-    assert torch.equal(again.state[strided]["correction"], optimizers[0].state[strided]["correction"])
 
 
 def test_optimizers_step_in_threads():

@@ -167,21 +167,6 @@ def test_matrices_of_a_stack_follow_the_algorithm_each(options, tensor_rate):
             torch.testing.assert_close(each.detach(), expected[at], rtol=1e-7, atol=1e-9)
 
 
-def test_parameters_that_are_not_projected_are_stepped_by_the_inner_optimizer():
-    plain = [(5,), (3, 4, 5), (6, 6)]
-    optimizer, _, others = make([(7, 5)], LowRank(rank=2), plain=plain)
-    twins = [nn.Parameter(other.detach().clone()) for other in others]
-    alone = torch.optim.AdamW(twins, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    for step in range(4):
-        set_gradients(others, step)
-        set_gradients(twins, step)
-        optimizer.param_groups[0]["lr"] = alone.param_groups[0]["lr"] = RATE / (step + 1)  # as a schedule sets it
-        optimizer.step()
-        alone.step()
-    for other, twin in zip(others, twins, strict=True):
-        assert torch.equal(other, twin)
-
-
 def test_refreshes_are_spread_over_steps():
     """After the first step at most ⌈matrices / gap⌉ matrices refresh in a step, each one once per gap."""
     optimizer, matrices, _ = make([(6, 5)] * 7, LowRank(rank=2, update_proj_gap=4))
@@ -243,20 +228,6 @@ def flat_tensors(state, prefix=""):
         elif isinstance(value, torch.Tensor):
             found[f"{prefix}{key}"] = value
     return found
-
-
-def test_a_first_step_that_is_skipped_leaves_no_basis_of_a_broken_gradient():
-    one, (a,), _ = make([(7, 5)], LowRank(rank=2), fused, torch.float32)
-    two, (b,), _ = make([(7, 5)], LowRank(rank=2), fused, torch.float32)
-    a.grad = torch.full_like(a, math.nan)
-    one.found_inf = torch.ones(())
-    one.step()
-    for step in range(2):
-        for optimizer, parameter in ((one, a), (two, b)):
-            set_gradients([parameter], step)
-            optimizer.found_inf = torch.zeros(())
-            optimizer.step()
-    assert torch.equal(a, b)
 
 
 def test_grad_scale_is_divided_out():

@@ -49,12 +49,6 @@ def test_resumed_by_one_process_and_by_two(alone, divided, place, two, tmp_path)
     resumed(two, place, alone, tmp_path / "two", **parallel).same_as(alone)
 
 
-@pytest.mark.slow
-def test_tensor_with_shard(alone, place, four, tmp_path):
-    keys = {"gradient_accumulation_steps": 1, "parallel": {"shard": 2, "tensor": 2}, **KEYS}
-    run(four, place, tmp_path / "out", **keys).same_as(alone)
-
-
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

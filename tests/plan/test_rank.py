@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from halfbyte.cli.check import CUDA_AND_NCCL_GIB
-from halfbyte.config import Parallel, RunConfig, Sliced
+from halfbyte.config import Parallel, RunConfig
 from halfbyte.memory.activations import Batches
 from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.support import layouts, unsupported_layout
@@ -83,36 +83,6 @@ def test_70b_on_two_small_cards_part_by_part(shapes_70b):
     assert staged.optimizer / GIB == pytest.approx(1.54 / 2, abs=0.01)
     assert staged.total / GIB == pytest.approx(21, abs=0.7)
     assert staged.gathers == 0
-
-
-@pytest.mark.slow
-def test_offloaded_shards_are_limited_by_host_memory(shapes_70b, monkeypatch):
-    """Shards of 0.21 GiB, pinned in powers of two; none if the device cannot hold the model while loading."""
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    keys = {"activation_checkpointing": "checkpoint"}
-    monkeypatch.setattr("halfbyte.memory.allocators.available_bytes", lambda: int(2 * 3.1 * GIB / 4 / 0.9))
-    plan = plan_of(shapes_70b, Parallel(shard=2), 21.5, **keys)
-    assert len(plan.hosted) == 3
-    assert not plan.fits
-    monkeypatch.setattr("halfbyte.memory.allocators.available_bytes", lambda: 200 * GIB)
-    assert len(plan_of(shapes_70b, Parallel(shard=2), 21.5, **keys).hosted) > 15
-    assert plan_of(shapes_70b, Parallel(shard=2), 20.9, **keys).hosted == ()  # loading unsharded tables
-    assert plan_of(shapes_70b, Parallel(), 21.5, **keys).hosted == ()
-
-
-@pytest.mark.slow
-def test_context_shards_frozen_weights_if_they_do_not_fit(shapes_70b):
-    """35 GiB of layers; embedding, head and adapters stay unsharded."""
-    keys = {"activation_checkpointing": "offload", "max_length": 32768, "per_device_train_batch_size": 1}
-    whole, sliced = (plan_of(shapes_70b, Parallel(context=4), gib, **keys) for gib in (139.0, 40.0))
-    assert type(whole.layout) is Parallel
-    assert type(sliced.layout) is Sliced
-    assert str(sliced.layout) == "{context: 4}"
-    assert (whole.weights - sliced.weights) / GIB == pytest.approx(0.75 * 2 * 16.44, rel=0.01)
-    assert whole.gathers == 0 < sliced.gathers
-    assert whole.fits
-    assert sliced.fits
-    assert type(plan_of(shapes_70b, Parallel(tensor=2, context=2), 30.0, **keys).layout) is Parallel
 
 
 @pytest.mark.slow
