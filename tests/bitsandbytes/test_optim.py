@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -209,36 +207,3 @@ def test_options_that_no_kernel_has_are_refused(base, name, options):
     weight.grad = torch.ones(3)
     with pytest.raises(NotImplementedError):
         getattr(bnb.optim.optimizer, base)(name, [weight], **options).step()
-
-
-RESUMED = """
-import sys
-import torch
-from torch import nn
-import halfbyte.bitsandbytes as bnb
-torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64))
-optimizer = bnb.optim.AdamW8bit(model.parameters(), lr=1e-2)
-bnb.optim.GlobalOptimManager.get_instance().register_module_override(model[0], "weight", {"optim_bits": 32})
-file, start, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-if start:
-    saved = torch.load(file, weights_only=False)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-for step in range(start, end):
-    torch.manual_seed(step)
-    model(torch.randint(100, (5,))).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-"""
-
-
-@pytest.mark.slow
-def test_a_checkpoint_resumes_in_another_process(tmp_path):
-    """The manager of overrides is one per process, so a new process knows those of `register_module_override` only."""
-    for file, start, end in (("one", 0, 4), ("two", 0, 2), ("two", 2, 4)):
-        subprocess.run([sys.executable, "-c", RESUMED, str(tmp_path / file), str(start), str(end)], check=True)
-    one, two = (torch.load(tmp_path / name, weights_only=False) for name in ("one", "two"))
-    assert all(torch.equal(value, two["model"][key]) for key, value in one["model"].items())
-    assert two["optimizer"]["state"][0][WRAPPED]["state1"].dtype == torch.float32

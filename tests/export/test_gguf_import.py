@@ -145,23 +145,6 @@ def test_llamacpps_vocabularies_give_its_ids(shared, fixture):
 
 
 @pytest.mark.slow
-def test_the_40m_models_tokenizer(shared, tmp_path):
-    """Its real texts, its template with its messages; and the model itself, in bf16, to the bit."""
-    folder = shared / "models/llama-40m"
-    export_gguf(folder, "bf16", tmp_path / "m.gguf", device="cpu")
-    own, back = load_tokenizer(str(folder)), load_tokenizer(str(tmp_path / "m.gguf"))
-    lines = (shared / "data/datasets/validation.jsonl").read_text().splitlines()[:50]
-    texts = [json.loads(line)["text"] for line in lines]
-    assert back(texts)["input_ids"] == own(texts)["input_ids"]
-    messages = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Hello"}]
-    assert back.apply_chat_template(messages)["input_ids"] == own.apply_chat_template(messages)["input_ids"]
-    options = {"load_in_4bit": False, "dtype": "bfloat16", "device": "cpu"}
-    found, expected = load_model(str(tmp_path / "m.gguf"), **options), load_model(str(folder), **options)
-    state = expected.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in found.state_dict().items())
-
-
-@pytest.mark.slow
 def test_training_merging_and_generating_on_a_gguf_base(tmp_path, llama):
     rows = [{"prompt": f"what is {n}?", "completion": f" it is {n}."} for n in range(12)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -35,16 +35,6 @@ def run(base, tmp_path_factory):
     return train_run(tmp_path_factory.mktemp("run") / "run", base)
 
 
-@pytest.fixture(scope="module")
-def packed_run(base, tmp_path_factory):
-    """On a base that is there in bitsandbytes' NF4 only."""
-    place = tmp_path_factory.mktemp("packed")
-    load_model(str(base), device="cpu", dtype="bfloat16").save_pretrained(place / "base")
-    for file in base.glob("token*"):
-        (place / "base" / file.name).write_bytes(file.read_bytes())
-    return train_run(place / "run", place / "base")
-
-
 def test_the_retained_share_is_printed_without_verification(tmp_path, run, capsys):
     merge_run(run, tmp_path / "kept", "auto", False, "bnb-nf4")
     assert "original" in (out := capsys.readouterr().out)
@@ -82,14 +72,6 @@ def test_every_target_retains_the_update_or_is_refused(tmp_path, run, target, on
     assert target in FOUR_BITS
     assert target in refused
     assert not (tmp_path / "merged").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["bnb-int8", pytest.param("fp8-block", marks=pytest.mark.slow)])
-def test_8_bits_retain_the_update_of_a_4_bit_base(tmp_path, packed_run, target):
-    report = merge(packed_run, tmp_path / "merged", quantize=target)
-    assert report.kept["dequantized"].share >= 0.99
-    assert abs(report.targets["dequantized"].loss.excess) <= EXCESS
 
 
 @pytest.mark.slow

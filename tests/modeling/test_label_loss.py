@@ -189,35 +189,3 @@ def test_a_trainer_has_the_same_losses(tmp_path, options):
     assert run_of_trainer(tmp_path / "patched", True, **options) == pytest.approx(
         stock, rel=2e-2 if "bf16" in options else 2e-4
     )
-
-
-@pytest.mark.slow
-def test_trl_trains_a_patched_model(tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    losses = []
-    for is_patched in (False, True):
-        torch.manual_seed(0)
-        model = tiny("Qwen3")
-        if is_patched:
-            halfbyte.patch(model)
-        rows = Dataset.from_list([{"input_ids": row} for row in torch.randint(1, 101, (8, 9)).tolist()])
-        arguments = SFTConfig(
-            str(tmp_path / str(is_patched)), max_steps=2, per_device_train_batch_size=2, logging_steps=1, report_to=[],
-            save_strategy="no", use_cpu=True, disable_tqdm=True, bf16=False, gradient_checkpointing=False,
-            pad_token="<pad>", eos_token="<eos>",
-        )  # fmt: skip
-        trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=words())
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
-def words() -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer of 101 words."""
-    from tokenizers import Tokenizer, models
-
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {f"w{at}": at for at in range(2, 101)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")

@@ -131,13 +131,6 @@ def test_after_a_step_of_every_form(form):
     train_and_compare(form, "adamw_torch_fused")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS[1:])
-@pytest.mark.parametrize("name", [name for name in TORCH_OPTIMIZERS if name != "adamw_torch_fused"])
-def test_after_a_step_of_every_optimizer_and_form(form, name):
-    train_and_compare(form, name)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("whole", [False, True])
 def test_after_replayed_steps(whole):

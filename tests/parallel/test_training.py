@@ -36,20 +36,6 @@ def test_data_parallel_run_equals_one_process(place, alone, two, tmp_path):
     assert "{data: 2}" in (found.folder / "report.html").read_text()
 
 
-@pytest.mark.slow
-def test_resume_on_another_number_of_ranks(place, alone, two, four, tmp_path):
-    """Accumulation changes, so that a step keeps its rows; dropout is off, so that numbers equal one process's."""
-    four_then = run(four, place, tmp_path / "four", gradient_accumulation_steps=1, save_steps=2, parallel={"data": 4})
-    four_then.same_as(alone)
-    folder = four_then.folder
-    for path in (folder / "adapter", folder / "checkpoint-5"):
-        path.rename(folder / f"{path.name}.away")
-    keys = {"save_steps": 2, "gradient_accumulation_steps": 1}
-    run(two, place, folder, resume=str(folder / "checkpoint-4"), parallel={"data": 2}, **keys).same_as(alone)
-    (folder / "adapter").rename(folder / "adapter.of-two")
-    run(None, place, folder, resume=str(folder / "checkpoint-4"), **keys).same_as(alone)
-
-
 def test_indivisible_batch_is_refused(place, alone, two, tmp_path):
     keys = {"gradient_accumulation_steps": 3, "save_steps": 2, "max_steps": 2}
     run(None, place, tmp_path / "out", **keys)

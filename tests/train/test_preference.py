@@ -170,26 +170,6 @@ def test_full_fine_tuning_has_its_first_weights_as_reference(data, tmp_path):
         run(data, tmp_path / "other", use_peft=False, precompute_ref_log_probs=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "asked", [{}, {"precompute_ref_log_probs": False}, {"method": "orpo", "packing": True}, {"method": "kto"}]
-)
-def test_a_resumed_run_has_equal_bytes(data, tmp_path, asked):
-    whole = {"num_train_epochs": 2, "save_steps": 3, "save_total_limit": None, "lora_dropout": 0.1, **asked}
-    run(data, tmp_path / "whole", **whole)
-    first = sorted((tmp_path / "whole").glob("checkpoint-*"))[0]
-    part = tmp_path / "part"
-    (part / first.name).mkdir(parents=True)
-    for name in ("metrics.jsonl", "config.resolved.yaml"):
-        (part / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-    for file in first.iterdir():
-        (part / first.name / file.name).write_bytes(file.read_bytes())
-    run(data, part, **whole, resume_from_checkpoint=True)
-    assert losses(part) == losses(tmp_path / "whole")
-    theirs = adapter(tmp_path / "whole")
-    assert all(torch.equal(weight, theirs[name]) for name, weight in adapter(part).items())
-
-
 def test_a_reward_model_reloads_in_plain_transformers(data, tmp_path):
     """Its head is saved with the adapter; a resumed run has equal bytes, head and all."""
     from peft import PeftModel
