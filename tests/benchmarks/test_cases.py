@@ -6,9 +6,11 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import decode
 from benchmarks.__main__ import CASES, words_of
 from benchmarks.harness import RESULTS
 
@@ -73,3 +75,16 @@ def test_documented_commands_parse():
 def test_results_named_on_pages_can_be_made_again():
     linked = {name for page in PAGES for name in re.findall(r"results/(\w+)\.json", page.read_text(encoding="utf-8"))}
     assert linked <= CASES.keys()
+
+
+def test_prefill_is_excluded_from_decoding_speed(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    counts = []
+
+    def generate(count):
+        counts.append(count)
+        now[0] += 100.0 + count
+
+    assert decode.without_prompt(generate, batch=3, new=65) == pytest.approx(3.0)
+    assert counts == [4, 65, 1]

@@ -25,6 +25,17 @@ def test_lora_pro_projects_the_gradient_of_the_weight(scale):
     torch.testing.assert_close(scale * (up @ down.grad + up.grad @ down), projected, atol=1e-6, rtol=1e-6)
 
 
+def test_lora_pro_chooses_the_gradients_nearest_to_the_original():
+    down, up = factors()
+    down.grad, up.grad = torch.randn(R, N).double(), torch.randn(M, R).double()
+    down.grad = up.detach().T @ (gradient := torch.randn(M, N).double())
+    up.grad = gradient @ down.detach().T
+    before = down.grad.clone(), up.grad.clone()
+    adjust_as_lora_pro([(down, up)])
+    along = up.T @ (up.grad - before[1]) - (down.grad - before[0]) @ down.T  # zero where the distance is least in X
+    torch.testing.assert_close(along, torch.zeros(R, R).double(), atol=1e-5, rtol=0)
+
+
 def test_lora_rite_does_not_depend_on_the_factors():
     target, mixed = torch.randn(M, N).double(), torch.randn(R, R).double()
     down, up = factors()
@@ -38,3 +49,18 @@ def test_lora_rite_does_not_depend_on_the_factors():
             optimizer.zero_grad()
         products.append((pair[1] @ pair[0]).detach())
     torch.testing.assert_close(products[0], products[1], atol=1e-8, rtol=1e-8)
+
+
+def test_lora_rite_learns_from_zero():
+    torch.manual_seed(0)
+    target = torch.randn(M, R).double() @ torch.randn(R, N).double()
+    pair = factors(scale=0.0)
+    optimizer = LoRARite([pair], lr=5e-2)
+    losses = []
+    for _ in range(300):
+        loss = (pair[1] @ pair[0] - target).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.05 * losses[0]

@@ -12,6 +12,12 @@ from halfbyte.optim.low_rank import LowRank, LowRankOptimizer
 ALL = re.compile("")
 
 
+def test_flops_of_the_products():
+    assert len(optim.QWEN3_06B) == 196
+    assert optim.newton_schulz_flops([(2, 3)], steps=1) == 2 * (2 * 2 * 3) + 2 * 2 * 2 * 2 + 2 * (2 * 2 * 3)
+    assert optim.newton_schulz_flops([(3, 2), (2, 3)]) == 10 * optim.newton_schulz_flops([(2, 3)], steps=1)
+
+
 def test_muon_section():
     rows = dict(optim.muon([(6, 4), (4, 6), (6, 4)], "cpu", ALL))
     assert len(rows) == 7
@@ -55,3 +61,19 @@ def test_plain_algorithms_equal_halfbytes_with_the_same_bases(kind, shape):
             plain.start([*bases.values()])
         plain.step()
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plain_refresh_is_an_svd():
+    gradient = torch.randn(9, 5, generator=torch.Generator().manual_seed(1))
+    basis = optim.PlainGaLore([], 0.1, 2).refresh(gradient)
+    best = torch.linalg.svdvals(gradient)[:2].square().sum()
+    torch.testing.assert_close((basis.T @ gradient.T).square().sum(), best)
+
+
+def test_sections_are_chosen_by_name():
+    given = optim.parser().parse_args(["--sections", "muon", "low_rank", "--only", "8bit"])
+    assert given.sections == ["muon", "low_rank"]
+    assert optim.parser().parse_args([]).sections == optim.SECTIONS
+    assert tuple(optim.sections(given)) == optim.SECTIONS
+    with pytest.raises(SystemExit):
+        optim.parser().parse_args(["--sections", "other"])

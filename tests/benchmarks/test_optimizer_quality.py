@@ -44,3 +44,11 @@ def test_rows_of_the_same_rule_start_and_end_alike():
     for key, value in start.items():
         assert torch.equal(value, others[key])
         torch.testing.assert_close(end[key], theirs[key], rtol=0, atol=1e-6)
+
+
+def test_rows_are_chosen_by_name():
+    given = quality.parser().parse_args(["MODEL", "TEXT", "--only", "lora+ 16", "muon"])
+    assert given.only == ["lora+ 16", "muon"]
+    assert quality.parser().parse_args(["MODEL", "TEXT"]).only == [*quality.RUNS]
+    with pytest.raises(SystemExit):
+        quality.parser().parse_args(["MODEL", "TEXT", "--only", "adam"])

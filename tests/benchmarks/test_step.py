@@ -27,7 +27,6 @@ def test_batch_is_one_row_of_documents():
     assert (batch["labels"] == -100).nonzero()[:, 1].tolist() == [0, 40, 340]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dense", [True, False])
 def test_dense_mask_is_found(monkeypatch, dense):
     training = step.Training("tiny", 1, 640, "cpu")
