@@ -69,6 +69,7 @@ CASES = {
     "grpo_step_llama8b_h200": "grpo_step",
     "rollouts_llama8b_h200": "rollouts",
     "chunk_scan_h200": "chunk_scan",
+    "startup": "startup",
 }
 
 

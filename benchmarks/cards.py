@@ -16,7 +16,6 @@ from unittest import mock
 from benchmarks.harness import parser_of, write_result
 
 GIB = 2**30
-CONTEXT = 0.7 * GIB  # memory of CUDA and the driver
 HOST = 64 * GIB
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CARDS = {"8 GB": 8, "12 GB": 12, "16 GB": 16, "24 GB": 24, "48 GB": 48, "80 GB": 80}
@@ -49,6 +48,7 @@ def plan(model: str, length: int, card: int) -> Any:
     import transformers
 
     from halfbyte.config import RunConfig
+    from halfbyte.plan.cards import usable_bytes
     from halfbyte.plan.estimate import estimate
 
     family, keys = MODELS[model]
@@ -59,7 +59,7 @@ def plan(model: str, length: int, card: int) -> Any:
     with mock.patch("halfbyte.memory.allocators.available_bytes", return_value=HOST):
         return estimate(
             config, getattr(transformers, f"{family}Config")(**keys), device="cuda",
-            capacity_bytes=int(card * GIB - CONTEXT),
+            capacity_bytes=usable_bytes(card),
         )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ LONGEST = ("max_length_q", "max_length_k")  # a number that no document's length
 
 # How sequences of the batch relate to each other and to other processes.
 REAL_TOKENS = "real_tokens"  # [B, T]: 1 for tokens that are not padding, for the routers of a mixture of experts
-BRANCHES, KEY_POSITIONS = "branches", "key_places"  # answers that share a prompt, see `data.branches`
+BRANCHES, KEY_POSITIONS = "branches", "key_places"  # answers that share a prompt, see `data.shared_prefix`
 CONTEXT = "context"  # the `parallel.context` group among which the sequences are split
 UNSPLIT = "whole_"  # prefix of columns that a split batch carries for full sequences
 

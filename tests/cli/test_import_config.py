@@ -37,14 +37,14 @@ def test_llamafactory_qlora(write, tmp_path):
         "max_length": 2048, "dataset_num_proc": 16, "output_dir": "saves/llama3-8b/lora/sft", "logging_steps": 10,
         "save_steps": 500, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
         "num_train_epochs": 3.0, "warmup_steps": 0.1, "dtype": "bfloat16", "eval_split_size": 0.1,
-        "per_device_eval_batch_size": 1, "eval_steps": 500,
+        "per_device_eval_batch_size": 1, "eval_steps": 500, "max_samples": 1000,
         # defaults of LLaMA-Factory
         "lr_scheduler_type": "linear", "r": 8, "lora_alpha": 16.0,
     }  # fmt: skip
     assert set(imported.left_out) == {
         "do_train", "overwrite_cache", "plot_loss", "overwrite_output_dir", "ddp_timeout",
     }  # fmt: skip
-    assert set(imported.undecided) == {"template", "max_samples"}
+    assert set(imported.undecided) == {"template"}
     assert "chat_template_path" in imported.undecided["template"][1]
     assert "lora_rank" not in imported.explain()
 

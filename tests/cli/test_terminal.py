@@ -41,8 +41,10 @@ DATA = {
 }
 
 
-def plain(width: int = 100) -> Console:
-    return Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+def plain(width: int = 100, verbose: bool = True) -> Console:
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    console.verbose = verbose
+    return console
 
 
 def shown(console: Console) -> str:
@@ -123,6 +125,14 @@ def test_room_beside_graphs_is_planned_and_not_compared():
     assert "measured 8.0 GiB, 6.7%" in shown(console)
 
 
+def test_memory_is_a_line_unless_details_are_wanted():
+    for measured in (None, {"base_bytes": GIB // 2, "after_load_bytes": 5 * GIB, "peak_bytes": 9 * GIB}):
+        console = plain(verbose=False)
+        terminal.print_memory(console, PLAN, measured)
+        assert len(shown(console).splitlines()) == 1
+        assert terminal.size(9 * GIB - GIB // 2 if measured else PLAN["total"]) in shown(console)
+
+
 def test_plans_come_as_dataclass_dict_or_memory_json():
     @dataclass
     class Plan:
@@ -151,9 +161,10 @@ def test_header_tells_choices_with_reasons():
         "kernels": {"enabled": False, "reason": "on a CPU the PyTorch reference does the work"},
     }
     console = plain(160)
-    terminal.print_header(console, environment, config(packing=True, r=8))
+    terminal.print_run(console, config(packing=True, r=8))
+    terminal.print_header(console, environment)
     for words in (
-        "0.1.0 (abc)",
+        "halfbyte 0.1.0",
         "4-bit NF4 + LoRA r=8",
         "packed",
         "float32: no AMX",

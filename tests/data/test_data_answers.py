@@ -10,6 +10,8 @@ from tokenizers import normalizers
 
 from halfbyte.data.prepare import prepare
 from halfbyte.data.prepare_answers import prepare_answers
+from halfbyte.methods import method_of
+from halfbyte.methods.gkd import given_answer
 from halfbyte.utils import notices
 from halfbyte.utils.errors import DataError
 
@@ -383,7 +385,7 @@ REFUSED = {
     "steps of one label": ([{**STEPS, "labels": [True, True]}], "stepwise", None),
     "a prompt without room for a step": ([{**STEPS, "prompt": "y" * 300}], "stepwise", None),
     "a typing error": ([{"prompt": "a", "chosn": "b", "rejected": "c"}], "pairs", "'chosen'"),
-    "an answered prompt": ([{"messages": TURNS}], "prompts", "data.jsonl:1:"),
+    "an answered prompt": ([{"prompt": TURNS}], "prompts", "data.jsonl:1:"),
     "pairs for rollouts": ([PAIR], "prompts", "method: dpo"),
     "no prompt": ([{"text": "abc"}], "prompts", None),
     "a missing answer": ([PAIR, {"prompt": [QUESTION], "chosen": [GOOD]}], "pairs", "data.jsonl:2:"),
@@ -461,3 +463,45 @@ def test_real_data_loses_no_row(file, kind, rows, shared, config, real_tokenizer
     assert said is None or answer == f"{said}<|im_end|>\n"
     if kind == "unpaired":
         assert prepared.report["train"]["desirable"] == np.sum([row["label"] for row in read])
+
+
+CHAT = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+    {"role": "user", "content": "again"},
+]
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "again"}]
+
+
+@pytest.mark.parametrize("turns", [CHAT, SHAREGPT])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "grpo", "reward_funcs": ["exact"], "num_generations": 2, "per_device_train_batch_size": 2},
+        {"method": "rloo", "reward_funcs": ["exact"], "num_generations": 2, "per_device_train_batch_size": 2},
+        {"method": "gkd", "teacher_model_name_or_path": "t", "lmbda": 1.0},
+        {"method": "gkd", "teacher_model_name_or_path": "t", "lmbda": 0.5},
+    ],
+)
+def test_the_answer_that_ends_a_conversation_is_no_part_of_the_prompt(turns, keys, config, write, make_tokenizer):
+    key = "from" if "from" in turns[0] else "role"
+    answer = {key: "gpt" if key == "from" else "assistant", "value" if key == "from" else "content": "the answer"}
+    column = "conversations" if key == "from" else "messages"
+    asked = config(write([{column: [*turns, answer], "level": 1}, {column: turns, "level": 2}]), **keys)
+    prompts = config(write([{column: turns, "level": 1}, {column: turns, "level": 2}], "prompts.jsonl"), **keys)
+    method, tokenizer = method_of(asked), make_tokenizer("plain")
+    notices.reset_notices()
+    found = method.prepare(asked, tokenizer)
+    told = [key for key in notices.notices_so_far() if key.startswith("answers:")]
+    assert found.train["prompt_ids"][:] == method.prepare(prompts, tokenizer).train["prompt_ids"][:]
+    assert found.train["prompt"][0] == turns
+    first, second = found.train["columns"]
+    if keys.get("lmbda") == 0.5:
+        assert given_answer(asked, first, 0) == "the answer"
+        assert not told
+        with pytest.raises(DataError):
+            method.documents(asked, found)
+    else:
+        assert first == {"level": 1}
+        assert len(told) == 1
+    assert second == {"level": 2}

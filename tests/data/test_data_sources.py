@@ -2,8 +2,11 @@
 
 import errno
 import functools
+import gzip
 import json
 import os
+import random
+import re
 
 import datasets
 import pyarrow
@@ -20,6 +23,55 @@ ROWS = [{"question": "1+1?", "answer": "2"}, {"question": '2, "or"\n3?', "answer
 
 def rows_of(*names):
     return [source.rows for source in read_sources(list(names))]
+
+
+COMPRESSORS = {".gz": "gzip", ".zst": "zstd"}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+@pytest.mark.parametrize(
+    ("name", "text", "rows"),
+    [
+        ("d.jsonl", '{"a": "ü"}\n\n{"a": 2}\n', [{"a": "ü"}, {"a": 2}]),
+        ("d.json", '[{"a": 1}, {"a": 2}]', [{"a": 1}, {"a": 2}]),
+        ("d.csv", "a,b\n1,2\n", [{"a": "1", "b": "2"}]),
+        ("D.TSV", "a\tb\n1\t2\n", [{"a": "1", "b": "2"}]),
+        ("d.txt", "one\n\ntwo", [{"text": "one"}, {"text": "two"}]),
+    ],
+)
+def test_compressed_text_files(name, text, rows, suffix, tmp_path):
+    path = tmp_path / (name + suffix)
+    with pyarrow.CompressedOutputStream(str(path), COMPRESSORS[suffix]) as stream:
+        stream.write(text.encode())
+    for read in (str(path), str(tmp_path)):
+        [source] = read_sources(read)
+        assert source.rows == rows
+        assert source.path == str(path)
+
+
+def test_splits_are_found_in_the_names_of_compressed_files(tmp_path):
+    for name in ("train_sft", "test_sft"):
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(json.dumps({"a": name}).encode()))
+    assert [source.rows for source in read_sources(str(tmp_path), "test_sft")] == [[{"a": "test_sft"}]]
+    assert [source.rows for source in read_sources(str(tmp_path))] == [[{"a": "train_sft"}]]
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+@pytest.mark.parametrize("damage", ["truncated", "not compressed", "not UTF-8"])
+def test_damaged_compressed_files_are_named(damage, suffix, tmp_path):
+    path = tmp_path / f"d.jsonl{suffix}"
+    with pyarrow.CompressedOutputStream(str(path), COMPRESSORS[suffix]) as stream:
+        stream.write(
+            b'{"a": "\xff"}'
+            if damage == "not UTF-8"
+            else b'{"a": "%s"}' % random.Random(0).randbytes(5000).hex().encode()
+        )
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-900])
+    if damage == "not compressed":
+        path.write_text('{"a": 1}')
+    with pytest.raises(DataError, match=re.escape(str(path))):
+        read_sources(str(path))
 
 
 def test_jsonl_skips_blank_lines_and_numbers_the_others(write):

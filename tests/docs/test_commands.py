@@ -4,41 +4,14 @@ import ast
 import importlib
 import itertools
 import re
-import shlex
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS = [path for path in DOCUMENTS if path.is_file()]
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def blocks(language: str) -> list[tuple[str, str]]:
-    """(document, text) of every fenced block in `language`."""
-    return [
-        (path.name, text)
-        for path in DOCUMENTS
-        for found, text in FENCE.findall(path.read_text(encoding="utf-8"))
-        if found == language
-    ]
-
-
-def command_lines(text: str) -> Iterator[list[str]]:
-    """The commands of a shell block, split into words: continuation lines joined, comments and redirections dropped."""
-    for line in text.replace("\\\n", " ").splitlines():
-        for part in re.split(r"\s*(?:&&|;|\|)\s+", line.removeprefix("$ ")):
-            words = shlex.split(re.split(r"\s[12]?>", part)[0], comments=True)
-            while words and re.fullmatch(r"\w+=.*", words[0]):  # VARIABLE=value before the command
-                words = words[1:]
-            if words:
-                yield words
+from tests.helpers.documents import DOCUMENTS, ROOT, blocks, commands
 
 
 def documented(program: str) -> list[tuple[str, list[str]]]:
-    return [(name, words) for name, text in blocks("bash") for words in command_lines(text) if words[0] == program]
+    return [(name, words) for name, text in blocks("bash") for words, _ in commands(text) if words[0] == program]
 
 
 def make_targets() -> set[str]:

@@ -144,7 +144,14 @@ def test_a_fully_fine_tuned_model_declares_what_was_trained(made, tmp_path):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     keys = {"model_name_or_path": str(base), "dataset": str(tmp_path / "d.jsonl"), "output_dir": str(tmp_path / "out")}
-    keys |= {"use_peft": False, "load_in_4bit": False, "device": "cpu", "max_steps": 1, "sample_prompts": 0}
+    keys |= {
+        "use_peft": False,
+        "load_in_4bit": False,
+        "device": "cpu",
+        "max_steps": 1,
+        "warmup_steps": 0,
+        "sample_prompts": 0,
+    }
     train(load_config(None, keys))
     assert ends_of(tmp_path / "out/model") == [ids["</s>"], ids["<|eom|>"], ids["<|im_end|>"]]
 

@@ -39,6 +39,38 @@ def test_a_default_system_text_becomes_system():
     assert '{{ if eq .Role "user" }}<|user|>{{ .Content }}</s>\n{{ end }}' in section(text, "TEMPLATE")
 
 
+VICUNA = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}Talk.{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ ' USER: ' + m.content }}{% elif m.role == 'assistant' %}"
+    "{{ ' ASSISTANT: ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+
+
+def test_a_default_system_text_without_a_marker_becomes_system():
+    text = modelfile(["m.gguf"], tokenizer_with(VICUNA), [], 512)
+    assert section(text, "SYSTEM") == "Talk."
+    body = section(text, "TEMPLATE")
+    assert '{{ if eq .Role "user" }} USER: {{ .Content }}{{ end }}' in body
+    assert body.endswith(" ASSISTANT:")
+
+
+@pytest.mark.parametrize("default", ['say "yes"', 'a """ b'])
+def test_a_default_system_text_with_quotes_is_in_the_template(default):
+    text = modelfile(["m.gguf"], tokenizer_with(CHATML.replace("tiny", default)), [], 512)
+    body = section(text, "TEMPLATE").replace(r'{{ "\"\"\"" }}', '"""')
+    assert section(text, "SYSTEM") is None
+    assert f'{{{{ if and (eq $i 0) (ne .Role "system") }}}}<|system|>{default}</s>\n{{{{ end }}}}' in body
+    assert ".Tools" not in body
+
+
+def test_a_beginning_of_text_token_that_only_the_template_writes_is_kept():
+    """As SmolLM2's, whose turns begin with it."""
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.bos_token = "<|system|>"
+    assert '{{ if eq .Role "system" }}<|system|>' in section(modelfile(["m.gguf"], tokenizer, [], 512), "TEMPLATE")
+
+
 def test_triple_quotes_end_no_text():
     text = modelfile(["m.gguf"], tokenizer_with(QUOTES), [], 512)
     body = section(text, "TEMPLATE")

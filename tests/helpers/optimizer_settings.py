@@ -22,7 +22,9 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
     lr_scheduler_type: str = "cosine"
+    lr_scheduler_kwargs: dict | None = None
     warmup_steps: float = 0.03
     max_steps: int = -1
     max_grad_norm: float = 1.0

@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 
 from halfbyte.config import RunConfig
-from halfbyte.config.schema import SCHEDULES
 from halfbyte.config.yaml import dump_value
 from halfbyte.formats import FORMATS
-from halfbyte.optim import OPTIMIZERS
+from halfbyte.optim import OPTIMIZERS, SCHEDULES
 from tests.helpers.hostile.cases import COLOURS, Case, place, snapshot
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
@@ -29,6 +28,7 @@ BASE = {
     "device": "cpu",
     "max_length": 128,
     "max_steps": 1,
+    "warmup_steps": 0,
     "r": 2,
     "sample_prompts": 1,
     "sample_max_new_tokens": 2,

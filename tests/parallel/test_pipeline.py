@@ -242,7 +242,7 @@ def refused(mesh, place, output, keys):
 )
 def test_untrainable_stages_are_refused(two, place, tmp_path, keys, said):
     """The error names the key before anything is loaded or written, and a following run succeeds."""
-    keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": "1f1b", "max_steps": 1, **keys}
+    keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": "1f1b", "max_steps": 1, "warmup_steps": 0, **keys}
     keys = {"gradient_accumulation_steps": 2, "eval_split_size": 0, "sample_prompts": 0} | keys
     if said is None:
         assert rank_runs.run(two, place, tmp_path / "run", **keys).trained

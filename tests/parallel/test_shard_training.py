@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from halfbyte.parallel.shard import optimizer as shard_optimizers
@@ -105,3 +106,28 @@ def test_full_factors_are_16_bit_only(place, two, tmp_path):
     copied = copied_to(tmp_path / "again", found.folder)
     again = run(two, place, copied, resume=str(copied / "checkpoint-4"), **keys)
     again.same_as(found, loss=0.0, weights=0.0)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"parallel": {"shard": 2}, "dtype": "bfloat16"},  # full factors are 16-bit copies
+        {"parallel": {"shard": 2}, "use_peft": False, "load_in_4bit": False},
+        {"parallel": {"data": 2}},
+        {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2},
+        {"parallel": {"tensor": 2}, "load_in_4bit": False},
+    ],
+    ids=["shard", "full", "data", "pipeline", "tensor"],
+)
+def test_ranks_end_with_the_weights_of_the_best_evaluation(place, two, tmp_path, keys):
+    """A learning rate that is much too high: later evaluations are worse, and training stops."""
+    more = {"load_best_model_at_end": True, "eval_steps": 1, "save_total_limit": 1, "early_stopping_patience": 2}
+    more |= {"learning_rate": 0.5, "max_steps": 8, "sample_prompts": 0, "lr_scheduler_type": "constant"}
+    left = run(two, place, tmp_path / "out", **more | keys)
+    best = json.loads((left.folder / "environment.json").read_text())["best"]
+    assert best["loaded"]
+    assert best["step"] < best["stopped"]
+    checkpoint = left.folder / f"checkpoint-{best['step']}"
+    saved = load_file(next(checkpoint.glob("*model.safetensors")))
+    assert left.adapter.keys() == saved.keys()
+    assert all(torch.equal(left.adapter[name], saved[name].to(left.adapter[name].dtype)) for name in saved)

@@ -6,13 +6,12 @@ import pytest
 import torch
 import transformers
 
-from halfbyte.cli.check import CUDA_AND_NCCL_GIB
 from halfbyte.config import Parallel, RunConfig
 from halfbyte.memory.activations import Batches
 from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.support import layouts, unsupported_layout
 from halfbyte.parallel.tensor.model import apply_tensor_parallel
-from halfbyte.plan.cards import H200, card_named
+from halfbyte.plan.cards import H200, card_named, usable_bytes
 from halfbyte.plan.costs import GATHER_SLOWDOWN, LATENCY, Gathers, LayerCost, extra_seconds, micro_seconds
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.meshes import Device, Meshes
@@ -74,7 +73,7 @@ def test_70b_on_two_small_cards_part_by_part(shapes_70b):
     assert plan.gradients / GIB == pytest.approx(0.77 / 2 + 1 / 16, abs=0.01)
     assert plan.optimizer / GIB == pytest.approx(1.54 / 2, abs=0.01)
     assert (plan.activations + plan.logits) / GIB == pytest.approx(0.44 + 0.58, abs=0.35)
-    assert plan.total / GIB < 24 - CUDA_AND_NCCL_GIB
+    assert plan.total < usable_bytes(24, gpus=2)
     assert plan.stays == plan.hosted == ()
     staged = plan_of(
         shapes_70b, Parallel(pipeline=2), gib=23.3, card=RTX_4090, activation_checkpointing="offload",

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from halfbyte.cli import main
 from halfbyte.cli.answers import answer_file, chat
 from halfbyte.generation import Sampling
 from halfbyte.runs.saved import Place, load_saved
@@ -97,6 +98,32 @@ def test_temperatures(base_folder, key, message, monkeypatch, tmp_path):
                 lambda: list(answer_file(str(base_folder), prompts, 4, float(key), 8))):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             run()
+
+
+def test_sampling_options_reach_the_draws(base_folder, tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello")
+
+    def answer(*options):
+        with pytest.raises(SystemExit) as end:
+            main(["generate", str(base_folder), str(prompts), "--max-new-tokens", "8", *options])
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    greedy = answer()
+    for options in (("--top-k", "1"), ("--top-p", "1e-6"), ("--min-p", "1")):
+        assert answer("--temperature", "2", *options) == greedy
+    assert answer("--repetition-penalty", "50") != greedy
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "prompts.txt"]])
+@pytest.mark.parametrize("option", [("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1")])
+def test_sampling_options_need_a_temperature(base_folder, command, option, capsys):
+    name, *rest = command
+    with pytest.raises(SystemExit) as end:
+        main([name, str(base_folder), *rest, "--temperature", "0", *option])
+    assert end.value.code == 2
+    assert option[0] in capsys.readouterr().err
 
 
 def answers(base_folder, file, new=None, batch=8):

@@ -210,6 +210,10 @@ FIELDS = st.dictionaries(
         [
             "temperature",
             "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "chat_template_kwargs",
             "n",
             "seed",
             "stop",

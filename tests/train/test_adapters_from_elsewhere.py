@@ -311,7 +311,7 @@ def test_keys_that_a_saved_adapter_has_decided_are_named(place, tmp_path):
 @pytest.mark.parametrize("folder", [".", "adapter"])
 def test_the_code_of_both_cards_runs(place, tmp_path, monkeypatch, folder):
     monkeypatch.chdir(place)
-    train(load_config(None, keys(place, tmp_path / "out", model_name_or_path="model", max_steps=1)))
+    train(load_config(None, keys(place, tmp_path / "out", model_name_or_path="model", max_steps=1, warmup_steps=0)))
     monkeypatch.chdir(tmp_path / "out" / folder)
     code = re.search(r"```python\n(.*?)\n```", Path("README.md").read_text(), re.DOTALL)[1]
     names = {}

@@ -68,7 +68,7 @@ def test_prompts_that_leave_no_tokens_for_an_answer_are_dropped(prompts, tmp_pat
     rows = lines(prompts / "prompts.jsonl")
     mixed = [{**row, "prompt": row["prompt"] * (30 if at % 3 == 0 else 1)} for at, row in enumerate(rows)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    run(prompts, tmp_path / "out", dataset=str(tmp_path / "mixed.jsonl"), max_steps=1)
+    run(prompts, tmp_path / "out", dataset=str(tmp_path / "mixed.jsonl"), max_steps=1, warmup_steps=0)
     report = json.loads((tmp_path / "out/data_report.json").read_text())
     (dropped,) = report["train"]["dropped"].values()
     assert dropped == len(mixed[::3])
@@ -119,7 +119,15 @@ def test_a_thought_that_the_chat_template_opens_is_scored_with_the_answer(prompt
 
     monkeypatch.setattr(Generations, "draw", draw)
     more = {"chat_template_path": str(tmp_path / "opening.jinja"), "reward_funcs": [{"format": "think"}]}
-    run(prompts, tmp_path / "out", dataset=str(tmp_path / "talks.jsonl"), max_steps=1, max_length=128, **more)
+    run(
+        prompts,
+        tmp_path / "out",
+        dataset=str(tmp_path / "talks.jsonl"),
+        max_steps=1,
+        warmup_steps=0,
+        max_length=128,
+        **more,
+    )
     rewards = [next(iter(each["rewards"].values())) for each in lines(tmp_path / "out/completions.jsonl")]
     assert rewards == [0.0, 1.0] * (len(rewards) // 2)
 
@@ -253,7 +261,7 @@ def test_a_function_given_in_python(prompts, tmp_path):
     def long_answers(completion_ids, **columns):
         return [len(ids) for ids in completion_ids]
 
-    more = keys(prompts, tmp_path / "out", max_steps=1, reward_funcs=[long_answers, {"regex": "a"}])
+    more = keys(prompts, tmp_path / "out", max_steps=1, warmup_steps=0, reward_funcs=[long_answers, {"regex": "a"}])
     result = finetune(more.pop("model_name_or_path"), more.pop("dataset"), **more)
     assert result.metrics["steps"] == 1
     record = lines(tmp_path / "out/metrics.jsonl")[0]
@@ -351,11 +359,11 @@ def test_init_writes_a_run_that_checks(prompts, tmp_path, method):
 @pytest.mark.slow
 def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(keys(prompts, tmp_path / "out", max_steps=1)))
+    file.write_text(json.dumps(keys(prompts, tmp_path / "out", max_steps=1, warmup_steps=0)))
     found = CliRunner().invoke(app, ["check", str(file)])
     assert found.exit_code == 0, found.output
     assert "SHA-256" in found.output
-    run(prompts, tmp_path / "out", max_steps=1)
+    run(prompts, tmp_path / "out", max_steps=1, warmup_steps=0)
     with pytest.raises(ConfigError):
         evaluate(str(tmp_path / "out"), str(prompts / "data.jsonl"))
 
@@ -380,7 +388,7 @@ def test_importance_correction_is_enabled_by_a_large_mismatch(prompts, tmp_path,
 @pytest.mark.slow
 def test_an_fp8_cache_weights_tokens_and_small_weights_give_a_notice(prompts, tmp_path):
     """Every token's ratio is far from 1, and an answer's ratio is their product."""
-    keys_ = {"kv_cache": "fp8", "importance_sampling_correction": True, "max_steps": 1}
+    keys_ = {"kv_cache": "fp8", "importance_sampling_correction": True, "max_steps": 1, "warmup_steps": 0}
     run(prompts, tmp_path / "fp8", **keys_)
     (record,) = records_of(tmp_path / "fp8")["train"]
     assert record["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=0.1)
@@ -431,7 +439,14 @@ def test_a_copy_of_the_continued_adapter_is_the_reference(prompts, tmp_path):
 
 
 def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
-    more = {"eval_split_size": 4, "eval_steps": 1, "max_steps": 1, "num_generations_eval": 3, "min_p": 0.01}
+    more = {
+        "eval_split_size": 4,
+        "eval_steps": 1,
+        "max_steps": 1,
+        "warmup_steps": 0,
+        "num_generations_eval": 3,
+        "min_p": 0.01,
+    }
     notices.reset_notices()
     run(prompts, tmp_path / "out", reward_funcs=[{"regex": "[a-m]"}], **more)
     evaluations = records_of(tmp_path / "out")["eval"]

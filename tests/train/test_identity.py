@@ -29,7 +29,7 @@ def stopped(place, tmp_path_factory):
     keys = {"model_name_or_path": str(folder / "model"), "dataset": str(folder / "data.jsonl"), "r": 4}
     keys |= {"device": "cpu", "dtype": "float32", "load_in_4bit": False, "max_steps": 2, "save_steps": 1}
     keys |= {"chat_template_path": str(folder / "template.jinja"), "sample_prompts": 0, "save_total_limit": 9}
-    train(load_config(None, keys | {"output_dir": str(folder / "first"), "max_steps": 1}))
+    train(load_config(None, keys | {"output_dir": str(folder / "first"), "max_steps": 1, "warmup_steps": 0}))
     shutil.copytree(folder / "first/adapter", folder / "adapter")
     keys |= {"adapter_path": str(folder / "adapter"), "eval_dataset": str(folder / "held_out.jsonl")}
     train(load_config(None, keys | {"output_dir": str(folder / "run")}))

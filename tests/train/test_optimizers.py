@@ -288,7 +288,7 @@ def test_a_pattern_of_bits_that_matches_nothing_is_refused(place, tmp_path):
 def test_fused_options_are_planned_and_resume(keys, place, tmp_path):
     config = keys | {"use_peft": False, "load_in_4bit": False, "lora_dropout": 0.0}
     resumed_equals_uninterrupted(tmp_path, config | {"max_steps": 6, "save_steps": 2}, 4)
-    run(place, tmp_path / "run", **config, sample_prompts=0, max_steps=1)
+    run(place, tmp_path / "run", **config, sample_prompts=0, max_steps=1, warmup_steps=0)
     memory = json.loads((tmp_path / "run/memory.json").read_text())["predicted"]
     settings = load_config(None, {"model_name_or_path": "m", "dataset": "d", **config})
     model = tiny_llama(vocab_size=VOCABULARY)

@@ -41,7 +41,7 @@ def prepared(place, output, **changed):
 def adapter(place, tmp_path_factory):
     """A saved adapter of rank 4."""
     out = tmp_path_factory.mktemp("adapter") / "out"
-    run(place, out, max_steps=1, sample_prompts=0)
+    run(place, out, max_steps=1, warmup_steps=0, sample_prompts=0)
     return out / "adapter"
 
 

@@ -49,7 +49,7 @@ def test_model_and_trainer_are_gone_when_a_run_returns(start, monkeypatch):
     monkeypatch.setattr(sft, "TrainingLoop", spy)
     gc.disable()
     try:
-        start(device="cpu", dtype="float32", max_steps=1)
+        start(device="cpu", dtype="float32", max_steps=1, warmup_steps=0)
         assert seen
         assert [found() for found in seen] == [None] * len(seen)
     finally:
@@ -61,7 +61,7 @@ def test_ten_runs_on_a_cpu_take_the_memory_of_one(start):
     """Within 5%; one model that stayed would be 7%."""
     found = []
     for _ in range(RUNS):
-        start("larger", device="cpu", dtype="float32", max_steps=1)
+        start("larger", device="cpu", dtype="float32", max_steps=1, warmup_steps=0)
         found.append(psutil.Process().memory_info().rss)
     assert max(found) <= 1.05 * found[0], found
 

@@ -67,7 +67,13 @@ def test_the_engine_answers_in_checkpointed_runs(tmp_path, keys):
     config = LlamaConfig(**sizes, vocab_size=run_inputs.VOCABULARY, pad_token_id=1, eos_token_id=0, bos_token_id=None)
     run_inputs.write_model(tmp_path / "model", LlamaForCausalLM(config))
     run_inputs.write_rows(tmp_path / "rows.jsonl", [20] * 12)
-    keys = {"activation_checkpointing": True, "max_steps": 1, "max_length": 64, "sample_max_new_tokens": 4} | keys
+    keys = {
+        "activation_checkpointing": True,
+        "max_steps": 1,
+        "warmup_steps": 0,
+        "max_length": 64,
+        "sample_max_new_tokens": 4,
+    } | keys
     keys |= {"output_dir": str(tmp_path / "out"), "device": "cpu", "sample_prompts": 1}
     places = {"model_name_or_path": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl")}
     notices.reset_notices()

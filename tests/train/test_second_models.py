@@ -120,17 +120,17 @@ def test_a_cached_reference_is_not_used_with_another_config(talks, tmp_path):
     for window in (60, 8):
         config = json.loads((folder / "model/config.json").read_text())
         (folder / "model/config.json").write_text(json.dumps(config | {"sliding_window": window}))
-        train(load_config(None, keys(folder, tmp_path / f"out{window}", method="dpo", max_steps=1,
+        train(load_config(None, keys(folder, tmp_path / f"out{window}", method="dpo", max_steps=1, warmup_steps=0,
                                      precompute_ref_log_probs=True)))  # fmt: skip
         assert losses(tmp_path / f"out{window}")[0] == pytest.approx(0.693147, abs=1e-4)
 
 
 @pytest.mark.slow
 def test_a_reference_of_each_step_has_no_noise_and_no_dropout(talks, tmp_path):
-    train(load_config(None, keys(talks, tmp_path / "out", method="dpo", max_steps=1, neftune_noise_alpha=50.0,
+    train(load_config(None, keys(talks, tmp_path / "out", method="dpo", max_steps=2, neftune_noise_alpha=50.0,
                                  precompute_ref_log_probs=False)))  # fmt: skip
     quiet = losses(tmp_path / "out")[0]
-    train(load_config(None, keys(talks, tmp_path / "kept", method="dpo", max_steps=1, neftune_noise_alpha=50.0,
+    train(load_config(None, keys(talks, tmp_path / "kept", method="dpo", max_steps=2, neftune_noise_alpha=50.0,
                                  precompute_ref_log_probs=True)))  # fmt: skip
     assert quiet == pytest.approx(losses(tmp_path / "kept")[0], abs=1e-5)  # the same noise, in the policy alone
 
@@ -156,7 +156,7 @@ def test_dropout_of_the_base_is_off_if_models_are_compared(talks, tmp_path, aske
     shutil.copytree(talks, folder)
     (folder / "model/model.safetensors").unlink()
     gpt2(folder)
-    train(load_config(None, keys(folder, tmp_path / "out", method="dpo", max_steps=1, use_peft=False, **asked)))
+    train(load_config(None, keys(folder, tmp_path / "out", method="dpo", max_steps=2, use_peft=False, **asked)))
     assert (losses(tmp_path / "out")[0] == pytest.approx(0.693147, abs=1e-5)) == exact
 
 
@@ -181,7 +181,7 @@ def test_a_teacher_on_shared_weights_draws_no_dropout(talks, tmp_path):
     found = []
     for dropout in (0.0, 0.5):
         teacher = teacher_of(talks, tmp_path / f"teacher{dropout}", dropout)
-        train(load_config(None, keys(talks, tmp_path / f"out{dropout}", "prompts", method="gkd", max_steps=1,
+        train(load_config(None, keys(talks, tmp_path / f"out{dropout}", "prompts", method="gkd", max_steps=2,
                                      teacher_model_name_or_path=teacher, max_completion_length=8)))  # fmt: skip
         found.append(losses(tmp_path / f"out{dropout}")[0])
     assert found[1] == pytest.approx(found[0], abs=1e-6)
@@ -229,7 +229,7 @@ def test_resuming_with_a_changed_reward_column_is_refused(talks, tmp_path):
 
 @pytest.mark.slow
 def test_resuming_with_a_changed_initial_adapter_is_refused(talks, tmp_path):
-    train(load_config(None, keys(talks, tmp_path / "first", method="dpo", max_steps=1)))
+    train(load_config(None, keys(talks, tmp_path / "first", method="dpo", max_steps=1, warmup_steps=0)))
     config = keys(talks, tmp_path / "out", method="dpo", max_steps=2, save_steps=1,
                   adapter_path=str(tmp_path / "first/adapter"))  # fmt: skip
     train(load_config(None, config))
@@ -255,7 +255,7 @@ def test_a_generation_of_truncated_answers_has_a_loss_of_0(talks, tmp_path):
 
 def test_the_configured_dtype_is_named(talks, tmp_path):
     finetune(str(talks / "model"), sft_rows(talks), **{
-        key: value for key, value in keys(talks, tmp_path / "out", max_steps=1).items()
+        key: value for key, value in keys(talks, tmp_path / "out", max_steps=1, warmup_steps=0).items()
         if key not in ("model_name_or_path", "dataset")
     })  # fmt: skip
     found = json.loads((tmp_path / "out/environment.json").read_text())["compute_dtype"]
@@ -292,5 +292,5 @@ def test_another_adapter_runs_in_eval_mode(talks, tmp_path):
 
 
 def _trained(talks, tmp_path):
-    train(load_config(None, keys(talks, tmp_path / "run", method="dpo", max_steps=1)))
+    train(load_config(None, keys(talks, tmp_path / "run", method="dpo", max_steps=1, warmup_steps=0)))
     return str(tmp_path / "run")

@@ -70,7 +70,7 @@ def test_it_leaves_the_keys_that_were_given_as_a_file(finished, place, tmp_path)
     kept = tmp_path / "out" / "run.yaml"
     kept.parent.mkdir()
     kept.write_text("# mine\n")
-    run(place, kept.parent, max_steps=1, sample_prompts=0)
+    run(place, kept.parent, max_steps=1, warmup_steps=0, sample_prompts=0)
     assert kept.read_text() == "# mine\n"
 
 

@@ -292,7 +292,8 @@ def varlen_attention(
 
     Args:
         query: [B·T, Hq, D]; key, value: [B·T, Hk, D].
-        bounds: int32 [documents + 1], start offset of each document and the total, see `modeling.attention.documents`.
+        bounds: int32 [documents + 1], start offset of each document and the total, see
+            `modeling.attention.document_bounds`.
         longest: upper bound on the tokens of a document.
         scale: factor of the scores; None: 1/√D.
         window: number of tokens that a token attends to, including itself.

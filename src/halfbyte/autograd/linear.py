@@ -59,7 +59,7 @@ def _product(
 
 
 def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` for a plain frozen weight and bias, by the faster CPU library (see `ops.rows`).
+    """`F.linear` for a plain frozen weight and bias, by the faster CPU library (see `ops.linear`).
 
     Args:
         input: [..., K], of the weight's dtype.

@@ -9,7 +9,7 @@ given by their largest magnitude. If scales differ along the contraction of dx, 
 multiplied into the columns of dy before the cast. W is frozen: it has no gradient and its scale is computed once. dx
 needs W8 transposed; the pass that computes W8 writes it transposed.
 
-On NVIDIA GPUs with FP8 units cuBLAS computes the GEMMs (`ops.fp8_product`). On other devices the same codes are
+On NVIDIA GPUs with FP8 units cuBLAS computes the GEMMs (`ops.float8.fp8_product`). On other devices the same codes are
 multiplied in 16 or 32 bits.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433.

@@ -35,6 +35,7 @@ from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from ..utils.files import cache_folder, new_file
 from ..utils.notices import notice
 from ..utils.text import one_line
+from ..utils.waiting import waiting
 
 # Tolerance of a token's log-probability, relative to the mean of their absolute values.
 ROUNDING, ROUNDING_16 = {torch.float32: 1e-4}, 1 / 64
@@ -157,6 +158,7 @@ def _compare(run: PreparedRun, model: Any, rows: Any) -> dict[str, Any]:
 # --- cache -----------------------------------------------------------------------------------------------------------
 
 
+@waiting("computing the reference's log-probabilities")
 def _cached_or_computed(run: PreparedRun, model: Any, splits: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str]:
     """Return each split's log-probabilities, and whether they were computed or come from an earlier run's cache.
 

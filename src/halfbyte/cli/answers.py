@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..reading import parse_json, read_text
 from ..utils.errors import DataError, HalfbyteError, ModelError
 from ..utils.processes import Stopped
 from ..utils.text import json_line, visible
+from ..utils.waiting import waiting
 from .startup import import_models
 
 if TYPE_CHECKING:
@@ -23,7 +24,14 @@ TABLES = (".arrow", ".csv", ".tsv", ".parquet", ".json")  # files whose lines ar
 
 
 def chat(
-    name: str, *, compare_base: bool, max_new_tokens: int | None, temperature: float, trust_remote_code: bool = False
+    name: str,
+    *,
+    compare_base: bool,
+    max_new_tokens: int | None,
+    temperature: float,
+    trust_remote_code: bool = False,
+    repetition_penalty: float = 1.0,
+    **draws: Any,
 ) -> None:
     """Read lines and stream answers until /quit or the end of the input.
 
@@ -34,6 +42,8 @@ def chat(
         compare_base: answer each line without the adapter first; the conversation continues with the adapter's answer.
         max_new_tokens: None for `generation.run.DEFAULT_MAX_NEW_TOKENS` within the model's positions.
         trust_remote_code: run the Python code that comes with the model, whatever the run's own configuration says.
+        repetition_penalty: see `generation.Penalties`.
+        draws: top_k, top_p and min_p of `generation.Sampling`.
 
     Raises:
         ModelError: `compare_base` without an adapter.
@@ -45,11 +55,11 @@ def chat(
     if compare_base and look_up(name, trusting)[0].adapter is None:
         raise ModelError(f"--compare-base: {name} has no adapter to switch off", "name a run or an adapter")
     look_up(name, trusting)
-    from ..generation import Sampling
+    from ..generation import Penalties, Sampling
     from ..serve.conversation import Conversation
 
-    sampling = Sampling(temperature)
-    conversation = Conversation(load_saved(name, trusting), sampling, max_new_tokens)
+    sampling, penalties = Sampling(temperature, **draws), Penalties(repetition=repetition_penalty)
+    conversation = Conversation(load_saved(name, trusting), sampling, max_new_tokens, penalties)
     interactive = sys.stdin.isatty()
     if interactive:
         print("/reset starts over, /quit leaves; Ctrl-C stops an answer.")
@@ -134,6 +144,8 @@ def answer_file(
     temperature: float,
     batch_size: int,
     trust_remote_code: bool = False,
+    repetition_penalty: float = 1.0,
+    **draws: Any,
 ) -> Iterator[str]:
     """Yield a JSON line {"prompt", "answer"} for each prompt of `file`, in its order.
 
@@ -141,6 +153,7 @@ def answer_file(
         name: a run's output_dir, an adapter, or a model.
         file: one prompt per line; in a .jsonl the value of "prompt". Each starts a new conversation of `halfbyte chat`.
         max_new_tokens: None for `generation.run.DEFAULT_MAX_NEW_TOKENS` within the model's positions.
+        repetition_penalty, draws: as in `chat`.
 
     Raises:
         DataError: the file cannot be read, has no prompt, or a prompt is too long; raised before the first answer.
@@ -151,11 +164,11 @@ def answer_file(
     trusting = [f"trust_remote_code={trust_remote_code}"]
     look_up(name, trusting)
     import_models()
-    from ..generation import Sampling
+    from ..generation import Penalties, Sampling
     from ..generation import generate as continue_prompts
     from ..serve.conversation import Conversation
 
-    sampling = Sampling(temperature)
+    sampling, penalties = Sampling(temperature, **draws), Penalties(repetition=repetition_penalty)
     saved = load_saved(name, trusting)
 
     talk = Conversation(saved, sampling, max_new_tokens)
@@ -163,9 +176,15 @@ def answer_file(
     _check_room(talk, file, [number for number, _ in prompts], list(map(len, asked)))
     for first in range(0, len(prompts), batch_size):
         some = slice(first, first + batch_size)
-        answers = continue_prompts(
-            saved.model, asked[some], max_new_tokens=max_new_tokens, sampling=sampling, stops=talk.stops
-        )
+        with waiting(f"answering prompts {first + 1} to {min(first + batch_size, len(prompts))} of {len(prompts)}"):
+            answers = continue_prompts(
+                saved.model,
+                asked[some],
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stops=talk.stops,
+                penalties=penalties,
+            )
         for (_, prompt), ids in zip(prompts[some], answers, strict=True):
             answer = saved.tokenizer.decode(ids, skip_special_tokens=True)
             yield json_line({"prompt": prompt, "answer": answer})

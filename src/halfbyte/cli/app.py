@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..utils.console import Console
 from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
 from ..utils.processes import LAUNCHER
 from ..utils.versions import check_versions
-from .arguments import check_option, check_order, finite, read_run
+from .arguments import check_option, check_order, check_sampling, finite, read_run
 from .exits import RUN_FOLDER, Commands
+from .startup import started
 
 app = typer.Typer(
     cls=Commands,
@@ -39,6 +41,18 @@ TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python
 LongestAnswer = Annotated[
     int | None,
     typer.Option(min=1, help="Longest answer, in tokens; default: 512, or as many as the model has positions for."),
+]
+TopK = Annotated[int, typer.Option(min=0, help="Draw among this many of the likeliest tokens; 0: all.")]
+TopP = Annotated[
+    float, typer.Option(callback=finite, min=1e-9, max=1.0, help="Draw among the likeliest tokens of this probability.")
+]
+MinP = Annotated[
+    float,
+    typer.Option(callback=finite, min=0.0, max=1.0, help="Draw among tokens this times as likely as the likeliest."),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(callback=finite, min=0.01, max=100.0, help="Above 1: tokens that occurred become less likely."),
 ]
 RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
 
@@ -125,13 +139,14 @@ def train(
     ctx: typer.Context,
     run: Words,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print memory by part, versions and reasons.")] = False,
 ) -> None:
     """Fine-tune; all files go to output_dir."""
     from .train import train_run
 
-    config = read_run("train", run, ["--resume"])
+    config = read_run("train", run, ["--resume", "--verbose"])
     ctx.meta[RUN_FOLDER] = config.output_path
-    train_run(config, resume, ctx.obj)
+    train_run(config, resume, ctx.obj, verbose)
 
 
 @app.command("eval", context_settings=_TAKES_OVERRIDES)
@@ -142,8 +157,6 @@ def evaluate(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Print loss and perplexity on a dataset."""
-    from ..runs.inputs import check_datasets
-    from ..runs.saved import look_up
     from .startup import import_models
 
     check_order("eval", model, data)
@@ -151,13 +164,18 @@ def evaluate(
         if word.startswith("--"):
             check_option(word, ["--trust-remote-code"])
     given = [*(overrides or []), *(["trust_remote_code=true"] if trust_remote_code else [])]
-    check_datasets(data)
-    look_up(model, given, data)
-    import_models()
-    from ..evaluation.held_out import evaluate as measure
+    with started(model, data):
+        from ..runs.inputs import check_datasets
+        from ..runs.saved import look_up
 
-    result = measure(model, data, given)
-    typer.echo(f"{result.shown} · {result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s")
+        check_datasets(data)
+        look_up(model, given, data)
+        import_models()
+        from ..evaluation.held_out import evaluate as measure
+
+        result = measure(model, data, given)
+    measured = f"{result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s"
+    typer.echo(f"{result.shown} · {measured} · {result.precision}")
 
 
 @app.command()
@@ -168,23 +186,33 @@ def chat(
     temperature: Annotated[
         float, typer.Option(callback=finite, min=0.0, help="Sampling temperature; 0: the likeliest token.")
     ] = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Talk to a model; /reset starts over, /quit leaves."""
-    from ..runs.saved import look_up
-    from .startup import import_models
+    check_sampling(temperature, top_k, top_p, min_p)
+    with started(model):
+        from ..runs.saved import look_up
+        from .startup import import_models
 
-    look_up(model, [f"trust_remote_code={trust_remote_code}"])
-    import_models()
-    from .answers import chat as talk
+        look_up(model, [f"trust_remote_code={trust_remote_code}"])
+        import_models()
+        from .answers import chat as talk
 
-    talk(
-        model,
-        compare_base=compare_base,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        trust_remote_code=trust_remote_code,
-    )
+        talk(
+            model,
+            compare_base=compare_base,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            trust_remote_code=trust_remote_code,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
 
 
 @app.command()
@@ -196,13 +224,20 @@ def generate(
         float, typer.Option(callback=finite, min=0.0, help="Sampling temperature; 0: the likeliest token.")
     ] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Answer the prompts of a file, as JSON lines."""
-    from .answers import answer_file
+    check_sampling(temperature, top_k, top_p, min_p)
+    draws = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    with started(model, prompts):
+        from .answers import answer_file
 
-    for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, trust_remote_code):
-        typer.echo(line)
+        for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, trust_remote_code, **draws):
+            typer.echo(line)
 
 
 @app.command()
@@ -233,10 +268,11 @@ def serve(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Answer OpenAI's HTTP interface."""
-    from .commands import serve_model
-
     limits = {"prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens, "seconds": max_seconds, "queue": max_queue}
-    serve_model(model, host, port, adapter or [], allowed_host or [], api_key, trust_remote_code, **limits)
+    with started(model):
+        from .commands import serve_model
+
+        serve_model(model, host, port, adapter or [], allowed_host or [], api_key, trust_remote_code, **limits)
 
 
 @app.command()
@@ -251,9 +287,10 @@ def merge(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a merged model, in 16 bits or quantized."""
-    from .commands import merge_run
+    with started(run, console=Console()):
+        from .commands import merge_run
 
-    merge_run(run, out, base, verify, quantize, trust_remote_code)
+        merge_run(run, out, base, verify, quantize, trust_remote_code)
 
 
 @app.command()
@@ -291,13 +328,14 @@ def export(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write GGUF for llama.cpp, or adapters for vLLM."""
-    from .commands import export_for_servers, export_model
+    with started(source, console=Console()):
+        from .commands import export_for_servers, export_model
 
-    if gguf is None or adapter is not None:
-        given = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
-        export_for_servers(source, adapter, out, [name for name, value in given.items() if value], trust_remote_code)
-        return
-    export_model(source, gguf, out, adapter_only, importance, trust_remote_code)
+        if gguf is None or adapter is not None:
+            options = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
+            given = [name for name, value in options.items() if value]
+            return export_for_servers(source, adapter, out, given, trust_remote_code)
+        export_model(source, gguf, out, adapter_only, importance, trust_remote_code)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ..runs.layout import CHECKPOINT, GIVEN_CONFIG
-from ..utils.errors import UsageError
+from ..utils.errors import HalfbyteError, UsageError
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -54,7 +55,7 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     if twice := sorted(given.keys() & keys):
         raise UsageError(f"{twice[0]} is given twice, first as {given[twice[0]]}", "name it once")
     if len(names) == 1 and (own := Path(names[0]) / GIVEN_CONFIG).is_file():
-        more = " --resume" if command == "train" else ""
+        more = _as_new_or_again(own, overrides) if command == "train" else ""
         raise UsageError(
             f"{names[0]} is a run's folder, not a configuration file", f"write halfbyte {command} {own}{more}"
         )
@@ -65,6 +66,18 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     if len(names) == 2:
         check_order(command, *names)
     return load_config(None, overrides, given)
+
+
+def _as_new_or_again(file: Path, overrides: list[str]) -> str:
+    """Return what `halfbyte train` needs after a run's own file: --resume if it would work, else another folder."""
+    from ..config import load_config
+    from ..runs.checkpoints import can_resume
+    from ..utils.notices import silent
+
+    with contextlib.suppress(HalfbyteError), silent():
+        if can_resume(load_config(file, overrides)):
+            return " --resume"
+    return " output_dir=NEW"
 
 
 def _is_model(name: str) -> bool:
@@ -133,3 +146,15 @@ def finite(param: typer.CallbackParam, value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise UsageError(f"{param.opts[0]} {value}: it must be a finite number", f"write {param.opts[0]} NUMBER")
     return value
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Check that options of sampling come with a temperature, without which the likeliest token is taken.
+
+    Raises:
+        UsageError: names the option.
+    """
+    for option, value, neutral in (("--top-k", top_k, 0), ("--top-p", top_p, 1), ("--min-p", min_p, 0)):
+        if temperature == 0 and value != neutral:
+            message = f"{option} {value} changes nothing at temperature 0"
+            raise UsageError(message, "add --temperature 0.7, or remove it")

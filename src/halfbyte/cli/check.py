@@ -12,19 +12,20 @@ from rich.text import Text
 
 from ..config import Parallel, RunConfig
 from ..config.schema import RunKeys, TrainingSection
-from ..runs.inputs import check_paths
 from ..utils.console import Console
-from ..utils.errors import ConfigError
+from ..utils.errors import ConfigError, HalfbyteError
+from ..utils.processes import is_main_rank, is_rank
+from ..utils.terminal import print_facts, print_run
 from ..utils.text import one_line
+from ..utils.waiting import showing_waits
 from .startup import quick_imports
 
 if TYPE_CHECKING:
     from ..plan.meshes import Device, Meshes, Option
+    from ..train.preflight import PreparedRun
 
 GIB = 2**30
-# GiB of each GPU for CUDA (0.5) and NCCL outside torch's allocator, measured in a sharded step of a 70B model on two
-# H200s. Connections with fewer channels, such as PCIe, need less.
-CUDA_AND_NCCL_GIB = 1.6
+CHOSEN_BY_INIT = {"max_length", "packing", "per_device_train_batch_size"}
 
 
 def check_run(config: RunConfig) -> None:
@@ -35,24 +36,52 @@ def check_run(config: RunConfig) -> None:
     Raises:
         HalfbyteError: the error that `halfbyte train` would raise before its first step.
     """
+    console = Console(quiet=not is_main_rank(), verbose=True)
+    print_run(console, config)
+    from ..runs.inputs import check_paths
+
     check_paths(config)
+    with showing_waits(console):
+        run = _prepared(config, console)
+    if not CHOSEN_BY_INIT & config.model_fields_set:
+        defaults = ", ".join(config.written(key) for key in sorted(CHOSEN_BY_INIT))
+        print_facts(console, {"defaults": f"{defaults} · `halfbyte init` chooses these for this machine and data"})
+    console.print(_readiness(config, run))
+
+
+def _prepared(config: RunConfig, console: Console) -> PreparedRun:
+    """Prepare a run as `train` does, and print what halfbyte does with its model."""
     with quick_imports():
         from ..parallel.launch.agreement import check_agreement
         from ..parallel.launch.launcher import layout_to_launch
-        from ..parallel.launch.ranks import is_rank
         from ..parallel.mesh import present_mesh
         from ..train.preflight import prepare_run
         from ..utils.hardware import chosen_device
         from ..utils.notices import silent
+        from .model_facts import model_facts
 
     layout = layout_to_launch(config)
     asked = config.layout if is_rank() else None
-    with present_mesh(asked, chosen_device(config.device).type) as mesh:
-        console = Console(quiet=not mesh.is_main)
-        with contextlib.nullcontext() if mesh.is_main else silent():
-            check_agreement(mesh, config)
-            prepare_run(config, console=console, mesh=mesh, layout=layout if mesh.size == 1 else None)
-    console.print(Text.assemble(("ready:", "green"), " `halfbyte train` can start"))
+    mesh_of_ranks = present_mesh(asked, chosen_device(config.device).type)
+    with mesh_of_ranks as mesh, contextlib.nullcontext() if mesh.is_main else silent():
+        check_agreement(mesh, config)
+        run = prepare_run(config, None, console, mesh, layout if mesh.size == 1 else None, writes=False)
+    if mesh.is_main:
+        print_facts(console, model_facts(run.files.config, trust_remote_code=config.trust_remote_code))
+    return run
+
+
+def _readiness(config: RunConfig, run: PreparedRun) -> Text:
+    """Describe whether the checked run can start, which also needs its output folder and space on the disk."""
+    from ..runs.inputs import check_output
+    from ..train.preflight import check_disk
+
+    try:
+        check_output(config)
+        check_disk(run)
+    except HalfbyteError as error:
+        return Text.assemble(("ready", "green"), one_line(f", except for the output: {error.message}; {error.fix}"))
+    return Text.assemble(("ready:", "green"), " `halfbyte train` can start")
 
 
 def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) -> None:
@@ -66,7 +95,16 @@ def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) 
         HalfbyteError: the run is not valid, GPUs are neither present nor described, or `parallel` has another size or
             does not support this run.
     """
+    console = Console()
+    print_run(console, config)
+    from ..runs.inputs import check_paths
+
     check_paths(config)
+    with showing_waits(console):
+        _check_meshes(config, gpus, gpu_memory, console)
+
+
+def _check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None, console: Console) -> None:
     with quick_imports():
         from ..plan.meshes import Meshes
 
@@ -78,20 +116,21 @@ def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) 
             f"set parallel: auto, or degrees with the product {gpus}",
         )
     model_config, batches = _inputs(config, device)
-    meshes, console = Meshes(config, model_config, device, batches), Console()
+    meshes = Meshes(config, model_config, device, batches)
     _table(console, meshes, gpus, device)
     if asked is not None:
         _print_asked(console, meshes, asked, config)
         return
     chosen, reason = meshes.choose(gpus)
-    console.print(one_line(f"auto chooses parallel: {chosen.layout}: {reason}"), soft_wrap=True)
+    if gpus > 1:
+        console.print(one_line(f"auto chooses parallel: {chosen.layout}: {reason}"), soft_wrap=True)
 
 
 def _device(gpus: int | None, gpu_memory: float | None) -> tuple[int, Device]:
     """Return the number of GPUs, and the smallest one."""
     import torch
 
-    from ..plan.cards import card_of, card_of_memory
+    from ..plan.cards import card_of, card_of_memory, usable_bytes
     from ..plan.meshes import Device
 
     here = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -102,11 +141,9 @@ def _device(gpus: int | None, gpu_memory: float | None) -> tuple[int, Device]:
     if gpu_memory is not None:
         card = card_of_memory(gpu_memory)
         known = [card_of(device) for device in here if _gib(device) <= 1.1 * gpu_memory]
-        return gpus, Device(
-            torch.device("cuda"), int((gpu_memory - CUDA_AND_NCCL_GIB) * GIB), known[0] if known else card
-        )
+        return gpus, Device(torch.device("cuda"), usable_bytes(gpu_memory, gpus), known[0] if known else card)
     smallest = min(here[:gpus], key=_gib)
-    return gpus, Device(smallest, int((_gib(smallest) - CUDA_AND_NCCL_GIB) * GIB), card_of(smallest))
+    return gpus, Device(smallest, usable_bytes(_gib(smallest), gpus), card_of(smallest))
 
 
 def _gib(device: Any) -> float:
@@ -130,8 +167,8 @@ def _inputs(config: RunKeys, device: Device) -> tuple[Any, Any]:
 
 def _table(console: Console, meshes: Meshes, gpus: int, device: Device) -> None:
     """Print a line for each layout as soon as it is planned."""
-    each = f"{device.capacity_bytes / GIB:.1f} GiB for torch on each"
-    console.print(one_line(f"{gpus} GPUs, {each}; seconds estimated for {device.card.name}"), soft_wrap=True)
+    memory = f"{gpus} GPU{'s' * (gpus > 1)}, {device.capacity_bytes / GIB:.1f} GiB for torch on each"
+    console.print(one_line(f"{memory}; seconds estimated for {device.card.name}"), soft_wrap=True)
     for option in meshes.options(gpus):
         console.print(one_line(_line(option)), soft_wrap=True)
 

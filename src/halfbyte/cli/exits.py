@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from ..utils.errors import HalfbyteError, UsageError
 from ..utils.hardware import is_out_of_memory
-from ..utils.processes import Stopped, raise_on_signals, was_launched
+from ..utils.processes import Stopped, is_main_rank, raise_on_signals, was_launched
 from ..utils.streams import discard_stdout
 from ..utils.text import visible
 
@@ -30,7 +30,7 @@ FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
 TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer does not export it
 RUN_FOLDER = "halfbyte.run_folder"  # key of a context's meta: folder for bug reports, if it exists
 LONGEST = 300  # characters of the message of a bug
-SECRETS = ("--api-key",)
+SECRETS = ("--api-key", "--hub-token", "--hub_token")
 _NO_TYPE = re.compile(r"'(.*)' is not a valid ((?:int|float).*)\.")  # messages of click
 _OUT_OF_RANGE = re.compile(r"(\S+) is not in the range .*")
 
@@ -105,18 +105,11 @@ def _expected_error(error: BaseException) -> HalfbyteError | None:
 
 def _print_stopped(stop: KeyboardInterrupt) -> int:
     number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-    if was_launched() and not _is_printing_rank():
+    if was_launched() and not is_main_rank():
         return 128 + int(number)
     by = "" if number == signal.SIGINT else f" by {number.name}"
     typer.echo(f"\nstopped{by}{f': {visible(str(stop))}' if str(stop) else ''}", err=True)
     return 128 + int(number)
-
-
-def _is_printing_rank() -> bool:
-    """Return whether this rank prints messages for all ranks."""
-    from ..parallel.launch.ranks import is_main_rank
-
-    return is_main_rank()
 
 
 def _print_usage_error(error: Any) -> int:
@@ -181,7 +174,7 @@ def _full_text(error: BaseException) -> str:
         except metadata.PackageNotFoundError:
             return f"no {package}"
 
-    words = ["***" if before in SECRETS else word for before, word in zip(["", *sys.argv], sys.argv, strict=False)]
+    words = without_secrets(sys.argv)
     versions = [version(name) for name in ("halfbyte", "torch", "transformers", "peft")]
     return "\n".join(
         [
@@ -191,6 +184,12 @@ def _full_text(error: BaseException) -> str:
             "".join(traceback.format_exception(error)),
         ]
     )
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with `***` in place of the values of keys and tokens."""
+    shown = ["***" if before in SECRETS else word for before, word in zip(["", *arguments], arguments, strict=False)]
+    return [re.sub(r"^((--)?hub[-_]token=|--api-key=).*", r"\1***", word, flags=re.DOTALL) for word in shown]
 
 
 def _write_report(text: str, run_folder: Path | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..config import SECTIONS, TEXT_KEYS, RunConfig, explain
-from ..config.aliases import OTHER_METHODS, WITHOUT_EFFECT_ON_RESULT
+from ..config.aliases import HINTS, OFF_AT_ZERO, OTHER_METHODS, VALUES, WITHOUT_EFFECT_ON_RESULT
+from ..config.dataset_keys import llamafactory_datasets
 from ..config.foreign import (
     Ignored,
     Mapped,
     Refused,
     detect_tool,
-    llamafactory_datasets,
     overridden_keys,
     tool_defaults,
     translate,
 )
 from ..config.reading import key_of
+from ..config.run_config import written_keys
 from ..config.yaml import Located, dump_value, read_mapping
 from ..utils.errors import ConfigError
 from ..utils.text import brief, cut, one_line
@@ -67,7 +69,7 @@ class Imported:
             lines += ["", "# To be decided: change or remove each of these lines before the run"]
             lines += [f"{dump_value(key, value):<44} # {_comment(why)}" for key, (value, why) in self.undecided.items()]
         for section in SECTIONS:
-            given = [key for key in section.model_fields if key in self.keys]
+            given = [key for key in written_keys(section) if key in self.keys]
             if given:
                 lines += ["", f"# {section.__doc__}"]
                 lines += [f"{dump_value(key, self.keys[key]):<44} # {_comment(self.origin[key])}" for key in given]
@@ -92,6 +94,9 @@ def convert(file: Path) -> Imported:
     imported = Imported(file, detect_tool(values))
     overridden = overridden_keys(values)
     for key, value in values.items():
+        if value == 0 and key in OFF_AT_ZERO:
+            imported.left_out[key] = OFF_AT_ZERO[key]
+            continue
         if key in RunConfig.model_fields:
             _record(imported, key, {key: value} if value is not None and key not in overridden else {}, value)
             continue
@@ -106,11 +111,18 @@ def convert(file: Path) -> Imported:
                 imported.undecided[key] = value, f"{why}; {fix}"
             case Ignored(why) if why:
                 imported.left_out[key] = why
+            case None if key in HINTS:
+                _record(imported, key, {HINTS[key]: value}, value)
             case None:
                 imported.undecided[key] = value, "unknown key; remove it, or write halfbyte's key instead"
     if not imported.keys:
-        raise ConfigError(f"{file} has no key of Axolotl, LLaMA-Factory, TRL or halfbyte", "name a training YAML")
+        reasons = imported.left_out | {key: why for key, (_, why) in imported.undecided.items()}
+        listed = "; ".join(f"{key}: {why}" for key, why in list(reasons.items())[:3])
+        raise ConfigError(f"{file} has nothing to train{f' ({listed})' * bool(listed)}", "name a training YAML")
     _record(imported, f"{imported.tool}'s default", tool_defaults(values, imported.keys))
+    if imported.origin.get("quantization") == "qlora_fp8" and imported.keys["quantization"] == "fp8":
+        why = "each row has a scale; quantization: fp8-tile has Surogate's tiles of 128×128"
+        imported.left_out["qlora_block_size"] = why
     _resolve_datasets(imported, values)
     _drop_invalid(imported, values)
     imported.missing = [key for key in ("model_name_or_path", "dataset") if key not in imported.keys]
@@ -119,7 +131,8 @@ def convert(file: Path) -> Imported:
 
 def _record(imported: Imported, origin: str, keys: dict[str, Any], value: Any = None) -> None:
     """Record our `keys` for the foreign key `origin`, unless the file gives other values already."""
-    for key, ours in keys.items():
+    for key, given in keys.items():
+        ours = VALUES.get(key, {}).get(given, given) if isinstance(given, str) else given
         if key not in imported.keys:
             imported.keys[key], imported.origin[key] = ours, origin
         elif imported.keys[key] != ours:
@@ -128,19 +141,41 @@ def _record(imported: Imported, origin: str, keys: dict[str, Any], value: Any = 
 
 
 def _resolve_datasets(imported: Imported, values: dict[str, Any]) -> None:
-    """Replace LLaMA-Factory's dataset names by files and hub ids from dataset_info.json."""
+    """Replace LLaMA-Factory's dataset names by files and hub ids from dataset_info.json, and ms-swift's `name#rows`."""
+    if imported.tool == "ms-swift":
+        _limit_rows(imported)
     if imported.tool != "LLaMA-Factory":
         return
     named = values.get("dataset_dir")
     folder = Path(named if isinstance(named, str) and named else "data")
     for key in ("dataset", "eval_dataset"):
-        if isinstance(imported.keys.get(key), str):
-            places = [folder, imported.file.parent / folder]
-            imported.keys[key], unresolved = llamafactory_datasets(imported.keys[key], places)
-            for name in unresolved:
-                imported.left_out[f"{key} {name}"] = (
-                    f"no entry in {folder}/dataset_info.json; write the name of the file"
-                )
+        entries = imported.keys.get(key)
+        if isinstance(entries, str):
+            names, weights = entries, []
+        elif isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
+            names, weights = ",".join(entry["path"] for entry in entries), [entry["weight"] for entry in entries]
+        else:
+            continue
+        resolved, unresolved = llamafactory_datasets(names, [folder, imported.file.parent / folder])
+        paths = [resolved] if isinstance(resolved, str) else resolved
+        weighted = [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=False)]
+        imported.keys[key] = weighted or resolved
+        for name in unresolved:
+            why = f"no entry in {folder}/dataset_info.json; write the name of the file"
+            imported.left_out[f"{key} {name}"] = why
+
+
+def _limit_rows(imported: Imported) -> None:
+    """Convert ms-swift's `name#rows` to entries with max_samples."""
+    given = imported.keys.get("dataset")
+    paths = given if isinstance(given, list) else [given]
+    limits = [re.fullmatch(r"(.+)#(\d+)", path) if isinstance(path, str) else None for path in paths]
+    if any(limits):
+        imported.keys["dataset"] = [
+            {"path": limit[1], "max_samples": int(limit[2])} if limit else path
+            for path, limit in zip(paths, limits, strict=True)
+        ]
+        imported.left_out["dataset NAME#ROWS"] = "the first rows are read; ms-swift draws them at random"
 
 
 def _drop_invalid(imported: Imported, values: dict[str, Any]) -> None:

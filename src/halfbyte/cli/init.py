@@ -13,8 +13,9 @@ from ..config.policy import DISTILLING, POLICY, SAMPLING
 from ..config.schema import RunKeys
 from ..config.yaml import dump_value
 from ..methods import method_of
-from ..runs.inputs import check_inputs
+from ..runs.inputs import check_inputs, free_output_dir
 from ..utils.errors import ConfigError, DataError, UsageError
+from ..utils.terminal import size
 from .startup import quick_imports
 
 if TYPE_CHECKING:
@@ -67,10 +68,12 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     chosen, plan = _largest_that_fits(base, files.config, data, lengths)
     if rows == "prompts":
         chosen["gradient_accumulation_steps"] = _accumulation_of_groups(base, chosen["per_device_train_batch_size"])
-    config = base.model_copy(update=chosen)
+    config = base.model_copy(update={**chosen, "output_dir": free_output_dir(base)})
+    short = _steps(config, data) <= 2  # a step of warmup, which has rate 0, would be all or half of them
+    config = config.model_copy(update={"warmup_steps": 0.0}) if short else config
     fits = "it fits" if plan.fits else "it does NOT fit: see `halfbyte check`"
     lines = [
-        f"# For this machine: {plan.total / 2**30:.2f} GiB of {plan.capacity_bytes / 2**30:.2f} GiB, {fits}.",
+        f"# For this machine: {size(plan.total)} of {size(plan.capacity_bytes)}, {fits}.",
         "# Next: `halfbyte check`, `preview` and `train` with this file. All keys: config.resolved.yaml of any run.",
         *packing_lines,
         *reward_lines,
@@ -78,6 +81,7 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     ]
     others = {"parallel"} if layout_lines else set()
     others |= {"method", *DEFAULTS[method]} if method in DEFAULTS else set()
+    others |= {"warmup_steps"} if short else set()
     others |= {"max_completion_length"} if rows == "prompts" else set()
     others |= {"reward_funcs"} if method in POLICY else set()
     others |= {"teacher_model_name_or_path"} if teacher is not None else set()
@@ -103,6 +107,15 @@ def _method_keys(method: str, teacher: str | None) -> dict[str, Any]:
     asked |= SAMPLING_KEYS if method in SAMPLING else {}
     asked |= {"reward_funcs": PLACEHOLDER_REWARDS} if method in POLICY else {}
     return asked | ({} if teacher is None else {"teacher_model_name_or_path": teacher})
+
+
+def _steps(config: RunConfig, data: PreparedData) -> int:
+    """Return about the number of optimizer steps of a run, whose rows are not packed yet."""
+    from ..train.callbacks import total_steps
+
+    rows = -(-data.report["train"]["tokens"] // config.max_length) if config.packing else len(data.train)
+    layout = config.layout or Parallel()
+    return total_steps(config, rows, layout.data * layout.shard)
 
 
 def _accumulation_of_groups(config: RunKeys, size: int) -> int:

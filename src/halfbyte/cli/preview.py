@@ -33,14 +33,13 @@ def preview_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows, prepared and collated exactly as in training."""
     check_inputs(config)
     with quick_imports():
-        from ..data.prepare_answers import prepare_answers
         from ..loading.load import load_tokenizer
         from ..methods import method_of
 
     tokenizer = load_tokenizer(config.origin, chat_template_path=config.chat_template_path)
     method = method_of(config)
     kind = method.rows
-    prepared = method.prepare(config, tokenizer) if kind == "text" else prepare_answers(config, tokenizer, kind)
+    prepared = method.prepare(config, tokenizer)
     collate = method.collator(config, tokenizer) if kind == "text" else None
     stops = [tokenizer.convert_tokens_to_ids(token) for token in prepared.report["stop_tokens"]]
     ends = {tokenizer.eos_token_id, *stops}

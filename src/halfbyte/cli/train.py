@@ -10,26 +10,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import Parallel, RunConfig
-from ..runs.checkpoints import checkpoints
-from ..runs.inputs import check_paths
 from ..utils.console import Console
-from ..utils.processes import Stopped, was_restarted
+from ..utils.notices import print_remarks
+from ..utils.processes import LAUNCHER, Stopped, is_main_rank, was_restarted
+from ..utils.terminal import print_run
+from ..utils.waiting import showing_waits
+from .exits import without_secrets
 from .startup import quick_imports
 
 
-def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None = None) -> None:
+def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None = None, verbose: bool = False) -> None:
     """Train; if a signal stops it, report the saved checkpoint and how to continue.
 
     On several devices this process starts one process per device, which runs the same command.
 
     Args:
         arguments: arguments of that command; default: `sys.argv`.
+        verbose: print details as well.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     again = True if was_restarted() else again
-    check_paths(config, again)
-    with quick_imports():
+    console = Console(outlives_reader=True, quiet=not is_main_rank(), verbose=verbose)
+    if LAUNCHER not in os.environ:
+        print_run(console, config)
+    if verbose:
+        print_remarks()
+    from ..runs.inputs import check_output, check_paths
+
+    check_output(config, again)
+    check_paths(config)
+    with showing_waits(console):
+        _launch_or_train(config, again, console, arguments)
+
+
+def _launch_or_train(config: RunConfig, again: str | bool | None, console: Console, arguments: Sequence[str]) -> None:
+    with quick_imports("torch"):
         from ..parallel.launch.launcher import launch, layout_to_launch
 
     if (layout := layout_to_launch(config)).size > 1:
@@ -49,7 +65,7 @@ def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None =
         from ..train.run import train
 
     try:
-        train(config, resume=again, console=Console(outlives_reader=True))
+        train(config, resume=again, console=console)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         raise Stopped(number, _saved_message(config.output_path, arguments)) from None
@@ -61,8 +77,10 @@ def _python_options() -> list[str]:
 
 
 def _saved_message(folder: Path, arguments: Sequence[str]) -> str:
+    from ..runs.checkpoints import checkpoints
+
     saved = checkpoints(folder)
     if not saved:
         return "no step is finished yet, so there is no checkpoint"
-    again = shlex.join(["halfbyte", *(each for each in arguments if each != "--resume"), "--resume"])
+    again = shlex.join(["halfbyte", *without_secrets([each for each in arguments if each != "--resume"]), "--resume"])
     return f"{saved[-1]} is saved; continue with `{again}`"

@@ -3,11 +3,10 @@
 from .reading import TEXT_KEYS, allowed, explain, load_config, storage_of
 from .resolved import Origin, Parallel, Precision, Sliced, Storage
 from .run_config import RunConfig, dump_config, dump_given
-from .schema import KEEP, SCHEDULES, SECTIONS, SIXTEEN, Adapter, Level
+from .schema import KEEP, SECTIONS, SIXTEEN, Adapter, Level
 
 __all__ = [
     "KEEP",
-    "SCHEDULES",
     "SECTIONS",
     "SIXTEEN",
     "TEXT_KEYS",

@@ -7,6 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import known_keys
+
+
+def _by_name(names_of: dict[str, str]) -> dict[str, str]:
+    """Return name → reason for a table of reason → names."""
+    return {name.partition("=")[0]: why for why, names in names_of.items() for name in names.split()}
+
+
 RENAMED = {
     # TRL, rollouts
     "vllm_importance_sampling_correction": "importance_sampling_correction",
@@ -34,7 +42,6 @@ RENAMED = {
     "micro_batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
     "num_epochs": "num_train_epochs",
-    "lr_scheduler": "lr_scheduler_type",
     "optimizer": "optim",
     "embedding_lr": "embedding_learning_rate",
     "noisy_embedding_alpha": "neftune_noise_alpha",
@@ -45,6 +52,13 @@ RENAMED = {
     "dpo_use_weighting": "use_weighting",
     "kto_desirable_weight": "desirable_weight",
     "kto_undesirable_weight": "undesirable_weight",
+    "dpo_beta": "beta",
+    "dpo_loss_type": "loss_type",
+    "dpo_loss_weights": "loss_weights",
+    "dpo_padding_free": "padding_free",
+    "adam_eps": "adam_epsilon",
+    "streaming_multipack_buffer_size": "shuffle_buffer_size",
+    "pretrain_multipack_buffer_size": "shuffle_buffer_size",
     # LLaMA-Factory
     "pref_beta": "beta",
     "kto_chosen_weight": "desirable_weight",
@@ -60,15 +74,46 @@ RENAMED = {
     "teacher_model": "teacher_model_name_or_path",
     "teacher_model_path": "teacher_model_name_or_path",
     "preprocessing_num_workers": "dataset_num_proc",
+    "buffer_size": "shuffle_buffer_size",
+    "early_stopping_steps": "early_stopping_patience",
+    "train_dataset": "dataset",
     # Surogate
     "qlora_bnb_block_size": "bnb_4bit_blocksize",
     "qlora_bnb_double_quant": "bnb_4bit_use_double_quant",
+    "adamw_beta1": "adam_beta1",
+    "adamw_beta2": "adam_beta2",
+    "adamw_epsilon": "adam_epsilon",
+    "train_seed": "seed",
+    "validation_split_ratio": "eval_split_size",
     # Unsloth
     "random_state": "seed",
+    "random_seed": "seed",
+    "local_dataset": "dataset",
+    # ms-swift and Megatron-LM
+    "model": "model_name_or_path",
+    "attn_impl": "attn_implementation",
+    "target_regex": "target_modules",
+    "lorap_lr_ratio": "loraplus_lr_ratio",
+    "val_dataset": "eval_dataset",
+    "split_dataset_ratio": "eval_split_size",
+    "max_epochs": "num_train_epochs",
+    "early_stop_interval": "early_stopping_patience",
+    "train_iters": "max_steps",
+    "lr_warmup_iters": "warmup_steps",
+    "moe_aux_loss_coeff": "router_aux_loss_coef",
+    "overlong_filter": "mask_truncated_completions",
+    "dynamic_sample": "dynamic_sampling",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "rollout_importance_sampling_mode": "importance_sampling_mode",
+    "rollout_importance_sampling_threshold": "importance_sampling_clip_max",
+    "off_policy_sequence_mask_delta": "off_policy_mask_threshold",
     # TRL and transformers
     "max_seq_length": "max_length",
     "dataset_name": "dataset",
     "dataset_train_split": "dataset_split",
+    "dataset_streaming": "streaming",
+    "test_split_size": "eval_split_size",
     "full_determinism": "deterministic",
     "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
     # PEFT
@@ -90,7 +135,6 @@ _TRACKIO = "set TRACKIO_* in the environment"
 _BLOCKS = "halfbyte shards decoder layer by decoder layer"
 HARMLESS = {
     "model_type": _BY_ITSELF,
-    "task_type": "halfbyte trains causal language models",
     "tokenizer_type": _BY_ITSELF,
     "pad_token": "halfbyte uses the tokenizer's pad token, or chooses one if it has none",
     "is_llama_derived_model": _BY_ITSELF,
@@ -153,7 +197,6 @@ HARMLESS = {
     "inference_mode": _SAVED_ONLY,
     "peft_version": _SAVED_ONLY,
     "runtime_config": _SAVED_ONLY,
-    "lora_task_type": "halfbyte trains causal language models",
     "megatron_core": "it has a meaning only with megatron_config",
     "qalora_group_size": "it has a meaning only with use_qalora",
     # transformers
@@ -172,7 +215,6 @@ HARMLESS = {
     "eval_on_start": _SAME,
     "eval_use_gather_object": "evaluation computes losses only",
     "hub_always_push": _ONLY_PUSHED,
-    "hub_private_repo": _ONLY_PUSHED,
     "hub_revision": _ONLY_PUSHED,
     "include_for_metrics": "evaluation computes losses only",
     "label_names": "the label column is named labels",
@@ -217,6 +259,7 @@ HARMLESS = {
     "ref_model_sync_steps": "it has a meaning only with sync_ref_model",
     "shuffle_dataset": "the rows of each epoch are shuffled",
     "transformers_continuous_batching_config": "it has a meaning only with use_transformers_continuous_batching",
+    **_by_name(known_keys.IGNORED),
 }
 
 OWN_ENGINE = "remove it; halfbyte samples answers itself, or on a vLLM server (rollout: vllm)"
@@ -228,19 +271,8 @@ NOT_BUILT = {
     "loftq_config": "remove it; init_lora_weights: true or gaussian works now",
     "pissa_init": "remove it; init_lora_weights: true or gaussian works now",
     "use_adam_mini": "remove it; optim: adamw_8bit keeps the optimizer small",
-    "use_muon": "set optim: muon",
-    "plugins": "remove it; halfbyte has no plugins",
-    "push_to_hub": "remove it and run `hf upload` on the finished adapter/",
-    "hub_model_id": "remove it and run `hf upload` on the finished adapter/",
-    "hub_strategy": "remove it and run `hf upload` on the finished adapter/",
-    "streaming": "remove it; the data is tokenized before training",
-    "dataset_streaming": "remove it; the data is tokenized before training",
-    "early_stopping_patience": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
-    "load_best_model_at_end": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
     "loss_watchdog_threshold": "remove it; halfbyte stops on NaN and Inf only",
     "loss_watchdog_patience": "remove it; halfbyte stops on NaN and Inf only",
-    "metric_for_best_model": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
-    "greater_is_better": "remove it, and pick a checkpoint by the eval lines of metrics.jsonl",
 }
 
 _PLAIN_LORA = "remove it; halfbyte trains LoRA, rsLoRA and DoRA"
@@ -268,12 +300,8 @@ NO_EQUIVALENT = {
     "eos_token": "set it in the tokenizer's files",
     "group_by_length": "use packing: true or padding_free: true, which need no padding at all",
     "batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
-    "max_samples": "shorten the file, or for a hub dataset set dataset_split: train[:1000]",
     "dataset_config": "download the data and name its file in dataset",
     "dataset_test_split": "name the held-out data in eval_dataset",
-    "mask_history": "every assistant turn is trained; split the conversations into single turns",
-    "cosine_min_lr_ratio": "remove it; lr_scheduler_type: cosine falls to zero",
-    "lr_scheduler_kwargs": "choose an lr_scheduler_type that needs none, such as cosine or linear",
     "lora_fan_in_fan_out": "remove it; PEFT determines it from the layer",
     "overwrite_output_dir": "remove it; name another output_dir, or continue with --resume",
     "save_only_model": "remove it; checkpoints hold the optimizer so that --resume is exact",
@@ -311,13 +339,8 @@ NO_EQUIVALENT = {
     "data_seed": "remove it; seed is the seed of the data, too",
     "dataloader_drop_last": "remove it; every row is trained",
     "eval_delay": "remove it; eval_steps sets the interval of evaluations",
-    "hub_token": "run `hf auth login`",
     "ignore_data_skip": "remove it; a resumed run continues with the next row",
     "label_smoothing_factor": "remove it; label_smoothing is for pairs of answers (method: dpo)",
-    # learning rates with a floor, as in transformers' lr_scheduler_kwargs and other tools
-    "min_lr": "remove it; schedules fall to zero, and lr_scheduler_type: constant_with_warmup does not fall",
-    "min_lr_rate": "remove it; schedules fall to zero, and lr_scheduler_type: constant_with_warmup does not fall",
-    "min_lr_ratio": "remove it; schedules fall to zero, and lr_scheduler_type: constant_with_warmup does not fall",
     # TRL
     "cast_lm_head_to_fp32": "remove it; losses are computed in float32 from the head's logits",
     "chat_template_kwargs": "write the values into a chat template, and name its file in chat_template_path",
@@ -334,26 +357,35 @@ NO_EQUIVALENT = {
     "vllm_model_impl": _OF_SERVER,
     "vllm_structured_outputs_regex": "remove it, or reward answers that match: reward_funcs: [{regex: PATTERN}]",
     "vllm_tensor_parallel_size": _OF_SERVER,
+    **_by_name(known_keys.REFUSED),
 }
+# Keys that are on by default where they come from.
+ON_BY_DEFAULT = frozenset(
+    name.removesuffix("=true") for names in known_keys.REFUSED.values() for name in names.split() if "=" in name
+)
 
 # Refused keys that choose a training method: `import-config` refuses the whole file.
-OTHER_METHODS = frozenset({"rl", "stage", "reward_model", "process_reward_model"})
+OTHER_METHODS = frozenset({"rl", "stage", "rlhf_type", "reward_model", "process_reward_model"})
 # Refused keys that do not change what is trained: `import-config` leaves them out and lists them.
 WITHOUT_EFFECT_ON_RESULT = frozenset(
     {
-        *("push_to_hub", "hub_model_id", "hub_strategy", "hf_hub_token", "cache_dir"),
+        *("hf_hub_token", "cache_dir"),
         *("overwrite_output_dir", "save_only_model", "predict_with_generate", "do_predict"),
-        *("loss_watchdog_threshold", "loss_watchdog_patience", "use_ray", "streaming", "dataset_streaming"),
+        *("loss_watchdog_threshold", "loss_watchdog_patience", "use_ray"),
     }
 )
+
+# Keys of ours that other tools switch off with 0: what halfbyte does then.
+OFF_AT_ZERO = {
+    "eval_steps": "held-out data is evaluated after each epoch; without held-out data nothing is",
+    "save_steps": "a run saves a checkpoint after each epoch",
+}
 
 HINTS = {  # common misnomers → our key
     "lr": "learning_rate",
     "rank": "r",
     "alpha": "lora_alpha",
-    "model": "model_name_or_path",
     "model_id": "model_name_or_path",
-    "data": "dataset",
     "epochs": "num_train_epochs",
     "steps": "max_steps",
     "quant_type": "bnb_4bit_quant_type",
@@ -365,9 +397,74 @@ HINTS = {  # common misnomers → our key
     "warmup": "warmup_steps",
     "scheduler": "lr_scheduler_type",
     "output": "output_dir",
-    "gpus": "parallel",
     "num_gpus": "parallel",
     "nproc_per_node": "parallel",
+}
+
+
+# Other tools' names for values of our keys.
+VALUES: dict[str, dict[str, str]] = {
+    "recipe": {"fp8_hybrid": "fp8-hybrid"},
+    "amax_compute_algo": {"MAX": "max", "MOST_RECENT": "most_recent"},
+    "target_modules": {"all": "all-linear"},
+    "optim_target_modules": {"all_linear": "all-linear"},
+    "dataset_format": {"chatml": "messages"},
+    "lr_scheduler_type": {
+        "wsd": "warmup_stable_decay", "WSD": "warmup_stable_decay", "inverse-square-root": "inverse_sqrt",
+    },
+    "attn_implementation": {
+        **dict.fromkeys(("flash", "flash_attn", "flash_attention", "fa2"), "flash_attention_2"),
+        "fa3": "flash_attention_3", "flex": "flex_attention", "sdp": "sdpa",
+    },
+    "optim": {
+        "adamw_hf": "adamw_torch", "adamw_torch_xla": "adamw_torch", "adamw_torch_npu_fused": "adamw_torch_fused",
+        "adamw_apex_fused": "adamw_torch_fused", "dist_muon": "muon", "ao_adamw_8bit": "adamw_torch_8bit",
+        "ao_adamw_4bit": "adamw_torch_4bit", "rmsprop_32bit": "rmsprop_bnb_32bit", "rmsprop_8bit": "rmsprop_bnb_8bit",
+    },
+}  # fmt: skip
+_WEIGHTS_ONLY = (
+    "activations would be rounded, too, and halfbyte rounds weights only",
+    "set qat_scheme: int4, int8 or fp8",
+)
+_NO_OPTIMIZER = "halfbyte does not have this optimizer", "set optim: adamw_8bit, adamw or muon, see docs/optimizers.md"
+_NO_ATTENTION = "halfbyte does not have this attention", "set attn_implementation: sdpa or flash_attention_2"
+_NO_SCHEDULE = (
+    "neither transformers nor halfbyte has it",
+    "set lr_scheduler_type: cosine, linear or warmup_stable_decay",
+)
+# Values of other tools without an equivalent: the reason, and what to do instead.
+REFUSED_VALUES: dict[str, dict[str, tuple[str, str]]] = {
+    "qat_scheme": dict.fromkeys(("int8-int4", "fp8-int4", "fp8-fp8", "int8-int8", "cactus"), _WEIGHTS_ONLY),
+    "attn_implementation": dict.fromkeys(("xformers", "sage", "fp8"), _NO_ATTENTION),
+    "lr_scheduler_type": dict.fromkeys(("rex", "one_cycle"), _NO_SCHEDULE),
+    "optim": dict.fromkeys(
+        (
+            *(
+                "optimi_adamw",
+                "ao_adamw_fp8",
+                "adopt_adamw",
+                "came_pytorch",
+                "dion",
+                "sinkgd",
+                "normuon",
+                "flash_adamw",
+            ),
+            *("flash_adam", "flash_sgd", "flash_sgdw", "flash_lion", "galore_adafactor", "galore_adafactor_layerwise"),
+        ),
+        _NO_OPTIMIZER,
+    ),
+    "overlong": {
+        "raise": ("rows that are too long do not stop a run", "set overlong: drop, which reports their number")
+    },
+    "importance_sampling_level": {
+        "sequence_token": ("halfbyte has token and sequence", "set importance_sampling_level: sequence")
+    },
+    "scale_rewards": {
+        "gdpo": (
+            "it is a way to sum several rewards",
+            "set multi_objective_aggregation: normalize_then_sum, and remove scale_rewards",
+        )
+    },
 }
 
 
@@ -381,5 +478,29 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_train_epochs": 3.0,
         "lr_scheduler_type": "linear",
         "warmup_steps": 0.0,
+    },
+    "Surogate": {
+        "max_length": 1024,
+        "packing": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 3.0,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 0.0,
+        "optim": "adamw_8bit",
+        "lora_alpha": 32.0,
+        "load_in_4bit": False,
+    },
+    "ms-swift": {
+        "num_train_epochs": 3.0,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.0,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "r": 8,
+        "lora_alpha": 32.0,
+        "lora_dropout": 0.05,
+        "load_in_4bit": False,
     },
 }

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
-from ..optim import OPTIMIZERS, STORAGE_OF_BITS, Option, optimizer_row
+from ..optim import ADAM_KEYS, FOLLOW_METRIC, OPTIMIZERS, SCHEDULES, STORAGE_OF_BITS, Option, optimizer_row
 from ..parallel import support
 from ..utils.text import brief
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
 from .policy import DISTILLING, POLICY, SAMPLING
 from .schema import RECIPE_OPTIONS, QuantizationSection, RunKeys
-from .section import Contradiction, nearest
+from .section import Contradiction, nearest, respelled
 
 ADAPTER_KEYS = (
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner"),
 )
-SFT_KEYS = ("dataset_format", "dataset_text_field", "completion_only_loss")
+SFT_KEYS = ("dataset_format", "dataset_text_field", "completion_only_loss", "train_on")
 
 
 def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
@@ -29,6 +30,10 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from QuantizationSection.contradictions(config)
     yield from _recipe_contradictions(config)
     yield from _optimizer_contradictions(config)
+    yield from _schedule_contradictions(config)
+    yield from _best_model_contradictions(config)
+    yield from _hub_contradictions(config)
+    yield from _dataset_contradictions(config)
     if config.qat_scheme is not None:
         yield from _qat_contradictions(config)
     if not config.use_peft:
@@ -39,6 +44,52 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield from _keys_of_other_methods(config)
         yield from _loss_contradictions(config)
         yield from _sampling_contradictions(config)
+
+
+def _dataset_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions between keys that mix, limit and stream datasets."""
+    weighted = config.weighted
+    if config.mixing != "temperature" and not config.is_default("mixing_temperature"):
+        wrong = f"{config.written('mixing_temperature')} with {config.written('mixing')}"
+        yield "mixing_temperature", f"{wrong}, which does not read it", "set mixing: temperature, or remove it"
+    if config.mixing == "temperature" and weighted:
+        wrong = "weights of dataset with mixing: temperature, which derives them from the sizes"
+        yield "mixing", wrong, "remove the weights, or set mixing: interleave"
+    if config.mixing == "concat" and not config.is_default("stopping"):
+        wrong = f"{config.written('stopping')} with mixing: concat, whose rows are as many as those of all datasets"
+        yield "stopping", wrong, "set mixing: interleave or temperature, or remove it"
+    if config.train_on == "last" and not config.assistant_only_loss:
+        wrong = "train_on: last with assistant_only_loss: false, which trains every turn"
+        yield "train_on", wrong, "remove one of the two"
+    if config.streaming:
+        yield from _streaming_contradictions(config, weighted)
+    elif not config.is_default("shuffle_buffer_size"):
+        wrong = f"{config.written('shuffle_buffer_size')} without streaming: true, where all rows are shuffled"
+        yield "shuffle_buffer_size", wrong, "set streaming: true, or remove it"
+
+
+def _streaming_contradictions(config: RunKeys, weighted: bool) -> Iterator[Contradiction]:
+    chosen = "streaming: true"
+    if config.method in SAMPLING:
+        wrong = f"{chosen} with method: {config.method}, whose prompts are drawn from all rows"
+        yield "streaming", wrong, "remove streaming"
+    if config.max_steps < 1:
+        yield "max_steps", f"{chosen} needs max_steps: the length of a stream is not known", "set max_steps"
+    if not config.is_default("num_train_epochs"):
+        wrong = f"{config.written('num_train_epochs')} with {chosen}, which reads its rows once"
+        yield "num_train_epochs", wrong, "remove it; max_steps says how long the run trains"
+    if config.eval_split_size:
+        wrong = f"{config.written('eval_split_size')} with {chosen}: rows of a stream cannot be held out in advance"
+        yield "eval_split_size", wrong, "name held-out data in eval_dataset"
+    if config.mixing == "temperature":
+        wrong = f"mixing: temperature with {chosen}: the sizes of streams are not known"
+        yield "mixing", wrong, "set mixing: interleave, with weights"
+    if config.mixing == "concat" and weighted:
+        wrong = f"weights of dataset with mixing: concat and {chosen}: the sizes of streams are not known"
+        yield "mixing", wrong, "set mixing: interleave"
+    if config.precompute_ref_log_probs is True:
+        wrong = f"precompute_ref_log_probs: true with {chosen}, whose rows are not known before training"
+        yield "precompute_ref_log_probs", wrong, "remove it; each step computes its own"
 
 
 def _keys_of_other_methods(config: RunKeys) -> Iterator[Contradiction]:
@@ -96,7 +147,7 @@ def _loss_type_fix(name: str, known: Iterable[str]) -> str:
     elsewhere = LOSS_METHODS.get(name) or next(iter(others), "")
     if elsewhere:
         return f"set {elsewhere}"
-    near = nearest(name, known)
+    near = respelled(name, known)
     return f"did you mean {near}?" if near else f"one of {', '.join(known)}" if known else "remove it"
 
 
@@ -122,14 +173,15 @@ def _recipe_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield contradictions of the optimizer's options, and of keys that it cannot be combined with."""
     row, chosen = optimizer_row(config), config.written("optim")
-    for name, value in (config.optim_args or {}).items():
-        if (option := row.options.get(name)) is None:
-            near, known = nearest(name, row.options), ", ".join(row.options) or "none"
-            wrong = f"optim_args: {chosen} has no option {brief(name)}"
-            yield "optim_args", wrong, f"did you mean {near}?" if near else f"its options: {known}"
-        elif not option.accepts(value):
-            wrong = f"optim_args: {name} must be {option.allowed()}, not {brief(value)}"
-            yield "optim_args", wrong, f"correct it, or remove it (default: {option.default})"
+    yield from _option_contradictions("optim_args", config.optim_args, row.options, chosen)
+    for key in ADAM_KEYS:
+        if key not in row.adam_keys and not config.is_default(key):
+            known = ", ".join(name for name, other in OPTIMIZERS.items() if key in other.adam_keys)
+            own = key == "adam_epsilon" and "eps" in row.options
+            fix = "set optim_args: {eps: NUMBER}" if own else f"remove it, or use one of {known}"
+            yield key, f"{config.written(key)} with {chosen}, which does not read it", fix
+    if "eps" in (config.optim_args or {}) and not config.is_default("adam_epsilon"):
+        yield "adam_epsilon", "adam_epsilon and optim_args: eps are the same number", "remove one of them"
     yield from _state_contradictions(config, chosen, row.options)
     yield from _place_contradictions(config, chosen)
     if config.optim_target_modules is not None:
@@ -151,6 +203,60 @@ def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if config.loraplus_lr_embedding is not None and config.loraplus_lr_ratio is None:
         wrong = "loraplus_lr_embedding without loraplus_lr_ratio has no effect"
         yield "loraplus_lr_embedding", wrong, "set loraplus_lr_ratio, or remove it"
+
+
+def _option_contradictions(
+    key: str, given: Mapping[str, Any] | None, options: Mapping[str, Option], chosen: str
+) -> Iterator[Contradiction]:
+    """Yield a contradiction for each entry of `key` that is no option of `chosen`, or has a value of another type."""
+    for name, value in (given or {}).items():
+        if (option := options.get(name)) is None:
+            near, known = nearest(name, options), ", ".join(options) or "none"
+            wrong = f"{key}: {chosen} has no option {brief(name)}"
+            yield key, wrong, f"did you mean {near}?" if near else f"its options: {known}"
+        elif not option.accepts(value):
+            wrong = f"{key}: {name} must be {option.allowed()}, not {brief(value)}"
+            yield key, wrong, f"correct it, or remove it (default: {option.default})"
+
+
+def _schedule_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions of the schedule's options, and options that a schedule cannot do without."""
+    key, given, chosen = "lr_scheduler_kwargs", config.lr_scheduler_kwargs or {}, config.written("lr_scheduler_type")
+    options = SCHEDULES[config.lr_scheduler_type]
+    yield from _option_contradictions(key, given, options, chosen)
+    floors = [name for name in ("min_lr", "min_lr_rate") if name in given]
+    if "min_lr_rate" in options and len(floors) != 1:
+        wrong = f"{key}: {chosen} needs either min_lr or min_lr_rate"
+        yield key, wrong, f"remove {floors[0]}" if floors else f"set {key}: {{min_lr_rate: 0.1}}"
+    if "num_decay_steps" in options and "num_decay_steps" not in given:
+        wrong = f"{key}: {chosen} needs the number of its last steps, in which the learning rate falls"
+        yield key, wrong, f"set {key}: {{num_decay_steps: NUMBER}}"
+    least = given.get("min_lr", 1e-3)  # greedy's default
+    if config.lr_scheduler_type == "greedy" and not isinstance(least, str) and least >= config.learning_rate:
+        wrong = f"{key}: {chosen} has min_lr {least}, which is not below learning_rate"
+        yield key, wrong, f"set {key}: {{min_lr: {config.learning_rate / 100:g}}}"
+
+
+def _best_model_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions of the keys that compare evaluations."""
+    comparing = [key for key in ("load_best_model_at_end", "early_stopping_patience") if getattr(config, key)]
+    comparing += ["lr_scheduler_type"] if config.lr_scheduler_type in FOLLOW_METRIC else []
+    if comparing and config.eval_dataset is None and not config.eval_split_size:
+        wrong = f"{config.written(comparing[0])} needs evaluations, and the run has no held-out data"
+        yield comparing[0], wrong, "set eval_dataset, or eval_split_size: 0.05"
+    for key in ("metric_for_best_model", "greater_is_better"):
+        if not comparing and getattr(config, key) is not None:
+            wrong = f"{config.written(key)} has no effect: nothing compares evaluations"
+            yield key, wrong, "set load_best_model_at_end: true, or remove it"
+    if config.early_stopping_threshold and config.early_stopping_patience is None:
+        key = "early_stopping_threshold"
+        yield key, f"{config.written(key)} without early_stopping_patience has no effect", "set early_stopping_patience"
+
+
+def _hub_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    for key in ("hub_model_id", "hub_private_repo", "hub_strategy", "hub_token"):
+        if not config.push_to_hub and not config.is_default(key):
+            yield key, f"{key} without push_to_hub has no effect", f"set push_to_hub: true, or remove {key}"
 
 
 def _state_contradictions(config: RunKeys, chosen: str, options: Mapping[str, Option]) -> Iterator[Contradiction]:

@@ -6,43 +6,17 @@ or `Refused` with what to do instead. A key that is switched off (null, false, e
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..reading import look, read_json
-from ..utils.errors import ConfigError
 from ..utils.text import brief
-from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, OWN_ENGINE, RENAMED
+from . import peers
+from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, ON_BY_DEFAULT, OWN_ENGINE, RENAMED
+from .dataset_keys import axolotl_datasets, axolotl_test_datasets
 from .methods import DEFAULTS as METHODS
 from .methods import LOSS_TYPES
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """The key has an equivalent: our keys and their values."""
-
-    keys: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """The key has no effect here; `why` is empty if no notice is needed."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The key has no equivalent: the reason, and what to do instead."""
-
-    why: str
-    fix: str
-
-
-Outcome = Mapped | Ignored | Refused
-Values = dict[str, Any]
+from .outcomes import Converter, Ignored, Mapped, Outcome, Refused, Values, as_list, is_off, one_of
+from .peers import asks_stored
+from .schema import RunKeys
 
 # Errors of converters for a value of a type that the tool does not accept either.
 CONVERSION_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
@@ -64,7 +38,7 @@ def translate(key: str, values: Values) -> Outcome | None:
             return Refused(f"{key} cannot be {brief(value)}", "correct it as its tool expects, or remove it")
     if key in RENAMED:
         return Mapped({RENAMED[key]: value})
-    if _is_off(value):
+    if value is True if key in ON_BY_DEFAULT else is_off(value):
         return Ignored("")
     if key in HARMLESS:
         return Ignored(HARMLESS[key])
@@ -78,20 +52,18 @@ def foreign_names() -> list[str]:
     return [*CONVERTED, *RENAMED, *HARMLESS, *NOT_BUILT, *NO_EQUIVALENT]
 
 
-def _is_off(value: Any) -> bool:
-    return value in (None, False, "", 0, "none", [], {})
-
-
-def _dtype(key: str) -> Callable[[Any, Values], Outcome]:
+def _dtype(key: str) -> Converter:
     """Convert the switches bf16 and fp16; other tools compute in float32 if both are off."""
-    own, other = {"bf16": ("bfloat16", "fp16"), "fp16": ("float16", "bf16")}[key]
+    own, others = {"bf16": ("bfloat16", ("fp16", "float16")), "fp16": ("float16", ("bf16", "bfloat16"))}[key]
 
     def convert(value: Any, values: Values) -> Outcome:
         if value == "auto":
             return Mapped({"dtype": "auto"})
         if value:
             return Mapped({"dtype": own})
-        return Ignored("") if values.get(other) or key == "fp16" else Mapped({"dtype": "float32"})
+        return (
+            Ignored("") if any(values.get(other) for other in others) or key == "fp16" else Mapped({"dtype": "float32"})
+        )
 
     return convert
 
@@ -107,30 +79,8 @@ def _adapter(value: Any, values: Values) -> Outcome:
     if value == "qlora":
         return Mapped({"use_peft": True, "load_in_4bit": True})
     if value == "lora":
-        return Mapped({"use_peft": True, "load_in_4bit": bool(values.get("load_in_4bit")) or _is_stored(values)})
+        return Mapped({"use_peft": True, "load_in_4bit": bool(values.get("load_in_4bit")) or asks_stored(values)})
     return Refused(f"adapter: {value} is not built yet", "set adapter: qlora or lora")
-
-
-def _finetuning_type(value: Any, values: Values) -> Outcome:
-    if value == "lora":
-        return Mapped({"use_peft": True, "load_in_4bit": bool(values.get("load_in_4bit")) or _is_stored(values)})
-    if value == "full":
-        return Mapped({"use_peft": False, "load_in_4bit": False})
-    return Refused(f"finetuning_type: {value} is not built yet", "set finetuning_type: lora or full")
-
-
-def _full_finetuning(value: Any, values: Values) -> Outcome:
-    """Convert Unsloth's switch for full fine-tuning."""
-    return Mapped({"use_peft": False, "load_in_4bit": False}) if value else Ignored("")
-
-
-def _quantization_bit(value: Any, values: Values) -> Outcome:
-    method = "hqq" if values.get("quantization_method") == "hqq" else "bitsandbytes"
-    formats = {bits: f"hqq{bits}" for bits in (2, 3, 4, 8)} if method == "hqq" else {4: "", 8: "int8"}
-    if value not in formats:
-        fix = f"set quantization_bit: {' or '.join(map(str, formats))}, or quantization: with a format's name"
-        return Refused(f"quantization_bit: {value} of {method} has no equivalent", fix)
-    return Mapped({"load_in_4bit": True} | ({"quantization": formats[value]} if formats[value] else {}))
 
 
 def _load_in_8bit(value: Any, values: Values) -> Outcome:
@@ -144,34 +94,28 @@ def _gptq(value: Any, values: Values) -> Outcome:
     return Mapped({"load_in_4bit": True}) if value else Ignored("")
 
 
-def _is_stored(values: Values) -> bool:
-    """Return whether a foreign key asks for quantized weights."""
-    return bool(values.get("load_in_8bit") or values.get("gptq")) or values.get("quantization_bit") is not None
-
-
 def overridden_keys(values: Values) -> set[str]:
     """Return our keys that a foreign key overrides.
 
     With load_in_8bit or gptq, `load_in_4bit: false` only means that the weights are not stored in 4 bits. LLaMA-Factory
-    names the optimizer inside of GaLore, APOLLO and BAdam with `optim`.
+    names the optimizer inside of GaLore, APOLLO and BAdam with `optim`. Surogate's options of NVFP4 apply to stored
+    weights with any recipe.
     """
-    stored = {"load_in_4bit"} if _is_stored(values) and values.get("load_in_4bit") is False else set()
-    return stored | ({"optim"} if any(values.get(switch) for switch in OPTIMIZER_SWITCHES) else set())
+    keys = {"load_in_4bit"} if asks_stored(values) and values.get("load_in_4bit") is False else set()
+    keys |= {"optim"} if any(values.get(switch) for switch in OPTIMIZER_SWITCHES) else set()
+    keys |= set(peers.NVFP4_KEYS) if values.get("qlora_fp4") and values.get("recipe") != "nvfp4" else set()
+    outcomes = [translate(key, values) for key in peers.REPLACING if key in values]
+    return keys.union(*(outcome.keys for outcome in outcomes if isinstance(outcome, Mapped)))
 
 
 def _qat(value: Any, values: Values) -> Outcome:
     """Convert Axolotl's options of torchao's fake quantization."""
-    given = {key: option for key, option in value.items() if not _is_off(option)} if isinstance(value, dict) else {}
+    given = {key: option for key, option in value.items() if not is_off(option)} if isinstance(value, dict) else {}
     scheme = given.pop("weight_dtype", None)
     if given or scheme not in ("int4", "int8", "fp8", "nvfp4", "mxfp4"):
         others = ", ".join(given) or f"weight_dtype: {scheme}"
         return Refused(f"qat: {others} has no equivalent", "set qat_scheme: int4, or nf4, int8, fp8, nvfp4")
     return Mapped({"qat_scheme": scheme, "load_in_4bit": False})
-
-
-def _one_of(same: tuple[Any, ...], why: str, fix: str) -> Callable[[Any, Values], Outcome]:
-    """Make a converter that ignores the values in `same` and refuses all others."""
-    return lambda value, _: Ignored("") if value in same else Refused(f"{why}: {brief(value)}", fix)
 
 
 def _bnb_config(value: Any, values: Values) -> Outcome:
@@ -186,11 +130,7 @@ def _targets(value: Any, values: Values) -> Outcome:
     """Convert LLaMA-Factory's `all`, or comma-separated names."""
     if value == "all":
         return Mapped({"target_modules": "all-linear"})
-    return Mapped({"target_modules": _split(value)})
-
-
-def _split(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [name.strip() for name in str(value).split(",") if name.strip()]
+    return Mapped({"target_modules": as_list(value)})
 
 
 def _axolotl_targets(value: Any, values: Values) -> Outcome:
@@ -205,24 +145,25 @@ def _masking(value: Any, values: Values) -> Outcome:
 
 
 def _roles(value: Any, values: Values) -> Outcome:
-    roles = set(_split(value))
+    roles = set(as_list(value))
     if roles <= {"assistant", "gpt", "model"}:
         return Mapped({"assistant_only_loss": bool(roles)})
     return Refused(f"roles_to_train: {value} has no equivalent", "train assistant turns, or assistant_only_loss: false")
 
 
-def _attention(name: str) -> Callable[[Any, Values], Outcome]:
+def _attention(name: str) -> Converter:
     return lambda value, _: Mapped({"attn_implementation": name}) if value else Ignored("")
 
 
 def _flash_attn(value: Any, values: Values) -> Outcome:
     names = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+    names |= {name: name for name in ("eager", "flash_attention_2", "flash_attention_3", "flex_attention")}
     if value not in names:
         return Refused(f"flash_attn: {value} has no equivalent", "set attn_implementation: sdpa")
     return Mapped({"attn_implementation": names[value]})
 
 
-def _times_per_epoch(key: str) -> Callable[[Any, Values], Outcome]:
+def _times_per_epoch(key: str) -> Converter:
     """Make a converter of evals_per_epoch and saves_per_epoch to a share of all steps of the run."""
 
     def convert(value: Any, values: Values) -> Outcome:
@@ -236,7 +177,7 @@ def _times_per_epoch(key: str) -> Callable[[Any, Values], Outcome]:
     return convert
 
 
-def _strategy(key: str) -> Callable[[Any, Values], Outcome]:
+def _strategy(key: str) -> Converter:
     """Make a converter of transformers' steps/epoch/no; here the default of `key` is every epoch."""
 
     def convert(value: Any, values: Values) -> Outcome:
@@ -266,7 +207,7 @@ def _checkpointing(value: Any, values: Values) -> Outcome:
 
 
 def _offloading(value: Any, values: Values) -> Outcome:
-    if value is True:
+    if value in (True, "legacy", "hidden_states"):
         return Mapped({"activation_checkpointing": "offload"})
     return Refused(f"activation_offloading: {value} has no equivalent", "set it to true") if value else Ignored("")
 
@@ -279,10 +220,6 @@ def _warmup_ratio(value: Any, values: Values) -> Outcome:
             f"warmup_ratio: {brief(value)} is not a share of the steps", "give a number below 1, or set warmup_steps"
         )
     return Mapped({"warmup_steps": float(value)})
-
-
-def _wandb(value: Any, values: Values) -> Outcome:
-    return Mapped({"report_to": ["wandb"]}) if value else Ignored("")
 
 
 def _special_tokens(value: Any, values: Values) -> Outcome:
@@ -317,20 +254,15 @@ def _datasets(value: Any, values: Values) -> Outcome:
 
 
 def _test_datasets(value: Any, values: Values) -> Outcome:
-    keys, problem = axolotl_test_datasets(value)
+    keys, problem = axolotl_test_datasets(value, values.get("datasets"))
     return Refused(problem, "name the files in eval_dataset") if problem else Mapped(keys)
 
 
-def _stored(format_: str) -> Callable[[Any, Values], Outcome]:
-    """Make a converter of a switch for one storage format, such as qlora_fp8."""
-    return lambda value, _: Mapped({"quantization": format_}) if value else Ignored("")
-
-
-def _method(key: str) -> Callable[[Any, Values], Outcome]:
+def _method(key: str) -> Converter:
     """Make a converter of a key that chooses a training method or its loss."""
 
     def convert(value: Any, values: Values) -> Outcome:
-        if _is_off(value):
+        if is_off(value):
             return Ignored("")
         found = method_keys(key, values)
         if found is None:
@@ -360,10 +292,6 @@ def _server_key(value: Any, values: Values) -> Outcome:
     return Ignored("" if values.get("use_vllm") else "it has a meaning only with use_vllm")
 
 
-def _qlora_bnb(value: Any, values: Values) -> Outcome:
-    return Mapped({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) if value else Ignored("")
-
-
 def _parallel(value: Any, values: Values) -> Outcome:
     """Convert keys that each give the degree of one axis of `parallel`."""
     ways, problem = parallel_degrees(values)
@@ -374,9 +302,9 @@ def _parallel(value: Any, values: Values) -> Outcome:
 
 def _fsdp(value: Any, values: Values) -> Outcome:
     """Convert FSDP's options; `parallel: auto` shards if the model does not fit otherwise."""
-    if _is_off(value):
+    if is_off(value):
         return Ignored("")
-    words = value if isinstance(value, dict) else {word: True for word in " ".join(_split(value)).split()}
+    words = value if isinstance(value, dict) else {word: True for word in " ".join(as_list(value)).split()}
     off = ("offload", "offload_params", "fsdp_offload_params", "cpu_offload")
     if any(words.get(word) in (True, "true") for word in off):
         return Refused("parameter offload of FSDP has no equivalent", "remove it; the memory plan chooses what fits")
@@ -403,6 +331,9 @@ PARALLEL_AXES = {
     "context_parallel_size": "context",
     "sequence_parallel_size": "context",
     "sequence_parallel_degree": "context",
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "hyper_parallel_cp_size": "context",
 }
 PARALLELISM_SECTION = "parallelism_config"  # section of transformers with such keys
 
@@ -434,6 +365,10 @@ def parallel_degrees(values: dict[str, Any]) -> tuple[dict[str, int], str]:
 # LLaMA-Factory's pref_loss values that are methods here; the others are losses of dpo.
 PREFERENCE_METHODS = ("orpo", "simpo")
 STAGES = {"rm": "reward"}
+RL_OPTIONS = {  # Axolotl's values of rl that are a method with options
+    "ipo": {"method": "dpo", "loss_type": "ipo"},
+    "gdpo": {"method": "grpo", "multi_objective_aggregation": "normalize_then_sum"},
+}
 TRL_SECTION = "trl"  # Axolotl's section of keys for policy optimization
 SAME_IN_TRL = (  # keys of that section with the same name and meaning
     *("beta", "loss_type", "num_generations", "max_completion_length", "temperature", "top_p", "top_k"),
@@ -455,8 +390,12 @@ def method_keys(key: str, values: dict[str, Any]) -> dict[str, Any] | None:
     if key in REWARD_SWITCHES:
         return _method_if_known(REWARD_SWITCHES[key])
     if key == "rl":
-        return {"method": "dpo", "loss_type": "ipo"} if value == "ipo" else _method_if_known(value)
+        return RL_OPTIONS.get(value) or _method_if_known(value)
     if key == "stage":
+        if value == "pt":
+            return {"dataset_format": "text"} | (
+                {} if {"packing", "neat_packing"} & values.keys() else {"packing": True}
+            )
         preferred = loss if loss in PREFERENCE_METHODS else "dpo"
         return {} if value == "sft" else _method_if_known(preferred if value == "dpo" else STAGES.get(value, value))
     if values.get("stage") != "dpo":  # LLaMA-Factory ignores them then
@@ -546,7 +485,7 @@ OPTIMIZER_KEYS = {
 }
 
 
-def _optimizer(switch: str) -> Callable[[Any, Values], Outcome]:
+def _optimizer(switch: str) -> Converter:
     """Make a converter of a switch of LLaMA-Factory and all its keys."""
     name = switch.removeprefix("use_")
 
@@ -566,123 +505,55 @@ def _optimizer(switch: str) -> Callable[[Any, Values], Outcome]:
         keys = {"optim": optim, "optim_args": {key: option for key, option in given.items() if option is not None}}
         if name != "badam":
             target = values.get(f"{name}_target", "all")
-            keys["optim_target_modules"] = "all-linear" if target == "all" else _split(target)
+            keys["optim_target_modules"] = "all-linear" if target == "all" else as_list(target)
         return Mapped(keys)
 
     return convert
 
 
-def _optimizer_key(switch: str) -> Callable[[Any, Values], Outcome]:
+def _optimizer_key(switch: str) -> Converter:
     return lambda value, values: Ignored("" if values.get(switch) else f"it has a meaning only with {switch}")
 
 
-# Datasets
-
-_FORMATS = {
-    "alpaca": "alpaca",
-    "chat_template": "auto",
-    "chat_template.default": "auto",
-    "chat_template.argilla": "auto",
-    "sharegpt": "sharegpt",
-    "completion": "text",
-    "pretrain": "text",
-    "input_output": "prompt-completion",
-}
-_EXPRESSIBLE = {
-    "path", "type", "split", "ds_type", "data_files", "field", "field_messages", "message_field_role",
-    "message_field_content", "message_property_mappings", "roles", "roles_to_train", "train_on_eos", "chat_template",
-    "field_chosen", "field_rejected",
-}  # fmt: skip
-# Parts of Axolotl's field_* keys → column names that halfbyte detects.
-_COLUMNS = {"messages": ("messages", "conversations"), "chosen": ("chosen",), "rejected": ("rejected",)}
-_ROLE_FIELDS, _CONTENT_FIELDS = {"role", "from"}, {"content", "value"}
+# Sections of keys
 
 
-def axolotl_datasets(entries: Any) -> tuple[dict[str, Any], str]:
-    """Return our keys for Axolotl's `datasets: [{path:, type:, ...}]`, and an error message or ""."""
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
-        return {}, "datasets must be a list of entries with a path"
-    for entry in entries:
-        if problem := _inexpressible({key: value for key, value in entry.items() if value is not None}):
-            return {}, f"datasets: {entry['path']}: {problem}"
-    keys: dict[str, Any] = {"dataset": _one_or_many([path for entry in entries for path in _paths(entry)])}
-    formats = {_FORMATS[entry["type"]] for entry in entries if entry.get("type")}
-    splits = {entry["split"] for entry in entries if entry.get("split")}
-    fields = {entry["field"] for entry in entries if entry.get("field")}
-    columns = {part: {entry[f"field_{part}"] for entry in entries if entry.get(f"field_{part}")} for part in _COLUMNS}
-    if max(map(len, (splits, fields, *columns.values()))) > 1:
-        return {}, "datasets with different split, field or field_messages cannot share one file"
-    keys["dataset_format"] = formats.pop() if len(formats) == 1 else "auto"
-    keys |= {"dataset_split": splits.pop()} if splits else {}
-    keys |= {"dataset_text_field": fields.pop()} if fields else {}
-    named = {part: names.pop() for part, names in columns.items() if names - set(_COLUMNS[part])}
-    return keys | ({"column_mapping": named} if named else {}), ""
+def _section(name: str) -> Converter:
+    """Make a converter of a section, by the outcomes of its keys."""
+
+    def convert(value: Any, values: Values) -> Outcome:
+        inner = {peers.SECTIONS[name].get(key, key): option for key, option in value.items()}
+        given = {key: option for key, option in inner.items() if key not in peers.UNSET or option != peers.UNSET[key]}
+        keys: Values = {}
+        for key, option in given.items():
+            outcome = Mapped({key: option}) if key in RunKeys.model_fields else translate(key, values | given)
+            if isinstance(outcome, Refused):
+                return Refused(f"{name}: {outcome.why}", outcome.fix)
+            if outcome is None:
+                return Refused(f"{name}: {key} is not a known key", "remove it")
+            keys |= outcome.keys if isinstance(outcome, Mapped) else {}
+        return Mapped(keys)
+
+    return convert
 
 
-def axolotl_test_datasets(entries: Any) -> tuple[dict[str, Any], str]:
-    """Return `eval_dataset` for Axolotl's `test_datasets`, and an error message or ""."""
-    keys, problem = axolotl_datasets(entries)
-    return ({"eval_dataset": keys["dataset"]} if keys else {}), problem
+def _lora(value: Any, values: Values) -> Outcome:
+    """Convert Surogate's switch, or Unsloth's section of the same name."""
+    return _section("lora")(value, values) if isinstance(value, dict) else peers.tuning("lora")(value, values)
 
 
-def _inexpressible(entry: dict[str, Any]) -> str:
-    others = entry.keys() - _EXPRESSIBLE
-    if others:
-        return f"{', '.join(sorted(others))} has no equivalent"
-    if isinstance(entry.get("type"), dict):
-        return "a custom prompt format has no equivalent"
-    if entry.get("type") and entry["type"] not in _FORMATS:
-        return f"type: {entry['type']} has no equivalent"
-    mapping = entry.get("message_property_mappings") or {}
-    role = mapping.get("role", entry.get("message_field_role", "role"))
-    content = mapping.get("content", entry.get("message_field_content", "content"))
-    if role not in _ROLE_FIELDS or content not in _CONTENT_FIELDS or set(mapping) - {"role", "content"}:
-        return f"messages with fields {role} and {content} have no equivalent (role/content and from/value do)"
-    return ""
-
-
-def _paths(entry: dict[str, Any]) -> list[str]:
-    """Paths of an entry; Axolotl names local files as `path: json` with data_files."""
-    files = entry.get("data_files")
-    if not files:
-        return [entry["path"]]
-    return [files] if isinstance(files, str) else list(files)
-
-
-def _one_or_many(paths: list[str]) -> str | list[str]:
-    return paths[0] if len(paths) == 1 else paths
-
-
-def llamafactory_datasets(names: str, folders: list[Path]) -> tuple[str | list[str], list[str]]:
-    """Return files or hub ids for LLaMA-Factory's registered names, and the names that could not be resolved.
-
-    Args:
-        names: comma-separated names.
-        folders: folders that may have dataset_info.json; the first match wins.
-
-    Raises:
-        ConfigError: dataset_info.json does not have LLaMA-Factory's format.
-    """
-    listing = next((file for folder in folders if look(file := folder / "dataset_info.json") == "file"), None)
-    known = read_json(listing, fix="correct LLaMA-Factory's list of datasets") if listing else {}
-    if not isinstance(known, dict) or not all(isinstance(entry, dict) for entry in known.values()):
-        raise ConfigError(f"{listing}: expected an object with an object for each dataset", "copy LLaMA-Factory's file")
-    found, unresolved = [], []
-    for name in (part.strip() for part in names.split(",")):
-        entry = known.get(name, {})
-        if "file_name" in entry and listing:
-            found.append(str(listing.parent / str(entry["file_name"])))
-        elif "hf_hub_url" in entry:
-            found.append(str(entry["hf_hub_url"]))
-        else:
-            found.append(name)
-            unresolved.append(name)
-    return _one_or_many(found), unresolved
+def _data(value: Any, values: Values) -> Outcome:
+    """Convert Unsloth's section, or the data itself."""
+    return _section("data")(value, values) if isinstance(value, dict) else Mapped({"dataset": value})
 
 
 # The table of conversions
 
-CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
+CONVERTED: dict[str, Converter] = {
+    **peers.CONVERTED,
+    **{name: _section(name) for name in peers.SECTIONS},
+    "lora": _lora,
+    "data": _data,
     "bf16": _dtype("bf16"),
     "fp16": _dtype("fp16"),
     "bfloat16": _dtype("bf16"),
@@ -691,9 +562,7 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "torch_dtype": _torch_dtype,
     "bnb_4bit_compute_dtype": _torch_dtype,
     "adapter": _adapter,
-    "finetuning_type": _finetuning_type,
-    "quantization_bit": _quantization_bit,
-    "quantization_method": _one_of(
+    "quantization_method": one_of(
         ("bitsandbytes", "bnb", "bitsandbytes (4/8)", "hqq"), "quantization_method is not built yet", "set bitsandbytes"
     ),
     "load_in_8bit": _load_in_8bit,
@@ -704,9 +573,6 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "use_vllm": _use_vllm,
     **dict.fromkeys(("vllm_mode", "vllm_server_host", "vllm_server_port"), _server_key),
     "bnb_config_kwargs": _bnb_config,
-    "qlora_fp8": _stored("fp8"),
-    "qlora_fp4": _stored("nvfp4"),
-    "qlora_bnb": _qlora_bnb,
     "peft": _peft,
     **dict.fromkeys([*PARALLEL_AXES, PARALLELISM_SECTION], _parallel),
     "fsdp": _fsdp,
@@ -714,11 +580,11 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "lora_target_modules": _axolotl_targets,
     "lora_target_linear": lambda value, _: Mapped({"target_modules": "all-linear"}) if value else Ignored(""),
     "lora_target": _targets,
-    "additional_target": lambda value, _: Mapped({"modules_to_save": _split(value)}),
+    "additional_target": lambda value, _: Mapped({"modules_to_save": as_list(value)}),
     "train_on_inputs": _masking,
     "train_on_prompt": _masking,
     "roles_to_train": _roles,
-    "train_on_eos": _one_of(("turn", "all", "last"), "EOS is always trained, train_on_eos cannot be", "remove it"),
+    "train_on_eos": one_of(("turn", "all", "last"), "EOS is always trained, train_on_eos cannot be", "remove it"),
     "flash_attn": _flash_attn,
     "flash_attention": _attention("flash_attention_2"),
     "sdp_attention": _attention("sdpa"),
@@ -728,25 +594,21 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "saves_per_epoch": _times_per_epoch("save_steps"),
     "gradient_checkpointing": _checkpointing,
     "use_gradient_checkpointing": _checkpointing,
-    "bias": _one_of(("none", False), "adapters have no bias, so bias has no equivalent", "set bias: none"),
-    "full_finetuning": _full_finetuning,
+    "bias": one_of(("none", False), "adapters have no bias, so bias has no equivalent", "set bias: none"),
     "disable_gradient_checkpointing": _checkpointing_off,
     "activation_offloading": _offloading,
-    "warmup_ratio": _warmup_ratio,
-    "logging_strategy": _one_of(("steps",), "logging_strategy has no equivalent", "set logging_steps"),
+    **dict.fromkeys(("warmup_ratio", "lr_warmup_fraction"), _warmup_ratio),
+    "logging_strategy": one_of(("steps",), "logging_strategy has no equivalent", "set logging_steps"),
     "eval_strategy": _strategy("eval_steps"),
     "evaluation_strategy": _strategy("eval_steps"),
     "save_strategy": _strategy("save_steps"),
-    "adam_epsilon": _one_of((1e-8,), "adam_epsilon other than 1e-8 has no equivalent", "remove it"),
-    "peft_type": _one_of(("LORA",), "halfbyte trains LoRA, so another peft_type has no equivalent", "set LORA"),
-    "train_sampling_strategy": _one_of(
+    "peft_type": one_of(("LORA",), "halfbyte trains LoRA, so another peft_type has no equivalent", "set LORA"),
+    "train_sampling_strategy": one_of(
         ("random",), "train_sampling_strategy has no equivalent", "remove it, or set packing: true"
     ),
-    "truncation_mode": _one_of(("keep_start",), "truncation_mode has no equivalent", "remove it, or set overlong"),
+    "truncation_mode": one_of(("keep_start",), "truncation_mode has no equivalent", "remove it, or set overlong"),
     "use_cpu": lambda value, _: Mapped({"device": "cpu"}) if value else Ignored(""),
-    "packing_strategy": _one_of(("bfd",), "packing_strategy has no equivalent", "remove it"),
-    "use_wandb": _wandb,
-    "wandb_project": _wandb,
+    "packing_strategy": one_of(("bfd",), "packing_strategy has no equivalent", "remove it"),
     **{switch: _optimizer(switch) for switch in OPTIMIZER_SWITCHES},
     **{
         key: _optimizer_key(switch)
@@ -758,17 +620,30 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "template": _chat_template,
     "chat_template_jinja": _chat_template_jinja,
     "datasets": _datasets,
-    "test_datasets": _test_datasets,
+    **dict.fromkeys(("test_datasets", "validation_datasets"), _test_datasets),
+}
+
+
+# Keys that only one tool has, in the order in which they decide.
+_SIGNS = {
+    "Unsloth": {"training"},
+    "ms-swift": {"tuner_type", "train_type", "rlhf_type", "split_dataset_ratio", "val_dataset", "attn_impl"},
+    "Surogate": {"lora", "qlora_fp8", "qlora_fp4", "qlora_bnb", "validation_datasets", "gpus"},
+    "Axolotl": {"base_model", "datasets", "micro_batch_size", "sequence_len"},
+    "LLaMA-Factory": {
+        *("stage", "finetuning_type", "cutoff_len", "lora_target", "quantization_bit", "template"),
+        *("model_class", "peft_config", "dist_config"),
+    },
 }
 
 
 def detect_tool(values: Values) -> str:
     """Return the tool whose keys a file has, or ""."""
-    if values.keys() & {"base_model", "datasets", "micro_batch_size", "sequence_len"}:
-        return "Axolotl"
-    if values.keys() & {"stage", "finetuning_type", "cutoff_len", "lora_target", "quantization_bit", "template"}:
+    if values.keys() & {"model_class", "dist_config", "peft_config"}:  # LLaMA-Factory 1 has keys of others, too
         return "LLaMA-Factory"
-    return ""
+    if "model" in values and values.keys() & {"recipe", "sequence_len", "lora_rank"} - _SIGNS["ms-swift"]:
+        return "ms-swift" if values.keys() & _SIGNS["ms-swift"] else "Surogate"
+    return next((tool for tool, keys in _SIGNS.items() if values.keys() & keys), "")
 
 
 def tool_defaults(values: Values, ours: Values) -> Values:
@@ -780,4 +655,11 @@ def tool_defaults(values: Values, ours: Values) -> Values:
     if tool == "LLaMA-Factory":
         rank = ours.get("r", 8)
         keys |= {"load_in_4bit": False, "r": 8, "lora_alpha": 2.0 * (rank if isinstance(rank, int) else 8)}
+        keys |= {"use_peft": False} if "model_class" in values and not values.get("peft_config") else {}
+    if tool == "Surogate" and ours.get("recipe") == "nvfp4":
+        keys |= {"enable_four_over_six": True}
+    if tool == "ms-swift" and ours.get("use_peft") is False:
+        keys |= {"learning_rate": 1e-5}
+    if ours.get("quantization"):
+        keys.pop("load_in_4bit", None)
     return {key: value for key, value in keys.items() if key not in ours}

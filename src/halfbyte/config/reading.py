@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from ..utils.errors import ConfigError, UsageError
-from ..utils.notices import notice
+from ..utils.notices import notice, remark
 from ..utils.text import brief
 from .aliases import HINTS
 from .foreign import Ignored, Mapped, Refused, foreign_names, overridden_keys, translate
@@ -56,7 +56,7 @@ def load_config(
     if defaults_of(config.method) and "learning_rate" not in config.model_fields_set:
         trained = "adapters" if config.use_peft else "all weights"
         rate = f"learning_rate: {config.learning_rate:g}, the default of method: {config.method} for {trained}"
-        notice("learning_rate", rate)
+        remark("learning_rate", rate)
     if config.eval_steps is not None and not (config.eval_dataset or config.eval_split_size):
         notice(
             "eval_steps", "eval_steps has no effect: there is no held-out data (set eval_split_size or eval_dataset)"

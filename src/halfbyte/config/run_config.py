@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic import field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from ..optim import OPTIMIZERS, parse_options
+from ..optim import OPTIMIZERS, SCHEDULES, parse_options
 from .contradictions import run_contradictions
 from .methods import WITH_DEFAULTS, defaults_of
-from .schema import SCHEDULES, SECTIONS, RunKeys
-from .section import Contradiction, nearest
+from .schema import SECTIONS, RunKeys
+from .section import Contradiction, Section, nearest
 from .yaml import dump_value
 
 PATHS = (  # keys whose value is a path or a list of paths
@@ -25,7 +26,9 @@ PATHS = (  # keys whose value is a path or a list of paths
 def expand_home(paths: Any) -> Any:
     """Expand `~` in the value of a key of `PATHS`, like a shell."""
     if isinstance(paths, list):
-        return [os.path.expanduser(each) for each in paths]
+        return [expand_home(each) for each in paths]
+    if isinstance(paths, dict):  # an entry of `dataset`
+        return paths | {"path": expand_home(paths.get("path"))}
     return os.path.expanduser(paths) if isinstance(paths, str) else paths
 
 
@@ -43,9 +46,9 @@ class RunConfig(RunKeys):
         """Accept a single name and `none`, like transformers."""
         return ([] if value == "none" else [value]) if isinstance(value, str) else value
 
-    @field_validator("optim_args", mode="before")
+    @field_validator("optim_args", "lr_scheduler_kwargs", mode="before")
     @classmethod
-    def _optim_args(cls, value: Any) -> Any:
+    def _options(cls, value: Any) -> Any:
         """Accept transformers' text."""
         if not isinstance(value, str):
             return value
@@ -95,9 +98,14 @@ class RunConfig(RunKeys):
         return run_contradictions(self)
 
 
+def written_keys(section: type[Section]) -> dict[str, FieldInfo]:
+    """Return the keys of a section that files of a run contain: all but secrets."""
+    return {key: field for key, field in section.model_fields.items() if not field.exclude}
+
+
 def dump_given(config: RunConfig) -> str:
     """Return the keys that were given as YAML, from which `halfbyte train` repeats the run."""
-    given = [key for section in SECTIONS for key in section.model_fields if key in config.model_fields_set]
+    given = [key for section in SECTIONS for key in written_keys(section) if key in config.model_fields_set]
     return "".join(f"{dump_value(key, getattr(config, key))}\n" for key in given)
 
 
@@ -106,6 +114,6 @@ def dump_config(config: RunConfig) -> str:
     lines: list[str] = []
     for section in SECTIONS:
         lines.append(f"\n# {section.__doc__}" if lines else f"# {section.__doc__}")
-        for key, field in section.model_fields.items():
+        for key, field in written_keys(section).items():
             lines.append(f"{dump_value(key, getattr(config, key)):<38} # {field.description}")
     return "\n".join(lines) + "\n"

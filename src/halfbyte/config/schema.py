@@ -12,15 +12,12 @@ from pydantic_core import PydanticCustomError
 
 from ..utils.errors import ConfigError
 from ..utils.text import brief
+from .datasets import DatasetEntry, check_entries, entries_of
 from .methods import PreferenceSection, method_field
 from .policy import DISTILLING, DistillationSection, PolicySection
 from .resolved import Origin, Parallel, Precision, Storage
 from .section import Contradiction, Section, contradiction
 from .yaml import read_patterns
-
-SCHEDULES = (
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
-)  # fmt: skip
 
 SIXTEEN = "16bit"  # in place of a format's name: do not quantize
 KEEP = "keep"  # store a GGUF file's layers in their own types where halfbyte has the format
@@ -249,8 +246,34 @@ class AdapterSection(Section):
 class DataSection(Section):
     """The data"""
 
-    dataset: str | list[str] = Field(
-        description="training data: a file (jsonl, json, csv, parquet, txt), folder or hub id, or a list of them"
+    dataset: str | list[str | dict[str, str | int | float]] = Field(
+        description="training data: a file (jsonl, json, csv, parquet, txt; also as .gz or .zst), folder or hub id, or"
+        " a list of them; an entry of the list may be a mapping {path, weight, split, max_samples}, where"
+        " weight / sum of weights is the dataset's share of the rows that are drawn (before packing)"
+    )
+    mixing: Literal["concat", "interleave", "temperature"] = Field(
+        "concat",
+        description="rows of several datasets: concat (as many as all have; with weights, each dataset's rows are"
+        " repeated or sampled to its share), interleave (each dataset's share, in turn, equal without weights, until"
+        " `stopping`), temperature (interleave with shares in proportion to size^(1/mixing_temperature))",
+    )
+    mixing_temperature: Annotated[float, Field(ge=1)] = Field(
+        2.0, description="mixing: temperature: 1 draws in proportion to the sizes, larger values more evenly"
+    )
+    stopping: Literal["first", "all"] = Field(
+        "first",
+        description="interleaved datasets: an epoch ends when the first dataset has no rows left, or when all had"
+        " each of their rows at least once (shorter ones are repeated)",
+    )
+    max_samples: PositiveInt | None = Field(
+        None, description="number of rows to read of each dataset, from its start; default: all"
+    )
+    streaming: bool = Field(
+        False,
+        description="read and tokenize the rows while training, for data larger than memory or disk; needs max_steps",
+    )
+    shuffle_buffer_size: PositiveInt = Field(
+        4096, description="streaming: rows that are read at a time, shuffled (and packed) together; 1: no shuffling"
     )
     dataset_split: str = Field(
         "train", description="split of a hub dataset, or of a folder with files of several splits"
@@ -279,10 +302,29 @@ class DataSection(Section):
     packing: bool = Field(False, description="pack several documents into one row, without attention between them")
     padding_free: bool = Field(False, description="concatenate the rows of a batch instead of padding them")
     assistant_only_loss: bool = Field(True, description="chat data: compute the loss on assistant turns only")
+    train_on: Literal["last", "all"] = Field(
+        "all", description="chat data: assistant turns that the loss is computed on: the last one, or all"
+    )
     completion_only_loss: bool = Field(True, description="prompt-completion data: compute the loss on completions only")
     dataset_num_proc: PositiveInt | None = Field(
         None, description="number of processes that tokenize; default: chosen by the amount of data"
     )
+
+    @field_validator("dataset")
+    @classmethod
+    def _entries(cls, value: Any) -> Any:
+        check_entries(value)
+        return value
+
+    @property
+    def datasets(self) -> list[DatasetEntry]:
+        """The entries of `dataset`."""
+        return entries_of(self.dataset, self.max_samples)
+
+    @property
+    def weighted(self) -> bool:
+        """Return whether the entries of `dataset` have weights."""
+        return any(entry.weight is not None for entry in self.datasets)
 
 
 class TrainingSection(Section):
@@ -298,6 +340,9 @@ class TrainingSection(Section):
     max_steps: int = Field(-1, description="number of optimizer steps; -1: determined by num_train_epochs")
     learning_rate: Annotated[float, Field(gt=0)] = Field(2e-4, description="peak learning rate")
     lr_scheduler_type: str = Field("cosine", description="learning rate schedule, by its name in transformers")
+    lr_scheduler_kwargs: dict[str, bool | int | float | str] | None = Field(
+        None, description="options of the schedule, by their names in transformers, as in {min_lr_rate: 0.1}"
+    )
     warmup_steps: Annotated[float, Field(ge=0)] = Field(
         0.03, description="warmup steps: a number, or a share of all steps below 1"
     )
@@ -333,6 +378,9 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="norm to clip gradients to; 0: no clipping")
     adam_beta1: Fraction = Field(0.9, description="decay of the first moment")
     adam_beta2: Fraction = Field(0.999, description="decay of the second moment")
+    adam_epsilon: Annotated[float, Field(gt=0)] = Field(
+        1e-8, description="number added to the root of the second moment"
+    )
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(
         None, description="scale of the noise added to embeddings (NEFTune)"
     )
@@ -365,11 +413,50 @@ class TrainingSection(Section):
         None, description="steps between checkpoints, or a share of all steps below 1; default: every epoch"
     )
     save_total_limit: PositiveInt | None = Field(2, description="number of newest checkpoints to keep")
+    load_best_model_at_end: bool = Field(
+        False,
+        description="end with the weights of the best evaluation: every evaluation that is the best so far saves a"
+        " checkpoint, also between save_steps, and save_total_limit does not remove it",
+    )
+    metric_for_best_model: str | None = Field(
+        None,
+        description="number of an evaluation that decides which is best, also for early stopping and for schedules that"
+        " follow a metric; default: the method's first one",
+    )
+    greater_is_better: bool | None = Field(
+        None, description="whether a larger metric_for_best_model is better; default: by the metric"
+    )
+    early_stopping_patience: PositiveInt | None = Field(
+        None,
+        description="number of evaluations without an improvement after which training stops; default: it does not",
+    )
+    early_stopping_threshold: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="smallest change of metric_for_best_model that early stopping counts as an improvement"
+    )
     resume_from_checkpoint: str | bool | None = Field(
         None, description="checkpoint folder to resume from; true: the newest one of output_dir"
     )
     report_to: list[str] = Field(
         default_factory=list, description="experiment trackers, as in transformers: wandb, tensorboard, ..."
+    )
+    push_to_hub: bool = Field(False, description="upload the trained weights to the Hugging Face hub")
+    hub_model_id: str | None = Field(
+        None, description="repository to upload to, as in user/name; default: the name of output_dir"
+    )
+    hub_private_repo: bool | None = Field(
+        None, description="whether a new repository is private; default: as the organization has it"
+    )
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = Field(
+        "every_save",
+        description="what to upload: end: the trained weights; every_save: also the weights of each checkpoint when it"
+        " is saved; checkpoint: also the newest checkpoint, as last-checkpoint; all_checkpoints: all checkpoints",
+    )
+    hub_token: str | None = Field(
+        None,
+        exclude=True,
+        repr=False,
+        description="access token of the hub, which no file of the run contains; default: HF_TOKEN, or the one of"
+        " `hf auth login`",
     )
     sample_prompts: Annotated[int, Field(ge=0)] | list[str] = Field(
         3, description="prompts to answer before and after training: a number of held-out rows, or a list of prompts"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..utils.text import brief
+from .aliases import REFUSED_VALUES, VALUES
 from .yaml import dump_value
 
 Contradiction = tuple[str, str, str]  # key to change, problem, fix
@@ -21,13 +22,28 @@ class Section(BaseModel):
     """A group of keys. Unknown keys, values of another type and contradictions are refused."""
 
     model_config = ConfigDict(
-        extra="forbid", protected_namespaces=(), validate_assignment=True, strict=True, allow_inf_nan=False
+        extra="forbid",
+        protected_namespaces=(),
+        validate_assignment=True,
+        strict=True,
+        allow_inf_nan=False,
+        defer_build=True,  # most sections are only inherited from
     )
 
     @field_validator("*", mode="before")
     @classmethod
     def _paths_as_text(cls, value: Any) -> Any:
         return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _value_of_another_tool(cls, value: Any, info: Any) -> Any:
+        """Convert values that other tools name differently, and refuse those without an equivalent."""
+        if not isinstance(value, str):
+            return value
+        if refusal := REFUSED_VALUES.get(info.field_name, {}).get(value):
+            raise contradiction(info.field_name, f"{info.field_name}: {value}: {refusal[0]}", refusal[1])
+        return VALUES.get(info.field_name, {}).get(value, value)
 
     @field_validator(
         *("target_modules", "dataset", "eval_dataset", "quantization", "parallel", "loss_type", "loss_weights"),
@@ -91,6 +107,13 @@ class Section(BaseModel):
 def contradiction(key: str, message: str, fix: str) -> PydanticCustomError:
     """Return the error that `reading.explain` prints with the key's file and line."""
     return PydanticCustomError("contradiction", "{message}", {"key": key, "message": message, "fix": fix})
+
+
+def respelled(name: str, names: Iterable[str]) -> str:
+    """Return `nearest` for names of algorithms: short ones that differ by a letter (ppo, dpo) are two algorithms, so
+    a guess must have the same letters."""
+    near = nearest(name, names)
+    return near if len(name) > 5 or sorted(name.lower()) == sorted(near) else ""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -153,6 +153,8 @@ def batches_of_lengths(
             f"per_device_train_batch_size: {rows} exceeds the {len(train)} rows of the data; each step takes all rows",
         )
     evaluated = config.per_device_eval_batch_size or rows
+    if config.streaming:  # later rows may be as long as any
+        train = np.append(train, np.full(rows, config.max_length))
     drawn = np.random.default_rng(0)
     lengths, octave = np.minimum(train, config.max_length), widths if rounded else 0
     picks = [drawn.choice(lengths, min(rows, len(lengths)), replace=False) for _ in range(SAMPLES)]

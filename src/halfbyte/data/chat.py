@@ -9,6 +9,7 @@ at the very end (Phi-3), refuse partial conversations, or write tool results ins
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import re
 import weakref
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -166,6 +168,14 @@ class ChatTemplate:
     def mask(self) -> str:
         """Return how assistant turns are found, for the data report."""
         return MASK_BY_MARKS if self.marked else MASK_BY_DIFFERENCE
+
+    @property
+    def variables(self) -> set[str]:
+        """Return the names that the template reads and that no rendering sets, such as Qwen3's `enable_thinking`."""
+        environment = chat_template_utils._compile_jinja_template(self.source).environment
+        given = {*inspect.signature(chat_template_utils.render_jinja_template).parameters, "messages"}
+        given |= {*inspect.signature(self.tokenizer.apply_chat_template).parameters, *self.tokenizer.special_tokens_map}
+        return find_undeclared_variables(environment.parse(self.source)) - given - environment.globals.keys()
 
     def render(
         self,
@@ -386,6 +396,7 @@ def prompt_text(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: list[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation with the tokenizer's chat template up to the start of an answer, under the same limits.
 
@@ -393,6 +404,7 @@ def prompt_text(
         add_generation_prompt, continue_final_message: as in `apply_chat_template`; the latter drops the text that the
             template writes after the last message.
         tools: functions that the answer may call.
+        variables: values of the template's own variables.
 
     Raises:
         DataError: the template refuses the conversation, or exceeds its limits of time or memory.
@@ -402,7 +414,7 @@ def prompt_text(
         held = weakref.ref(tokenizer)  # a strong reference would keep the dictionary's key alive
         renderer = Bounded(lambda item: _prompt(held(), *item))
         _renderers[tokenizer] = tokenizer.chat_template, renderer
-    [found] = renderer([(list(messages), tools, add_generation_prompt, continue_final_message)])
+    [found] = renderer([(list(messages), tools, add_generation_prompt, continue_final_message, variables)])
     if isinstance(found, Failure):
         raise DataError(f"the chat template refuses the conversation: {found.said}", "change the turns")
     if isinstance(found, HalfbyteError):
@@ -420,6 +432,7 @@ def _render(
     tools: list[Any] | None,
     add_generation_prompt: bool,
     continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Return a conversation as one string, without limits."""
     restart_clock(_extra_seconds(messages))
@@ -429,6 +442,7 @@ def _render(
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
+        **(variables or {}),
     )
     assert isinstance(text, str)
     if len(text) > MOST_ADDED and len(text) > MOST_ADDED + 16 * len(_json([messages, tools])):

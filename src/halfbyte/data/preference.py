@@ -7,7 +7,7 @@
 - unpaired (a prompt with one answer and a label that says whether it is desirable): `{"answers": [document], "label":
   bool}`;
 - prompts (a prompt alone, with any further columns): `{"prompt": document, "asked": the prompt as in the data,
-  "columns": {...}}`; the document has no answer;
+  "columns": {...}}`; the document has no answer. A conversation that ends with an answer is a prompt without it;
 - stepwise (a prompt with the steps of an answer, each with a label that says whether it is right): `{"prompt":
   document, "steps": [text, ...], "labels": [bool, ...]}`; the document has no answer.
 
@@ -33,6 +33,7 @@ from .formats import (
     METHODS_FOR,
     PAIR_COLUMNS,
     PAIRS,
+    ROLES,
     STEP_COLUMNS,
     WORDS,
     Document,
@@ -183,21 +184,29 @@ def _misfit(source: Source, kind: Kind, found: str | None) -> DataError:
     return DataError(f"{what} holds no {WORDS[kind]}{hint}", f"map its columns, e.g. {EXAMPLES[kind]}")
 
 
-def rows_in(source: Source, layout: RowLayout, *, templated: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_in(
+    source: Source, layout: RowLayout, *, templated: bool, answers: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `(where, row)` in order; `where` names file and line. A pair read as unpaired answers yields two rows.
 
     Args:
         templated: whether there is a chat template, so that dialogues written as text become conversations.
+        answers: for prompts, whether the answer that ends a conversation becomes the column completion.
 
     Raises:
         DataError: a row lacks a column, holds the wrong type in it, or has no answer to a prompt. The message names the
             row.
     """
-    columns = layout.columns
+    columns, cut = layout.columns, 0
     for index, row in enumerate(source.rows):
         where = source.where(index)
         if layout.kind == "prompts":
-            yield where, _prompt_row(row, columns, where)
+            row, answer = _without_answer(row, columns, where)
+            prompt = _prompt_row(row, columns, where)
+            cut += answer is not None
+            if answer is not None and answers:
+                prompt["columns"]["completion"] = [answer]
+            yield where, prompt
             continue
         if layout.kind == "stepwise":
             yield where, _stepwise_row(row, columns, where)
@@ -211,6 +220,23 @@ def rows_in(source: Source, layout: RowLayout, *, templated: bool) -> Iterator[t
             yield from ((where, {"answers": [document], "label": i == 0}) for i, document in enumerate(documents))
         else:
             yield where, {"answers": documents, "label": _label(row, columns["label"], where)}
+    if cut and not answers:
+        notice(
+            f"answers:{source.path}",
+            f"{source.path}: leaving out the answer at the end of {cut:,} of {len(source.rows):,} conversations: the"
+            " model answers them itself",
+        )
+
+
+def _without_answer(row: Row, columns: Columns, where: str) -> tuple[Row, Message | None]:
+    """Return a row of prompts without the assistant's turn that ends its conversation, and that turn."""
+    column = columns.get("messages", "")
+    turns = row.get(column)
+    if not isinstance(turns, list) or len(turns) < 2 or not isinstance(turns[-1], dict):
+        return row, None
+    if ROLES.get(str(turns[-1].get("role", turns[-1].get("from")))) != "assistant":
+        return row, None
+    return {**row, column: turns[:-1]}, message_of(turns[-1], where)
 
 
 def _prompt_row(row: Row, columns: Columns, where: str) -> dict[str, Any]:

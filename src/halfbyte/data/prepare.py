@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -20,15 +20,17 @@ import torch
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
+from ..config.datasets import DatasetEntry, entries_of
 from ..config.schema import DataSection, RunKeys
 from ..utils.errors import ConfigError, DataError
-from ..utils.notices import notice
+from ..utils.notices import notice, remark
 from .chat import ChatTemplate, tool_text
 from .collate import Collator, make_collator
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, number_in, recognise
+from .mixture import draw_rows
 from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
-from .sources import parse_csv_values, read_sources
+from .sources import Source, parse_csv_values, read_sources
 from .tables import Table, pack
 
 ROWS_PER_PROCESS = 5_000  # with fewer rows, starting a process costs more time than it saves
@@ -51,7 +53,12 @@ REMEDY = {
     CUT_AWAY: "raise max_length: the answers start after it",
     UNTRAINED: "check the roles and columns of the data (column_mapping, dataset_format): the rows have no answers",
 }
+LATER = "further"  # name of the rows of later blocks of a stream
 CALIBRATION_ROW = 512  # tokens per row
+
+
+class NothingKeptError(DataError):
+    """All rows are dropped."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class PreparedData:
         answers: documents per row of the data; rows with several documents have seq_lengths, packed or not.
         together: how many of these documents one forward takes.
         counted: how many units of per_device_train_batch_size a row counts for.
+        stream: with `streaming: true` the training rows, a `streaming.RowStream`; `train` is its first block.
         shared: whether the documents of a row share their prompt, stored once before them (`shared_prefix`).
     """
 
@@ -74,14 +82,17 @@ class PreparedData:
     together: int = 1
     shared: bool = False
     counted: int = 1
+    stream: Any = None
 
 
 @dataclass
 class Documents:
-    """Documents as JSON text (Arrow would merge the keys of all rows), with their places and sources."""
+    """Documents as JSON text (Arrow would merge the keys of all rows), with their places, the numbers of their datasets
+    (`origins`) and their sources."""
 
     texts: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
     masks: dict[str, None] = field(default_factory=dict)
     columns: Sequence[str] = ()
@@ -92,8 +103,8 @@ class Documents:
         return sum((Counter(source.get("left_out", {})) for source in self.sources), Counter())
 
     def select(self, indices: np.ndarray) -> Documents:
-        texts, places = [self.texts[i] for i in indices], [self.places[i] for i in indices]
-        return Documents(texts, places, self.sources, self.masks, self.columns)
+        texts, places, origins = ([values[i] for i in indices] for values in (self.texts, self.places, self.origins))
+        return Documents(texts, places, origins, self.sources, self.masks, self.columns)
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,18 @@ class _Split:
     kept: Dataset
     rows: Dataset
     report: dict[str, Any]
+
+
+class Prepare(Protocol):
+    """Prepares the data of a run, or the rows of `sources`: a block of a stream.
+
+    Args:
+        sources: None: the run's datasets.
+        later: whether other blocks came before: there is no report and no evaluation, and nothing is checked that holds
+            for all rows only.
+    """
+
+    def __call__(self, sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData: ...
 
 
 def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()) -> PreparedData:
@@ -123,24 +146,36 @@ def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequen
         ModelError: the tokenizer has no character offsets or no EOS token.
         ConfigError: eval_split_size leaves nothing to train on.
     """
+    return preparer(config, tokenizer, columns)()
+
+
+def preparer(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()) -> Prepare:
+    """Return the function that prepares rows as `prepare` describes."""
     template = template_of(config, tokenizer)
     encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
-    training, evaluated, sources = read_parts(config, partial(_read, config, template, columns))
-    train = _finish(training, encoder, config, "training")
-    evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
-    if template is not None:
-        template.save_tools()
-    report = {
-        "sources": sources,
-        "template": tokenizer.chat_template,
-        "mask": "; ".join(training.masks),
-        "train": train.report,
-        "eval": evaluation.report if evaluation else None,
-        **endings(train.kept, tokenizer),
-        "samples": samples(train.kept, tokenizer),
-        "held_out": held_out(evaluation.kept) if evaluation else [],
-    }
-    return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
+
+    def prepare_rows(sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData:
+        read = partial(_read, config, template, columns)
+        if later:
+            return PreparedData(_finish(read([], sources=sources), encoder, config, LATER).rows, None, {})
+        training, evaluated, summaries = read_parts(config, read, sources)
+        train = _finish(training, encoder, config, "training")
+        evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
+        if template is not None:
+            template.save_tools()
+        report = {
+            "sources": summaries,
+            "template": tokenizer.chat_template,
+            "mask": "; ".join(training.masks),
+            "train": train.report,
+            "eval": evaluation.report if evaluation else None,
+            **endings(train.kept, tokenizer),
+            "samples": samples(train.kept, tokenizer),
+            "held_out": held_out(evaluation.kept) if evaluation else [],
+        }
+        return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
+
+    return prepare_rows
 
 
 def template_of(config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
@@ -164,11 +199,14 @@ def _read(
     config: DataSection,
     template: ChatTemplate | None,
     columns: Sequence[str],
-    names: str | list[str],
-    evaluating: bool,
+    entries: Sequence[DatasetEntry],
+    evaluating: bool = False,
+    sources: Sequence[Source] | None = None,
 ) -> Documents:
     found = Documents(columns=columns)
-    for source in read_sources(names, config.dataset_split, evaluating=evaluating):
+    if sources is None:
+        sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
+    for source in sources:
         layout = recognise(
             source,
             format=config.dataset_format,
@@ -180,6 +218,9 @@ def _read(
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
         for (where, document), row in zip(documents(source, layout), source.rows, strict=True):
             ready = for_template(document, template, where) | {"train_all": everything}
+            if config.train_on == "last" and "messages" in ready:
+                answers = sum(message["role"] == "assistant" for message in ready["messages"])
+                ready["given"] = max(ready.get("given", 0), answers - 1)
             if columns:
                 ready["numbers"] = {name: number_in(row, name, where) for name in columns}
             text = json.dumps(ready, ensure_ascii=False, default=str)
@@ -187,11 +228,12 @@ def _read(
                 check_unicode(text, where)
             found.texts.append(text)
             found.places.append(where)
+            found.origins.append(source.dataset)
         found.masks[mask_of(layout.format, everything, template)] = None
         left_out = count_unread(source, layout.columns, columns)
         summary = {"path": source.path, "format": layout.format, "why": layout.why, "rows": len(source.rows)}
         found.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
-    report_unread(names, found.left_out)
+    report_unread([entry.path for entry in entries], found.left_out)
     return found
 
 
@@ -238,7 +280,7 @@ def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str
     if template is None:
         return "completions, by character offsets"
     if not template.marked:
-        notice(
+        remark(
             "generation-marks",
             "the chat template has no {% generation %} marks: finding assistant turns by rendering each "
             "conversation again with one turn replaced",
@@ -247,19 +289,20 @@ def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str
 
 
 def read_parts(
-    config: RunKeys, read: Callable[[str | list[str], bool], Documents]
+    config: RunKeys, read: Callable[..., Documents], block: Sequence[Source] | None = None
 ) -> tuple[Documents, Documents | None, list[dict[str, Any]]]:
     """Return the training documents, the evaluation documents (None without evaluation), and the sources of both.
 
     Args:
-        read: takes the names of datasets, and whether they are for evaluation.
+        read: takes datasets, whether they are for evaluation, and the sources of their rows if these are read already.
+        block: the sources of the training rows, if these are read already.
 
     Raises:
         ConfigError: eval_split_size leaves nothing to train on.
     """
-    training = read(config.dataset, False)
+    training = read(config.datasets, sources=block)
     if config.eval_dataset is not None:
-        evaluated = read(config.eval_dataset, True)
+        evaluated = read(entries_of(config.eval_dataset, config.max_samples), True)
         if evaluated.sources == training.sources:
             notice("same-data", "eval_dataset is the training dataset: its loss does not measure generalization")
         return training, evaluated, training.sources + evaluated.sources
@@ -281,7 +324,7 @@ def _split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Doc
     return found.select(np.sort(order[count:])), found.select(np.sort(order[:count]))
 
 
-def _finish(found: Documents, encoder: Encoder, config: DataSection, name: str) -> _Split:
+def _finish(found: Documents, encoder: Encoder, config: RunKeys, name: str) -> _Split:
     encoded = encode(found, encoder, config, {**ENCODED, **{name: NUMBERS for name in found.columns}})
     total, kept = len(found.texts), kept_rows(encoded, f"{name} documents", config.max_length, REMEDY)
     truncated = sum(length > config.max_length for length in kept["length"])
@@ -304,11 +347,32 @@ def _finish(found: Documents, encoder: Encoder, config: DataSection, name: str) 
             f"empty:{name}",
             f"{empty} of {total} {name} documents have empty answers and train the model to answer nothing",
         )
+    kept, mixture = mixed(config, kept, found, encoded) if name == "training" else (kept, {})
     columns = ["input_ids", "labels", *found.columns]
     rows = _pack(kept, config.max_length, found.columns) if config.packing else kept.select_columns(columns)
     capacity = config.max_length if config.packing else None
     report = split_report(encoded, kept, rows, truncated, empty, capacity)
-    return _Split(kept, rows, {**report, "tokens_across_border": across, "not_shown": not_shown})
+    return _Split(kept, rows, {**report, "tokens_across_border": across, "not_shown": not_shown, **mixture})
+
+
+def mixed(config: RunKeys, kept: Dataset, found: Documents, encoded: Dataset) -> tuple[Dataset, dict[str, Any]]:
+    """Return the training rows of an epoch, and with several datasets the rows and share of each for the report.
+
+    Args:
+        kept: rows of `encoded` that are not dropped.
+    """
+    if len(config.datasets) == 1 or (config.streaming and config.mixing == "concat"):
+        return kept, {}
+    origins = np.array(found.origins)[np.array(list(encoded["dropped"])) == ""]
+    drawn = np.arange(len(kept)) if config.streaming else draw_rows(config, origins)
+    if not np.array_equal(drawn, np.arange(len(kept))):
+        kept = kept.select(drawn)
+    read, counts = (np.bincount(numbers, minlength=len(config.datasets)) for numbers in (origins, origins[drawn]))
+    parts = zip(config.datasets, read.tolist(), counts.tolist(), strict=True)
+    shares = [
+        {"path": entry.path, "rows": rows, "drawn": count, "share": count / len(drawn)} for entry, rows, count in parts
+    ]
+    return kept, {"mixture": shares}
 
 
 def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[str, str]) -> Dataset:
@@ -325,7 +389,7 @@ def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[st
     dropped = Counter(reason for reason in reasons.tolist() if reason)
     if dropped.total() == len(encoded):
         counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        raise DataError(
+        raise NothingKeptError(
             f"zero trained tokens: all {len(encoded)} {name} are dropped ({counts}; max_length={max_length})",
             remedies[dropped.most_common(1)[0][0]],
         )

@@ -4,6 +4,7 @@ row."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,8 @@ import datasets
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
+from ..config.datasets import DatasetEntry
+from ..config.policy import DISTILLING
 from ..config.schema import DataSection, RunKeys
 from ..ops import IGNORE_INDEX
 from ..utils.errors import DataError
@@ -22,8 +25,10 @@ from .preference import Kind, recognise_rows, rows_in
 from .prepare import (
     ENCODED,
     IDS,
+    LATER,
     REMEDY,
     Documents,
+    Prepare,
     PreparedData,
     across_of,
     check_unicode,
@@ -31,13 +36,14 @@ from .prepare import (
     for_template,
     kept_rows,
     mask_of,
+    mixed,
     not_shown_of,
     prompt_turns,
     read_parts,
     template_of,
 )
 from .report import answers_report, count_unread, endings, held_out, report_unread, samples
-from .sources import parse_csv_values, read_sources
+from .sources import Source, parse_csv_values, read_sources
 from .tables import Table
 
 MOST_SHOWN = 1_000  # rows from which samples, and the held-out rows of `merge`, are taken
@@ -81,6 +87,11 @@ def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: K
         DataError, ModelError, ConfigError: as in `prepare`; and for rows of another method, labels other than true and
             false, or equal labels everywhere.
     """
+    return preparer_of_answers(config, tokenizer, kind)()
+
+
+def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> Prepare:
+    """Return the function that prepares rows as `prepare_answers` describes."""
     template = template_of(config, tokenizer)
     encoder = AnswerEncoder(
         tokenizer,
@@ -93,24 +104,32 @@ def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: K
         separator=config.step_separator,
         uncut=config.method in SCORED,
     )
-    training, evaluated, sources = read_parts(config, partial(_read, config, template, kind))
-    train, train_report = _finish(training, encoder, config, "training")
-    held, held_report = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
-    texts = _as_texts(train, kind)
-    if template is not None:
-        template.save_tools()
-    report = {
-        "kind": kind,
-        "sources": sources,
-        "template": tokenizer.chat_template,
-        "mask": "; ".join(training.masks),
-        "train": train_report,
-        "eval": held_report,
-        **(_stops(encoder) if kind == "prompts" else endings(train, tokenizer) if kind in ANSWERED else NO_END),
-        "samples": samples(texts, tokenizer),
-        "held_out": held_out(_as_texts(held, kind)) if held is not None and kind in ANSWERED else [],
-    }
-    return PreparedData(_rows(train, kind), _rows(held, kind) if held is not None else None, report)
+
+    def prepare_rows(sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData:
+        read = partial(_read, config, template, kind)
+        if later:
+            rows, _ = _finish(read([], sources=sources), encoder, config, LATER)
+            return PreparedData(_rows(rows, kind), None, {})
+        training, evaluated, summaries = read_parts(config, read, sources)
+        train, train_report = _finish(training, encoder, config, "training")
+        held, held_report = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
+        texts = _as_texts(train, kind)
+        if template is not None:
+            template.save_tools()
+        report = {
+            "kind": kind,
+            "sources": summaries,
+            "template": tokenizer.chat_template,
+            "mask": "; ".join(training.masks),
+            "train": train_report,
+            "eval": held_report,
+            **(_stops(encoder) if kind == "prompts" else endings(train, tokenizer) if kind in ANSWERED else NO_END),
+            "samples": samples(texts, tokenizer),
+            "held_out": held_out(_as_texts(held, kind)) if held is not None and kind in ANSWERED else [],
+        }
+        return PreparedData(_rows(train, kind), _rows(held, kind) if held is not None else None, report)
+
+    return prepare_rows
 
 
 def _rows(kept: Dataset, kind: Kind) -> Dataset:
@@ -137,17 +156,25 @@ def _features(kind: Kind, columns: Any) -> dict[str, Any]:
 
 
 def _read(
-    config: RunKeys, template: ChatTemplate | None, kind: Kind, names: str | list[str], evaluating: bool
+    config: RunKeys,
+    template: ChatTemplate | None,
+    kind: Kind,
+    entries: Sequence[DatasetEntry],
+    evaluating: bool = False,
+    sources: Sequence[Source] | None = None,
 ) -> Documents:
     found, margins = Documents(), {}
-    for source in read_sources(names, config.dataset_split, evaluating=evaluating):
+    if sources is None:
+        sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
+    for source in sources:
         layout = recognise_rows(source, kind, config.column_mapping)
         source, before = parse_csv_values(source, layout.columns), len(found.texts)
-        as_text = True
-        for where, row in rows_in(source, layout, templated=template is not None):
+        as_text, answers = True, config.method in DISTILLING and config.lmbda < 1
+        for where, row in rows_in(source, layout, templated=template is not None, answers=answers):
             as_text = as_text and any("text" in document for document in row.get("answers", ()))
             found.texts.append(_text(_for_template(row, template, where), where))
             found.places.append(where)
+            found.origins.append(source.dataset)
         found.masks[_mask_of(config, template, kind)] = None
         rows = len(found.texts) - before
         # Reward functions read the further columns of prompts. Only a reward model reads margins. Rows that are plain
@@ -162,7 +189,7 @@ def _read(
     if len(set(margins.values())) > 1:
         with_it, without = (next(path for path, has in margins.items() if has is wanted) for wanted in (True, False))
         raise DataError(f"{without} has no column margin, but {with_it} has one", "give it in both, or in neither")
-    report_unread(names, found.left_out)
+    report_unread([entry.path for entry in entries], found.left_out)
     found.columns = ["margin"] if True in margins.values() else []
     return found
 
@@ -199,7 +226,7 @@ def _text(row: dict[str, Any], where: str) -> str:
     return text
 
 
-def _finish(found: Documents, encoder: AnswerEncoder, config: DataSection, name: str) -> tuple[Dataset, dict[str, Any]]:
+def _finish(found: Documents, encoder: AnswerEncoder, config: RunKeys, name: str) -> tuple[Dataset, dict[str, Any]]:
     """Return the kept rows of a split, with all their columns, and its part of the report."""
     kind, total = encoder.kind, len(found.texts)
     encoded = encode(found, encoder, config, _features(kind, found.columns))
@@ -221,10 +248,11 @@ def _finish(found: Documents, encoder: AnswerEncoder, config: DataSection, name:
     contradicting = _contradicting(found.texts, kind)
     if contradicting:
         notice(f"contradicting:{name}", f"{contradicting} {name} rows contradict another row")
+    across, not_shown = across_of(kept, f"{name} rows"), not_shown_of(kept, f"{name} rows")
+    kept, mixture = mixed(config, kept, found, encoded) if name == "training" else (kept, {})
     report = answers_report(encoded, kept, NAMES[kind], truncated)
-    report["tokens_across_border"] = across_of(kept, f"{name} rows")
-    report["not_shown"] = not_shown_of(kept, f"{name} rows")
-    return kept, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise}
+    report |= {"tokens_across_border": across, "not_shown": not_shown}
+    return kept, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise, **mixture}
 
 
 def _check_answers(kept: Dataset, kind: Kind, name: str) -> None:

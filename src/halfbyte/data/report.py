@@ -130,8 +130,8 @@ def endings(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]
     elif tokenizer.eos_token_id not in ends:
         notice(
             "stop-token",
-            f"trained turns end with {', '.join(names)}, which is not the tokenizer's EOS {tokenizer.eos_token}: "
-            "generation must stop at that token, too",
+            f"halfbyte stops generation at {', '.join(names)} and {tokenizer.eos_token}; other servers need both as"
+            " stop tokens, which merge and export write",
         )
     return {"eos_trained": bool(ends) and not open_turns, "stop_tokens": names}
 

@@ -148,7 +148,7 @@ class BranchCollator:
         self, answers: Sequence[Sequence[int]], prompts: Sequence[np.ndarray], tokens: int
     ) -> tuple[Batch, list[np.ndarray]]:
         """Lay out further answers to the prompts of a batch, in one row, for a forward that reuses that batch's keys
-        and values (`modeling.shared_prefix.Kept`).
+        and values (`modeling.shared_prefix.PrefixCache`).
 
         Args:
             prompts: positions of each answer's prompt tokens in the flattened batch.

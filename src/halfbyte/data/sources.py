@@ -1,5 +1,7 @@
 """Read rows: JSONL, JSON, CSV, Parquet, Arrow and text files, folders of them, and datasets of the Hub.
 
+Text files may be compressed: `data.jsonl.gz`, `data.csv.zst`.
+
 Every reader returns plain dictionaries and the place of each row, so that later errors can name file and line. In a
 folder, a file belongs to a split by its name (`train.jsonl`, `train-00000-of-00002.parquet`, `squad_dev.json`), or by
 the name of the nearest folder (`test/data.csv`), as in datasets.load_dataset; only names below the dataset's folder
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import os
 import re
 import sys
@@ -19,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..config.datasets import DatasetEntry
 from ..reading import look, open_bytes, open_text, parse_json, why
 from ..utils.errors import DataError
 from ..utils.hub import id_of_url, is_local, nearest_path
@@ -42,6 +46,8 @@ SAVED, DESCRIPTION, SAVED_SPLITS = "state.json", "dataset_info.json", "dataset_d
 SHARD = re.compile(r"-\d+-of-\d+$")
 SUFFIX = re.compile(r"(?<=.)(set|data|split)$")  # as in trainset, testdata
 MOST_NAMED = 10
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # suffix of a compressed text file → its name in Arrow
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 # pandas writes 1.0 for float labels.
 TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 LISTS = ("messages", "completions", "labels")
@@ -57,6 +63,8 @@ class Source:
         rows: column name to value, one dictionary per row.
         lines: the line where each row starts (1-based), for kinds with lines.
         note: how plain text was split into documents; empty for the other kinds.
+        dataset: number of its dataset, among several.
+        first: number of the first row in its dataset, for a part of a stream.
     """
 
     path: str
@@ -64,39 +72,60 @@ class Source:
     rows: list[Row]
     lines: Sequence[int] | None = None
     note: str = ""
+    dataset: int = 0
+    first: int = 0
 
     def where(self, index: int) -> str:
         """Return the place of row `index`: `file:line`, or `file, row N` (1-based)."""
-        return f"{self.path}:{self.lines[index]}" if self.lines else f"{self.path}, row {index + 1}"
+        return f"{self.path}:{self.lines[index]}" if self.lines else f"{self.path}, row {self.first + index + 1}"
 
 
-def read_sources(names: str | Sequence[str], split: str = TRAIN, *, evaluating: bool = False) -> list[Source]:
+def read_sources(
+    names: str | Sequence[str | DatasetEntry], split: str = TRAIN, *, evaluating: bool = False
+) -> list[Source]:
     """Read one or several datasets, each a file, a folder of files, or (if no such path exists) a Hub id.
 
     Args:
-        split: the split of a Hub dataset, or of a folder whose files are named for splits.
+        split: the split of a Hub dataset, or of a folder whose files are named for splits; for entries without one.
         evaluating: prefer a folder's validation or test files to its training files.
 
     Raises:
         DataError: a file is missing, malformed or of an unknown kind, or there are no rows at all.
     """
-    names = [names] if isinstance(names, str) else list(names)
-    sources = [source for name in names for source in _read(name, split, evaluating)]
-    if not any(source.rows for source in sources):
-        raise DataError(f"the dataset is empty: {', '.join(names)} holds no rows", "put at least one row into it")
-    return [source for source in sources if source.rows]
+    named = [names] if isinstance(names, str) else names
+    entries = [DatasetEntry(name) if isinstance(name, str) else name for name in named]
+    sources: list[Source] = []
+    for number, entry in enumerate(entries):
+        left = entry.max_samples
+        for source in _read(entry.path, entry.split or split, evaluating):
+            source = replace(source, rows=source.rows[:left], dataset=number)
+            left = None if left is None else left - len(source.rows)
+            sources += [source] if source.rows else []
+    if not sources:
+        paths = ", ".join(entry.path for entry in entries)
+        raise DataError(f"the dataset is empty: {paths} holds no rows", "put at least one row into it")
+    return sources
+
+
+def files_to_read(name: str, split: str, evaluating: bool = False) -> list[Path] | None:
+    """Return the files of a dataset that belong to `split`; None for a Hub id. The other arguments and the errors are
+    those of `read_sources`."""
+    files = files_of(name)
+    if files is None:
+        return None
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        return files_of_split(files, folder, split_to_evaluate(name, split) if evaluating else split)
+    if split != TRAIN:
+        notice("dataset_split", f"dataset_split: {split} does not apply to the file {name}: reading all its rows")
+    return files
 
 
 def _read(name: str, split: str, evaluating: bool) -> list[Source]:
-    files = files_of(name)
+    files = files_to_read(name, split, evaluating)
     if files is None:
         return [_read_hub(name, split)]
-    folder = Path(os.path.expanduser(name))
-    if folder.is_dir():
-        files = files_of_split(files, folder, split_to_evaluate(name, split) if evaluating else split)
-    elif split != TRAIN:
-        notice("dataset_split", f"dataset_split: {split} does not apply to the file {name}: reading all its rows")
-    return [_read_saved(file) if file.name == SAVED else READERS[file.suffix.lower()](file) for file in files]
+    return [_read_saved(file) if file.name == SAVED else READERS[suffix_of(file)](file) for file in files]
 
 
 def split_to_evaluate(name: str, split: str) -> str:
@@ -117,8 +146,8 @@ def files_of(name: str) -> list[Path] | None:
         case "folder":
             return _files_in(path)
         case "file":
-            if path.suffix.lower() not in READERS:
-                raise DataError(f"{path} is of an unknown kind", f"use one of {', '.join(READERS)}")
+            if suffix_of(path) not in READERS:
+                raise DataError(f"{path} is of an unknown kind", f"use one of {KNOWN}")
             return [path]
     if not is_local(name):
         return None
@@ -160,20 +189,53 @@ def _files_in(folder: Path) -> list[Path]:
         if len(files) > MOST_FILES:
             raise DataError(f"{folder} holds more than {MOST_FILES:,} files", "give a folder that contains only data")
     files.sort()
-    known = [file for file in files if file.suffix.lower() in READERS]
+    known = [file for file in files if suffix_of(file) in READERS]
     if not known:
-        raise DataError(f"no data files in {folder}", f"add files of these kinds: {', '.join(READERS)}")
+        raise DataError(f"no data files in {folder}", f"add files of these kinds: {KNOWN}")
     if len(known) < len(files):
-        others = [str(file.relative_to(folder)) for file in files if file.suffix.lower() not in READERS]
+        others = [str(file.relative_to(folder)) for file in files if suffix_of(file) not in READERS]
         more = f" and {len(others) - 10:,} more" if len(others) > 10 else ""
         left_out = ", ".join(others[:10]) + more
-        notice(f"data-folder:{folder}", f"{folder}: skipping {left_out} (known kinds: {', '.join(READERS)})")
+        notice(f"data-folder:{folder}", f"{folder}: skipping {left_out} (known kinds: {KNOWN})")
     return known
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a file that names its kind, in lower case; for a compressed text file the one before."""
+    suffix = path.suffix.lower()
+    plain = Path(path.stem).suffix.lower()
+    return plain if suffix in COMPRESSIONS and plain in TEXT_SUFFIXES else suffix
+
+
+@contextlib.contextmanager
+def _open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """Open a text file, decompressed, for reading.
+
+    Raises:
+        DataError: it cannot be read, is damaged, or is not UTF-8.
+    """
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        with open_text(path, DataError, newline=newline) as file:
+            yield file
+        return
+    import pyarrow
+
+    with open_bytes(path, DataError) as packed:
+        try:
+            with pyarrow.CompressedInputStream(packed, compression) as stream:
+                yield io.TextIOWrapper(stream, "utf-8-sig", newline=newline)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8: {error.reason}", "save the file as UTF-8") from None
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise DataError(f"{path} is not a complete {compression} file: {error}", "copy the file again") from None
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:
     """Yield the lines of an open file, with a progress bar."""
-    with _bar(path, os.fstat(file.fileno()).st_size, "B") as further:
+    with _bar(path, path.stat().st_size, "B") as further:
         for line in file:
             further(len(line))
             yield line
@@ -193,21 +255,42 @@ def _bar(path: Path, total: int, unit: str) -> Iterator[Callable[[int], object]]
 
 
 def _read_jsonl(path: Path) -> Source:
+    try:
+        return _source_of("jsonl", path, jsonl_rows(path))
+    except _IsArrayError:
+        return _read_json(path)
+
+
+def _source_of(kind: str, path: Path, numbered: Iterator[tuple[int, Row]]) -> Source:
     rows, lines = [], []
-    with open_text(path, DataError) as file:
+    for line, row in numbered:
+        rows.append(row)
+        lines.append(line)
+    return Source(str(path), kind, rows, lines)
+
+
+class _IsArrayError(DataError):
+    """A file of JSON lines is one JSON array."""
+
+
+def jsonl_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a file of JSON lines with their line numbers (from 1).
+
+    Raises:
+        DataError: the file cannot be read, a line is not a JSON object, or the file is one JSON array.
+    """
+    with _open_text(path) as file:
         for number, line in enumerate(_lines(file, path), 1):
             if not line.strip():
                 continue
             if number == 1 and line.lstrip().startswith("["):
-                return _read_json(path)
+                raise _IsArrayError(f"{path} is one JSON array", "write one row per line (JSONL)")
             row = parse_json(line, str(path), DataError, "correct this line", line=number, unique=True)
-            rows.append(_checked(row, f"{path}:{number}"))
-            lines.append(number)
-    return Source(str(path), "jsonl", rows, lines)
+            yield number, _checked(row, f"{path}:{number}")
 
 
 def _read_json(path: Path) -> Source:
-    with open_text(path, DataError) as file:
+    with _open_text(path) as file:
         text = "".join(_lines(file, path))
     if not text.strip():
         return Source(str(path), "json", [])
@@ -228,12 +311,20 @@ def _checked(row: Any, where: str) -> Row:
 
 
 def _read_csv(path: Path) -> Source:
+    return _source_of("csv", path, csv_rows(path))
+
+
+def csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a CSV or TSV file with the lines where they start (from 1).
+
+    Raises:
+        DataError: the file cannot be read, or is malformed.
+    """
     csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than a long document
-    rows, lines = [], []
-    with open_text(path, DataError, newline="") as file:
+    with _open_text(path, newline="") as file:
         start = 1  # a row's first line: quoted fields may contain newlines
         try:
-            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+            delimiter = "\t" if suffix_of(path) == ".tsv" else ","
             reader = csv.DictReader(_lines(file, path), delimiter=delimiter, strict=True)
             names = reader.fieldnames or []
             _check_delimiter(names, delimiter, f"{path}:1")
@@ -244,13 +335,11 @@ def _read_csv(path: Path) -> Source:
                     found = sum(value is not None for key, value in row.items() if key) + len(row.get(None) or [])
                     fix = "put fields that hold commas or quotes in quotes"
                     raise DataError(f"{path}:{start}: {found} fields, but the header has {len(names)}", fix)
-                rows.append(dict(row))
-                lines.append(start)
+                yield start, dict(row)
                 start = reader.line_num + 1
         except csv.Error as error:
             wrong = f"{path}:{start}: malformed CSV in the row that starts here: {error}"
             raise DataError(wrong, "close its quotes, and double quotes inside fields") from None
-    return Source(str(path), "csv", rows, lines)
 
 
 def _check_delimiter(names: Sequence[str], delimiter: str, where: str) -> None:
@@ -280,7 +369,7 @@ def _read_parquet(path: Path) -> Source:
             rows: list[Row] = []
             with _bar(path, file.metadata.num_rows, " rows") as further:
                 for batch in file.iter_batches():
-                    rows += map(_without_null, batch.to_pylist())
+                    rows += map(without_null, batch.to_pylist())
                     further(len(batch))
     except DataError:
         raise
@@ -294,7 +383,7 @@ def _read_parquet(path: Path) -> Source:
     return Source(str(path), "parquet", rows)
 
 
-def _without_null(row: Row) -> Row:
+def without_null(row: Row) -> Row:
     """Drop nulls inside nested values: Arrow gives every struct the union of all keys, with nulls for missing ones."""
 
     def clean(value: Any) -> Any:
@@ -329,7 +418,7 @@ def _rows_of(path: Path, load: Callable[[str], Any]) -> list[Row]:
     try:
         dataset = load(str(path))
         _check_columns(dataset.column_names, str(path))
-        return [_without_null(row) for row in dataset]
+        return [without_null(row) for row in dataset]
     except DataError:
         raise
     except Exception as error:  # Arrow's own, the library's, or Python's for a damaged description
@@ -339,7 +428,7 @@ def _rows_of(path: Path, load: Callable[[str], Any]) -> list[Row]:
 
 def _read_text(path: Path) -> Source:
     """Read plain text: documents end at <|endoftext|> if the file has it, else at blank lines, else at every line."""
-    with open_text(path, DataError) as file:
+    with _open_text(path) as file:
         text = "".join(_lines(file, path))
     if END_OF_TEXT in text:
         documents, unit = text.split(END_OF_TEXT), f"up to each {END_OF_TEXT}"
@@ -362,7 +451,7 @@ def _read_hub(name: str, split: str) -> Source:
             f"dataset {name!r} is not a local file or folder{_closest(Path(name))}, and the Hub answers: {reason}",
             "give an existing path, or the id of a Hub dataset (`dataset_split` picks its split) while online",
         ) from error
-    return Source(name, "hub", [_without_null(row) for row in dataset], note=f"split {split} of a Hub dataset")
+    return Source(name, "hub", [without_null(row) for row in dataset], note=f"split {split} of a Hub dataset")
 
 
 READERS: dict[str, Callable[[Path], Source]] = {
@@ -375,6 +464,7 @@ READERS: dict[str, Callable[[Path], Source]] = {
     ".arrow": _read_arrow,
     ".txt": _read_text,
 }
+KNOWN = f"{', '.join(READERS)}, text also with {' or '.join(COMPRESSIONS)}"
 
 
 # --- splits of a folder -----------------------------------------------------------------------------------------------
@@ -435,7 +525,8 @@ def evaluation_split(files: Sequence[Path], folder: Path, split: str) -> str:
 def _split_of(file: Path, folder: Path) -> str:
     """Return the part of a file's path that names its split, or ""."""
     *folders, _ = file.relative_to(folder).parts
-    return next((name for name in (SHARD.sub("", file.stem), *reversed(folders)) if _kind(name)), "")
+    stem = Path(file.stem).stem if file.suffix.lower() in COMPRESSIONS else file.stem
+    return next((name for name in (SHARD.sub("", stem), *reversed(folders)) if _kind(name)), "")
 
 
 def _kind(name: str) -> str:

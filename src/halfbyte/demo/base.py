@@ -159,7 +159,9 @@ def pretrain(
         The model, the number of steps, and the mean loss (nats per token) of their last tenth.
     """
     import torch
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TextColumn, TimeRemainingColumn
+
+    from ..utils.waiting import progress_bars
 
     torch.manual_seed(recipe.seed)
     rows = token_rows(texts, tokenizer, recipe)
@@ -167,11 +169,11 @@ def pretrain(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    name, columns = "pretraining the base", (TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
     steps, started = recipe.steps, time.monotonic()
     losses: list[float] = []
-    with Progress(*columns, console=console, disable=console is None) as progress:
-        bar = progress.add_task("pretraining the base", total=steps, loss="")
+    with progress_bars(name, console, *columns) as progress:
+        bar = progress.add_task(name, total=steps, loss="")
         while len(losses) < steps:
             done = len(losses)
             if done and done % PLAN_EVERY == 0:

@@ -78,6 +78,7 @@ def main(
 
     from ..train.run import train
     from ..utils.console import Console
+    from ..utils.terminal import print_run
 
     started = time.monotonic()
     console = console or Console(outlives_reader=True)
@@ -92,6 +93,7 @@ def main(
         f"on Python's own texts, loss {described['final_loss']:.2f}"
     )
     config = load_config(write_run(output_dir, base, epochs))
+    print_run(console, config)
     train(config, console=console)
     _show(output_dir, console)
     console.print(one_line(f"talk to it: halfbyte chat {output_dir} --temperature 0"))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..methods import METHODS, method_of
 from ..utils.errors import ConfigError, DataError, ModelError
+from ..utils.terminal import storage
+from ..utils.waiting import waiting
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,7 @@ class Evaluation:
         tokens: number of trained tokens that the loss averages over.
         rows: of the prepared dataset (packed rows hold several documents).
         seconds: of the forward passes.
+        precision: format of the weights and dtype of the matrix products, of a loaded model.
     """
 
     numbers: dict[str, float]
@@ -37,6 +40,7 @@ class Evaluation:
     tokens: int
     rows: int
     seconds: float
+    precision: str = ""
 
     @property
     def loss(self) -> float:
@@ -64,11 +68,13 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     saved = load_saved(name, overrides, dataset, scores=True)
     from ..data.collate import make_collator
     from ..data.sources import split_to_evaluate
+    from ..loading.load import resolve_dtype
     from ..modeling.layer import causal_lm_of
     from ..modeling.packing import isolate_for_run
 
     split = split_to_evaluate(dataset, saved.config.dataset_split)
     asked = {"dataset": dataset, "dataset_split": split, "eval_dataset": None, "eval_split_size": 0.0}
+    asked |= {"mixing": "concat", "max_samples": None, "streaming": False}
     config = saved.config.model_copy(update=asked)
     method = method_of(config)
     if method.rows == "prompts":
@@ -81,7 +87,10 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     rows = method.ready(config, saved.tokenizer, causal_lm_of(saved.model).config).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     isolate_for_run(saved.model, config, make_collator(config, saved.tokenizer), rows)
-    return measure(saved.model, rows, method.collator(config, saved.tokenizer), size, method)
+    result = measure(saved.model, rows, method.collator(config, saved.tokenizer), size, method)
+    dtype = resolve_dtype(config.precision.compute, next(saved.model.parameters()).device)
+    computed = f"{storage(config.model_dump())} weights, computed in {str(dtype).removeprefix('torch.')}"
+    return replace(result, precision=computed)
 
 
 def _add_reference(model: torch.nn.Module, config: RunKeys) -> None:
@@ -102,6 +111,7 @@ def _add_reference(model: torch.nn.Module, config: RunKeys) -> None:
         )
 
 
+@waiting("evaluating")
 def measure(
     model: torch.nn.Module, rows: Rows, collate: Collate, size: int, method: Method = METHODS["sft"]
 ) -> Evaluation:

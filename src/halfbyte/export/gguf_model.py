@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from gguf import GGML_QUANT_VERSION, GGUFWriter
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from ..config import Origin
@@ -41,6 +40,7 @@ from ..runs.stop_tokens import data_report, declared_stop_tokens, joined_stop_to
 from ..utils.errors import ConfigError
 from ..utils.files import check_space, new_file, write_text
 from ..utils.hardware import chosen_device
+from ..utils.waiting import progress_bars
 from .adapter import AdapterLayers
 from .importance import collect
 from .modelfile import modelfile, rendered_chats
@@ -273,7 +273,7 @@ def _importances(
         if matrix.exists():
             raise ConfigError(f"{matrix} exists already", f"use it (--importance {matrix})")
         names = {each.name for each in planned if each.is_matrix}
-        with _progress(console) as progress:
+        with progress_bars("measuring importances", console) as progress:
             task = progress.add_task("importances", total=None)
             collect(
                 str(run_or_model), str(given), matrix, names, source.family, source.device, source.trusted,
@@ -304,7 +304,7 @@ def _write_files(
     """
     errors, was_there = [], sidecar[0].exists()
     try:
-        with _progress(console) as progress, ExitStack() as stack:
+        with progress_bars("writing", console) as progress, ExitStack() as stack:
             asides = [stack.enter_context(new_file(file.path)) for file in files]
             for file, aside in zip(files, asides, strict=True):
                 advance = partial(progress.advance, progress.add_task("writing", total=file.numel))
@@ -347,8 +347,3 @@ def _vision_file(vision: Vision, source: Source, path: Path, mix: str) -> NewGgu
         add_vision(writer, vision)
 
     return NewGguf(path, CLIP, add_keys, planned, vision_types(planned, MIXES[mix][0]), vision_keys(vision))
-
-
-def _progress(console: Console | None) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console or Console(quiet=True), transient=True)

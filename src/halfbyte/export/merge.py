@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from ..config import SIXTEEN
 from ..config.schema import RunKeys
@@ -37,6 +37,7 @@ from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from ..utils.files import check_space, new_directory, write_json
 from ..utils.hardware import chosen_device
 from ..utils.notices import notice
+from ..utils.waiting import progress_bars, waiting
 from .adapter import AdapterLayers
 from .fidelity import Fidelity, Loss, RetainedUpdate
 from .packing import Packing, Quantize, check_loader, packing
@@ -210,7 +211,7 @@ def merge(
     out = Path(out_dir)
     _check_out(out, Path(run_or_adapter_dir), base, overwrite)
     job = _prepare(Path(run_or_adapter_dir), out, base, quantize, verify, trust_remote_code)
-    with _progress(console) as progress, new_directory(out) as aside:
+    with progress_bars("merging", console) as progress, new_directory(out) as aside:
         _write_side_files(job, aside)
         found, written, tokens = (_write_closest if verify else _write_unverified)(job, aside, progress)
     dtype, stored = str(job.weights.config()["dtype"]), job.weights.packing.name
@@ -378,8 +379,10 @@ def _update_refusal(job: _Job, target: Target) -> ConfigError | None:
 
 
 def _write(job: _Job, aside: Path, target: Target, progress: Progress) -> dict[str, dict[str, int]]:
-    task = progress.add_task(f"merging onto the {target} base", total=job.weights.nbytes)
-    return job.weights.write(aside, target, lambda size: progress.advance(task, size))
+    name = f"merging onto the {target} base"
+    task = progress.add_task(name, total=job.weights.nbytes)
+    with waiting(name):
+        return job.weights.write(aside, target, lambda size: progress.advance(task, size))
 
 
 def _write_side_files(job: _Job, aside: Path) -> None:
@@ -393,13 +396,6 @@ def _write_side_files(job: _Job, aside: Path) -> None:
     tokenizer.save_pretrained(aside)
     if (keys := generation_keys(folder, tokenizer, data_report(job.run_dir))) != read_generation_config(folder):
         write_json(aside / GENERATION, keys)
-
-
-@contextmanager
-def _progress(console: Console | None) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console or Console(quiet=True), transient=True) as progress:
-        yield progress
 
 
 # --- refusals of a quantized merge ------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from typing import Any
 
 from ..data.chat import call_text, prompt_text, tool_text
 from ..data.tool_template import TOOLS_HEADER
+from ..data.turns import common_prefix
+from ..gguf.tokenizer import adds_bos
 from ..utils.errors import DataError
 from ..utils.notices import notice
 
@@ -50,6 +52,11 @@ class Pieces:
     system: str = ""
     result: tuple[str, str] | None = None
 
+    @property
+    def writes_system(self) -> bool:
+        """Whether Ollama's template writes `system`: tools follow it, or it cannot stand within triple quotes."""
+        return bool(self.result or '"""' in self.system or self.system.endswith('"'))
+
     def compose(self, messages: Sequence[tuple[str, str]]) -> str:
         """Return a conversation of roles and contents as the chat template renders it."""
         if self.system and messages[0][0] != "system":
@@ -77,7 +84,7 @@ def modelfile(file_names: Sequence[str], tokenizer: Any, end_ids: Sequence[int],
             )
         else:
             lines.append(f'TEMPLATE """{go_template(pieces)}"""')
-            if pieces.system and not pieces.result:
+            if pieces.system and not pieces.writes_system:
                 lines.append(f'SYSTEM """{pieces.system}"""')
             if pieces.result:
                 what = "Ollama writes the JSON of tools and calls without spaces, and the run was trained with them"
@@ -103,7 +110,7 @@ def rendered_chats(tokenizer: Any) -> list[str]:
 def derive(tokenizer: Any) -> Pieces | None:
     """Return the text that a chat template puts around messages.
 
-    None if it does more than that. The beginning-of-text token is left out, since Ollama adds it.
+    None if it does more than that. A beginning-of-text token that the tokenizer adds is left out, since Ollama adds it.
     """
     try:
         rendered = {roles: _render(tokenizer, roles) for roles in PROBES}
@@ -130,7 +137,7 @@ def _around_result(tokenizer: Any, pieces: Pieces) -> tuple[str, str] | None:
         {"role": "tool", "content": "b"},
     ]
     try:
-        text = prompt_text(tokenizer, messages, tools=[tool]).removeprefix(tokenizer.bos_token or "")
+        text = _without_bos(tokenizer, prompt_text(tokenizer, messages, tools=[tool]))
     except REFUSALS:
         return None
     plain = [("system", tool_text([tool])), ("user", "a"), ("assistant", call_text([call])), ("tool", "b")]
@@ -143,7 +150,12 @@ def _around_result(tokenizer: Any, pieces: Pieces) -> tuple[str, str] | None:
 
 def _render(tokenizer: Any, roles: tuple[str, ...]) -> str:
     messages = [{"role": role, "content": MARKS[role]} for role in roles]
-    return prompt_text(tokenizer, messages).removeprefix(tokenizer.bos_token or "")
+    return _without_bos(tokenizer, prompt_text(tokenizer, messages))
+
+
+def _without_bos(tokenizer: Any, text: str) -> str:
+    """Remove the beginning-of-text token if the tokenizer adds it to a text."""
+    return text.removeprefix(tokenizer.bos_token) if adds_bos(tokenizer) else text
 
 
 def _cut(rendered: Mapping[tuple[str, ...], str]) -> Pieces | None:
@@ -173,11 +185,14 @@ def _cut_after_default(rendered: Mapping[tuple[str, ...], str]) -> Pieces | None
     if not alone.startswith(before_system) or not alone.endswith(between + user + tail):
         return None
     default = alone[len(before_system) : len(alone) - len(between + user + tail)]
-    opening = next((before_system[:n] for n in range(len(before_system), 0, -1) if before_system[:n] in between), "")
-    if not default or not opening or '"""' in default or default.endswith('"'):
+    if not default:
         return None
-    # user and system messages start with the same marker, `opening`
-    before_user = between[between.rindex(opening) :]
+    opening = next((before_system[:n] for n in range(len(before_system), 0, -1) if before_system[:n] in between), "")
+    if opening:  # user and system messages start with the same marker
+        before_user = between[between.rindex(opening) :]
+    else:  # the system message has no marker, so a later user turn shows what comes before one
+        later = rendered[("user", "assistant", "user")].split(MARKS["assistant"], 1)[1].split(user, 1)[0]
+        before_user = between[len(between) - common_prefix(between[::-1], later[::-1]) :]
     first = {roles: text.removeprefix(before_system + default + between.removesuffix(before_user))
              for roles, text in rendered.items()}  # fmt: skip
     pieces = _cut(first)
@@ -190,8 +205,8 @@ def go_template(pieces: Pieces) -> str:
     inside: Mapping[str, str] = {}
     messages, first = ".Messages", ""
     if pieces.result:
-        around = {**around, "tool": pieces.result}
-        inside = TOOLS_OF
+        around, inside = {**around, "tool": pieces.result}, TOOLS_OF
+    if pieces.writes_system:
         messages, first = "$i, $message := .Messages", _without_system(pieces)
     roles = "".join(
         f'{{{{ if eq .Role "{role}" }}}}{_go(before)}{{{{ .Content }}}}{inside.get(role, "")}{_go(after)}{{{{ end }}}}'
@@ -204,8 +219,9 @@ def go_template(pieces: Pieces) -> str:
 def _without_system(pieces: Pieces) -> str:
     """Return Go text that writes a system message if the conversation has none: the tools, or the default text."""
     before, after = map(_go, pieces.around["system"])
-    default = f"{{{{ else }}}}{before}{_go(pieces.system)}{after}" if pieces.system else ""
-    shown = f"{{{{ if $.Tools }}}}{before}{TOOLS}{after}{default}{{{{ end }}}}"
+    default = f"{before}{_go(pieces.system)}{after}" if pieces.system else ""
+    others = f"{{{{ else }}}}{default}" if default else ""
+    shown = f"{{{{ if $.Tools }}}}{before}{TOOLS}{after}{others}{{{{ end }}}}" if pieces.result else default
     return f'{{{{ if and (eq $i 0) (ne .Role "system") }}}}{shown}{{{{ end }}}}'
 
 

@@ -34,6 +34,7 @@ from ..utils.errors import CheckpointError, HalfbyteError
 from ..utils.hardware import free_cached_memory
 from ..utils.notices import notice, silent
 from ..utils.streams import no_loading_bars
+from ..utils.waiting import waiting
 from .fidelity import (
     DRAWS,
     NO_ROUNDING,
@@ -100,6 +101,7 @@ class Verifier:
     def tokens(self) -> int:
         return self._ids.numel()
 
+    @waiting("comparing with the trained model")
     def verify(self, folder: Path, target: Target) -> Fidelity:
         """Reload `folder` with the tool it is stored for, and compare its logits and its quantized weights.
 
@@ -139,6 +141,7 @@ class Verifier:
             self._unquantized = self._measure_base(dtype, False, self._routing_of_original)
         return self._unquantized
 
+    @waiting("measuring the trained model")
     def _measure_base(
         self, dtype: torch.dtype, quantized: bool, routing: Routing, observe: Callable[[Any], None] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from ..utils.errors import ConfigError, ModelError
 from .adapters import active_adapter, adapter_names, check_kinds
 from .decoder import context_length
 from .engine import CACHES, engine_for, prompt_slots
+from .grammar import Grammar, GrammarRows
 from .row_groups import WatchPrompt
 from .sampling import Penalties, Sampler, Sampling, eos_tokens, report_unread_keys
 
@@ -31,6 +32,8 @@ def generate(
     stops: Sequence[int] | None = None,
     adapter: str | Sequence[str | None] | None = ACTIVE,
     kv_cache: str = "auto",
+    penalties: Penalties | None = None,
+    grammars: Sequence[Grammar | None] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[Any]:
     """Continue each prompt.
@@ -45,6 +48,9 @@ def generate(
         stops: tokens that end a row; default: the EOS tokens of the model's generation config.
         adapter: "active", an adapter's name or None (the base), for all prompts or one for each.
         kv_cache: "auto" (the model's dtype) or "fp8".
+        penalties: changes to the logits before each draw.
+        grammars: for each prompt, the JSON texts that its answer may be, or None. An answer ends when its text is
+            complete, or at `max_new_tokens`.
         on_token: called with (row, token) for each new token.
 
     Returns:
@@ -60,8 +66,18 @@ def generate(
         raise ConfigError("prompts are texts, but no tokenizer is given", "pass the tokenizer, or token ids")
     ids: Any = [tokenizer(text)["input_ids"] for text in texts] if texts else prompts
     results: list[list[int]] = [[] for _ in ids]
+    if grammars is not None and len(grammars) != len(ids):
+        raise ConfigError(f"{len(grammars)} grammars for {len(ids)} prompts", "give one for each, or None")
     for tokens in stream(
-        model, ids, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops, adapter=adapter, kv_cache=kv_cache
+        model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stops=stops,
+        adapter=adapter,
+        kv_cache=kv_cache,
+        penalties=penalties,
+        grammars=None if grammars is None else GrammarRows(grammars),
     ):
         for row, token in enumerate(tokens):
             if token is not None:
@@ -83,6 +99,7 @@ def stream(
     watch: Callable[[Tensor, Tensor], None] | None = None,
     watch_prompt: WatchPrompt | None = None,
     penalties: Penalties | None = None,
+    grammars: GrammarRows | None = None,
 ) -> Generator[list[int | None]]:
     """Yield the new token of each row (None for rows that have ended) until all have ended.
 
@@ -92,6 +109,7 @@ def stream(
         watch_prompt: called with rows, a column of the left-padded prompts and the logits [rows, P, V] after the
             tokens from that column on, until all columns of all prompts are covered.
         penalties: applied to the logits before each draw.
+        grammars: of the rows; they have read the new tokens when these are yielded.
     """
     if not prompts:
         return
@@ -102,11 +120,12 @@ def stream(
     most = max(lengths)
     adapters = chosen_adapters(model, adapter, len(prompts))
     ends = eos_tokens(model) if stops is None else set(stops)
-    report_unread_keys(model, sampling)
+    report_unread_keys(model, sampling, penalties)
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
-    draw = Sampler(sampling, penalties, device)
+    grammars = grammars or GrammarRows([None] * len(prompts))
+    draw = Sampler(sampling, penalties, device, prompts, grammars)
     with engine_for(model, adapters, prompt_slots(longest, device) + most, kv_cache) as engine:
         logits = engine.prefill(padded, padding, watch_prompt)
         if bool(logits.isnan().any()):
@@ -120,9 +139,12 @@ def stream(
             # On a GPU, launch the next step before reading these tokens.
             ahead = engine.step(drawn) if more and device.type == "cuda" else None
             tokens = read()
+            grammars.advance(tokens, running)
             yield [token if runs else None for token, runs in zip(tokens, running, strict=True)]
-            rows = zip(tokens, running, lengths, strict=True)
-            running = [runs and token not in ends and count < length for token, runs, length in rows]
+            rows = zip(running, grammars.complete, tokens, lengths, strict=True)
+            running = [
+                runs and not complete and token not in ends and count < length for runs, complete, token, length in rows
+            ]
             if not any(running):
                 return
             logits = engine.step(drawn) if ahead is None else ahead

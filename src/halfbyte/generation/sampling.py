@@ -17,6 +17,9 @@ from ..utils.text import brief
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from .grammar import GrammarRows
+
+REPETITION_PENALTIES = 0.01, 100.0  # least and most
 MIN_TEMPERATURE = 1e-6  # used for lower temperatures; tiny divisors underflow in fp32
 # Keys of generation_config.json that halfbyte reads or replaces, or that change no answer.
 READ_KEYS = frozenset({
@@ -114,55 +117,107 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Changes to the logits before a token is drawn, as in OpenAI's API.
+    """Changes to the logits before a token is drawn: transformers' repetition penalty, then those of OpenAI's API.
 
     Args:
         frequency: subtracted from a token's logit for each occurrence in the answer.
         presence: subtracted once if the answer contains the token.
         bias: token id → number added to its logit.
+        repetition: divides the logits above 0 of the tokens in the prompt or the answer, and multiplies those below
+            (Keskar et al. 2019, arXiv:1909.05858, section 4.1); 1 changes nothing.
+
+    Raises:
+        ConfigError: `repetition` is out of range.
     """
 
     frequency: float = 0.0
     presence: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
+    repetition: float = 1.0
+
+    def __post_init__(self) -> None:
+        least, most = REPETITION_PENALTIES
+        if not (isinstance(self.repetition, int | float) and least <= self.repetition <= most):
+            raise ConfigError(f"repetition_penalty is {brief(self.repetition)}", f"use a value from {least} to {most}")
 
     def __bool__(self) -> bool:
-        return bool(self.frequency or self.presence or self.bias)
+        return bool(self.frequency or self.presence or self.bias or self.repetition != 1)
 
-    def applied(self, logits: Tensor, counts: Tensor) -> Tensor:
-        """Return penalized logits fp32 [B, V], given logits [B, V] and token counts per row, fp32 [B, V]."""
-        found = logits.float() - self.frequency * counts - self.presence * (counts > 0)
+    def applied(self, logits: Tensor, counts: Tensor, prompted: Tensor | None = None) -> Tensor:
+        """Return penalized logits fp32 [B, V].
+
+        Args:
+            logits: [B, V].
+            counts: fp32 [B, V], of each token in the row's answer.
+            prompted: bool [B, V], of the tokens in the row's prompt; None: none.
+        """
+        logits = logits.float()
+        if self.repetition != 1:
+            seen = counts > 0 if prompted is None else prompted | (counts > 0)
+            penalized = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
+            logits = torch.where(seen, penalized, logits)
+        found = logits - self.frequency * counts - self.presence * (counts > 0)
         if self.bias:
             found[:, list(self.bias)] += torch.tensor(list(self.bias.values()), device=logits.device)
         return found
 
 
 class Sampler:
-    """Draws one token per row and step, and counts drawn tokens if penalties need it."""
+    """Draws one token per row and step.
 
-    def __init__(self, sampling: Sampling, penalties: Penalties | None, device: torch.device):
+    Args:
+        prompts: token ids of each row, for a repetition penalty.
+        grammars: limit the tokens that can be drawn; advanced by the caller.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        penalties: Penalties | None,
+        device: torch.device,
+        prompts: Sequence[Sequence[int]] = (),
+        grammars: GrammarRows | None = None,
+    ):
         self.sampling, self.penalties, self.generator = sampling, penalties, sampling.generator(device)
+        self.prompts, self.grammars = prompts, grammars
         self.counts: Tensor | None = None
+        self.prompted: Tensor | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return tokens int64 [B] for logits [B, V]."""
-        if not self.penalties:
-            return self.sampling.draw(logits, self.generator)
-        if self.counts is None:
-            self.counts = torch.zeros_like(logits, dtype=torch.float32)
-        drawn = self.sampling.draw(self.penalties.applied(logits, self.counts), self.generator)
-        self.counts.scatter_add_(1, drawn.unsqueeze(1), self.counts.new_ones(len(drawn), 1))
+        if self.penalties:
+            if self.counts is None:
+                self.counts = torch.zeros_like(logits, dtype=torch.float32)
+                if self.penalties.repetition != 1 and self.prompts:
+                    self.prompted = _occurrences(self.prompts, logits)
+            logits = self.penalties.applied(logits, self.counts, self.prompted)
+        if self.grammars is not None:
+            logits = self.grammars.masked(logits)
+        drawn = self.sampling.draw(logits, self.generator)
+        if self.counts is not None:
+            self.counts.scatter_add_(1, drawn.unsqueeze(1), self.counts.new_ones(len(drawn), 1))
         return drawn
 
 
-def report_unread_keys(model: Any, sampling: Sampling) -> None:
-    """Log, once for each model, what its generation config asks for and generation with `sampling` does not do."""
-    unread = ", ".join(f"{name}: {brief(value)}" for name, value in unread_keys(model, sampling).items())
+def _occurrences(prompts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """Return whether each row's prompt has a token, bool [B, V] as `logits`."""
+    occurs = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    for row, prompt in zip(occurs, prompts, strict=True):
+        row[torch.tensor(prompt, device=logits.device)] = True
+    return occurs
+
+
+def report_unread_keys(model: Any, sampling: Sampling, penalties: Penalties | None = None) -> None:
+    """Log, once for each model, what its generation config asks for and generation with these settings does not do."""
+    values = unread_keys(model, sampling)
+    if penalties is not None and penalties.repetition != 1:
+        values.pop("repetition_penalty", None)
+    unread = ", ".join(f"{name}: {brief(value)}" for name, value in values.items())
     if unread:
         notice(
             f"unread generation_config: {unread}",
             f"the model's generation_config asks for {unread}, which halfbyte does not read: answers are generated"
-            " without; temperature, top_k, top_p and min_p are arguments",
+            " without; temperature, top_k, top_p, min_p and the repetition penalty are arguments",
         )
 
 

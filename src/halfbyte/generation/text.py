@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from .grammar import Grammar, GrammarRows
 from .run import ACTIVE, Lengths, new_tokens, stream
 from .sampling import Penalties, Sampling
 
@@ -195,6 +196,7 @@ def continue_texts(
     likeliest: int | None = None,
     penalties: Penalties | None = None,
     scored: bool = False,
+    grammars: Sequence[Grammar | None] | None = None,
 ) -> Generator[Piece]:
     """Continue a batch of prompts; yield a piece for every new token until each row has ended.
 
@@ -204,9 +206,10 @@ def continue_texts(
         stops: texts that end a row, and are not part of it.
         adapter: as in `generation.stream`.
         likeliest: number of most likely tokens to report with each token's log-probability, which is the model's own,
-            before temperature, top_p and penalties. None: no log-probabilities.
+            before temperature, top_p, penalties and grammars. None: no log-probabilities.
         penalties: as in `generation.stream`.
         scored: with `likeliest`, also score the prompts' tokens, in pieces with empty text that come first.
+        grammars: as in `generation.generate`.
     """
     texts = [Text(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), stops) for _ in prompts]
     running = set(range(len(prompts)))
@@ -215,8 +218,9 @@ def continue_texts(
     spelled = partial(token_text, tokenizer)
     scores = None if likeliest is None else Scores(spelled, likeliest)
     asked = PromptScores(prompts, spelled, likeliest) if scored and likeliest is not None else None
+    followed = GrammarRows([None] * len(prompts) if grammars is None else grammars)
     how: dict[str, Any] = {"sampling": sampling, "stops": list(ends), "adapter": adapter, "penalties": penalties}
-    steps = stream(model, prompts, max_new_tokens=lengths, watch=scores, watch_prompt=asked, **how)
+    steps = stream(model, prompts, max_new_tokens=lengths, watch=scores, watch_prompt=asked, grammars=followed, **how)
     with contextlib.closing(steps):
         for count, tokens in enumerate(steps, 1):
             if asked is not None and count == 1:
@@ -226,13 +230,14 @@ def continue_texts(
                 token, text = tokens[row], texts[row]
                 assert token is not None, "stream yields tokens for all running rows"
                 piece = text.add(token)
-                ended = token in ends or count == lengths[row]
+                complete = token in ends or followed.complete[row]
+                ended = complete or count == lengths[row]
                 if ended and not text.stopped:
                     piece += text.flush()
                 finish: Literal["stop", "length"] | None = None
                 if text.stopped or ended:
                     running.discard(row)
-                    finish = "stop" if text.stopped or token in ends else "length"
+                    finish = "stop" if text.stopped or complete else "length"
                 yield Piece(row, piece, finish, None if scores is None or token in ends else scores.of(row))
             if not running:
                 return

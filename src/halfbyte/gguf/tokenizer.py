@@ -237,8 +237,14 @@ def _add_special(writer: GGUFWriter, tokenizer: Any, end_ids: Sequence[int]) -> 
         what = f"a GGUF file has room for three stop tokens, which leaves out {', '.join(beyond)}"
         notice("gguf-ends", f"{what}: pass these to llama.cpp as --reverse-prompt")
     plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    writer.add_add_bos_token(tokenizer.bos_token_id is not None and full[0] == tokenizer.bos_token_id != plain[0])
+    writer.add_add_bos_token(adds_bos(tokenizer))
     writer.add_add_eos_token(len(full) > len(plain) and full[-1] == tokenizer.eos_token_id)
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Return whether the tokenizer puts its beginning-of-text token before a text."""
+    plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    return tokenizer.bos_token_id is not None and full[0] == tokenizer.bos_token_id != plain[0]
 
 
 def plain_template(template: str) -> str:

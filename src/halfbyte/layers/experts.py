@@ -2,7 +2,7 @@
 
 transformers' decorator records on each experts module the orientation of its stacks, whether they have biases and a
 gate, and the gate function (`_apply_gate`). The default gate and the gates in `GATES` map to formulas of
-`ops.experts_unit`; any other gate is called as the module's own function. Every decorated module runs here except for
+`ops.experts.Unit`; any other gate is called as the module's own function. Every decorated module runs here except for
 the reasons in `obstacle`.
 """
 
@@ -35,7 +35,7 @@ def _clamped(interleaved: bool, limit: str, alpha: str) -> Callable[[Any], Unit]
     return lambda module: Unit("silu", interleaved, getattr(module, limit), getattr(module, alpha), 1.0)
 
 
-# Classes whose own gate equals a formula of `ops.experts_unit`.
+# Classes whose own gate equals a formula of `ops.experts.Unit`.
 GATES: dict[str, Callable[[Any], Unit]] = {
     "GptOssExperts": _clamped(True, "limit", "alpha"),
     "OpenAIPrivacyFilterExperts": _clamped(False, "limit", "alpha"),

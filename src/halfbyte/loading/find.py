@@ -20,6 +20,7 @@ from ..utils import hub
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.streams import quiet_transformers
 from ..utils.text import brief
+from ..utils.waiting import drawing_waits, waiting
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,12 @@ def find_model(origin: Origin) -> ModelFiles:
     """
     from .completeness import check_complete
 
-    place = local_origin(origin)
-    check_checkpoint(Path(place.name))
-    config = load_model_config(place)
-    check_complete(place, config)
+    downloads = not os.path.exists(origin.name)  # with bars of its own
+    with waiting("reading the model's files"), drawing_waits() if downloads else contextlib.nullcontext():
+        place = local_origin(origin)
+        check_checkpoint(Path(place.name))
+        config = load_model_config(place)
+        check_complete(place, config)
     return ModelFiles(origin.name, place, config)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Collection, Mapping
@@ -27,6 +26,7 @@ from ..utils.hardware import chosen_device, compute_dtype
 from ..utils.notices import notice
 from ..utils.streams import no_loading_bars, quiet_transformers
 from ..utils.text import counts
+from ..utils.waiting import drawing_waits, waiting
 from .assignment import skipped_modules
 from .completeness import check_finite, check_loaded
 from .find import ModelFiles, explain_remote_code, find_model, local_origin
@@ -108,6 +108,7 @@ def _try_attention(config: Any, attention: str, device: torch.device) -> Excepti
     return None
 
 
+@waiting("loading the weights")
 def load_model(
     name_or_path: str | ModelFiles,
     storage: Storage | None = None,
@@ -230,7 +231,7 @@ def _from_pretrained(
         explain_remote_code(name_or_path),
         answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"),
         quiet_transformers(),
-        contextlib.nullcontext() if bars and not _is_small(name_or_path) else no_loading_bars(),
+        drawing_waits() if bars and not _is_small(name_or_path) else no_loading_bars(),
     ):
         model, info = (cls or auto_class(config)).from_pretrained(
             None if source else name_or_path,
@@ -305,6 +306,8 @@ def load_tokenizer(
 
     Args:
         name_or_path: as in `load_model`; or an `Origin`, which includes revision and trust.
+        revision, trust_remote_code: as in transformers.
+        chat_template_path: a Jinja file with the chat template.
 
     Raises:
         ModelError: there is no tokenizer, it has no EOS token, or the template file does not exist.

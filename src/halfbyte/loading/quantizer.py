@@ -52,7 +52,10 @@ from .quantized_model import as_linear, dequantize, mark_quantized, unfilled_con
 
 @register_quantization_config(QUANT_METHOD)
 class HalfbyteConfig(QuantizationConfigMixin):
-    """Storage of a model's linear layers.
+    """Storage of a model's linear layers, for `from_pretrained(..., quantization_config=HalfbyteConfig(...))`.
+
+    transformers then loads the model with quantized linears. A saved model has these values in its config.json, so it
+    is loaded without a configuration.
 
     Args:
         storage: formats by pattern; default: from `keys`.

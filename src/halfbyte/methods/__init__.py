@@ -3,8 +3,9 @@
 To add a method, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of `Method`.
 """
 
+from ..config.methods import LOSS_TYPES
 from ..config.schema import RunKeys
-from ..config.section import nearest
+from ..config.section import respelled
 from ..utils.errors import ConfigError
 from .base import Method, Metric, Numbers
 from .gkd import Distillation
@@ -40,8 +41,11 @@ def method_of(config: RunKeys) -> Method:
         ConfigError: no method has that name.
     """
     if config.method not in METHODS:
-        near = nearest(config.method, METHODS)
+        with_loss = next((name for name, losses in LOSS_TYPES.items() if config.method in losses), None)
+        near = respelled(config.method, METHODS)
         fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(METHODS))}"
+        if with_loss is not None:
+            fix = f"set method: {with_loss} and loss_type: {config.method}"
         raise ConfigError(f"method: there is no {config.method!r}", fix)
     return METHODS[config.method].of(config)
 

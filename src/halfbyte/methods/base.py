@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..config.schema import RunKeys
-    from ..data.prepare import PreparedData
+    from ..data.prepare import Prepare, PreparedData
+    from ..data.sources import Source
 
 Rows = Sequence[dict[str, Any]]
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -106,13 +107,19 @@ class Method(ABC):
 
     def prepare(self, config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
         """Return the prepared rows of a run, with the data report."""
+        from ..data.streaming import prepared
+
+        return prepared(config, self.preparer(config, tokenizer))
+
+    def preparer(self, config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> Prepare:
+        """Return the function that prepares rows."""
         if self.rows != "text":
-            from ..data.prepare_answers import prepare_answers
+            from ..data.prepare_answers import preparer_of_answers
 
-            return prepare_answers(config, tokenizer, self.rows)
-        from ..data.prepare import prepare
+            return preparer_of_answers(config, tokenizer, self.rows)
+        from ..data.prepare import preparer
 
-        return prepare(config, tokenizer, self.columns)
+        return preparer(config, tokenizer, self.columns)
 
     def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         """Convert prepared rows to documents, one or several per row, with `input_ids` and `labels`."""
@@ -126,14 +133,20 @@ class Method(ABC):
         Args:
             model_config: transformers' config, which decides whether answers share prompts; None: they do not.
         """
-        data = self.prepare(config, tokenizer)
+        from ..data.streaming import prepared
+
+        prepare, shared = self.preparer(config, tokenizer), False
         if self.shares and model_config is not None:
             from ..modeling.shared_prefix import unshared_reason
 
             if why := unshared_reason(config, model_config):
                 notice("prompts-apart", f"computing the prompt once per answer instead of once per row: {why}")
-            data = replace(data, shared=not why)
-        return self.documents(config, data)
+            shared = not why
+
+        def documents_of(sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData:
+            return self.documents(config, replace(prepare(sources, later), shared=shared))
+
+        return prepared(config, documents_of)
 
     def micro_batches(self, config: RunKeys, rows: int, ways: int = 1) -> int:
         """Return the micro-batches in an epoch of `rows`, over all `ways` ranks."""

@@ -191,7 +191,12 @@ def check_reference(config: RunKeys) -> None:
     if config.init_lora_weights is False and not reference_is_initial_model(config):
         wrong = f"init_lora_weights: false with method: {config.method}: the reference is the model without its adapter"
         raise ConfigError(f"{wrong}, so the initial adapter must be zero", "set init_lora_weights: true")
-    if config.precompute_ref_log_probs is not False or not reference_is_initial_model(config):
+    if not reference_is_initial_model(config):
+        return
+    if config.streaming:
+        wrong = f"streaming: true with method: {config.method} and a reference that is the model before training"
+        raise ConfigError(f"{wrong}: its log-probabilities of all rows are computed first", "remove streaming")
+    if config.precompute_ref_log_probs is not False:
         return
     why = "adapter_path" if config.adapter_path else "qat_scheme" if config.qat_scheme else "use_peft: false"
     raise ConfigError(

@@ -184,7 +184,7 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
         revision=adapter.origin.revision,
         r=adapter.r,
         lora_alpha=_as_int(adapter.lora_alpha),
-        lora_dropout=0.0 if experts | routers else adapter.lora_dropout,  # `drop_inputs` applies it instead
+        lora_dropout=0.0 if experts | routers else adapter.lora_dropout,  # `set_adapter_dropout` applies it instead
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,

@@ -2,7 +2,8 @@
 
 On CUDA, full rows use cuDNN (`autograd.attention`); packed rows and windows use FlashAttention's variable lengths.
 Capped scores (Gemma 2) use FlashAttention 3 if it is installed; otherwise capped scores and sinks (gpt-oss) use
-`autograd.attention.scored`. Other devices and float32 use `autograd.tiled_attention`, one tile of queries at a time.
+`autograd.attention.score_mod_attention`. Other devices and float32 use `autograd.tiled_attention`, one tile of queries
+at a time.
 
 The functions are registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface). `patch`
 selects them if a model uses "sdpa", or "eager" because its scores are capped or have sinks (`has_custom_scores`). The
@@ -69,7 +70,7 @@ class Implementation:
         obstacle: why halfbyte's attention is not used; "" if it is.
         tiles: bytes of the scores materialized at a time (`autograd.tiled_attention`); 0 for other implementations.
         own: whether halfbyte's own backward runs, which needs no fp32 buffers to accumulate dq, dk and dv.
-        repeatable: whether full rows may use cuDNN's deterministic backward (`autograd.attention.takes_rows`).
+        repeatable: whether full rows may use cuDNN's deterministic backward (`autograd.attention.has_repeatable_rows`).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Activation checkpointing: run each decoder layer at its level of `memory.levels`.
+"""Activation checkpointing: run each decoder layer at its level of `memory.activations`.
 
 A layer's level is in its `PatchRecord`. A layer without a level follows transformers' own gradient checkpointing.
 """

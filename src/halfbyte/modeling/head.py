@@ -238,7 +238,7 @@ def log_probs_with_extra(
 
     Args:
         selection: `at` and `targets` for `inputs`.
-        extra: the extra answers, in the layout of `data.branches.BranchCollator.beside`.
+        extra: the extra answers, in the layout of `data.shared_prefix.BranchCollator.further_answers`.
         extra_selection: `at` and `targets` for the extra answers; positions count `inputs`, then `extra`.
 
     Returns:

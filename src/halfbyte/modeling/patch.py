@@ -104,17 +104,17 @@ def patch(
     """Bind fused forwards to the modules of `model`: norms, residual additions, RoPE, gated MLPs, LoRA projections.
 
     Loss and gradients equal those of the stock model up to rounding. In training, the loss from `labels` is computed
-    without full logits; calls with a key-value cache (generation) run
-    transformers' own forwards. A projection is fused while exactly one plain LoRA adapter on a frozen weight is active;
-    this is checked in every call. Patching a patched model only reports its current state.
+    without full logits; calls with a key-value cache (generation) run transformers' own forwards. A projection is fused
+    while exactly one plain LoRA adapter on a frozen weight is active; this is checked in every call. Patching a patched
+    model only reports its current state.
 
     Args:
         model: a causal LM of transformers of a family in `families`, a model with images whose text part is of one (its
             vision tower is not patched), or a `peft.PeftModel` around either. Linears may be bitsandbytes' (the real
             package's or `halfbyte.bitsandbytes`'): their packed weights are read without a copy. Any other model is
             left unchanged, and the report says so.
-        activations: level of `memory.levels.LEVELS` at which decoder layers save activations for backward, for all or
-            one for each; None: save everything, or as transformers' gradient checkpointing is set.
+        activations: level of `memory.activations.LEVELS` at which decoder layers save activations for backward, for all
+            or one for each; None: save everything, or as transformers' gradient checkpointing is set.
         recipe: precision of GEMMs with frozen weights: "bf16" (x's dtype), "fp8-hybrid" or "nvfp4", or options of one
             of the latter, `ops.fp8_scaling.ScalingOptions` or `autograd.linear_nvfp4.Nvfp4Recipe`.
         fused_loss: whether outputs of training calls with `labels` hold the loss alone. False: also the logits, for

@@ -2,11 +2,12 @@
 
 transformers writes all such layers in the same style: a forward calls `causal_conv1d_fn` and a scan, functions of its
 module. Here the same forward runs with replacements for these functions. They isolate documents for the convolution and
-the scan only; linears, attention and MLPs run on the packed batch. On GPUs, convolutions are `autograd.causal_conv`.
-The delta rule is flash-linear-attention's kernel with document bounds, if it is installed and has a backward
-(`fla_refuses_backward`), otherwise `autograd.delta_rule`. Mamba-2's scan is `autograd.chunk_scan`, since
-transformers' holds a matrix of states for every token. Convolution, delta rule and Mamba-2's scan are also used for
-full rows. For all other functions, documents of similar length become rows of transformers' own function.
+the scan only; linears, attention and MLPs run on the packed batch. On GPUs, convolutions are
+`autograd.recurrent.causal_conv`. The delta rule is flash-linear-attention's kernel with document bounds, if it is
+installed and has a backward (`fla_refuses_backward`), otherwise `autograd.recurrent.delta_rule`. Mamba-2's scan is
+`autograd.recurrent.chunk_scan`, since transformers' holds a matrix of states for every token. Convolution, delta rule
+and Mamba-2's scan are also used for full rows. For all other functions, documents of similar length become rows of
+transformers' own function.
 
 Layers are not listed: a layer that calls one of `REPLACEMENTS` by name is replaced, and the probe (`packing`) tests
 whether this isolates documents. (Mamba-2's fused kernel of mamba-ssm contains the output linear and would skip adapters
@@ -176,7 +177,7 @@ def _gated_delta_rule(own: Function, query: Tensor, *args: Any, **kwargs: Any) -
 
 
 def _is_supported(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether `autograd.delta_rule` supports the arguments of a call to transformers' function."""
+    """Return whether `autograd.recurrent.delta_rule` supports the arguments of a call to transformers' function."""
     stateless = kwargs.get("initial_state") is None and not kwargs.get("output_final_state")
     return stateless and bool(kwargs.get("use_qk_l2norm_in_kernel")) and not on_compiler()
 
@@ -235,7 +236,7 @@ def _mamba2_scan(
     return_final_states: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Mamba-2's scan by `autograd.chunk_scan`, isolated by document; None: over full rows.
+    """Mamba-2's scan by `autograd.recurrent.chunk_scan`, isolated by document; None: over full rows.
 
     Parameter names are transformers'. Its own function runs where a state continues, or with torch.compile.
     """

@@ -1,9 +1,9 @@
 """Attention of answers that share a prompt, and the models that support it.
 
-A batch of `data.branches` stores a prompt once, before its answers. Its layers get `Sharing` as a keyword argument
+A batch of `data.shared_prefix` stores a prompt once, before its answers. Its layers get `Sharing` as a keyword argument
 (`attention.with_shared_prefixes`), so transformers' own forwards support it too, on any device. In 16 bits on a GPU,
-and in float32 on a CPU, attention is `autograd.attention.branching`; otherwise two calls of SDPA: one for all prompts,
-and one for all answers, each with the keys of its prompt.
+and in float32 on a CPU, attention is `autograd.attention.shared_prefix_attention`; otherwise two calls of SDPA: one for
+all prompts, and one for all answers, each with the keys of its prompt.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Sharing:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], cache: PrefixCache | None = None) -> Sharing:
-        """Read the tensors of a batch of `data.branches`."""
+        """Read the tensors of a batch of `data.shared_prefix`."""
         begins, lasts, openings, closings = batch[BRANCHES].unbind()
         places = (batch[name] for name in (KEY_POSITIONS, *BOUNDS, *LONGEST))
         return cls(Branches((begins, lasts), (openings, closings), *places), cache)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 Make = Callable[["nn.Module", Settings], "torch.optim.Optimizer"]
 Bytes = Callable[["nn.Module", Settings], int]
 
-ADAM_EPS = 1e-8  # transformers' `adam_epsilon`
-
 
 def make_of_package(
     load: Callable[[], Any],
@@ -47,7 +45,7 @@ def make_of_package(
 
 
 def _adam(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    return {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": ADAM_EPS, **given}
+    return {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_epsilon, **given}
 
 
 def make_schedule_free(kind: str, options: Mapping[str, Option]) -> Make:

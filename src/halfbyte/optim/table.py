@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from .low_rank import LowRank
 
 WITHOUT_SCALES = ("weight", "fp32", "bf16")  # storages that small parameters and embeddings have too
+BETAS = ("adam_beta1", "adam_beta2")
+ADAM_KEYS = (*BETAS, "adam_epsilon")
 FEWEST_IN_8_BITS = 4096  # elements; bitsandbytes stores the states of smaller parameters in 32 bits
 
 
@@ -79,6 +81,7 @@ class Optimizer:
         state_bytes: (model, settings) → bytes of the optimizer's state on the weights' device between steps, excluding
             step counts and tables shared by all parameters; the model may be on the meta device.
         options: keys of `optim_args`.
+        adam_keys: keys of `ADAM_KEYS` that it reads.
         updates: which parameters a step updates. all: all of them; backward: each one in the backward, when its
             gradient is complete, which is then freed; block: those of one block.
         gradient_bytes: (model, settings) → bytes of gradients between backward and step; None: those of all trained
@@ -104,6 +107,7 @@ class Optimizer:
     make: Callable[[nn.Module, Settings], torch.optim.Optimizer]
     state_bytes: Callable[[nn.Module, Settings], int]
     options: Mapping[str, Option] = field(default_factory=dict)
+    adam_keys: tuple[str, ...] = ()
     updates: Literal["all", "backward", "block"] = "all"
     gradient_bytes: Callable[[nn.Module, Settings], int] | None = None
     takes_targets: bool = False
@@ -185,6 +189,10 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
     return made
 
 
+def _adam_keywords(settings: Settings) -> dict[str, Any]:
+    return {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_epsilon}
+
+
 def _torch(
     kind: str, copies: int | Callable[[dict[str, Any]], int], betas: bool = False, fused: bool = False,
     options: Mapping[str, Option] | None = None, **row: Any,
@@ -197,14 +205,14 @@ def _torch(
 
         keywords = option_values(declared, settings.optim_args) | ({"fused": True} if fused else {})
         if betas:
-            keywords["betas"] = settings.adam_beta1, settings.adam_beta2
+            keywords |= _adam_keywords(settings)
         return getattr(torch.optim, kind)(parameter_groups(model, settings), lr=settings.learning_rate, **keywords)
 
     def state_bytes(model: nn.Module, settings: Settings) -> int:
         tensors = copies if isinstance(copies, int) else copies(option_values(declared, settings.optim_args))
         return tensors * sum(p.nbytes for p in trained_parameters(model).values())
 
-    return Optimizer(make, state_bytes, declared, block=1, **row)
+    return Optimizer(make, state_bytes, declared, ADAM_KEYS if betas else (), block=1, **row)
 
 
 def _make_adafactor(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -271,6 +279,8 @@ def _fused(
             betas = [settings.adam_beta1, settings.adam_beta2]
             betas += [given.pop("beta3")] if kind == "AdEMAMix" else []
             keywords["betas"] = tuple(betas)
+        if kind in ("AdamW", "AdEMAMix"):
+            given["eps"] = (settings.optim_args or {}).get("eps", settings.adam_epsilon)
         groups = matched_groups(model, parameter_groups(model, settings), patterns)
         if given["storage"] not in WITHOUT_SCALES:
             unmatched = [group for group in groups if "storage" not in group]
@@ -311,7 +321,8 @@ def _fused(
         cuts = {SLICED.get(each, 0) for each in (base, *patterns.values())}
         return 0 if 0 in cuts else max(cuts)
 
-    row = Optimizer(make, total, declared, guarded=True, capturable=not offload, in_backward=True)
+    adam_keys = {"AdamW": ADAM_KEYS, "AdEMAMix": ADAM_KEYS, "Lion": BETAS, "LAMB": BETAS}.get(kind, ())
+    row = Optimizer(make, total, declared, adam_keys, guarded=True, capturable=not offload, in_backward=True)
     row = replace(row, block=SLICED[storage], block_by=block)
     if kind not in ("LAMB", "LARS"):  # LAMB reads its state twice in a step
         row = replace(row, offloaded=None if offload else _fused(kind, storage, True, options))
@@ -332,7 +343,7 @@ def _inner_adamw(
         together: whether the optimizer steps many parameters. If not, 32 bits are torch's fused AdamW, which does not
             hold gradients that are freed after a step.
     """
-    keywords: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.adam_beta1, settings.adam_beta2)}
+    keywords: dict[str, Any] = {"lr": settings.learning_rate, **_adam_keywords(settings)}
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch
@@ -386,7 +397,7 @@ def _low_rank(options: Mapping[str, Option], bits: int = 32, layerwise: bool = F
         return low_rank_bytes(trained_parameters(model), chosen, low_rank(settings), moment_bytes)
 
     return Optimizer(
-        make, state_bytes, options, takes_targets=True, guarded=not layerwise, scratch=not layerwise,
+        make, state_bytes, options, ADAM_KEYS, takes_targets=True, guarded=not layerwise, scratch=not layerwise,
         updates="backward" if layerwise else "all", gradient_bytes=_largest_gradient if layerwise else None,
     )  # fmt: skip
 
@@ -423,7 +434,9 @@ def _badam() -> Optimizer:
 
         return badam_gradient_bytes(trained_parameters(model), blocks(settings))
 
-    return Optimizer(make, state_bytes, BADAM_OPTIONS, updates="block", gradient_bytes=gradient_bytes, guarded=True)
+    return Optimizer(
+        make, state_bytes, BADAM_OPTIONS, ADAM_KEYS, updates="block", gradient_bytes=gradient_bytes, guarded=True
+    )
 
 
 # --- Muon ------------------------------------------------------------------------------------------------------------
@@ -459,7 +472,7 @@ def _muon(bits: Literal[8, 32]) -> Optimizer:
             for use_muon in (True, False)
             for group in parameter_groups(model, settings)
         ]
-        adamw = partial(AdamW, betas=(settings.adam_beta1, settings.adam_beta2))
+        adamw = partial(AdamW, **_adam_keywords(settings))
         return Muon(groups, settings.learning_rate, momentum_bits=bits, splits=_fused_parts(model), rest=adamw)
 
     def state_bytes(model: nn.Module, settings: Settings) -> int:
@@ -475,7 +488,7 @@ def _muon(bits: Literal[8, 32]) -> Optimizer:
 
         return sum(parameter_bytes(parameter) for parameter in trained_parameters(model).values())
 
-    return Optimizer(make, state_bytes, guarded=True, capturable=True, scratch=True)
+    return Optimizer(make, state_bytes, adam_keys=ADAM_KEYS, guarded=True, capturable=True, scratch=True)
 
 
 def _not_for_muon(model: nn.Module) -> set[int]:
@@ -518,7 +531,8 @@ def _fused_parts(model: nn.Module) -> dict[Tensor, list[int]]:
 def _schedule_free(kind: str, copies: int, version: str = "1.2.6") -> Optimizer:
     options = SCHEDULE_FREE_OPTIONS
     return Optimizer(
-        make_schedule_free(kind, options), copies_bytes(copies), options, scratch=True, has_modes=True,
+        make_schedule_free(kind, options), copies_bytes(copies), options, () if kind == "SGD" else ADAM_KEYS,
+        scratch=True, has_modes=True,
         package="schedulefree", requirement=f"schedulefree>={version}",
     )  # fmt: skip
 
@@ -526,7 +540,7 @@ def _schedule_free(kind: str, copies: int, version: str = "1.2.6") -> Optimizer:
 def _torchao(bits: int) -> Optimizer:
     return Optimizer(
         make_torchao(f"AdamW{bits}bit", TORCHAO_OPTIONS), torchao_bytes(bits, TORCHAO_OPTIONS), TORCHAO_OPTIONS,
-        package="torchao", requirement="torchao>=0.11",
+        ADAM_KEYS, package="torchao", requirement="torchao>=0.11",
     )  # fmt: skip
 
 
@@ -588,13 +602,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "stable_adamw": Optimizer(
         make_stable_adamw(STABLE_ADAMW_OPTIONS), copies_bytes(stable_adamw_copies(STABLE_ADAMW_OPTIONS)),
-        STABLE_ADAMW_OPTIONS, scratch=True, package="optimi", requirement="torch-optimi",
+        STABLE_ADAMW_OPTIONS, ADAM_KEYS, scratch=True, package="optimi", requirement="torch-optimi",
     ),
     "adamw_torch_8bit": _torchao(8),
     "adamw_torch_4bit": _torchao(4),
     "adamw_anyprecision": Optimizer(
         make_any_precision(ANY_PRECISION_OPTIONS), copies_bytes(any_precision_copies(ANY_PRECISION_OPTIONS)),
-        ANY_PRECISION_OPTIONS, scratch=True, package="torchdistx",
+        ANY_PRECISION_OPTIONS, ADAM_KEYS, scratch=True, package="torchdistx",
         requirement="git+https://github.com/pytorch/torchdistx",
     ),
 }  # fmt: skip

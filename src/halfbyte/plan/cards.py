@@ -65,7 +65,15 @@ CARDS = (
     _card("T4", 65, 0.32e12, PCIE3, HOST3, 16),
 )
 H200 = CARDS[0]
+# GiB of a GPU outside torch's allocator: CUDA and the driver, and with several GPUs NCCL's buffers, measured in a
+# sharded step of a 70B model on two H200s. Connections with fewer channels, such as PCIe, need less.
+CUDA_GIB, NCCL_GIB = 0.7, 0.9
 USUAL = {26: "RTX 4090", 34: "RTX 5090", 60: "L40S", 100: "H100", 150: "H200"}  # largest GiB → the card assumed
+
+
+def usable_bytes(gib: float, gpus: int = 1) -> int:
+    """Return the bytes that torch's allocator can use of a GPU with `gib` GiB, in a run on `gpus` GPUs."""
+    return int((gib - CUDA_GIB - (NCCL_GIB if gpus > 1 else 0)) * GIB)
 
 
 def card_named(name: str) -> Card | None:

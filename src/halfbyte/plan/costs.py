@@ -33,6 +33,9 @@ GATHER_SLOWDOWN = {False: 0.75, True: 0.2}
 # Seconds of Python per decoder layer and step outside of CUDA graphs, and each level's factor. Hosts differ: the 28
 # layers of Qwen3-0.6B take 90 to 190 ms.
 LAUNCH_SECONDS = 5e-3
+# At least so much for a decoder layer's kernels replayed by a CUDA graph, forward and backward: 40 of 2.5 µs; and for
+# Python's share of a step in graphs (0.6 ms for Qwen3-30B-A3B's shape at 1×2048 on an H200, docs/log/2026-11-23.md).
+REPLAY_SECONDS, HOST_SECONDS = 1e-4, 6e-4
 LAUNCH_FACTOR = {"keep": 1.0, "recompute": 1.1, "recompute_mlp": 1.3, "checkpoint": 1.5}
 OFFLOAD_LAUNCH_FACTOR = 1.2
 
@@ -282,6 +285,7 @@ def micro_seconds(
         gathers: the layers' all-gathers; `resident` layers need none, the shards of `hosted` come from the host.
     """
     computed = len(levels) * (layer.forward_seconds + layer.backward_seconds) + extra_seconds(layer, levels, graphs)
+    computed = max(computed, len(levels) * REPLAY_SECONDS)
     exposed = gathers.exposed_seconds(layer, levels, resident, graphs, hosted) if gathers else 0.0
     recomputed = sum(_recompute_exchange_seconds(layer, layout, level) for level in levels)
     return computed + exposed + len(levels) * _exchange_seconds(layer, layout) + recomputed
@@ -330,4 +334,4 @@ def step_seconds(
     """
     ranks = layout.size // layout.pipeline
     reduction = _all_reduce_seconds(trained, ranks, link) if ranks > 1 else 0.0
-    return window * sum(micro) / len(micro) / (1 - idle) + reduction
+    return max(window * sum(micro) / len(micro) / (1 - idle) + reduction, HOST_SECONDS)

@@ -24,6 +24,7 @@ from ..parallel.tensor.model import check_tensor_parallel
 from ..utils.errors import ConfigError, HalfbyteError
 from ..utils.notices import silent
 from ..utils.terminal import size
+from ..utils.waiting import waiting
 from .cards import H200, Card
 from .estimate import estimate
 from .memory_plan import MemoryPlan
@@ -110,6 +111,7 @@ class Meshes:
         self.config, self.model_config, self.device, self.batches = config, model_config, device, batches
         self.shapes = {1: shapes or ModelShapes(config, model_config, device.torch)}  # by degree of tensor parallelism
 
+    @waiting("planning layouts")
     def option(self, layout: Parallel, accumulation: int | None = None) -> Option:
         """Plan the run with `layout`.
 

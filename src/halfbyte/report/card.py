@@ -12,6 +12,7 @@ import yaml
 from ..config.methods import SCORES
 from ..methods import METHODS
 from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_CONFIG
+from ..runs.metrics import describe_best
 from ..utils.files import write_text
 from ..utils.hub import is_local
 from ..utils.terminal import duration, method, size, storage
@@ -61,7 +62,7 @@ def card(run: Run, *, published: bool = False) -> str:
         f"---\n{yaml.safe_dump(_hub_header(run), sort_keys=False)}---",
         f"# {_plain(Path(run.model).name)}, fine-tuned with halfbyte",
         f"{what} for `{_code(base)}`, trained by {method(run.config)}.",
-        f"## Use\n\n```python\n{_usage(run, published)}\n```",
+        f"## Use\n\n```python\n{_usage(run, published)}\n```{_base_warning(run)}",
         f"## Results\n\n{_table(_results(run))}",
         f"## Data\n\n{_table(_data(run, published))}",
         f"## Hyperparameters\n\n{_table(_hyperparameters(run))}",
@@ -113,6 +114,18 @@ def _usage(run: Run, published: bool) -> str:
     return "\n".join(lines)
 
 
+def _base_warning(run: Run) -> str:
+    """Return which base the adapter was trained on, if it is not the one that `_usage` loads."""
+    stored = storage(run.config)
+    if _weights(run) == MODEL or stored == "16-bit" or run.config.get("qat_scheme"):
+        return ""
+    return (
+        f"\n\nThe adapter was trained on the base stored as {_plain(stored)}. The code above loads the base in its own"
+        " precision, which gives slightly different answers. `halfbyte merge` compares both bases and merges onto the"
+        " closer one; `halfbyte chat` and `halfbyte serve` load the base as it was trained on."
+    )
+
+
 def _arguments_of_base(run: Run, published: bool) -> str:
     """Return the arguments of transformers' `from_pretrained` that load the base model."""
     path = Path(run.model)
@@ -134,12 +147,17 @@ def _loader(run: Run) -> tuple[str, int]:
 def _results(run: Run) -> dict[str, str]:
     results, (loss, *others) = {}, run.numbers.evaluated
     if run.final_loss is not None:
-        results[f"final training {loss.label}"] = format(run.final_loss, run.numbers.trained[0].format)
+        steps = f"steps {run.last_steps[0]['step']:,} to {run.train[-1]['step']:,}"
+        figure = format(run.final_loss, run.numbers.trained[0].format)
+        results[f"final training {loss.label}"] = f"{figure} (mean of the last tenth of the records: {steps})"
     if len(run.evals) > 1:
         results[f"held-out {loss.label} before"] = f"{loss.shown(run.evals[0])} (step {run.evals[0]['step']})"
     if run.evals:
-        results[f"held-out {loss.label}"] = f"{loss.shown(run.evals[-1])} (step {run.evals[-1]['step']})"
-        results |= {f"held-out {metric.label}": metric.shown(run.evals[-1]) for metric in others}
+        last = run.final_evaluation
+        results[f"held-out {loss.label}"] = f"{loss.shown(last)} (step {last['step']})"
+        results |= {f"held-out {metric.label}": metric.shown(last) for metric in others}
+    if run.best:
+        results["checkpoint"] = describe_best(run.best)
     if run.throughput:
         results["tokens per second"] = f"{run.throughput:,.0f}"
     if run.peak_bytes:
@@ -171,7 +189,10 @@ def _shown(path: str, published: bool) -> str:
 def _hyperparameters(run: Run) -> dict[str, str]:
     full = _weights(run) == MODEL
     keys = [key for key in HYPERPARAMETERS if key in run.config and not (full and key in ADAPTER_KEYS)]
-    return {key: str(run.config[key]) for key in keys}
+    shown = {key: str(run.config[key]) for key in keys}
+    if 0 < (run.config.get("warmup_steps") or 0) < 1:
+        shown["warmup_steps"] += " of all steps"
+    return shown
 
 
 def _table(facts: dict[str, str]) -> str:

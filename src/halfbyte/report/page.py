@@ -56,8 +56,9 @@ def page(run: Run) -> str:
 def header(run: Run) -> str:
     """Header with model, method, data and start time."""
     dataset = run.config.get("dataset", "unknown data")
-    datasets = [dataset] if isinstance(dataset, str) else dataset
-    names = ", ".join(Path(str(each)).name for each in datasets)
+    datasets = dataset if isinstance(dataset, list) else [dataset]
+    paths = (each.get("path") if isinstance(each, dict) else each for each in datasets)
+    names = ", ".join(Path(str(path)).name for path in paths)
     started = run.moment("started")
     when = f" · {started.day} {started:%B %Y, %H:%M %Z}" if started else ""
     how = f"{method(run.config)} on {names}" if run.config else f"a run without {RESOLVED_CONFIG}"
@@ -84,7 +85,7 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
         figure = format(run.final_loss, loss.format)
         yield f"Final training {loss.label}", figure, f"mean from step {since:,} to {run.train[-1]['step']:,}"
     if run.evals:
-        before, after = run.evals[0], run.evals[-1]
+        before, after = run.evals[0], run.final_evaluation
         loss, *others = run.numbers.evaluated
         several = len(run.evals) > 1
         was = f"from {loss.shown(before)} at step {before['step']}" if several else f"at step {after['step']}"

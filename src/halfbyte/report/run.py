@@ -17,6 +17,7 @@ from ..config.yaml import read_mapping
 from ..methods import METHODS, Numbers
 from ..reading import parse_json, read_json, read_text
 from ..runs import layout
+from ..runs.metrics import describe_best, evaluation_of_weights, final_loss, last_records
 from ..utils.errors import CheckpointError, HalfbyteError
 
 Record = dict[str, Any]
@@ -49,8 +50,8 @@ class Run:
 
     @property
     def last_steps(self) -> list[Record]:
-        """The last tenth of the training records: a single step's loss is too noisy."""
-        return self.train[-max(1, len(self.train) // 10) :]
+        """The training records that `final_loss` is the mean of."""
+        return last_records(self.train)
 
     @property
     def numbers(self) -> Numbers:
@@ -59,13 +60,19 @@ class Run:
         return Numbers.of_document(document) if document else METHODS["sft"].numbers
 
     @property
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation, if the run compared evaluations."""
+        return (self.environment or {}).get("best")
+
+    @property
+    def final_evaluation(self) -> Record:
+        """The evaluation of the saved weights; the run must have evaluations."""
+        return evaluation_of_weights(self.evals, self.best)
+
+    @property
     def final_loss(self) -> float | None:
         """Mean loss over `last_steps`, weighted as the method does."""
-        records, over = self.last_steps if self.train else [], self.numbers.trained[0].over
-        weights = [record.get(over) or 1 for record in records]
-        if not records:
-            return None
-        return sum(record["loss"] * weight for record, weight in zip(records, weights, strict=True)) / sum(weights)
+        return final_loss(self.train, self.numbers.trained[0].over)
 
     @property
     def throughput(self) -> float | None:
@@ -141,6 +148,7 @@ def _drop_malformed(run: Run) -> None:
         "numbers": lambda: run.numbers,
         "started": lambda: run.moment("started"),
         "finished": lambda: run.moment("finished"),
+        "best": lambda: run.best and describe_best(run.best),
     }
     for name, read in readers.items():
         try:

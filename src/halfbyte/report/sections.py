@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config.schema import RunKeys
 from ..runs.layout import CHECKS, DATA_REPORT, ENVIRONMENT, MEMORY, METRICS, RESOLVED_CONFIG
+from ..runs.metrics import describe_best
 from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, flat_plan, measured_parts, size, threads
 from ..utils.text import visible
 from . import plots
@@ -111,7 +112,8 @@ def evaluations(run: Run) -> str:
         (f"step {text(record['step'])}", *(metric.shown(record) for metric in metrics), text(record.get("tokens")))
         for record in run.evals
     )
-    return table(("after", *(metric.label for metric in metrics), "tokens"), rows)
+    remark = f'<p class="note">{text(describe_best(run.best))}</p>' if run.best else ""
+    return table(("after", *(metric.label for metric in metrics), "tokens"), rows) + remark
 
 
 def memory(run: Run) -> str:
@@ -192,6 +194,11 @@ def data(run: Run) -> str:
             for source in run.data.get("sources") or []
         ),
     )
+    shares = [
+        (text(each.get("path")), text(each.get("rows")), text(each.get("drawn")), f"{each.get('share', 0):.1%}")
+        for each in (run.data.get("train") or {}).get("mixture") or []
+    ]
+    mixture = table(("Dataset", "rows", "drawn", "share of the rows"), shares) if shares else ""
     splits = {name: run.data[key] for key, name in (("train", "training"), ("eval", "held out")) if run.data.get(key)}
     counts = table(("Split", *splits), _split_rows(splits))
     drawn = []
@@ -200,7 +207,7 @@ def data(run: Run) -> str:
         drawn.append(("Document lengths", plots.lengths(histogram, run.config.get("max_length"))))
     beside = f'<div class="beside">{counts}{figures(*drawn)}</div>'
     note = f'<p class="note">Masks: {text(run.data.get("mask"))}.{_ending(run.data)}</p>'
-    return sources + beside + note + _template(run.data.get("template"))
+    return sources + mixture + beside + note + _template(run.data.get("template"))
 
 
 def _ending(report: Mapping[str, Any]) -> str:

@@ -37,6 +37,7 @@ from ..train.stepper import Stepper, free_stream_caches
 from ..utils.errors import CheckpointError
 from ..utils.files import write_json
 from ..utils.notices import notice
+from ..utils.waiting import waiting
 from .rewards.score import Rewards
 from .rollout_batch import RewardMonitor, RolloutBatch, mean_numbers, pass_rates, rollout_numbers
 from .served import MIN_TOKENS, OTHER_WEIGHTS_SHARE, ServedRollouts, engine_of
@@ -282,6 +283,7 @@ class Generations:
         numbers |= {"rollout_seconds": seconds, "reward_seconds": time.perf_counter() - began}
         return RolloutBatch(repeated, completions, texts, scored, numbers)
 
+    @waiting("sampling answers")
     def draw(
         self, indices: list[int], prompts: list[Row], each: int, number: int
     ) -> tuple[list[Completion], list[str], float]:

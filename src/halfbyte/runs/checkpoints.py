@@ -9,6 +9,7 @@ used. The step is read from the state, not from the folder's name.
 from __future__ import annotations
 
 import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from ..config.run_config import PATHS, expand_home
 from ..config.yaml import dump_value
 from ..reading import read_json, why
 from ..reading.tensors import ADAPTER, read_header, safetensors_files
-from ..utils.errors import CheckpointError, ConfigError
-from ..utils.files import clear_leftovers, remove, write_json
-from ..utils.notices import notice
+from ..utils.errors import CheckpointError, ConfigError, HalfbyteError
+from ..utils.files import clear_leftovers, new_directory, remove, write_json
+from ..utils.notices import notice, silent
 from .layout import (
     CHECKPOINT,
     CHECKPOINTS,
@@ -31,6 +32,7 @@ from .layout import (
     SCHEDULER_STATE,
     TRAINER_STATE,
     WEIGHTS,
+    checkpoint_folder,
 )
 from .layout import CHECKPOINT_STATE as STATE
 from .layout import RESOLVED_CONFIG as RESOLVED
@@ -40,6 +42,7 @@ from .metrics import MetricsFile, Window
 PICKLED = (OPTIMIZER_STATE, SCHEDULER_STATE, RANDOM_STATE)  # torch writes them as zip files
 EARLIER = "resume from an earlier checkpoint, or start a new run in another output_dir"
 
+LENGTH = ("num_train_epochs", "max_steps")  # they may grow, see `check_length`
 # Keys that do not affect training: output paths, intervals and hardware.
 FREE_KEYS = frozenset(
     [
@@ -47,6 +50,9 @@ FREE_KEYS = frozenset(
         *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
         *("sample_prompts", "sample_max_new_tokens", "activation_checkpointing", "memory_limit_gib"),
         *("optim_in_backward", "optim_offload"),
+        *("load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold"),
+        *LENGTH,
+        *("push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "hub_token"),
         *("device", "dataset_num_proc", "trust_remote_code", "reward_timeout_s", "num_generations_eval"),
         *("vllm_server_base_url", "vllm_server_timeout"),
         # distribution of a step's rows: see `keep_step_size`
@@ -150,16 +156,24 @@ def write_state(
     window: Window,
     evaluation_pending: bool = False,
     ways: int = 1,
+    best: dict[str, Any] | None = None,
+    stream: dict[str, Any] | None = None,
 ) -> None:
     """Write `halfbyte.json` of a checkpoint: what resuming compares, and the open metrics window.
 
     Args:
         evaluation_pending: whether the evaluation after this step was not done.
         ways: number of ranks that the rows of a step were distributed to.
+        best: the best evaluation so far, see `train.best_evaluation`.
+        stream: position of the next step's rows, see `data.streaming`.
     """
     state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict(), "ways": ways}
     if evaluation_pending:
         state["owes_evaluation"] = True
+    if best is not None:
+        state["best"] = best
+    if stream is not None:
+        state["stream"] = stream
     write_json(folder / STATE, {"format": FORMAT, **state})
 
 
@@ -185,15 +199,36 @@ def keep_newest(output_dir: Path, limit: int | None) -> None:
 
 
 def best(output_dir: Path) -> Path | None:
-    """Return the checkpoint with the highest mean reward on held-out prompts, the earliest in a tie.
+    """Return the checkpoint of the best evaluation so far, as the newest checkpoint names it.
 
-    None if no checkpoint has such an evaluation.
+    If it names none, return the one with the highest mean reward on held-out prompts, the earliest in a tie. None if no
+    checkpoint has such an evaluation.
     """
+    paths = checkpoints(output_dir)
+    named = read_state(paths[-1]).get("best") if paths else None
+    if named is not None:
+        return next((path for path in paths if step_of(path) == named["step"]), None)
     records = MetricsFile(output_dir / METRICS).records()
     evaluated = (record for record in records if record["kind"] == "eval" and isinstance(record.get("reward"), float))
     rewards = {record["step"]: record["reward"] for record in evaluated}
-    found = [path for path in checkpoints(output_dir) if step_of(path) in rewards]
-    return max(found, key=lambda path: rewards[step_of(path)], default=None)
+    rewarded = [path for path in paths if step_of(path) in rewards]
+    return max(rewarded, key=lambda path: rewards[step_of(path)], default=None)
+
+
+def copy_best(output_dir: Path, chosen: Path) -> None:
+    """Copy the best checkpoint so far to `output_dir`, if a run continues there from `chosen` in another folder."""
+    step = (read_state(chosen).get("best") or {}).get("step")
+    if step is None or chosen.parent.resolve() == output_dir.resolve():
+        return
+    source, target = (folder / checkpoint_folder(step) for folder in (chosen.parent, output_dir))
+    if damage(source) is None and damage(target) is not None:
+        with new_directory(target) as temporary:
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
+
+
+def planned_steps(checkpoint: Path) -> int:
+    """Return the number of optimizer steps that the run of a checkpoint had in all."""
+    return int(read_json(checkpoint / TRAINER_STATE, CheckpointError, EARLIER)["max_steps"])
 
 
 def remove_leftovers(output_dir: Path) -> None:
@@ -242,9 +277,9 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
                     f"output_dir: {output} holds {held[0]}/, where a run writes the trained model",
                     "name a folder that only this run uses",
                 )
+            again = "continue it with --resume, or " if can_resume(config) else ""
             raise ConfigError(
-                f"output_dir: {output} already holds a run ({', '.join(held)})",
-                "continue it with --resume, or choose another output_dir",
+                f"output_dir: {output} already holds a run ({', '.join(held)})", f"{again}choose another output_dir"
             )
         return None
     if resume is True:
@@ -267,6 +302,15 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
             )
     check_same_run(config, checkpoint)
     return checkpoint
+
+
+def can_resume(config: RunConfig) -> bool:
+    """Return whether `--resume` would continue the run in `output_dir` with these settings. Its data is not read."""
+    try:
+        with silent():
+            return starting_point(config, True, contents=False) is not None
+    except HalfbyteError:
+        return False
 
 
 def _newest_complete(output: Path, contents: bool) -> Path | None:
@@ -317,6 +361,10 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     free = FREE_KEYS
     if MODELS.keys() <= state["data"].keys():  # digests of the inputs, which `check_same_inputs` compares
         free |= {*PATHS, "model_revision", "teacher_model_revision"}
+    key = "num_train_epochs" if config.max_steps < 0 else "max_steps"
+    if before[key] > now[key] and (before["max_steps"] > 0) == (config.max_steps > 0):
+        wrong = f"{dump_value(key, now[key])} is less than the {before[key]:g} that {checkpoint} was made with"
+        raise ConfigError(wrong, f"set {key} to {before[key]:g} or more, or start a new run in another output_dir")
     differing = [
         f"{dump_value(key, before[key])} then, {dump_value(key, now[key]).removeprefix(f'{key}: ')} now"
         for key in now
@@ -327,6 +375,23 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
             f"{checkpoint} was made with other settings ({'; '.join(differing)})",
             "resume with the same settings, or start a new run in another output_dir (adapter_path continues weights)",
         )
+
+
+def check_length(config: RunConfig, checkpoint: Path, steps: int) -> None:
+    """Check that a resumed run is at least as long as it was.
+
+    Args:
+        steps: optimizer steps of the run.
+
+    Raises:
+        ConfigError: `num_train_epochs` or `max_steps` became smaller.
+    """
+    before, planned = read_state(checkpoint)["config"], planned_steps(checkpoint)
+    if steps < planned and any(before[key] != getattr(config, key) for key in LENGTH):
+        key = "max_steps" if config.max_steps > 0 else "num_train_epochs"
+        wrong = f"{config.written(key)}, which is {steps} steps: {checkpoint} was made in a run of {planned}"
+        fix = f"give {key} that is at least as much, or start a new run in another output_dir"
+        raise ConfigError(wrong, fix)
 
 
 def _without_folders(entries: list[Any] | None) -> list[Any]:

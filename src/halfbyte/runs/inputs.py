@@ -5,12 +5,14 @@ Hub ids are checked when they are fetched. Each check is also made where its inp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 
 from ..auxiliary.model import check_teacher_files
 from ..config import RunConfig
+from ..config.datasets import entries_of
 from ..config.methods import SCORES
 from ..config.run_config import PATHS
 from ..config.schema import RunKeys
@@ -24,7 +26,7 @@ from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapt
 from ..rl.rewards.reward_models import check_reward_models
 from ..rl.rewards.specs import read_specs
 from ..utils import hub
-from ..utils.errors import CheckpointError, ConfigError, attribute_to_key
+from ..utils.errors import CheckpointError, ConfigError, HalfbyteError, attribute_to_key
 from ..utils.text import brief
 from .checkpoints import starting_point
 from .lock import check_free
@@ -34,8 +36,23 @@ VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 LONGEST_BELOW = "x" * 160  # as long as the longest path that a run writes below output_dir
 
 
-def check_paths(config: RunConfig, resume: str | bool | None = None) -> None:
-    """Check that a run may write into its folder, and that its model, adapter and data exist.
+def check_paths(config: RunConfig) -> None:
+    """Check that the model, adapter and data of a run exist; its output folder is not looked at.
+
+    Raises:
+        HalfbyteError: a check fails; with the fix.
+    """
+    method = method_of(config)
+    check_path_spelling(config)
+    check_inputs(config)
+    _check_output_outside_data(config)
+    check_tensor_sizes(config)
+    if config.adapter_path:
+        _check_adapter_head(config, method)
+
+
+def check_output(config: RunConfig, resume: str | bool | None = None) -> None:
+    """Check that a run may write into its folder.
 
     Args:
         resume: as in `prepare_run`.
@@ -43,15 +60,28 @@ def check_paths(config: RunConfig, resume: str | bool | None = None) -> None:
     Raises:
         HalfbyteError: a check fails; with the fix.
     """
-    method = method_of(config)
     check_path_spelling(config)
     check_output_dir(config.output_dir)
+    _check_output_outside_data(config)
     check_free(config.output_path)
     starting_point(config, config.resume_from_checkpoint if resume is None else resume, contents=False)
-    check_inputs(config)
-    check_tensor_sizes(config)
-    if config.adapter_path:
-        _check_adapter_head(config, method)
+
+
+def free_output_dir(config: RunConfig) -> str:
+    """Return the first of `output_dir`, its name with -2, with -3, ... that a new run may write into.
+
+    A folder that is read as data is left first. If no name is possible, `output_dir` itself, which `train` explains.
+    """
+    folders = [Path(name).resolve() for name in _names(config.dataset, config.eval_dataset) if os.path.isdir(name)]
+    path = config.output_path
+    if any(path.resolve().is_relative_to(folder) for folder in folders):
+        outside = (place for place in path.resolve().parents if not any(map(place.is_relative_to, folders)))
+        path = Path(os.path.relpath(next(outside, path.resolve().parent) / path.name))
+    for name in (str(path), *(f"{path}-{number}" for number in range(2, 100))):
+        with contextlib.suppress(HalfbyteError):
+            check_output(config.model_copy(update={"output_dir": name}), resume=False)
+            return name
+    return config.output_dir
 
 
 def _check_adapter_head(config: RunConfig, method: Method) -> None:
@@ -75,7 +105,7 @@ def check_path_spelling(config: RunConfig) -> None:
     """
     for key in PATHS:
         value = getattr(config, key)
-        for path in value if isinstance(value, list) else [value]:
+        for path in (entry.path for entry in entries_of(value)):
             if not isinstance(path, str) or not (found := VARIABLE.search(path)) or os.path.lexists(path):
                 continue
             name = found[1] or found[2]
@@ -103,17 +133,15 @@ def check_inputs(config: RunConfig) -> None:
         with attribute_to_key("chat_template_path"):
             _check_template(config.chat_template_path)
     check_reward_models(config, read_specs(config.reward_funcs or [], None))
-    check_datasets(config.dataset, config.eval_dataset)
-    _check_output_outside_data(config)
+    check_datasets([entry.path for entry in config.datasets], config.eval_dataset)
 
 
 def _check_output_outside_data(config: RunKeys) -> None:
     """Check that output_dir is not inside a folder that is read as data."""
-    for given in (config.dataset, config.eval_dataset):
-        for name in [given] if isinstance(given, str) else given or []:
-            if os.path.isdir(name) and config.output_path.resolve().is_relative_to(Path(name).resolve()):
-                what = f"output_dir: {config.output_dir} is inside the dataset's folder {name}, which is read"
-                raise ConfigError(what, "name a folder outside of it")
+    for name in _names(config.dataset, config.eval_dataset):
+        if os.path.isdir(name) and config.output_path.resolve().is_relative_to(Path(name).resolve()):
+            what = f"output_dir: {config.output_dir} is inside the dataset's folder {name}, which is read"
+            raise ConfigError(what, "name a folder outside of it")
 
 
 def check_tensor_sizes(config: RunKeys) -> None:
@@ -145,11 +173,15 @@ def check_datasets(*names: str | list[str] | None) -> None:
     Raises:
         DataError: a missing file, with the nearest name.
     """
-    for given in names:
-        for name in [given] if isinstance(given, str) else given or []:
-            if files_of(name) is None:
-                hub.unreachable_reason()
-                hub.notice_offline()
+    for name in _names(*names):
+        if files_of(name) is None:
+            hub.unreachable_reason()
+            hub.notice_offline()
+
+
+def _names(*keys: Any) -> list[str]:
+    """Return the names of all datasets in the values of keys."""
+    return [entry.path for value in keys for entry in entries_of(value)]
 
 
 def _check_template(name: str) -> None:

@@ -5,9 +5,11 @@ output_dir/
     environment.json  data_report.json  memory.json     written before the first step, completed at the end
     metrics.jsonl  completions.jsonl                    written line by line
     checkpoint-N/                                       state after N optimizer steps
+    checkpoint-N.set-aside/                             a checkpoint newer than the one a run continued from
     adapter/ or model/                                  trained weights
     checks.json  experts.json  generations.json         results of a finished run
     README.md  report.html                              model card and report, made from the files above
+    merged/  merged-FORMAT/                             merged models, unless another folder was given
     merge.json  merge-FORMAT.json                       numbers of each merge
     .lock                                               held while a process writes into the folder
 """

@@ -86,6 +86,24 @@ class Window:
         return cls(sums, rest, seconds, steps)
 
 
+def last_records(trained: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last tenth of the training records, at least one: a single step's loss is too noisy."""
+    return list(trained[-max(1, len(trained) // 10) :])
+
+
+def final_loss(trained: Sequence[dict[str, Any]], over: str) -> float | None:
+    """Return the mean loss of `last_records`; None without records.
+
+    Args:
+        over: the count by which the method weights losses, such as trained tokens.
+    """
+    records = last_records(trained)
+    weights = [record.get(over) or 1 for record in records]
+    if not records:
+        return None
+    return sum(record["loss"] * weight for record, weight in zip(records, weights, strict=True)) / sum(weights)
+
+
 class MetricsFile:
     """`metrics.jsonl` of a run, and the listeners to its records, such as the terminal."""
 
@@ -128,6 +146,24 @@ class MetricsFile:
         """Drop the records after `step`, atomically; the resumed run writes them again."""
         kept = [json.dumps(record) + "\n" for record in self.records() if record["step"] <= step]
         write_text(self.path, "".join(kept))
+
+
+def evaluation_of_weights(evaluations: Sequence[dict[str, Any]], best: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the evaluation of a run's saved weights: the last one, or the best one if the run ended with its weights.
+
+    Args:
+        best: entry of environment.json; None: evaluations were not compared.
+    """
+    loaded = best["step"] if best is not None and best["loaded"] else None
+    return next((record for record in reversed(evaluations) if record["step"] == loaded), evaluations[-1])
+
+
+def describe_best(best: Mapping[str, Any]) -> str:
+    """Describe the best evaluation, an entry of environment.json, in a line."""
+    stopped = best["stopped"]
+    end = "" if stopped is None else f"training stopped after step {stopped}, since no evaluation was better; "
+    weights = "the saved weights are of that step" if best["loaded"] else "the saved weights are of the last step"
+    return f"{end}best evaluation: {best['metric']} {best['value']:.5g} after step {best['step']}; {weights}"
 
 
 def _is_record(found: Any) -> bool:

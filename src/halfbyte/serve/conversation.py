@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..utils.notices import notice
@@ -11,7 +11,7 @@ from ..utils.notices import notice
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..generation import Sampling
+    from ..generation import Penalties, Sampling
     from ..runs.saved import Place, Saved
 
 Message = dict[str, str]
@@ -22,11 +22,17 @@ STYLES = {"instruction": "sent as a separate instruction", "text": "continued as
 class Conversation:
     """The messages so far, and the prompt format that the model was trained with."""
 
-    def __init__(self, saved: Saved, sampling: Sampling, max_new_tokens: int | None = None):
+    def __init__(
+        self,
+        saved: Saved,
+        sampling: Sampling,
+        max_new_tokens: int | None = None,
+        penalties: Penalties | None = None,
+    ):
         from ..generation.sampling import stop_tokens
         from ..runs.stop_tokens import trained_stop_tokens
 
-        self.saved, self.sampling, self.max_new_tokens = saved, sampling, max_new_tokens
+        self.saved, self.sampling, self.max_new_tokens, self.penalties = saved, sampling, max_new_tokens, penalties
         self.messages: list[Message] = []
         report = _data_report(saved.place)
         self.style = _style(saved.tokenizer, report)
@@ -45,15 +51,15 @@ class Conversation:
             return INSTRUCTION.format(prompt=text)
         return self.render([*self.messages, {"role": "user", "content": text}])
 
-    def render(self, turns: Sequence[dict[str, Any]]) -> str:
-        """Render messages with the chat template, up to the start of an answer.
+    def render(self, turns: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """Render messages with the chat template, and with values of its variables, up to the start of an answer.
 
         Raises:
             DataError: the template raises.
         """
         from ..data.chat import prompt_text
 
-        return prompt_text(self.saved.tokenizer, turns)
+        return prompt_text(self.saved.tokenizer, turns, variables=variables)
 
     def remember(self, text: str, answer: str) -> None:
         """Append a user message and its answer."""
@@ -77,6 +83,7 @@ class Conversation:
             sampling=self.sampling,
             ends=self.stops,
             adapter=ACTIVE if adapter else None,
+            penalties=self.penalties,
         )
         with contextlib.closing(pieces):
             yield from (piece.text for piece in pieces if piece.text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.chat import ChatTemplate
-from ..generation import Sampling
+from ..generation import Grammar, Sampling
 from ..generation.adapters import check_kinds
 from ..generation.decoder import context_length
 from ..generation.engine import forget
@@ -20,11 +20,11 @@ from ..modeling.adapters import check_adapter_files, load_adapter
 from ..reading import look
 from ..runs.saved import Saved, find, find_adapter, load_saved
 from ..runs.stop_tokens import data_report, known_stop_tokens
-from ..utils.errors import CheckpointError, DataError, UsageError
+from ..utils.errors import CheckpointError, ConfigError, DataError, UsageError
 from ..utils.notices import notice
 from ..utils.text import brief
 from .conversation import Conversation
-from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError
+from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError, ResponseFormat
 
 LEAST_TOP_P = 1e-9  # used for OpenAI's top_p: 0, which takes the most likely token
 
@@ -64,6 +64,7 @@ class PreparedRequest:
         answers: number to return for each prompt.
         samples: number to draw for each prompt; `best` selects among them.
         echoed: per row, the prompt's text to return before the answer; empty without echo.
+        grammar: of the answers, without those texts; None for any text.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -78,6 +79,7 @@ class PreparedRequest:
     samples: int = 1
     echoed: Sequence[str] = ()
     scored: bool = False
+    grammar: Grammar | None = None
 
     @property
     def rows(self) -> int:
@@ -138,7 +140,7 @@ class Served:
             raise RequestError(404, message, "model", "model_not_found")
         echoed: list[str] = []
         if isinstance(request, ChatRequest):
-            field, prompts = "messages", [self._chat_prompt(request.messages)]
+            field, prompts = "messages", [self._chat_prompt(request.messages, request.chat_template_kwargs)]
         else:
             assert isinstance(request, CompletionRequest)
             field, prompts = "prompt", self._completion_prompts(request)
@@ -157,8 +159,12 @@ class Served:
             rows,
             self._new_tokens(list(map(len, rows)), request, field, least=int(scored)),
             sum(map(len, prompts)),
-            Sampling(request.temperature, top_p=max(request.top_p, LEAST_TOP_P), seed=request.seed),
-            Penalties(request.frequency_penalty, request.presence_penalty, request.logit_bias),
+            Sampling(
+                request.temperature, request.top_k or 0, max(request.top_p, LEAST_TOP_P), request.seed, request.min_p
+            ),
+            Penalties(
+                request.frequency_penalty, request.presence_penalty, request.logit_bias, request.repetition_penalty
+            ),
             request.stop,
             names[request.model],
             request.likeliest,
@@ -166,7 +172,26 @@ class Served:
             several,
             [text for text in echoed for _ in range(several)],
             scored,
+            self._grammar(request.response_format, names[request.model]),
         )
+
+    def _grammar(self, asked: ResponseFormat, adapter: str | None) -> Grammar | None:
+        """Return the grammar of a response format, or None for any text.
+
+        Raises:
+            RequestError: llguidance is not installed, or refuses the schema or the tokenizer.
+        """
+        if asked.type == "text":
+            return None
+        schema = None if asked.json_schema is None else asked.json_schema.content
+        try:
+            return Grammar(self.saved.tokenizer, self._ends(adapter), schema)
+        except ConfigError as error:
+            raise RequestError(400, f"response_format: {error.message}; {error.fix}", "response_format") from None
+
+    def _ends(self, adapter: str | None) -> list[int]:
+        """Return the tokens that end an adapter's answers."""
+        return sorted({*self.conversation.stops, *self.ends.get(adapter or "", ())})
 
     def answer(self, work: PreparedRequest) -> Iterator[Piece]:
         """Yield the pieces of the answers.
@@ -195,12 +220,13 @@ class Served:
             work.prompts,
             max_new_tokens=max_new_tokens,
             sampling=work.sampling,
-            ends=sorted({*self.conversation.stops, *self.ends.get(work.adapter or "", ())}),
+            ends=self._ends(work.adapter),
             stops=work.stops,
             adapter=work.adapter,
             likeliest=0 if ranked and work.likeliest is None else work.likeliest,
             penalties=work.penalties,
             scored=work.scored,
+            grammars=[work.grammar] * len(work.prompts),
         )
 
     def unload(self, name: str) -> None:
@@ -219,8 +245,11 @@ class Served:
         forget(model)
         model.delete_adapter(adapter)
 
-    def _chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def _chat_prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] = {}) -> list[int]:
         tokenizer: Any = self.saved.tokenizer
+        if variables and (unread := variables.keys() - (self.template.variables if self.template else set())):
+            reason = f"the model's chat template does not read {brief(min(unread))}"
+            raise RequestError(400, f"chat_template_kwargs: {reason}", "chat_template_kwargs")
         if self.template is None:
             if [message.role for message in messages] != ["user"]:
                 reason = "this model has no chat template, so send one user message, or use /v1/completions"
@@ -228,7 +257,7 @@ class Served:
             return self.conversation.prompt_ids(messages[0].content or "")
         try:
             turns, _ = self.template.adapt_messages([message.turn() for message in messages])
-            text = self.conversation.render(turns)
+            text = self.conversation.render(turns, variables)
         except DataError as error:
             raise RequestError(400, f"messages: {error.message}", "messages") from None
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

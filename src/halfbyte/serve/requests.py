@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from ..generation.sampling import REPETITION_PENALTIES
 from ..reading import parse_json
 from ..utils.errors import DataError
 from ..utils.text import brief
@@ -21,7 +22,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -77,7 +77,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _without_minus_one(value: Any) -> Any:
-    """Map -1, which clients of llama.cpp send for no limit, to None."""
+    """Map -1, which clients of llama.cpp and vLLM send for no limit, to None."""
     return None if type(value) is int and value == -1 else value
 
 
@@ -173,6 +173,28 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False  # OpenAI's padding of streams; accepted without effect
 
 
+class JsonSchema(Strict):
+    """OpenAI's `json_schema`. Answers always follow the schema, with and without `strict`."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    content: dict[str, Any] = Field(alias="schema")  # pydantic's models have another `schema`
+    description: str = ""
+    strict: bool = False
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema: Field required")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError(f"json_schema: it needs type: json_schema, and type is {self.type}")
+        return self
+
+
 Length = Annotated[int | None, BeforeValidator(_without_minus_one)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -186,6 +208,10 @@ class Request(Strict):
     max_tokens: Length = Field(None, ge=0)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
+    top_k: Length = Field(None, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    response_format: ResponseFormat = ResponseFormat(type="text")
     n: int = Field(1, ge=1)
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
@@ -222,6 +248,7 @@ class ChatRequest(Request):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] = {}
     max_completion_tokens: Length = Field(None, ge=0)
     store: bool = False  # accepted without effect: no chat is stored
     logprobs: bool = False

@@ -77,11 +77,14 @@ def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCES
 
 
 def steps_per_epoch(config: RunConfig, rows: int, ways: int = 1) -> int:
-    """Return the optimizer steps of one pass over `rows`; the last accumulation window may be incomplete.
+    """Return the optimizer steps of one pass over `rows`; the last accumulation window may be incomplete. A stream is
+    passed over once.
 
     Args:
         ways: number of ranks that rows are distributed to.
     """
+    if config.streaming:
+        return config.max_steps
     batches = method_of(config).micro_batches(config, rows, ways)
     return math.ceil(batches / (config.gradient_accumulation_steps * ways))
 
@@ -144,8 +147,8 @@ def _shared_keys(config: RunConfig) -> dict[str, Any]:
     """Return the keys that have the same name and meaning in TrainingArguments."""
     names = (
         "output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate"
-        " lr_scheduler_type warmup_steps weight_decay max_grad_norm adam_beta1 adam_beta2 neftune_noise_alpha"
-        " logging_steps save_total_limit seed"
+        " lr_scheduler_type warmup_steps weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon"
+        " neftune_noise_alpha logging_steps save_total_limit seed"
     )
     return {name: getattr(config, name) for name in names.split()}
 

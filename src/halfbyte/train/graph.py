@@ -1,8 +1,8 @@
 """Training steps as CUDA graphs: forward and backward, and the optimizer, without a launch from Python.
 
 Below about 4k tokens, kernel launches take longer than the arithmetic of a step; a graph replays them in one
-(docs/design.md, decision 5). A graph is valid for the shapes it was captured with, so there is one graph per shape, and
-all share one memory pool, since they never run at the same time.
+(docs/design/memory-and-planning.md). A graph is valid for the shapes it was captured with, so there is one graph per
+shape, and all share one memory pool, since they never run at the same time.
 
 Ranks that share collectives warm up, capture and replay together (`parallel.rank_sync`). A fallback that one of them
 would take alone, such as repeating a step, ends the run.

@@ -19,6 +19,7 @@ from ..loading.find import ModelFiles
 from ..reading.files import open_bytes
 from ..rl.rewards.reward_models import find_reward_models
 from ..rl.rewards.specs import MODEL, read_specs
+from ..utils.waiting import waiting
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -58,6 +59,7 @@ def model_reader(config: RunConfig, files: ModelFiles) -> Callable[[], dict[str,
     models = find_reward_models(config, specs)
     teacher = find_teacher(config) if config.method in DISTILLING else None
 
+    @waiting("hashing the files of the models")
     def read() -> dict[str, Any]:
         """Raises CheckpointError if a file is missing or damaged."""
         digests = iter([model.digest() for model in models])

@@ -26,16 +26,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
+from transformers import TrainerCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_utils import speed_metrics
 
 from ..batch import take_counts, to_device
 from ..config import RunConfig
+from ..data.streaming import RowStream
 from ..methods import method_of
 from ..methods.base import Batch, Collate, Rows
 from ..modeling.cast_cache import cast_replacements
 from ..ops.fp8_scaling import DelayedScaling
-from ..optim import make_optimizer, optimizer_row, trained_parameters
+from ..optim import (
+    FOLLOW_METRIC,
+    continue_over,
+    make_optimizer,
+    make_schedule,
+    next_rate,
+    optimizer_row,
+    trained_parameters,
+)
 from ..parallel.context.model import context_shard
 from ..parallel.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
@@ -49,7 +58,10 @@ from ..runs.manifest import write_manifest
 from ..runs.metrics import TOKENS, MetricsFile, Window
 from ..utils.errors import TrainingError
 from ..utils.files import new_directory
+from ..utils.notices import notice
 from ..utils.processes import Stopped, StopRequest, request_on_signals
+from ..utils.waiting import waiting
+from .best_evaluation import BestEvaluation
 from .callbacks import Callbacks, noisy_embeddings, steps_per_epoch, total_steps
 from .checkpoint import (
     load_optimizer,
@@ -87,7 +99,7 @@ class TrainingLoop:
         compute_dtype: dtype of matrix products, independent of the dtype of the trained weights.
         model: a PeftModel, or a transformers model in full fine-tuning, on `device`.
         args: `config` for transformers' callbacks.
-        rows: the training set.
+        rows: the training set, or the stream that is read in its place.
         held_out: rows to evaluate on.
         collate: the method's collator, rows → a batch.
         stepper: runs the micro-batches of a step: eager, as CUDA graphs or through a pipeline.
@@ -107,7 +119,7 @@ class TrainingLoop:
         model: Any,
         args: TrainingArguments,
         device: torch.device,
-        rows: Rows,
+        rows: Rows | RowStream,
         held_out: Rows | None = None,
         collate: Collate,
         stepper: Stepper,
@@ -127,6 +139,7 @@ class TrainingLoop:
         self.stepper, self.scaler, self.scaling = stepper, stepper.scaler, scaling
         self.rollouts, self.pipeline_state = rollouts, pipeline_state
         self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), StopRequest()
+        self.best = BestEvaluation.of(config, self.method)
         self._evaluation_pending = False  # whether the checkpoint was saved before its step's evaluation
         self.optimizer: Any = None
         self.units: Any = None
@@ -165,9 +178,9 @@ class TrainingLoop:
             CheckpointError: `checkpoint` cannot be read.
             Stopped: the process received a signal; a checkpoint of the last step is saved.
         """
-        steps = total_steps(self.config, len(self.rows), self.ways)
+        steps = total_steps(self.config, self._row_count, self.ways)
         self._set_up(checkpoint, steps)
-        if self.state.global_step >= steps:
+        if self.state.global_step >= steps or (self.best and self.best.is_exhausted):
             if self.mesh.is_main:  # the run may have been killed between its last save and the removal of older ones
                 checkpoints.keep_newest(self.output, self.config.save_total_limit)
             return
@@ -196,6 +209,11 @@ class TrainingLoop:
                 self.rollouts.load(checkpoint)
             self.log.window = Window.of_dict(state["window"])
             self._evaluation_pending = state.get("owes_evaluation", False)
+            if self.best is not None:
+                self.best.load(state.get("best"))
+                self._forget_missing(self.best)
+            if isinstance(self.rows, RowStream):
+                self.rows.resume(state["stream"])
         self.optimizer = make_optimizer(self.model, self.config)
         block = self.optimizer_row.block_of(self.config) if self.scaler is None else 0
         static_gradients = (
@@ -212,15 +230,32 @@ class TrainingLoop:
             self.stepper.before_backward = partial(skip_if_not_finite, self.optimizer)
             self.guards.first_broken = self._first_broken
         warmup = self.args.get_warmup_steps(steps)
-        self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
+        greater = self.best is not None and self.best.greater
+        self.schedule = make_schedule(self.config, self.optimizer, warmup, steps, greater)
         if checkpoint is not None:
             local_part = partial(split.local_optimizer_state, self.optimizer) if split else self.units.local_state
             with full_parameters(self.trained, self.optimizer):
                 load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, local_part)
+            if (planned := checkpoints.planned_steps(checkpoint)) < steps:
+                continue_over(self.schedule, self.optimizer)
+                rate = f"{self.config.written('lr_scheduler_type')} continues over {steps}"
+                next_step = f"the next step has a learning rate of {next_rate(self.schedule):.2e}"
+                notice("longer-run", f"the run has {steps} steps instead of {planned}; {rate}, and {next_step}")
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / TRAINER_STATE
         self.callbacks.begin(saved, steps=steps, epochs=epochs, optimizer=self.optimizer, schedule=self.schedule)
+
+    def _forget_missing(self, best: BestEvaluation) -> None:
+        """Forget the best evaluation so far if its checkpoint is needed and does not exist any more."""
+        if not self.config.load_best_model_at_end or best.step is None:
+            return
+        folder = self.output / checkpoint_folder(best.step)
+        if (wrong := self.mesh.from_main(checkpoints.damage(folder))) is not None:
+            notice(
+                "best-checkpoint", f"{folder}, the best checkpoint so far, cannot be used: {wrong}. Later ones compete"
+            )
+            best.value = best.step = None
 
     @property
     def _micro_batches_per_step(self) -> int:
@@ -229,7 +264,12 @@ class TrainingLoop:
 
     @property
     def _steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.config, len(self.rows), self.ways)
+        return steps_per_epoch(self.config, self._row_count, self.ways)
+
+    @property
+    def _row_count(self) -> int:
+        """Number of rows of the training set; 0 for a stream."""
+        return 0 if isinstance(self.rows, RowStream) else len(self.rows)
 
     def _run(self, checkpoint: Path | None) -> None:
         """Train epochs until a callback requests a stop; DefaultFlowCallback does so at the last step."""
@@ -261,6 +301,8 @@ class TrainingLoop:
         """
         if checkpoint is not None and not done:
             self._restore_random_states(checkpoint)
+            if self.callbacks.control.should_training_stop:
+                return
         config = self.config
         size, skip = config.per_device_train_batch_size, done * self._micro_batches_per_step
         order, pinned = config.seed + epoch, self.device.type != "cpu"
@@ -275,6 +317,8 @@ class TrainingLoop:
             if checkpoint is not None and done:
                 self._restore_random_states(checkpoint)
                 checkpoint = None
+                if self.callbacks.control.should_training_stop:
+                    return
             seen = min(seen + len(taken) * self.ways, micro_batches)  # the last ones of some ranks may be blank
             self._step(taken, epoch + seen / micro_batches)
             control = self.callbacks.control
@@ -337,12 +381,13 @@ class TrainingLoop:
 
     def _update_weights(self) -> float:
         """Step the optimizer and the schedule; return the learning rate of this step."""
-        rate = float(self.schedule.get_last_lr()[0])  # torchao's is a tensor on the CPU
+        rate = next_rate(self.schedule)
         self.update.step()
         self.callbacks("on_optimizer_step")
         # If the scaler skips a step, the schedule does not count it. A fused optimizer skips it on the device, where
         # the host does not see it, so the schedule counts it.
-        if self.scaler is None or math.isfinite(self.log.norm) or self.optimizer_row.guarded:
+        counts = self.scaler is None or math.isfinite(self.log.norm) or self.optimizer_row.guarded
+        if counts and self.config.lr_scheduler_type not in FOLLOW_METRIC:
             self.schedule.step()
         self.units.after_step()
         return rate
@@ -354,6 +399,8 @@ class TrainingLoop:
         self.callbacks("on_step_end")
         control = self.callbacks.control
         last = state.global_step >= state.max_steps  # its record may span fewer than logging_steps
+        if self.best is not None and (last or control.should_training_stop):
+            control.should_evaluate = True
         self.log.finish(rate if control.should_log or last else None)
         if self.scaling is not None:
             self.scaling.roll(partial(self.mesh.max, axes=TOKEN_AXES))
@@ -380,6 +427,7 @@ class TrainingLoop:
 
     # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
+    @waiting("evaluating")
     def evaluate(self) -> dict[str, float]:
         """Compute the method's numbers over the held-out rows, record and return them.
 
@@ -398,7 +446,43 @@ class TrainingLoop:
         named |= speed_metrics("eval", began, len(self.held_out), math.ceil(len(self.held_out) / size))
         self.callbacks.log(named)
         self.callbacks("on_evaluate", metrics=named)
+        if self.best is not None and self.state.global_step:
+            self._compare(self.best, numbers)
         return numbers
+
+    def _compare(self, best: BestEvaluation, numbers: dict[str, float]) -> None:
+        """Compare an evaluation with the best one; the schedule may follow it, and training may stop.
+
+        An evaluation that is the best so far saves a checkpoint if the run ends with the best weights; the last one of
+        a run that stops early does in any case.
+        """
+        value, control = self.mesh.from_main(numbers.get(best.metric)), self.callbacks.control
+        if value is None:
+            notice(f"no {best.metric}", f"the evaluation after step {self.state.global_step} has no {best.metric}")
+            return
+        is_best = best.add(self.state.global_step, value)
+        if self.config.lr_scheduler_type in FOLLOW_METRIC:
+            self.schedule.step(value)
+        if best.is_exhausted:
+            control.should_training_stop = True
+        if best.is_exhausted or (is_best and self.config.load_best_model_at_end):
+            control.should_save = True
+
+    def best_result(self) -> dict[str, Any] | None:
+        """Return the facts of the best evaluation for environment.json; None if nothing was compared."""
+        if self.best is None or self.best.step is None:
+            return None
+        return self.best.result(self.state.global_step, self.config.load_best_model_at_end)
+
+    def load_best(self) -> None:
+        """Load the weights of the best evaluation, unless training ended with them; the optimizer is not loaded."""
+        best = self.best
+        if not (self.config.load_best_model_at_end and best and best.step not in (None, self.state.global_step)):
+            return
+        split, folder = self.pipeline_state, self.output / checkpoint_folder(best.step)
+        self.units = self.units.replicated()
+        with full_parameters(self.trained):
+            load_weights(self.model, folder, split.stages.is_remote if split else None)
 
     def _held_out_numbers(self, rows: Rows, size: int) -> dict[str, float]:
         """Return the method's numbers over `rows`, `size` per batch."""
@@ -418,6 +502,7 @@ class TrainingLoop:
         self.guards.check_held_out(self.state.global_step, found.sums["loss"], totals[self.loss_count])
         return self.method.evaluation(found.means(self.method.numbers.trained), totals)
 
+    @waiting("saving a checkpoint")
     def _save(self, random: dict[str, Any] | None = None, evaluation_pending: bool = False) -> None:
         """Write checkpoint-N to a temporary folder, rename it, and only then remove older checkpoints.
 
@@ -463,12 +548,27 @@ class TrainingLoop:
                     self.rollouts.save(folder)
                 self.state.save_to_json(str(folder / TRAINER_STATE))
                 checkpoints.write_state(
-                    folder, self.config, self.identity(), self.log.window, evaluation_pending, self.ways
+                    folder,
+                    self.config,
+                    self.identity(),
+                    self.log.window,
+                    evaluation_pending,
+                    self.ways,
+                    best=self.best.document() if self.best else None,
+                    stream=self._stream_position,
                 )
                 write_manifest(folder, self.state.global_step)
         except TrainingError as error:
             raise TrainingError(error.message, f"{error.fix}; {self.guards.last_checkpoint()}") from error
         checkpoints.keep_newest(self.output, self.config.save_total_limit)
+
+    @property
+    def _stream_position(self) -> dict[str, Any] | None:
+        """Position of the next step's rows in a stream; None for other rows."""
+        if not isinstance(self.rows, RowStream):
+            return None
+        rows_per_step = self._micro_batches_per_step * self.config.per_device_train_batch_size
+        return self.rows.position(self.state.global_step * rows_per_step)
 
     def _checkpoint_folder(self) -> Path:
         """Folder of the last step's checkpoint, which need not exist."""

@@ -10,13 +10,14 @@ import fnmatch
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments, get_scheduler
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ..auxiliary.teacher import check_teacher
@@ -34,7 +35,16 @@ from ..modeling.architectures import check_token_ids
 from ..modeling.projections import check_recipe, configured_recipe
 from ..modeling.routers import check_balancing
 from ..modeling.tiny_model import check_positions
-from ..optim import OPTIMIZERS, make_optimizer, optimizer_row, state_key, target_matrices, trained_parameters
+from ..optim import (
+    FOLLOW_METRIC,
+    OPTIMIZERS,
+    make_optimizer,
+    make_schedule,
+    optimizer_row,
+    state_key,
+    target_matrices,
+    trained_parameters,
+)
 from ..parallel.context.model import check_context_parallel
 from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
 from ..parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
@@ -52,17 +62,20 @@ from ..rl.preflight import check_rewards
 from ..rl.rollouts import rollout_plan_of
 from ..rl.served import check_server
 from ..runs import checkpoints
-from ..runs.inputs import check_paths
-from ..utils.console import Console
+from ..runs.inputs import check_output, check_paths
+from ..utils.console import Console, is_verbose
 from ..utils.environment import environment
 from ..utils.errors import CheckpointError, ConfigError, DataError
 from ..utils.files import check_space
 from ..utils.hardware import chosen_device, free_bytes, free_cached_memory, limit_primitive_caches
-from ..utils.notices import notice
+from ..utils.notices import notice, silent
 from ..utils.terminal import print_data, print_header, print_memory, print_processes, size
 from ..utils.text import brief, one_line
+from ..utils.waiting import waiting
 from . import samples
+from .best_evaluation import BestEvaluation
 from .callbacks import check_dtype, total_steps, training_arguments
+from .hub import check_hub_token
 from .identity import data_identity, model_reader
 
 # Number of micro-batches of one width that amortize cuDNN's plan for it. On an H200 a plan takes 0.15 s and saves 7 to
@@ -93,6 +106,8 @@ class PreparedRun:
     """A run that is ready to load its model; no file is written.
 
     Attributes:
+        config: the keys with everything that was chosen for them.
+        given: the keys before.
         checkpoint: checkpoint to continue from; None for step 0.
         files: the files of the model.
         identity: size of the training set, and digests of the data; see `data_identity`.
@@ -101,6 +116,7 @@ class PreparedRun:
     """
 
     config: RunConfig
+    given: RunConfig
     method: Method
     mesh: Mesh
     machine: Machine
@@ -121,6 +137,8 @@ class PreparedRun:
         With `auto`: if the reference does not exist later, or if the run uses each row at least once.
         """
         precompute, config = self.config.precompute_ref_log_probs, self.config
+        if config.streaming:
+            return False
         if precompute != "auto":
             return bool(precompute)
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.degree(*DATA_AXES)
@@ -137,6 +155,7 @@ def prepare_run(
     console: Console | None = None,
     mesh: Mesh = SINGLE_PROCESS,
     layout: Parallel | None = None,
+    writes: bool = True,
 ) -> PreparedRun:
     """Check a run, read and tokenize its data, and plan its memory.
 
@@ -144,6 +163,7 @@ def prepare_run(
         resume: True for the newest checkpoint in output_dir, or a checkpoint folder; default: `resume_from_checkpoint`.
         console: prints the results; default: none.
         layout: layout that the run would have, if it is only checked; default: the layout of `mesh`.
+        writes: whether the run will start. If not, it needs no output folder.
 
     Raises:
         HalfbyteError: the reason why the run cannot reach its first step: in the configuration, this machine, the
@@ -151,16 +171,22 @@ def prepare_run(
     """
     console = console or Console(quiet=True)
     resume = config.resume_from_checkpoint if resume is None else resume
-    check_paths(config, resume)
+    if writes:
+        check_output(config, resume)
+    check_paths(config)
+    given = config
     limit_primitive_caches()
     method = method_of(config)
+    BestEvaluation.of(config, method)
+    if mesh.is_main:
+        check_hub_token(config)
     layout = config.layout or layout or mesh.layout
     machine = _machine(config, method, mesh)
     check_trackers(config.report_to)
     check_loss_scale(config, machine.compute_dtype)
     optimizer = check_optimizer(config, machine.device)
-    config, checkpoint = _resumed(config, resume, layout, mesh)
-    print_header(console, machine.facts, config)
+    config, checkpoint = _resumed(config, resume, layout, mesh) if resume or writes else (config, None)
+    print_header(console, machine.facts)
     files = mesh.local_first(lambda: find_model(config.origin))  # one rank unpacks a GGUF file
     check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
@@ -179,8 +205,15 @@ def prepare_run(
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
     _check_context_parallel(shapes, mesh)
     ways = _row_ranks(layout)
+    if data.stream is not None:
+        rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * ways
+        data.stream.require(config.max_steps * rows_per_step)
+        data.stream.check = partial(_check_block, shapes)
     arguments = _arguments(config, machine, data, ways)
-    check_schedule(config, arguments, optimizer, total_steps(config, len(data.train), ways))
+    steps = total_steps(config, len(data.train), ways)
+    if checkpoint is not None:
+        checkpoints.check_length(config, checkpoint, steps)
+    check_schedule(config, arguments, optimizer, steps)
     rows, templated = data.train if data.eval is None else data.eval, data.report["template"] is not None
     prompts = [] if method.scores else samples.pick_prompts(config, tokenizer, rows, templated=templated)
     _notice_unsharded_states(config, machine, layout)
@@ -192,10 +225,12 @@ def prepare_run(
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
     run = PreparedRun(
-        config, method, mesh, machine, checkpoint, files, tokenizer, data, identity, plan, arguments, prompts, cut
-    )
-    check_disk(run)
-    if method.reference:
+        config, given, method, mesh, machine, checkpoint, files, tokenizer, data, identity, plan, arguments, prompts,
+        cut,
+    )  # fmt: skip
+    if writes:
+        check_disk(run)
+    if method.reference and is_verbose(console):
         console.print(f"reference {_describe_reference(run)}")
     return run
 
@@ -238,6 +273,7 @@ def _resumed(
     return config, checkpoint
 
 
+@waiting("reading and tokenizing the data")
 def _read_data(
     config: RunConfig,
     method: Method,
@@ -322,12 +358,15 @@ def planned_lengths(run: PreparedRun) -> frozenset[int] | None:
     return frozenset(width for width, share in shares.items() if share * batches >= least[width])
 
 
+@waiting("looking at the device")
 def _machine(config: RunConfig, method: Method, mesh: Mesh) -> Machine:
     device = mesh.device(chosen_device(config.device))
     check_recipe(configured_recipe(config.precision), device)
     if config.storage.qat_scheme is not None:
         qat_format(config.storage.qat_scheme)
-    compute, weights = (resolve_dtype(name, device) for name in (config.precision.compute, config.precision.weights))
+    with silent():  # the header has the dtype
+        compute = resolve_dtype(config.precision.compute, device)
+        weights = resolve_dtype(config.precision.weights, device)
     check_dtype(config, device, compute)
     found = environment(str(device), compute, config.precision.compute)
     facts = {**found, "numbers": method.numbers.document(), "started": time.time()}
@@ -349,7 +388,14 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
     ends: Any = tokenizer.convert_tokens_to_ids(data.report.get("stop_tokens", []))
     named = {"padding": tokenizer.pad_token_id, "the end of an answer": max(filter(None, ends), default=None)}
     check_token_ids(shapes.causal_lm, {"tokens of the data": max(map(largest_id, splits)), **named})
-    check_positions(shapes.causal_lm.config, _longest(data), trust_remote_code=config.trust_remote_code)
+    longest = _longest(data) if data.stream is None else config.max_length
+    check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
+
+
+def _check_block(shapes: ModelShapes, rows: Any) -> None:
+    """Check that the model has embeddings for the tokens of a later block of a stream."""
+    if len(rows):
+        check_token_ids(shapes.causal_lm, {"tokens of the data": largest_id(rows)})
 
 
 def _longest(data: PreparedData) -> int:
@@ -360,12 +406,13 @@ def _longest(data: PreparedData) -> int:
 def _arguments(config: RunConfig, machine: Machine, data: PreparedData, ways: int) -> TrainingArguments:
     rows, evaluate = len(data.train), data.eval is not None
     wanted = config.per_device_train_batch_size * config.gradient_accumulation_steps * ways
-    if wanted > rows and config.method not in SAMPLING:
+    if wanted > rows and config.method not in SAMPLING and not config.streaming:
         keys = "per_device_train_batch_size and gradient_accumulation_steps"
         notice("step-rows", f"{keys} ask for {wanted:,} rows a step, and the data has {rows:,}: a step uses them all")
     return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate, ways=ways)
 
 
+@waiting("choosing a layout")
 def _with_layout(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
     layout: Parallel, console: Console,
@@ -407,6 +454,7 @@ def _on_host(mesh: Mesh, layout: Parallel) -> int:
     return mesh.most_on_a_host()
 
 
+@waiting("planning memory")
 def _memory_plan(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
     layout: Parallel, console: Console, checkpoint: Path | None,
@@ -435,7 +483,7 @@ def _memory_plan(
         plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
     check_host(plan.host, _on_host(mesh, layout), _free_host_bytes(mesh))
-    if plan.answering is not None:
+    if plan.answering is not None and is_verbose(console):
         step = size(plan.activations + plan.logits)
         how = "in addition to" if plan.answering.stays else "in turn with"
         console.print(one_line(f"rollouts {plan.answering}, {how} a step's {step}"), soft_wrap=True)
@@ -486,7 +534,9 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
         layer = torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=device, dtype=dtype)
         nn.init.ones_(layer.weight)
         layer.weight.grad = torch.ones_like(layer.weight)
-        optimizer = make_optimizer(layer, config)
+        optimizer: Any = make_optimizer(layer, config)
+        if row.has_modes:
+            optimizer.train()
         optimizer.step()
     except ConfigError:
         raise
@@ -560,17 +610,28 @@ def check_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, s
     Raises:
         ConfigError: it cannot.
     """
-    warmup = args.get_warmup_steps(steps)
+    warmup, options = args.get_warmup_steps(steps), config.lr_scheduler_kwargs or {}
+    stable = options.get("num_stable_steps", 0)
+    if config.lr_scheduler_type == "warmup_stable_decay" and warmup + stable + options["num_decay_steps"] > steps:
+        numbers = f"{warmup} steps of warmup, {stable} stable ones and {options['num_decay_steps']} of decay"
+        fix = "lower num_decay_steps, or raise max_steps or num_train_epochs"
+        raise ConfigError(f"lr_scheduler_kwargs: {numbers} are more than the {steps} of the run", fix)
     try:
-        schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps)
+        schedule = make_schedule(config, optimizer, warmup, steps)
+        if config.lr_scheduler_type in FOLLOW_METRIC:
+            return
         for step in (0, 1, warmup, steps):
             schedule.lr_lambdas[0](step)
         highest = max(map(schedule.lr_lambdas[0], range(steps))) if steps <= warmup else 1.0
-    except (ValueError, ArithmeticError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         message = f"lr_scheduler_type: {config.lr_scheduler_type} of {steps} steps, {warmup} of them warmup"
-        fix = "set lr_scheduler_type: cosine, or change learning_rate, max_steps or warmup_steps"
+        fix = "set lr_scheduler_type: cosine, or change lr_scheduler_kwargs, learning_rate, max_steps or warmup_steps"
         raise ConfigError(f"{message}: {_first_line(error)}", fix) from error
+    if not any(map(schedule.lr_lambdas[0], range(steps))):
+        steps_of_warmup = f", {warmup} of them warmup (warmup_steps: {config.warmup_steps:g})" if warmup else ""
+        wrong = f"learning_rate is 0 in every step: {steps} step{'s' * (steps > 1)}{steps_of_warmup}"
+        raise ConfigError(wrong, "set warmup_steps: 0" if warmup else "use another lr_scheduler_type, or more steps")
     if highest < 1.0:
         most = f"at most {highest * config.learning_rate:.1e} of {config.learning_rate:.1e}"
         said = f"learning_rate is never reached: {warmup} steps of warmup (warmup_steps) in {steps}"
-        notice("warmup", f"{said}, {most}" if highest else f"{said}: it is 0 in all steps")
+        notice("warmup", f"{said}, {most}")

@@ -34,14 +34,17 @@ from ..rl.setup import sampled_rollouts
 from ..runs.checkpoints import MODELS, best, read_state, remove_leftovers, step_of
 from ..runs.layout import METRICS, PAGES
 from ..runs.lock import run_lock
-from ..runs.metrics import MetricsFile
-from ..utils.console import Console
+from ..runs.metrics import MetricsFile, describe_best
+from ..utils.console import Console, is_verbose
 from ..utils.errors import TrainingError
 from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
 from ..utils.notices import notice, reset_notices, silent
-from ..utils.terminal import LiveMetrics, print_memory
+from ..utils.processes import is_main_rank
+from ..utils.terminal import LiveMetrics, print_memory, print_run
 from ..utils.text import one_line
+from ..utils.waiting import showing_waits, waiting
 from . import checks, samples
+from .hub import HubRepository
 from .identity import model_reader
 from .loop import TrainingLoop, seed_process
 from .metrics_log import peak_memory, reserved_memory
@@ -51,6 +54,7 @@ from .run_folder import (
     finished_measures,
     open_run,
     save_trained,
+    saved_in,
     summarize,
     write_report_files,
     write_report_of_stopped,
@@ -71,30 +75,51 @@ from .stepper import Stepper
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: its folder, and its last numbers (`loss`, `eval_loss`, `perplexity`, `peak_bytes`, ...)."""
+    """A finished run.
+
+    Attributes:
+        output_dir: the run's folder, with the adapter, metrics and report.
+        metrics: the last numbers: `loss`, `eval_loss`, `perplexity`, `peak_bytes`, ...
+    """
 
     output_dir: Path
     metrics: dict[str, Any]
 
     def merge(self, out_dir: Path | str, **options: Any) -> Any:
-        """Merge the adapter into 16-bit weights; see `halfbyte.export.merge.merge`."""
+        """Merge the adapter into its base model and write the result to `out_dir`, as `halfbyte merge` does.
+
+        Args:
+            out_dir: a new folder.
+            options: further arguments of `halfbyte.export.merge.merge`.
+        """
         from ..export.merge import merge
 
         return merge(self.output_dir, out_dir, **options)
 
 
 def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
-    """Fine-tune `model` on `dataset`; `keys` are keys of the configuration file. reward_funcs may contain functions.
+    """Fine-tune a model, as `halfbyte train` does, and write the run to `output_dir`.
+
+    Args:
+        model: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id.
+        dataset: files, folders or hub ids of the training rows.
+        keys: keys of the configuration, such as `output_dir="out"`, `method="dpo"`, `learning_rate=1e-4`.
+            `reward_funcs` may also contain functions.
+
+    Returns:
+        The run's folder and last numbers.
 
     Raises:
-        HalfbyteError: with the key, file, line or tensor at fault and the fix.
+        HalfbyteError: names the key, file, line or tensor at fault and the fix; for bad input before long work.
     """
     reset_notices()
     if (entries := keys.get("reward_funcs")) is not None:
         several = entries if isinstance(entries, list) else [entries]
         keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in several]
     config = load_config(None, {"model_name_or_path": model, "dataset": dataset, **keys})
-    return train(config, console=Console(outlives_reader=True))
+    console = Console(outlives_reader=True, quiet=not is_main_rank())
+    print_run(console, config)
+    return train(config, console=console)
 
 
 def train(config: RunConfig, *, resume: str | bool | None = None, console: Console | None = None) -> RunResult:
@@ -110,7 +135,7 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
     resume = config.resume_from_checkpoint if resume is None else resume
     with present_mesh(config.layout, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
-        with contextlib.nullcontext() if mesh.is_main else silent():
+        with showing_waits(console), contextlib.nullcontext() if mesh.is_main else silent():
             if mesh.size == 1:
                 notice_idle_gpus(config)
             check_agreement(mesh, config)
@@ -128,7 +153,11 @@ def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> R
     """Return the result of a run that is already finished; writes its missing pages, and changes no other file."""
     output = run.config.output_path
     job = OpenRun(run, output, MetricsFile(output / METRICS))
-    console.print(one_line(f"finished already: {run.total_steps} of {run.total_steps} steps, {output}"), soft_wrap=True)
+    assert run.checkpoint is not None
+    done = step_of(run.checkpoint)
+    longer = "" if done >= run.total_steps else " (early stopping; raise early_stopping_patience to continue)"
+    line = f"finished already: {done} of {run.total_steps} steps{longer}, {output}"
+    console.print(one_line(line), soft_wrap=True)
     if run.mesh.is_main:
         remove_leftovers(output)
         if missing := [name for name in PAGES if not (output / name).is_file()]:
@@ -162,6 +191,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     if run.checkpoint is not None:
         line = f"resuming from {run.checkpoint}: {step_of(run.checkpoint)} of {run.total_steps} steps are done"
         console.print(one_line(line), soft_wrap=True)
+    hub = HubRepository(run.config) if run.config.push_to_hub and run.mesh.is_main else None
     models = _digests_of_models(run)
     model = load_trainable_model(run, measured)
     stages = shard_for_rank(run, model)
@@ -177,6 +207,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         results = verified.results
         if run.method.reference:
             rows, held_out, results["reference"] = add_reference(run, model, console)
+        if run.data.stream is not None:
+            rows = run.data.stream
         before = _answers(run, model, pipelined)
         with (
             training_stepper(job, model, pipelined, verified.graphs, console) as stepper,
@@ -199,6 +231,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
                 rollouts=rollouts,
                 pipeline_state=None if stages is None else PipelineState(run.mesh, stages),
             )
+            if hub is not None:
+                loop.add_callback(hub)
             _train(job, loop, console)
         after = _answers(run, model, pipelined)
         measured |= _peaks(device, stepper, measured["base_bytes"])
@@ -206,13 +240,18 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         unpatch(model)
         results |= save_trained(job, loop, ids)
     found = results["reproducible"] = checks.reproducibility(run.config, device, verified.report)
-    console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
+    if is_verbose(console):
+        same = "gives the same weights, byte for byte" if found["equal"] else "may give other weights"
+        console.print(f"repeating this run on this machine {same}: {found['why']}")
     ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
         return RunResult(job.output, {})
-    write_results(job, ranks, results, list(zip(run.prompts, before, after, strict=True)))
+    answers = list(zip(run.prompts, before, after, strict=True))
+    write_results(job, ranks, results, answers, loop.best_result())
     print_memory(console, run.plan, measured)
     write_report_files(job, console)
+    if hub is not None:
+        console.print(one_line(hub.finish(job.output / saved_in(run.config))), soft_wrap=True)
     return RunResult(job.output, summarize(job, measured))
 
 
@@ -242,6 +281,7 @@ def _digests_of_models(run: PreparedRun) -> Future[dict[str, Any]]:
     return digests
 
 
+@waiting("answering the prompts of generations.json")
 def _answers(run: PreparedRun, model: Any, pipelined: PipelinedStepper | None) -> list[str]:
     """Return the model's answers to the prompts of generations.json."""
     stops = stop_tokens(run.tokenizer, model, run.data.report.get("stop_tokens", []))
@@ -263,7 +303,10 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
         evaluated = [record["step"] for record in _recorded(job) if record["kind"] == "eval"]
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()
-    if (path := best(job.output)) is not None:
+        loop.load_best()
+    if (result := loop.best_result()) is not None:
+        console.print(one_line(describe_best(result)), soft_wrap=True)
+    elif (path := best(job.output)) is not None:
         console.print(one_line(f"best checkpoint: {path}, by its rewards on held-out prompts"), soft_wrap=True)
 
 

@@ -32,14 +32,16 @@ from ..runs.layout import (
     RESOLVED_CONFIG,
     WEIGHTS,
 )
-from ..runs.metrics import MetricsFile
+from ..runs.metrics import MetricsFile, evaluation_of_weights, final_loss
 from ..runs.stop_tokens import generation_keys
 from ..utils.console import Console
 from ..utils.errors import ConfigError, TrainingError
 from ..utils.files import new_directory, write_json, write_text
 from ..utils.notices import notices_so_far
 from ..utils.text import one_line
+from ..utils.waiting import waiting
 from . import checks
+from .best_evaluation import BestEvaluation
 from .checkpoint import save_weights
 from .loop import TrainingLoop
 from .preflight import PreparedRun
@@ -98,7 +100,7 @@ def finished_measures(prepared: PreparedRun) -> dict[str, int] | None:
     environment.json is marked as finished after these files and before the pages made from them (`PAGES`).
     """
     output, checkpoint = prepared.config.output_path, prepared.checkpoint
-    if checkpoint is None or checkpoints.step_of(checkpoint) < prepared.total_steps:
+    if checkpoint is None or not _is_last(checkpoint, prepared):
         return None
     if checkpoint.parent.resolve() != output.resolve() or not (output / saved_in(prepared.config)).is_dir():
         return None
@@ -112,6 +114,16 @@ def finished_measures(prepared: PreparedRun) -> dict[str, int] | None:
     return measured if valid else None
 
 
+def _is_last(checkpoint: Path, prepared: PreparedRun) -> bool:
+    """Return whether a run ends with this checkpoint: it has all steps, or early stopping ended it there."""
+    if checkpoints.step_of(checkpoint) >= prepared.total_steps:
+        return True
+    best = BestEvaluation.of(prepared.config, prepared.method)
+    if best is not None:
+        best.load(checkpoints.read_state(checkpoint).get("best"))
+    return best is not None and best.is_exhausted
+
+
 def saved_in(config: RunConfig) -> str:
     """Return the folder name of a finished run's weights."""
     return WEIGHTS[0 if config.use_peft else 1]
@@ -123,9 +135,11 @@ def _write_first(run: OpenRun) -> None:
     checkpoints.remove_leftovers(output)
     if checkpoint:
         checkpoints.rename_newer(output, checkpoint)
+        if run.prepared.config.load_best_model_at_end:
+            checkpoints.copy_best(output, checkpoint)
     run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
     write_text(output / RESOLVED_CONFIG, dump_config(run.prepared.config))
-    _write_given_config(output / GIVEN_CONFIG, run.prepared.config)
+    _write_given_config(output / GIVEN_CONFIG, run.prepared.given)
     write_json(output / DATA_REPORT, run.prepared.data.report)
     write_memory(run, {})
     write_environment(run)
@@ -185,6 +199,7 @@ def write_environment(run: OpenRun, **more: Any) -> None:
 # --- end of a run ----------------------------------------------------------------------------------------------------
 
 
+@waiting("saving the weights and reading them back")
 def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]:
     """Write adapter/ (or model/) with the tokenizer, and compare the files with the trained weights.
 
@@ -221,7 +236,11 @@ def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[st
 
 
 def write_results(
-    job: OpenRun, ranks: list[dict[str, int]], results: dict[str, Any], answers: list[tuple[Prompt, str, str]]
+    job: OpenRun,
+    ranks: list[dict[str, int]],
+    results: dict[str, Any],
+    answers: list[tuple[Prompt, str, str]],
+    best: dict[str, Any] | None,
 ) -> None:
     """Write memory.json, checks.json, generations.json and environment.json of a finished run.
 
@@ -229,6 +248,7 @@ def write_results(
         ranks: measured memory by rank, bytes.
         results: for checks.json.
         answers: prompts with their answers before and after training.
+        best: the best evaluation, if evaluations were compared.
     """
     write_memory(job, ranks[0], ranks)
     write_json(job.output / CHECKS, results)
@@ -236,9 +256,11 @@ def write_results(
         job.output / GENERATIONS,
         [{"prompt": p.text, "before": b, "after": a, "reference": p.reference} for p, b, a in answers],
     )
-    write_environment(job, reproducible=results["reproducible"], finished=time.time())
+    compared = {} if best is None else {"best": best}
+    write_environment(job, reproducible=results["reproducible"], finished=time.time(), **compared)
 
 
+@waiting("writing the report")
 def write_report_files(job: OpenRun, console: Console, card: bool = True) -> None:
     """Write report.html, and the model card if `card`."""
     from ..report import write_card, write_report
@@ -246,8 +268,11 @@ def write_report_files(job: OpenRun, console: Console, card: bool = True) -> Non
     if card:
         write_card(job.output)
     report = write_report(job.output)
-    saved = job.output / saved_in(job.prepared.config)
-    console.print(one_line(f"saved: {saved} · report: {report}"), soft_wrap=True)
+    saved, metric = job.output / saved_in(job.prepared.config), job.prepared.method.numbers.trained[0]
+    trained = [record for record in job.metrics.records() if record["kind"] == "train"]
+    loss = final_loss(trained, metric.over)
+    final = "" if loss is None else f" · final training {metric.label} {format(loss, metric.format)}"
+    console.print(one_line(f"saved: {saved}{final} · report: {report}"), soft_wrap=True)
 
 
 def write_report_of_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
@@ -261,17 +286,21 @@ def write_report_of_stopped(run: OpenRun, error: TrainingError, console: Console
 
 
 def summarize(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
-    """Return the last numbers of a run."""
+    """Return the last numbers of a run; `loss` is the final loss of its model card."""
     records = job.metrics.records()
     trained = [record for record in records if record["kind"] == "train"]
     evaluated = [record for record in records if record["kind"] == "eval"]
-    summary = {"steps": job.prepared.total_steps, "peak_bytes": measured["peak_bytes"]}
+    summary: dict[str, Any] = {"steps": job.prepared.total_steps, "peak_bytes": measured["peak_bytes"]}
     if trained:  # empty if a user removed metrics.jsonl
         seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
         summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
-        summary |= {"steps": trained[-1]["step"], "loss": trained[-1]["loss"]}
+        over = job.prepared.method.numbers.trained[0].over
+        summary |= {"steps": trained[-1]["step"], "loss": final_loss(trained, over)}
     if evaluated:
         first, *others = (metric.name for metric in job.prepared.method.numbers.evaluated)
-        summary |= {f"eval_{first}": evaluated[-1][first], f"eval_{first}_before": evaluated[0][first]}
-        summary |= {name: evaluated[-1][name] for name in others if name in evaluated[-1]}
+        best = read_json(job.output / ENVIRONMENT, ConfigError).get("best")
+        last = evaluation_of_weights(evaluated, best)
+        summary |= {f"eval_{first}": last[first], f"eval_{first}_before": evaluated[0][first]}
+        summary |= {name: last[name] for name in others if name in last}
+        summary |= {} if best is None else {"best_step": best["step"], "best_metric": best["value"]}
     return summary

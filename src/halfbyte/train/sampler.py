@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ..batch import COUNTS
+from ..data.streaming import RowStream
 from ..methods.base import Collate, Method, Rows
 from ..parallel.mesh import DATA_AXES, Mesh
 from ..runs.metrics import TOKENS
@@ -47,7 +49,7 @@ class RankBatches:
 
 
 def batches(
-    rows: Rows,
+    rows: Rows | RowStream,
     size: int,
     collate: CountingCollator,
     mesh: Mesh,
@@ -64,6 +66,8 @@ def batches(
         skip: number of batches of all ranks to leave out at the beginning.
         pinned: use pinned memory, from which a GPU copies without blocking the host.
     """
+    if isinstance(rows, RowStream):
+        return _stream_batches(rows, size, collate, mesh, skip, pinned)
     sampler: Any = SequentialSampler(rows)
     if shuffled is not None:
         sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(shuffled))
@@ -73,3 +77,27 @@ def batches(
     mine: Any = own + blank
     loader: DataLoader = DataLoader(rows, batch_sampler=mine, collate_fn=collate, pin_memory=pinned)  # type: ignore[arg-type]
     return RankBatches(loader, collate.blank, len(own), len(order))
+
+
+def _stream_batches(
+    stream: RowStream, size: int, collate: CountingCollator, mesh: Mesh, skip: int, pinned: bool
+) -> RankBatches:
+    """Return this rank's micro-batches of a stream, in the order in which its rows come."""
+    total, ways = stream.needed // size - skip, mesh.degree(*DATA_AXES)
+    mine = _StreamedMicroBatches(stream, size, skip, mesh.coordinate(*DATA_AXES), ways)
+    loader: DataLoader = DataLoader(mine, batch_size=None, collate_fn=collate, pin_memory=pinned)
+    return RankBatches(loader, collate.blank, total // ways, total)
+
+
+class _StreamedMicroBatches(IterableDataset):
+    """Lists of `size` rows of a stream after the first `skip` lists: every `ways`-th one, from number `rank`."""
+
+    def __init__(self, stream: RowStream, size: int, skip: int, rank: int, ways: int):
+        self.stream, self.size, self.skip, self.rank, self.ways = stream, size, skip, rank, ways
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        rows = self.stream.rows(self.skip * self.size)
+        for number in range(self.stream.needed // self.size - self.skip):
+            batch = list(islice(rows, self.size))
+            if number % self.ways == self.rank:
+                yield batch

@@ -42,9 +42,10 @@ from ..parallel.shard.model import shard_model
 from ..parallel.tensor.model import apply_tensor_parallel
 from ..plan.estimate import GIB
 from ..runs.layout import EXPERTS
-from ..utils.console import Console
+from ..utils.console import Console, is_verbose
 from ..utils.files import write_json
 from ..utils.terminal import expert_usage_line
+from ..utils.waiting import waiting
 from . import checks
 from .metrics_log import current_memory, reset_peak_memory
 from .preflight import PreparedRun, planned_lengths
@@ -197,6 +198,7 @@ class Verified:
     graphs: bool = False
 
 
+@waiting("checking the model's loss")
 def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console) -> Verified:
     """Patch the model and isolate packed documents; compare the loss after each change with the loss before.
 
@@ -210,10 +212,12 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
     results = {"first_step": checks.loss_check(model, ids, dtype)}
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, run.plan.levels or None)
-        console.print(str(report))
+        if is_verbose(console):
+            console.print(str(report))
         results["fused"] = checks.fused_check(model, ids, dtype, results["first_step"]["loss"])
     elif run.config.use_kernels and run.config.precision.recipe == "bf16" and (name := patch_attention(model)):
-        console.print(f"attention: {name}")
+        if is_verbose(console):
+            console.print(f"attention: {name}")
         results["fused"] = checks.fused_check(model, ids, dtype, results["first_step"]["loss"])
     plain = make_collator(run.config, run.tokenizer, device)
     isolation = isolate_for_run(model, run.config, plain, run.data.train, dtype, run.mesh)
@@ -239,6 +243,7 @@ def _first_prompt_batches(run: PreparedRun, device: torch.device) -> tuple[dict[
     return to_device(collate([row]), device), to_device(collate([with_own_prompts(row)]), device)
 
 
+@waiting("checking the model's loss")
 def patch_and_verify_stages(run: PreparedRun, model: Any, stepper: PipelinedStepper, ids: Tensor) -> Verified:
     """Patch this rank's stages; compare the loss through the pipeline before and after.
 

@@ -18,12 +18,13 @@ class Console(rich_console.Console):
 
     Args:
         outlives_reader: if the reader closes the pipe, continue without output; default: raise BrokenPipeError.
+        verbose: print details as well.
         how: rich's own arguments.
     """
 
-    def __init__(self, *, outlives_reader: bool = False, **how: Any):
+    def __init__(self, *, outlives_reader: bool = False, verbose: bool = False, **how: Any):
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, **how})
-        self.outlives_reader = outlives_reader
+        self.outlives_reader, self.verbose = outlives_reader, verbose
 
     def render(
         self, renderable: rich_console.RenderableType, options: rich_console.ConsoleOptions | None = None
@@ -40,6 +41,11 @@ class Console(rich_console.Console):
             raise BrokenPipeError
         self.quiet = True
         notice("reader", "the reader of the output has closed it; the run continues without output")
+
+
+def is_verbose(console: rich_console.Console) -> bool:
+    """Return whether the console prints details."""
+    return getattr(console, "verbose", False)
 
 
 def has_colours(console: rich_console.Console) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -84,12 +85,20 @@ def environment(
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:
-    """Return whether Triton kernels run on `device`, and why."""
+    """Return whether halfbyte's kernels run on `device`, and why."""
     if device.type == "cpu":
-        return {"enabled": False, "reason": "kernels need a GPU; on a CPU the 4-bit ops run in C, the rest in PyTorch"}
+        command = compiler()
+        if shutil.which(command[0]) is None:
+            return {"enabled": False, "reason": f"there is no C compiler ({command[0]}); using the PyTorch reference"}
+        return {"enabled": True, "reason": f"in C for quantized weights, built by {command[0]}; the rest is PyTorch"}
     if find_spec("triton") is None:
         return {"enabled": False, "reason": "triton is not installed; using the PyTorch reference"}
     return {"enabled": True, "reason": f"triton {_version('triton') or ''} drives {device.type}".replace("  ", " ")}
+
+
+def compiler() -> list[str]:
+    """Return the command of the C compiler, which need not exist: $CC, else cc."""
+    return shlex.split(os.environ.get("CC") or "cc") or ["cc"]
 
 
 def _bitsandbytes() -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Notices: messages about fallbacks, renamed keys and automatic choices, logged once each with the reason."""
+"""Notices: messages about fallbacks, renamed keys and automatic choices, logged once each with the reason.
+
+A `notice` is logged at WARNING. A `remark` is about what halfbyte always does in such a case; it is logged at INFO, so
+that it is printed with `--verbose` only. Reports list both.
+"""
 
 import contextlib
 import logging
@@ -14,9 +18,23 @@ _muted = False
 
 def notice(key: str, message: str) -> None:
     """Log `message` at WARNING if `key` is new in this process, and keep it for the report."""
+    _log(logging.WARNING, key, message)
+
+
+def remark(key: str, message: str) -> None:
+    """Log `message` at INFO if `key` is new in this process, and keep it for the report."""
+    _log(logging.INFO, key, message)
+
+
+def _log(level: int, key: str, message: str) -> None:
     if key not in _logged and not _muted:
         _logged[key] = text.message(message)
-        logger.warning(_logged[key])
+        logger.log(level, _logged[key])
+
+
+def print_remarks() -> None:
+    """Print remarks as well from now on."""
+    logger.setLevel(logging.INFO)
 
 
 def notices_so_far() -> dict[str, str]:

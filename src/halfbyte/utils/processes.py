@@ -78,6 +78,16 @@ def _start_time(pid: int) -> int | None:
 LAUNCHER = "HALFBYTE_LAUNCHER"  # environment variable: PID of the `halfbyte train` that started this process
 
 
+def is_rank() -> bool:
+    """Return whether a launcher started this process as a rank, the only one included."""
+    return "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def is_main_rank() -> bool:
+    """Return whether this process is rank 0 or the only process."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def was_launched() -> bool:
     """Return whether torchrun or another launcher started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -6,6 +6,7 @@ a rich console. Torch is never imported.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -22,9 +23,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .. import __version__
 from ..config import SIXTEEN
-from .console import has_colours
+from .console import has_colours, is_verbose
 from .text import one_line
+from .waiting import drawing_waits, renew_wait, spinner, waiting
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -103,19 +106,26 @@ def storage(keys: Mapping[str, Any]) -> str:
     return chosen or f"4-bit {str(keys.get('bnb_4bit_quant_type', 'nf4')).upper()}"
 
 
-def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
-    """Print the model, data, device and choices of a run, with their reasons."""
-    machine = _machine(environment)
-    datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+def print_run(console: Console, config: RunConfig) -> None:
+    """Print the version, and the model, data and output of a run: the first lines, which need no other library."""
+    datasets = [entry.path for entry in config.datasets]
     lines = {
         "model": f"{config.model_name_or_path} · {method(config)}",
         "data": f"{', '.join(datasets)} · up to {config.max_length:,} tokens{' · packed' if config.packing else ''}",
-        "device": _device_line(environment, environment["cpu"]),
-        **{name: machine[name] for name in ("compute", "kernels", "versions")},
         "output": config.output_dir,
     }
-    console.print(Text.assemble(("halfbyte ", "bold"), (machine["halfbyte"], "bold cyan")))
+    console.print(Text.assemble(("halfbyte ", "bold"), (__version__, "bold cyan")))
     console.print(_facts(lines))
+
+
+def print_header(console: Console, environment: Mapping[str, Any]) -> None:
+    """Print the device of a run; a verbose console also prints choices with their reasons."""
+    machine = _machine(environment)
+    device = f"{_device_line(environment, environment['cpu'])} · {environment['compute_dtype']['dtype']}"
+    reasons = ["compute", "kernels", "versions"] if is_verbose(console) else []
+    if not reasons and not environment["kernels"]["enabled"]:
+        reasons = ["kernels"]
+    console.print(_facts({"device": device} | {name: machine[name] for name in reasons}))
 
 
 def print_processes(console: Console, layout: object, size: int, config: RunConfig, data_degree: int) -> None:
@@ -138,6 +148,11 @@ def expert_usage_line(use: Mapping[str, Any]) -> str:
         return f"{line}, each of {use['experts']} at least once"
     name, first = next(iter(dead.items()))
     return one_line(f"{line}; {use['dead']} of {use['experts']} never, first {first[0]} of {name}")
+
+
+def print_facts(console: Console, lines: Mapping[str, str]) -> None:
+    """Print named facts, one per line."""
+    console.print(_facts(lines))
 
 
 def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
@@ -263,7 +278,9 @@ def excess_reason(predicted: float, measured: float, flat: Mapping[str, Any]) ->
 
 
 def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None = None) -> None:
-    """Print a stacked bar of predicted memory by component and the free rest; with `measured`, a second bar to scale.
+    """Print predicted memory, and with `measured` the peak, in a line.
+
+    A verbose console prints a stacked bar by component and the free rest, and with `measured` a second bar to scale.
 
     Args:
         plan: a MemoryPlan, its dict (bytes by part, total), or memory.json; `capacity_bytes` gives the free part.
@@ -272,6 +289,9 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
     flat = flat_plan(plan)
     parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS}
     total = flat.get("total") or sum(parts.values())
+    if not is_verbose(console):
+        console.print(_facts({"memory": _memory_line(total, measured or {}, flat)}))
+        return
     shown = measured_parts(measured) if measured else {}
     both = {"base": shown.get("base", 0), **parts}  # the process is in the peak, so it is in both bars
     scale = max((flat.get("capacity_bytes") or 0) + both["base"], sum(both.values()), sum(shown.values()))
@@ -281,6 +301,23 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
         lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, known)
     lines["total"] = _totals(total, measured or {}, flat)
     console.print(_facts(lines))
+
+
+def _memory_line(total: float, measured: Mapping[str, Any], flat: Mapping[str, Any]) -> str:
+    """Describe predicted memory, the device's, and the measured peak: "5.1 GiB at the peak, 5.2 GiB predicted"."""
+    predicted, peak = comparable_bytes(flat, measured)
+    if peak:
+        return f"{size(peak)} at the peak, {size(predicted)} predicted"
+    capacity = f" of {size(flat['capacity_bytes'])}" if flat.get("capacity_bytes") else ""
+    on = flat.get("activation_checkpointing")
+    return f"{size(total)}{capacity} predicted" + (f" · activations {_saved(flat)}" if on is not None else "")
+
+
+def _saved(flat: Mapping[str, Any]) -> str:
+    """Describe what happens with activations: "saved", "recomputed", "offloaded"."""
+    if not flat["activation_checkpointing"]:
+        return "saved"
+    return "offloaded" if any(str(level).startswith("offload") for level in flat.get("levels") or ()) else "recomputed"
 
 
 def _stack(
@@ -325,22 +362,32 @@ def print_data(console: Console, report: Mapping[str, Any]) -> None:
     lines: dict[str, Text] = {}
     for name in ("train", "eval"):
         if report.get(name):
-            lines["data" if name == "train" else "held out"] = data_line(report[name], report.get("eos_trained"))
+            eos_trained = report.get("eos_trained") if name == "train" or is_verbose(console) else None
+            line = data_line(report[name], eos_trained, details=is_verbose(console))
+            lines["data" if name == "train" else "held out"] = line
+    if mixture := report["train"].get("mixture"):
+        lines["mixture"] = Text(" · ".join(f"{entry['path']} {entry['share']:.1%}" for entry in mixture))
     console.print(_facts(lines))
 
 
-def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
-    """Describe one split of data_report.json."""
+def data_line(split: Mapping[str, Any], eos_trained: bool | None, *, details: bool = True) -> Text:
+    """Describe one split of data_report.json.
+
+    Args:
+        details: add mean lengths, and how much shared prompts save.
+    """
     tokens, trained = split["tokens"], split["trained_tokens"]
     dropped = {reason: count for reason, count in split["dropped"].items() if count}
-    words = [*_rows(split), f"{tokens:,} tokens"]
+    words = [*_rows(split, details), f"{tokens:,} tokens"]
     words.append(f"{trained / tokens:.1%} trained" if tokens and trained else "none trained")
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    words.append(f"{sum(dropped.values()):,} dropped ({reasons})" if dropped else "none dropped")
-    words.append(f"{split['truncated']:,} truncated" if split["truncated"] else "none truncated")
+    if dropped:
+        words.append(f"{sum(dropped.values()):,} dropped ({reasons})")
+    if split["truncated"]:
+        words.append(f"{split['truncated']:,} truncated")
     if split.get("empty_answers"):
         words.append(f"{split['empty_answers']:,} empty answers")
-    if split.get("computed_tokens"):
+    if split.get("computed_tokens") and details:
         saved = 1 - split["computed_tokens"] / split["tokens_apart"]
         words.append(f"each prompt once: {saved:.0%} fewer computed")
     if split.get("packing_efficiency") is not None:
@@ -351,11 +398,12 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
     return line
 
 
-def _rows(split: Mapping[str, Any]) -> list[str]:
-    """Describe the number of rows of a split and, for answers, their kind and mean length."""
+def _rows(split: Mapping[str, Any], details: bool) -> list[str]:
+    """Describe the number of rows of a split and, for answers, their kind and, with `details`, mean length."""
     means = split.get("mean_tokens")
     if means is None:
-        return [f"{split['documents']:,} documents in {split['rows']:,} rows"]
+        first = "a stream, first " if split.get("streamed") else ""
+        return [f"{first}{split['documents']:,} documents in {split['rows']:,} rows"]
     kinds = {"chosen": "pairs", "completion": "answers", "steps": "answers in steps"}
     kind = next((kind for name, kind in kinds.items() if name in means), "prompts")
     words = [f"{split['rows']:,} {kind}"]
@@ -363,7 +411,8 @@ def _rows(split: Mapping[str, Any]) -> list[str]:
         words.append(f"{split['desirable']:,} desirable")
     if "steps" in split:
         words.append(f"{split['right_steps']:,} of {split['steps']:,} steps right")
-    words.append("mean tokens: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()))
+    if details:
+        words.append("mean tokens: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()))
     if split.get("contradicting"):
         words.append(f"{split['contradicting']:,} contradicting")
     return words
@@ -403,18 +452,24 @@ class LiveMetrics:
         self._last_step = 0
         self._first_evaluation: Mapping[str, Any] | None = None
         self._printed_at = -math.inf
+        self._shown: list[RenderableType] = []
         self._live = (
-            Live(console=console, auto_refresh=False) if console.is_terminal and not console.is_dumb_terminal else None
-        )
+            Live(console=console, get_renderable=self._screen) if console.is_terminal and not console.is_dumb_terminal
+            else None
+        )  # fmt: skip
+        self._wait = contextlib.ExitStack()
 
     def __enter__(self) -> LiveMetrics:
         if self._live:
             self._live.start()
+        self._wait.enter_context(drawing_waits())
+        self._wait.enter_context(waiting("the first step"))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._wait.close()
         if self._live:
             self._live.stop()
 
@@ -428,9 +483,15 @@ class LiveMetrics:
             self._paces.append((record["step_seconds"], steps * record["step_seconds"]))
             self._last_step = record["step"]
             if self._live:
-                self._live.update(self._display(record), refresh=True)
+                self._shown = self._display(record)
+                self._live.refresh()
             else:
                 self._print_plain(record)
+            renew_wait(f"step {record['step'] + 1}")
+
+    def _screen(self) -> Group:
+        wait = spinner()
+        return Group(*self._shown, *([] if wait is None else [wait]))
 
     def _print_plain(self, record: Mapping[str, Any]) -> None:
         now = record.get("time", time.time())
@@ -439,13 +500,13 @@ class LiveMetrics:
             line = f"step {record['step']}/{self.total_steps} · {self._numbers(record)} · ETA {self._eta(record)}"
             self.console.print(Text(line), soft_wrap=True)
 
-    def _display(self, record: Mapping[str, Any]) -> Group:
+    def _display(self, record: Mapping[str, Any]) -> list[RenderableType]:
         progress = Table.grid(padding=(0, 2))
         progress.add_row(
             ProgressBar(total=self.total_steps, completed=record["step"], width=32),
             f"step {record['step']}/{self.total_steps} · epoch {record['epoch']:.2f} · ETA {self._eta(record)}",
         )
-        return Group(progress, Text(self._numbers(record)))
+        return [progress, Text(self._numbers(record))]
 
     def _metrics(self) -> list[Metric]:
         return [each for each in (*self.method_numbers.trained, *self.method_numbers.beside) if each.brief]

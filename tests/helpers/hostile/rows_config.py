@@ -53,9 +53,9 @@ ROWS = [
         both("attn_implementation=flash_attention_2"),
         says=("attn_implementation", "flash_attention_2"),
     ),
-    Case("7 output_dir is empty", both("output_dir="), says="output_dir"),
-    Case("8 output_dir of 300 characters", both(f"output_dir={LONG}"), says="output_dir"),
-    Case("8 output_dir below a file", both("output_dir=run.yaml/x"), says=("output_dir", "run.yaml")),
+    Case("7 output_dir is empty", "train run.yaml output_dir=", says="output_dir"),
+    Case("8 output_dir of 300 characters", f"train run.yaml output_dir={LONG}", says="output_dir"),
+    Case("8 output_dir below a file", "train run.yaml output_dir=run.yaml/x", says=("output_dir", "run.yaml")),
     Case(
         "9 markup in output_dir",
         ["train", "run.yaml", "output_dir='[bold]x[/nope]'"],
@@ -81,9 +81,9 @@ ROWS = [
     ),
     Case(
         "58 output_dir in a folder that may not be written",
-        both("output_dir=shut/out"),
+        "train run.yaml output_dir=shut/out",
         says="output_dir",
         files={"shut": None, "shut/": mode(0o555)},
     ),
-    Case("82 the run is there already", both("output_dir=run"), says="run", given=("run",)),
+    Case("82 the run is there already", "train run.yaml output_dir=run", says="run", given=("run",)),
 ]

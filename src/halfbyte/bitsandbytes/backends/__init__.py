@@ -9,7 +9,7 @@ BACKENDS = ("cpu", "cuda", "default", "hpu", "mps", "triton", "xpu")
 
 for _backend in BACKENDS:
     for _name in (f"{__name__}.{_backend}", f"{__name__}.{_backend}.ops"):
-        _module = types.ModuleType(_name, "Empty stub; see `halfbyte.bitsandbytes.backends`.")
+        _module = types.ModuleType(_name, "A name without content; see `halfbyte.bitsandbytes.backends`.")
         _module.__path__ = []
         sys.modules[_name] = _module
     _package = sys.modules[f"{__name__}.{_backend}"]

@@ -9,9 +9,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import platform
-import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ...dispatch import Unavailable
-from ...utils import files
+from ...utils import environment, files
 from ...utils.errors import ConfigError, TrainingError
 
 # avoid-fma-max-bits=0: tuned for some CPUs, GCC otherwise splits FMAs in long sums of loops over one row only, and a
@@ -67,10 +65,10 @@ def library(name: str) -> ctypes.CDLL:
         Unavailable: with the reason.
     """
     source = Path(__file__).with_name(f"{name}.c")
-    chosen = shlex.split(os.environ.get("CC") or "cc")
-    compiler = shutil.which(chosen[0]) if chosen else None
+    chosen = environment.compiler()
+    compiler = shutil.which(chosen[0])
     if compiler is None:
-        raise Unavailable(f"there is no C compiler ({' '.join(chosen) or 'cc'})")
+        raise Unavailable(f"there is no C compiler ({' '.join(chosen)})")
     command = [compiler, *chosen[1:], *FLAGS]
     machine = f"{_version(compiler)}{platform.libc_ver()}{platform.machine()}{_cpu()}"
     read = "".join(each.read_text() for each in (source, *sorted(source.parent.glob("*.h"))))

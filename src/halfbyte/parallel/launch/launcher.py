@@ -36,8 +36,8 @@ from ...config.policy import SAMPLING
 from ...utils.errors import ConfigError, TrainingError
 from ...utils.hardware import chosen_device
 from ...utils.notices import notice
-from ...utils.processes import LAUNCHER, TERMINATION_SIGNALS, Stopped, StopRequest, request_on_signals
-from .ranks import Failure, is_rank, read_failure
+from ...utils.processes import LAUNCHER, TERMINATION_SIGNALS, Stopped, StopRequest, is_rank, request_on_signals
+from .ranks import Failure, read_failure
 
 GRACE = 5.0  # seconds that other ranks have to report after one has failed
 POLL = 0.1  # seconds between checks of the processes

@@ -25,6 +25,7 @@ from ...reading import why
 from ...utils import errors
 from ...utils.errors import ConfigError, HalfbyteError, TrainingError
 from ...utils.notices import notice
+from ...utils.processes import is_rank
 from ...utils.text import brief
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -43,11 +44,6 @@ DNS_TIMEOUT = 30.0  # seconds
 CONSEQUENCE_DELAY = 3600  # seconds added to timestamps: torchrun reports the earliest failure as the cause
 
 
-def is_rank() -> bool:
-    """Return whether a launcher started this process as a rank, the only one included."""
-    return "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
-
-
 def launcher_int(name: str, least: int, most: int, default: int) -> int:
     """Return an integer from the launcher's environment, or `default` if it is not set.
 
@@ -59,11 +55,6 @@ def launcher_int(name: str, least: int, most: int, default: int) -> int:
         fix = "unset it, or start this with `halfbyte train` or torchrun, which set it (docs/several-gpus.md)"
         raise ConfigError(f"{name} is {brief(given)} in the environment, not a number from {least} to {most}", fix)
     return int(given)
-
-
-def is_main_rank() -> bool:
-    """Return whether this process is rank 0 or the only process."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 # --- rendezvous -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ back. A schedule is the order in which each rank computes. `parallel.pipeline.pa
 QLoRA changes which schedule is best. Zero-bubble schedules fill idle time with gradients of weights, which need no
 message. Here only adapters have such gradients, 3% of a forward, so `interleaved`, with its short stages, is best.
 Recomputation needs no message either: with `ahead` a rank recomputes while the gradient it needs is in flight.
-docs/design.md compares idle shares; `tests/parallel/test_schedules.py` computes them.
+docs/design/parallelism.md compares idle shares; `tests/parallel/test_schedules.py` computes them.
 
 Sources: 1F1B, Narayanan et al. 2019 (PipeDream); interleaved, Narayanan et al. 2021 (arXiv:2104.04473); zero bubble,
 Qi et al. 2023 (arXiv:2401.10241).

@@ -124,6 +124,10 @@ class ReplicatedOptimizer:
         """Within the context, parameters on the main rank hold the full master weights; all ranks must enter it."""
         yield
 
+    def replicated(self) -> ReplicatedOptimizer:
+        """Return this optimizer with full parameters on every rank, whose weights must be loaded next."""
+        return self
+
     def drop_gradients(self) -> None:
         for parameter in self.parameters:  # nn.Module.zero_grad walks every frozen module: milliseconds a step
             parameter.grad = None
@@ -191,6 +195,13 @@ class ShardedOptimizer(ReplicatedOptimizer):
         finally:
             for at, values in held.items():
                 self.parameters[at].data = values
+
+    def replicated(self) -> ReplicatedOptimizer:
+        self.drop_gradients()
+        for at in self.narrow:
+            parameter, part = self.parameters[at], self.slices[at]
+            parameter.data = torch.empty_like(parameter.detach(), dtype=part.dtype)
+        return ReplicatedOptimizer(self.mesh, self.parameters)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         super().adopt(optimizer)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...utils.errors import ConfigError, TrainingError
 from ...utils.notices import notice
+from ...utils.waiting import waiting
 from .process import LOADING, Failed, RewardProcess, WrongRewards, call, check_arguments
 from .specs import CALLED_WITH, MODEL, RewardSpec
 
@@ -84,6 +85,7 @@ class Rewards:
                 where = f"{spec.file}:{spec.name}" if spec.file else spec.name
                 raise ConfigError(f"reward_funcs: {where}: {wrong}", FIX)
 
+    @waiting("scoring answers")
     def score(
         self,
         prompts: Sequence[Any],

@@ -1,0 +1,377 @@
+"""The rows of a run with `streaming: true`: read, tokenized and packed while it trains.
+
+Rows come in blocks. A block has the next `shuffle_buffer_size` rows of the datasets, each dataset's share of them. It
+is prepared like a small dataset (`data.prepare`, `data.prepare_answers`) and shuffled by the run's seed and its number.
+So the order of rows depends on the data, the seed and the keys alone. A position in the stream is the number of a block
+and the place up to which each dataset was read before it; a checkpoint stores it, and the resumed run reads that block
+again and leaves out the rows that it has trained on.
+
+Memory holds one block, and the first one, which the preflight checks, the memory plan and the data report describe.
+Every rank reads all rows and trains on its own micro-batches, so steps do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config.datasets import DatasetEntry
+from ..config.schema import RunKeys
+from ..utils.errors import ConfigError, DataError, HalfbyteError, TrainingError
+from .mixture import shares_of, total_rows
+from .prepare import NothingKeptError, Prepare, PreparedData
+from .sources import SAVED, Source, csv_rows, files_to_read, jsonl_rows, suffix_of, without_null
+
+LINES = {".jsonl": jsonl_rows, ".ndjson": jsonl_rows, ".csv": csv_rows, ".tsv": csv_rows}
+LARGEST_COUNTED = 2**30  # bytes of a text file whose lines are counted before the run
+Position = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file, a saved folder or a Hub dataset that is read row by row.
+
+    Attributes:
+        name: the path, or the Hub id.
+        kind: as in `Source`.
+        load: returns (line, row) pairs for kinds with lines, else a dataset of the library datasets.
+        count: returns the number of rows, or an upper bound; None if it is not known.
+    """
+
+    name: str
+    kind: str
+    load: Callable[[], Any]
+    count: Callable[[], int | None]
+
+
+class DatasetReader:
+    """Reads the rows of one dataset in order, from any position.
+
+    Attributes:
+        ended: whether all of its rows were read at least once.
+
+    Args:
+        number: number of the dataset.
+        split: split of entries without one.
+    """
+
+    def __init__(self, number: int, entry: DatasetEntry, split: str):
+        self.number, self.entry, self.ended = number, entry, False
+        files = files_to_read(entry.path, entry.split or split)
+        self.files = [_hub_file(entry.path, entry.split or split)] if files is None else [_file(path) for path in files]
+        self.restart()
+
+    def restart(self) -> None:
+        """Go to the first row."""
+        self._file, self._read, self._row, self._state = 0, 0, 0, None
+        self._rows: Iterator[Any] | None = None
+        self._dataset: Any = None
+
+    @property
+    def position(self) -> Position:
+        """The place of the next row; plain JSON values."""
+        if self._dataset is not None:
+            self._state = self._dataset.state_dict()
+        return {"file": self._file, "read": self._read, "row": self._row, "state": self._state, "ended": self.ended}
+
+    def seek(self, position: Position) -> None:
+        """Go to a `position`."""
+        self.restart()
+        self._file, self._read, self._row = position["file"], position["read"], position["row"]
+        self._state, self.ended = position["state"], position["ended"]
+
+    def take(self, count: int) -> list[Source]:
+        """Return the next `count` rows by file; fewer at the dataset's end.
+
+        Raises:
+            DataError: a file cannot be read, or a row is malformed.
+        """
+        if self.entry.max_samples is not None:
+            count = min(count, self.entry.max_samples - self._read)
+        sources = []
+        while count > 0 and self._file < len(self.files):
+            source = self._take(self.files[self._file], count)
+            if source.rows:
+                sources.append(source)
+                count -= len(source.rows)
+            if count > 0:
+                self._file, self._row, self._state, self._rows, self._dataset = self._file + 1, 0, None, None, None
+        return sources
+
+    def _take(self, file: _File, count: int) -> Source:
+        first, lines = self._row, None
+        try:
+            if self._rows is None:
+                self._open(file)
+            assert self._rows is not None
+            rows = list(islice(self._rows, count))
+        except HalfbyteError:
+            raise
+        except Exception as error:  # from datasets, huggingface_hub, Arrow, or the files' contents
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"cannot read {file.name}: {reason}", "check the file or the Hub id, or remove it"
+            ) from error
+        self._read, self._row = self._read + len(rows), self._row + len(rows)
+        if self._dataset is None:
+            lines, rows = [line for line, _ in rows], [row for _, row in rows]
+        else:
+            rows = [without_null(row) for row in rows]
+        return Source(file.name, file.kind, rows, lines, dataset=self.number, first=first)
+
+    def _open(self, file: _File) -> None:
+        """Go to the next row of a file."""
+        rows = file.load()
+        if file.kind in ("jsonl", "csv"):
+            self._rows = islice(rows, self._row, None)
+            return
+        self._dataset = rows
+        if self._state is not None:
+            rows.load_state_dict(self._state)
+        self._rows = iter(rows)
+
+    def count(self) -> int | None:
+        """Return the number of rows, or an upper bound; None if it is not known without reading them."""
+        counts = [file.count() for file in self.files]
+        if any(count is None for count in counts):
+            return self.entry.max_samples
+        total = sum(count for count in counts if count is not None)
+        return total if self.entry.max_samples is None else min(total, self.entry.max_samples)
+
+
+def _file(path: Path) -> _File:
+    """Return a file that can be read row by row.
+
+    Raises:
+        DataError: its kind must be read in one piece.
+    """
+    suffix = suffix_of(path)
+    if rows := LINES.get(suffix):
+        kind = "csv" if rows is csv_rows else "jsonl"
+        return _File(str(path), kind, partial(rows, path), partial(_count_lines, path))
+    if suffix == ".parquet":
+        return _File(str(path), "parquet", partial(_load_parquet, path), partial(_count_parquet, path))
+    if path.name == SAVED or suffix == ".arrow":
+        saved = path.parent if path.name == SAVED else path
+        return _File(str(saved), "arrow", partial(_load_arrow, saved), lambda: len(_arrow_table(saved)))
+    fix = "write it as JSONL (one object per line) or Parquet, or remove streaming"
+    raise DataError(f"{path}: streaming: true cannot read {suffix} files row by row", fix)
+
+
+def _count_lines(path: Path) -> int | None:
+    """Count the lines of a text file, which has at most as many rows; None for a large or compressed file."""
+    if path.suffix.lower() not in LINES or path.stat().st_size > LARGEST_COUNTED:
+        return None
+    with open(path, "rb") as file:
+        return 1 + sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b""))
+
+
+def _load_parquet(path: Path) -> Any:
+    import datasets
+
+    return datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True)
+
+
+def _count_parquet(path: Path) -> int:
+    from pyarrow import parquet
+
+    return int(parquet.read_metadata(path).num_rows)
+
+
+def _arrow_table(path: Path) -> Any:
+    import datasets
+
+    return (datasets.load_from_disk if path.is_dir() else datasets.Dataset.from_file)(str(path))  # memory-mapped
+
+
+def _load_arrow(path: Path) -> Any:
+    return _arrow_table(path).to_iterable_dataset()
+
+
+def _hub_file(name: str, split: str) -> _File:
+    import datasets
+
+    def load() -> Any:
+        return datasets.load_dataset(name, split=split, streaming=True)
+
+    def count() -> int | None:
+        known = load().info.splits or {}
+        return known[split].num_examples if split in known else None
+
+    return _File(name, "hub", load, count)
+
+
+class RowStream:
+    """The training rows of a run, in order.
+
+    Args:
+        prepare: prepares the rows of some sources.
+
+    Attributes:
+        first: the first block, prepared.
+        needed: number of rows that the run trains on, set by `require`.
+        check: called with the rows of each later block; may raise.
+    """
+
+    def __init__(self, config: RunKeys, prepare: Prepare):
+        self.config, self.prepare = config, prepare
+        self.readers = [
+            DatasetReader(number, entry, config.dataset_split) for number, entry in enumerate(config.datasets)
+        ]
+        self.shares, self.size = shares_of(config), config.shuffle_buffer_size
+        self.needed = 0
+        self.check: Callable[[Any], None] = lambda rows: None
+        self._starts: list[Position] = []
+        self._resumed: Position | None = None
+        sources, self._ended = self._next_sources(0)
+        if not sources:
+            paths = ", ".join(entry.path for entry in config.datasets)
+            raise DataError(f"the dataset is empty: {paths} holds no rows", "put at least one row into it")
+        self.first, self._after_first, self._read = prepare(sources), self._place, _rows_in(sources)
+        self.first.report["train"]["streamed"] = True
+
+    @property
+    def _place(self) -> list[Position]:
+        """Where each dataset was read up to."""
+        return [reader.position for reader in self.readers]
+
+    def require(self, rows: int) -> None:
+        """Set the number of rows that the run trains on; check that the stream has them, as far as that is known.
+
+        Raises:
+            ConfigError: it has fewer; the fix names the `max_steps` that it has rows for.
+        """
+        self.needed = rows
+        if self._ended:
+            self._check_total(len(self.first.train))
+        counts = [reader.count() if share else 0 for reader, share in zip(self.readers, self.shares, strict=True)]
+        known = [count for count in counts if count is not None]
+        if len(known) == len(counts) and len(self.first.train) <= self._read:  # else a row of the data becomes several
+            concatenated = self.config.mixing == "concat"
+            total = sum(known) if concatenated else total_rows(self.config, known, self.shares) + self.size
+            self._check_total(total, "at most ")
+
+    def _check_total(self, rows: int, bound: str = "") -> None:
+        """Check that the stream has enough rows.
+
+        Args:
+            bound: words before the number of rows.
+        """
+        if rows >= self.needed:
+            return
+        steps = rows // (self.needed // self.config.max_steps)
+        wanted = f"max_steps: {self.config.max_steps:,} steps need {self.needed:,} rows"
+        more = "add data, or remove streaming to train several epochs"
+        fix = f"set max_steps: {bound}{steps}, or {more}" if steps else more
+        raise ConfigError(f"{wanted}, and the stream has {bound}{rows:,}", fix)
+
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
+    def _next_sources(self, number: int) -> tuple[list[Source], bool]:
+        """Return the rows of block `number`, and whether the stream ends with it."""
+        if self.config.mixing == "concat":
+            sources = []
+            left = self.size
+            for reader in self.readers:
+                sources += reader.take(left)
+                left = self.size - _rows_in(sources)
+            return sources, left > 0
+        sources = []
+        for reader, share in zip(self.readers, self.shares, strict=True):
+            wanted = math.floor(share * self.size * (number + 1)) - math.floor(share * self.size * number)
+            taken, complete = self._take(reader, wanted)
+            sources += taken
+            if not complete:
+                return sources, True
+        return sources, False
+
+    def _take(self, reader: DatasetReader, wanted: int) -> tuple[list[Source], bool]:
+        """Return the next rows of a dataset, and whether they are complete.
+
+        With `stopping: all` a shorter dataset starts again until all have ended.
+        """
+        taken = reader.take(wanted)
+        while (missing := wanted - _rows_in(taken)) > 0:
+            reader.ended = True
+            drawn = (other for other, share in zip(self.readers, self.shares, strict=True) if share)
+            if self.config.stopping == "first" or all(other.ended for other in drawn):
+                return taken, False
+            reader.restart()
+            again = reader.take(missing)
+            if not again:
+                raise DataError(
+                    f"the dataset is empty: {reader.entry.path} holds no rows", "put a row into it, or remove it"
+                )
+            taken += again
+        return taken, True
+
+    def _block(self, number: int) -> tuple[Any, bool]:
+        """Return the prepared rows of the next block, which may be none, and whether the stream ends with it."""
+        if number == 0:
+            for reader, position in zip(self.readers, self._after_first, strict=True):
+                reader.seek(position)
+            return self.first.train, self._ended
+        sources, ended = self._next_sources(number)
+        try:
+            rows = self.prepare(sources, later=True).train if sources else []
+        except NothingKeptError:
+            rows = []
+        self.check(rows)
+        return rows, ended
+
+    # --- positions ---------------------------------------------------------------------------------------------------
+
+    def resume(self, position: Position) -> None:
+        """Start the next iteration at a `position` of this stream."""
+        self._resumed = position
+
+    def position(self, row: int) -> Position:
+        """Return the start of the block with row number `row` (from 0), for a checkpoint."""
+        while len(self._starts) > 1 and self._starts[1]["row"] <= row:
+            self._starts.pop(0)
+        return self._starts[0]
+
+    def rows(self, first: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the run from row number `first` on.
+
+        Raises:
+            TrainingError: the stream ends too early, or a later row cannot be read or prepared.
+        """
+        start = self._resumed or {"block": 0, "row": 0, "datasets": None}
+        number, row, self._starts = start["block"], start["row"], []
+        for reader, position in zip(self.readers, start["datasets"] or (), strict=False):
+            reader.seek(position)
+        ended = False
+        while not ended:
+            self._starts.append({"block": number, "row": row, "datasets": self._place if number else None})
+            try:
+                rows, ended = self._block(number)
+                if ended:
+                    self._check_total(row + len(rows))
+            except HalfbyteError as error:
+                raise TrainingError(error.message, error.fix) from error
+            order = np.arange(len(rows))
+            if self.size > 1:
+                order = np.random.default_rng([self.config.seed, number]).permutation(order)
+            for index in order[max(first - row, 0) :].tolist():
+                yield rows[index]
+            number, row = number + 1, row + len(rows)
+
+
+def prepared(config: RunKeys, prepare: Prepare) -> PreparedData:
+    """Return a run's data; with `streaming: true` its first block, with the stream."""
+    if not config.streaming:
+        return prepare()
+    stream = RowStream(config, prepare)
+    return replace(stream.first, stream=stream)
+
+
+def _rows_in(sources: list[Source]) -> int:
+    return sum(len(source.rows) for source in sources)
