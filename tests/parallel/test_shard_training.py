@@ -108,6 +108,7 @@ def test_full_factors_are_16_bit_only(place, two, tmp_path):
     again.same_as(found, loss=0.0, weights=0.0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "keys",
     [

@@ -68,7 +68,7 @@ CONFIGS = [
     refused("+ all rows held out", "eval_split_size", "eval_split_size=17"),
     refused("+ a key that is a list", "run.yaml", files={"run.yaml": RUN + "? [a]\n: b\n"}),
     refused("+ two documents", "run.yaml", files={"run.yaml": RUN + "---\nr: 3\n"}),
-    refused("+ output_dir is the model", "output_dir", "output_dir=model"),
+    Case("+ output_dir is the model", "train run.yaml output_dir=model", says="output_dir"),
     refused("+ resumed from nowhere", "nowhere", "resume_from_checkpoint=nowhere"),
 ]
 
