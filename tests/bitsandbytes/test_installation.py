@@ -83,6 +83,7 @@ def test_diagnostics_print_the_environment():
     assert "0.50.2+halfbyte" in done.stdout
 
 
+@pytest.mark.slow
 def test_script_and_module_run_under_install(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -34,7 +34,7 @@ MIXTURE = transformers.Qwen3MoeConfig(
 )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "said"),
     [

@@ -210,6 +210,7 @@ def test_files_with_and_without_margins_do_not_mix(config, write, make_tokenizer
         prepare_answers(config(files), make_tokenizer("plain"), "pairs")
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_dataset_num_proc(config, write, make_tokenizer):
     rows = [{**PAIR, "chosen": [{"role": "assistant", "content": str(number)}]} for number in range(300)]
     one, two = (

@@ -155,6 +155,7 @@ def test_qwen3_keeps_thoughts_of_the_last_turn_only(real_tokenizer):
     assert runs(tokenizer, row) == ["one<|im_end|>", f"{thought}two<|im_end|>"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REAL)
 def test_tool_calls_are_trained_and_results_are_not(real_tokenizer, name):
     tokenizer = real_tokenizer(name)

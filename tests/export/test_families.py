@@ -193,6 +193,7 @@ def test_every_row_is_tried_by_the_tests_of_patch_generation_and_gguf():
     assert families.towers().keys() == VISION.keys()
 
 
+@pytest.mark.slow
 def test_no_other_module_names_a_family():
     """A second table would be one that a new row is missing in. What llama.cpp calls tokenizers is no family."""
     names = {name for row in ROWS.values() for name in (row.name, row.package, row.model_type, row.gguf.arch)}

@@ -35,6 +35,7 @@ def run(base, tmp_path_factory):
     return train_run(tmp_path_factory.mktemp("run") / "run", base)
 
 
+@pytest.mark.slow
 def test_the_retained_share_is_printed_without_verification(tmp_path, run, capsys):
     merge_run(run, tmp_path / "kept", "auto", False, "bnb-nf4")
     assert "original" in (out := capsys.readouterr().out)
@@ -54,7 +55,7 @@ def test_the_loss_may_increase_by_a_hundredth_of_a_nat(merged, bits, quantized, 
     assert (higher_loss_error(loss, packing, quantized) is not None) == refused
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("onto", ["original", pytest.param("dequantized", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", [*QUICK, *SLOW])
 def test_every_target_retains_the_update_or_is_refused(tmp_path, run, target, onto):

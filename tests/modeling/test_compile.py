@@ -54,6 +54,7 @@ def assert_no_weight(saved: Saved, model: nn.Module) -> None:
     assert not [shape for shape in saved.shapes if shape in weights or shape[::-1] in weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["Llama", *SLOW])
 def test_one_graph_that_saves_no_weight(family, checkpointing):

@@ -172,6 +172,7 @@ def parent(tmp_path):
         process.kill()
 
 
+@pytest.mark.slow
 def test_signal_is_forwarded_to_every_rank_once(parent, tmp_path):
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(20) == 143

@@ -154,7 +154,7 @@ def test_four_processes(four, name, chunks, window):
     check(four, name, chunks, window=window)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "ahead"), [("checkpoint", 1), ("checkpoint", 99), ("recompute_mlp", 99)])
 def test_recomputation_before_the_gradient_arrives(two, level, ahead):
     """Some or all layers of a stage of a patched model are recomputed before the gradient arrives."""

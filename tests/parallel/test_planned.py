@@ -144,6 +144,7 @@ def case_checks(mesh, place, output, keys):
     return " ".join(said.getvalue().split())
 
 
+@pytest.mark.slow
 def test_check_plans_the_launched_layout(two, tmp_path, capsys, caplog):
     """The plan is equal in launched ranks, where it is printed once, and in a process that would launch them."""
     place, keys = write_place(tmp_path), {"parallel": {"shard": 2}}

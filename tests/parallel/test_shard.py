@@ -169,6 +169,7 @@ def test_families(two, family):
     check(two.run(case_trains, "checkpoint", CALL, family, layout={"shard": 2}), expected("checkpoint", family))
 
 
+@pytest.mark.slow
 def test_trained_modules_are_not_sharded(two):
     """DoRA reads its weight within the layer; a trained norm stays unsharded."""
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"]}

@@ -27,6 +27,7 @@ FILES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_data_parallel_run_equals_one_process(place, alone, two, tmp_path):
     found = run(two, place, tmp_path / "out", gradient_accumulation_steps=2, save_steps=2, parallel={"data": 2})
     found.same_as(alone)

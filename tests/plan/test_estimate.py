@@ -108,6 +108,7 @@ def test_full_fine_tuning_and_optimizers():
     }
 
 
+@pytest.mark.slow
 def test_optimizers_update_in_the_backward_or_from_the_host_only_to_fit(monkeypatch):
     monkeypatch.setattr(offload, "WINDOW", 2**16)
     deep = tiny_config("Llama")
@@ -228,6 +229,7 @@ def test_activations_grow_with_batch_size_and_length():
 KEYS_8B = {"dtype": "auto", "packing": True, "per_device_train_batch_size": 4, "max_length": 2048}
 
 
+@pytest.mark.slow
 def test_fused_8b_as_measured():
     """benchmarks.step on an H200: 34.1 GiB at keep, 9.3 checkpointed."""
     for value, measured in ((False, 34.1), (True, 9.3)):

@@ -60,6 +60,7 @@ def test_experts_stay_on_a_device_that_fits_them():
     assert found.offloaded == ()
 
 
+@pytest.mark.slow
 def test_auto_offloads_the_fewest_layers():
     least, each = plan(activation_checkpointing="offload").total, STACKS * 4.127 / 8
     for more in range(3):  # the window takes two layers' bytes

@@ -64,6 +64,7 @@ def test_offload_is_limited_by_the_host_link(layer_8b):
     )
 
 
+@pytest.mark.slow
 def test_small_models_stay_in_cuda_graphs():
     """Qwen3-0.6B at 2×2048: Python launches take longer than recomputing everything."""
     small = layer_of("Qwen3", 2, 2048)

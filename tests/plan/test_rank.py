@@ -93,6 +93,7 @@ def test_8b_step_times_match_the_measurements():
         assert plan.seconds == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_shards_keep_their_format(shapes_8b):
     """Column shards have scales that are not nested: 4.5 bits per weight of o and down instead of 4.127."""
     layout = Parallel(tensor=2)
@@ -132,6 +133,7 @@ def test_gathered_bytes_and_seconds_of_the_8b(shapes_8b, monkeypatch):
     assert plan.seconds - evenly_spaced.seconds == pytest.approx((1 + 62 * GATHER_SLOWDOWN[False]) * each, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_graphs")
 def test_free_memory_is_filled_with_gathered_layers(shapes_8b, monkeypatch):
     """Each saves two gathers and needs its bytes; if all fit, nothing is gathered."""

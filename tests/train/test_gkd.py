@@ -112,7 +112,7 @@ def test_missing_answers_in_the_data_are_refused(taught, tmp_path, rows, why):
         prepare_run(load_config(None, keys(taught, tmp_path / "o", dataset=str(tmp_path / "some.jsonl"), lmbda=0.3)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "file"), [("adapter", "adapter_model.safetensors"), ("other", "model.safetensors")])
 def test_resuming_with_a_changed_teacher_is_refused(taught, tmp_path, kind, file):
     shutil.copytree(taught / kind, tmp_path / "teacher")

@@ -164,6 +164,7 @@ def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
         assert all(mine[name].equal(theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", slow_except(["dapo", "grpo", "bnpo"], ["dapo"]))
 def test_accumulated_equals_the_large_batch(loss_type, prompts, tmp_path):
     """Steps of two micro-batches of uneven lengths equal steps of one large batch."""

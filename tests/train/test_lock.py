@@ -74,6 +74,7 @@ def test_a_killed_run_leaves_nothing_that_stops_the_next(tmp_path):
             os.killpg(killed.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_one_of_many_that_start_together_gets_it(tmp_path):
     code = """
         time.sleep(max(0, float(sys.argv[2]) - time.time()))

@@ -170,6 +170,7 @@ def test_full_fine_tuning_has_its_first_weights_as_reference(data, tmp_path):
         run(data, tmp_path / "other", use_peft=False, precompute_ref_log_probs=False)
 
 
+@pytest.mark.slow
 def test_a_reward_model_reloads_in_plain_transformers(data, tmp_path):
     """Its head is saved with the adapter; a resumed run has equal bytes, head and all."""
     from peft import PeftModel

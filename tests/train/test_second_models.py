@@ -66,6 +66,7 @@ def losses(output):
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_a_rollout_as_the_row_it_was_trained_on(talks, tmp_path):
     """The score is trained at the line break after the end token; a rollout ends with the end token."""
     train(load_config(None, keys(talks, tmp_path / "reward", method="reward", max_steps=6)))
