@@ -210,7 +210,7 @@ def test_check_of_meshes_refuses(monkeypatch, capsys, shared, tmp_path, options,
 def test_more_gpus_than_available_are_refused(monkeypatch):
     from halfbyte.cli import check
 
-    monkeypatch.setattr(check, "check_paths", lambda config: None)
+    monkeypatch.setattr("halfbyte.runs.inputs.check_paths", lambda config: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = RunConfig(model_name_or_path="m", dataset="d", parallel={"data": 2})
     with pytest.raises(ConfigError, match=r"2 GPUs.*1"):

@@ -12,14 +12,23 @@ from halfbyte.cli.train import _saved_message
 from halfbyte.runs import checkpoints
 from halfbyte.utils.files import write_json
 
+DRAWING = ["--top-k", "--top-p", "--min-p", "--repetition-penalty"]
 SURFACE = {
     "init": ["model", "data", "--method", "--teacher"],
     "check": ["run", "--gpus", "--gpu-memory"],
     "preview": ["run", "-n --count", "--rollouts"],
-    "train": ["run", "--resume"],
+    "train": ["run", "--resume", "--verbose"],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
-    "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", "--trust-remote-code"],
-    "generate": ["model", "prompts", "--max-new-tokens", "--temperature", "--batch-size", "--trust-remote-code"],
+    "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", *DRAWING, "--trust-remote-code"],
+    "generate": [
+        "model",
+        "prompts",
+        "--max-new-tokens",
+        "--temperature",
+        "--batch-size",
+        *DRAWING,
+        "--trust-remote-code",
+    ],
     "serve": [
         "model",
         "--host",
@@ -129,7 +138,9 @@ def test_what_is_saved_names_the_newest_whole_checkpoint(tmp_path):
 
 def test_overrides_and_options_may_mix(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("halfbyte.cli.train.train_run", lambda config, resume, given: seen.append((config, resume)))
+    monkeypatch.setattr(
+        "halfbyte.cli.train.train_run", lambda config, resume, given, verbose: seen.append((config, resume))
+    )
     (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset: d\n")
     arguments = ["r=4", "--learning_rate", "1e-4", "--resume", "--max-steps", "-1", "--seed=7"]
     assert exit_code("train", str(tmp_path / "run.yaml"), *arguments) == 0

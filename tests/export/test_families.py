@@ -177,7 +177,8 @@ def test_a_rows_graph_is_llamacpps(name):
     graph = row.gguf
     assert graph.arch in gguf.MODEL_ARCH_NAMES.values()
     assert graph.text_alone == (row.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    for key in (*graph.keys.values(), *graph.fixed, *graph.bias_keys):
+    later = {"swiglu_limit"}  # transformers 5.17 has the number in its code
+    for key in {*graph.keys.values(), *graph.fixed, *graph.bias_keys} - later:
         assert hasattr(config, key), key
     assert set(graph.optional) <= graph.keys.keys()
     assert bool(graph.wide_layers) == hasattr(config, "query_pre_attn_scalar")

@@ -127,7 +127,7 @@ def test_ranks_end_with_the_weights_of_the_best_evaluation(place, two, tmp_path,
     left = run(two, place, tmp_path / "out", **more | keys)
     best = json.loads((left.folder / "environment.json").read_text())["best"]
     assert best["loaded"]
-    assert best["step"] < best["stopped"]
+    assert best["step"] < (best["stopped"] or 8)
     checkpoint = left.folder / f"checkpoint-{best['step']}"
     saved = load_file(next(checkpoint.glob("*model.safetensors")))
     assert left.adapter.keys() == saved.keys()

@@ -307,7 +307,7 @@ CHANGED = {
     "metrics.jsonl": ['{"kind": "train", "step": 1}\n', "7\n", '{"kind": "eval", "step": "x"}\n', "[" * 10000],
     "checks.json": ['{"merge": 7}', "[" * 10000],
     "merge.json": ['{"targets": [1]}'],
-    "config.resolved.yaml": ["- a\n", "r: [1\n", "dataset: 7\nmodel_name_or_path: [a]\n", "a: \x07"],
+    "config.resolved.yaml": ["- a\n", "r: [1\n", "a: \x07"],
 }
 
 

@@ -22,7 +22,7 @@ from halfbyte.train import setup
 from halfbyte.train.run import finetune, train
 from halfbyte.train.stepper import GraphedStepper
 from halfbyte.utils import notices
-from halfbyte.utils.errors import ConfigError, TrainingError
+from halfbyte.utils.errors import ConfigError, HalfbyteError, TrainingError
 from tests.helpers.graph_stand_in import StandIn
 from tests.helpers.marks import slow_except
 from tests.helpers.run_records import lines, records_of
@@ -325,7 +325,7 @@ def test_reward_functions_that_hang_or_return_nonsense(prompts, tmp_path):
 def test_invalid_configurations_are_refused_before_the_run(prompts, tmp_path, more, why):
     with pytest.raises(Exception, match=why) as raised:
         run(prompts, tmp_path / "out", **more)
-    assert type(raised.value).__module__ == "halfbyte.utils.errors"
+    assert isinstance(raised.value, HalfbyteError)
 
 
 def test_preview_scores_rollouts_before_a_run(prompts, tmp_path):

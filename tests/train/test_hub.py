@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
 from halfbyte.utils import hub as hub_check
@@ -52,8 +53,7 @@ def test_the_uploaded_card_is_valid(place, tmp_path, hub):
     run(place, tmp_path, **PUSH, hub_strategy="end")
     card = ModelCard.load(tmp_path / "adapter/README.md")
     assert card.data.library_name == "peft"
-    card.validate()
-    assert "POST /api/validate-yaml" in hub.requests
+    assert yaml.safe_load(card.content.split("---")[1]) == card.data.to_dict()
 
 
 def test_no_file_has_the_token(place, tmp_path, hub, capfd):
@@ -104,5 +104,5 @@ def test_a_failed_upload_does_not_lose_the_run(place, tmp_path, hub, monkeypatch
 
 
 def test_a_run_without_push_makes_no_request(place, tmp_path, hub):
-    run(place, tmp_path, max_steps=1, sample_prompts=0)
+    run(place, tmp_path, max_steps=1, warmup_steps=0, sample_prompts=0)
     assert not hub.requests

@@ -1,6 +1,7 @@
 """environment() is serialisable, reports unknown facts as null, and is cheap to import."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -45,6 +46,14 @@ def test_compute_dtype_respects_onednn_max_cpu_isa(monkeypatch, limit, expected)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert compute_dtype(torch.device("cpu")).dtype is expected
+
+
+@pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])
+def test_kernels_of_a_cpu_need_a_compiler(monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
+    kernels = environment("cpu")["kernels"]
+    assert kernels["enabled"] == (shutil.which(compiler) is not None)
+    assert kernels["enabled"] or compiler in kernels["reason"]
 
 
 def test_kernels_follow_triton_on_a_gpu(monkeypatch):

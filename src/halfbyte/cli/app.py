@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..utils.console import Console
 from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
 from ..utils.processes import LAUNCHER
 from ..utils.versions import check_versions
@@ -287,7 +286,7 @@ def merge(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a merged model, in 16 bits or quantized."""
-    with started(run, console=Console()):
+    with started(run, stderr=False):
         from .commands import merge_run
 
         merge_run(run, out, base, verify, quantize, trust_remote_code)
@@ -328,7 +327,7 @@ def export(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write GGUF for llama.cpp, or adapters for vLLM."""
-    with started(source, console=Console()):
+    with started(source, stderr=False):
         from .commands import export_for_servers, export_model
 
         if gguf is None or adapter is not None:

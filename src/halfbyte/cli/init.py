@@ -69,8 +69,6 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     if rows == "prompts":
         chosen["gradient_accumulation_steps"] = _accumulation_of_groups(base, chosen["per_device_train_batch_size"])
     config = base.model_copy(update={**chosen, "output_dir": free_output_dir(base)})
-    short = _steps(config, data) <= 2  # a step of warmup, which has rate 0, would be all or half of them
-    config = config.model_copy(update={"warmup_steps": 0.0}) if short else config
     fits = "it fits" if plan.fits else "it does NOT fit: see `halfbyte check`"
     lines = [
         f"# For this machine: {size(plan.total)} of {size(plan.capacity_bytes)}, {fits}.",
@@ -81,7 +79,6 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     ]
     others = {"parallel"} if layout_lines else set()
     others |= {"method", *DEFAULTS[method]} if method in DEFAULTS else set()
-    others |= {"warmup_steps"} if short else set()
     others |= {"max_completion_length"} if rows == "prompts" else set()
     others |= {"reward_funcs"} if method in POLICY else set()
     others |= {"teacher_model_name_or_path"} if teacher is not None else set()
@@ -107,15 +104,6 @@ def _method_keys(method: str, teacher: str | None) -> dict[str, Any]:
     asked |= SAMPLING_KEYS if method in SAMPLING else {}
     asked |= {"reward_funcs": PLACEHOLDER_REWARDS} if method in POLICY else {}
     return asked | ({} if teacher is None else {"teacher_model_name_or_path": teacher})
-
-
-def _steps(config: RunConfig, data: PreparedData) -> int:
-    """Return about the number of optimizer steps of a run, whose rows are not packed yet."""
-    from ..train.callbacks import total_steps
-
-    rows = -(-data.report["train"]["tokens"] // config.max_length) if config.packing else len(data.train)
-    layout = config.layout or Parallel()
-    return total_steps(config, rows, layout.data * layout.shard)
 
 
 def _accumulation_of_groups(config: RunKeys, size: int) -> int:

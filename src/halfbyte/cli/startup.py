@@ -8,31 +8,22 @@ of torch, transformers and others again (docs/design/configuration-and-startup.m
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from .. import __version__
-from ..utils.console import Console
 from ..utils.errors import ConfigError
 from ..utils.files import cache_folder
-from ..utils.processes import is_rank
 from ..utils.text import one_line
 from ..utils.waiting import showing_waits, waiting
 
 LARGEST = "torch"  # the library whose installation is checked
 UNUSED = ("bitsandbytes", "sklearn")  # packages that transformers or PEFT import if they are installed
-COMPILER = "torch._dynamo"
-OPTIONS = f"{COMPILER}.config"  # read on fake tensors
-MASKS = f"{COMPILER}._trace_wrapped_higher_order_op"  # the module that transformers' masks import
-DECORATORS = ("allow_in_graph", "assume_constant_result", "mark_static_address")  # they change how code is compiled
 
 
 def keep_bytecode() -> None:
@@ -73,14 +64,16 @@ def _installation_hash(site: Path) -> str:
 
 
 @contextlib.contextmanager
-def started(*subjects: object, console: Console | None = None) -> Iterator[None]:
+def started(*subjects: object, stderr: bool = True) -> Iterator[None]:
     """Print the first line of a command, before it imports more, and within the context what it waits for.
 
     Args:
         subjects: the names that the command was given.
-        console: default: stderr, for commands whose output on stdout is data.
+        stderr: print there, for commands whose output on stdout is data.
     """
-    console = console or Console(stderr=True)
+    from ..utils.console import Console
+
+    console = Console(stderr=stderr)
     line = " · ".join([f"halfbyte {__version__}", *map(str, subjects)])
     console.print(one_line(line), soft_wrap=True)
     with showing_waits(console):
@@ -97,19 +90,18 @@ def import_models() -> None:
 
 @contextlib.contextmanager
 def quick_imports(libraries: str = "torch, transformers and PEFT") -> Iterator[None]:
-    """Reduce the time of imports within the context to half.
+    """Reduce the time of imports within the context to two thirds.
 
     Garbage collection is off, since it would traverse a million objects that stay alive; later collections skip these
     objects. `UNUSED` packages are hidden, since transformers and PEFT import those that they see; models here have no
-    layers of bitsandbytes. After the context they can be imported. In a process that is no rank, torch's compiler and
-    `torch.distributed.tensor` are not imported either (`_without_compiler`).
+    layers of bitsandbytes. After the context they can be imported.
     """
     hidden, collects = [name for name in UNUSED if name not in sys.modules], gc.isenabled()
     gc.disable()
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]
     try:
-        with waiting(f"importing {libraries}"), contextlib.nullcontext() if is_rank() else _without_compiler():
+        with waiting(f"importing {libraries}"):
             yield
         if "bitsandbytes" in hidden and "peft" in sys.modules:
             sys.modules["peft"].import_utils.is_bnb_available()  # caches the answer
@@ -119,72 +111,3 @@ def quick_imports(libraries: str = "torch, transformers and PEFT") -> Iterator[N
         if collects:
             gc.freeze()
             gc.enable()
-
-
-@contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Within the context, importing transformers and PEFT does not import torch._dynamo and torch.distributed.tensor.
-
-    These are 900 modules that a single process without torch.compile does not run. transformers imports the second
-    where torch has collectives, which is answered with no. It imports the first for decorators of functions that are
-    compiled, and for a class that its masks rarely use. If a version lacks a replaced name, its imports take longer.
-    """
-    import torch
-    from transformers import utils
-
-    def no_collectives() -> bool:
-        return False
-
-    for module in (utils, utils.import_utils) if "transformers.distributed" not in sys.modules else ():
-        if hasattr(module, "is_torch_distributed_available"):
-            module.is_torch_distributed_available = no_collectives
-    if COMPILER not in sys.modules:
-        compiler = sys.modules[COMPILER] = _LateCompiler(COMPILER)
-        compiler.__path__ = [str(Path(torch.__path__[0]) / "_dynamo")]
-        importlib.import_module(OPTIONS)
-        del compiler.__path__  # the next import of a part of the compiler imports all of it
-    elif not isinstance(sys.modules[COMPILER], _LateCompiler):
-        yield
-        return
-    masks = sys.modules[MASKS] = ModuleType(MASKS)
-    masks.TransformGetItemToIndex = lambda: importlib.import_module(MASKS).TransformGetItemToIndex()  # type: ignore
-    try:
-        yield
-    finally:
-        if sys.modules.get(MASKS) is masks:
-            del sys.modules[MASKS]
-
-
-class _LateCompiler(ModuleType):
-    """Stand-in for torch._dynamo that imports it when anything but a decorator is used.
-
-    torch itself calls `disable` in optimizers and on the meta device. Without the compiler a decorator has no effect,
-    so decorated functions run as they are. The compiler traces the few that were decorated before it was imported like
-    any other function.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":
-            raise AttributeError(name)
-        if sys.modules.get(COMPILER) is self:
-            if name in DECORATORS:
-                return lambda function: function
-            if name == "disable":
-                return _disabled_later
-            for part in (COMPILER, OPTIONS, MASKS):
-                sys.modules.pop(part, None)
-        return getattr(importlib.import_module(COMPILER), name)
-
-
-def _disabled_later(function: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
-    """torch._dynamo.disable for a time at which the compiler is not imported; once it is, it sees the function."""
-    if function is None:
-        return lambda function: _disabled_later(function, recursive, **options)
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        compiler = sys.modules[COMPILER]
-        disabled = function if isinstance(compiler, _LateCompiler) else compiler.disable(function, recursive)
-        return disabled(*arguments, **named)
-
-    return call

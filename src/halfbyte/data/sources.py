@@ -1,6 +1,6 @@
 """Read rows: JSONL, JSON, CSV, Parquet, Arrow and text files, folders of them, and datasets of the Hub.
 
-Text files may be compressed: `data.jsonl.gz`, `data.csv.zst`.
+Text files may be compressed (.gz, .zst).
 
 Every reader returns plain dictionaries and the place of each row, so that later errors can name file and line. In a
 folder, a file belongs to a split by its name (`train.jsonl`, `train-00000-of-00002.parquet`, `squad_dev.json`), or by

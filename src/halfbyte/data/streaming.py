@@ -24,6 +24,7 @@ import numpy as np
 
 from ..config.datasets import DatasetEntry
 from ..config.schema import RunKeys
+from ..reading import open_bytes
 from ..utils.errors import ConfigError, DataError, HalfbyteError, TrainingError
 from .mixture import shares_of, total_rows
 from .prepare import NothingKeptError, Prepare, PreparedData
@@ -169,7 +170,7 @@ def _count_lines(path: Path) -> int | None:
     """Count the lines of a text file, which has at most as many rows; None for a large or compressed file."""
     if path.suffix.lower() not in LINES or path.stat().st_size > LARGEST_COUNTED:
         return None
-    with open(path, "rb") as file:
+    with open_bytes(path, DataError) as file:
         return 1 + sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b""))
 
 

@@ -34,7 +34,7 @@ GATHER_SLOWDOWN = {False: 0.75, True: 0.2}
 # layers of Qwen3-0.6B take 90 to 190 ms.
 LAUNCH_SECONDS = 5e-3
 # At least so much for a decoder layer's kernels replayed by a CUDA graph, forward and backward: 40 of 2.5 µs; and for
-# Python's share of a step in graphs (0.6 ms for Qwen3-30B-A3B's shape at 1×2048 on an H200, docs/log/2026-11-23.md).
+# Python's share of a step in graphs (0.6 ms for Qwen3-30B-A3B's shape at 1×2048 on an H200).
 REPLAY_SECONDS, HOST_SECONDS = 1e-4, 6e-4
 LAUNCH_FACTOR = {"keep": 1.0, "recompute": 1.1, "recompute_mlp": 1.3, "checkpoint": 1.5}
 OFFLOAD_LAUNCH_FACTOR = 1.2

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from ..auxiliary.model import check_teacher_files
 from ..config import RunConfig

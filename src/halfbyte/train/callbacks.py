@@ -121,10 +121,12 @@ def training_arguments(
         ConfigError: a value that transformers does not know, or float16 without loss scaling.
     """
     check_dtype(config, device, dtype)
-    epoch = steps_per_epoch(config, rows, ways)
+    epoch, shared = steps_per_epoch(config, rows, ways), _shared_keys(config)
+    if config.is_default("warmup_steps") and total_steps(config, rows, ways) == 1:
+        shared["warmup_steps"] = 0  # a share of one step would be that step, at a learning rate of 0
     try:
         arguments = TrainingArguments(
-            **_shared_keys(config),
+            **shared,
             use_cpu=device.type == "cpu",
             data_seed=config.seed,
             per_device_eval_batch_size=config.per_device_eval_batch_size or config.per_device_train_batch_size,

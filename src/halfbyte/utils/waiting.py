@@ -13,13 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-
-from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.spinner import Spinner
+from functools import cache
+from typing import TYPE_CHECKING
 
 from .text import one_line
+
+if TYPE_CHECKING:  # rich is imported when something is shown, since `halfbyte --help` needs none of it
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.progress import Progress, ProgressColumn
+    from rich.spinner import Spinner
 
 FIRST = 2.0  # seconds until a wait gets a line
 REPEAT = 30.0  # seconds between further lines
@@ -55,6 +58,8 @@ class Waits:
             self._ended = threading.Event()
             threading.Thread(target=self._announce, args=(self.console, self._ended), daemon=True).start()
         elif not self.drawn:
+            from rich.live import Live
+
             self._live = Live(
                 console=self.console,
                 get_renderable=lambda: spinner() or "",
@@ -101,7 +106,13 @@ class Waits:
 
 
 _waits = Waits()
-_spinner = Spinner("dots")
+
+
+@cache
+def _spinner() -> Spinner:
+    from rich.spinner import Spinner
+
+    return Spinner("dots")
 
 
 @contextlib.contextmanager
@@ -143,8 +154,8 @@ def spinner() -> RenderableType | None:
     """Return a spinner with the innermost wait, for a display of its own; None without a wait."""
     if not _waits.names:
         return None
-    _spinner.update(text=one_line(_waits.names[-1]))
-    return _spinner
+    _spinner().update(text=one_line(_waits.names[-1]))
+    return _spinner()
 
 
 @contextlib.contextmanager
@@ -167,6 +178,9 @@ def progress_bars(name: str, console: Console | None, *columns: ProgressColumn) 
         console: None: nothing is shown.
         columns: in addition to description, bar and share; default: the elapsed time.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
     shown = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), *(columns or (TimeElapsedColumn(),)))
     target = console or Console(quiet=True)
     with (
