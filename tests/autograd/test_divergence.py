@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 from trl.experimental.gkd import GKDTrainer
-from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
 from halfbyte.autograd.losses import linear_generalized_jsd
 from halfbyte.ops import divergence
@@ -37,22 +36,7 @@ def test_equal_to_trl(beta, temperature):
     torch.testing.assert_close(entropy, logits.entropy().sum().detach())
 
 
-@pytest.mark.parametrize("beta", BETAS)
-def test_scales_and_softcaps_equal_to_trl(beta):
-    x, w, y, v = drawn(seed=1)
-    ones = torch.ones(1, ROWS)
-    how = {"student_logit_scale": 0.5, "teacher_logit_scale": 2.0}
-    caps = {"student_final_logit_softcapping": 3.0, "teacher_final_logit_softcapping": 5.0}
-    theirs, entropy, _ = _chunked_divergence_loss(x[None], y[None], w, v, ones, beta, 1, temperature=0.8, **how, **caps)
-    expected = torch.autograd.grad(theirs, (x, w))
-    loss, own = linear_generalized_jsd(x, w, y, v, beta=beta, temperature=0.8, head=(0.5, 3.0), teacher_head=(2.0, 5.0))
-    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=0)
-    torch.testing.assert_close(own, entropy.detach(), rtol=1e-5, atol=0)
-    for found, wanted in zip(torch.autograd.grad(loss, (x, w)), expected, strict=True):
-        assert (found - wanted).norm() <= 1e-5 * wanted.norm()
-
-
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("beta", BETAS)
 def test_the_gradient_is_the_loss_s(beta):
     x, w, y, v = drawn(torch.float64)
@@ -67,23 +51,6 @@ def test_chunks_equal_one_chunk(monkeypatch):
     whole, parts = (divergence.linear_divergence(x, w, y, v, objectives, 0.3, **how, chunk=n) for n in (64, 5))
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_no_gradients_are_computed_without_grad():
-    x, w, y, v = drawn()
-    with torch.no_grad():
-        loss, _ = linear_generalized_jsd(x, w, y, v, beta=0.5)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, linear_generalized_jsd(x, w, y, v, beta=0.5)[0].detach())
-    assert linear_generalized_jsd(x[:0], w, y[:0], v, beta=0.5)[0] == 0
-
-
-def test_divergence_of_equal_models_is_zero():
-    x, w, _, _ = drawn()
-    for beta in BETAS:
-        loss, _ = linear_generalized_jsd(x, w, x.detach(), w.detach(), beta=beta)
-        assert loss.detach().abs() < 1e-4
-        assert all(grad.abs().max() < 1e-4 for grad in torch.autograd.grad(loss, (x, w)))
 
 
 def test_mismatched_models_are_refused():

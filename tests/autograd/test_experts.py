@@ -3,13 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.autograd.experts import ExpertWeights, experts
 from halfbyte.autograd.lora import LoRA
 from halfbyte.formats import from_spec
 from halfbyte.ops.experts import Unit
-from halfbyte.plan.ledger import Ledger, kernels
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
 
@@ -74,6 +72,7 @@ def results(function, leaves, unit, weights, index):
     return [out, *torch.autograd.grad(out, leaves, torch.randn_like(out), materialize_grads=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("unit", "bias"), [(SILU, False), (SILU, True), (CLAMPED, True)], ids=["silu", "bias", "clamped"]
 )
@@ -94,14 +93,6 @@ def test_experts_without_tokens_get_exact_zeros():
     for gradient in (da1, db1, da2, db2):
         assert not gradient[:-1].any()
         assert gradient[-1].any()
-
-
-def test_custom_gate():
-    """A gate without a formula in `ops.experts_unit` is differentiated by torch."""
-    weights, leaves, index = problem(6, 3, 2, bias=True)
-    own = results(lambda w, unit, *rest: ours(w, lambda c: unit_of(c, CLAMPED), *rest), leaves, None, weights, index)
-    for found, expected in zip(own, results(loop, leaves, CLAMPED, weights, index), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_without_adapters_and_for_some_gradients_only():
@@ -175,27 +166,6 @@ def test_dropout():
     whole, mean = ours(weights, SILU, index, *leaves), sum(dropped(seed, 0.1, *leaves) for seed in range(60)) / 60
     assert (mean - whole).norm() < 0.1 * whole.norm()
     assert not torch.allclose(out, whole)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_meta_tensors(device):
-    """On meta tensors, as in the memory plan: no shape depends on routing, and the saved bytes match the docstring."""
-    tokens, count, top_k = 32, 5, 2
-    weights, leaves, index = problem(tokens, count, top_k, dtype=torch.bfloat16)
-    ledger = Ledger()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        weights = {name: mode.from_tensor(weight) for name, weight in weights.items()}
-        leaves = [mode.from_tensor(leaf) for leaf in leaves]
-        index = mode.from_tensor(index)
-        ledger.ignore(iter((*weights.values(), *leaves, index)))
-        with ledger, kernels(ledger, device):
-            out = ours(weights, SILU, index, *leaves)
-            kept = ledger.live - out.nbytes
-            grads = torch.autograd.grad(out, leaves, torch.empty_like(out))
-    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
-    slots = tokens * top_k
-    routing = 4 * (2 * slots + count + 1)
-    assert 0 <= kept - (slots * (2 * INNER + 2 * RANK) * 2 + routing) < 2048  # the ledger rounds to blocks
 
 
 def test_a_unit_that_widens_its_values_does_not_widen_the_products():

@@ -41,14 +41,6 @@ def test_loss_and_gradients(shift, reduction, softcap, scale):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_gradcheck(softcap):
-    hidden, weight, labels = example(2, 5, 4, 7, torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda h, w: linear_cross_entropy(h, w, labels, softcap=softcap, scale=0.7), (hidden, weight)
-    )
-
-
 def test_frozen_head_saves_only_the_gradient_of_hidden():
     hidden, weight, labels = example(4, 64, 32, 5000)
     saved = []
@@ -58,30 +50,6 @@ def test_frozen_head_saves_only_the_gradient_of_hidden():
     loss.backward()
     assert hidden.grad.any()
     assert weight.grad is None
-
-
-@pytest.mark.parametrize("loss_of", [linear_cross_entropy, lambda *inputs: linear_log_probs(*inputs)[0].sum()])
-def test_backward_twice_gives_the_same(loss_of):
-    hidden, weight, labels = example()
-    loss = loss_of(hidden, weight.detach(), labels) * 0.3
-    first = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
-    second = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
-    assert torch.equal(first, second)
-    assert torch.equal(first, torch.autograd.grad(loss, hidden)[0])
-
-
-def test_the_last_backward_takes_no_memory_of_its_own():
-    """dX of a long batch is 128 MiB and is scaled in place."""
-    hidden, weight, labels = example(2, 64, 32, 500)
-    saved, passed_on = [], []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
-        loss = linear_cross_entropy(hidden.flatten(0, 1), weight.detach(), labels.flatten())
-    hidden.register_hook(lambda grad: passed_on.append(grad.data_ptr()))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    places = [tensor.data_ptr() for tensor in saved if tensor.numel()]
-    assert passed_on[0] not in places
-    assert [passed_on[1]] == places
 
 
 def full_log_probs(hidden, weight, labels, softcap=None, scale=1.0, temperature=1.0):
@@ -94,6 +62,7 @@ def full_log_probs(hidden, weight, labels, softcap=None, scale=1.0, temperature=
     return chosen * (labels != -100), entropy * (labels != -100)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keys", [{}, {"softcap": 3.0, "scale": 0.5, "temperature": 0.7}, {"temperature": 1.3}])
 @pytest.mark.parametrize("trained_head", [False, True])
 @pytest.mark.parametrize("entropy", ["no", "detached", "trained"])
@@ -131,24 +100,6 @@ def test_entropy_alone_is_differentiable():
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_gradcheck_of_log_probs():
-    hidden, weight, labels = example(2, 5, 4, 7, torch.float64)
-    keys = {"softcap": 2.0, "scale": 0.7, "temperature": 1.5}
-    assert torch.autograd.gradcheck(
-        lambda h, w: linear_log_probs(h, w, labels, **keys, entropy_grad=True), (hidden, weight)
-    )
-    assert torch.autograd.gradcheck(lambda h: linear_log_probs(h, weight.detach(), labels, **keys)[0], (hidden,))
-
-
-def test_cross_entropy_is_the_sum_of_log_probs():
-    hidden, weight, labels = example()
-    weight = weight.detach()
-    loss = linear_cross_entropy(hidden, weight, labels, shift=False)
-    log_probs, _ = linear_log_probs(hidden, weight, labels)
-    torch.testing.assert_close(-log_probs.sum(), loss)
-    assert torch.equal(torch.autograd.grad(-log_probs.sum(), hidden)[0], torch.autograd.grad(loss, hidden)[0])
-
-
 def test_log_probs_save_only_tensors_of_hidden_width():
     hidden, weight, labels = example(4, 64, 32, 5000)
     saved = []
@@ -177,14 +128,6 @@ def test_invalid_options(wrong):
         linear_log_probs(*example(), **wrong)
     with pytest.raises(ModelError, match="label_smoothing is 1"):
         linear_cross_entropy(*example(), label_smoothing=1.0)
-
-
-def test_bf16_gradient_is_scaled_in_fp32():
-    """1/3 rounded to bf16 would give every entry an error of 0.13%; errors of rounding the result average out."""
-    hidden, weight, labels = example(2, 65, 64, 301, torch.bfloat16)
-    whole = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), hidden)[0].double()
-    third = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels) / 3, hidden)[0].double()
-    assert abs((third * whole).sum() / (whole * whole).sum() * 3 - 1) < 2e-4
 
 
 def test_nothing_trained_and_no_grad():
@@ -219,34 +162,6 @@ def test_compiles_without_a_graph_break(trained_head):
     torch.testing.assert_close(got, expected)
     for mine, eager in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(mine, eager)
-
-
-@pytest.mark.parametrize("trained_head", [False, True])
-def test_log_probs_compile_without_a_graph_break(trained_head):
-    hidden, weight, labels = example()
-    weight = weight if trained_head else weight.detach()
-    inputs = (hidden, weight) if trained_head else (hidden,)
-
-    def step(hidden, weight, labels):
-        log_probs, entropy = linear_log_probs(hidden * 2, weight, labels, temperature=2.0, entropy=True)
-        return (log_probs * torch.arange(1.0, 12.0)).sum() + entropy.sum()
-
-    expected = step(hidden, weight, labels)
-    got = torch.compile(step, fullgraph=True, backend="aot_eager")(hidden, weight, labels)
-    torch.testing.assert_close(got, expected)
-    for mine, eager in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs), strict=True):
-        torch.testing.assert_close(mine, eager)
-
-
-def test_log_probs_operators_are_well_formed():
-    from halfbyte.autograd.losses import _linear_log_probs
-
-    hidden, weight, labels = example(1, 9, 8, 13)
-    hidden = hidden[0].detach().requires_grad_()
-    for head, unit_gradient in ((weight, False), (weight.detach(), True)):
-        torch.library.opcheck(
-            _linear_log_probs, (hidden, head, labels[0], 1.0, 5.0, 0.7, -100, not unit_gradient, unit_gradient)
-        )
 
 
 def test_operator_is_well_formed():

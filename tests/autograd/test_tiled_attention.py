@@ -30,6 +30,7 @@ def inputs(rows=2, heads=4, groups=2, length=75, width=16, dtype=torch.float64):
     return [torch.randn(shape, dtype=dtype).mul_(3).requires_grad_() for shape in shapes]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize("window", [None, 75, 20, 1])
 @pytest.mark.parametrize(("softcap", "sunk"), [(5.0, False), (None, True), (5.0, True), (None, False)])

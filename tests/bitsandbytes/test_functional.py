@@ -91,25 +91,6 @@ def test_maps_are_bit_equal(name, arguments):
     assert torch.equal(mine, theirs)
 
 
-def test_normal_map_holds_nf4_and_zeros():
-    code = F.create_normal_map()
-    assert code.shape == (256,)
-    torch.testing.assert_close(code.unique(), F.get_4bit_type("nf4", device="cpu"), rtol=0, atol=2e-7)
-
-
-def test_4bit_types():
-    for name in ("nf4", "fp4", "af4"):
-        assert torch.equal(F.get_4bit_type(name, device="cpu"), real.get_4bit_type(name, device="cpu"))
-    assert torch.equal(
-        F.get_4bit_type("int4", device="cpu").mul(7).round(),
-        torch.tensor([*range(7, -1, -1), *range(0, -8, -1)]).float(),
-    )
-    with pytest.raises(NotImplementedError):
-        F.get_4bit_type("nf3", device="cpu")
-    with pytest.raises(NotImplementedError):
-        F.get_4bit_type("af4", device="cpu", blocksize=128)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
 def test_int8_vectorwise_quant_has_the_codes_of_bitsandbytes(dtype, threshold):
@@ -135,17 +116,6 @@ def test_int8_products_are_exact(width):
     assert torch.equal(batched.long(), a.long() @ a.long().mT)
 
 
-def test_int8_double_quant_quantizes_rows_and_columns():
-    x = sample(37 * 65, torch.float16).view(37, 65)
-    with pytest.warns(FutureWarning):
-        rows, columns, of_rows, of_columns, outliers = F.int8_double_quant(x)
-    assert torch.equal(rows, F.int8_vectorwise_quant(x)[0])
-    assert torch.equal(columns, F.int8_vectorwise_quant(x.t().contiguous())[0].t())
-    assert torch.equal(of_rows, x.float().abs().amax(1))
-    assert torch.equal(of_columns, x.float().abs().amax(0))
-    assert outliers is None
-
-
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_states_interchange_with_bitsandbytes(nested, packed):
@@ -164,29 +134,6 @@ def test_states_interchange_with_bitsandbytes(nested, packed):
         assert str(state[index]) == str(theirs[index])
     assert state != F.quantize_4bit(x * 2, compress_statistics=nested, quant_type="nf4")[1]
     assert state != 3
-
-
-def test_nested_scales_in_other_blocks_than_256_are_read():
-    x = sample(64 * 512, torch.float32).view(64, 512)
-    packed, state = F.quantize_4bit(x, quant_type="nf4")
-    offset = state.absmax.mean()
-    second, state2 = F.quantize_blockwise(state.absmax - offset, blocksize=128)
-    foreign = F.QuantState(second, state.shape, state.code, 64, "nf4", state.dtype, offset, state2)
-    plain = F.QuantState(foreign.scales(), state.shape, state.code, 64, "nf4", state.dtype)
-    assert torch.equal(F.dequantize_4bit(packed, foreign), F.dequantize_4bit(packed, plain))
-    row = sample(512, torch.float32).view(1, 512)
-    assert torch.equal(F.gemv_4bit(row, packed.t(), state=foreign), F.gemv_4bit(row, packed.t(), state=plain))
-
-
-def test_out_and_absmax_receive_results():
-    x = sample(4096, torch.float32)
-    absmax, out = torch.empty(64), torch.empty(2048, 1, dtype=torch.uint8)
-    packed, state = F.quantize_4bit(x, absmax=absmax, out=out)
-    assert packed is out
-    assert state.absmax is absmax
-    values = torch.empty(4096)
-    assert F.dequantize_4bit(out, absmax=absmax, out=values, blocksize=64) is values
-    assert torch.equal(values, F.dequantize_4bit(packed, state))
 
 
 def test_zero_elements_and_non_contiguous_tensors():
@@ -222,16 +169,6 @@ def test_bad_arguments():
         F.check_matmul(x.char(), x.char()[:3], None, False, False)
     with pytest.raises(ModelError):
         F.create_fp8_map(True, 4, 4, 8)
-
-
-def test_elementwise_functions():
-    x = torch.empty(5)
-    F.fill(x, 3.0)
-    assert torch.equal(x, torch.full((5,), 3.0))
-    F._mul(x, x)
-    assert torch.equal(x, torch.full((5,), 9.0))
-    F.elementwise_func("arange", x, None, 0)
-    assert torch.equal(x, torch.arange(5.0))
 
 
 @pytest.mark.parametrize(

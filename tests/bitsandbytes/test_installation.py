@@ -49,10 +49,10 @@ else:
     raise SystemExit("installed")
 """
 
-IN_A_THREAD = """
+REFUSED = (
+    AFTER_THE_REAL_ONE
+    + """
 import threading
-import halfbyte.bitsandbytes as own
-from halfbyte.utils.errors import ModelError
 raised = []
 def call():
     try:
@@ -64,27 +64,26 @@ thread.start()
 thread.join()
 assert len(raised) == 1
 """
+)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("program", [UNDONE, AFTER_THE_REAL_ONE, IN_A_THREAD], ids=["undone", "after", "thread"])
+@pytest.mark.parametrize("program", [UNDONE, REFUSED], ids=["undone", "refused"])
 def test_program(program):
     done = run("-c", program)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["bitsandbytes", "diagnostics"])
-def test_diagnostics_print_the_environment(module):
-    program = "from bitsandbytes.diagnostics.main import main; main()"
-    arguments = ("-m", module) if module == "bitsandbytes" else ("-m", "timeit", "-n1", "-r1", program)
-    done = run("-m", "halfbyte.bitsandbytes", *arguments)
+def test_diagnostics_print_the_environment():
+    done = run("-m", "halfbyte.bitsandbytes", "-m", "bitsandbytes")
     assert done.returncode == 0, done.stderr
     assert "0.50.2+halfbyte" in done.stdout
 
 
+@pytest.mark.slow
 def test_script_and_module_run_under_install(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -93,5 +92,3 @@ def test_script_and_module_run_under_install(tmp_path):
     (tmp_path / "neighbour.py").write_text("x = 3\n")
     done = run("-m", "halfbyte.bitsandbytes", str(script), "--flag")
     assert done.stdout.split() == ["0.50.2+halfbyte", "['--flag']", "3"], done.stderr
-    done = run("-m", "halfbyte.bitsandbytes", "-m", "timeit", "-n1", "-r1", "import bitsandbytes.nn")
-    assert done.returncode == 0, done.stderr

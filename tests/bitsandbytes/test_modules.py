@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import bitsandbytes as real
 import pytest
@@ -76,40 +75,8 @@ def test_unquantized_layers_raise():
         bnb.matmul_4bit(torch.randn(2, 5), *bnb.functional.quantize_4bit(torch.randn(8, 64)))
 
 
-def test_int8_codes_without_scales_raise():
-    codes = bnb.nn.Int8Params(torch.randn(8, 64), requires_grad=False).to("cpu").data
-    for state in (None, bnb.MatmulLtState(CB=codes)):
-        with pytest.raises(ValueError):
-            bnb.matmul(torch.randn(2, 64), codes, state=state)
-
-
 def test_params4bit_view_as_quantized_tensor_shares_memory():
     layer = bnb.nn.LinearNF4(64, 32, bias=False).to("cpu")
     view = layer.weight.quant_state.as_tensor(layer.weight)
     assert view.parts["packed"].data_ptr() == layer.weight.data_ptr()
     assert torch.equal(view.dequantize(), bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state))
-
-
-@pytest.mark.parametrize("threshold", [0.0, 2.0])
-def test_trained_int8_weight_gets_the_exact_gradient(threshold):
-    layer = bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=True, threshold=threshold)
-    x, grad = torch.randn(3, 5, 64, requires_grad=True), torch.randn(3, 5, 32)
-    layer(x).backward(grad)
-    expected = grad.flatten(0, 1).t() @ x.detach().flatten(0, 1)
-    torch.testing.assert_close(layer.weight.grad, expected)
-    torch.testing.assert_close(layer.bias.grad, grad.sum((0, 1)))
-    torch.testing.assert_close(x.grad, grad @ layer.weight.detach(), rtol=0.05, atol=0.05)
-
-
-def test_columns_first_weight_warns_and_multiplies():
-    w = torch.randn(64, 32)
-    packed, state = bnb.functional.quantize_4bit(w)
-    x = torch.randn(3, 64, requires_grad=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        y = bnb.matmul_4bit(x, packed, state)
-    assert [each.category for each in caught] == [DeprecationWarning]
-    y.sum().backward()
-    values = bnb.functional.dequantize_4bit(packed, state)
-    torch.testing.assert_close(y, x @ values)
-    torch.testing.assert_close(x.grad, torch.ones(3, 32) @ values.t())

@@ -52,6 +52,7 @@ def step_8bit(module, name, p, g, states, step):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULE_OF)
 def test_32bit_updates_equal_bitsandbytes(real, name, dtype):
@@ -67,19 +68,6 @@ def test_32bit_updates_equal_bitsandbytes(real, name, dtype):
         for a, b in zip(mine, other, strict=True):
             if a is not None:
                 torch.testing.assert_close(a, b, **bound)
-
-
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-@pytest.mark.parametrize("max_unorm", [0.02, 1000.0])
-def test_update_norms_are_limited_as_in_bitsandbytes(real, name, max_unorm):
-    (own, g), (theirs, _) = parameter(257, torch.float32, 0), parameter(257, torch.float32, 0)
-    norms = torch.zeros(1), torch.zeros(1)
-    for module, p, norm in ((F, own, norms[0]), (real, theirs, norms[1])):
-        states = fp32_states(name, 257)
-        step_32bit(module, name, p, g, states, 1, weight_decay=0.0, max_unorm=max_unorm, unorm_vec=norm)
-    torch.testing.assert_close(own, theirs, rtol=2e-5, atol=1e-6)
-    # bitsandbytes' GPU kernels store the square, its CPU backend the norm
-    torch.testing.assert_close(norms[0].sqrt(), norms[1], rtol=2e-5, atol=0)
 
 
 def decoded(codes, qmap, scales):

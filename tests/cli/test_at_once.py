@@ -127,7 +127,7 @@ def folder(tmp_path_factory):
     return place
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_wrong_input_is_refused_before_torch_is_imported(folder, command):
     wanted = COMMANDS[command]
@@ -142,6 +142,7 @@ def test_wrong_input_is_refused_before_torch_is_imported(folder, command):
     assert found["seconds"] < 1.5  # CPU time; 0.5 s on an idle machine
 
 
+@pytest.mark.slow
 def test_torch_is_imported_without_garbage_collections(folder):
     """Collections would take a third of the import time."""
     program = [sys.executable, "-c", FIRST_IMPORT, json.dumps([words.split() for words in GOOD])]

@@ -34,7 +34,7 @@ MIXTURE = transformers.Qwen3MoeConfig(
 )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
@@ -173,6 +173,7 @@ def checked(monkeypatch, capsys, shared, tmp_path, *options, gpus=0, **keys):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_check_plans_every_mesh_without_a_gpu(monkeypatch, capsys, shared, tmp_path):
     said = checked(monkeypatch, capsys, shared, tmp_path, 2, 24.0)
     assert said.startswith("2 GPUs, 22.4 GiB ")

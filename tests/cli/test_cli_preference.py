@@ -15,7 +15,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "simpo"])
 def test_init_writes_a_file_for_another_method(method, shared, tmp_path):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))

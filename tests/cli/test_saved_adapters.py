@@ -243,6 +243,7 @@ def test_embeddings_that_peft_saves_beside_an_adapter_of_the_head(base, tmp_path
 PEFTS_OWN = ("PeftModel.from_pretrained", "PeftConfig.from_pretrained")
 
 
+@pytest.mark.slow
 def test_nothing_loads_an_adapter_in_another_way():
     """PEFT's own loading fills what a file lacks with random numbers, and asks the hub for files that are not there."""
     package, found = Path(halfbyte.__file__).parent, []

@@ -385,7 +385,7 @@ CONFIGS = st.fixed_dictionaries(
 
 
 class TestWriting:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(keys=CONFIGS)
     def test_round_trip_is_exact(self, keys, tmp_path_factory):
         config = RunConfig(**keys)

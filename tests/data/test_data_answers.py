@@ -210,6 +210,7 @@ def test_files_with_and_without_margins_do_not_mix(config, write, make_tokenizer
         prepare_answers(config(files), make_tokenizer("plain"), "pairs")
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_dataset_num_proc(config, write, make_tokenizer):
     rows = [{**PAIR, "chosen": [{"role": "assistant", "content": str(number)}]} for number in range(300)]
     one, two = (
@@ -443,7 +444,7 @@ def test_held_out_rows_are_split_off(config, write, make_tokenizer):
     assert len(prepared.report["held_out"]) == 3
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "kind", "rows"),
     [("dpo_en_demo.json", "pairs", 300), ("v1_dpo_demo.jsonl", "pairs", 10), ("kto_en_demo.json", "unpaired", 300)],

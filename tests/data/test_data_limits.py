@@ -1,11 +1,10 @@
 """Runaway templates are stopped, and only the beginning of a very long text is tokenized."""
 
-import copy
 import json
 
 import pytest
 
-from halfbyte.data.chat import ChatTemplate, _extra_seconds, prompt_text
+from halfbyte.data.chat import ChatTemplate
 from halfbyte.data.encode import CUT_AWAY, Encoder, _Text
 from halfbyte.utils.errors import DataError
 
@@ -71,22 +70,3 @@ def test_a_very_long_row_is_quick_and_quiet(make_tokenizer, caplog, word):
     assert (len(found["input_ids"][0]), found["dropped"]) == (64, [CUT_AWAY])
     assert found["length"][0] == pytest.approx(4_900_000, rel=0.01)
     assert caplog.text == ""
-
-
-def test_prompt_text_has_the_same_limits(make_tokenizer):
-    """With the options of lm-evaluation-harness."""
-    tokenizer, how = make_tokenizer("marked"), {"add_generation_prompt": False, "continue_final_message": True}
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "begun"}]
-    text = prompt_text(tokenizer, talk, **how)
-    assert text == tokenizer.apply_chat_template(talk, tokenize=False, **how)
-    assert text.endswith("begun")
-    runaway = copy.deepcopy(tokenizer)
-    runaway.chat_template = "{% for i in range(10 ** 9) %}{% endfor %}{{ messages[-1].content }}"
-    with pytest.raises(DataError):
-        prompt_text(runaway, talk, **how)
-
-
-def test_long_conversation_has_a_higher_limit():
-    turns = [{"role": "user", "content": "a" * 100}] * 1_000
-    assert _extra_seconds(turns) == 1.5
-    assert _extra_seconds(turns[:10]) < 0.02

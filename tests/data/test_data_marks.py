@@ -45,10 +45,6 @@ def test_a_turn_that_is_marked_untrained_is_context(prepared, template, key, off
     assert "loss-weight" not in notices_so_far()
 
 
-def test_one_untrained_mark_suffices(prepared):
-    assert shown_and_trained(prepared(turns({"train": True, "weight": 0})))[1] == "good<|im_end|>"
-
-
 def test_marks_apply_when_every_token_is_trained(prepared):
     shown, trained = shown_and_trained(prepared(turns({"train": False}), assistant_only_loss=False))
     first = "<|im_start|>"  # which nothing predicts

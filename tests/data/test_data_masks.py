@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from halfbyte.data.chat import ChatTemplate, common_prefix
 from halfbyte.data.encode import CUT_AWAY, IGNORE_INDEX, TOO_LONG, UNTRAINED, Encoder
@@ -78,17 +77,6 @@ def test_every_token_of_a_real_conversation(real_tokenizer):
     assert row["ends"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")] * 2
 
 
-def test_token_ids_may_have_gaps():
-    """An end-of-text token whose id follows a gap, as in ports of cl100k."""
-    vocabulary = {"a": 0, "b": 1, "</s>": 9}
-    bare = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
-    bare.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="</s>")
-    assert len(tokenizer) == 3
-    row = encode(tokenizer, {"prompt": "a", "completion": " b", "system": "b"})
-    assert [list(row[key][-2:]) for key in ("input_ids", "labels")] == [[1, 9], [1, 9]]
-
-
 words = st.text(st.characters(exclude_categories=["Cs", "Co", "Z", "C"]), min_size=1, max_size=8)
 sentences = st.lists(words, min_size=1, max_size=4).map(" ".join)
 
@@ -112,7 +100,7 @@ contents = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.s
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=5), system=st.none() | contents)
 def test_any_content_is_masked_exactly(make_tokenizer, template, turns, system):
     """Also when it is empty, white space, or looks like the markers of another turn."""
@@ -160,20 +148,6 @@ def test_marks_give_the_mask_of_transformers(real_tokenizer, shared):
         assert [int(label != IGNORE_INDEX) for label in row["labels"]] == reference["assistant_masks"]
 
 
-def test_difference_finds_the_marked_text(real_tokenizer, shared):
-    """The same template with and without its marks, on real tool-call chats."""
-    marked = real_tokenizer("llama-40m")
-    unmarked = type(marked)(tokenizer_object=marked.backend_tokenizer, eos_token=marked.eos_token)
-    unmarked.chat_template = marked.chat_template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-    assert ChatTemplate(marked).marked
-    assert not ChatTemplate(unmarked).marked
-    [source] = read_sources(str(shared / "data/datasets/llamafactory/glaive_toolcall_en_demo.json"))
-    for _, document in list(documents(source, recognise(source)))[:60]:
-        rows = [encode(tokenizer, document) for tokenizer in (marked, unmarked)]
-        assert rows[0]["labels"].tolist() == rows[1]["labels"].tolist()
-        assert rows[0]["ends"] == rows[1]["ends"]
-
-
 def test_qwen3_keeps_thoughts_of_the_last_turn_only(real_tokenizer):
     tokenizer = real_tokenizer("qwen3")
     thought = "<think>\nhm\n</think>\n\n"
@@ -181,6 +155,7 @@ def test_qwen3_keeps_thoughts_of_the_last_turn_only(real_tokenizer):
     assert runs(tokenizer, row) == ["one<|im_end|>", f"{thought}two<|im_end|>"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REAL)
 def test_tool_calls_are_trained_and_results_are_not(real_tokenizer, name):
     tokenizer = real_tokenizer(name)
@@ -206,15 +181,6 @@ def test_tool_calls_are_trained_and_results_are_not(real_tokenizer, name):
         assert ("tool-results" in notices_so_far()) == (name == "phi-3")
 
 
-def test_marks_around_the_content_alone_still_train_the_end_of_turn(make_tokenizer):
-    tokenizer = make_tokenizer(
-        "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}{%- if m['role'] == 'assistant' %}"
-        "{%- generation %}{{- m['content'] }}{%- endgeneration %}{%- else %}{{- m['content'] }}{%- endif %}"
-        "{{- '<|im_end|>\\n' }}{%- endfor %}"
-    )
-    assert runs(tokenizer, encode(tokenizer, {"messages": chat("a", "b", "c", "")})) == ["b<|im_end|>", "<|im_end|>"]
-
-
 def test_role_header_after_an_answer_is_not_trained(make_tokenizer):
     tokenizer = make_tokenizer(
         "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] }}{%- endfor %}"
@@ -232,16 +198,6 @@ GEMMA = (
     "{{ '<|im_start|>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | trim }}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
 )
-
-
-def test_strict_template_like_gemma(make_tokenizer):
-    """It refuses the role system and partial conversations, and trims: the difference still finds the answers."""
-    tokenizer = make_tokenizer(GEMMA)
-    tokenizer.bos_token = "<|im_start|>"
-    row = encode(tokenizer, {"messages": chat("a", " b ", "c", "d\n", system="s")})
-    assert runs(tokenizer, row) == ["b<|im_end|>", "d<|im_end|>"]
-    assert "user\ns\n\na<|im_end|>" in tokenizer.decode(row["input_ids"])
-    assert "system" in notices_so_far()
 
 
 def test_a_refused_conversation_is_named(make_tokenizer):

@@ -1,14 +1,12 @@
 """Preparation: tokenized rows, and a report that counts and names everything that was dropped."""
 
 import json
-import random
 
 import numpy as np
 import pytest
 
 from halfbyte.data.encode import IGNORE_INDEX
 from halfbyte.data.prepare import prepare
-from halfbyte.data.report import token_strings
 from halfbyte.methods import method_of
 from halfbyte.utils.errors import ConfigError, DataError
 from halfbyte.utils.notices import notices_so_far
@@ -232,12 +230,6 @@ def test_earlier_turn_without_an_end_is_reported(config, make_tokenizer, write):
     assert "eos-trained" in notices_so_far()
 
 
-def test_end_of_turn_that_is_not_eos_is_reported(config, real_tokenizer, write):
-    data = prepare(config(write(PAIRS)), real_tokenizer("llama-40m"))
-    assert (data.report["eos_trained"], data.report["stop_tokens"]) == (True, ["<|im_end|>"])
-    assert "not the tokenizer's EOS <|endoftext|>" in notices_so_far()["stop-token"]
-
-
 def test_a_conversation_needs_a_template(config, make_tokenizer, write):
     path = write([{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}])
     with pytest.raises(DataError, match=r"data\.jsonl:1"):
@@ -257,33 +249,3 @@ def test_a_refusal_inside_a_worker_still_names_the_row(config, make_tokenizer, w
     tokenizer = make_tokenizer(strict + make_tokenizer("marked").chat_template)
     with pytest.raises(DataError, match=r"data\.jsonl:2:"):
         prepare(config(path, dataset_num_proc=2), tokenizer)
-
-
-def test_token_strings_join_to_the_text(real_tokenizer):
-    text = "naïve 😀 " + "".join(random.Random(0).choices("añ漢🙂 \n", k=60))
-    for name in ("llama-40m", "qwen2.5", "phi-3"):
-        tokenizer = real_tokenizer(name)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        strings = token_strings(tokenizer, ids)
-        assert len(strings) == len(ids)
-        assert "".join(strings) == tokenizer.decode(ids)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("file", "format", "documents"),
-    [
-        ("llamafactory/glaive_toolcall_en_demo.json", "sharegpt", 300),
-        ("llamafactory/alpaca_en_demo.json", "alpaca", 999),
-        ("llamafactory/v1_sft_demo.jsonl", "messages", 500),
-        ("llamafactory/wiki_demo.txt", "text", 30),
-    ],
-)
-def test_real_files(config, real_tokenizer, shared, file, format, documents):
-    path = str(shared / "data/datasets" / file)
-    data = prepare(config(path, packing=True, eval_split_size=0.1, max_length=1024), real_tokenizer("llama-40m"))
-    assert data.report["sources"][0]["format"] == format
-    parts = [data.report["train"], data.report["eval"]]
-    assert sum(part["documents"] + sum(part["dropped"].values()) for part in parts) == documents
-    assert data.report["eos_trained"]
-    assert data.report["train"]["packing_efficiency"] > 0.95

@@ -89,13 +89,6 @@ def test_bounds_key_places_and_branches_agree():
         assert seen[:, key].nonzero().max() == last - 1
 
 
-def test_padding_free_batch_is_one_row():
-    batch, places = BranchCollator(0, one_row=True)(list(rows()))
-    assert batch["input_ids"].tolist() == [[11, 12, 13, 21, 22, 31, 14, 23, 32, 33, 34]]
-    assert places[3].tolist() == [6, 8, 9, 10]
-    assert not sees(batch)[6:, :6].any()
-
-
 @pytest.mark.parametrize("layout", [{}, {"padding_free": True}, {"packing": True}], ids=["padded", "flat", "packed"])
 def test_plan_and_report_count_computed_tokens(layout):
     config = RunConfig(model_name_or_path="m", dataset="d", max_length=8, per_device_train_batch_size=2, **layout)

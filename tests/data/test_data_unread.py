@@ -59,17 +59,6 @@ def test_a_mapped_context_is_shown(prepared):
     assert left_out(report) == {}
 
 
-def test_a_context_of_late_rows_is_shown(prepared):
-    rows = [{"question": "q", "answer": "r"}] * 150 + [{"question": "q", "answer": "r", "context": "c"}]
-    report, _, _ = prepared(rows)
-    assert left_out(report) == {}
-    assert report["train"]["tokens"] == 150 * len_of("q", "r") + len_of("c\n\nq", "r")
-
-
-def len_of(asked, answer):
-    return len("user\n") + len(asked) + len("\nassistant\n") + len(answer) + len("\n") + 4
-
-
 @pytest.mark.parametrize("names", [("instruction", "output"), ("prompt", "response"), ("question", "answer")])
 def test_history_is_shown_as_earlier_turns(prepared, names):
     row = {names[0]: "q", names[1]: "r", "history": [["q1", "r1"], ["q2", "r2"]], "system": "s"}
@@ -80,32 +69,10 @@ def test_history_is_shown_as_earlier_turns(prepared, names):
     assert trained == "r<|im_end|>"
 
 
-def test_history_without_a_template_precedes_the_question(prepared):
-    _, text, trained = prepared([{"instruction": "q", "output": "r", "history": [["q1", "r1"]]}], template=None)
-    first = "### Instruction:\nq1\n\n### Response:\nr1\n\n"
-    assert text == f"{first}### Instruction:\nq\n\n### Response:\nr<|im_end|>"
-    assert trained == "r<|im_end|>"
-
-
-def test_history_of_pairs_labels_and_prompts_is_shown(prepared):
-    asked = {"instruction": "q", "input": "c", "history": [["q1", "r1"]]}
-    pairs = [{**asked, "chosen": "good", "rejected": "bad"}]
-    shown = "user\nq1<|im_end|>\n<|im_start|>assistant\nr1<|im_end|>\n<|im_start|>user\nq\n\nc<|im_end|>"
-    assert shown in prepared(pairs, kind="pairs", method="dpo")[1]
-    labels = [{**asked, "output": "good", "kto_tag": True}, {**asked, "output": "bad", "kto_tag": False}]
-    assert shown in prepared(labels, kind="unpaired", method="kto")[1]
-    grpo = {"method": "grpo", "reward_funcs": ["exact"], "per_device_train_batch_size": 8}
-    assert shown in prepared([asked], kind="prompts", **grpo)[1]
-
-
 @pytest.mark.parametrize("history", [[["q1"]], [["q1", None]], [["q1", "r1"], "r2"]])
 def test_a_malformed_history_is_named(prepared, history):
     with pytest.raises(DataError, match=r"data\.jsonl:1.*'history'"):
         prepared([{"instruction": "q", "output": "r", "history": history}])
-
-
-def test_text_column_named_history_is_unread(prepared):
-    assert left_out(prepared([{"question": "q", "answer": "r", "history": "of Rome"}])[0]) == {"history": 1}
 
 
 def test_unread_columns_of_every_layout_are_named_once(prepared):
@@ -186,12 +153,6 @@ def test_unread_keys_of_turns_and_calls_are_named(prepared):
     }
 
 
-def test_unread_keys_of_a_single_turn_are_named(prepared):
-    answers = {"chosen": TURNS[1], "rejected": {"role": "assistant", "content": "no", "score": 0.1}}
-    report, _, _ = prepared([{"conversations": TURNS[:1], **answers}], kind="pairs", method="dpo")
-    assert left_out(report) == {"rejected[].score": 1}
-
-
 def test_columns_replaced_by_turns_are_named(prepared):
     system = [{"role": "system", "content": "s"}, *TURNS]
     rows = [{"messages": system, "system": "other"}, {"messages": system, "system": "s"}]
@@ -210,18 +171,6 @@ def test_labels_of_a_csv_are_parsed(config, write, make_tokenizer, good, bad):
     path = write(f"prompt,completion,label\np,a,{good}\np,b,{bad}\n", "d.csv")
     data = prepare_answers(config(path, method="kto"), make_tokenizer("plain"), "unpaired")
     assert list(data.train["label"]) == [True, False]
-
-
-def test_csv_label_that_is_no_label_is_named(config, write, make_tokenizer):
-    path = write("prompt,completion,kto_tag\np,a,True\np,b,maybe\n", "d.csv")
-    with pytest.raises(DataError, match=r"d\.csv:3:.*'kto_tag'.*maybe"):
-        prepare_answers(config(path, method="kto"), make_tokenizer("plain"), "unpaired")
-
-
-def test_a_jsonl_label_in_quotes_is_refused(config, write, make_tokenizer):
-    path = write([{"prompt": "p", "completion": "a", "label": "True"}])
-    with pytest.raises(DataError, match=r"data\.jsonl:1:.*'label'"):
-        prepare_answers(config(path, method="kto"), make_tokenizer("plain"), "unpaired")
 
 
 def test_margins_steps_and_turns_of_a_csv_are_parsed(config, write, make_tokenizer):

@@ -69,11 +69,3 @@ def test_map_has_every_folder_and_root_module():
 
 def test_map_is_one_page():
     assert len((ROOT / "docs" / "design" / "index.md").read_text(encoding="utf-8").splitlines()) <= 120
-
-
-def test_checks_find_missing_names():
-    found = paths_in("`a/b.py::C.d` and `train/` and `x.y` and `a/b.py`")
-    assert found == {"a/b.py": {"C.d"}, "train/": set()}
-    assert file_of("train/loop.py") is not None
-    assert file_of("train/nothing.py") is None
-    assert definitions("A = 1\nB: int = 2\nclass C:\n    def d(self): ...\n    e: int") == {"A", "B", "C", "C.d", "C.e"}

@@ -124,6 +124,7 @@ def test_readme_runs_from_top_to_bottom(place):
 GUIDES = ("quickstart", "command-line", "preference", "distillation", "policy", "several-gpus")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", GUIDES)
 def test_guides_run_from_top_to_bottom(page, place):
     if page == "several-gpus":  # assumes a file

@@ -10,7 +10,6 @@ from transformers import GenerationConfig
 
 from halfbyte.cli.commands import export_for_servers
 from halfbyte.config import load_config
-from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.export.served_adapter import export_served
@@ -22,7 +21,6 @@ from halfbyte.serve.conversation import Conversation
 from halfbyte.serve.model import load
 from halfbyte.serve.requests import CompletionRequest
 from halfbyte.train.run import train
-from halfbyte.utils import notices
 from tests.helpers.merge_runs import byte_tokenizer, save_base, save_run
 
 TEMPLATE = (
@@ -132,15 +130,6 @@ def test_a_gguf_file_and_its_modelfile_name_all_ends(made, tmp_path):
     assert set(ends_of(imported)) == {ids["</s>"], ids["<|im_end|>"], ids["<|eom|>"]}
 
 
-def test_ends_that_gguf_cannot_store_are_reported(copied, tmp_path):
-    _, run, _ = copied
-    learn(run, "<|im_end|>", "<|other|>")
-    notices.reset_notices()
-    report = export_gguf(run, "f32", tmp_path / "m.gguf", device="cpu")
-    assert "<|eom|>" in notices.notices_so_far()["gguf-ends"]
-    assert set(stops_of(report.modelfile)) == set(NAMES)
-
-
 def test_a_merged_model_is_exported_as_its_run(made, tmp_path):
     _, run, _ = made
     merge(run, tmp_path / "merged", verify=False)
@@ -173,15 +162,6 @@ def test_an_adapter_for_servers_brings_a_generation_config(made, tmp_path, capsy
     assert GenerationConfig.from_pretrained(tmp_path / "out").max_new_tokens == 17
     export_for_servers(str(run), "vllm", tmp_path / "again", [], False)
     assert f"--generation-config {tmp_path / 'again'}" in capsys.readouterr().out
-
-
-def test_a_gguf_adapter_reports_ends_missing_in_its_base(made, copied, tmp_path):
-    export_adapter(made[1], "f32", tmp_path / "adapter.gguf")
-    assert "<|im_end|>" in notices.notices_so_far()["adapter-ends"]
-    notices.reset_notices()
-    learn(copied[1], "</s>", "<|eom|>")
-    export_adapter(copied[1], "f32", tmp_path / "other.gguf")
-    assert "adapter-ends" not in notices.notices_so_far()
 
 
 def test_loaded_models_and_conversations_stop_at_all_ends(made):

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from halfbyte.cli import app
@@ -14,7 +14,7 @@ from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.gguf import writer
-from halfbyte.gguf.tensors import halved, interleaved
+from halfbyte.gguf.tensors import interleaved
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tests.helpers.gguf_models import MODELS, byte_tokenizer, save_model
 from tests.helpers.merge_runs import save_run, tensors
@@ -46,7 +46,7 @@ def in_file(name, key, value):
     return value + 1 if shifted and key.endswith("norm.weight") else value
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_value_of_every_family_is_in_the_file(tmp_path, name):
     """The file holds the checkpoint's values in another order, with shifted norms."""
@@ -59,12 +59,6 @@ def test_every_value_of_every_family_is_in_the_file(tmp_path, name):
     expected = [in_file(name, key, value).flatten() for key, value in stored.items()]
     everything = np.sort(np.concatenate([value.ravel() for value in found.values()]))
     assert np.array_equal(everything, torch.cat(expected).sort().values.numpy())
-
-
-def test_rows_of_q_are_reordered_and_back():
-    rows = torch.arange(32.0).view(16, 2)
-    assert interleaved(rows, 2)[:4, 0].tolist() == [0, 8, 2, 10]
-    assert torch.equal(halved(interleaved(rows, 2), 2), rows)
 
 
 def test_a_run_is_exported_as_its_merge(tmp_path, llama):
@@ -156,18 +150,6 @@ def test_changed_bytes_on_disk_are_detected(tmp_path, llama, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_tensors_and_missing_ones_are_named(tmp_path, llama):
-    folder = shutil.copytree(llama, tmp_path / "model")
-    file = folder / "model.safetensors"
-    stored = load_file(file)
-    save_file(stored | {"model.layers.0.mlp.extra.weight": torch.zeros(2)}, file)
-    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.extra\.weight"):
-        export_gguf(folder, "f16", tmp_path / "m.gguf")
-    save_file({name: t for name, t in stored.items() if name != "model.layers.1.mlp.up_proj.weight"}, file)
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight"):
-        export_gguf(folder, "f16", tmp_path / "m.gguf")
-
-
 @pytest.mark.parametrize(
     ("name", "keys", "what"),
     [
@@ -180,8 +162,3 @@ def test_what_llamacpp_would_compute_otherwise_is_refused(tmp_path, name, keys, 
     save_model(tmp_path / "m", name, **keys)
     with pytest.raises(ModelError, match=what):
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
-
-
-def test_an_unknown_type_is_refused(llama, tmp_path):
-    with pytest.raises(ConfigError):
-        export_gguf(llama, "q9_k", tmp_path / "m.gguf")

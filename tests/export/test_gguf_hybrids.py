@@ -7,17 +7,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, pre_tokenizers
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.export.importance import watch
 from halfbyte.gguf import vision
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.importer import import_gguf
 from halfbyte.gguf.tensors import DeltaNet, Layout
-from halfbyte.gguf.tokenizer import PATTERNS
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
 from halfbyte.utils.errors import CheckpointError, ModelError
@@ -73,16 +70,6 @@ def test_an_adapter_of_a_mixer_is_the_update_in_the_files_order(tmp_path):
         assert not torch.allclose(mine, b @ a)
 
 
-def test_importances_of_an_output_are_in_the_files_order(tmp_path):
-    model = save_model(tmp_path / "m", "qwen3_5")
-    layout, met = Layout(model.config, checked_family(model.config)), []
-    output = model.model.layers[0].linear_attn.out_proj
-    output.register_forward_pre_hook(lambda module, args: met.append(args[0].reshape(-1, module.in_features)))
-    seen = watch(model, [{"input_ids": torch.arange(40, 60)[None]}], {"blk.0.ssm_out.weight"}, layout)
-    expected = layout.in_file("blk.0.ssm_out.weight", met[0].square().sum(0)[None])
-    torch.testing.assert_close(seen["blk.0.ssm_out.weight"].squares, expected)
-
-
 def test_kept_layers_of_mixers_have_the_files_values(tmp_path):
     """Rows move with their scales; the output, whose columns moved, is decoded, and counted as that."""
     save_model(tmp_path / "m", "qwen3_5")
@@ -131,16 +118,6 @@ def test_a_mixers_missing_tensor_is_named(tmp_path, lacks):
         export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
 
 
-def test_another_interval_in_a_file_is_refused(tmp_path):
-    save_model(tmp_path / "m", "qwen3_5")
-    export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
-    field = gguf.GGUFReader(tmp_path / "m.gguf", "r+").get_field("qwen35.full_attention_interval")
-    field.parts[field.data[0]][0] = 2
-    with pytest.raises(ModelError, match="full_attention_interval"):
-        import_gguf(tmp_path / "m.gguf", tmp_path / "back")
-    assert not (tmp_path / "back").exists()
-
-
 def test_mtp_layers_and_the_vision_part_are_left_out(tmp_path, monkeypatch):
     """A vision model exports its language model; the missing vision part is reported."""
     said = {}
@@ -161,15 +138,3 @@ def test_mtp_layers_and_the_vision_part_are_left_out(tmp_path, monkeypatch):
     alone, found = read(tmp_path / "text.gguf"), read(tmp_path / "whole.gguf")
     assert found.keys() == alone.keys()
     assert all(torch.equal(value, alone[name]) for name, value in found.items())
-
-
-def split(pattern, text):
-    return [piece for piece, _ in pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str(text)]
-
-
-def test_qwen_3_5s_splits_have_llamacpps_name():
-    """Marks belong to words there, which tells it from Qwen 2's."""
-    patterns = {name: pattern for pattern, name in PATTERNS.items()}
-    text = "cafe\u0301s 12"
-    assert split(patterns["qwen35"], text) == ["cafe\u0301s", " ", "1", "2"]
-    assert split(patterns["qwen2"], text) != split(patterns["qwen35"], text)

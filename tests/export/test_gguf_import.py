@@ -3,7 +3,6 @@
 import json
 import shutil
 import struct
-from pathlib import Path
 
 import gguf
 import pytest
@@ -12,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.gguf import cache, importer
-from halfbyte.gguf.cache import checkpoint_folder
+from halfbyte.gguf import importer
 from halfbyte.gguf.file import GgufFile
 from halfbyte.gguf.hyperparameters import llama3_parameters, rope_tensors
 from halfbyte.gguf.importer import import_gguf
@@ -58,7 +56,7 @@ def plain(folder):
     return model.eval()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_f32_file_gives_the_model_back(tmp_path, name):
     model = save_model(tmp_path / "model", name)
@@ -105,7 +103,7 @@ def assert_holds_what_was_decoded(tmp_path, mix):
             assert torch.equal(found[name], value.to(dtype).float()), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mix", [mix for mix in MIXES if mix != "f32"])
 def test_every_type_is_decoded(tmp_path, mix):
     model = save_model(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512)
@@ -115,24 +113,6 @@ def test_every_type_is_decoded(tmp_path, mix):
     for name, value in plain(tmp_path / "back").state_dict().items():
         off = (value.float() - exact[name]).norm() / exact[name].norm()
         assert off <= BOUNDS[MIXES[mix][0]], name
-
-
-@pytest.mark.parametrize(
-    ("name", "mix"),
-    [("mixtral", "q4_k_m"), ("qwen2", "bf16"), ("qwen2_moe", "q8_0"), ("gemma3", "q4_k_m"), ("phi3", "q4_0")],
-)
-def test_other_families_quantized(tmp_path, name, mix):
-    save_model(tmp_path / "model", name)
-    export_gguf(tmp_path / "model", mix, tmp_path / "m.gguf", device="cpu")
-    assert_holds_what_was_decoded(tmp_path, mix)
-
-
-def test_weights_come_in_shards(tmp_path, llama, monkeypatch):
-    monkeypatch.setattr(importer, "SHARD_BYTES", 60_000)
-    folder = import_gguf(llama[1], tmp_path / "back")
-    assert len(list(folder.glob("*.safetensors"))) > 3
-    expected = plain(llama[0]).state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in plain(folder).state_dict().items())
 
 
 @pytest.mark.parametrize(("size", "theta", "factor"), [(128, 500000.0, 8.0), (64, 500000.0, 32.0)])
@@ -149,6 +129,7 @@ def test_llama_3s_scaling_is_found_from_its_factors(size, theta, factor):
         llama3_parameters(factors**2, theta)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "fixture",
     ["llama-spm", "gpt-2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama-bpe", "qwen2"))],
@@ -164,22 +145,6 @@ def test_llamacpps_vocabularies_give_its_ids(shared, fixture):
 
 
 @pytest.mark.slow
-def test_the_40m_models_tokenizer(shared, tmp_path):
-    """Its real texts, its template with its messages; and the model itself, in bf16, to the bit."""
-    folder = shared / "models/llama-40m"
-    export_gguf(folder, "bf16", tmp_path / "m.gguf", device="cpu")
-    own, back = load_tokenizer(str(folder)), load_tokenizer(str(tmp_path / "m.gguf"))
-    lines = (shared / "data/datasets/validation.jsonl").read_text().splitlines()[:50]
-    texts = [json.loads(line)["text"] for line in lines]
-    assert back(texts)["input_ids"] == own(texts)["input_ids"]
-    messages = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Hello"}]
-    assert back.apply_chat_template(messages)["input_ids"] == own.apply_chat_template(messages)["input_ids"]
-    options = {"load_in_4bit": False, "dtype": "bfloat16", "device": "cpu"}
-    found, expected = load_model(str(tmp_path / "m.gguf"), **options), load_model(str(folder), **options)
-    state = expected.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in found.state_dict().items())
-
-
 def test_training_merging_and_generating_on_a_gguf_base(tmp_path, llama):
     rows = [{"prompt": f"what is {n}?", "completion": f" it is {n}."} for n in range(12)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -198,37 +163,6 @@ def test_training_merging_and_generating_on_a_gguf_base(tmp_path, llama):
     assert (merged - trained).norm() < 0.05 * trained.norm()
     export_gguf(out, "q8_0", tmp_path / "run.gguf", device="cpu")
     assert load_saved(str(tmp_path / "run.gguf"), ["device=cpu"]).model.config.hidden_size == 64
-
-
-def test_descriptions_and_sampling_defaults_pass_through(tmp_path, llama):
-    """A file's licence and names are in its import's config, and in the file that is exported from there."""
-    folder = shutil.copytree(llama[0], tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    described = {"license": "apache-2.0", "basename": "tiny", "size_label": "1K"}
-    (folder / "config.json").write_text(json.dumps(config | {"gguf_general": described}))
-    sampling = {"do_sample": True, "temperature": 0.5, "top_k": 20}
-    (folder / "generation_config.json").write_text(json.dumps(sampling))
-    export_gguf(folder, "f16", tmp_path / "one.gguf", device="cpu")
-    back = import_gguf(tmp_path / "one.gguf", tmp_path / "back")
-    assert json.loads((back / "generation_config.json").read_text()).items() >= sampling.items()
-    export_gguf(back, "f16", tmp_path / "two.gguf", device="cpu")
-    for path in (tmp_path / "one.gguf", tmp_path / "two.gguf"):
-        file = GgufFile(path)
-        assert {key: file.get(f"general.{key}") for key in described} == described
-        assert (file.get("general.sampling.temp"), file.get("general.sampling.top_k")) == (0.5, 20)
-
-
-def test_named_templates_are_read_back(tmp_path, llama):
-    folder = shutil.copytree(llama[0], tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
-    tokenizer.save_pretrained(folder)
-    export_gguf(folder, "f16", tmp_path / "m.gguf", device="cpu")
-    assert GgufFile(tmp_path / "m.gguf").get("tokenizer.chat_templates") == ["rag", "tool_use"]
-    back = AutoTokenizer.from_pretrained(import_gguf(tmp_path / "m.gguf", tmp_path / "back"))
-    assert back.chat_template == tokenizer.chat_template
-    template = tmp_path / "back/chat_template.jinja"  # as a run's adapter names it
-    assert load_tokenizer(str(llama[0]), chat_template_path=str(template)).chat_template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize(
@@ -252,17 +186,6 @@ def test_scaled_rope_is_read_back_to_equal_logits(tmp_path, name, rope):
         torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "gpt_oss", "qwen2_moe", "olmoe", "minimax_m2"])
-def test_a_graph_without_tied_embeddings_gets_a_head(tmp_path, name):
-    model = save_model(tmp_path / "model", name, tie_word_embeddings=True)
-    export_gguf(tmp_path / "model", "f32", tmp_path / "m.gguf", device="cpu")
-    assert "output.weight" in GgufFile(tmp_path / "m.gguf").tensors
-    ids = torch.arange(40, 80)[None]
-    with torch.no_grad():
-        found = plain(import_gguf(tmp_path / "m.gguf", tmp_path / "back"))(ids).logits
-        torch.testing.assert_close(found, model(ids).logits)
-
-
 def test_a_file_is_unpacked_once_and_again_when_it_changes(tmp_path, llama, monkeypatch):
     path = tmp_path / "m.gguf"
     path.write_bytes(llama[1].read_bytes())
@@ -276,14 +199,6 @@ def test_a_file_is_unpacked_once_and_again_when_it_changes(tmp_path, llama, monk
     assert len(list((tmp_path / "cache/gguf").iterdir())) == 2
 
 
-def test_a_file_is_unpacked_again_by_another_version(tmp_path, llama, monkeypatch):
-    found = [checkpoint_folder(str(llama[1]))]
-    monkeypatch.setattr(cache, "VERSION", cache.VERSION + 1)
-    found += [checkpoint_folder(str(llama[1])) for _ in range(2)]
-    assert found[0] != found[1] == found[2]
-    assert all((Path(folder) / "config.json").is_file() for folder in found)
-
-
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -294,14 +209,6 @@ def damaged(llama, out, old, new):
     return out
 
 
-def test_a_missing_file_and_no_gguf_are_told_apart(tmp_path, llama):
-    with pytest.raises(ModelError):
-        load_model(str(tmp_path / "none.gguf"))
-    (tmp_path / "text.gguf").write_text("hello " * 100)
-    with pytest.raises(CheckpointError, match="GGUF"):
-        load_model(str(tmp_path / "text.gguf"))
-
-
 @pytest.mark.parametrize("part", [0.01, 0.1, 0.5, 0.999])
 def test_a_truncated_file_is_refused(tmp_path, llama, part):
     data = llama[1].read_bytes()
@@ -309,12 +216,6 @@ def test_a_truncated_file_is_refused(tmp_path, llama, part):
     with pytest.raises(CheckpointError, match="truncated"):
         load_model(str(tmp_path / "m.gguf"))
     assert not (tmp_path / "cache").exists()
-
-
-def test_an_unknown_architecture_is_named(tmp_path, llama):
-    path = damaged(llama, tmp_path / "m.gguf", b"llama", b"bloom")
-    with pytest.raises(ModelError, match="'bloom'"):
-        load_model(str(path))
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(tmp_path, llama):

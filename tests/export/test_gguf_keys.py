@@ -102,7 +102,7 @@ def differ(one, two):
     return not all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.sampled(9)  # some 2 s each: a model per value
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_key_that_changes_logits_changes_the_file_or_is_refused(name, caplog):
     keys = SIZES | MODELS[name][1]
@@ -224,7 +224,7 @@ def by_llamacpp(keys, tensors, sliding):
     return frequency * (kept + (1 - kept) / factor), 0.1 * math.log(factor) + 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_llamacpps_rope_is_transformers_or_refused(kind, change, caplog):

@@ -8,18 +8,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from halfbyte.export.gguf_model import export_gguf
 from halfbyte.gguf.quants import ENCODERS, Type, quantize, row_bytes
-from tests.helpers.gguf_models import MODELS, save_model
 from tests.helpers.llamacpp import (
-    QUANTIZED,
-    compare_with_llamacpps_quantizer,
     llama_cpp,
     load,
-    perplexity,
-    quantized_by_llamacpp,
 )
 
 pytestmark = pytest.mark.llamacpp
@@ -29,36 +23,6 @@ def logits(path, ids, context=512):
     model = load(path, context)
     model.eval(ids)
     return torch.from_numpy(np.array(model.scores[: len(ids)]))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(tmp_path, name):
-    model = save_model(tmp_path / "model", name)
-    export_gguf(tmp_path / "model", "f32", tmp_path / "m.gguf", device="cpu")
-    ids = list(range(40, 80))
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0]
-    found = logits(tmp_path / "m.gguf", ids, 256)[:, : expected.shape[1]]
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 * float(expected.abs().max()))
-
-
-@pytest.fixture(scope="module")
-def small(shared, tmp_path_factory):
-    """The 40M model: its folder, and its F32 file."""
-    path = tmp_path_factory.mktemp("f32") / "m.gguf"
-    export_gguf(shared / "models/llama-40m", "f32", path, device="cpu")
-    return shared / "models/llama-40m", path
-
-
-@pytest.mark.slow
-def test_200_greedy_tokens_are_those_of_transformers(small):
-    folder, path = small
-    ids = AutoTokenizer.from_pretrained(folder)("Once upon a time")["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    options = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}
-    expected = model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
-    generator = load(path).generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0)
-    assert [next(generator) for _ in range(200)] == expected
 
 
 def by_llamacpp(x, type_, importance):
@@ -98,33 +62,11 @@ def test_q6_k_is_ggmls_own_encoding():
     assert (ours.reshape(-1, 210) == theirs.reshape(-1, 210)).all(1).mean() > 0.95
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "phi3", "gemma2", "qwen3_moe"])
-@pytest.mark.parametrize("mix", QUANTIZED)
-def test_every_tensor_gets_the_type_llamacpp_gives_it(tmp_path, mix, name):
-    """With 16 layers, so that first, last and every third layer differ; rows of 64 where a fallback is taken."""
-    sizes = {"num_hidden_layers": 16, "hidden_size": 256 if name != "gemma2" else 64, "intermediate_size": 256}
-    if name == "mixtral":
-        sizes["num_local_experts"] = 8
-    save_model(tmp_path / "model", name, **sizes)
-    export_gguf(tmp_path / "model", "f32", tmp_path / "f32.gguf", device="cpu")
-    export_gguf(tmp_path / "model", mix, tmp_path / "m.gguf", device="cpu")
-    theirs = quantized_by_llamacpp(tmp_path / "f32.gguf", mix, tmp_path / "theirs.gguf")
-    ours = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
-    assert ours == {name: tensor.tensor_type for name, tensor in theirs.items()}
-
-
 def texts(shared, folder):
     """20 stories as ids."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     lines = (shared / "data/datasets/validation.jsonl").read_text().splitlines()[:40:2]
     return [tokenizer(json.loads(line)["text"][:1200])["input_ids"][:256] for line in lines]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mix", QUANTIZED)
-def test_perplexity_and_weight_error_beside_llamacpps_quantizer(small, shared, tmp_path, mix):
-    folder, path = small
-    compare_with_llamacpps_quantizer(folder, path, texts(shared, folder), tmp_path, mix)
 
 
 @pytest.mark.parametrize("fixture", ["llama-spm", "llama-bpe", "qwen2", "gpt-2"])
@@ -136,19 +78,3 @@ def test_tokens_of_the_fixtures_texts(shared, tmp_path, fixture):
     model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
     for text, ids in fixture_texts(shared, fixture):
         assert model.tokenize(text.encode(), add_bos=False, special=False) == ids, repr(text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mix", "bound"), [("q2_k", 0.99), ("q3_k_s", 1.0)])
-def test_perplexity_with_importances_of_other_documents(small, shared, tmp_path, mix, bound):
-    """Over perplexity without them: 0.977 in Q2_K, 0.995 in Q3_K_S."""
-    folder, _ = small
-    lines = (shared / "data/datasets/validation.jsonl").read_text().splitlines()
-    (tmp_path / "calibration.jsonl").write_text("\n".join(lines[1::2]))
-    found = {}
-    for name, text in (("plain", None), ("weighed", tmp_path / "calibration.jsonl")):
-        path = export_gguf(folder, mix, tmp_path / f"{name}.gguf", importances=text, device="cpu").path
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        rows = [tokenizer(json.loads(line)["text"][:1200])["input_ids"][:256] for line in lines[:80:2]]
-        found[name] = perplexity(path, rows)
-    assert found["weighed"] <= bound * found["plain"]

@@ -7,7 +7,6 @@ from gguf import quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.gguf.fits import Grid, fit_affine, fit_positive, fit_symmetric
 from halfbyte.gguf.quants import ENCODERS, FLOATS, Type, quantize, row_bytes
 from halfbyte.utils.errors import CheckpointError
 
@@ -45,7 +44,7 @@ def test_bytes_are_the_gguf_librarys(type_, dtype):
     assert np.array_equal(quantize(x, type_).numpy(), expected.view(np.uint8).reshape(16, -1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(-1e4, 1e4, width=32).filter(lambda v: v == 0 or abs(v) > 1e-30), min_size=32, max_size=32))
 def test_bytes_of_any_block_are_the_gguf_librarys(values):
     x = torch.tensor([values])
@@ -60,15 +59,6 @@ def test_the_error_on_normal_weights(type_):
     assert 0.7 * ERRORS[type_] < relative_error(x, type_) < ERRORS[type_]
 
 
-@pytest.mark.parametrize("type_", ENCODERS, ids=lambda type_: type_.name)
-def test_outlier_rows_decode_to_similar_values(type_):
-    x = ugly()
-    for row in range(len(x)):
-        if row not in (0, 5):  # zeros; values for which fp16 has no scale
-            assert relative_error(x[row : row + 1], type_) < 1.5 * ERRORS[type_], row
-    assert not decoded(quantize(x[:1], type_), type_).any()
-
-
 @pytest.mark.parametrize("type_", set(ENCODERS) - {Type.Q8_0}, ids=lambda type_: type_.name)
 def test_importances_lower_the_error_they_weigh(type_):
     x, importance = torch.randn(64, 1024) * 0.02, torch.rand(1024) ** 4 + 0.01
@@ -76,13 +66,6 @@ def test_importances_lower_the_error_they_weigh(type_):
     off = float(np.sqrt(((plain - x.numpy()) ** 2 * importance.numpy()).sum()))
     size = float(np.sqrt((x.numpy() ** 2 * importance.numpy()).sum()))
     assert relative_error(x, type_, importance) < 0.99 * off / size
-
-
-def test_experts_keep_their_shape():
-    x = torch.randn(3, 8, 256)
-    encoded = quantize(x, Type.Q4_K)
-    assert encoded.shape == (3, 8, 144)
-    assert torch.equal(encoded[1], quantize(x[1], Type.Q4_K))
 
 
 @pytest.mark.parametrize("type_", [Type.Q4_K, Type.Q8_0])
@@ -98,18 +81,3 @@ def test_what_does_not_fit_fp16_is_refused():
     with pytest.raises(CheckpointError, match="float16"):
         quantize(torch.tensor([[1e5]]), Type.F16)
     assert set(FLOATS) == {Type.F32, Type.F16, Type.BF16}
-
-
-def test_the_fits_find_exact_grids():
-    """Values that lie on a grid are found on it."""
-    q = torch.randint(-8, 8, (5, 32)).float()
-    q[:, 0] = -8
-    torch.testing.assert_close(fit_symmetric(q * 0.3, torch.ones(5, 32), 8), torch.full((5, 1), 0.3))
-    q = torch.randint(0, 16, (5, 32)).float()
-    q[:, 0], q[:, 1] = 0, 15
-    scale, offset = fit_affine(q * 0.3 - 1.7, torch.ones(5, 32), 15, Grid(-1.0, 0.1, 21))
-    torch.testing.assert_close((scale, offset), (torch.full((5, 1), 0.3), torch.full((5, 1), 1.7)))
-    q = torch.randint(0, 64, (5, 8)).float()
-    q[:, 0] = 63
-    scale, codes = fit_positive(q * 0.3, torch.ones(5, 8), 63)
-    torch.testing.assert_close((scale, codes), (torch.full((5, 1), 0.3), q))

@@ -41,7 +41,7 @@ def run(base, tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("run") / "run", base)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("target", ["original", "dequantized"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_pefts_rounded_once(tmp_path, base, kind, target):
@@ -66,14 +66,7 @@ def test_an_update_below_the_resolution_of_bf16_is_explained_and_said(tmp_path, 
     assert written.explained
 
 
-def test_an_update_that_was_not_applied_is_not_explained_by_resolution(tmp_path, base, monkeypatch):
-    run = save_run(tmp_path / "run", base, load_in_4bit=False)
-    monkeypatch.setattr("halfbyte.export.adapter.AdapterLayers.merged", lambda self, name, weight, piece: weight)
-    with pytest.raises(CheckpointError):
-        merge(run, tmp_path / "merged")
-
-
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("base_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "keys", [{}, {"load_in_4bit": False}, {"bnb_4bit_quant_type": "fp4", "bnb_4bit_blocksize": 32}]
@@ -96,20 +89,6 @@ def test_verification_is_explained_by_rounding_and_says_which_is_closer(tmp_path
     assert saved["tokens"] >= 256
     if closer == "dequantized":
         assert saved["targets"]["original"]["kl"] > 20 * saved["targets"]["dequantized"]["kl"]
-
-
-def test_an_explicit_base_is_measured_alone(tmp_path, base, run, monkeypatch):
-    honest = MergedWeights.values
-
-    def only_original(self, output, target):
-        assert target == "original"
-        return honest(self, output, target)
-
-    monkeypatch.setattr(MergedWeights, "values", only_original)
-    report = merge(run, tmp_path / "merged", base="original")
-    assert (report.target, [*report.targets], report.reason) == ("original", ["original"], "as asked")
-    expected = by_peft(run, base, "original")
-    assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in tensors(tmp_path / "merged").items())
 
 
 def test_auto_goes_back_to_the_first_target_when_that_one_is_closer(tmp_path, base, run, monkeypatch):
@@ -157,7 +136,7 @@ def test_a_plain_reload_computes_what_base_and_adapter_compute(tmp_path, base, r
 # --- tied weights ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -180,13 +159,6 @@ def test_tied_weights_are_untied_if_the_adapter_changes_one(tmp_path, keys):
     assert torch.equal(found["model.embed_tokens.weight"], stored) == ("embed_tokens" not in changed)
     assert torch.equal(found["lm_head.weight"], stored) == ("lm_head" not in changed)
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
-
-
-def test_tied_weights_stay_tied_under_an_adapter_elsewhere(tmp_path):
-    base = save_base(tmp_path / "base", tie_word_embeddings=True)
-    merge(save_run(tmp_path / "run", base), tmp_path / "merged")
-    assert tensors(tmp_path / "merged").keys() == tensors(base).keys()
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
 # --- other bases -----------------------------------------------------------------------------------------------------
@@ -235,7 +207,7 @@ def test_an_adapter_alone_is_merged_onto_the_base_it_names(tmp_path, base, run):
 # --- verification ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "name",
     [
@@ -255,17 +227,6 @@ def test_a_wrong_tensor_is_caught_by_the_logits(tmp_path, run, monkeypatch, name
     with pytest.raises(CheckpointError):
         merge(run, tmp_path / "merged")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_missing_adapter_on_one_layer_is_caught(tmp_path, base, run, monkeypatch):
-    name = "model.layers.0.self_attn.v_proj.weight"
-    without = tensors(base)[name]
-    honest = MergedWeights.tensor
-    monkeypatch.setattr(
-        MergedWeights, "tensor", lambda self, o, target: without if o.parameter == name else honest(self, o, target)
-    )
-    with pytest.raises(CheckpointError):
-        merge(run, tmp_path / "merged", base="original")
 
 
 def test_one_changed_bit_on_disk_is_caught_and_named(tmp_path, run, monkeypatch):

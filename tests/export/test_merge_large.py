@@ -1,14 +1,10 @@
 """Merging at sizes that show: host memory, and a real trained model with real text."""
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
-from halfbyte.export.merge import merge
 from tests.helpers.merge_runs import save_base, save_run, tensors
 
 MEASURE = """
@@ -36,22 +32,3 @@ def test_host_memory_stays_within_two_shards_and_the_adapter(tmp_path):
     grown = int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.split()[-1])
     assert grown <= 2 * max(shards) + adapter
     assert tensors(tmp_path / "merged").keys() == tensors(base).keys()
-
-
-@pytest.mark.slow
-def test_a_trained_model_is_verified_on_its_own_text(tmp_path, shared):
-    base = shared / "models" / "llama-40m"
-    rows = Path(shared / "data" / "datasets" / "validation.jsonl").read_text().splitlines()[:4]
-    text = "\n".join(json.loads(row)["text"][:1000] for row in rows)
-    run = save_run(tmp_path / "run", base, text=text, scale=0.02, r=8, tokenizer=base)
-    report = merge(run, tmp_path / "merged")
-    assert report.tokens == 512
-    assert report.target == report.closer == "dequantized"
-    found = report.targets["dequantized"]
-    assert found.exact.max_logit_difference == pytest.approx(found.noise.max_logit_difference, rel=0.5)
-    assert found.exact.kl == pytest.approx(found.noise.kl, rel=0.3)
-    assert report.targets["original"].trained.kl > 100 * found.trained.kl
-    assert {file.name for file in (tmp_path / "merged").glob("*.safetensors")} == {
-        file.name for file in base.glob("*.safetensors")
-    }
-    assert tensors(tmp_path / "merged")["model.embed_tokens.weight"].dtype == torch.bfloat16

@@ -6,11 +6,12 @@ import torch
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
 from halfbyte.train.run import train
-from tests.helpers.patch_models import FAMILIES, SHAPE, tiny
+from tests.helpers.families import FAMILIES, SHAPE
+from tests.helpers.patch_models import tiny
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["NemotronH", "Jamba"])
 def test_a_run_on_a_base_in_bf16_is_merged_and_verified(tmp_path, family):
     assert family in FAMILIES

@@ -63,17 +63,6 @@ def test_names_are_the_checkpoints(tmp_path):
             assert (b @ a).abs().max() > 0
 
 
-def test_dense_models_and_shared_experts(tmp_path):
-    run = save_run(tmp_path / "dense", save_base(tmp_path / "base"), alpha_pattern={"q_proj": 3})
-    torch.testing.assert_close(
-        logits(tmp_path, export_served(run)), logits(tmp_path, run / "adapter"), rtol=1e-5, atol=1e-5
-    )
-    deep = tmp_path / "deep"
-    tensors = load_file(export_served(run_of("DeepseekV3", deep)) / "adapter_model.safetensors")
-    assert "base_model.model.model.layers.1.mlp.shared_experts.up_proj.lora_B.weight" in tensors
-    assert "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight" in tensors
-
-
 @pytest.mark.parametrize("name", ["Qwen3Moe", "dense"])
 def test_an_adapter_that_trains_is_written_as_the_saved_one(name, tmp_path):
     """On packed weights, with a frozen copy of another adapter loaded."""

@@ -14,6 +14,8 @@ from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
 from tests.helpers.format_contract import EXAMPLES, weight_of
 
+pytestmark = pytest.mark.sampled(3)  # of the formats; all in test-all
+
 NAME = "model.layers.1.mlp.up_proj.weight"
 IMPORTED = {
     "gptq",

@@ -9,11 +9,11 @@ from hypothesis.extra.numpy import arrays
 
 from halfbyte.formats import Blockwise4
 from halfbyte.ops.blockwise4 import dequantize_scales, quantize_scales
-from halfbyte.ops.codebooks import FP4_TWELFTHS, NF4, codebook4, dynamic_map
+from halfbyte.ops.codebooks import codebook4, dynamic_map
 from halfbyte.utils.errors import ModelError
 
 CPU = torch.device("cpu")
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=20, deadline=None)
 values = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 blocks = st.sampled_from([32, 64, 128])
 kinds = st.sampled_from(["nf4", "fp4"])
@@ -99,18 +99,6 @@ def test_nested_scales_are_the_nearest_of_the_dynamic_map(scales):
     assert (centred.abs() <= per_scale).all()
 
 
-def test_codebooks():
-    assert len(NF4) == 16
-    assert sorted(NF4) == list(NF4)
-    assert NF4[7] == 0.0
-    fp4 = codebook4("fp4", CPU)
-    # bitsandbytes' CUDA kernel pads the same way.
-    literals = torch.tensor([0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25])
-    assert torch.equal(fp4[:8], literals)
-    assert torch.equal(fp4[8:], -literals)
-    assert len(FP4_TWELFTHS) == 8
-
-
 @pytest.mark.parametrize(("signed", "zero", "least"), [(True, 127, -0.99296874), (False, 0, 0.0)])
 def test_dynamic_map(signed, zero, least):
     code = dynamic_map(signed=signed)
@@ -120,20 +108,6 @@ def test_dynamic_map(signed, zero, least):
     assert code[zero] == 0
     assert code[-1] == 1
     assert float(code[0]) == pytest.approx(least, abs=1e-7)
-
-
-@pytest.mark.parametrize(("kind", "byte"), [("nf4", 0x77), ("fp4", 0x00)])
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_block_of_zeros_encodes_zeros(kind, byte, nested):
-    weight = torch.zeros(4, 64)
-    weight[2] = torch.linspace(-1, 1, 64)
-    format_ = Blockwise4(kind, 64, nested)
-    parts = format_.quantize(weight)
-    packed = parts["packed"].view(4, 32)
-    assert (packed[[0, 1, 3]] == byte).all()
-    assert (format_.dequantize(parts, (4, 64), torch.float32)[[0, 1, 3]] == 0).all()
-    if not nested:
-        assert parts["absmax"].tolist() == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -158,10 +132,3 @@ def test_an_empty_tensor(nested):
 def test_unsupported_options_are_refused(options, named):
     with pytest.raises(ModelError, match=named):
         Blockwise4(*options)
-
-
-def test_bits_per_weight():
-    """QLoRA section 3: a scale of 32 bits for 64 weights is 0.5 bits; double quantization makes it 0.127."""
-    shape = (4096, 4096)
-    assert Blockwise4("nf4", 64).bits_per_weight(shape) == 4.5
-    assert Blockwise4("nf4", 64, True).bits_per_weight(shape) == pytest.approx(4.127, abs=0.0011)

@@ -82,22 +82,13 @@ def check_compiled(format, dtype=torch.float32, checkpointed=False):
     assert saved.weights == 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_compiled_equals_eager_and_saves_no_weight(format):
     """A graph identifies a format by its spec and the order of its parts."""
     check_compiled(format)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("dtype", "checkpointed"),
-    [(torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],
-    ids=["bfloat16", "float32-checkpointed", "bfloat16-checkpointed"],
-)
-def test_compiled_in_bfloat16_and_checkpointed(any_format, dtype, checkpointed):
-    check_compiled(any_format, dtype, checkpointed)
-
-
+@pytest.mark.sampled(6)
 def test_compiled_under_autocast(any_format):
     model, x, saved = Block(any_format), torch.randn(5, SIZE), Saved()
     compiled = torch.compile(model, fullgraph=True, backend=saved.backend(min_cut_rematerialization_partition))
@@ -108,25 +99,7 @@ def test_compiled_under_autocast(any_format):
     assert saved.weights == 0
 
 
-def test_counter_sees_a_saved_weight():
-    """Checks the counter: a visible dequantize is saved."""
-
-    class Visible(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.codes = nn.Parameter(torch.randint(0, 15, (SIZE, SIZE), dtype=torch.uint8), requires_grad=False)
-
-        def forward(self, x):
-            for _ in range(2):
-                x = nn.functional.linear(x, self.codes.float() / 15 * 3.7)
-            return x
-
-    saved = Saved()
-    compiled = torch.compile(Visible(), backend=saved.backend(min_cut_rematerialization_partition))
-    compiled(torch.randn(5, SIZE, requires_grad=True)).sum().backward()
-    assert saved.weights > 0
-
-
+@pytest.mark.sampled(6)
 def test_saved_tensor_hooks_see_no_weight_when_compiled(any_format):
     model, seen = torch.compile(Block(any_format), fullgraph=True, backend="aot_eager_decomp_partition"), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
@@ -135,17 +108,7 @@ def test_saved_tensor_hooks_see_no_weight_when_compiled(any_format):
     assert not [tensor for tensor in seen if tensor.is_floating_point() and tensor.numel() >= SIZE * SIZE]
 
 
-@pytest.mark.sampled(2)
-def test_other_batch_sizes(any_format):
-    """A second size recompiles with a symbolic dimension."""
-    model = Block(any_format)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
-    for rows in (5, 7, 11, 1):
-        x = torch.randn(rows, SIZE)
-        assert_equal(step(compiled, x), step(model, x))
-
-
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_format_kernel_runs_without_gradient(any_format, dtype, monkeypatch):
     """Few rows use the format's own kernel and are bit-equal to eager mode."""
@@ -160,16 +123,6 @@ def test_format_kernel_runs_without_gradient(any_format, dtype, monkeypatch):
             found = compiled(x)
             assert calls == [rows]
             assert torch.equal(found, layer(x))
-
-
-def test_outputs_can_be_changed_in_place_when_compiled(any_format):
-    layer, x = linear(any_format, SIZE, SIZE), torch.randn(2, 5, SIZE, requires_grad=True)
-    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-    expected = y.detach() + 1
-    y += torch.ones(SIZE, requires_grad=True)
-    assert torch.equal(y, expected)
-    y.sum().backward()
-    assert x.grad.shape == x.shape
 
 
 def test_reading_is_compiled(any_format):

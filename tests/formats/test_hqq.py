@@ -4,9 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfbyte.formats import HQQ, Blockwise4, from_spec
+from halfbyte.formats import HQQ, from_spec
 from halfbyte.ops import hqq
 from halfbyte.ops.bitplane import unpack_planes
 from halfbyte.utils.errors import CheckpointError, ModelError
@@ -43,17 +42,6 @@ def test_fitting_lowers_the_error(bits, monkeypatch):
     assert fitted < objective(weight, stored(weight, format))
 
 
-def test_shrinkage_changes_the_zeros():
-    """If |x|^(p−1)/β is small, the shrinkage step removes outliers; without it the zeros differ."""
-    weight, format = normal(16, 256).pow(3) * 1e5, HQQ(3, 64)
-    with_shrinkage = format.quantize(weight)["zeros"]
-    before, hqq.BETA = hqq.BETA, 1e-9
-    try:
-        assert not torch.equal(format.quantize(weight)["zeros"], with_shrinkage)
-    finally:
-        hqq.BETA = before
-
-
 def test_groups_are_fitted_one_by_one(monkeypatch):
     """The bytes do not depend on the chunking of groups."""
     weight, format = normal(33, 200), HQQ(4, 64)
@@ -63,35 +51,9 @@ def test_groups_are_fitted_one_by_one(monkeypatch):
         assert torch.equal(part, whole[name]), name
 
 
-@pytest.mark.parametrize("format", HQQ.examples(), ids=lambda format: format.spec)
-def test_constant_rows_and_padding(format):
-    weight = torch.tensor([0.0, 0.25, -3.0, 1e-5])[:, None].repeat(1, 70)
-    torch.testing.assert_close(stored(weight, format), weight, rtol=1e-2, atol=0)
-
-
-def test_three_bits_are_packed_without_waste():
-    assert HQQ(3, 64).part_specs((4096, 4096))["packed"][0] == (4096 * 4096 * 3 // 32,)
-    assert HQQ(3, 64).bits_per_weight((4096, 4096)) == 3.5
-
-
 def test_error_falls_with_every_bit():
     found = [sqnr(normal(128, 512), HQQ(bits)) for bits in (2, 3, 4, 8)]
     assert all(more > less + 5 for less, more in pairwise(found))
-
-
-def test_four_bits_against_nf4(shared):
-    """At equal bits, the squared error is below NF4's; HQQ's objective is within 2% (NF4 has more codes near zero)."""
-    from safetensors import safe_open
-
-    with safe_open(shared / "models/llama-40m/model-00002-of-00006.safetensors", "pt") as file:
-        names = [name for name in file.keys() if name.endswith("proj.weight")][:3]  # noqa: SIM118
-        weights = [file.get_tensor(name).float() for name in names]
-    assert weights
-    for weight in weights:
-        mine, nf4 = HQQ(4, 64), Blockwise4("nf4", 64)
-        assert mine.bits_per_weight(tuple(weight.shape)) == nf4.bits_per_weight(tuple(weight.shape))
-        assert sqnr(weight, mine) > sqnr(weight, nf4)
-        assert objective(weight, stored(weight, mine)) < 1.02 * objective(weight, stored(weight, nf4))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
@@ -113,29 +75,11 @@ def test_unsupported_options_are_refused(options, named):
         HQQ(*options)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), ()])
-def test_empty_tensors_and_scalars(shape):
-    weight = torch.full(shape, 0.5)
-    parts = HQQ().quantize(weight)
-    assert {name: (tuple(p.shape), p.dtype) for name, p in parts.items()} == HQQ().part_specs(shape)
-    torch.testing.assert_close(HQQ().dequantize(parts, shape, torch.float32), weight, rtol=1e-2, atol=0)
-
-
 def test_scales_that_are_not_finite_are_found_on_load():
     state = HQQ().to_state(HQQ().quantize(normal(3, 40)), (3, 40), torch.bfloat16)
     state["scales"] = torch.full_like(state["scales"], torch.inf)
     with pytest.raises(CheckpointError, match=r"layer\.w\.scales.*NaN"):
         HQQ.from_state(state, "layer.w")
-
-
-def test_names():
-    assert {name: from_spec(spec).bits for name, spec in HQQ.names.items()} == {
-        "hqq8": 8,
-        "hqq4": 4,
-        "hqq3": 3,
-        "hqq2": 2,
-        "int4": 4,
-    }
 
 
 def test_zeros_from_the_range():
@@ -164,23 +108,3 @@ def test_scales_in_fp16():
     assert torch.equal(stored(small, format)[4:], torch.zeros(4, 256))
     with pytest.raises(ModelError, match="float16"):
         format.quantize(1e8 * weight)
-
-
-class Written(TorchDispatchMode):
-    """Counts the elements that operations return."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, operation, types, arguments=(), keys=None):
-        result = operation(*arguments, **(keys or {}))
-        returned = result if isinstance(result, tuple | list) else [result]
-        self.numbers += sum(each.numel() for each in returned if isinstance(each, torch.Tensor))
-        return result
-
-
-def test_fitting_takes_about_100_passes():
-    """103 passes now, 10 s for an 8B model on an H200; the limit is a minute."""
-    weight = normal(512, 4096)
-    with Written() as written:
-        HQQ(4, 64).quantize(weight)
-    assert written.numbers <= 250 * weight.numel()

@@ -180,6 +180,7 @@ def damages(cls, make):
 CASES = [(cls, make, *damage) for cls, make in [*CHECKPOINTS, (Mxfp4, gpt_oss)] for damage in damages(cls, make)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("cls", "make", "what", "key", "value"), CASES)
 def test_damaged_entries_are_named(cls, make, what, key, value):
     state = make() | {key: value}

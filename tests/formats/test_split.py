@@ -37,7 +37,7 @@ def assert_whole(tensor, dim, n):
     return format
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=20)
 @given(st.sampled_from(EXAMPLES), st.sampled_from(UNITS), st.integers(1, 70), st.integers(1, 4), st.integers(0, 1))
 def test_split_is_bit_equal_or_refused(format, unit, other, n, dim):
     shape = (unit * n, other) if dim == 0 else (other, unit * n)
@@ -51,7 +51,7 @@ def test_split_is_bit_equal_or_refused(format, unit, other, n, dim):
         assert unit % 128 or (format.name == "blockwise4" and other % 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("n", [2, 3])
 def test_parts_that_are_multiples_of_every_block(format, n, dim):

@@ -9,6 +9,8 @@ from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
 from tests.helpers.format_contract import EXAMPLES, same, weight_of
 
+pytestmark = pytest.mark.sampled(3)  # of the formats; all in test-all
+
 SHAPES = [(3, 64, 64), (1, 32, 192), (5, 128, 320)]  # in the last one, blocks of 256 scales span experts
 ODD = [(2, 33, 70), (3, 17, 129)]
 BITSANDBYTES = [Blockwise4("nf4"), Blockwise4("nf4", nested=True), Blockwise4("fp4", 128, True)]

@@ -61,16 +61,6 @@ def wrapped():
     return adapted("norms", build("llama"))
 
 
-def test_the_base_object_generates_after_get_peft_model(wrapped):
-    base = wrapped.get_base_model()
-    first = expected(wrapped, "first", PROMPTS[0])
-    alone = expected(wrapped, None, PROMPTS[0])
-    assert (greedy(base), greedy(base, adapter=None)) == (first, alone)
-    with wrapped.disable_adapter():
-        assert greedy(base) == greedy(wrapped) == alone
-    assert first != alone
-
-
 def test_the_models_state_is_restored(wrapped):
     wrapped.base_model.set_adapter("second")
     trained = [parameter.requires_grad for parameter in wrapped.parameters()]
@@ -88,13 +78,6 @@ def test_several_active_adapters_are_refused():
     with pytest.raises(ModelError, match="first, second"):
         Rollouts(model).generate(PROMPTS[:1], max_new_tokens=2)
     assert greedy(model, adapter="second") == expected(model, "second", PROMPTS[0])
-
-
-def test_adapters_disabled_in_some_layers_are_refused():
-    model = adapted("linears", build("llama"))
-    model.get_base_model().model.layers[0].mlp.down_proj.enable_adapters(False)
-    with pytest.raises(ModelError, match="disabled"):
-        greedy(model)
 
 
 def test_a_merged_adapter_answers_and_stays_merged():
@@ -230,22 +213,3 @@ def test_rows_answer_as_alone_across_the_switch_of_longrope(longrope, lengths):
     assert generation.generate(longrope, prompts, max_new_tokens=6, stops=[]) == right
     found = Rollouts(longrope).generate(prompts, max_new_tokens=6, stops=[], sampling=Sampling())
     assert [completion.ids for completion in found] == right
-
-
-def test_prompts_are_scored_by_row_in_groups():
-    """The rows of a group have other columns than the batch."""
-    model = build("rwkv")
-    seen = {}
-
-    def watch(rows, first, logits):
-        for row, own in zip(rows, logits, strict=True):
-            for column, values in enumerate(own, first):
-                seen[row, column] = values
-
-    list(generation.stream(model, PROMPTS, max_new_tokens=1, stops=[], watch_prompt=watch))
-    longest = max(map(len, PROMPTS))
-    for row, prompt in enumerate(PROMPTS):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
-        found = torch.stack([seen[row, column] for column in range(longest - len(prompt), longest)])
-        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-3)

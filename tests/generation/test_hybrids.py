@@ -80,6 +80,7 @@ def packed(tmp_path, device):
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_sinks(device, tmp_path):
     """With a window in every other layer. Sinks that are trained are read as they are."""
@@ -136,12 +137,3 @@ def test_adapters_and_states_are_reset_in_each_call():
     sharp(model)
     assert engine.renew(model)
     assert first != mine(model) == [theirs(model, ids) for ids in PROMPTS]
-
-
-def test_a_hooked_convolution_runs_transformers_forward():
-    model = tiny("Qwen3_5Text", adapter=False).eval()
-    model.model.layers[0].linear_attn.conv1d.register_forward_hook(lambda *_: None)
-    notices.reset_notices()
-    found = generation.generate(model, PROMPTS[:1], max_new_tokens=6, stops=[])
-    assert found == [theirs(model, PROMPTS[0], 6)]
-    assert any("hooks" in text for text in notices.notices_so_far().values())

@@ -51,7 +51,7 @@ def mine(model, prompts=PROMPTS, new=12, **keys):
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_experts_with_adapters(name, tmp_path):
     """An adapter whose values have changed since the last call, too."""
@@ -90,7 +90,7 @@ def test_each_row_uses_its_own_adapter(name, tmp_path):
     assert mine(model, [PROMPTS[0]] * 4, adapter=rows) == [expected[row] for row in rows]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_rollouts(name, tmp_path):
     """While a run counts how often experts are chosen, in training."""

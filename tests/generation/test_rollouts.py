@@ -10,14 +10,12 @@ import transformers
 
 import halfbyte
 from halfbyte import generation
-from halfbyte.config import RunConfig
 from halfbyte.generation import Rollouts, Sampling
-from halfbyte.modeling.adapters import add_adapter, compute_autocast
-from halfbyte.modeling.head import token_log_probs
 from halfbyte.ops.linear import linear_rows
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
-from tests.helpers.patch_models import EXPERTS, FAMILIES, HYBRIDS, OWN_LAYERS, quantize, tiny
+from tests.helpers.families import EXPERTS, FAMILIES, HYBRIDS, OWN_LAYERS
+from tests.helpers.patch_models import quantize, tiny
 
 # Heads as C takes them, widths without a rest beyond a CPU's vectors.
 SHAPE = {
@@ -47,7 +45,7 @@ def log_probs_of(model, prompt, ids, temperature=1.0):
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", DENSE)
 def test_greedy_rollouts_equal_generate(family):
     model, prompts = model_of(family), prompts_of(11, 2, 70, 64, 5)
@@ -58,21 +56,6 @@ def test_greedy_rollouts_equal_generate(family):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("family", DENSE)
-def test_a_patched_model_uses_the_engine(family):
-    """On a GPU, where runs have a patched model, completions and samples would take ten times as long without."""
-    model, prompts = quantize(model_of(family)), prompts_of(11, 2, 70)
-    wanted = Rollouts(model, rows=3).generate(prompts, max_new_tokens=12, sampling=Sampling(), stops=[])
-    halfbyte.patch(model, "checkpoint")
-    notices.reset_notices()
-    with compute_autocast(model, torch.float32):
-        found = Rollouts(model, rows=3).generate(prompts, max_new_tokens=12, sampling=Sampling(), stops=[])
-        answers = generation.generate(model, prompts, max_new_tokens=12, stops=[])
-    assert not any(key.startswith(("rollouts", "generation")) for key in notices.notices_so_far())
-    assert [each.ids for each in found] == [each.ids for each in wanted] == answers
-
-
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3Text"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_equal_the_models(family, temperature):
@@ -149,29 +132,6 @@ def test_preempted_rows_continue_unchanged(monkeypatch):
     short = Rollouts(model, memory_gib=5 * engine._decoder.page_bytes / 2**30)
     with pytest.raises(ModelError, match="280 tokens"):
         short.generate(prompts, 4, **options)
-
-
-@pytest.mark.parametrize("weights", [pytest.param("packed", marks=pytest.mark.slow), "unpacked"])
-def test_llama_40m_in_nf4_equals_the_training_forward(shared, weights):
-    """The bar of issue 17: max |Δ log p| ≤ 1e-4 in fp32."""
-    model = halfbyte.load_model(str(shared / "models/llama-40m"), device="cpu", dtype="float32")
-    model = add_adapter(model, RunConfig(model_name_or_path="x", dataset="x", r=8))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
-    prompts = prompts_of(66, 20, vocabulary=16000)
-    found = Rollouts(model, weights=weights).generate(
-        prompts, 3, max_new_tokens=24, sampling=Sampling(1.0, seed=3), stops=[]
-    )
-    model.train()
-    for number, each in enumerate(found):
-        prompt = prompts[number // 3]
-        ids = torch.tensor([[*prompt, *each.ids]])
-        labels = torch.full_like(ids, -100)
-        labels[0, len(prompt) - 1 : -1] = torch.tensor(each.ids)
-        with torch.no_grad():
-            log_probs, _ = token_log_probs(model, {"input_ids": ids}, labels)
-        assert (log_probs - each.log_probs).abs().max() <= 1e-4
 
 
 def test_current_adapter_values_are_used():
@@ -263,16 +223,6 @@ def test_longest_rows_start_first(monkeypatch):
     assert begun == [30, 30, 5, 5, 1, 1]
 
 
-def test_without_a_seed_torch_provides_one():
-    model, prompts = model_of(), prompts_of(9)
-
-    def ids(seed):
-        torch.manual_seed(seed)
-        return [each.ids for each in Rollouts(model).generate(prompts, 2, max_new_tokens=8, stops=[])]
-
-    assert ids(1) == ids(1) != ids(2)
-
-
 @pytest.mark.parametrize(
     ("make", "keys", "message"),
     [
@@ -293,14 +243,6 @@ def test_bad_requests(make, keys, message):
     options = {"prompts": prompts_of(3, 4), "max_new_tokens": 2} | keys
     with pytest.raises((ConfigError, ModelError), match=message):
         Rollouts(model_of(), **make).generate(**options)
-
-
-def test_nan_logits_raise():
-    model = model_of()
-    assert Rollouts(model).generate([], max_new_tokens=2) == []
-    model.get_base_model().model.norm.weight.data[3] = float("nan")
-    with pytest.raises(ModelError, match="NaN"):
-        Rollouts(model).generate(prompts_of(4), max_new_tokens=2)
 
 
 def on_gpu(dtype, family="Llama", shape=None):

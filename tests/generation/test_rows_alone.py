@@ -45,7 +45,7 @@ def logits_of(model, prompts):
     return torch.stack(seen).float()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])

@@ -124,7 +124,7 @@ groups_of = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(groups_of, st.integers(1, 9) | st.just(40), st.integers(0, 12), st.integers(0, 2), st.integers(1, MOST))
 def test_rows_find_their_tokens_and_no_page_leaks(shapes, seats, spare, late, most):
     rows, ends = [], {}
@@ -143,19 +143,6 @@ def test_rows_find_their_tokens_and_no_page_leaks(shapes, seats, spare, late, mo
         begin = len(row.group.prompt)
         assert row.ids == [cache.token(row, begin + at) for at in range(count)]
         assert row.ended == (ends[row] <= most)
-
-
-def test_rows_join_several_at_a_time():
-    """With 64 seats, rows join once four are empty, except for the last rows."""
-    rows = [Row(Group(key, [(key, "prompt", 0)], 1), 0, PAGE) for key in range(150)]
-    pages = Pages(300)
-    cache = Cache(Schedule(rows, pages, 64), pages, 0)
-    cache.run({row: 1 + number % 50 for number, row in enumerate(rows)})
-    assert cache.joined[0] == (64, 64)
-    later = [(empty, joined) for empty, joined in cache.joined[1:] if joined]
-    assert sum(joined for _, joined in later) == 150 - 64
-    assert all(empty >= 4 and joined == empty for empty, joined in later[:-1])
-    assert len(later) > 10
 
 
 def test_rows_with_a_common_prefix_form_bundles():

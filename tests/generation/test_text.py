@@ -4,7 +4,6 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
 
 from halfbyte.generation.text import UNFINISHED, Text, token_text
 from tests.helpers.serve_tiny import byte_tokenizer
@@ -68,13 +67,3 @@ def test_bytes_of_tokens_add_up_to_the_text(words):
     tokens = [token_text(TOKENIZER, token) for token in TOKENIZER(words)["input_ids"]]
     assert b"".join(token.data for token in tokens) == words.encode()
     assert UNFINISHED in "".join(token.text for token in tokens)
-
-
-def test_bytes_of_byte_fallback_and_special_tokens():
-    symbols = ["<unk>", "▁a", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend = Tokenizer(models.BPE({symbol: at for at, symbol in enumerate(symbols)}, [], byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    tokens = [token_text(tokenizer, tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>")) for byte in "🦙".encode()]
-    assert b"".join(token.data for token in tokens) == "🦙".encode()
-    assert token_text(tokenizer, tokenizer.eos_token_id) == ("<eos>", b"<eos>")

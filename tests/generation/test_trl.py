@@ -26,6 +26,7 @@ def tiny(vocabulary):
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=64))
 
 
+@pytest.mark.slow
 def test_grpo_trainer_with_rollout_func(tmp_path):
     """The trainer's old log-probabilities are those of the rollouts; its own differ by rounding."""
     tokenizer = tokenizer_of()

@@ -10,6 +10,7 @@ from torch import nn
 
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.tensor import QuantizedTensor
+from tests.helpers.families import families
 
 SHAPE = {
     "vocab_size": 128,
@@ -23,15 +24,16 @@ SHAPE = {
     "eos_token_id": 1,
 }
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16}
+_ALL = families(width=64, mlp=96, expert=32, vocabulary=128)
+SMALL = {"intermediate_size": 32}  # of these families' experts
 MIXTURES = {
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "Qwen3Moe": _ALL["Qwen3Moe"] | {"norm_topk_prob": True},
     "Mixtral": {"num_local_experts": 3},
-    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
-    "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                 "shared_expert_intermediate_size": 64},
+    "Olmoe": _ALL["Olmoe"] | SMALL,
+    "Qwen2Moe": _ALL["Qwen2Moe"],
     "DeepseekV3": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
                             "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": None},
-    "GptOss": {"num_local_experts": 4, "intermediate_size": 32},
+    "GptOss": {"num_local_experts": 4, **SMALL},
 }  # fmt: skip
 TOKENS = torch.arange(1, 27).view(2, 13)
 
@@ -69,29 +71,3 @@ def stacks(model: nn.Module) -> dict[str, QuantizedTensor]:
         for name, parameter in model.named_parameters()
         if parameter.dim() == 3 and isinstance(parameter, QuantizedTensor)
     }
-
-
-def upcycled(dense: nn.Module, *, slices: bool) -> nn.Module:
-    """A Llama as a Mixtral of 8 experts that computes the same: copies of its MLP, of which a token takes two, or
-    slices of it, of which it takes all, each an eighth of the sum."""
-    config = dense.config
-    width = config.intermediate_size // 8 if slices else config.intermediate_size
-    own = {
-        key: getattr(config, key)
-        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                    "max_position_embeddings", "rms_norm_eps", "rope_parameters", "pad_token_id", "bos_token_id",
-                    "eos_token_id", "tie_word_embeddings", "head_dim")
-    }  # fmt: skip
-    of_experts = {"num_local_experts": 8, "num_experts_per_tok": 8 if slices else 2, "intermediate_size": width}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**own, **of_experts)).float()
-    state = dense.state_dict()
-    model.load_state_dict({key: value for key, value in state.items() if ".mlp." not in key}, strict=False)
-    with torch.no_grad():
-        for layer, whole in zip(model.model.layers, dense.model.layers, strict=True):
-            nn.init.zeros_(layer.mlp.gate.weight) if slices else nn.init.normal_(layer.mlp.gate.weight)
-            for at in range(8):
-                rows = slice(at * width, (at + 1) * width) if slices else slice(None)
-                gate_up = [getattr(whole.mlp, name).weight[rows] for name in ("gate_proj", "up_proj")]
-                layer.mlp.experts.gate_up_proj[at] = torch.cat(gate_up)
-                layer.mlp.experts.down_proj[at] = whole.mlp.down_proj.weight[:, rows] * (8 if slices else 1)
-    return model.eval()

@@ -66,13 +66,6 @@ def wait_for_signal():
     os._exit(143)
 
 
-def talkative():
-    """Writes, and dies without a word that halfbyte knows."""
-    print("on stdout", RANK)
-    print("on stderr", RANK, file=sys.stderr)
-    sys.exit(7 if RANK == 1 else 0)
-
-
 def breaks_on_one():
     """`halfbyte train FOLDER/run.yaml`, in which the second rank meets what argv[3] says in its third step."""
     from unittest import mock

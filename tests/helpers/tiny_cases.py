@@ -15,67 +15,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.families import families
+
 VOCABULARY = 320
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }  # fmt: skip
-TWO_KINDS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-DELTA = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
-PER_LAYER = {
-    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
-    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
-}  # fmt: skip
-SCALED = {"residual_multiplier": 0.3, "embedding_multiplier": 5.0, "logits_scaling": 3.0, "attention_multiplier": 0.2}
-SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 64}
-
-FAMILIES: dict[str, dict[str, Any]] = {  # name of the config class in transformers → keys beside SIZES
+NAMES = (
+    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Gemma3nText", "Gemma4Text", "Phi3", "SmolLM3",
+    "Olmo2", "Olmo3", "SeedOss", "Exaone4", "Cohere2", "Granite", "Ernie4_5", "Glm4", "Apertus", "Arcee", "Mixtral",
+    "Qwen3Moe", "Glm4Moe", "GraniteMoe", "Olmoe", "GptOss", "Qwen3_5Text", "Qwen3Next", "Bamba", "NemotronH",
+)  # fmt: skip
+_ALL = families(width=64, mlp=128, expert=64, vocabulary=VOCABULARY)
+FAMILIES: dict[str, dict[str, Any]] = {name: _ALL[name] for name in NAMES} | {
     "Llama": {},
-    "Mistral": {"sliding_window": 8},
-    "Qwen2": {},
     "Qwen3": {"tie_word_embeddings": True},
-    "Gemma2": TWO_KINDS | {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0},
-    "Gemma3Text": TWO_KINDS,
-    "Gemma3nText": PER_LAYER
-    | {"activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8, "intermediate_size": [128] * 4},
-    "Gemma4Text": PER_LAYER | {"global_head_dim": 32, "use_double_wide_mlp": True},
-    "Phi3": {"resid_pdrop": 0.0, "partial_rotary_factor": 0.5},
-    "SmolLM3": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 8},
-    "Olmo2": {},
-    "Olmo3": TWO_KINDS,
-    "SeedOss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
-    "Exaone4": TWO_KINDS,
-    "Cohere2": TWO_KINDS | {"logit_scale": 0.5},
-    "Granite": SCALED,
-    "Ernie4_5": {"use_bias": True},
-    "Glm4": {},
-    "Apertus": {},
-    "Arcee": {},
+    "FalconH1": {key: _ALL["Bamba"][key] for key in _ALL["Bamba"] if key.startswith("mamba")} | {"mamba_d_ssm": 128},
     "Helium": {},
-    "Mixtral": {"num_local_experts": 4, "sliding_window": 8},
-    "Qwen3Moe": MIXTURE | {"num_experts": 4},
-    "Glm4Moe": MIXTURE
-    | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
-    "GraniteMoe": SCALED | MIXTURE | {"num_local_experts": 4},
-    "Olmoe": MIXTURE | {"num_experts": 4},
-    "GptOss": MIXTURE | {"num_local_experts": 4, "sliding_window": 8},
-    "Qwen3_5Text": DELTA,
-    "Qwen3Next": DELTA | MIXTURE | SHARED,
-    "Bamba": MAMBA | {"attn_layer_indices": [1]},
-    "FalconH1": MAMBA | {"mamba_d_ssm": 128},
-    "NemotronH": MIXTURE
-    | {
-        "layers_block_type": ["mamba", "attention", "mlp", "moe"], "num_hidden_layers": 4, "mamba_num_heads": 4,
-        "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "n_routed_experts": 4, "n_shared_experts": 1,
-        "moe_shared_expert_intermediate_size": 64,
-    },
-}  # fmt: skip
+}
 
 POLICY = {"max_completion_length": 8, "num_generations": 2, "reward_funcs": [{"regex": "[aeiou]"}]}
 METHODS: dict[str, dict[str, Any]] = {

@@ -1,21 +1,10 @@
-"""Training runs on a GPU, without checkpoints: shapes of real models, random weights, rows of random lengths.
-
-    python -m tests.helpers.unpacked_runs NAME...      prints one line for each run of RUNS
-
-Measured per run: planned and allocated peak, reserved and pinned memory, tokens per second, and the additional time of
-a step with a new width.
-"""
+"""Training runs on a GPU, without checkpoints: shapes of real models, random weights, rows of random lengths."""
 
 from __future__ import annotations
 
-import gc
 import json
 import random
-import statistics
-import sys
 import tempfile
-import traceback
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +20,6 @@ from halfbyte.loading.find import ModelFiles, load_model_config
 from halfbyte.memory.offload import Offload
 from halfbyte.train import preflight, run, setup
 from halfbyte.train import sampler as training_rows
-from halfbyte.utils import notices
 
 GIB = 2**30
 SHAPES = {
@@ -44,16 +32,12 @@ SHAPES = {
     )),
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
-    "free": {"model": "qwen3-0.6b", "lengths": (64, 4096), "rows": 4, "steps": 120},
-    "limit6": {"model": "qwen3-0.6b", "lengths": (64, 4096), "rows": 4, "steps": 120, "memory_limit_gib": 6.0},
-    "rows26": {"model": "qwen3-0.6b", "lengths": (4096, 4096), "rows": 64, "steps": 6, "memory_limit_gib": 7.5,
+    "limit6": {"model": "qwen3-0.6b", "lengths": (64, 4096), "rows": 4, "steps": 40, "memory_limit_gib": 6.0},
+    "rows26": {"model": "qwen3-0.6b", "lengths": (4096, 4096), "rows": 64, "steps": 3, "memory_limit_gib": 7.5,
                "of": 26},
-    "gemma2": {"model": "gemma2-2b-4", "lengths": (4096, 4096), "rows": 2, "steps": 6},
-    "gemma2-kept": {"model": "gemma2-2b-4", "lengths": (4096, 4096), "rows": 2, "steps": 6,
-                    "activation_checkpointing": "keep"},
+    "gemma2": {"model": "gemma2-2b-4", "lengths": (4096, 4096), "rows": 2, "steps": 4},
     "layers4": {"model": "llama-8b-4", "lengths": (64, 8192), "rows": 1, "steps": 60,
                 "activation_checkpointing": "offload_attention"},
-    "8b": {"model": "llama-3.1-8b", "lengths": (64, 8192), "rows": 1, "steps": 100, "memory_limit_gib": 16.0},
 }  # fmt: skip
 WORDS = [f"w{i}" for i in range(1000)]
 
@@ -97,18 +81,14 @@ def random_model(files: ModelFiles, storage: Storage, **keys: Any) -> Any:
 
 
 def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: int = 0, **keys: Any) -> dict[str, Any]:
-    """Train, and read the run's records."""
-    notices.reset_notices()
-    widths: list[tuple[int, ...]] = []
+    """Train; return GiB that were planned, allocated, reserved and pinned."""
     stores: list[Offload] = []
     pinned: list[int] = []
     count, init = training_rows.CountingCollator.__call__, Offload.__init__
 
     def counting(self, batch):
-        made = count(self, batch)
-        widths.append(tuple(made["input_ids"].shape))
         pinned.append(sum(store.pinned_bytes for store in stores))
-        return made
+        return count(self, batch)
 
     def noted(self, device):
         init(self, device)
@@ -142,54 +122,11 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
                 setattr(owner, name, value)
             stores.clear()
         memory = json.loads((place / "out/memory.json").read_text())
-        records = [json.loads(line) for line in (place / "out/metrics.jsonl").read_text().splitlines()]
-    numbers = _numbers(memory, [r for r in records if r["kind"] == "train"], widths)
-    numbers["reserved"] -= others / GIB
-    return numbers | {"pinned_at_half": pinned[len(pinned) // 2] / GIB, "pinned": pinned[-1] / GIB}
-
-
-def _numbers(memory: dict[str, Any], records: list[dict[str, Any]], widths: list[tuple[int, ...]]) -> dict[str, Any]:
-    by_shape: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for shape, record in zip(widths, records, strict=False):
-        by_shape[shape].append(record["step_seconds"])
-    often = {shape: times for shape, times in by_shape.items() if len(times) >= 6}
-    own = {shape: statistics.median(times[4:]) for shape, times in often.items()}
-    first = [times[0] - own[shape] for shape, times in list(often.items())[1:]]
-    four = [sum(times[:4]) - 4 * own[shape] for shape, times in list(often.items())[1:]]
-    seconds = sum(record["tokens"] / record["tokens_per_second"] for record in records)
-    tokens = sum(record["tokens"] for record in records)
-    settled = records[len(records) // 2 :]
-    rate = sum(r["tokens"] for r in settled) / sum(r["tokens"] / r["tokens_per_second"] for r in settled)
     predicted, found = memory["predicted"], memory["measured"]
     return {
         "planned": (predicted["total"] - predicted["graphs"]) / GIB,
-        "with_graphs": predicted["total"] / GIB,
         "allocated": (found["peak_bytes"] - found["base_bytes"]) / GIB,
-        "reserved": found.get("reserved_bytes", 0) / GIB,
-        "graphs": memory["cuda_graphs"],
-        "levels": memory["levels"],
-        "tokens_per_second": tokens / seconds,
-        "second_half": rate,
-        "shapes": len(by_shape),
-        "new_shape_ms": [round(1e3 * max(first, default=0)), round(1e3 * statistics.mean(first or [0]))],
-        "first_four_ms": round(1e3 * statistics.mean(four or [0])),
-        "notices": [
-            str(text)[:150] for key, text in notices.notices_so_far().items() if "graph" in key or "memory" in key
-        ],
+        "reserved": (found.get("reserved_bytes", 0) - others) / GIB,
+        "pinned_at_half": pinned[len(pinned) // 2] / GIB,
+        "pinned": pinned[-1] / GIB,
     }
-
-
-def main(names: list[str]) -> None:
-    for name in names:
-        try:
-            numbers = measured(**RUNS[name])
-            shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in numbers.items()}
-            print(f"RESULT {name}: {json.dumps(shown)}", flush=True)
-        except Exception:
-            print(f"FAILED {name}:\n{traceback.format_exc()}", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

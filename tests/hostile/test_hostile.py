@@ -19,29 +19,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and read
 
 SUBJECTS = sorted(path.stem for path in Path(hostile.__file__).parent.glob("rows_*.py"))
 
-# Of cases off the list `make test` runs one of so many, by its name, and `make test-all` all.
-SAMPLED = {"odd": 8, "preference": 8, "users": 8}
-OTHERS = 5
+SHARE = 3  # `make test` runs one of so many cases, by its name, and `make test-all` all
 
 
 def parameters() -> list:
+    """Return every command of every case; of several that must answer alike `make test` runs the first."""
     made = []
     for subject in SUBJECTS:
         for case in importlib.import_module(f"{hostile.__name__}.{subject}").ROWS:
-            for at, command in enumerate(case.commands()):
+            for position, command in enumerate(case.commands()):
                 name = f"{case.name} [{command[0] if command else ''}]" if isinstance(case.run, tuple) else case.name
-                name = f"{subject.removeprefix('rows_')}: {name}"
-                name = name.encode("unicode_escape").decode()
-                # `make test` runs the first of a case off the list; `check` alone where `train` must say the same,
-                # which test_mutations.py shows of the two; and of commands that load alike the first and one more
-                first, others = case.commands()[0][0], len(case.commands()) - 1
-                again = at and (
-                    case.name.startswith("+") or first == "check" or at != 1 + crc32(case.name.encode()) % others
-                )
-                share = SAMPLED.get(subject.removeprefix("rows_"), OTHERS if case.name.startswith("+") else 1)
-                left = crc32(case.name.encode()) % share
-                marks = [pytest.mark.slow] if case.slow or again or left else []
-                made.append(pytest.param(case, command, id=name, marks=marks))
+                name = f"{subject.removeprefix('rows_')}: {name}".encode("unicode_escape").decode()
+                slow = case.slow or position or crc32(case.name.encode()) % SHARE
+                made.append(pytest.param(case, command, id=name, marks=[pytest.mark.slow] if slow else []))
     return made
 
 

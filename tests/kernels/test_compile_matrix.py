@@ -5,11 +5,9 @@ have all variants; a part of them is compiled here, and all of them with `slow`.
 """
 
 import collections
-import contextlib
 import importlib
 import inspect
 import pkgutil
-import re
 import sys
 from unittest import mock
 
@@ -166,42 +164,3 @@ def test_all_variants_match_the_page(name):
     assert {kernel: (row["forms"], row["refused"]) for kernel, row in found.items()} == {
         kernel: (row["forms"], row["refused"]) for kernel, row in expected.items()
     }
-
-
-@pytest.mark.parametrize(
-    ("taken", "said"),
-    [
-        (matrix.Taken(101_376, 255, 500), ""),
-        (matrix.Taken(101_377, 32), "101377 bytes of shared memory"),
-        (matrix.Taken(reason="no such type"), "no such type"),
-    ],
-)
-def test_reasons_for_refusing_a_variant(taken, said):
-    assert taken.obstacle(TARGETS["sm_86"].device) == said
-
-
-def test_h200_tiles_are_refused_on_small_devices():
-    """C1 and C2 of the review: an H200's tiles on a device with 99 KiB of shared memory."""
-    with matrix.recorded(TARGETS["sm_90"], matrix.no_nvrtc) as found:
-        cases.lora_call(cases.FP16, 64, "silu", False)
-        cases.attend_call(cases.BF16, 256, cases.BF16, None, None)
-    taken = [matrix.compile_triton(launch, TARGETS["sm_86"]) for launch in found.triton]
-    device = TARGETS["sm_86"].device
-    *old, stores = [re.sub(r"\d+", "N", each.obstacle(device)) for each in taken]
-    assert old == ["N bytes of shared memory"] * 3
-    assert stores == ""  # a step's keys and values
-
-
-def test_refused_variant_is_noted_on_the_page():
-    row = {"forms": 2, "shared_bytes": 2048, "registers": 1, "spilled_bytes": 0, "refused": {"too large": ["heads"]}}
-    page = matrix.rendered({"sm_86": {"a.kernel": row}})
-    assert "| a.kernel | 2 KiB [1] |" in page
-    assert "\n1. too large: heads\n" in page
-    assert "| | sm_86 |" in page
-
-
-def test_assumed_device_is_restored():
-    with contextlib.suppress(ZeroDivisionError), matrix.recorded(TARGETS["sm_75"]):
-        assert not cases.lora_glu.in_one_pass(torch.empty(1, dtype=torch.float16), 16)
-        raise ZeroDivisionError
-    assert cases.lora_glu.in_one_pass(torch.empty(1, dtype=torch.float16), 16)  # the interpreter's

@@ -104,11 +104,6 @@ def test_distant_distributions():
         torch.testing.assert_close(exact(mine), truth, rtol=1e-2, atol=1e-3)
 
 
-def test_no_rows():
-    nothing = random(0, 9)
-    assert kernels.divergence_(nothing, nothing, OBJECTIVES["plain"], 0.5, True)[0].shape == (0,)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="no graphs in the interpreter")
 def test_in_chunks_of_hidden_states():
     """`linear_divergence` on the device, whose op takes the kernel, against fp64."""

@@ -44,7 +44,7 @@ ON_GPU = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @cases(
     ("tokens", "experts", "top_k", "shape", "tile", "transposed", "dtype", "nested", "rank", "gather"),
     emulated=EMULATED, hopper=ON_GPU,

@@ -76,23 +76,6 @@ def test_repeat(launched):
     assert len(launched) == count
 
 
-def test_layouts_depend_on_all_but_addresses():
-    x = torch.zeros(4, 6)
-    assert launch.layouts(x) == launch.layouts(torch.ones(4, 6))
-    others = [x[:2], x.double(), x.t(), torch.zeros(6, 4).t(), torch.zeros(4, 6, 1)]
-    assert all(launch.layouts(x) != launch.layouts(other) for other in others)
-
-
-def test_caches_are_bounded(launched, monkeypatch):
-    monkeypatch.setattr(launch, "TABLE", 3)
-    call = launcher(launched)
-    x = torch.zeros(16)
-    for number in range(10):
-        call(1, (x,), (number,), (64,), 4, (number,))
-    assert 1 <= len(call.known) <= 3
-    assert call.repeat((9,), (x,))
-
-
 class Refusing:
     """A jitted kernel that does not compile, or raises `loads` when it is loaded."""
 

@@ -79,7 +79,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @cases(("module", "blocks", "batch", "blocksize", "shape", "dtype", "nested", "rank"), emulated=EMULATED, hopper=SHAPES)
 def test_block_shapes(monkeypatch, backend, module, blocks, batch, blocksize, shape, dtype, nested, rank):
     loaded(module, backend, monkeypatch, RUN[module])
@@ -210,6 +210,7 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(backend, module, batch):
         torch.testing.assert_close(found, kernel(module)(x, *last, None), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @cases("module", emulated=list(RUN))
 def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
     """The largest block of each kernel; as many groups as tiles; the fewest blocks that end at the same time."""
@@ -252,6 +253,7 @@ def native():
     return decode4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", [0, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("shape", [(37, 320), (5, 64), (3, 100)], ids=str)
 def test_on_a_cpu(native, batch, shape):

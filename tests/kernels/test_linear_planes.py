@@ -128,7 +128,7 @@ HOPPER = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(14)
 @cases(("kernel", "spec", "shape", "batch", "dtype", "blocks", "bias"), emulated=EMULATED, hopper=HOPPER)
 def test_block_shapes(monkeypatch, backend, kernel, spec, shape, batch, dtype, blocks, bias):
     loaded(gemm4 if kernel == "gemm64" else linear_planes, backend, monkeypatch, RUN)
@@ -209,6 +209,7 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(backend, kernel):
     torch.testing.assert_close(found[:, -40:], alone, rtol=0.01, atol=0.01 * float(alone.abs().max()))
 
 
+@pytest.mark.slow
 @cases("kernel", emulated=["gemm16"])
 def test_blocks_fit_a_multiprocessor(monkeypatch, backend, kernel):
     """The number of warps, which take the shared memory, is the same for all rows; the largest are compiled."""

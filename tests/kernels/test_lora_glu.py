@@ -5,7 +5,7 @@ import torch
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.ops import lora_glu as ops
-from halfbyte.ops.float8 import E4M3, E5M2
+from halfbyte.ops.float8 import E4M3
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
@@ -86,7 +86,7 @@ def arguments_of(size, dtype, backend):
     return case(size, dtype, device)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @all_cases()
 def test_forward(kernels, backend, size, dtype, activation, blocks):
     arguments = arguments_of(size, dtype, backend)
@@ -95,7 +95,7 @@ def test_forward(kernels, backend, size, dtype, activation, blocks):
     assert_close_to(ops.lora_glu.reference, run_forward, mine, before, activation)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @all_cases()
 def test_backward(kernels, backend, size, dtype, activation, blocks):
     arguments = arguments_of(size, dtype, backend)
@@ -103,14 +103,6 @@ def test_backward(kernels, backend, size, dtype, activation, blocks):
     mine = run_backward(kernels.lora_glu_backward_, arguments, activation)
     assert_close_to(ops.lora_glu_backward_.reference, run_backward, mine, before, activation)
     assert (arguments[1]._version, arguments[2]._version) > versions
-
-
-@on("gpu", "interpret")
-def test_no_rows(kernels, backend):
-    arguments = arguments_of((0, 24, (4, 4, 4)), FP32, backend)
-    assert [tuple(t.shape) for t in run_forward(kernels.lora_glu, arguments, "silu")] == [(0, 24), (0, 4)]
-    gradients = run_backward(kernels.lora_glu_backward_, arguments, "silu")[3:]
-    assert all(bool((gradient == 0).all()) for gradient in gradients)
 
 
 @on("gpu", "interpret", "hopper")
@@ -141,22 +133,6 @@ def test_forward_in_float8(kernels, backend, size, dtype, activation, blocks, sc
     assert codes.dtype is E4M3
     assert torch.equal(low_down, u_down)
     assert_cast(codes, slot, hidden, INTERPRETED)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("columns", [False, True])
-@all_cases(("silu",), EMULATED[:1], SMALL[1:2])
-def test_backward_in_float8(kernels, backend, size, dtype, activation, blocks, columns):
-    arguments = arguments_of(size, dtype, backend)
-    factor = torch.rand(2 * size[1]).to(DEVICES[backend]) if columns else None
-    slot, before = slot_of(E5M2, 100.0, DEVICES[backend]), arguments[1].clone()
-    found, codes = kernels.lora_glu_backward_float8(*arguments, activation, slot, factor)
-    assert torch.equal(arguments[1], before)
-    plain = run_backward(kernels.lora_glu_backward_, arguments, activation)
-    for one, other in zip(found, plain[2:], strict=True):
-        assert torch.equal(one, other)
-    both = torch.cat(plain[:2], dim=1).float()
-    assert_cast(codes, slot, both if factor is None else both * factor, INTERPRETED)
 
 
 @on("emulated", "hopper")

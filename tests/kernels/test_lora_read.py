@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from halfbyte.dispatch import Unavailable
 from halfbyte.ops.float8 import E4M3, E5M2
 from halfbyte.ops.lora_read import lora_read
 from halfbyte.utils import notices
@@ -123,21 +122,6 @@ def test_nan_amax_counts_as_infinite(run, backend):
     slot = slot_of(E5M2, 1.0, "cpu")
     kernels.read(tensors[0], [], factors, scalings, low, FP32, slot, None)
     assert slot.newest == float("inf")
-
-
-@backends("emulated")
-def test_without_nvrtc_products_are_separate(backend, monkeypatch):
-    loaded(kernels, backend, monkeypatch, RUN)
-
-    def no_nvrtc(*_):
-        raise Unavailable("no NVRTC")
-
-    monkeypatch.setattr(kernels, "cubin", no_nvrtc)
-    notices.reset_notices()
-    tensors, factors, scalings, low = case(SIZES[0], BF16, "cpu")
-    found = lora_read.on("cuda")(tensors[0], [], factors, scalings, low, FP32, None, None)
-    check(found, tensors, factors, scalings, low, None, None)
-    assert notices.notices_so_far()["kernel-cuda.lora_read.read"].startswith("cuda.lora_read.read: no NVRTC; ")
 
 
 @backends("hopper")

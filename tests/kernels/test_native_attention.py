@@ -50,6 +50,7 @@ def assert_right(given, documents, prompts=None):
         assert (found - true).norm() <= 4e-6 * true.norm() + 2e-6  # for one token all are 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(2, 1, 16), (4, 4, 48), (3, 1, 128), (2, 2, 256)])
 @pytest.mark.parametrize("trees", TREES, ids=str)
 def test_answers_that_share_a_prompt(trees, heads, kv_heads, size):

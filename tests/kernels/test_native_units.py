@@ -1,7 +1,5 @@
 """Compare C's gated units, experts' units and the weighted sum of experts' results with their references."""
 
-import math
-
 import pytest
 import torch
 
@@ -35,6 +33,7 @@ def close(mine, theirs, exact):
     assert error <= other + 4 * eps * exact.abs().max()
 
 
+@pytest.mark.sampled(6)
 @dtypes
 @pytest.mark.parametrize("unit", UNITS, ids=["silu", "gelu", "clamped", "limited"])
 @pytest.mark.parametrize("width", WIDTHS)
@@ -55,6 +54,7 @@ def test_units_of_experts(kernels, unit, dtype, width):
     torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=20 * width**0.5 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.sampled(2)
 @dtypes
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("need_output", [False, True])
@@ -75,18 +75,6 @@ def test_gated_units(kernels, dtype, activation, need_output):
         close(*found)
     assert torch.equal(mine, grad) != need_output
     assert (halves[0]._version, mine._version) == (2, int(need_output))  # both views share the version counter
-
-
-@dtypes
-def test_nan_is_preserved(kernels, dtype):
-    gate = torch.tensor([[math.nan, math.inf, 1.0]]).to(dtype)
-    found = glu(gate, torch.ones_like(gate), "silu")
-    assert found[0, :2].isnan().tolist() == [True, False]
-    assert found[0, 1] == math.inf
-    one = torch.ones_like(gate)
-    glu_backward_(one.clone(), gate, one, "silu", False)
-    assert gate[0, 0].isnan()
-    assert gate[0, 2].isfinite()
 
 
 def test_rows_do_not_depend_on_threads_or_on_each_other(kernels):

@@ -13,32 +13,6 @@ from tests.helpers.emulated import built, needs_compiler
 
 needs_nvrtc = pytest.mark.skipif(any_nvrtc() is None, reason="needs the wheel nvidia-cuda-nvrtc")
 GEMV4 = {"RT": 1, "WR": 2, "WK": 2, "STAGES": 2, "NT": 1, "BF16": 1, "NESTED": 1, "ORIGIN": 1024}
-LOG = """gemv4.cu(7): warning #177-D: variable "y" was declared but never referenced
-  int y = 3
-      ^
-
-warp.cuh(6): error: expected a ";"
-   return zz; }
-   ^
-
-2 errors detected in the compilation of "gemv4.cu".
-"""
-
-
-def test_sources_are_what_is_included():
-    files = list(nvrtc.sources("gemm4"))
-    assert files[0] == "gemm4.cu"
-    assert sorted(files[1:]) == ["gemm.cuh", "ring.cuh", "table4.cuh", "warp.cuh", "wgmma.cuh", "wgmma4.cuh"]
-    every = {path.stem: nvrtc.sources(path.stem) for path in nvrtc.FOLDER.glob("*.cu")}
-    headers = {path.name for path in nvrtc.FOLDER.glob("*.cuh")}
-    assert headers == {file for files in every.values() for file in files if file.endswith(".cuh")}
-    for name, files in every.items():
-        assert sum("LAYOUT(" in text for file, text in files.items() if file != "warp.cuh") == 1, name
-
-
-def test_first_compile_error_is_reported_in_full():
-    assert nvrtc.first_error(LOG) == 'warp.cuh(6): error: expected a ";"\n   return zz; }\n   ^'
-    assert nvrtc.first_error("nvrtc: error: invalid value\n") == "nvrtc: error: invalid value"
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ def test_a_sink_is_one_more_score():
         torch.testing.assert_close(found[0, head], scores[1:] @ page[1][head, :40])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sinks", [False, True])
 @VARIANTS
 @pytest.mark.parametrize(

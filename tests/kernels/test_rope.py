@@ -123,15 +123,6 @@ def test_norm_and_rope(shape, dtype, offset):
         assert_as_close_as_torch(alone[i], stocks[1], truths[1])  # another kernel sums a head in another order
 
 
-def test_no_tokens():
-    q, k = q_and_k((2, 0, 4, 2, 8), torch.float32)
-    weight, (cos, sin) = random(8), angles(1, 0, 8, torch.float32)
-    kernels.rope_(q, k, cos, sin, False)
-    assert kernels.qk_norm_rope(q, k, weight, weight, cos, sin, 1e-6, False)[0].shape == q.shape
-    dws = kernels.qk_norm_rope_backward_(q, k, q, k, weight, weight, cos, sin, 1e-6, False, True)
-    assert not any(dw.any() for dw in dws)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="dispatch follows the device")
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_through_autograd(with_norm):

@@ -115,25 +115,6 @@ def test_other_weights_are_refused_with_a_reason(bnb, make):
     assert isinstance(read_linear(layer), str)
 
 
-def test_a_state_that_only_the_layer_has_is_read(bnb):
-    layer = packed(bnb)
-    values = weight_view(layer).dequantize()
-    state, layer.weight.quant_state = layer.weight.quant_state, None
-    layer.quant_state = state
-    assert torch.equal(weight_view(layer).dequantize(), values)
-
-
-def test_a_weight_that_is_a_plain_tensor_is_read(bnb):
-    """FSDP sets views of its flat parameter in the place of weights."""
-    layer = packed(bnb)
-    values, data = weight_view(layer).dequantize(), layer.weight.data.clone()
-    layer.quant_state = layer.weight.quant_state
-    del layer.weight
-    layer.weight = data
-    assert torch.equal(weight_view(layer).dequantize(), values)
-    assert weight_view(layer).parts["packed"].data_ptr() == data.data_ptr()
-
-
 def test_layers_with_a_forward_of_their_own_are_not_read(bnb):
     class Other(bnb.nn.Linear4bit):
         def forward(self, x):

@@ -11,7 +11,7 @@ from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.rank import rank_config
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ModelError
-from tests.helpers.tiny_cases import FAMILIES, METHODS, SIZES, Case, Place, write_model
+from tests.helpers.tiny_cases import FAMILIES, SIZES, Case, Place, write_model
 
 PLAIN = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
@@ -66,15 +66,3 @@ def test_sizes_that_contradict_each_other(tmp_path):
     with pytest.raises(ModelError):
         train(load_config(None, place.keys(Case("", "Helium"), tmp_path / "run")))
     assert not (tmp_path / "run/adapter").exists()
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("method", ["grpo", "rloo", "gkd"])
-@pytest.mark.parametrize("family", ["Gemma3nText", "Gemma4Text"])
-def test_runs_that_sample(tmp_path, family, method):
-    assert method in METHODS
-    place = Place(tmp_path)
-    place.write_rows()
-    keys = place.keys(Case("", family, {"method": method}), tmp_path / "run")
-    train(load_config(None, keys))
-    assert (tmp_path / "run/adapter/adapter_model.safetensors").is_file()

@@ -1,9 +1,6 @@
 """Quantized models for transformers, PEFT and TRL: config, flags, size, casts, and dequantization."""
 
-import copy
 import json
-import pickle
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -12,7 +9,6 @@ import transformers
 
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
-from halfbyte.loading.quantized_model import _number_devices
 from halfbyte.loading.quantizer import HalfbyteConfig
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import HalfbyteError, ModelError
@@ -51,17 +47,6 @@ def test_config_keeps_its_settings_before_loading(keys, tmp_path):
     assert again.to_dict() == config.to_dict() == config.to_diff_dict()
 
 
-def test_configs_differ_in_words():
-    assert len({repr(HalfbyteConfig(**keys)) for keys in SETTINGS}) == len(SETTINGS)
-
-
-def test_config_as_a_dict_quantizes_the_same(tiny_checkpoint):
-    config = HalfbyteConfig(bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=False, skip_quant_first_layers=1)
-    model = from_pretrained(tiny_checkpoint(), config.to_dict())
-    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
-    assert model.model.layers[1].mlp.up_proj.weight.format.spec == "blockwise4:fp4:64:plain"
-
-
 def test_config_of_a_loaded_model_round_trips(tiny_checkpoint):
     for config in (HalfbyteConfig(), HalfbyteConfig(quantization="int8")):
         loaded = from_pretrained(tiny_checkpoint(), config).config.quantization_config
@@ -82,32 +67,6 @@ def test_plain_transformers_computes_in_the_dtype_of_the_saved_model(dtype, tiny
         keys = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
         theirs = transformers.BitsAndBytesConfig(load_in_4bit=True, **keys)
         assert torch.equal(logits(plain(tmp_path)), logits(plain(folder, quantization_config=theirs, dtype=dtype)))
-
-
-def test_flags_and_size(tiny_checkpoint):
-    model = from_pretrained(tiny_checkpoint(), dtype=torch.float16)
-    assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (True, False)
-    whole = plain(tiny_checkpoint(), dtype=torch.float16)
-    stored = 0
-    for tensor in [*model.parameters(), *model.buffers()]:
-        parts = tensor.parts.values() if isinstance(tensor, QuantizedTensor) else [tensor]
-        stored += sum(part.numel() * part.element_size() for part in parts)
-    assert model.get_memory_footprint() == stored < 0.75 * whole.get_memory_footprint()
-    assert model.num_parameters() == whole.num_parameters()
-    assert model.num_parameters(exclude_embeddings=True) == whole.num_parameters(exclude_embeddings=True)
-    eight = from_pretrained(tiny_checkpoint(), HalfbyteConfig(quantization="int8"))
-    assert (eight.is_loaded_in_4bit, eight.is_loaded_in_8bit) == (False, True)
-    assert load_model(str(tiny_checkpoint()), dtype="float32", device="cpu").is_loaded_in_4bit
-
-
-def test_model_is_still_of_its_class(tiny_checkpoint):
-    model = from_pretrained(tiny_checkpoint())
-    assert isinstance(model, transformers.LlamaForCausalLM)
-    assert type(model).__name__ == "LlamaForCausalLM"
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(logits(again), logits(model))
-        assert again.is_loaded_in_4bit
-        assert again.get_memory_footprint() == model.get_memory_footprint()
 
 
 def test_casting_the_model_is_refused(tiny_checkpoint):
@@ -132,11 +91,6 @@ def test_dequantized_model_is_a_plain_one(quantization, tiny_checkpoint, tmp_pat
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert torch.equal(logits(plain(tmp_path, dtype=torch.float32)), logits(plain_model))
     assert plain_model.half().dtype is torch.float16
-
-
-def test_dequantize_takes_a_dtype(tiny_checkpoint):
-    model = from_pretrained(tiny_checkpoint()).dequantize(dtype=torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_prepared_for_kbit_training(tiny_checkpoint):
@@ -172,18 +126,6 @@ def test_new_head_stays_unquantized(tiny_checkpoint, tmp_path):
     again = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path, quantization_config=HalfbyteConfig())
     assert torch.equal(again.score.weight, model.score.weight)
     assert torch.equal(logits(again), logits(model))
-
-
-def test_question_answering_takes_names_of_a_causal_model(tiny_checkpoint):
-    """transformers names the model below this head otherwise; without a mapping all its weights would be random."""
-    auto = transformers.AutoModelForQuestionAnswering
-    with pytest.raises(HalfbyteError, match="key_mapping"):
-        from_pretrained(tiny_checkpoint(), auto=auto)
-    model = from_pretrained(tiny_checkpoint(), auto=auto, key_mapping={"^model": "transformer"})
-    causal = from_pretrained(tiny_checkpoint())
-    name = "layers.1.mlp.down_proj.weight"
-    assert torch.equal(model.transformer.get_parameter(name), causal.model.get_parameter(name))
-    assert type(model.qa_outputs) is torch.nn.Linear
 
 
 THEIRS = {
@@ -247,17 +189,6 @@ def test_conv1d_is_quantized_transposed(gpt2, tmp_path):
     torch.testing.assert_close(logits(plain(tmp_path / "whole", dtype=torch.float32)), found, rtol=0, atol=1e-5)
 
 
-def test_conv1d_saved_by_one_tool_loads_in_the_other(gpt2, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    keys = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
-    theirs = plain(gpt2, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True, **keys))
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = from_pretrained(gpt2)
-    ours.save_pretrained(tmp_path / "ours")
-    assert torch.equal(logits(plain(tmp_path / "ours", dtype=torch.float32)), logits(theirs))
-    assert torch.equal(logits(from_pretrained(tmp_path / "theirs")), logits(ours))
-
-
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 def test_lora_trains_on_conv1d(gpt2):
     """Steps equal those on the dequantized Conv1D."""
@@ -276,12 +207,3 @@ def test_lora_trains_on_conv1d(gpt2):
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-
-
-def test_devices_of_the_map_have_an_index():
-    """accelerate refuses to train a 4-bit model on cuda:0 whose map says cuda."""
-    held = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 1))]))
-    places = {"a": "cuda", "b": torch.device("cuda"), "c": 0, "d": "cuda:0"}
-    model = SimpleNamespace(hf_device_map=places, get_submodule=lambda name: held)
-    _number_devices(model)
-    assert places == {"a": torch.device("cuda", 1), "b": torch.device("cuda", 1), "c": 0, "d": "cuda:0"}

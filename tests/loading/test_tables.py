@@ -71,14 +71,6 @@ def test_a_saved_model_loads_with_the_same_bytes(folder, tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
-def test_a_checkpoint_that_was_quantized_without_its_table_keeps_it(folder, tmp_path):
-    """For example bitsandbytes' checkpoints."""
-    model = loaded(folder, quantization={TABLE: "16bit", "*": "nf4"})
-    model.save_pretrained(tmp_path)
-    again = loaded(tmp_path)
-    assert torch.equal(again.get_submodule(TABLE).weight, model.get_submodule(TABLE).weight)
-
-
 def test_plan_and_merge_of_quantized_tables(folder):
     config = RunConfig(model_name_or_path=str(folder), dataset="d", device="cpu", dtype="float32", r=4)
     model = loaded(folder)

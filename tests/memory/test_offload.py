@@ -15,7 +15,6 @@ from halfbyte.memory import offload
 from halfbyte.memory.activations import OFFLOADED
 from halfbyte.memory.offload import Offload
 from halfbyte.memory.pinned import AfterCapture, HostMemory
-from halfbyte.utils.errors import TrainingError
 
 
 class StandIn:
@@ -107,15 +106,6 @@ def test_pinned_memory_is_that_of_the_largest_batch(cuda):
     assert len(cuda.registered) <= 12
 
 
-def test_small_empty_slabs_are_replaced(cuda):
-    store = Offload(torch.device("cpu"))
-    saved(store, [torch.randn(32, 16)], [torch.randn(33, 16)])
-    store._outgoing.clear()
-    large = torch.randn(4 * 64, 16)
-    saved(store, [large])
-    assert list(cuda.pinned.values()) == [4 * large.nbytes]
-
-
 def test_tensors_never_unpacked_are_freed_after_their_copy(cuda):
     """A partial `torch.autograd.grad`, or a caught out-of-memory error, leaves tensors that are never unpacked."""
     store = Offload(torch.device("cpu"))
@@ -156,19 +146,6 @@ def test_order_of_the_copies(cuda):
     assert torch.equal(store.unpack(packed[3]), tensors[3])  # a second backward fetches it again
 
 
-def test_bytes_in_flight_are_those_of_one_layer(cuda):
-    """Three tensors per layer: all three are in flight while another layer computes, in both directions."""
-    store = Offload(torch.device("cpu"))
-    layers = [[torch.randn(1, rows, 16) for rows in (32, 48, 64)] for _ in range(3)]
-    packed = saved(store, *layers)
-    assert away(packed) == [True] * 6 + [False] * 3
-    for i in (8, 6, 7):  # the backward unpacks in another order
-        assert torch.equal(store.unpack(packed[i]), layers[2][i - 6])
-    assert away(packed) == [True] * 3 + [False] * 3 + [True] * 3
-    for i in range(6):
-        assert torch.equal(store.unpack(packed[i]), layers[i // 3][i % 3])
-
-
 def test_tensors_freed_during_prefetch(cuda, monkeypatch):
     store = Offload(torch.device("cpu"))
     layers = [[torch.randn(1, 32, 16) for _ in range(2)] for _ in range(3)]
@@ -182,27 +159,6 @@ def test_tensors_freed_during_prefetch(cuda, monkeypatch):
     monkeypatch.setattr(store, "_fetch", while_others_die)
     assert torch.equal(store.unpack(unpacked), layers[2][1])
     assert list(store._offloaded) == [4]  # only that layer's; the earlier ones were freed
-
-
-def test_tensor_saved_twice_is_copied_once(cuda):
-    store, x = Offload(torch.device("cpu")), torch.randn(4, 32, 16)
-    packed = saved(store, [x, x.transpose(0, 1), x.view(-1, 16)])
-    assert len(cuda.registered) == 1
-    assert torch.equal(store.unpack(packed[1]), x.transpose(0, 1))
-    assert torch.equal(store.unpack(packed[0]), x)
-    assert store.unpack(packed[2]).shape == (128, 16)
-    assert away(packed) == [True] * 3
-    with store.hooks():
-        first = store.pack(x)
-        x.add_(1)
-        assert store.pack(x).memory is not first.memory  # other values
-
-
-def test_strided_tensors_are_not_offloaded(cuda):
-    store, x = Offload(torch.device("cpu")), torch.randn(64, 64)
-    assert torch.equal(store.pack(x[:, :48]), x[:, :48])
-    assert store.pack(x[:1].expand(64, 64)).stride() == (0, 1)
-    assert not cuda.registered
 
 
 def test_small_tensors_stay_and_unused_buffers_are_freed(cuda):
@@ -219,12 +175,6 @@ def test_a_capture_is_refused(cuda):
         Offload(torch.device("cpu")).pack(torch.randn(32, 16))
 
 
-def test_memory_that_cannot_be_pinned(monkeypatch):
-    StandIn(code=2).install(monkeypatch)
-    with pytest.raises(TrainingError, match=r"\(CUDA error 2\)"):
-        Offload(torch.device("cpu")).pack(torch.randn(32, 16))
-
-
 def noted(take, sizes: list[int]):
     def taking(size: int):
         sizes.append(size)
@@ -233,7 +183,7 @@ def noted(take, sizes: list[int]):
     return taking
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("level", OFFLOADED)
 def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
     """Recomputed norms, saved q, k and v, and gate and up, which the backward overwrites."""

@@ -77,13 +77,6 @@ def test_a_range_is_registered_once(host, runtime):
     assert host.nbytes == runtime.last == 0
 
 
-def test_buffers_share_no_page(host, runtime):
-    buffers = [host.pin(whole_pages(size)) for size in (1, 100, 4096, 4097, 70_000) for _ in range(20)]
-    assert len(runtime.pages) == len(buffers) == 100
-    host.unpin(buffers, nothing)
-    assert not runtime.pages
-
-
 def test_a_range_that_overlaps_is_refused_and_leaves_no_error(host, runtime):
     memory = whole_pages(4 * mmap.PAGESIZE)
     first, second = memory[: 2 * mmap.PAGESIZE], memory[mmap.PAGESIZE :]
@@ -96,17 +89,6 @@ def test_a_range_that_overlaps_is_refused_and_leaves_no_error(host, runtime):
     host.pin(second)
     host.unpin([second], nothing)
     assert not runtime.pages
-
-
-def test_a_failure_leaves_no_error_and_can_be_tried_again(host, runtime):
-    buffer = whole_pages(100)
-    runtime.refuses = 2
-    with pytest.raises(TrainingError):
-        host.pin(buffer)
-    assert (runtime.last, host.nbytes) == (0, 0)
-    runtime.refuses = 0
-    host.pin(buffer)
-    assert host.nbytes == 100
 
 
 def test_memory_is_held_until_it_is_unregistered(host, runtime, capture):
@@ -138,12 +120,6 @@ def test_failed_synchronization_keeps_the_memory(host, runtime):
         host.unpin([buffer], fails)
     assert list(runtime.pages) == [buffer.data_ptr()]
     assert host.nbytes == 100
-
-
-def test_finalizers_that_run_while_others_run(host, runtime):
-    first, second = (host.pin(whole_pages(100)) for _ in range(2))
-    host.unpin([first], lambda: host.unpin([second], nothing))
-    assert not runtime.pages
 
 
 def test_a_finalizer_that_runs_during_a_registration(host, runtime, monkeypatch):

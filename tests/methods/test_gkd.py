@@ -64,6 +64,7 @@ def gradients(model):
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("padding_free", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])

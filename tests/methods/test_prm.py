@@ -107,15 +107,3 @@ def test_layouts_and_micro_batches_give_the_same_scores(layout):
     assert (found_counts, float(found_sums["right"])) == (counts, float(sums["right"]))
     assert float(found) == pytest.approx(float(expected), rel=2e-6)
     assert_same_gradients(gradients(found, policy), gradients(expected, policy), 5e-6)
-
-
-def test_padding_does_not_count():
-    policy, _ = both("Llama")
-    asked, batch = method(method="prm"), batch_of(ROWS)
-    expected = asked.sums(policy, batch)
-    filled = {**batch, **{name: torch.nn.functional.pad(batch[name], (0, 9)) for name in ("at", "right", "real")}}
-    for name, value in asked.sums(policy, filled).items():
-        assert float(value) == pytest.approx(float(expected[name]), rel=1e-6)
-    blank = asked.blank(filled)
-    assert asked.counts(blank) == {"labelled_steps": 0}
-    assert {float(value) for value in asked.sums(policy, blank).values()} == {0.0}

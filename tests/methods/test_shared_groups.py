@@ -7,7 +7,6 @@ from halfbyte.data.batches import batches_of, longest_row
 from halfbyte.data.prepare import PreparedData
 from halfbyte.data.shared_prefix import GIVEN, as_trees, trees_of
 from halfbyte.methods import METHODS
-from halfbyte.modeling.head import _select_rows
 from tests.helpers.pair_models import VOCABULARY, assert_same_gradients, config, gradients, model
 from tests.helpers.pair_models import tokenizer as make_tokenizer
 
@@ -96,19 +95,6 @@ def test_another_answer_does_not_change_a_bit_of_its_siblings():
     its = before["answer"] == 1
     assert torch.equal(found[~its], changed[~its])
     assert not torch.equal(found[its], changed[its])
-
-
-def test_gradients_of_the_last_prompt_token_are_bit_equal():
-    """Eight answers, on two threads."""
-    hidden, at = torch.randn(1, 800, 512, requires_grad=True), torch.cat([torch.arange(800), torch.full((8,), 5)])
-    at, given = at[torch.randperm(len(at))], torch.randn(len(at), 512)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        first, *others = (torch.autograd.grad(_select_rows(hidden, at), hidden, given)[0] for _ in range(50))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(first, other) for other in others)
 
 
 def test_only_adjacent_answers_share_and_all_are_counted():

@@ -11,7 +11,8 @@ from halfbyte.plan.estimate import estimate
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
-from tests.helpers.patch_models import SHAPE, batch
+from tests.helpers.families import FAMILIES, SHAPE
+from tests.helpers.patch_models import batch
 
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 SIZES = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
@@ -26,10 +27,7 @@ CONFIGS = {  # and what all-linear adapts there
     "Falcon": (SIZES | {"num_attention_heads": 4},
                {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
     "Qwen3Next": (
-        SHAPE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                 "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-                 "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-                 "layer_types": ["linear_attention", "full_attention"]},
+        SHAPE | FAMILIES["Qwen3Next"],
         {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate",
          "gate_proj", "up_proj", "down_proj"},
     ),
@@ -67,7 +65,7 @@ def test_all_linear_trains(family):
     assert ("all-linear-mamba" in notices.notices_so_far()) == (family in ("FalconH1", "Mamba"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_memory_plan_adapts_the_same_layers(family):
     model = add_adapter(built(family), config())

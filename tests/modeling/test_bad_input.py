@@ -42,6 +42,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("message", WRONG)
 def test_errors_name_the_input(model, message):
     with pytest.raises(DataError, match=message):

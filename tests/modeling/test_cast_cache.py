@@ -42,16 +42,6 @@ def test_cached_casts_are_bit_equal_to_casts_at_use(model, monkeypatch):
     assert casts
 
 
-def test_factors_of_one_input_are_contiguous(model):
-    loss_and_gradients(model, batch())
-    copies = [existing_record(m).casts["default"][0] for m in model.modules() if isinstance(m, LoraLinear)][:3]
-    stacked = lora.stack(copies)
-    assert stacked.data_ptr() == copies[0].data_ptr()
-    assert torch.equal(stacked, torch.cat(copies))
-    apart = [copies[0], copies[2]]
-    assert torch.equal(lora.stack(apart), torch.cat(apart))
-
-
 def copied(model):
     """Names of the LoRA modules that read copies just now."""
     return [name for name, m in model.named_modules() if isinstance(m, LoraLinear) and cast_factors(m, "default")]
@@ -82,16 +72,6 @@ def test_recomputed_layers_read_the_casts(model, monkeypatch):
     assert not copied(model)
 
 
-def test_an_evaluation_casts_all_factors_at_once(model, monkeypatch):
-    loss_and_gradients(model, batch())
-    launches = []
-    own = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda *given: launches.append(len(given[0])) or own(*given))
-    with torch.no_grad():
-        model(**batch())
-    assert launches == [2 * 14]
-
-
 def test_casts_of_deleted_adapters_are_dropped(model):
     loss_and_gradients(model, batch())
     factor = weakref.ref(next(p for name, p in model.named_parameters() if "lora_A" in name))
@@ -100,17 +80,6 @@ def test_casts_of_deleted_adapters_are_dropped(model):
     model.delete_adapter("default")
     loss_and_gradients(model, batch())
     assert factor() is None
-
-
-def test_two_forwards_before_one_backward(model):
-    inputs, others = batch(), batch()
-    separate = [loss_and_gradients(model, one)[1] for one in (inputs, others)]
-    model.zero_grad()
-    losses = [halfbyte.modeling.head.causal_lm_loss(model, one) for one in (inputs, others)]
-    sum(loss / tokens for loss, tokens in losses).backward()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, separate[0][name] + separate[1][name], rtol=1e-6, atol=1e-6)
 
 
 def test_no_casts_without_dtype_change_or_gradients(model):
@@ -145,9 +114,3 @@ def test_casts_replace_factors(model, device, level, monkeypatch):
     assert {gradient.dtype for gradient in found[1].values()} == {torch.float32}
     assert_same(found, expected, 1e-12 if device == "cpu" else 1e-4)  # sums of a GPU may be in another order
     assert not existing_record(model.get_base_model().model).cast_cache.factors
-
-
-def test_lora_variants_keep_fp32_factors():
-    model = tiny("Llama", target_modules=["q_proj", "up_proj"], use_dora=True)
-    assert cast_replacements(model, torch.bfloat16) == []
-    assert len(cast_replacements(tiny("Llama", target_modules=["q_proj", "up_proj"]), torch.bfloat16)) % 4 == 0

@@ -16,12 +16,12 @@ from halfbyte.modeling import checkpointing
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.attention import Implementation
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.modeling.patch_record import existing_record
 from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
-from tests.helpers.patch_models import FAMILIES, HYBRIDS, batch, loss_and_gradients, tiny
+from tests.helpers.families import FAMILIES, HYBRIDS
+from tests.helpers.patch_models import batch, loss_and_gradients, tiny
 
 MIXED = ("checkpoint", "recompute")
 KINDS = ("Qwen3", "Gemma2", "Phi3")  # whose blocks differ from Llama's, each in its own way
@@ -53,13 +53,14 @@ def check_equal(model: nn.Module, levels, exact: bool = True) -> None:
             torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("levels", [*(level for level in LEVELS if level != "keep"), MIXED])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradients_are_those_of_keep(levels, dropout):
     check_equal(tiny("Llama", lora_dropout=dropout), levels)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", [*KINDS, *slowly(FAMILIES)])
 @pytest.mark.parametrize("levels", ["recompute", "recompute_mlp", "checkpoint"])
 def test_every_family(family, levels):
@@ -79,41 +80,6 @@ def test_tiles_draw_the_same_dropout_twice(monkeypatch):
     first, second = gradients(model, inputs, "tiled"), gradients(model, inputs, "tiled")
     assert first[0] == second[0]
     assert all(torch.equal(second[1][name], gradient) for name, gradient in first[1].items())
-
-
-def test_gradients_accumulate_over_micro_batches():
-    model, inputs = tiny("Llama"), batch()
-    halfbyte.patch(model, MIXED)
-    _, once = loss_and_gradients(model, inputs)
-    loss, tokens = causal_lm_loss(model, inputs)
-    (loss / tokens).backward()
-    for name, gradient in once.items():
-        torch.testing.assert_close(model.get_parameter(name).grad, 2 * gradient)
-
-
-def test_full_fine_tuning():
-    for level in ("recompute", "recompute_mlp", "checkpoint"):
-        check_equal(tiny("Qwen3", adapter=False), level)
-
-
-def test_mixed_precision_is_restored():
-    """A 16-bit model with fp32 adapters, under autocast as the trainer enters it."""
-    model, inputs = tiny("Llama"), batch()
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.bfloat16()
-
-    def mixed(levels):
-        existing_record = copy.deepcopy(model)
-        halfbyte.patch(existing_record, levels)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss, _ = causal_lm_loss(existing_record, inputs)
-        loss.backward()
-        return {name: p.grad for name, p in existing_record.named_parameters() if p.grad is not None}
-
-    expected = mixed("keep")
-    for level in ("recompute_mlp", "checkpoint"):
-        assert all(torch.equal(gradient, expected[name]) for name, gradient in mixed(level).items())
 
 
 def test_last_gemm_is_not_recomputed(monkeypatch):
@@ -154,7 +120,7 @@ def live_after_forward(model: nn.Module, inputs: dict) -> int:
         return ledger.live * (result is not None)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("family", "dropout"),
     [("Llama", 0.0), ("Llama", 0.1), ("Qwen3", 0.0), ("Phi3", 0.0), ("Mixtral", 0.0)]
@@ -194,15 +160,6 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
         planned = plan.step(Shape(2, 256), (level,)).layers[-1].saved
         # `again` keeps the stream in a closure, which hooks do not see but the norm's own node does
         assert found[1] - found[0] == pytest.approx(planned, rel=0.05), level
-
-
-def test_unpatching_forgets_the_levels():
-    model = tiny("Llama")
-    before = {name: set(module.__dict__) for name, module in model.named_modules()}
-    halfbyte.patch(model, "checkpoint")
-    assert sum(getattr(existing_record(module), "activations", None) is not None for module in model.modules()) == 2
-    halfbyte.unpatch(model)
-    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
 
 
 @pytest.mark.parametrize(("levels", "message"), [("most", "'most'"), (["keep"] * 3, "3 levels.*2")])

@@ -6,16 +6,8 @@ from torch import nn
 
 import halfbyte
 from halfbyte.layers import Linear4bit
-from tests.helpers.patch_models import (
-    FAMILIES,
-    HYBRIDS,
-    MULTIMODAL,
-    assert_same,
-    batch,
-    loss_and_gradients,
-    quantize,
-    tiny,
-)
+from tests.helpers.families import FAMILIES, HYBRIDS, MULTIMODAL
+from tests.helpers.patch_models import assert_same, batch, loss_and_gradients, quantize, tiny
 from tests.helpers.saved_shapes import Saved
 
 LENGTHS = (18, 13, 21, 16)
@@ -62,6 +54,7 @@ def assert_no_weight(saved: Saved, model: nn.Module) -> None:
     assert not [shape for shape in saved.shapes if shape in weights or shape[::-1] in weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["Llama", *SLOW])
 def test_one_graph_that_saves_no_weight(family, checkpointing):

@@ -39,7 +39,7 @@ def loss_and_gradients(model):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_as_plain_peft_on_dequantized_experts(name, tmp_path):
     """PEFT folds B·A into the whole stack; the files it reads are those we write."""
@@ -83,7 +83,7 @@ def test_all_linear_takes_experts_and_no_router(tmp_path, caplog):
     assert f"{sum(t.numel() for t in experts.values()) / 1000000.0:.3g}M" in caplog.text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "targets", ["all-linear", ["q_b_proj", "gate_proj", "up_proj", "down_proj"], r".*(mlp|shared_experts)\.\w+_proj"]
 )
@@ -125,40 +125,6 @@ def test_named_experts_are_adapted(tmp_path):
     assert not dict(expert_wrappers(adapted(stored, target_parameters=[])))
     stored, _ = quantized("Qwen3Moe", tmp_path / "model")
     assert not dict(expert_wrappers(adapted(stored, target_modules=["q_proj"])))
-
-
-def test_16_bit_experts_are_adapted_without_folding(tmp_path):
-    """No parametrization of PEFT's folds a delta into them either."""
-    model = adapted(mixture("Qwen3Moe"))
-    save_adapter(model, tmp_path)
-    plain = PeftModel.from_pretrained(mixture("Qwen3Moe"), tmp_path, is_trainable=True, autocast_adapter_dtype=False)
-    (mine, gradients), (theirs, expected) = loss_and_gradients(model), loss_and_gradients(plain)
-    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-7)
-
-
-def test_dropout(tmp_path):
-    """Dropout on the experts' inputs, which PEFT refuses; the saved adapter loads in PEFT."""
-    stored, twin = quantized("Qwen3Moe", tmp_path / "model")
-    model = adapted(stored, lora_dropout=0.5)
-    losses = {float(loss_and_gradients(model)[0]) for _ in range(3)}
-    assert len(losses) == 3
-    save_adapter(model, tmp_path / "adapter")
-    plain = PeftModel.from_pretrained(twin, tmp_path / "adapter")
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(TOKENS).logits, plain(TOKENS).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_unselected_experts_get_zero_gradient(tmp_path):
-    stored, _ = quantized("Qwen3Moe", tmp_path / "model")
-    model = adapted(stored)
-    model.train()(TOKENS[:1, :1], labels=TOKENS[:1, :1])  # one token, two experts of four
-    loss = model(TOKENS[:1, :1]).logits.square().sum()
-    loss.backward()
-    for _, wrapper in expert_wrappers(model):
-        of_each = wrapper.lora_A["default"].weight.grad.view(4, -1).abs().sum(1)
-        assert (of_each == 0).sum() == 2
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def results(module, name, x, index, weights):
     return [out, *torch.autograd.grad(out.square().sum(), [x, weights])]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("package", "module", "name"), CLASSES, ids=[name for *_, name in CLASSES])
 def test_as_transformers(package, module, name):
     built = made(package, module, name)

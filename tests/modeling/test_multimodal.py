@@ -21,15 +21,8 @@ from halfbyte.modeling.architectures import non_text_modules
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.estimate import estimate
 from halfbyte.utils.errors import ModelError
-from tests.helpers.patch_models import (
-    MULTIMODAL,
-    assert_same,
-    batch,
-    loop_over_documents,
-    loss_and_gradients,
-    tiny,
-    with_image,
-)
+from tests.helpers.families import MULTIMODAL
+from tests.helpers.patch_models import assert_same, batch, loop_over_documents, loss_and_gradients, tiny, with_image
 
 
 @pytest.fixture
@@ -147,6 +140,7 @@ def test_models_with_images_of_unknown_families_are_refused(tmp_path):
         load_model_config(str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_memory_is_planned_with_the_tower_in_16_bits(family, tmp_path):
     path = saved(family, tmp_path)

@@ -11,21 +11,8 @@ from torch import nn
 import halfbyte
 from halfbyte.modeling.families import FAMILIES as ROWS
 from halfbyte.modeling.patch import PatchReport
-from tests.helpers.patch_models import (
-    EXPERTS,
-    FAMILIES,
-    HYBRIDS,
-    MULTIMODAL,
-    OWN_LAYERS,
-    STATES,
-    TEXT_PARTS,
-    assert_same,
-    batch,
-    loss_and_gradients,
-    of_stock,
-    quantize,
-    tiny,
-)
+from tests.helpers.families import EXPERTS, FAMILIES, HYBRIDS, MULTIMODAL, OWN_LAYERS, STATES, TEXT_PARTS
+from tests.helpers.patch_models import assert_same, batch, loss_and_gradients, of_stock, quantize, tiny
 
 
 def check_equal(model: nn.Module, inputs: dict, tolerance: float = 1e-5) -> PatchReport:
@@ -51,7 +38,7 @@ def test_every_family_of_the_table_is_tested():
     assert {row.name.removesuffix("Text") for row in ROWS if row.patched} == tried
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,18 +123,6 @@ def test_sparse_gate_keeps_the_models_own_mlp():
     assert report.fused["gated activation"] == 2
 
 
-def test_levels_are_ignored_for_unfused_layers():
-    model, inputs = tiny("Gemma4Text"), batch()
-    expected = loss_and_gradients(model, inputs)
-    halfbyte.patch(model, "checkpoint")
-    assert_same(loss_and_gradients(model, inputs), expected)
-
-
-def test_dense_layers_between_experts_are_fused():
-    report = check_equal(tiny("Qwen3Moe", shape={"mlp_only_layers": [0]}, target_modules=["q_proj"]), batch())
-    assert (report.fused["gated activation"], sum(report.unfused.values())) == (1, 1)
-
-
 def test_the_bound_forwards_run_also_when_layers_are_recomputed(monkeypatch):
     from halfbyte.modeling import blocks
 
@@ -191,28 +166,8 @@ def test_what_is_not_plain_lora_runs_pefts_forward_and_is_reported(lora, reason)
     assert report.fused["RoPE"] == 2
 
 
-def test_rank_stabilised_scaling_and_patterns():
-    check_equal(tiny("Llama", use_rslora=True, rank_pattern={"k_proj": 2}, alpha_pattern={"up_proj": 3}), batch())
-
-
-def test_modules_trained_whole():
-    model = tiny("Llama", modules_to_save=["norm", "post_attention_layernorm"], target_modules=["q_proj", "down_proj"])
-    check_equal(model, batch())
-
-
 def test_a_model_without_adapters_trains_whole():
     check_equal(tiny("Qwen3", adapter=False), batch())
-
-
-def test_a_whole_model_in_float32_under_autocast():
-    """Embeddings, and so the residual stream, stay in fp32 where products are in 16 bits."""
-    torch.manual_seed(0)
-    model, inputs = tiny("Llama", adapter=False).train(), batch()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = loss_and_gradients(model, inputs)
-        halfbyte.patch(model)
-        found = loss_and_gradients(model, inputs)
-    assert_same(found, expected, 0.05)  # what 16-bit products differ by between two orders of their sums
 
 
 def test_adapters_that_change_after_patching_are_followed():

@@ -118,15 +118,6 @@ def test_mamba2s_scan_over_full_rows(family):
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_documents_of_a_batch():
-    found = documents_from(told(empty=3), 2, 20)
-    assert found.layout.starts == (0, 7, 8, 20, 23, 40)
-    assert documents_from({}, 2, 20) is None
-    assert documents_from(told([20, 20]), 2, 20) is None  # every row is one document
-    assert documents_from(told([20, 20], empty=4), 2, 20) is None
-    assert documents_from(told(), 2, 10) is None  # of rows that are cut: the bounds are those of whole ones
-
-
 def test_layers_of_one_batch_read_the_device_once():
     kwargs = told()
     assert documents_from(kwargs, 2, 20).layout is documents_from(kwargs, 2, 20).layout
@@ -150,14 +141,6 @@ def test_transformers_calls_these_functions_by_name(layer):
     made = document_forward(cls, Documents(torch.tensor([0, 3, 9]), 9))
     assert list(inspect.signature(made).parameters) == list(inspect.signature(cls.forward).parameters)
     assert document_forward(cls, None).__code__ is made.__code__
-
-
-def test_layers_of_others_are_left_alone():
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                 num_attention_heads=2)
-    )  # fmt: skip
-    assert list(recurrent.recurrent_layers(model)) == []
 
 
 @pytest.mark.parametrize("packed", [False, True])

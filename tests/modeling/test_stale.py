@@ -117,7 +117,7 @@ def train_and_compare(form: str, name: str) -> None:
         before = assert_fresh(model, stock, inputs, before)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", slow_except(OPTIMIZERS, {*TORCH_OPTIMIZERS, "adamw_8bit", "lion_8bit"}))
 def test_after_a_step_of_every_optimizer(name):
     if (package := OPTIMIZERS[name].package) is not None:
@@ -125,17 +125,10 @@ def test_after_a_step_of_every_optimizer(name):
     train_and_compare("keep", name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", slow_except(FORMS[1:], {"checkpoint", "offload", "transformers"}))
 def test_after_a_step_of_every_form(form):
     train_and_compare(form, "adamw_torch_fused")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS[1:])
-@pytest.mark.parametrize("name", [name for name in TORCH_OPTIMIZERS if name != "adamw_torch_fused"])
-def test_after_a_step_of_every_optimizer_and_form(form, name):
-    train_and_compare(form, name)
 
 
 @pytest.mark.gpu

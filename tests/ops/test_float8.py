@@ -21,15 +21,6 @@ def test_values_are_the_nearest(scaling, shape):
     assert (error <= best * (1 + 1e-5) + 1e-7 * spread.squeeze(-1)).all()
 
 
-def test_each_tile_has_its_own_scale():
-    weight = torch.zeros(2, 200, 300)
-    weight[1, 130, 260], weight[1, 127, 0], weight[0, 5, 5] = 448.0, 44.8, 4.48
-    _, scale = quantize_float8(weight, "tile")
-    expected = torch.ones(2, 2, 3)
-    expected[1, 1, 2], expected[1, 0, 0], expected[0, 0, 0] = 1.0, 0.1, 0.01
-    torch.testing.assert_close(scale, expected)
-
-
 def test_casting_saturates_and_rounds_to_even():
     values = torch.tensor([500.0, -1e9, 17.0, 19.0, 2.0**-10])
     assert to_float8(values, E4M3).float().tolist() == [448.0, -448.0, 16.0, 20.0, 0.0]
@@ -68,20 +59,6 @@ def test_corrupted_scales_are_found(wrong):
     state, _ = hugging_face_block()
     state["../weight_scale_inv"][1, 2] = wrong
     with pytest.raises(CheckpointError, match=r"q\.weight_scale_inv"):
-        Float8.from_state(state, "q.weight")
-
-
-def test_nan_codes_are_found():
-    state, _ = hugging_face_block()
-    state[""].view(torch.uint8)[7, 7] = 0xFF
-    with pytest.raises(CheckpointError, match=r"q\.weight.*NaN"):
-        Float8.from_state(state, "q.weight")
-
-
-def test_tiles_of_another_size_are_refused():
-    state, _ = hugging_face_block()
-    state["../weight_scale_inv"] = torch.ones(3, 5)
-    with pytest.raises(CheckpointError, match=r"q\.weight_scale_inv.*128×128"):
         Float8.from_state(state, "q.weight")
 
 

@@ -42,18 +42,6 @@ def test_rms_norm_gradients(cls, offset):
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_fp32_weight_of_a_16_bit_model_gives_fp32():
-    """PEFT's prepare_model_for_kbit_training makes fp32 norms; stock modules promote, Gemma's cast back."""
-    x = example(5, 16, dtype=torch.bfloat16)
-    for cls, offset in RMS_NORMS:
-        norm = module(cls, 16, weight_dtype=torch.float32)
-        mine = rms_norm(x, norm.weight, 1e-5, offset)
-        assert mine.dtype == norm(x).dtype
-        assert torch.equal(mine, norm(x))
-        dx, dw = torch.autograd.grad(mine.sum(), (x, norm.weight))
-        assert (dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
-
-
 @pytest.mark.parametrize("with_residual", [True, False])
 @pytest.mark.parametrize("offset", [False, True])
 def test_residual_stream(with_residual, offset):
@@ -82,16 +70,6 @@ def test_layer_norm():
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_gradcheck():
-    x, residual, weight = (example(3, 4, 6, dtype=torch.float64) for _ in range(3))
-    weight = weight[0, 0].detach().requires_grad_()
-    for offset in (False, True):
-        assert torch.autograd.gradcheck(lambda a, w, o=offset: rms_norm(a, w, 1e-6, o), (x, weight))
-        assert torch.autograd.gradcheck(lambda a, r, w, o=offset: add_rms_norm(a, r, w, 1e-6, o), (x, residual, weight))
-    assert torch.autograd.gradcheck(lambda a, w: add_rms_norm(a, None, w), (x, weight))
-    assert torch.autograd.gradcheck(lambda a, w, b: layer_norm(a, w, b), (x, weight, example(6, dtype=torch.float64)))
-
-
 def test_saves_the_input_and_a_number_a_row():
     x, weight = example(4, 6, 32), example(32)
     saved = []
@@ -105,15 +83,6 @@ def test_frozen_weight_gets_no_gradient():
     rms_norm(x, weight).sum().backward()
     assert weight.grad is None
     assert x.grad is not None
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
-def test_no_rows(shape):
-    x, weight = example(*shape), example(8)
-    y, total = add_rms_norm(x, x, weight)
-    assert y.shape == total.shape == shape
-    y.sum().backward()
-    assert not weight.grad.any()
 
 
 @pytest.mark.parametrize(

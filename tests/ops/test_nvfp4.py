@@ -15,7 +15,7 @@ from halfbyte.ops.e2m1 import (
     encode_e4m3,
     pack_e2m1,
 )
-from halfbyte.ops.nvfp4 import ERRORS, hadamard, packed_nvfp4, quantize_nvfp4, rotate
+from halfbyte.ops.nvfp4 import ERRORS, hadamard, packed_nvfp4, quantize_nvfp4
 
 CPU = torch.device("cpu")
 ONE = torch.tensor(1.0)
@@ -65,13 +65,6 @@ def test_e2m1_codes_are_those_of_the_specification():
     assert codebook_e2m1(CPU)[:8].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     assert torch.equal(codebook_e2m1(CPU)[8:], -codebook_e2m1(CPU)[:8])
     assert pack_e2m1(torch.tensor([1, 2, 15, 0], dtype=torch.uint8)).tolist() == [0x21, 0x0F]
-
-
-def test_e2m1_is_the_nearest():
-    values = torch.linspace(-7, 7, 100_003)
-    distance = (values.double().unsqueeze(1) - codebook_e2m1(CPU).double()).abs()
-    found = (values.double() - values_of(encode_e2m1(values)).double()).abs()
-    assert torch.equal(found, distance.amin(1))
 
 
 @pytest.mark.parametrize(
@@ -132,24 +125,10 @@ def test_four_over_six_is_never_worse_than_six(tile_rows, metric):
     assert 0 < (found.scales != six).float().mean() < 0.95
 
 
-def test_four_over_six_keeps_six_on_a_tie():
-    block = torch.zeros(1, 16)
-    block[0, 0] = 6 * 256  # exact at 6 and at 4
-    found = quantize_nvfp4(block, 1, "AbsMax")
-    assert found.scales.item() == encode_e4m3(torch.tensor([256.0])).item()
-    assert found.codes[0, 0] == 7
-
-
 @pytest.mark.parametrize("size", [2.0**-100, 2.0**100])
 def test_four_over_six_does_not_depend_on_the_unit(size):
     """The squared errors at this scale are not representable in fp32."""
     assert torch.equal(quantize_nvfp4(spread() * size, 1, "MSE").scales, quantize_nvfp4(spread(), 1, "MSE").scales)
-
-
-def test_metrics_disagree():
-    chosen = [quantize_nvfp4(spread(), 1, metric).scales for metric in ERRORS]
-    assert not torch.equal(chosen[0], chosen[1])
-    assert not torch.equal(chosen[1], chosen[2])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -179,19 +158,6 @@ def test_hadamard_is_orthonormal(seed):
     assert not torch.equal(h, hadamard(seed + 1, CPU))
 
 
-@pytest.mark.parametrize("columns", [16, 37, 160])
-def test_hadamard_cancels_in_a_product(columns):
-    left, right = torch.randn(5, columns), torch.randn(7, columns)
-    torch.testing.assert_close(rotate(left, 3) @ rotate(right, 3).t(), left @ right.t())
-    assert not torch.allclose(rotate(left, 3) @ rotate(right, 4).t(), left @ right.t(), atol=1e-2)
-
-
-def test_hadamard_spreads_an_outlier():
-    matrix = torch.zeros(1, 16)
-    matrix[0, 5] = 1
-    assert torch.equal(rotate(matrix, 0).abs(), torch.full((1, 16), 0.25))
-
-
 # ---- stochastic rounding
 
 
@@ -205,17 +171,6 @@ def test_stochastic_rounding_is_unbiased_between_all_levels():
             assert set(drawn.unique().tolist()) == {sign * lower, sign * upper}
             error = 4 * (upper - lower) * (share * (1 - share) / DRAWS) ** 0.5
             assert abs(drawn.double().mean() - value.double()) <= error
-
-
-def test_stochastic_rounding_leaves_levels_alone():
-    levels = codebook_e2m1(CPU).expand(1000, 16)
-    assert torch.equal(values_of(encode_e2m1_stochastic(levels)), levels)
-
-
-def test_stochastic_rounding_of_small_values():
-    """A value of a thousandth of the lowest level is rounded up in one of a thousand draws."""
-    drawn = values_of(encode_e2m1_stochastic(torch.full((DRAWS,), 0.0005), torch.Generator().manual_seed(2)))
-    assert abs(drawn.double().mean() - 0.0005) <= 4 * 0.5 * (0.001 * 0.999 / DRAWS) ** 0.5
 
 
 @pytest.mark.parametrize("metric", [None, "MSE"])

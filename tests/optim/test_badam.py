@@ -1,7 +1,5 @@
 """BAdam: blocks and their order, equality with AdamW on the active block, state, and resuming."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -147,34 +145,6 @@ def test_ratio_updates_a_share_of_every_parameter_and_all_elements_in_a_pass(mas
     assert all(mask.all() for mask in total.values())
 
 
-CASES = {
-    "layers": {}, "random": {"switch_mode": "random"}, "adjacent": {"mode": "ratio", "update_ratio": 0.4},
-    "scatter": {"mode": "ratio", "update_ratio": 0.4, "mask_mode": "scatter"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("resumed", [1, 4, 6])
-def test_resume_is_bit_equal_at_any_step(resumed, options, dtype, tmp_path):
-    def run(model, optimizer, steps):
-        for step in steps:
-            backward(model, step)
-            optimizer.step()
-
-    model, other = Model(dtype), Model(dtype)
-    optimizer = make(model, switch_interval=3, **options)
-    run(model, optimizer, range(resumed))
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    other.load_state_dict(model.state_dict())
-    second = make(other, switch_interval=3, **options)
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    run(model, optimizer, range(resumed, 11))
-    run(other, second, range(resumed, 11))
-    for name, value in weights(model).items():
-        assert torch.equal(other.get_parameter(name), value), name
-
-
 def test_a_skipped_step_changes_nothing():
     model = Model()
     optimizer = make(model)
@@ -191,12 +161,6 @@ def test_a_skipped_step_changes_nothing():
 def test_a_start_block_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="badam_start_block"):
         make(Model(), start_block=3)
-
-
-def test_the_state_of_another_optimizer_is_refused():
-    optimizer = make(Model())
-    with pytest.raises(CheckpointError):
-        optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,51 +187,6 @@ def test_state_and_gradient_bytes_match_the_row(options, dtype):
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{"switch_interval": 2}, {"mode": "ratio", "update_ratio": 0.5}])
-def test_a_copy_steps_alone(options, dtype):
-    def run(model, optimizer, steps):
-        for step in steps:
-            backward(model, step)
-            optimizer.step()
-
-    model = Model(dtype)
-    optimizer = make(model, **options)
-    run(model, optimizer, range(3))
-    twin, other = copy.deepcopy((model, optimizer))
-    before = weights(model)
-    run(twin, other, range(3, 6))
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
-    run(model, optimizer, range(3, 6))
-    assert all(torch.equal(value, weights(twin)[name]) for name, value in weights(model).items())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"mode": "ratio", "update_ratio": 0.5}])
-def test_weights_with_other_data_are_stepped_from_it(options, dtype):
-    """As a new optimizer with the same state steps a model that begins at the new weights."""
-    one, two = Model(dtype), Model(dtype)
-    first, second = make(one, **options), make(two, **options)
-    for model, optimizer in ((one, first), (two, second)):
-        backward(model, 0)
-        optimizer.step()
-    state = copy.deepcopy(second.state_dict())
-    for each in state["state"].values():
-        if "master" in each:
-            each["master"].fill_(0.5)
-    for model in (one, two):
-        for parameter in model.parameters():
-            parameter.data = torch.full_like(parameter, 0.5)
-    second = make(two.requires_grad_(True), **options)
-    second.load_state_dict(state)
-    for model, optimizer in ((one, first), (two, second)):
-        backward(model, 1)
-        optimizer.step()
-    changed = {name for name, value in weights(one).items() if not torch.equal(value, torch.full_like(value, 0.5))}
-    assert {"layers.0.weight", "layers.0.bias"} <= changed
-    assert all(torch.equal(value, weights(two)[name]) for name, value in weights(one).items())
-
-
 @pytest.mark.parametrize("change", [lambda w: torch.ones(6, 5), lambda w: w.bfloat16()], ids=["shape", "dtype"])
 def test_weights_that_change_their_kind_are_named(change):
     model = Model()
@@ -282,28 +201,6 @@ def test_weights_that_change_their_kind_are_named(change):
     with pytest.raises(TrainingError, match="parameter"):
         optimizer.step()
     assert torch.equal(model.layers[0].bias, before)
-
-
-def test_sparse_gradients_are_refused():
-    model = Model()
-    optimizer = make(model)
-    model.layers[0].weight.grad = torch.ones(6, 6).to_sparse()
-    with pytest.raises(TrainingError):
-        optimizer.step()
-
-
-def test_weight_decay_may_change_and_groups_may_not():
-    model = Model()
-    optimizer = make(model)
-    for group in optimizer.param_groups:
-        group["weight_decay"] = 0.5 / RATE
-    weight = model.layers[0].weight
-    before = weight.detach().clone()
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    torch.testing.assert_close(weight.data, before / 2)
-    with pytest.raises(ConfigError):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
 @pytest.mark.parametrize("parameter", [torch.randn(6, 4).t(), torch.ones(3), torch.ones(0)])

@@ -8,7 +8,6 @@ from halfbyte.ops.optimizer import (
     RULES,
     TRUSTS,
     Coefficients,
-    full_weight,
     prepare_step,
     scale_by_trust,
     update_parameters,
@@ -55,6 +54,7 @@ def run_both(parameters, kernel, steps=2):
     return mine, theirs
 
 
+@pytest.mark.sampled(5)
 @kinds
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_steps_of_bf16_weights_equal_the_reference(rule, storage, rounding, kernel, rounded_root):
@@ -64,6 +64,7 @@ def test_steps_of_bf16_weights_equal_the_reference(rule, storage, rounding, kern
     assert len(unequal(mine, before)) >= len(tensors(mine)) // 2
 
 
+@pytest.mark.sampled(5)
 @kinds
 @pytest.mark.parametrize(
     ("dtype", "gradient"),
@@ -72,17 +73,6 @@ def test_steps_of_bf16_weights_equal_the_reference(rule, storage, rounding, kern
 )
 def test_steps_of_other_dtypes_equal_the_reference(rule, storage, dtype, gradient, kernel, rounded_root):
     assert not unequal(*run_both(make(rule, storage, dtype=dtype, gradient=gradient, sizes=(1, 257, 4097)), kernel))
-
-
-@kinds
-def test_a_step_is_within_a_rounding_of_torchs_own_root(rule, storage, kernel):
-    """torch's square root is not rounded correctly: the update may differ by 2 units in the last place."""
-    mine, theirs = run_both(make(rule, storage, sizes=(4097,)), kernel, steps=1)
-    torch.testing.assert_close(mine.weights[0], theirs.weights[0], rtol=2e-7, atol=1e-8)
-    for (name, one), (_, other) in zip(tensors(mine), tensors(theirs), strict=True):
-        if name.startswith("codes") and STORAGES[storage].block:
-            assert (one.int() - other.int()).abs().max() <= 1
-            assert (one != other).sum() <= 2
 
 
 @pytest.mark.parametrize("storage", ["dynamic8", "dynamic4"])
@@ -128,6 +118,7 @@ def test_coefficients_equal_the_reference(rule, found_inf, kernel):
     torch.testing.assert_close(mine[1], theirs[1], rtol=1.2e-7, atol=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("trust", "rule", "storage"),
     [(trust, rule, storage) for trust, row in TRUSTS.items() for rule, storage in KINDS if rule in row.rules],
@@ -152,18 +143,6 @@ def test_trust_ratios_equal_the_reference(trust, rule, storage, kernel):
     for name in TRUSTS[trust].scales:
         column = Coefficients._fields.index(name)
         assert not torch.equal(mine[:, column], before[:, column])
-
-
-@pytest.mark.parametrize("rounding", ["correction8", "correction16"])
-def test_trust_ratios_of_full_weights(rounding, kernel):
-    parameters = make("adamw", "dynamic8", rounding, torch.bfloat16, torch.bfloat16, (70001, 33))
-    (mine, _), (theirs, _) = (coefficients_of("adamw", 2, 1) for _ in range(2))
-    squares = kernel.scale_by_trust(mine, [parameters], "lamb")
-    torch.testing.assert_close(squares, scale_by_trust.reference(theirs, [parameters], "lamb"), rtol=1e-5, atol=0)
-    full = full_weight(parameters.weights[0], parameters.corrections[0]).double().square().sum().float()
-    assert torch.equal(squares[1, 0], full)
-    kernel.update_parameters(mine, torch.ones(2), parameters, None)  # the launch is the same as before
-    assert not torch.equal(full_weight(parameters.weights[0], parameters.corrections[0]).double().square().sum(), full)
 
 
 def test_a_broken_step_changes_nothing(kernel):
@@ -205,12 +184,6 @@ def test_result_does_not_depend_on_threads(storage, kernel):
     assert unequal(found[0], before)
 
 
-def test_parameters_without_elements(kernel):
-    for sizes in ((), (0,), (0, 0)):
-        parameters = make("lion", "dynamic8", sizes=sizes)
-        kernel.update_parameters(*coefficients_of("lion", len(sizes), 1), parameters, None)
-
-
 @pytest.mark.parametrize("storage", ["fp32", "bf16", "dynamic8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nan_reaches_the_weight_and_no_other(storage, dtype, kernel):
@@ -218,15 +191,6 @@ def test_nan_reaches_the_weight_and_no_other(storage, dtype, kernel):
     parameters.gradients[0][7] = torch.nan
     kernel.update_parameters(*coefficients_of("momentum", 1, 1), parameters, None)
     assert parameters.weights[0].isnan().nonzero().flatten().tolist() == [7]
-
-
-def test_change_is_visible_to_autograd(kernel):
-    parameters = make("adamw", "fp32", sizes=(5,))
-    factor = torch.ones(5, requires_grad=True)
-    product = (factor * parameters.weights[0]).sum()
-    kernel.update_parameters(*coefficients_of("adamw", 1, 1), parameters, None)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
 
 
 def test_refused_calls(kernel):

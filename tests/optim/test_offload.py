@@ -34,6 +34,7 @@ def step(parameters, optimizer, number):
     optimizer.step()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("rounding", ["nearest", "correction8"])

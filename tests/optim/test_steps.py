@@ -119,12 +119,12 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize(("name", "keys"), [
-    ("adamw", {}), ("adamw", {"optim_in_backward": True}), ("paged_adamw_8bit", {}), ("muon", {}),
-    ("galore_adamw", {"optim_args": {"rank": 2, "update_proj_gap": 50}}),
+    ("adamw", {"optim_in_backward": True}),
     ("galore_adamw_layerwise", {"optim_args": {"rank": 2, "update_proj_gap": 50}}),
-], ids=["adamw", "in the backward", "paged_adamw_8bit", "muon", "galore_adamw", "layerwise"])  # fmt: skip
-def test_memory_does_not_grow_in_2000_steps(name, keys):
-    """Blocks of Python's allocator and tensors after 500 and after 2,000 steps; a leak has one a step at least: 1,500.
+    *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("adamw", "paged_adamw_8bit", "muon")),
+])  # fmt: skip
+def test_memory_does_not_grow_in_1000_steps(name, keys):
+    """Blocks of Python's allocator and tensors after 200 and after 1,000 steps; a leak has one a step at least: 800.
 
     Caches and free lists of the process add up to 206. Norms of gradients that the backward has freed are not read, and
     are not kept either.
@@ -134,13 +134,13 @@ def test_memory_does_not_grow_in_2000_steps(name, keys):
     settings = OptimizerSettings(optim=name, **keys)
     optimizer, data = make_optimizer(model, settings), torch.randn(2, 5)
     counts = []
-    for step in range(2000):
+    for step in range(1000):
         model(data).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step in (499, 1999):
+        if step in (199, 999):
             gc.collect()
             counts.append((sys.getallocatedblocks(), sum(isinstance(each, torch.Tensor) for each in gc.get_objects())))
     (blocks, tensors), (later_blocks, later_tensors) = counts
-    assert later_blocks - blocks < 750
+    assert later_blocks - blocks < 400
     assert later_tensors == tensors

@@ -107,33 +107,3 @@ def test_imports_within_the_package_are_relative():
 
 def test_no_files_form_an_import_cycle(graph):
     assert import_cycle(graph) == []
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "expected"),
-    [
-        ("tensor.py", "from .layers import Linear4bit", []),
-        ("ops/x.py", "def f():\n    from ..train import sft", ["ops.x imports train"]),
-        ("ops/x.py", "from .. import train", ["ops.x imports train"]),
-        ("utils/x.py", "import halfbyte.loading.load", ["utils.x imports loading"]),
-        ("kernels/x.py", "from ..layers import Linear4bit", ["kernels.x imports layers"]),
-        ("train/x.py", "from ..kernels import x", ["train.x imports kernels"]),
-        (
-            "ops/x.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import halfbyte.train",
-            ["ops.x imports train"],
-        ),
-        ("train/x.py", "from ..ops import x\nfrom .. import __version__", []),
-    ],
-)
-def test_upward_imports_are_found(tmp_path, file, text, expected):
-    for room in ("utils", "ops", "kernels", "layers", "loading", "train"):
-        (tmp_path / room).mkdir()
-        (tmp_path / room / "__init__.py").touch()
-    (tmp_path / file).write_text(text)
-    assert upward_imports(import_graph(tmp_path)) == expected
-
-
-def test_import_cycles_are_found():
-    assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
-    assert import_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

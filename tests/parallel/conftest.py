@@ -10,11 +10,17 @@ from tests.helpers.ranks import Ranks
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Group all tests of one set of ranks in one xdist worker: starting ranks takes longer than a test."""
+    """Group all tests of one set of ranks in one xdist worker: starting ranks takes longer than a test.
+
+    Four ranks start for half a minute on two cores: their tests are slow.
+    """
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+            if "four" in item.fixturenames:
+                item.add_marker(pytest.mark.slow)
 
 
 _started: list[Ranks] = []

@@ -19,7 +19,7 @@ from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.modeling.patch import patch
 from halfbyte.parallel import support
 from halfbyte.parallel.context.model import check_context_parallel, context_parallel, context_shard
-from halfbyte.parallel.mesh import DATA_AXES, Mesh
+from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.reduction import sum_gradients
 from halfbyte.train import preflight
 from halfbyte.train.callbacks import noisy_embeddings
@@ -118,25 +118,11 @@ HEADS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS)
 def test_four_ranks(four, heads):
     """26 tokens are padded to 28."""
     assert_close(four.run(compares, "Gemma2", batch(True), HEADS[heads], layout={"context": 4}))
-
-
-def rows_and_tokens(mesh):
-    torch.manual_seed(0)
-    model, inputs = tiny("Llama"), batch(True)
-    expected = whole_step(model, inputs)
-    row = mesh.coordinate(*DATA_AXES)
-    return farthest(step(mesh, model, {name: value[row : row + 1] for name, value in inputs.items()}), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["data", "shard"])
-def test_context_with_data_or_shard(four, axis):
-    assert_close(four.run(rows_and_tokens, layout={axis: 2, "context": 2}))
 
 
 # --- the fused step's attention: no mask, its metadata of whole rows -------------------------------------------------
@@ -304,6 +290,7 @@ def place(tmp_path_factory):
     return write_place(tmp_path_factory.mktemp("context"), rows=15, intermediate_size=128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_context_run_equals_one_process(place, two, tmp_path, packing):
     """Loss, weights, evaluations and answers are equal, and one process resumes from the ranks' checkpoint."""
@@ -356,13 +343,3 @@ def noise(mesh, alpha):
 def test_neftune_noise_scale_is_of_full_sequences(two):
     for found, numbers in two.run(noise, 5.0, layout={"context": 2}):
         assert found == pytest.approx(5 / numbers**0.5, rel=1e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["shard", "tensor"])
-def test_context_with_another_axis(place, four, tmp_path, axis):
-    """Pairs of ranks hold halves of every sequence, and of the frozen bytes or the linears."""
-    keys = {"packing": True, "max_length": 40}
-    alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=2, **keys)
-    keys["gradient_accumulation_steps"] = 1 if axis == "shard" else 2
-    run(four, place, tmp_path / "out", parallel={axis: 2, "context": 2}, **keys).same_as(alone)

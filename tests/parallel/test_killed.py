@@ -79,13 +79,6 @@ def test_command_restarts_after_sigkill_of_a_rank(place, alone, tmp_path):
     Left(output).same_as(alone, loss=1e-5, weights=1e-4)
 
 
-def test_resume_on_one_process_after_sigkill_of_a_rank(place, alone, tmp_path):
-    killed(place, tmp_path / "out", 2, time.time_ns())
-    run(None, place, tmp_path / "out", resume=True, **keys_on(2) | {"parallel": "auto"}).same_as(
-        alone, loss=1e-5, weights=1e-4
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", range(10))

@@ -91,10 +91,6 @@ def test_smaller_layout_keeps_the_batch(layout, most, smaller):
     assert smaller_layout(Parallel(**layout), most) == Parallel(**smaller)
 
 
-def test_pipeline_has_no_smaller_layout():
-    assert smaller_layout(Parallel(pipeline=4), 3) is None
-
-
 @pytest.mark.parametrize(
     ("gpus", "keys"), [(1, {}), (3, {"device": "cuda:1"}), (3, {"parallel": {"data": 1}}), (3, {})]
 )
@@ -132,13 +128,6 @@ def test_death_of_a_rank_ends_the_others(tmp_path, monkeypatch):
     assert "memory" in failed.value.fix
     for rank in range(2):
         assert Process.of_pid(int((tmp_path / f"joined-{rank}").read_text())).since == 0  # of one that has ended
-
-
-def test_last_output_of_a_rank_without_error_report(tmp_path, capfd):
-    with pytest.raises(TrainingError, match=r"(?s)process 1.*2 ended.*code 7.*stderr 1"):
-        ranks("talkative", tmp_path)
-    printed = capfd.readouterr()
-    assert (printed.out, printed.err) == ("on stdout 0\n", "on stderr 0\n")
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------
@@ -183,6 +172,7 @@ def parent(tmp_path):
         process.kill()
 
 
+@pytest.mark.slow
 def test_signal_is_forwarded_to_every_rank_once(parent, tmp_path):
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(20) == 143

@@ -28,10 +28,8 @@ from halfbyte.tensor import QuantizedShard, QuantizedTensor
 from halfbyte.utils import notices
 from halfbyte.utils.errors import HalfbyteError
 from tests.helpers.all_families import build
-from tests.helpers.gpt_oss_checkpoint import save_gpt_oss
 from tests.helpers.imported_checkpoints import CONFIGS, converted
 from tests.helpers.patch_models import tiny
-from tests.helpers.stored_stacks import KINDS, checkpoint
 
 pytestmark = pytest.mark.dist
 
@@ -165,17 +163,6 @@ def test_prequantized_checkpoints(axis, two, folder, tiny_checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["data", pytest.param("shard", marks=pytest.mark.slow)])
-def test_prequantized_mixtures(axis, two, tmp_path):
-    """Quantized expert by expert, and as gpt-oss is published."""
-    save_gpt_oss(tmp_path / "gpt_oss")
-    for kind, how in KINDS.items():
-        (tmp_path / kind).mkdir()
-        checkpoint(tmp_path / kind, *how)
-    check(two, axis, [(str(tmp_path / name), {"dtype": "float32"}) for name in ("gpt_oss", *KINDS)])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "shard"])
 def test_experts_towers_and_tied_heads(axis, two, tiny_checkpoint, tmp_path):
     """transformers stacks experts, renames a tower's weights, and ties heads that are in the file or are not."""
@@ -204,6 +191,7 @@ def change(folder, edit):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 def test_four_ranks_and_two_axes(four, folder):
     """Shards over two ranks, replicas over the other two; the small key projection has fewer rows than ranks."""
     keys = keys_of("nf4")
@@ -212,30 +200,6 @@ def test_four_ranks_and_two_axes(four, folder):
     for rank in range(4):
         assert found[rank] == wanted[rank % 2]
     check(four, "shard", [(folder, keys)])
-
-
-def stages(mesh, folder):
-    """Return the meta tensors and digests of a rank with two stages of two layers."""
-
-    def elsewhere(model, place):
-        kept = ("model.layers.0.", EMBEDDING), ("model.layers.1.", "model.layers.2.", NORM, HEAD)
-        return lambda name: not name.startswith(kept[place])
-
-    keys = {"dtype": "float32", "device": "cpu", "mesh": mesh, "along": SHARD, "elsewhere": elsewhere}
-    model = load_model(folder, **keys)
-    named = dict(model.named_parameters())
-    return {name: "" if tensor.is_meta else digest(tensor) for name, tensor in named.items()}
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_stage_holds_its_layers(shards, two, four, folder):
-    wanted = expected(folder, {"dtype": "float32"}, SHARD if shards > 1 else ())
-    found = (four if shards > 1 else two).run(stages, folder, layout={"pipeline": 2, "shard": shards})
-    for rank, holds in enumerate(found):
-        stage, shard = divmod(rank, shards)
-        own = (("layers.0", "embed"), ("layers.1", "layers.2", "model.norm", "lm_head"))[stage]
-        for name, held in holds.items():
-            assert held == (wanted[shard][0][name] if any(part in name for part in own) else ""), name
 
 
 def on_two_hosts(mesh, folder, keys, along):
@@ -293,18 +257,6 @@ def counted():
         safetensors.safe_open = opens
 
 
-def test_entries_are_balanced_by_bytes():
-    sizes = {f"model.layers.{layer}.{part}.weight": 8 + 4 * part for layer in range(6) for part in range(3)}
-    sizes |= {"model.embed_tokens.weight": 40, "lm_head.weight": 40, "model.norm.weight": 1}
-    reader = sharded.assign_readers(sizes, 3)
-    assert reader.keys() == sizes.keys()
-    held = [sum(size for name, size in sizes.items() if reader[name] == own) for own in range(3)]
-    assert max(held) - min(held) <= 36  # a layer
-    assert len({reader[name] for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")}) == 1
-    for layer in range(6):
-        assert len({reader[f"model.layers.{layer}.{part}.weight"] for part in range(3)}) == 1
-
-
 class Held(TorchDispatchMode):
     """Tracks the peak bytes of tensors made since its start."""
 
@@ -340,6 +292,7 @@ def peak(mesh, folder, keys):
     return held.most, kept, alone.most + weight.nbytes
 
 
+@pytest.mark.slow
 def test_peak_memory_of_a_rank_is_below_the_model(two, tiny_checkpoint):
     """The peak is what the rank keeps, one tensor that is quantized, and one in flight."""
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 24, "vocab_size": 128, "head_dim": 32}

@@ -140,7 +140,7 @@ def check(ranks, name, chunks, *, family="Llama", keys=None, layers=8, window=4,
         torch.testing.assert_close(after[key], weight, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-1p", 2), ("zb-v", 2)])
 def test_two_processes(two, name, chunks):
     check(two, name, chunks)
@@ -154,14 +154,14 @@ def test_four_processes(four, name, chunks, window):
     check(four, name, chunks, window=window)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "ahead"), [("checkpoint", 1), ("checkpoint", 99), ("recompute_mlp", 99)])
 def test_recomputation_before_the_gradient_arrives(two, level, ahead):
     """Some or all layers of a stage of a patched model are recomputed before the gradient arrives."""
     check(two, "interleaved", 2, activations=level, ahead=ahead)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("family", "keys", "patched"),
     [
@@ -175,7 +175,7 @@ def test_families(two, family, keys, patched):
     check(two, "zb-v", 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "family", "patched"),
     [("interleaved", "Llama", False), ("zb-1p", "Llama", True), ("zb-v", "Gemma2", False), ("zb-v", "Qwen3", True)],
@@ -195,6 +195,7 @@ def alone(place, tmp_path_factory):
     return rank_runs.run(None, place, tmp_path_factory.mktemp("alone"), gradient_accumulation_steps=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_pipeline_run_equals_one_process(two, place, alone, tmp_path, name):
     """Losses, adapter and answers of a full run with `parallel: {pipeline: 2}` equal those of one process."""
@@ -203,17 +204,6 @@ def test_pipeline_run_equals_one_process(two, place, alone, tmp_path, name):
     found.same_as(alone)
     assert 0 < found.trained[0]["idle_share"] < 1
     assert "idle_share" not in found.trained[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("other", "packing"), [("data", True), ("shard", False)])
-def test_pipeline_with_data_or_shard(four, place, alone, tmp_path_factory, tmp_path, other, packing):
-    """Two stages of two ranks each, which have different sequences and shards of the frozen weights."""
-    if packing:
-        alone = rank_runs.run(None, place, tmp_path_factory.mktemp("packed"), gradient_accumulation_steps=4,
-                               packing=True)  # fmt: skip
-    keys = {"parallel": {"pipeline": 2, other: 2}, "gradient_accumulation_steps": 2, "packing": packing}
-    rank_runs.run(four, place, tmp_path / "run", **keys).same_as(alone)
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def test_bytes_of_a_rank_equal_the_plan(two, family):
     assert 0.5 * alone < planned < 0.56 * alone
 
 
+@pytest.mark.slow
 def test_shards_along_context(four):
     """Ranks with different tokens of the same sequences hold different shards."""
     frozen, layout = frozen_of(model_of("Llama")), Parallel(shard=2, context=2)
@@ -119,6 +120,7 @@ def case_prepares(mesh, place, output, limit):
     return run.mesh.layout, run.plan
 
 
+@pytest.mark.slow
 def test_auto_layout_equals_the_plan(two, tmp_path):
     """The vocabulary is most of the model, and half of it fits."""
     place = write_place(tmp_path, vocab_size=120_000)
@@ -142,6 +144,7 @@ def case_checks(mesh, place, output, keys):
     return " ".join(said.getvalue().split())
 
 
+@pytest.mark.slow
 def test_check_plans_the_launched_layout(two, tmp_path, capsys, caplog):
     """The plan is equal in launched ranks, where it is printed once, and in a process that would launch them."""
     place, keys = write_place(tmp_path), {"parallel": {"shard": 2}}

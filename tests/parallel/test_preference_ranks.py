@@ -57,6 +57,7 @@ def test_two_ranks_equal_one_process(place, two, tmp_path, monkeypatch, name):
 
 
 # `make test` runs KTO, whose loss exchanges the most between processes.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(SHARDED, ["kto"]))
 def test_two_shards_equal_one_process(place, two, tmp_path, monkeypatch, name):
     """Layers are sharded, and head and embedding by vocabulary, which the log-probabilities' gradients pass."""

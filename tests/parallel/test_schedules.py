@@ -58,6 +58,7 @@ def some_seconds(random, schedule):
             for _ in range(schedule.stages)]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_messages_do_not_deadlock(name, chunks, ranks):
@@ -87,6 +88,7 @@ def taker(send):
     return Action(f"receive {way}", send.stage + (1 if way == "F" else -1), send.batch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shared_queue_of_a_pair_costs_no_time(name, chunks, ranks):
@@ -143,11 +145,6 @@ def step_seconds(lines, seconds, owner, ahead):
 
 def owners(schedule):
     return [schedule.rank_of(stage) for stage in range(schedule.stages)]
-
-
-def test_deadlock_is_detected():
-    with pytest.raises(AssertionError):
-        simulate(((Action("B", 0, 0),), (Action("B", 1, 0), Action("F", 1, 0))), [LAYER, LAYER, LAYER])
 
 
 def test_layers_are_partitioned_by_seconds():

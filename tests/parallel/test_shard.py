@@ -170,11 +170,6 @@ def test_families(two, family):
 
 
 @pytest.mark.slow
-def test_patched_before_or_after(two):
-    results = two.run(case_trains, "recompute_mlp", CALL, "Llama", None, (), "after", layout={"shard": 2})
-    check(results, expected("recompute_mlp"))
-
-
 def test_trained_modules_are_not_sharded(two):
     """DoRA reads its weight within the layer; a trained norm stays unsharded."""
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"]}
@@ -188,22 +183,7 @@ def test_shards_in_peer_memory(two):
     gathered_as_due(results, CALL)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("on_host", [(0, 1, 2, 3), (1, 3)])
 def test_shards_in_host_memory(two, on_host):
     check(two.run(case_trains, "keep", CALL, "Llama", None, on_host, layout={"shard": 2}), expected("keep"))
-
-
-def case_groups(mesh):
-    """Count process groups before blocks are sharded, and after a micro-batch."""
-    groups = torch.distributed.distributed_c10d._world.pg_map
-    before, model = len(groups), model_of()
-    shard_model(model, mesh)
-    causal_lm_loss(model, batch())[0].backward()
-    return before, len(groups)
-
-
-def test_no_new_process_group_is_made(two):
-    """NCCL would take several hundred MB of a GPU for one."""
-    for before, after in two.run(case_groups, layout={"shard": 2}):
-        assert before == after

@@ -115,5 +115,6 @@ def compare_all(mesh, specs):
             compare(mesh, format, dtype)
 
 
+@pytest.mark.slow
 def test_every_format(two):
     two.run(compare_all, [example.spec for example in EXAMPLES], layout={"shard": 2})

@@ -1,7 +1,6 @@
 """ZeRO-1: stepping shards of parameters is bit-equal to one process, with the files of one process."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from halfbyte.optim import OPTIMIZERS, fused, parse_options
 from halfbyte.parallel.mesh import SINGLE_PROCESS
-from halfbyte.parallel.reduction import SHARDED_ALONG
 from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.parallel.shard.optimizer import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
 from halfbyte.utils.errors import CheckpointError
@@ -93,25 +91,6 @@ def test_every_elementwise_optimizer(two, name):
     assert_equal_state(results[0][3], expected[3])
 
 
-def run_rounded(mesh, ranks, rounding, steps, state=None):
-    options = {"settings": {"optim_args": {"rounding": rounding}}, "max_norm": math.inf}  # clipping rounds gradients
-    return run(mesh, ranks, "adamw", steps, state, Model().bfloat16(), **options)
-
-
-@pytest.mark.parametrize("rounding", ["stochastic", "correction8", "correction16"])
-def test_rounded_weights_and_their_corrections(two, rounding):
-    expected = run_rounded(SINGLE_PROCESS, [0, 1], rounding, range(3))
-    (values, _, _, state, *_), (others, *_) = two.run(run_rounded, [0, 1], rounding, range(3), layout={"shard": 2})
-    assert all(
-        torch.equal(values[key], value) and torch.equal(others[key], value) for key, value in expected[0].items()
-    )
-    for number, tensors in expected[3]["state"].items():
-        assert all(torch.equal(state["state"][number][key], value) for key, value in tensors.items())
-    resumed = two.run(run_rounded, [0, 1], rounding, range(3, 4), state, layout={"shard": 2})
-    again = run_rounded(SINGLE_PROCESS, [0, 1], rounding, range(3, 4), expected[3])
-    assert all(torch.equal(resumed[0][0][key], value) for key, value in again[0].items())
-
-
 def load_exchanged(mesh, state):
     model = Model()
     optimizer = OPTIMIZERS["adamw"].make(model, OptimizerSettings(**SETTINGS))
@@ -186,67 +165,6 @@ def test_gradients_reduced_in_backward(two, together):
         assert left > 0
         assert found[1] is None
         assert (found[0].tolist(), found[2].tolist()) == ([8.0] * 2, [8.0] * 64)
-
-
-def narrow_run(mesh, ranks, at_once):
-    """Run two steps of parameters that are read in bfloat16; returns how they are read, stepped, and their dtypes."""
-    model = Model()
-    parameters = [each for each in model.parameters() if each is not model.unused]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    narrow = [(each, torch.empty_like(each, dtype=torch.bfloat16)) for each in parameters[1:]]
-    units = (
-        ShardedOptimizer(mesh, parameters, at_once=at_once, narrow=narrow)
-        if mesh.size > 1
-        else ReplicatedOptimizer(mesh, parameters)
-    )
-    units.adopt(optimizer)
-    for step in range(2):
-        for rank in ranks:
-            for parameter, gradient in zip(parameters, gradients(step, rank + 2), strict=True):
-                torch.autograd.backward(_Third.apply(parameter, gradient))
-        units.reduce(torch.zeros(1))
-        units.clip(float("inf"))
-        optimizer.step()
-        units.after_step()
-    read = [each.detach().clone() for each in parameters]
-    with units.full():
-        full = [each.detach().clone() for each in parameters]
-    assert [each.dtype for each in parameters] == [each.dtype for each in read]
-    return read, full, sum(part.numel() for part in getattr(units, "slices", ()))
-
-
-class _Third(torch.autograd.Function):
-    """Function whose gradient is not representable in bfloat16."""
-
-    @staticmethod
-    def forward(ctx, parameter, gradient):
-        ctx.gradient = gradient
-        return parameter.float().sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.gradient * (1 + 2**-12), None
-
-
-def narrow_here(mesh, at_once):
-    return narrow_run(mesh, [mesh.rank], at_once)
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_parameters_read_by_gemms_only(two, at_once):
-    """They are stepped in full precision, and read as one process casts them."""
-    _, expected, _ = narrow_run(SINGLE_PROCESS, [0, 1], at_once)
-    results = two.run(narrow_here, at_once, layout={"shard": 2})
-    assert sum(held for *_, held in results) == sum(each.numel() for each in expected)
-    for rank, (read, full, _) in enumerate(results):
-        assert read[0].dtype is torch.float32
-        assert torch.equal(read[0], expected[0])
-        for mine, whole in zip(read[1:], expected[1:], strict=True):
-            assert mine.dtype is torch.bfloat16
-            assert torch.equal(mine, whole.bfloat16())
-        assert not rank or all(torch.equal(mine, theirs) for mine, theirs in zip(read, full, strict=True))
-    for mine, whole in zip(results[0][1], expected, strict=True):
-        assert torch.equal(mine, whole)
 
 
 TRUSTED = ["lamb", "lars", "lamb storage=dynamic8", "lars storage=dynamic8", "lamb storage=companded8",
@@ -339,52 +257,6 @@ def test_trust_ratios_of_slices_are_those_of_full_parameters(two, name):
     for found, _ in results:
         assert_close_nested(found, values)
     assert_close_nested(results[0][1]["state"], state["state"])
-
-
-@pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}, {"data": 4}])
-@pytest.mark.parametrize("name", ["lamb storage=dynamic8", "lars"])
-def test_trust_ratios_continue_on_another_mesh(two, four, name, layout):
-    """From two ranks to four, some of which hold the same slices, and from there to one."""
-    ranks = [0, 1, 2, 3]
-    values, state = run_blockwise(SINGLE_PROCESS, ranks, name, range(2))
-    expected, after = run_blockwise(SINGLE_PROCESS, ranks, name, range(2, 4), state, values)
-    last, _ = run_blockwise(SINGLE_PROCESS, ranks, name, range(4, 6), after, expected)
-    (_, saved), _ = two.run(run_blockwise, [0, 1], name, range(2), None, None, 2, layout={"shard": 2})
-    assert_close_nested(saved["state"], state["state"])
-    results = four.run(run_blockwise, ranks, name, range(2, 4), saved, values, layout=layout)
-    for found, _ in results:
-        assert_close_nested(found, expected)
-    assert_close_nested(results[0][1]["state"], after["state"])
-    found, _ = run_blockwise(SINGLE_PROCESS, ranks, name, range(4, 6), results[0][1], results[0][0])
-    assert_close_nested(found, last)
-
-
-def step_pieces(mesh, name):
-    """Return three steps of a matrix whose rows are divided along "tensor", and of a replicated vector."""
-    torch.manual_seed(0)
-    full = [torch.randn(6, 5), torch.randn(7)]
-    matrix, vector = nn.Parameter(full[0].chunk(mesh.degree("tensor"))[mesh.coordinate("tensor")].clone()), full[1]
-    if mesh.size > 1:
-        setattr(matrix, SHARDED_ALONG, ("tensor",))
-    parameters = [matrix, nn.Parameter(vector)]
-    optimizer = getattr(fused, name)(parameters, weight_decay=0.1)
-    units = shard_optimizer(mesh, parameters, block=1)
-    units.adopt(optimizer)
-    for _ in range(3):
-        gradients = [torch.randn(6, 5), torch.randn(7)]
-        parameters[0].grad = gradients[0].chunk(mesh.degree("tensor"))[mesh.coordinate("tensor")].clone()
-        parameters[1].grad = gradients[1]
-        optimizer.step()
-    return [each.detach().clone() for each in parameters]
-
-
-@pytest.mark.parametrize("name", ["LAMB", "LARS"])
-def test_trust_ratios_of_pieces_and_of_replicated_parameters(two, name):
-    matrix, vector = step_pieces(SINGLE_PROCESS, name)
-    results = two.run(step_pieces, name, layout={"tensor": 2})
-    torch.testing.assert_close(torch.cat([piece for piece, _ in results]), matrix, rtol=1e-6, atol=1e-7)
-    for _, each in results:
-        assert torch.equal(each, vector)
 
 
 def step_dtensors(mesh, name, placements):

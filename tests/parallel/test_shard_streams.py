@@ -96,7 +96,7 @@ def trained(model, stepper, device):
 
 @pytest.mark.parametrize(
     ("device", "stays", "late"),
-    [("cpu", STAYS[2], "bytes")]  # where nothing is late: that this test is right
+    [pytest.param("cpu", STAYS[2], "bytes", marks=pytest.mark.slow)]  # nothing is late: that this test is right
     + [pytest.param("cuda", stays, late, marks=pytest.mark.gpu) for stays in STAYS for late in ("bytes", "layers")],
 )
 def test_layers_read_their_own_bytes(monkeypatch, one_of_two, device, stays, late):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from halfbyte.parallel.shard import optimizer as shard_optimizers
-from halfbyte.train import preflight, setup
-from tests.helpers.rank_runs import VOCABULARY, Left, run, trains, write_place
+from tests.helpers.rank_runs import VOCABULARY, run, write_place
 
 pytestmark = pytest.mark.dist
 
@@ -51,6 +49,7 @@ def test_sharded_run_equals_one_process(place, alone, two, tmp_path):
     run(two, place, copied, resume=str(copied / "checkpoint-4"), **keys).same_as(alone)
 
 
+@pytest.mark.slow
 def test_sharded_experts_and_adapters(two, tmp_path):
     """PEFT sizes the adapter of a stack by the stack's shape, of which a rank may hold a shard."""
     place = write_place(tmp_path)
@@ -71,35 +70,6 @@ def copied_to(folder, run):
     """Copy a run that stopped after its fourth step."""
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns("adapter", "model", "checkpoint-5", ".lock"))
     return folder
-
-
-def trains_from_the_host(mesh, place, output, keys):
-    """Run with a plan that keeps the shards of two layers in host memory."""
-    planned, seen = preflight.estimate, []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(preflight, "estimate", lambda *given, **more: replace(planned(*given, **more), hosted=(1, 2)))
-        real = setup.shard_model
-        patched.setattr(
-            setup, "shard_model", lambda *given, **more: seen.append(more["on_host"]) or real(*given, **more)
-        )
-        trains(mesh, place, output, keys, None)
-    return seen
-
-
-@pytest.mark.slow
-def test_run_with_shards_in_host_memory(place, alone, two, tmp_path):
-    keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
-    assert two.run(trains_from_the_host, place, tmp_path / "out", keys) == [[(1, 2)]] * 2
-    found = Left(tmp_path / "out")
-    found.same_as(alone)
-    assert found.memory["hosted"] == [1, 2]
-
-
-@pytest.mark.slow
-def test_shards_with_two_replicas(place, alone, four, tmp_path):
-    """The last window has three micro-batches for four ranks."""
-    keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2, "shard": 2}}
-    run(four, place, tmp_path / "out", **keys).same_as(alone)
 
 
 @pytest.mark.slow
@@ -138,6 +108,7 @@ def test_full_factors_are_16_bit_only(place, two, tmp_path):
     again.same_as(found, loss=0.0, weights=0.0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "keys",
     [

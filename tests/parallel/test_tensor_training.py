@@ -29,6 +29,7 @@ def divided(place, two, tmp_path_factory):
     return run(two, place, tmp_path_factory.mktemp("divided") / "out", **keys)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_run_equals_one_process(alone, divided):
     divided.same_as(alone)
     assert json.loads((divided.folder / "checks.json").read_text())["adapter_reload"]["equal"]
@@ -46,12 +47,6 @@ def test_resumed_by_one_process_and_by_two(alone, divided, place, two, tmp_path)
     resumed(None, place, divided, tmp_path / "one", gradient_accumulation_steps=2).same_as(alone)
     parallel = {"gradient_accumulation_steps": 2, "parallel": {"tensor": 2}}
     resumed(two, place, alone, tmp_path / "two", **parallel).same_as(alone)
-
-
-@pytest.mark.slow
-def test_tensor_with_shard(alone, place, four, tmp_path):
-    keys = {"gradient_accumulation_steps": 1, "parallel": {"shard": 2, "tensor": 2}, **KEYS}
-    run(four, place, tmp_path / "out", **keys).same_as(alone)
 
 
 @pytest.mark.parametrize(

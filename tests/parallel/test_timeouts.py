@@ -34,6 +34,7 @@ def test_missing_rank_is_named(two, late):
     assert re.match(rf"process {late} .* 0\.01 minutes", found[1 - late])
 
 
+@pytest.mark.slow
 def test_late_rank_completes_the_collective(two):
     assert two.run(one_is_late, 1, 0.3) == [2, 2]
     assert two.run(one_is_late, 0, 2.0)[1].startswith("process 0 ")

@@ -27,6 +27,7 @@ FILES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_data_parallel_run_equals_one_process(place, alone, two, tmp_path):
     found = run(two, place, tmp_path / "out", gradient_accumulation_steps=2, save_steps=2, parallel={"data": 2})
     found.same_as(alone)
@@ -34,34 +35,6 @@ def test_data_parallel_run_equals_one_process(place, alone, two, tmp_path):
     assert {path.name for path in found.folder.iterdir()} == FILES | {"checkpoint-4", "checkpoint-5"}
     assert len(json.loads((found.folder / "memory.json").read_text())["ranks"]) == 2
     assert "{data: 2}" in (found.folder / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_a_rank_without_rows(place, alone, four, tmp_path):
-    """The last window has three micro-batches for four ranks."""
-    run(four, place, tmp_path / "out", gradient_accumulation_steps=1, parallel={"data": 4}).same_as(alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["packing", "padding_free"])
-def test_rows_of_several_documents(place, two, tmp_path, way):
-    keys = {way: True, "max_length": 40, "per_device_train_batch_size": 2}
-    one = run(None, place, tmp_path / "one", gradient_accumulation_steps=2, **keys)
-    run(two, place, tmp_path / "out", gradient_accumulation_steps=1, parallel={"data": 2}, **keys).same_as(one)
-
-
-@pytest.mark.slow
-def test_resume_on_another_number_of_ranks(place, alone, two, four, tmp_path):
-    """Accumulation changes, so that a step keeps its rows; dropout is off, so that numbers equal one process's."""
-    four_then = run(four, place, tmp_path / "four", gradient_accumulation_steps=1, save_steps=2, parallel={"data": 4})
-    four_then.same_as(alone)
-    folder = four_then.folder
-    for path in (folder / "adapter", folder / "checkpoint-5"):
-        path.rename(folder / f"{path.name}.away")
-    keys = {"save_steps": 2, "gradient_accumulation_steps": 1}
-    run(two, place, folder, resume=str(folder / "checkpoint-4"), parallel={"data": 2}, **keys).same_as(alone)
-    (folder / "adapter").rename(folder / "adapter.of-two")
-    run(None, place, folder, resume=str(folder / "checkpoint-4"), **keys).same_as(alone)
 
 
 def test_indivisible_batch_is_refused(place, alone, two, tmp_path):

@@ -50,6 +50,7 @@ def test_all_ranks_of_a_host_are_counted():
         check_host({"optim": 5 * GIB, "activation_checkpointing": 6 * GIB}, 1, 10 * GIB)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("layout", "slices"), [
     (Parallel(), 1), (Parallel(data=4), 1), (Parallel(shard=4), 4), (Parallel(data=2, shard=2), 2),
 ])  # fmt: skip
@@ -73,6 +74,7 @@ def test_a_run_fits_only_if_all_ranks_fit_the_host(free):
     assert planned(keys, layout=layout, on_host=2).fits
 
 
+@pytest.mark.slow
 def test_auto_keeps_the_state_on_the_device_if_the_host_has_no_room(free, monkeypatch):
     monkeypatch.setattr(offload, "WINDOW", 2**16)
     keys = FULL | {"optim_in_backward": False, "activation_checkpointing": "checkpoint", "use_kernels": False}
@@ -85,6 +87,7 @@ def test_auto_keeps_the_state_on_the_device_if_the_host_has_no_room(free, monkey
     assert plan.fits_host
 
 
+@pytest.mark.slow
 def test_offloaded_activations_are_counted():
     keys = {"optim": "paged_adamw_32bit", "r": 4, "per_device_train_batch_size": 2}
     saved, offloaded = (planned(keys | {"activation_checkpointing": level}).host for level in ("keep", "offload_kept"))

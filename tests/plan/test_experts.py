@@ -6,10 +6,9 @@ import pytest
 import torch
 import transformers
 
-from halfbyte.config import Parallel, RunConfig
+from halfbyte.config import RunConfig
 from halfbyte.memory import allocators
 from halfbyte.memory.expert_offload import WINDOW
-from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.estimate import MARGIN, estimate
 from halfbyte.plan.experts import INFERENCE_SHARE, offloaded_at_inference
 from halfbyte.plan.memory_plan import GIB
@@ -47,6 +46,7 @@ def plan(config=None, gib=80.0, model=MIXTURE, device="cuda", **keys):
     return estimate(config or run(**keys), model, device=device, capacity_bytes=int(gib * GIB))
 
 
+@pytest.mark.slow
 def test_mixtures_support_every_level(shapes):
     assert shapes.fused
     found = {level: plan(activation_checkpointing=level) for level in ("keep", "recompute", "checkpoint", "offload")}
@@ -55,18 +55,12 @@ def test_mixtures_support_every_level(shapes):
     assert activations == sorted(activations, reverse=True)
 
 
-def test_layer_time_counts_active_experts_only():
-    options = {"rows": 4, "length": 512, "replayed": {}}
-    cost = LayerCost.of(MIXTURE, **options)
-    assert (cost.inner, cost.stored) == (4 * 512, 32 * 512)
-    assert LayerCost.of(DENSE, **options).inner == LayerCost.of(DENSE, **options).stored == 2048
-
-
 def test_experts_stay_on_a_device_that_fits_them():
     found = plan()
     assert found.offloaded == ()
 
 
+@pytest.mark.slow
 def test_auto_offloads_the_fewest_layers():
     least, each = plan(activation_checkpointing="offload").total, STACKS * 4.127 / 8
     for more in range(3):  # the window takes two layers' bytes
@@ -77,7 +71,7 @@ def test_auto_offloads_the_fewest_layers():
         assert f"{len(found.offloaded)} layers" in found.reason
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("asked", "count"), [(True, LAYERS), (4, 4), (99, LAYERS), (False, 0)])
 def test_expert_offload_as_configured(asked, count):
     resident, found = plan(expert_offload=False), plan(expert_offload=asked)
@@ -86,11 +80,6 @@ def test_expert_offload_as_configured(asked, count):
     assert left == pytest.approx(STACKS * (4.127 / 8) if count else 0, rel=1e-3)
     assert found.gathered == pytest.approx(WINDOW * left)
     assert not (found.use_graphs and count)
-
-
-def test_disabled_offload_leaves_a_plan_that_does_not_fit():
-    least = plan(activation_checkpointing="tiled").total / GIB
-    assert not plan(activation_checkpointing="tiled", gib=0.8 * least, expert_offload=False).fits
 
 
 @pytest.mark.parametrize(
@@ -119,11 +108,6 @@ def test_offload_at_inference():
     assert offloaded_at_inference(run(expert_offload=False), MIXTURE, cuda, 0) == ()
     assert offloaded_at_inference(run(expert_offload=True), MIXTURE, torch.device("cpu"), 0) == ()
     assert offloaded_at_inference(run(expert_offload=True), DENSE, cuda, 0) == ()
-
-
-def test_several_processes():
-    with pytest.raises(ConfigError, match="expert_offload: 2:"):
-        estimate(run(expert_offload=2), MIXTURE, device="cuda", capacity_bytes=80 * GIB, layout=Parallel(data=2))
 
 
 def test_host_memory_limits_the_offload(monkeypatch):

@@ -31,7 +31,7 @@ def fastest(shape: LayerCost, layers: int, budget: float, host: int = 100 * GIB,
     return choose(layers, int(budget), need, usual=shape, largest=shape, host=host)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Phi3"])
 def test_each_level_saves_less_and_takes_longer(family):
     """On the device, and in host memory."""
@@ -64,6 +64,7 @@ def test_offload_is_limited_by_the_host_link(layer_8b):
     )
 
 
+@pytest.mark.slow
 def test_small_models_stay_in_cuda_graphs():
     """Qwen3-0.6B at 2×2048: Python launches take longer than recomputing everything."""
     small = layer_of("Qwen3", 2, 2048)
@@ -75,12 +76,6 @@ def test_small_models_stay_in_cuda_graphs():
     eager = fastest(small, 28, budget, pool=1)
     assert not eager.graphs  # no room for a pool
     assert extra_seconds(small, eager.levels, graphs=False) > extra_seconds(small, choice.levels)
-
-
-def test_fp8_gemms_hide_less_of_the_offload(layer_8b):
-    fp8 = layer_of("Llama", 4, 2048, "fp8-hybrid")
-    assert fp8.extra_seconds("checkpoint") < layer_8b.extra_seconds("checkpoint")
-    assert fp8.offload_seconds(("offload_attention",) * 30) > 0
 
 
 def test_8b_peak_at_keep_matches_the_measurement(layer_8b):
@@ -107,22 +102,9 @@ def test_smaller_budgets_take_longer(layer_8b):
     assert describe_levels(("keep",) * 2 + ("offload",) * 3) == "2 layers keep, 3 layers offload"
 
 
-def test_without_host_memory_nothing_is_offloaded(layer_8b):
-    assert not set(fastest(layer_8b, 32, 4 * GIB, host=0).levels) & set(OFFLOADED)
-
-
 def test_choose_returns_the_smallest_mix_if_none_fits(layer_8b):
     least = fastest(layer_8b, 8, 1).levels
     assert peak_of(layer_8b, least) == min(peak_of(layer_8b, levels) for levels in mixes(8))
-
-
-@pytest.mark.slow
-def test_longest_8b_context():
-    """360k tokens within 80 GiB, with layer inputs of 2.8 GiB each in 128 GiB of host memory."""
-    long, levels = layer_of("Llama", 1, 368_640), ("tiled",) * 32
-    assert sum(map(long.host_bytes, levels)) < 0.9 * 108 * GIB
-    assert peak_of(long, levels) < 0.6 * 74 * GIB
-    assert peak_of(long, ("checkpoint",) * 32) > 74 * GIB
 
 
 @pytest.mark.slow
@@ -140,11 +122,6 @@ def test_bytes_of_long_rows_lie_on_a_line(monkeypatch):
         assert highest[0] == pytest.approx(highest[1], rel=0.01), level
 
 
-def test_accumulated_gradients_raise_the_peak(layer_8b):
-    once, again = (peak_of(layer_8b, ("keep",) * 32, accumulated=more) for more in (False, True))
-    assert once < again <= once + 32 * GRADIENTS
-
-
 def test_peak_of_two_layers_by_hand():
     """Two layers by hand: forward of the second, the head, backward of the second and of the first."""
     layers = [LayerBytes(10, 1, 2), LayerBytes(20, 7, 3)]
@@ -155,6 +132,7 @@ def test_peak_of_two_layers_by_hand():
     assert found(head=0, accumulated=False) == 5 + 30 + 3 + 4 + 2
 
 
+@pytest.mark.slow
 def test_largest_batch_decides_bytes_and_usual_batch_time(layer_8b):
     """Long sequences hide Python's launches, so all activations are saved; short ones are faster in CUDA graphs, whose
     pool must fit next to the longest."""

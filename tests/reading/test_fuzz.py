@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers import fuzz
 
 KINDS = {
-    "yaml": (fuzz.read_yaml, fuzz.yaml_text, 150),
-    "jsonl": (fuzz.read_jsonl, fuzz.jsonl_text, 150),
-    "import": (fuzz.read_import, fuzz.import_text, 150),
-    "template": (fuzz.read_template, fuzz.template_text, 20),
+    "yaml": (fuzz.read_yaml, fuzz.yaml_text, 30),
+    "jsonl": (fuzz.read_jsonl, fuzz.jsonl_text, 30),
+    "import": (fuzz.read_import, fuzz.import_text, 30),
+    "template": (fuzz.read_template, fuzz.template_text, 5),
 }
 
 

@@ -27,7 +27,7 @@ from halfbyte.reading.tensors import ADAPTER, ADAPTER_CONFIG, check_checkpoint, 
 from halfbyte.utils.errors import HalfbyteError
 from halfbyte.utils.notices import silent
 
-FEW, MANY = 200, int(os.environ.get("HALFBYTE_FUZZ", "10000"))
+FEW, MANY = 40, int(os.environ.get("HALFBYTE_FUZZ", "10000"))
 SECONDS, MEBIBYTES = 1.0, 1024  # of one input; CPU time, for the machine may be busy
 COUNTS = [
     pytest.param(FEW, id="few"),

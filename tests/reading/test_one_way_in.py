@@ -57,9 +57,3 @@ def test_only_reading_opens_external_files():
     }
     assert {name: lines for name, lines in found.items() if name not in OWN} == {}
     assert OWN.keys() - found.keys() == set(), "these read nothing any more: take them off the list"
-
-
-def test_strays_finds_direct_reads():
-    text = "open(p); open(p, 'rb'); open(p, 'w')\nPath(p).read_text()\njson.loads(t)\nread_text(p)\nread_json(p)"
-    text += "\nos.open(p, 0)\nsafe_open(p)"
-    assert strays(text) == [1, 1, 2, 3, 7]

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from halfbyte.reading import look, open_bytes, open_text, parse_json, read_json, read_text, why
+from halfbyte.reading import look, open_text, parse_json, read_json, read_text, why
 from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
 from halfbyte.utils.text import brief, cut, json_line, visible
 
@@ -65,12 +65,6 @@ def test_invalid_file_names(name, said, read):
     assert caught.value.message.isprintable()
 
 
-def test_look(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("file")
-    assert [look(tmp_path / name) for name in (".", "file", "link", "none")] == ["folder", "file", "file", ""]
-
-
 def test_unreadable_files(tmp_path, monkeypatch):
     """Permissions are simulated, because tests run as root."""
     (tmp_path / "x").touch()
@@ -82,12 +76,6 @@ def test_unreadable_files(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         read_text(tmp_path / "x")
     assert "chmod" in caught.value.fix
-
-
-def test_disk_errors_while_reading(tmp_path):
-    (tmp_path / "x").touch()
-    with pytest.raises(DataError), open_bytes(tmp_path / "x", DataError):
-        raise OSError(errno.EIO, "Input/output error")
 
 
 def test_byte_order_marks_are_skipped(tmp_path):

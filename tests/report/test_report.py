@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from halfbyte.config import RunConfig
-from halfbyte.report import plots, write_card, write_report
+from halfbyte.report import write_card, write_report
 from halfbyte.report.run import read_run
 
 ATTACK = '<script>alert("halfbyte")</script>'
@@ -264,12 +264,6 @@ def test_masks_mark_exactly_the_trained_tokens(html):
     assert len(re.findall(r"<i>", sample)) == 15
 
 
-def test_memory_bars_add_up_to_their_totals(html):
-    bars = re.findall(r'<div class="pieces">(.*?)</div>', html)
-    shares = [sum(float(width) for width in re.findall(r"width:([\d.]+)%", bar)) for bar in bars]
-    assert shares == pytest.approx([100.0, 100 * 6.2 / 6.84], abs=0.02)  # 0.4 of the process in both
-
-
 def test_peak_memory_compares_like_with_like(html, run_dir):
     """A CPU's peak holds the process; what the run added is what was predicted."""
     assert "9.9% below the predicted 6.4 GiB, in addition to the process&#x27;s 410 MiB" in html
@@ -326,12 +320,6 @@ def test_a_file_that_was_changed_costs_its_own_part_alone(tmp_path, file, text):
     assert "cannot be" in html or "No " in html or "unknown" in html
 
 
-def test_control_codes_and_half_characters_are_shown(tmp_path):
-    make_run(tmp_path)
-    (tmp_path / "generations.json").write_text(json.dumps([{"prompt": "\x1b[2J\u202e", "before": "", "after": "b"}]))
-    assert "\\x1b[2J\\u202e" in write_report(tmp_path).read_text()
-
-
 def test_a_resumed_run_counts_repeated_steps_once(tmp_path):
     records = [train_record(step) for step in (1, 2, 3, 2, 3, 4)]
     records[3] |= {"loss": 9.0}
@@ -354,20 +342,6 @@ def test_short_and_nan_runs_draw(tmp_path, count):
     records[-1]["loss"] = math.nan
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     check(write_report(tmp_path).read_text())
-
-
-def test_running_mean_neither_lags_nor_leans():
-    assert plots.smooth([3.0] * 50) == pytest.approx([3.0] * 50)
-    line = [float(value) for value in range(100)]
-    assert plots.smooth(line)[1:-1] == pytest.approx(line[1:-1])
-    assert plots.smooth([1.0, math.nan, 3.0]) == pytest.approx([1.0, 2.0, 3.0])
-
-
-def test_plots_follow_the_page(html):
-    drawn = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
-    assert all("#0000" not in svg and "var(--" in svg for svg in drawn)
-    ids = re.findall(r' id="([^"]*)"', html)
-    assert len(ids) == len(set(ids))
 
 
 def test_card_loads_with_plain_peft(run_dir):

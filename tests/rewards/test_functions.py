@@ -81,7 +81,7 @@ def test_code_compares_printed_output():
         block("wrong") + block("a, b = map(int, input().split())\nprint(f'{a + b}  ')"),
     ]
     given = [tests, json.dumps(tests), tests, tests, tests, tests, tests]
-    assert functions.code("tests", 3, answers, tests=given) == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert functions.code("tests", 1, answers, tests=given) == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Hostile programs are contained, end in time, and leave nothing behind."""
 
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.skipif(
     sandbox.unsupported_reason() is not None, reason=f"no sandbox here: {sandbox.unsupported_reason()}"
 )
 
-MIB = 2**20
 LIMITS = Limits(seconds=2)
 SLACK = 2.0  # seconds beyond its limit that a program may take to be gone
 
@@ -38,11 +36,6 @@ def test_an_honest_program():
     assert (outcome.output, outcome.ended, outcome.code) == (b"42\n", "exit", 0)
 
 
-@pytest.mark.slow
-def test_endless_loop():
-    assert contained("while True: pass").ended in ("time", "exit")
-
-
 def test_sleep_that_ignores_signals():
     program = "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
     assert contained(f"{program}    except (OSError, ValueError): pass\ntime.sleep(600)").ended == "time"
@@ -56,13 +49,6 @@ def test_memory():
     outcome = contained("kept = bytearray(4 << 30)\nprint(len(kept))")
     assert outcome.output == b""
     assert outcome.code != 0
-
-
-def test_memory_of_many_processes():
-    program = (
-        "import os, time\nfor n in range(8):\n    if os.fork() == 0: break\nkept = b'x' * (100 << 20)\ntime.sleep(60)"
-    )
-    assert contained(program, Limits(seconds=5, memory=256 * MIB)).ended == "memory"
 
 
 def test_a_gigabyte_of_output():
@@ -272,19 +258,6 @@ def test_every_refused_call_is_refused():
 
 def test_clone3_is_not_implemented():
     assert contained(f"{CALL}\nprint(call(435, 0, 0))").output.strip() == b"(-1, 38)"
-
-
-@pytest.mark.parametrize("machine", sorted(sandbox.jail.MACHINES))
-def test_filter_names_each_call_once(machine):
-    program = sandbox.jail.filter_of(machine)
-    compared = [value for code, _, _, value in struct.iter_unpack("HBBI", program) if code == sandbox.jail.EQUAL]
-    for number in (sandbox.jail.REFUSED_CALLS[machine] | sandbox.jail.REFUSED_EVERYWHERE).values():
-        assert compared.count(number) == 1
-
-
-def test_unknown_machine_has_no_filter():
-    with pytest.raises(OSError):
-        sandbox.jail.filter_of("pdp11")
 
 
 def test_control_group_bounds_memory(tmp_path):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from halfbyte.rl.rewards.score import BATCHES, Rewards
-from halfbyte.rl.rewards.specs import named, read_specs
+from halfbyte.rl.rewards.specs import read_specs
 from halfbyte.utils.errors import ConfigError, TrainingError
 from halfbyte.utils.notices import notices_so_far
 
@@ -91,16 +91,6 @@ def test_format_reads_rendered_prompts_and_other_functions_the_datas(file, rewar
     scored = rewards.score(["p", "q<think>"], texts, [[1], [1]], {"answer": texts}, {"global_step": 1}, (), read)
     assert next(iter(scored.rewards.values())) == [1.0, 0.0]
     assert scored.extra == {"seen": [f"p{texts[0]}", f"q<think>{texts[1]}"]}
-
-
-def test_functions_given_in_python(rewards_of):
-    def short_answers(completions, **columns):
-        return [-len(text) for text in completions]
-
-    rewards = rewards_of(named(short_answers))
-    assert ask(rewards, ["a", "bb"]).rewards == {"short_answers": [-1.0, -2.0]}
-    with pytest.raises(ConfigError):
-        read_specs(["python:nobody_gave_this"], [])
 
 
 def test_hanging_function_fails_its_batch(file, rewards_of):

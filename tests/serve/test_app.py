@@ -255,6 +255,7 @@ SYSTEM_LAST = [{"role": "user", "content": "a"}, {"role": "system", "content": "
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "message"),
     [

@@ -251,7 +251,7 @@ def client(base_folder):
         yield client
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     path=st.sampled_from(["/v1/chat/completions", "/v1/completions"]),
     fields=FIELDS,
@@ -271,7 +271,8 @@ def test_any_body_is_answered_or_refused(client, path, fields, own):
     assert len(error["message"]) < 1000
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_refused(client, body):
     answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from halfbyte.cli import main
 from halfbyte.loading.load import load_model
@@ -57,59 +56,6 @@ def test_experts_are_trained_and_their_adapter_loads(trained):
     model = load_model(str(trained / "model"), device="cpu", dtype="auto")  # as the run: float32 without AVX-512
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     assert json.loads((out / "memory.json").read_text())["predicted"]["weights"] == held
-
-
-@pytest.mark.slow
-def test_dora_with_experts_reloads_although_rounding_may_change_routing(trained, tmp_path):
-    more = ["use_dora=true", "learning_rate=1e-3", "max_steps=4", f"output_dir={tmp_path / 'out'}"]
-    assert ran("train", trained / "run.yaml", *more) == 0
-    reload = json.loads((tmp_path / "out/checks.json").read_text())["adapter_reload"]
-    assert reload["median_difference"] <= reload["largest_logit"] / 64
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_bit_equal(trained, tmp_path):
-    again = tmp_path / "again"
-    shutil.copytree(trained, again)
-    shutil.rmtree(again / "out/checkpoint-4")
-    shutil.rmtree(again / "out/adapter")
-    config = (again / "run.yaml").read_text().replace(str(trained / "out"), str(again / "out"))
-    (again / "run.yaml").write_text(config)
-    for resolved in again.glob("out/**/config.resolved.yaml"):
-        resolved.write_text(resolved.read_text().replace(str(trained / "out"), str(again / "out")))
-    assert ran("train", again / "run.yaml", "--resume") == 0
-    one, other = (load_file(each / "out/adapter/adapter_model.safetensors") for each in (trained, again))
-    assert one.keys() == other.keys()
-    assert all(one[name].equal(other[name]) for name in one)
-
-
-@pytest.mark.slow
-def test_low_rank_routers(trained, tmp_path):
-    """With quantized experts, recomputation, dropout and balancing: planned, saved, reloaded by PEFT, equal logits."""
-    named = "target_parameters=[experts.gate_up_proj, experts.down_proj, mlp.gate.weight]"
-    more = ["modules_to_save=null", named, "max_steps=2", "lora_dropout=0.1", "activation_checkpointing=true"]
-    assert ran("train", trained / "run.yaml", *more, f"output_dir={tmp_path / 'out'}") == 0
-    reload = json.loads((tmp_path / "out/checks.json").read_text())["adapter_reload"]
-    assert reload["equal"]
-    assert reload["experts_changed"] == reload["experts"] == 16
-    tensors = load_file(tmp_path / "out/adapter/adapter_model.safetensors")
-    assert sum(".mlp.gate.lora_" in name and bool(tensor.any()) for name, tensor in tensors.items()) == 4
-    assert ran("merge", tmp_path / "out", tmp_path / "merged") == 0
-    report = json.loads((tmp_path / "out/merge.json").read_text())
-    assert report["targets"]["dequantized"]["explained_by_rounding"]
-
-
-def test_the_merged_model_generates(trained, tmp_path, capsys):
-    assert ran("merge", trained / "out", tmp_path / "merged") == 0
-    report = json.loads((trained / "out/merge.json").read_text())
-    assert report["targets"]["dequantized"]["explained_by_rounding"]
-    (tmp_path / "prompts.txt").write_text("what is one\n")
-    capsys.readouterr()
-    for name in (trained / "out", tmp_path / "merged"):
-        assert ran("generate", name, tmp_path / "prompts.txt", "--max-new-tokens", 8, "--temperature", 0) == 0
-    answers = [json.loads(line)["answer"] for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert len(answers) == 2
-    assert all(answers)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -97,46 +96,6 @@ def test_the_divergence_from_the_teacher_falls(taught, tmp_path, kind, share):
         evaluate(str(tmp_path / "out"), str(taught / "prompts.jsonl"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["other", "adapter"])
-def test_a_resumed_run_is_the_same_run(taught, tmp_path, kind):
-    options = {"max_steps": 4, "save_steps": 1, "save_total_limit": 10, "eval_split_size": 4, "eval_steps": 2}
-    options |= {"teacher_model_name_or_path": str(taught / kind)}
-    whole = tmp_path / "whole"
-    run(taught, whole, **options)
-    expected = records_of(whole)
-    for step in (1, 3):
-        other = tmp_path / f"from-{step}"
-        shutil.copytree(whole, other)
-        shutil.rmtree(other / "adapter")
-        run(taught, other, resume=str(other / f"checkpoint-{step}"), **{**options, "output_dir": str(other)})
-        assert records_of(other) == expected
-        mine, theirs = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (other, whole))
-        assert all(mine[name].equal(theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
-def test_some_generations_use_the_data_s_answers(taught, tmp_path):
-    """The generation's number seeds the choice; the data's answers end with the end token."""
-    rows = [{"prompt": f"what is {n}?", "completion": f" it is {n}."} for n in range(32)]
-    (tmp_path / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"dataset": str(tmp_path / "answered.jsonl"), "lmbda": 0.5, "max_steps": 8, "max_completion_length": 12}
-    options |= {"save_steps": 3, "eval_split_size": 0.0, "save_total_limit": 4}
-    run(taught, tmp_path / "out", **options)
-    found = records_of(tmp_path / "out")
-    own = [record["on_policy"] for record in found["train"]]
-    assert set(own) == {0.0, 1.0}
-    given = {row["completion"] for row in rows}
-    for step, kind in enumerate(own, 1):
-        texts = {each["completion"] for each in found["completions"] if each["step"] == step}
-        assert (texts <= given) == (not kind)
-        assert kind or all(each["ended"] for each in found["completions"] if each["step"] == step)
-    other = tmp_path / "other"
-    shutil.copytree(tmp_path / "out", other)
-    run(taught, other, resume=str(other / "checkpoint-3"), **options)
-    assert records_of(other) == found
-
-
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
@@ -153,7 +112,7 @@ def test_missing_answers_in_the_data_are_refused(taught, tmp_path, rows, why):
         prepare_run(load_config(None, keys(taught, tmp_path / "o", dataset=str(tmp_path / "some.jsonl"), lmbda=0.3)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "file"), [("adapter", "adapter_model.safetensors"), ("other", "model.safetensors")])
 def test_resuming_with_a_changed_teacher_is_refused(taught, tmp_path, kind, file):
     shutil.copytree(taught / kind, tmp_path / "teacher")
@@ -165,26 +124,6 @@ def test_resuming_with_a_changed_teacher_is_refused(taught, tmp_path, kind, file
     save_file({name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, PT)
     with pytest.raises(ConfigError):
         run(taught, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **more)
-
-
-def test_accumulated_equals_the_large_batch(taught, tmp_path):
-    run(taught, tmp_path / "small", max_steps=2)
-    run(taught, tmp_path / "large", max_steps=2, per_device_train_batch_size=8, gradient_accumulation_steps=1)
-    first, second = (records_of(tmp_path / name)["train"] for name in ("small", "large"))
-    for mine, theirs in zip(first, second, strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_full_fine_tuning_learns_from_an_adapter_on_the_initial_weights(taught, tmp_path):
-    """The teacher is loaded separately; padding-free rows give the same losses."""
-    more = {"teacher_model_name_or_path": str(taught / "first"), "use_peft": False, "max_steps": 3}
-    run(taught, tmp_path / "out", learning_rate=1e-3, **more)
-    run(taught, tmp_path / "free", learning_rate=1e-3, padding_free=True, **more)
-    whole, free = (records_of(tmp_path / name)["train"] for name in ("out", "free"))
-    assert [each["loss"] for each in free] == pytest.approx([each["loss"] for each in whole], rel=1e-4)
-    assert whole[-1]["loss"] < whole[0]["loss"]
 
 
 def test_the_plan_counts_the_teacher(taught, tmp_path):
@@ -233,14 +172,3 @@ def test_check_and_preview_print_the_teacher(taught, tmp_path):
     found = CliRunner().invoke(app, ["preview", str(file), "-n", "2", "--rollouts", "2"])
     assert found.exit_code == 0, found.output
     assert found.stdout.count("── answer") == 4
-
-
-@pytest.mark.slow
-def test_init_writes_a_run_that_checks(taught, tmp_path):
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"what is {n}?"}) + "\n" for n in range(64)))
-    asked = ["--method", "gkd", "--teacher", str(taught / "other"), str(taught / "model"), str(tmp_path / "p.jsonl")]
-    written = CliRunner().invoke(app, ["init", *asked])
-    assert written.exit_code == 0, written.output
-    config = yaml.safe_load(written.stdout)
-    assert config["teacher_model_name_or_path"] == str(taught / "other")
-    prepare_run(load_config(None, config | {"output_dir": str(tmp_path / "out"), "device": "cpu"}))

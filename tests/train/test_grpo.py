@@ -76,6 +76,7 @@ def test_prompts_that_leave_no_tokens_for_an_answer_are_dropped(prompts, tmp_pat
     assert {each["prompt"] for each in lines(tmp_path / "out/completions.jsonl")} <= kept
 
 
+@pytest.mark.slow
 def test_rewards_rise(prompts, tmp_path):
     run(prompts, tmp_path / "out", max_steps=15, lr_scheduler_type="constant")
     records = [record for record in lines(tmp_path / "out/metrics.jsonl") if record["kind"] == "train"]
@@ -163,6 +164,7 @@ def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
         assert all(mine[name].equal(theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", slow_except(["dapo", "grpo", "bnpo"], ["dapo"]))
 def test_accumulated_equals_the_large_batch(loss_type, prompts, tmp_path):
     """Steps of two micro-batches of uneven lengths equal steps of one large batch."""
@@ -284,6 +286,7 @@ def test_resuming_with_a_changed_reward_file_is_refused(prompts, tmp_path):
         run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), max_steps=2, **more)
 
 
+@pytest.mark.slow
 def test_reward_functions_that_hang_or_return_nonsense(prompts, tmp_path):
     file = tmp_path / "bad.py"
     file.write_text(

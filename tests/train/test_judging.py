@@ -121,6 +121,7 @@ def test_scores_equal_plain_transformers(judges):
     assert len({round(value, 3) for value in expected}) == 3
 
 
+@pytest.mark.slow
 def test_steps_are_scored_at_their_ends(judges):
     """The score is the product over the steps of an answer."""
     tokenizer = AutoTokenizer.from_pretrained(judges / "model")
@@ -141,6 +142,7 @@ def test_steps_are_scored_at_their_ends(judges):
     assert found[2] is None
 
 
+@pytest.mark.slow
 def test_a_run_rewarded_by_a_model(judges, tmp_path):
     """Rewards rise; only the policy's adapter is saved; a resumed run is bit-equal."""
     more = {"max_steps": 8, "save_steps": 4, "beta": 0.01, "lr_scheduler_type": "constant"}

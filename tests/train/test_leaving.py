@@ -69,6 +69,7 @@ def same(one, other):
 
 
 # A step has 3 micro-batches; the last of an epoch has 1, and an evaluation of 7 rows has 4 batches.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("number", "moment", "step"),
     [
@@ -83,6 +84,7 @@ def test_the_step_is_finished_and_saved_and_the_resumed_run_is_bit_equal(uninter
     assert same(loop, uninterrupted)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("moment", "step", "owes"),
     [

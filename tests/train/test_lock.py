@@ -74,6 +74,7 @@ def test_a_killed_run_leaves_nothing_that_stops_the_next(tmp_path):
             os.killpg(killed.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_one_of_many_that_start_together_gets_it(tmp_path):
     code = """
         time.sleep(max(0, float(sys.argv[2]) - time.time()))
@@ -115,13 +116,6 @@ def test_a_file_system_without_locks_is_said_and_goes_by_the_name(tmp_path, monk
         else:
             with run_lock(out):
                 assert f"lock {out / lock.LOCK}" in notices.notices_so_far()
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match="output_dir:"), run_lock(out):
-            pass
 
 
 def test_a_run_that_stops_before_its_first_file_leaves_no_folder(tmp_path):

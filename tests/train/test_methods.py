@@ -96,6 +96,7 @@ def test_rows_of_weight_0_do_not_change_the_step(data, tmp_path, layout):
         torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_its_names_go_through_the_command_line(data, tmp_path):
     output = tmp_path / "out"
     config = keys(output, method="weighted", max_steps=3, eval_split_size=6, per_device_train_batch_size=8)

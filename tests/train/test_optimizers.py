@@ -65,7 +65,7 @@ def resumed_equals_uninterrupted(tmp_path, config, step):
     return losses(whole)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_full_fine_tuning_resumes_bit_equal(name, tmp_path):
     resumed_equals_uninterrupted(tmp_path, keys(name), 4)
@@ -84,6 +84,7 @@ def test_optimizers_of_other_packages_resume_bit_equal_in_bf16(optim, tmp_path):
     resumed_equals_uninterrupted(tmp_path, {"optim": optim, "max_steps": 6, "save_steps": 2, **adapters}, 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("changed", [
     {"loraplus_lr_ratio": 4.0}, {"lora_preconditioner": "riemannian"},
     {"embedding_learning_rate": 1e-3, "modules_to_save": ["lm_head"]},
@@ -105,6 +106,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("optim", ["adamw", "lion_8bit"])
 def test_updates_in_the_backward_and_offloaded_state_change_no_number(place, optim, tmp_path):
@@ -197,6 +199,7 @@ def test_a_broken_loss_updates_nothing_in_the_backward(keys, value, tmp_path):
     assert all(map(torch.equal, tensors(loop.optimizer.state_dict()), states))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw", "badam"])
 def test_the_loss_falls_as_with_adamw(name, tmp_path):
     """On one batch that repeats; GaLore with full rank is AdamW in a rotated basis."""
@@ -243,6 +246,7 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw_layerwise", "badam"])
 def test_a_whole_run_is_planned_and_resumes(name, place, tmp_path):
     config = keys(name, gradient_accumulation_steps=1, optim_args=CASES[name], sample_prompts=0, max_steps=4)
@@ -276,6 +280,7 @@ def test_a_pattern_of_bits_that_matches_nothing_is_refused(place, tmp_path):
     check_bits(load_config(None, config | {"optim_bits": {"*mlp*": 32}}), tiny_llama())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keys", [
     {"optim": "adamw", "optim_args": {"storage": "companded8"}, "optim_bits": {"*mlp*": 4, "*embed_tokens*": 8}},
     {"optim": "lamb"}, {"optim": "lars", "learning_rate": 1.0},

@@ -26,12 +26,10 @@ from halfbyte.autograd.attention import DIFFERS
 from halfbyte.config import RunConfig, load_config
 from halfbyte.data.prepare import PreparedData
 from halfbyte.modeling.patch import PatchReport
-from halfbyte.runs.checkpoints import STATE, check_same_run
 from halfbyte.train.checks import deterministic_algorithms, reproducibility
 from halfbyte.train.preflight import planned_lengths
 from halfbyte.train.run import train
-from halfbyte.utils.errors import ConfigError, TrainingError
-from halfbyte.utils.files import write_json
+from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.notices import notice, reset_notices
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with a process's first product; torch asks for it
@@ -77,15 +75,6 @@ def test_an_operation_that_does_not_repeat_is_an_error_that_names_it():
     with pytest.raises(RuntimeError, match="size"), deterministic_algorithms(config(deterministic=True), CUDA):
         torch.zeros(3) + torch.zeros(4)
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_checkpoint_from_before_the_key_is_resumed_as_what_it_was(tmp_path):
-    saved = config().model_dump()
-    del saved["deterministic"]
-    write_json(tmp_path / STATE, {"config": saved, "data": {}})
-    check_same_run(config(), tmp_path)
-    with pytest.raises(ConfigError, match="deterministic: false"):
-        check_same_run(config(deterministic=True), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def losses(output):
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_a_rollout_as_the_row_it_was_trained_on(talks, tmp_path):
     """The score is trained at the line break after the end token; a rollout ends with the end token."""
     train(load_config(None, keys(talks, tmp_path / "reward", method="reward", max_steps=6)))
@@ -240,6 +241,7 @@ def test_resuming_with_a_changed_initial_adapter_is_refused(talks, tmp_path):
     assert found.value.message.startswith("adapter_path")
 
 
+@pytest.mark.slow
 def test_a_generation_of_truncated_answers_has_a_loss_of_0(talks, tmp_path):
     config = keys(talks, tmp_path / "out", "prompts", method="grpo", reward_funcs=["repetition"], max_steps=2,
                   save_steps=1, num_generations=2, max_completion_length=1,

@@ -228,23 +228,6 @@ def test_a_server_of_other_weights_is_refused_with_both_numbers(model, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_server_that_keeps_an_earlier_adapter_ends_the_run(model, tmp_path):
-    """It reports that it loaded the next adapter; the ratios of the step show that it did not."""
-    with served(FakeVllm(model, faults=["deaf"])) as url, pytest.raises(TrainingError):
-        run(model, tmp_path / "out", url, max_steps=8, learning_rate=0.1)
-    assert 1 <= len(records(tmp_path / "out")) < 8
-
-
-@pytest.mark.slow
-def test_an_adapter_that_cannot_be_unloaded_is_replaced(model, tmp_path):
-    fake = FakeVllm(model, faults=["keeps adapters"])
-    with served(fake) as url:
-        run(model, tmp_path / "out", url, max_steps=2)
-    assert any(body.get("load_inplace") for body in fake.loads)
-    assert max(each["sampling/sampling_logp_difference/max"] for each in records(tmp_path / "out")) < 1e-4
-
-
-@pytest.mark.slow
 def test_a_run_resumes_after_its_server_went_away(model, tmp_path):
     out, options = tmp_path / "out", {"max_steps": 2, "save_steps": 1}
     fake = FakeVllm(model)

@@ -3,12 +3,7 @@
 import contextlib
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -156,45 +151,6 @@ def test_full_fine_tuning_keeps_float32_weights_and_saves_as_the_base_was_stored
     assert saved.dtype == base.dtype == torch.bfloat16
     assert any(not torch.equal(p, q) for p, q in zip(saved.parameters(), base.parameters(), strict=True))
     assert saved.config.eos_token_id == base.config.eos_token_id
-
-
-KILLED = """
-    import os, signal
-    from halfbyte.config import load_config
-    from halfbyte.runs import metrics
-    from halfbyte.train.run import train
-    append = metrics.MetricsFile.append
-    def and_kill(self, record):
-        append(self, record)
-        if record["kind"] == "train" and record["step"] == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-    metrics.MetricsFile.append = and_kill
-    train(load_config(None, {keys!r}))
-"""
-
-
-@pytest.mark.slow  # hostile/test_disk.py kills a training command, test_checkpoint.py the loop at several moments
-def test_sigkill_and_resume_equal_an_uninterrupted_run(place, tmp_path, finished):
-    code = textwrap.dedent(KILLED.format(keys=keys(place, tmp_path)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ.copy())
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    with pytest.raises(ConfigError):
-        run(place, tmp_path)
-    train(load_config(None, keys(place, tmp_path)), resume=True)
-    ours, theirs = (
-        [(r["kind"], r["step"], r["loss"]) for r in MetricsFile(folder / "metrics.jsonl").records()]
-        for folder in (tmp_path, finished.output_dir)
-    )
-    assert ours == theirs
-    weights = [
-        (folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (tmp_path, finished.output_dir)
-    ]
-    assert weights[0] == weights[1]
-    assert [e["before"] for e in read(tmp_path, "generations.json")] == [
-        e["before"] for e in read(finished.output_dir, "generations.json")
-    ]
-    again = train(load_config(None, keys(place, tmp_path)), resume=True)
-    assert again.metrics["steps"] == 6
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_unknown_facts_are_null(monkeypatch):
     assert report["kernels"]["reason"] == "torch is not installed"
 
 
+@pytest.mark.slow
 def test_mode_of_bitsandbytes():
     program = """
 import json, sys
@@ -114,13 +115,6 @@ def test_failing_and_hanging_commands_are_null(monkeypatch):
 
     monkeypatch.setattr(module.subprocess, "run", hang)
     assert module._run("echo", "x") is None
-
-
-def test_instruction_sets_are_read_from_cpuinfo(monkeypatch):
-    monkeypatch.setattr(module, "_cpuinfo", lambda: {"model name": "Xeon", "flags": "sse avx2 avx512f amx_bf16"})
-    cpu = module._cpu()
-    assert cpu["model"] == "Xeon"
-    assert cpu["instruction_sets"] == ["AMX-BF16", "AVX512", "AVX2"]
 
 
 def test_import_loads_neither_torch_nor_transformers():

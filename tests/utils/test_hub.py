@@ -76,6 +76,7 @@ def test_cached_model_is_used_offline(here, silent, monkeypatch):
     hub.check_model_available("Qwen/Qwen3-8B", "main")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("command", ["check run.yaml", "chat gpt2", "generate gpt2 run.yaml", "export gpt2 --gguf f16"])
 def test_commands_fail_fast_without_the_hub(here, command):
     (here / "run.yaml").write_text("model_name_or_path: gpt2\ndataset: data.jsonl\noutput_dir: new\n")

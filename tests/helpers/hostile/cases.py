@@ -29,7 +29,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -90,12 +90,6 @@ class Case:
 def later(*cases: Case) -> list[Case]:
     """Left to `make test-all`."""
     return [replace(case, slow=True) for case in cases]
-
-
-def some(cases: Iterable[Case], many: int = 1) -> list[Case]:
-    """Cases that show one thing: so many of them run in `make test`, the others in `make test-all`."""
-    made = list(cases)
-    return [*made[:many], *later(*made[many:])]
 
 
 # Contents of `files`.

@@ -16,17 +16,7 @@ def factory(name: str, info: str | None, more: str = "", **wishes) -> Case:
 
 
 ROWS = [
-    Case(
-        "63 split: [a]",
-        "import-config a.yml",
-        code=(1, 0),
-        says="split",
-        files={
-            "a.yml": "base_model: model\ndatasets:\n  - path: data.jsonl\n    split: [a]\n    type: chat_template\n"
-        },
-    ),
     factory("63 dataset_info.json that is cut", '{"mine": {"file_name', says="dataset_info.json"),
-    factory("63 dataset_info.json of a list", "[1, 2]", says="dataset_info.json"),
     factory(
         "63 a rank that is a mapping",
         '{"mine": {"file_name": "data.jsonl"}}',
@@ -35,18 +25,6 @@ ROWS = [
         code=(1, 0),
     ),
     axolotl("63 a rank that is a mapping", "lora_r: {a: 1}\n", says="lora_r", code=(1, 0)),
-    axolotl("64 rl: dpo", "rl: dpo\n", code=(1, 0), says="rl"),
-    factory("64 stage: dpo", '{"mine": {"file_name": "data.jsonl"}}', "stage: dpo\n", code=(1, 0), says="stage"),
-    Case(
-        "64 stage: dpo alone",
-        "import-config f.yml",
-        code=(1, 0),
-        says="stage",
-        files={
-            "f.yml": FACTORY.replace("sft", "dpo"),
-            "data/dataset_info.json": '{"mine": {"file_name": "data.jsonl"}}',
-        },
-    ),
     axolotl(
         "65 an optimizer that is not installed",
         "optimizer: paged_adamw_32bit\n",
@@ -54,22 +32,10 @@ ROWS = [
         says="paged_adamw_32bit",
         never=(": :",),
     ),
-    Case("57 no such file", "import-config nope.yml", says="nope.yml", never=("halfbyte init",)),
-    Case("63 a list", "import-config a.yml", says="a.yml", files={"a.yml": "- a\n"}),
-    Case("63 nothing", "import-config a.yml", says="a.yml", files={"a.yml": ""}),
     Case("63 not YAML", "import-config a.yml", says="a.yml", files={"a.yml": "a: [b\nc: }\x07"}),
     Case("71 no dataset there", "init model nope.jsonl", says="nope.jsonl", never=("model_name_or_path",)),
-    Case(
-        "71 an empty dataset",
-        "init model data.jsonl",
-        says="data.jsonl",
-        files={"data.jsonl": ""},
-        never=("model_name_or_path",),
-    ),
     Case("71 init for what is there", "init model data.jsonl", code=0, says="model_name_or_path: model", seconds=4),
     Case("72 data and model swapped", "init data.jsonl model", code=2, says="data.jsonl", fix="init model data.jsonl"),
-    Case("72 no dataset to mix for", "mix model nope.jsonl", says="nope.jsonl", never=("eval_dataset",)),
-    Case("72 no formats to mix", "mix model data.jsonl --formats ''", says="--formats", code=(1, 2)),
     Case("72 an unknown format to mix", "mix model data.jsonl --formats nf4,nf5", code=2, says="nf5"),
     Case("85 env in words", "env", code=0, never=("enabled False", "· reason"), says="torch"),
 ]
