@@ -22,25 +22,25 @@ COMPILE = $(BIN)/python -m compileall -qq -j 2 -x /tests/ $(VENV)/lib || true
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
 
-# Style and types are checked beside the tests, whose summary ends the output. Tests marked `slow` and most cases of
-# those marked `sampled` are left to slow-tests and test-all. long-tests measures on two quiet cores which tests are
-# long (tests/long.txt): their files are started first.
+# Style and types are checked beside the tests, whose summary ends the output. Long tests take turns, by the commit
+# (tests/long.txt); TURN=all runs them all. Tests marked `slow` and most cases of those marked `sampled` are left to
+# test-all. long-tests measures on two quiet cores which tests are long.
 test: $(VENV)/installed-dev
 	$(MAKE) --no-print-directory -j2 lint tests
 
 tests: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(if $(TURN),--turn $(TURN))
 
-# What make test leaves out and needs no GPU.
+# What make test leaves out in every turn, and needs no GPU.
 slow-tests: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow and not gpu" --turn all
 
 long-tests: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --record-long
 
 # The suite as older CPUs would run it, one variant after the other (tests/helpers/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint
-	$(BIN)/python -m tests.helpers.cpus $(CPUS)
+	$(BIN)/python -m tests.helpers.cpus $(CPUS) $(if $(TURN),-- --turn $(TURN))
 
 # The suite with the oldest and the newest packages that pyproject.toml allows, in environments of their own, one after
 # the other (tests/helpers/versions.py); ENDS=oldest chooses; CONTRIBUTING.md

@@ -27,7 +27,24 @@ GPU_SHARE = 4  # GiB of GPU memory per pytest process, however many processes sh
 
 def pytest_addoption(parser):
     parser.addoption("--log-to", metavar="FOLDER", help="append failures and seconds to files there as they happen")
+    parser.addoption(
+        "--turn", help=f"which long tests are not slow: a number below {marks.TURNS}, or all; default: by the commit"
+    )
     parser.addoption("--record-long", action="store_true", help=f"write the seconds of long tests to {marks.RECORD}")
+
+
+def pytest_report_header(config):
+    turn = _turn(config)
+    which = "all" if turn is None else f"turn {turn} of {marks.TURNS} (--turn {turn})"
+    return f"long tests that are not slow: {which}"
+
+
+def _turn(config) -> int | None:
+    """Return the turn of long tests, or None for all."""
+    asked = config.getoption("--turn")
+    if asked == "all" or config.getoption("--record-long"):
+        return None
+    return marks.turn_of_commit() if asked is None else int(asked)
 
 
 # Folders whose tests share expensive session fixtures (rank processes, the hostile stage): one xdist worker runs each.
@@ -265,6 +282,9 @@ def pytest_collection_modifyitems(config, items):
     import torch
 
     marks.sample(items)
+    turn = _turn(config)
+    if turn is not None:
+        marks.take_turns(items, turn)
     if "PYTEST_XDIST_WORKER" in os.environ:  # the longest files first, so that none is left for the end
         long, seconds = marks.recorded(), collections.Counter()
         for item in items:

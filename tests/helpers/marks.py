@@ -1,9 +1,12 @@
-"""Which tests `make test` runs: all but slow ones, and some of many cases. `make test-all` runs all."""
+"""Which tests `make test` runs: all quick ones, long ones by turns, some of many cases. `make test-all` runs all."""
 
+import subprocess
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
+TURNS = 8  # the long tests of one turn and all quick tests take two cores under eight minutes
 LONG = 0.3  # seconds, fixtures included, from which on a test is long
 RECORD = Path(__file__).parents[1] / "long.txt"  # lines of seconds and test, which `--record-long` writes
 
@@ -22,7 +25,7 @@ def sample(items):
     seen = {}  # test and axis → position by the identity of the axis' values
     for item in items:
         marker = item.get_closest_marker("sampled")
-        if marker is not None and hasattr(item, "callspec"):
+        if marker is not None and hasattr(item, "callspec"):  # a module's mark reaches tests of one case, too
             total = 0
             for axis in _axes(item):
                 positions = seen.setdefault((item.nodeid.partition("[")[0], axis), {})
@@ -48,3 +51,21 @@ def record(seconds: dict[str, float]) -> None:
     """Write the long tests among those of a run."""
     lines = [f"{spent:.1f} {test}\n" for test, spent in sorted(seconds.items()) if spent >= LONG]
     RECORD.write_text("".join(lines), encoding="utf-8")
+
+
+def turn_of_commit() -> int:
+    """Return the turn of the checked-out commit; 0 without git."""
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=RECORD.parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(found.stdout, 16) % TURNS
+
+
+def take_turns(items, turn: int) -> None:
+    """Mark as slow the long tests of other turns."""
+    long = recorded()
+    for item in items:
+        if item.nodeid in long and crc32(item.nodeid.encode()) % TURNS != turn:
+            item.add_marker(pytest.mark.slow)
