@@ -201,6 +201,16 @@ def test_a_replayed_layer_saves_what_a_real_one_does(keys):
     assert found[1] - found[0] == pytest.approx(plan.step(Shape(2, 67), ("keep",)).layers[-1].saved, rel=0.05)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_layers_of_any_number_are_replayed_at_every_level(depth):
+    levels = ("keep", "recompute_mlp", "checkpoint")
+    plan = ModelShapes(run_config(), model_config(depth), torch.device("cuda"))
+    plan.attention = lambda batch: FLASH
+    layers = plan.step(Shape(2, 67), levels).layers
+    assert [layer.saved for layer in layers[-3:]] == sorted((layer.saved for layer in layers[-3:]), reverse=True)
+    assert len({layer.saved for layer in layers[-3:]}) == 3
+
+
 def test_a_preference_step_stays_within_its_plan():
     """The reference's forward saves nothing, and needs no more than the policy's backward."""
     sizes = SIZES | {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 24}

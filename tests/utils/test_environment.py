@@ -74,7 +74,6 @@ def test_unknown_facts_are_null(monkeypatch):
     monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
     monkeypatch.setattr(module, "_cpuinfo", dict)
     report = environment()
-    assert report["halfbyte"]["commit"] is None
     assert report["versions"]["no-such-package"] is None
     assert report["device"] is None
     assert report["gpus"] == report["cpu"]["instruction_sets"] == []

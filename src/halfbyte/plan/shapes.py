@@ -293,13 +293,15 @@ class ModelShapes:
 
     def _step(self, batch: Shape, levels: tuple[str, ...]) -> Step:
         depth = len(self.layers)
-        if depth < 2 or not self._uniform:
+        if not depth or not self._uniform:
             return self._replay(batch, levels * depth)
-        if len(levels) < depth:
+        if depth == 1:
+            steps = [self._replay(batch, (level,)) for level in levels]
+        elif len(levels) < depth:
             steps = [self._replay(batch, (levels[0], *levels))]  # the first differs if embeddings are frozen
         else:
             steps = [self._replay(batch, (level, level)) for level in levels]
-        layers = tuple(layer for step in steps for layer in step.layers[1:])
+        layers = tuple(layer for step in steps for layer in step.layers[min(1, depth - 1) :])
         left_out = sum(self.layer_gradients()[len(steps[0].layers) :]) * self._copy_ratio()
         return replace(steps[-1], before=steps[-1].before + int(left_out), layers=layers)
 

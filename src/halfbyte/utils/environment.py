@@ -129,7 +129,7 @@ def _run(*command: str) -> str | None:
 
 def _commit() -> str | None:
     """Return a checkout's git commit, with -dirty for local changes; None for an installed package."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
     return _run("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
