@@ -331,9 +331,9 @@ def export(
         from .commands import export_for_servers, export_model
 
         if gguf is None or adapter is not None:
-            options = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
-            given = [name for name, value in options.items() if value]
-            return export_for_servers(source, adapter, out, given, trust_remote_code)
+            values = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
+            flags = [name for name, value in values.items() if value]
+            return export_for_servers(source, adapter, out, flags, trust_remote_code)
         export_model(source, gguf, out, adapter_only, importance, trust_remote_code)
 
 

@@ -69,10 +69,10 @@ class Imported:
             lines += ["", "# To be decided: change or remove each of these lines before the run"]
             lines += [f"{dump_value(key, value):<44} # {_comment(why)}" for key, (value, why) in self.undecided.items()]
         for section in SECTIONS:
-            given = [key for key in written_keys(section) if key in self.keys]
-            if given:
+            converted = [key for key in written_keys(section) if key in self.keys]
+            if converted:
                 lines += ["", f"# {section.__doc__}"]
-                lines += [f"{dump_value(key, self.keys[key]):<44} # {_comment(self.origin[key])}" for key in given]
+                lines += [f"{dump_value(key, self.keys[key]):<44} # {_comment(self.origin[key])}" for key in converted]
         lines += [f"{key}: # to be filled in" for key in self.missing]
         if self.left_out:
             lines += ["", "# Left out", *(f"# {_comment(f'{key}: {why}')}" for key, why in self.left_out.items())]
@@ -167,8 +167,8 @@ def _resolve_datasets(imported: Imported, values: dict[str, Any]) -> None:
 
 def _limit_rows(imported: Imported) -> None:
     """Convert ms-swift's `name#rows` to entries with max_samples."""
-    given = imported.keys.get("dataset")
-    paths = given if isinstance(given, list) else [given]
+    dataset = imported.keys.get("dataset")
+    paths = dataset if isinstance(dataset, list) else [dataset]
     limits = [re.fullmatch(r"(.+)#(\d+)", path) if isinstance(path, str) else None for path in paths]
     if any(limits):
         imported.keys["dataset"] = [

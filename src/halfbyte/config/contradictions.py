@@ -206,10 +206,10 @@ def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 
 
 def _option_contradictions(
-    key: str, given: Mapping[str, Any] | None, options: Mapping[str, Option], chosen: str
+    key: str, values: Mapping[str, Any] | None, options: Mapping[str, Option], chosen: str
 ) -> Iterator[Contradiction]:
     """Yield a contradiction for each entry of `key` that is no option of `chosen`, or has a value of another type."""
-    for name, value in (given or {}).items():
+    for name, value in (values or {}).items():
         if (option := options.get(name)) is None:
             near, known = nearest(name, options), ", ".join(options) or "none"
             wrong = f"{key}: {chosen} has no option {brief(name)}"
@@ -221,17 +221,17 @@ def _option_contradictions(
 
 def _schedule_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield contradictions of the schedule's options, and options that a schedule cannot do without."""
-    key, given, chosen = "lr_scheduler_kwargs", config.lr_scheduler_kwargs or {}, config.written("lr_scheduler_type")
-    options = SCHEDULES[config.lr_scheduler_type]
-    yield from _option_contradictions(key, given, options, chosen)
-    floors = [name for name in ("min_lr", "min_lr_rate") if name in given]
+    key, values = "lr_scheduler_kwargs", config.lr_scheduler_kwargs or {}
+    options, chosen = SCHEDULES[config.lr_scheduler_type], config.written("lr_scheduler_type")
+    yield from _option_contradictions(key, values, options, chosen)
+    floors = [name for name in ("min_lr", "min_lr_rate") if name in values]
     if "min_lr_rate" in options and len(floors) != 1:
         wrong = f"{key}: {chosen} needs either min_lr or min_lr_rate"
         yield key, wrong, f"remove {floors[0]}" if floors else f"set {key}: {{min_lr_rate: 0.1}}"
-    if "num_decay_steps" in options and "num_decay_steps" not in given:
+    if "num_decay_steps" in options and "num_decay_steps" not in values:
         wrong = f"{key}: {chosen} needs the number of its last steps, in which the learning rate falls"
         yield key, wrong, f"set {key}: {{num_decay_steps: NUMBER}}"
-    least = given.get("min_lr", 1e-3)  # greedy's default
+    least = values.get("min_lr", 1e-3)  # greedy's default
     if config.lr_scheduler_type == "greedy" and not isinstance(least, str) and least >= config.learning_rate:
         wrong = f"{key}: {chosen} has min_lr {least}, which is not below learning_rate"
         yield key, wrong, f"set {key}: {{min_lr: {config.learning_rate / 100:g}}}"

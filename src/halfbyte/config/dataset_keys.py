@@ -108,9 +108,9 @@ def _paths(entry: dict[str, Any], own_split: bool) -> list[Any]:
     """
     files = entry.get("data_files")
     paths = [entry["path"]] if not files else [files] if isinstance(files, str) else list(files)
-    options = {"split": entry.get("split") if own_split else None, "max_samples": entry.get("samples")}
-    given = {key: value for key, value in options.items() if value is not None}
-    return [{"path": path} | given for path in paths] if given else paths
+    settings = {"split": entry.get("split") if own_split else None, "max_samples": entry.get("samples")}
+    options = {key: value for key, value in settings.items() if value is not None}
+    return [{"path": path} | options for path in paths] if options else paths
 
 
 def _one_or_many(paths: list[Any]) -> Any:

@@ -46,7 +46,7 @@ def check_entries(dataset: Any) -> None:
         PydanticCustomError: an unknown key, a missing path, a value of another type, a negative weight, weights that
             are all 0, or that only some entries have.
     """
-    mappings = [each for each in dataset if isinstance(each, dict)] if isinstance(dataset, list) else []
+    mappings = [entry for entry in dataset if isinstance(entry, dict)] if isinstance(dataset, list) else []
     for mapping in mappings:
         _check_mapping(mapping)
     weights = [mapping["weight"] for mapping in mappings if "weight" in mapping]

@@ -110,11 +110,11 @@ def overridden_keys(values: Values) -> set[str]:
 
 def _qat(value: Any, values: Values) -> Outcome:
     """Convert Axolotl's options of torchao's fake quantization."""
-    given = {key: option for key, option in value.items() if not is_off(option)} if isinstance(value, dict) else {}
-    scheme = given.pop("weight_dtype", None)
-    if given or scheme not in ("int4", "int8", "fp8", "nvfp4", "mxfp4"):
-        others = ", ".join(given) or f"weight_dtype: {scheme}"
-        return Refused(f"qat: {others} has no equivalent", "set qat_scheme: int4, or nf4, int8, fp8, nvfp4")
+    options = {key: option for key, option in value.items() if not is_off(option)} if isinstance(value, dict) else {}
+    scheme = options.pop("weight_dtype", None)
+    if options or scheme not in ("int4", "int8", "fp8", "nvfp4", "mxfp4"):
+        unknown = ", ".join(options) or f"weight_dtype: {scheme}"
+        return Refused(f"qat: {unknown} has no equivalent", "set qat_scheme: int4, or nf4, int8, fp8, nvfp4")
     return Mapped({"qat_scheme": scheme, "load_in_4bit": False})
 
 
@@ -523,10 +523,10 @@ def _section(name: str) -> Converter:
 
     def convert(value: Any, values: Values) -> Outcome:
         inner = {peers.SECTIONS[name].get(key, key): option for key, option in value.items()}
-        given = {key: option for key, option in inner.items() if key not in peers.UNSET or option != peers.UNSET[key]}
+        options = {key: option for key, option in inner.items() if key not in peers.UNSET or option != peers.UNSET[key]}
         keys: Values = {}
-        for key, option in given.items():
-            outcome = Mapped({key: option}) if key in RunKeys.model_fields else translate(key, values | given)
+        for key, option in options.items():
+            outcome = Mapped({key: option}) if key in RunKeys.model_fields else translate(key, values | options)
             if isinstance(outcome, Refused):
                 return Refused(f"{name}: {outcome.why}", outcome.fix)
             if outcome is None:

@@ -239,8 +239,8 @@ REPLACING = (*_FLOORS, "wsd_decay_steps_fraction", "interleave_prob", "interleav
 def _schedule(value: Any, values: Values) -> Outcome:
     """Convert the name of a schedule together with the rate that it ends with."""
     usual = "linear" if "final_lr_fraction" in values else "cosine"
-    given = next((values[key] for key in _NAMES_OF_SCHEDULE if values.get(key)), usual)
-    name = VALUES["lr_scheduler_type"].get(given, given)
+    foreign_name = next((values[key] for key in _NAMES_OF_SCHEDULE if values.get(key)), usual)
+    name = VALUES["lr_scheduler_type"].get(foreign_name, foreign_name)
     floor = next((key for key in _FLOORS if values.get(key)), "")
     options = dict(values.get("lr_scheduler_kwargs") or {})
     if name == "warmup_stable_decay" and values.get("wsd_decay_steps_fraction"):

@@ -105,8 +105,8 @@ def written_keys(section: type[Section]) -> dict[str, FieldInfo]:
 
 def dump_given(config: RunConfig) -> str:
     """Return the keys that were given as YAML, from which `halfbyte train` repeats the run."""
-    given = [key for section in SECTIONS for key in written_keys(section) if key in config.model_fields_set]
-    return "".join(f"{dump_value(key, getattr(config, key))}\n" for key in given)
+    keys = [key for section in SECTIONS for key in written_keys(section) if key in config.model_fields_set]
+    return "".join(f"{dump_value(key, getattr(config, key))}\n" for key in keys)
 
 
 def dump_config(config: RunConfig) -> str:

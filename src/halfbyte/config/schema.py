@@ -247,13 +247,13 @@ class DataSection(Section):
     """The data"""
 
     dataset: str | list[str | dict[str, str | int | float]] = Field(
-        description="training data: a file (jsonl, json, csv, parquet, txt; also as .gz or .zst), folder or hub id, or"
-        " a list of them; an entry of the list may be a mapping {path, weight, split, max_samples}, where"
-        " weight / sum of weights is the dataset's share of the rows that are drawn (before packing)"
+        description="training data: a file (jsonl, json, csv, parquet, txt), folder or hub id, or a list of them or of"
+        " {path, weight, split, max_samples}"
     )
     mixing: Literal["concat", "interleave", "temperature"] = Field(
         "concat",
-        description="rows of several datasets: concat (as many as all have; with weights, each dataset's rows are"
+        description="rows of several datasets, whose shares, before packing, are in proportion to their weights: concat"
+        " (as many as all have; with weights, each dataset's rows are"
         " repeated or sampled to its share), interleave (each dataset's share, in turn, equal without weights, until"
         " `stopping`), temperature (interleave with shares in proportion to size^(1/mixing_temperature))",
     )

@@ -173,9 +173,12 @@ class ChatTemplate:
     def variables(self) -> set[str]:
         """Return the names that the template reads and that no rendering sets, such as Qwen3's `enable_thinking`."""
         environment = chat_template_utils._compile_jinja_template(self.source).environment
-        given = {*inspect.signature(chat_template_utils.render_jinja_template).parameters, "messages"}
-        given |= {*inspect.signature(self.tokenizer.apply_chat_template).parameters, *self.tokenizer.special_tokens_map}
-        return find_undeclared_variables(environment.parse(self.source)) - given - environment.globals.keys()
+        standard = {*inspect.signature(chat_template_utils.render_jinja_template).parameters, "messages"}
+        standard |= {
+            *inspect.signature(self.tokenizer.apply_chat_template).parameters,
+            *self.tokenizer.special_tokens_map,
+        }
+        return find_undeclared_variables(environment.parse(self.source)) - standard - environment.globals.keys()
 
     def render(
         self,

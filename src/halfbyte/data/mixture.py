@@ -56,15 +56,15 @@ def draw_rows(config: RunKeys, origins: np.ndarray) -> np.ndarray:
         return np.arange(len(origins))
     shares = shares_of(config, sizes)
     counts = apportion(total_rows(config, sizes, shares), shares)
-    drawn, places = [], []
+    drawn, positions = [], []
     for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         rows, random = np.flatnonzero(origins == number), np.random.default_rng([config.seed, number])
         passes, left = divmod(count, size or 1)
-        some = np.sort(random.permutation(size)[:left])
-        drawn.append(np.concatenate([np.tile(rows, passes), rows[some]]))
-        places.append((np.arange(count) + 0.5) / max(count, 1))  # spread evenly over the epoch
+        sampled = np.sort(random.permutation(size)[:left])
+        drawn.append(np.concatenate([np.tile(rows, passes), rows[sampled]]))
+        positions.append((np.arange(count) + 0.5) / max(count, 1))  # spread evenly over the epoch
     indices = np.concatenate(drawn)
-    return indices if config.mixing == "concat" else indices[np.argsort(np.concatenate(places), kind="stable")]
+    return indices if config.mixing == "concat" else indices[np.argsort(np.concatenate(positions), kind="stable")]
 
 
 def total_rows(config: RunKeys, sizes: Sequence[int], shares: Sequence[Fraction]) -> int:

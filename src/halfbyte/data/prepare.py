@@ -82,7 +82,7 @@ class PreparedData:
     together: int = 1
     shared: bool = False
     counted: int = 1
-    stream: Any = None
+    stream: Any = None  # its module imports this one
 
 
 @dataclass

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from ..utils.errors import ConfigError, DataError, HalfbyteError, TrainingError
 from .mixture import shares_of, total_rows
 from .prepare import NothingKeptError, Prepare, PreparedData
 from .sources import SAVED, Source, csv_rows, files_to_read, jsonl_rows, suffix_of, without_null
+
+if TYPE_CHECKING:
+    import datasets
 
 LINES = {".jsonl": jsonl_rows, ".ndjson": jsonl_rows, ".csv": csv_rows, ".tsv": csv_rows}
 LARGEST_COUNTED = 2**30  # bytes of a text file whose lines are counted before the run
@@ -64,16 +67,27 @@ class DatasetReader:
     """
 
     def __init__(self, number: int, entry: DatasetEntry, split: str):
-        self.number, self.entry, self.ended = number, entry, False
+        self.number, self.entry = number, entry
+        self.ended = False
         files = files_to_read(entry.path, entry.split or split)
         self.files = [_hub_file(entry.path, entry.split or split)] if files is None else [_file(path) for path in files]
         self.restart()
 
     def restart(self) -> None:
         """Go to the first row."""
-        self._file, self._read, self._row, self._state = 0, 0, 0, None
+        self._file = 0
+        self._read = 0
+        self._begin_file(row=0, state=None)
+
+    def _begin_file(self, row: int, state: Position | None) -> None:
+        """Go to a row of the file, which is not open yet.
+
+        Args:
+            state: of the library datasets, for files that it reads.
+        """
+        self._row, self._state = row, state
         self._rows: Iterator[Any] | None = None
-        self._dataset: Any = None
+        self._dataset: datasets.IterableDataset | None = None
 
     @property
     def position(self) -> Position:
@@ -84,9 +98,9 @@ class DatasetReader:
 
     def seek(self, position: Position) -> None:
         """Go to a `position`."""
-        self.restart()
-        self._file, self._read, self._row = position["file"], position["read"], position["row"]
-        self._state, self.ended = position["state"], position["ended"]
+        self._file, self._read = position["file"], position["read"]
+        self._begin_file(position["row"], position["state"])
+        self.ended = position["ended"]
 
     def take(self, count: int) -> list[Source]:
         """Return the next `count` rows by file; fewer at the dataset's end.
@@ -103,7 +117,8 @@ class DatasetReader:
                 sources.append(source)
                 count -= len(source.rows)
             if count > 0:
-                self._file, self._row, self._state, self._rows, self._dataset = self._file + 1, 0, None, None, None
+                self._file += 1
+                self._begin_file(row=0, state=None)
         return sources
 
     def _take(self, file: _File, count: int) -> Source:
@@ -235,7 +250,8 @@ class RowStream:
         if not sources:
             paths = ", ".join(entry.path for entry in config.datasets)
             raise DataError(f"the dataset is empty: {paths} holds no rows", "put at least one row into it")
-        self.first, self._after_first, self._read = prepare(sources), self._place, _rows_in(sources)
+        self.first, self._after_first = prepare(sources), self._place
+        self._read = _rows_in(sources)
         self.first.report["train"]["streamed"] = True
 
     @property
@@ -346,7 +362,8 @@ class RowStream:
             TrainingError: the stream ends too early, or a later row cannot be read or prepared.
         """
         start = self._resumed or {"block": 0, "row": 0, "datasets": None}
-        number, row, self._starts = start["block"], start["row"], []
+        number, row = start["block"], start["row"]
+        self._starts = []
         for reader, position in zip(self.readers, start["datasets"] or (), strict=False):
             reader.seek(position)
         ended = False

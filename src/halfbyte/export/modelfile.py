@@ -1,8 +1,8 @@
 """An Ollama Modelfile: the weight files, the prompt template, and the stop tokens.
 
 Ollama's templates use Go's text/template. One is derived from the tokenizer's chat template by rendering conversations
-of placeholders, and used if it renders the same text; otherwise Ollama uses the chat template in the GGUF file. Format:
-https://github.com/ollama/ollama/blob/main/docs/modelfile.md
+of placeholders, and used if it renders the same text; otherwise Ollama uses the chat template in the GGUF file. Source:
+"Modelfile reference" of https://docs.ollama.com.
 """
 
 from __future__ import annotations

@@ -154,12 +154,12 @@ class Penalties:
         logits = logits.float()
         if self.repetition != 1:
             seen = counts > 0 if prompted is None else prompted | (counts > 0)
-            penalized = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
-            logits = torch.where(seen, penalized, logits)
-        found = logits - self.frequency * counts - self.presence * (counts > 0)
+            repeated = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
+            logits = torch.where(seen, repeated, logits)
+        penalized = logits - self.frequency * counts - self.presence * (counts > 0)
         if self.bias:
-            found[:, list(self.bias)] += torch.tensor(list(self.bias.values()), device=logits.device)
-        return found
+            penalized[:, list(self.bias)] += torch.tensor(list(self.bias.values()), device=logits.device)
+        return penalized
 
 
 class Sampler:

@@ -195,8 +195,8 @@ def data(run: Run) -> str:
         ),
     )
     shares = [
-        (text(each.get("path")), text(each.get("rows")), text(each.get("drawn")), f"{each.get('share', 0):.1%}")
-        for each in (run.data.get("train") or {}).get("mixture") or []
+        (text(entry.get("path")), text(entry.get("rows")), text(entry.get("drawn")), f"{entry.get('share', 0):.1%}")
+        for entry in (run.data.get("train") or {}).get("mixture") or []
     ]
     mixture = table(("Dataset", "rows", "drawn", "share of the rows"), shares) if shares else ""
     splits = {name: run.data[key] for key, name in (("train", "training"), ("eval", "held out")) if run.data.get(key)}

@@ -32,7 +32,8 @@ class Conversation:
         from ..generation.sampling import stop_tokens
         from ..runs.stop_tokens import trained_stop_tokens
 
-        self.saved, self.sampling, self.max_new_tokens, self.penalties = saved, sampling, max_new_tokens, penalties
+        self.saved, self.max_new_tokens = saved, max_new_tokens
+        self.sampling, self.penalties = sampling, penalties
         self.messages: list[Message] = []
         report = _data_report(saved.place)
         self.style = _style(saved.tokenizer, report)

@@ -95,4 +95,5 @@ class BestEvaluation:
         if document is None or document["metric"] != self.metric:
             notice("best-evaluation", f"evaluations before this step were not compared by {self.metric}")
             return
-        self.value, self.step, self.waited = document["value"], document["step"], document["waited"]
+        self.value, self.step = document["value"], document["step"]
+        self.waited = document["waited"]

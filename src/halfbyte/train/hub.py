@@ -47,9 +47,11 @@ def check_hub_token(config: RunConfig) -> None:
     Raises:
         ConfigError: there is none.
     """
+    if not config.push_to_hub:
+        return
     from huggingface_hub import get_token
 
-    if config.push_to_hub and not (config.hub_token or get_token()):
+    if not (config.hub_token or get_token()):
         wrong = "push_to_hub: there is no access token of the Hugging Face hub"
         raise ConfigError(wrong, "run `hf auth login`, set HF_TOKEN in the environment, or set push_to_hub: false")
 

@@ -107,7 +107,7 @@ class PreparedRun:
 
     Attributes:
         config: the keys with everything that was chosen for them.
-        given: the keys before.
+        written: the configuration as it was written, without what a checkpoint or the plan decides.
         checkpoint: checkpoint to continue from; None for step 0.
         files: the files of the model.
         identity: size of the training set, and digests of the data; see `data_identity`.
@@ -116,7 +116,7 @@ class PreparedRun:
     """
 
     config: RunConfig
-    given: RunConfig
+    written: RunConfig
     method: Method
     mesh: Mesh
     machine: Machine
@@ -174,7 +174,7 @@ def prepare_run(
     if writes:
         check_output(config, resume)
     check_paths(config)
-    given = config
+    written = config
     limit_primitive_caches()
     method = method_of(config)
     BestEvaluation.of(config, method)
@@ -225,7 +225,7 @@ def prepare_run(
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
     run = PreparedRun(
-        config, given, method, mesh, machine, checkpoint, files, tokenizer, data, identity, plan, arguments, prompts,
+        config, written, method, mesh, machine, checkpoint, files, tokenizer, data, identity, plan, arguments, prompts,
         cut,
     )  # fmt: skip
     if writes:

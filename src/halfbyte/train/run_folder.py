@@ -139,7 +139,7 @@ def _write_first(run: OpenRun) -> None:
             checkpoints.copy_best(output, checkpoint)
     run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
     write_text(output / RESOLVED_CONFIG, dump_config(run.prepared.config))
-    _write_given_config(output / GIVEN_CONFIG, run.prepared.given)
+    _write_given_config(output / GIVEN_CONFIG, run.prepared.written)
     write_json(output / DATA_REPORT, run.prepared.data.report)
     write_memory(run, {})
     write_environment(run)

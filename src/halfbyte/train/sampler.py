@@ -93,7 +93,9 @@ class _StreamedMicroBatches(IterableDataset):
     """Lists of `size` rows of a stream after the first `skip` lists: every `ways`-th one, from number `rank`."""
 
     def __init__(self, stream: RowStream, size: int, skip: int, rank: int, ways: int):
-        self.stream, self.size, self.skip, self.rank, self.ways = stream, size, skip, rank, ways
+        self.stream, self.size = stream, size
+        self.skip = skip
+        self.rank, self.ways = rank, ways
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         rows = self.stream.rows(self.skip * self.size)

@@ -100,7 +100,8 @@ class Waits:
             with self._lock, contextlib.suppress(OSError):  # the reader has gone
                 if now < self._due or ended.is_set():
                     continue
-                seconds, self._due, self._announced = now - self._began, now + REPEAT, True
+                seconds = now - self._began
+                self._due, self._announced = now + REPEAT, True
                 so_far = "" if seconds < REPEAT else f" {seconds:.0f} s"
                 console.print(one_line(f"{self.names[-1]} ...{so_far}"), soft_wrap=True)
 
