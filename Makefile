@@ -17,30 +17,26 @@ install = $(PIP) install --quiet -c constraints.txt uv && $(UV) $(PACKAGES) $(1)
 # imported.
 COMPILE = $(BIN)/python -m compileall -qq -j 2 -x /tests/ $(VENV)/lib || true
 
-.PHONY: demo test tests slow-tests long-tests test-all test-cpus test-versions lint gpu-test bnb-tests docs clean
+.PHONY: demo test tests slow-tests test-all test-cpus test-versions lint gpu-test bnb-tests docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
 
-# Style and types are checked beside the tests, whose summary ends the output. Long tests take turns, by the commit
-# (tests/long.txt); TURN=all runs them all. Tests marked `slow` and most cases of those marked `sampled` are left to
-# test-all. long-tests measures on two quiet cores which tests are long.
+# Style and types are checked beside the tests, whose summary ends the output. Tests marked `slow` and most cases of
+# those marked `sampled` are left to slow-tests.
 test: $(VENV)/installed-dev
 	$(MAKE) --no-print-directory -j2 lint tests
 
 tests: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(if $(TURN),--turn $(TURN))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
-# What make test leaves out in every turn, and needs no GPU.
+# What make test leaves out and needs no GPU.
 slow-tests: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow and not gpu" --turn all
-
-long-tests: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --record-long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow and not gpu"
 
 # The suite as older CPUs would run it, one variant after the other (tests/helpers/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint
-	$(BIN)/python -m tests.helpers.cpus $(CPUS) $(if $(TURN),-- --turn $(TURN))
+	$(BIN)/python -m tests.helpers.cpus $(CPUS)
 
 # The suite with the oldest and the newest packages that pyproject.toml allows, in environments of their own, one after
 # the other (tests/helpers/versions.py); ENDS=oldest chooses; CONTRIBUTING.md

@@ -1,6 +1,5 @@
 """Shared fixtures: the folder of real data, tiny models, the seed, the GPU memory limit, and a log of failures."""
 
-import collections
 import contextlib
 import fcntl
 import gc
@@ -27,49 +26,32 @@ GPU_SHARE = 4  # GiB of GPU memory per pytest process, however many processes sh
 
 def pytest_addoption(parser):
     parser.addoption("--log-to", metavar="FOLDER", help="append failures and seconds to files there as they happen")
-    parser.addoption(
-        "--turn", help=f"which long tests are not slow: a number below {marks.TURNS}, or all; default: by the commit"
-    )
-    parser.addoption("--record-long", action="store_true", help=f"write the seconds of long tests to {marks.RECORD}")
-
-
-def pytest_report_header(config):
-    turn = _turn(config)
-    which = "all" if turn is None else f"turn {turn} of {marks.TURNS} (--turn {turn})"
-    return f"long tests that are not slow: {which}"
-
-
-def _turn(config) -> int | None:
-    """Return the turn of long tests, or None for all."""
-    asked = config.getoption("--turn")
-    if asked == "all" or config.getoption("--record-long"):
-        return None
-    return marks.turn_of_commit() if asked is None else int(asked)
 
 
 # Folders whose tests share expensive session fixtures (rank processes, the hostile stage): one xdist worker runs each.
-# They take longest, so they are scheduled first.
-WHOLE = ("tests/hostile/", "tests/parallel/")
+TOGETHER = ("tests/hostile/", "tests/parallel/")
+# What takes longest, by seconds on one core. Scheduled first, so that no worker is left with it at the end.
+LONGEST = ("tests/parallel/", "tests/hostile/")
 
 
 def unit(nodeid: str) -> str:
-    """Return the scheduling unit of a test: its folder if in WHOLE, else its file."""
-    return next((folder for folder in WHOLE if nodeid.startswith(folder)), nodeid.partition("::")[0])
+    """Return the scheduling unit of a test: its folder if in TOGETHER, else its file."""
+    return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Schedule `--dist loadfile` by duration; xdist alone starts with the file of the most tests."""
+    """Schedule `--dist loadfile` by unit, in the order of collection; xdist alone starts with the most tests."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    class Longest(LoadScopeScheduling):
+    class ByUnit(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             return unit(nodeid)
 
     config.option.loadscopereorder = False
-    return Longest(config, log)
+    return ByUnit(config, log)
 
 
 def pytest_configure(config):
@@ -85,8 +67,6 @@ def pytest_configure(config):
     folder = config.getoption("--log-to")
     if folder and not hasattr(config, "workerinput"):  # workers send their reports to the controller
         config.pluginmanager.register(Log(Path(folder)))
-    if config.getoption("--record-long") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Seconds())
 
 
 _imported = 0
@@ -128,19 +108,6 @@ class Log:
         if report.duration >= 1:
             now = time.monotonic() - self.began
             self._append("gpu-seconds.txt", f"{report.duration:.1f} {report.nodeid} {report.when} at {now:.0f}\n")
-
-
-class Seconds:
-    """Record the long tests of a run of all."""
-
-    def __init__(self):
-        self.seconds = collections.defaultdict(float)
-
-    def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid] += report.duration
-
-    def pytest_sessionfinish(self):
-        marks.record(self.seconds)
 
 
 @contextlib.contextmanager
@@ -282,15 +249,9 @@ def pytest_collection_modifyitems(config, items):
     import torch
 
     marks.sample(items)
-    turn = _turn(config)
-    if turn is not None:
-        marks.take_turns(items, turn)
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the longest files first, so that none is left for the end
-        long, seconds = marks.recorded(), collections.Counter()
-        for item in items:
-            if "slow" not in item.keywords:
-                seconds[unit(item.nodeid)] += long.get(item.nodeid, 0)
-        items.sort(key=lambda item: (unit(item.nodeid) not in WHOLE, -seconds[unit(item.nodeid)], item.path))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        rank = {name: position for position, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: (rank.get(unit(item.nodeid), len(rank)), unit(item.nodeid), item.path))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

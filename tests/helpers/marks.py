@@ -1,14 +1,6 @@
-"""Which tests `make test` runs: all quick ones, long ones by turns, some of many cases. `make test-all` runs all."""
-
-import subprocess
-from pathlib import Path
-from zlib import crc32
+"""Which tests `make test` runs: all but those marked slow, and of some tests a sample of the cases."""
 
 import pytest
-
-TURNS = 8  # the long tests of one turn and all quick tests take two cores under eight minutes
-LONG = 0.3  # seconds, fixtures included, from which on a test is long
-RECORD = Path(__file__).parents[1] / "long.txt"  # lines of seconds and test, which `--record-long` writes
 
 
 def slow_except(values, quick):
@@ -37,35 +29,5 @@ def sample(items):
 def _axes(item):
     """Return the names that each `parametrize` sets, and the name of each parametrized fixture."""
     names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    axes = [tuple(name.strip() for name in each.split(",")) if isinstance(each, str) else tuple(each) for each in names]
+    axes = [tuple(n.strip() for n in axis.split(",")) if isinstance(axis, str) else tuple(axis) for axis in names]
     return axes + [(name,) for name in item.callspec.params if all(name not in axis for axis in axes)]
-
-
-def recorded() -> dict[str, float]:
-    """Return the seconds of each long test, by node id."""
-    pairs = (line.split(" ", 1) for line in RECORD.read_text(encoding="utf-8").splitlines())
-    return {test: float(seconds) for seconds, test in pairs}
-
-
-def record(seconds: dict[str, float]) -> None:
-    """Write the long tests among those of a run."""
-    lines = [f"{spent:.1f} {test}\n" for test, spent in sorted(seconds.items()) if spent >= LONG]
-    RECORD.write_text("".join(lines), encoding="utf-8")
-
-
-def turn_of_commit() -> int:
-    """Return the turn of the checked-out commit; 0 without git."""
-    command = ["git", "rev-parse", "--short=8", "HEAD"]
-    try:
-        found = subprocess.run(command, cwd=RECORD.parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return int(found.stdout, 16) % TURNS
-
-
-def take_turns(items, turn: int) -> None:
-    """Mark as slow the long tests of other turns."""
-    long = recorded()
-    for item in items:
-        if item.nodeid in long and crc32(item.nodeid.encode()) % TURNS != turn:
-            item.add_marker(pytest.mark.slow)
