@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from halfbyte.config import RunConfig
 from halfbyte.data.collate import PaddedCollator
+from halfbyte.data.rows import RowTable
 from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.patch import patch
@@ -86,7 +87,7 @@ def make_loop(config, train=None, held_out=None, model=None, graphs=None, recipe
         model=model,
         args=training_arguments(config, device, dtype, rows=len(train), evaluate=held_out is not None),
         device=device,
-        rows=train,
+        rows=RowTable(train),
         held_out=held_out,
         collate=PaddedCollator(0, fused=True) if on_gpu else collate,
         stepper=stepper,

@@ -1,7 +1,7 @@
 """Shares of several datasets in the rows of an epoch, and the rows that an epoch draws from each.
 
 All numbers are exact: a dataset's rows in an epoch are its share of all rows, up to one row. The seed decides which
-rows are repeated or left out; the same data and seed give the same rows. `train.sampler` shuffles them in each epoch.
+rows are repeated or left out; the same data and seed give the same rows. `data.rows` shuffles them in each epoch.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, number_in, recognise
 from .mixture import draw_rows
 from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
+from .rows import StreamedRows
 from .sources import Source, parse_csv_values, read_sources
 from .tables import Table, pack
 
@@ -82,7 +83,7 @@ class PreparedData:
     together: int = 1
     shared: bool = False
     counted: int = 1
-    stream: Any = None  # its module imports this one
+    stream: StreamedRows | None = None
 
 
 @dataclass

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..config.datasets import DatasetEntry
 from ..config.schema import RunKeys
@@ -28,6 +29,7 @@ from ..reading import open_bytes
 from ..utils.errors import ConfigError, DataError, HalfbyteError, TrainingError
 from .mixture import shares_of, total_rows
 from .prepare import NothingKeptError, Prepare, PreparedData
+from .rows import Collate, Position, RankLoader, Row
 from .sources import SAVED, Source, csv_rows, files_to_read, jsonl_rows, suffix_of, without_null
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 LINES = {".jsonl": jsonl_rows, ".ndjson": jsonl_rows, ".csv": csv_rows, ".tsv": csv_rows}
 LARGEST_COUNTED = 2**30  # bytes of a text file whose lines are counted before the run
-Position = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,8 @@ class RowStream:
         check: called with the rows of each later block; may raise.
     """
 
+    row_count = 0  # not known before the stream ends
+
     def __init__(self, config: RunKeys, prepare: Prepare):
         self.config, self.prepare = config, prepare
         self.readers = [
@@ -345,7 +348,7 @@ class RowStream:
 
     # --- positions ---------------------------------------------------------------------------------------------------
 
-    def resume(self, position: Position) -> None:
+    def resume(self, position: Position | None) -> None:
         """Start the next iteration at a `position` of this stream."""
         self._resumed = position
 
@@ -355,7 +358,24 @@ class RowStream:
             self._starts.pop(0)
         return self._starts[0]
 
-    def rows(self, first: int) -> Iterator[dict[str, Any]]:
+    def load(
+        self, size: int, collate: Collate, *, seed: int | None, skip: int, rank: int, ranks: int, pinned: bool
+    ) -> RankLoader:
+        """Return the micro-batches of one rank, see `rows.TrainingRows.load`; the order depends on the run's seed."""
+        total = self.needed // size - skip
+        micro_batches = _MicroBatches(lambda: self._micro_batches(size, skip, total, rank, ranks))
+        loader: DataLoader = DataLoader(micro_batches, batch_size=None, collate_fn=collate, pin_memory=pinned)
+        return RankLoader(loader, total // ranks, total)
+
+    def _micro_batches(self, size: int, skip: int, total: int, rank: int, ranks: int) -> Iterator[list[Row]]:
+        """Yield the rows of each micro-batch of a rank, from micro-batch number `skip` on."""
+        rows = self.rows(skip * size)
+        for number in range(total):
+            micro_batch = list(islice(rows, size))
+            if number % ranks == rank:
+                yield micro_batch
+
+    def rows(self, first: int) -> Iterator[Row]:
         """Yield the rows of the run from row number `first` on.
 
         Raises:
@@ -381,6 +401,16 @@ class RowStream:
             for index in order[max(first - row, 0) :].tolist():
                 yield rows[index]
             number, row = number + 1, row + len(rows)
+
+
+class _MicroBatches(IterableDataset):
+    """Lists of rows, from a function that returns an iterator of them."""
+
+    def __init__(self, iterator: Callable[[], Iterator[list[Row]]]):
+        self.iterator = iterator
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        return self.iterator()
 
 
 def prepared(config: RunKeys, prepare: Prepare) -> PreparedData:

@@ -31,7 +31,7 @@ from transformers.trainer_utils import speed_metrics
 
 from ..batch import take_counts, to_device
 from ..config import RunConfig
-from ..data.streaming import RowStream
+from ..data.rows import RowTable, TrainingRows
 from ..methods import method_of
 from ..methods.base import Batch, Collate, Rows
 from ..modeling.cast_cache import cast_replacements
@@ -99,7 +99,7 @@ class TrainingLoop:
         compute_dtype: dtype of matrix products, independent of the dtype of the trained weights.
         model: a PeftModel, or a transformers model in full fine-tuning, on `device`.
         args: `config` for transformers' callbacks.
-        rows: the training set, or the stream that is read in its place.
+        rows: the training rows.
         held_out: rows to evaluate on.
         collate: the method's collator, rows → a batch.
         stepper: runs the micro-batches of a step: eager, as CUDA graphs or through a pipeline.
@@ -119,7 +119,7 @@ class TrainingLoop:
         model: Any,
         args: TrainingArguments,
         device: torch.device,
-        rows: Rows | RowStream,
+        rows: TrainingRows,
         held_out: Rows | None = None,
         collate: Collate,
         stepper: Stepper,
@@ -178,7 +178,7 @@ class TrainingLoop:
             CheckpointError: `checkpoint` cannot be read.
             Stopped: the process received a signal; a checkpoint of the last step is saved.
         """
-        steps = total_steps(self.config, self._row_count, self.ways)
+        steps = total_steps(self.config, self.rows.row_count, self.ways)
         self._set_up(checkpoint, steps)
         if self.state.global_step >= steps or (self.best and self.best.is_exhausted):
             if self.mesh.is_main:  # the run may have been killed between its last save and the removal of older ones
@@ -212,8 +212,7 @@ class TrainingLoop:
             if self.best is not None:
                 self.best.load(state.get("best"))
                 self._forget_missing(self.best)
-            if isinstance(self.rows, RowStream):
-                self.rows.resume(state["stream"])
+            self.rows.resume(state.get("stream"))
         self.optimizer = make_optimizer(self.model, self.config)
         block = self.optimizer_row.block_of(self.config) if self.scaler is None else 0
         static_gradients = (
@@ -263,13 +262,13 @@ class TrainingLoop:
         return self.config.gradient_accumulation_steps * self.ways
 
     @property
-    def _steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.config, self._row_count, self.ways)
+    def _rows_per_step(self) -> int:
+        """Rows of a step on all ranks."""
+        return self._micro_batches_per_step * self.config.per_device_train_batch_size
 
     @property
-    def _row_count(self) -> int:
-        """Number of rows of the training set; 0 for a stream."""
-        return 0 if isinstance(self.rows, RowStream) else len(self.rows)
+    def _steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.config, self.rows.row_count, self.ways)
 
     def _run(self, checkpoint: Path | None) -> None:
         """Train epochs until a callback requests a stop; DefaultFlowCallback does so at the last step."""
@@ -288,7 +287,7 @@ class TrainingLoop:
             epoch, done, checkpoint = epoch + 1, 0, None
         self._set_optimizer_mode(training=False)
         steps = self.state.global_step - first
-        rows = steps * self._micro_batches_per_step * self.config.per_device_train_batch_size
+        rows = steps * self._rows_per_step
         summary = {"total_flos": 0, "train_loss": self.log.mean_losses / max(steps, 1)}
         self.callbacks.log(speed_metrics("train", began, rows, steps) | summary)
         self.callbacks("on_train_end")
@@ -488,7 +487,7 @@ class TrainingLoop:
         """Return the method's numbers over `rows`, `size` per batch."""
         found, random = Window.of(self.method.numbers.trained), random_states()
         self.model.eval()
-        source = batches(rows, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
+        source = batches(RowTable(rows), size, self.collate, self.mesh, pinned=self.device.type != "cpu")
         with free_stream_caches(self.stepper, self.device), torch.no_grad():
             shared = self.look_ahead.numbers(map(self._to_device, source))
             remaining = iter(self._stop_when_late(source, random, evaluates=True))
@@ -555,20 +554,12 @@ class TrainingLoop:
                     evaluation_pending,
                     self.ways,
                     best=self.best.document() if self.best else None,
-                    stream=self._stream_position,
+                    stream=self.rows.position(self.state.global_step * self._rows_per_step),
                 )
                 write_manifest(folder, self.state.global_step)
         except TrainingError as error:
             raise TrainingError(error.message, f"{error.fix}; {self.guards.last_checkpoint()}") from error
         checkpoints.keep_newest(self.output, self.config.save_total_limit)
-
-    @property
-    def _stream_position(self) -> dict[str, Any] | None:
-        """Position of the next step's rows in a stream; None for other rows."""
-        if not isinstance(self.rows, RowStream):
-            return None
-        rows_per_step = self._micro_batches_per_step * self.config.per_device_train_batch_size
-        return self.rows.position(self.state.global_step * rows_per_step)
 
     def _checkpoint_folder(self) -> Path:
         """Folder of the last step's checkpoint, which need not exist."""

@@ -19,6 +19,7 @@ import torch
 
 from ..auxiliary.reference import add_reference
 from ..config import RunConfig, load_config
+from ..data.rows import RowTable
 from ..generation.sampling import stop_tokens
 from ..modeling.adapters import no_input_casts
 from ..modeling.packing import remove_isolation
@@ -207,8 +208,6 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         results = verified.results
         if run.method.reference:
             rows, held_out, results["reference"] = add_reference(run, model, console)
-        if run.data.stream is not None:
-            rows = run.data.stream
         before = _answers(run, model, pipelined)
         with (
             training_stepper(job, model, pipelined, verified.graphs, console) as stepper,
@@ -222,7 +221,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
                 model=model,
                 args=run.arguments,
                 device=device,
-                rows=rows,
+                rows=RowTable(rows) if run.data.stream is None else run.data.stream,
                 held_out=held_out,
                 collate=run.method.collator(run.config, run.tokenizer, device),
                 stepper=stepper,

@@ -1,0 +1,103 @@
+"""The training rows of a run in the order of its steps, as one protocol for tables and streams.
+
+`RowTable` holds rows that are prepared before the run; `streaming.RowStream` reads them while it trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+Row = dict[str, Any]
+Position = dict[str, Any]  # plain JSON values
+Collate = Callable[[list[Row]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RankLoader:
+    """The collated micro-batches of one rank.
+
+    Attributes:
+        loader: iterates them; if a rank has one less than others, it repeats the last micro-batch of the epoch.
+        count: number of micro-batches without that repetition.
+        total: number of micro-batches of all ranks.
+    """
+
+    loader: DataLoader
+    count: int
+    total: int
+
+
+class TrainingRows(Protocol):
+    """The training rows of a run."""
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows of an epoch; 0 for a stream, which a run passes over once."""
+
+    def position(self, row: int) -> Position | None:
+        """Return what a checkpoint stores to continue with row number `row` (from 0); None: the number suffices."""
+
+    def resume(self, position: Position | None) -> None:
+        """Continue at a `position`."""
+
+    def load(
+        self, size: int, collate: Collate, *, seed: int | None, skip: int, rank: int, ranks: int, pinned: bool
+    ) -> RankLoader:
+        """Return the micro-batches of one rank, of `size` rows each; the last one may be smaller.
+
+        Args:
+            seed: of the order of rows; None: as they are. Streams have their own order.
+            skip: number of micro-batches of all ranks to leave out at the beginning.
+            rank, ranks: the rank takes every `ranks`-th micro-batch, from number `rank` on.
+            pinned: use pinned memory, from which a GPU copies without blocking the host.
+        """
+
+
+class StreamedRows(TrainingRows, Protocol):
+    """The training rows of a run that reads them while it trains.
+
+    Attributes:
+        check: called with the rows of each block after the first; may raise.
+    """
+
+    check: Callable[[Any], None]
+
+    def require(self, rows: int) -> None:
+        """Set the number of rows that the run trains on; raise a ConfigError if the stream is known to be shorter."""
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Training rows that are all prepared; an epoch has each row once."""
+
+    rows: Sequence[Row]
+
+    @property
+    def row_count(self) -> int:
+        return len(self.rows)
+
+    def position(self, row: int) -> Position | None:
+        return None
+
+    def resume(self, position: Position | None) -> None:
+        pass
+
+    def load(
+        self, size: int, collate: Collate, *, seed: int | None, skip: int, rank: int, ranks: int, pinned: bool
+    ) -> RankLoader:
+        sampler: Any = SequentialSampler(self.rows)
+        if seed is not None:
+            sampler = RandomSampler(self.rows, generator=torch.Generator().manual_seed(seed))
+        micro_batches = list(BatchSampler(sampler, size, drop_last=False))[skip:]
+        of_rank: Any = micro_batches[rank::ranks]
+        count = len(of_rank)
+        if count < math.ceil(len(micro_batches) / ranks):
+            of_rank.append(micro_batches[-1])
+        loader: DataLoader = DataLoader(self.rows, batch_sampler=of_rank, collate_fn=collate, pin_memory=pinned)  # type: ignore[arg-type]
+        return RankLoader(loader, count, len(micro_batches))
