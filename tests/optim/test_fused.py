@@ -282,8 +282,8 @@ def test_strided_and_empty_parameters():
 
 def test_positive_second_moments_are_never_rounded_to_zero():
     values = torch.tensor([1.0, 1e-12, 0.0] + [1e-20] * 500)
-    for name in ("dynamic8", "companded8", "e4m3"):
-        for signed in (False, True) if name == "dynamic8" else (name == "e4m3",):
+    for name in ("dynamic8", "companded8"):
+        for signed in (False, True) if name == "dynamic8" else (False,):
             storage = STORAGES[name]
             decoded = storage.decode(*storage.encode(values, signed, positive=True), signed, len(values))
             assert (decoded[values > 0] > 0).sum() >= 256 if name != "companded8" else decoded[1] > 0
@@ -299,7 +299,7 @@ def test_storage_decodes_what_it_encodes(storage):
             values = torch.randn(n) if signed else torch.randn(n).square()
             values[:: chosen.block or 1] = 10.0  # the signed maps have 1, but not -1
             codes, scales = chosen.encode(values, signed)
-            assert codes.numel() == chosen.codes(n)
+            assert codes.numel() == n
             assert (0 if scales is None else scales.numel()) == chosen.scales(n)
             once = chosen.decode(codes, scales, signed, n)
             again = chosen.decode(*chosen.encode(once, signed), signed, n)
@@ -311,7 +311,7 @@ def test_storage_decodes_what_it_encodes(storage):
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (lambda p: fused.Lion(p, storage="dynamic4"), "storage"),
+        (lambda p: fused.RMSprop(p, storage="companded8"), "storage"),
         (lambda p: fused.AdamW(p, storage="int3"), "storage"),
         (lambda p: fused.AdamW(p, rounding="up"), "rounding"),
     ],
@@ -323,10 +323,10 @@ def test_unknown_options_are_named(make, key):
 
 def test_other_states_are_refused():
     made, eight = trained(lambda g: fused.AdamW(g, storage="dynamic8"), steps=1)
-    _, four = trained(lambda g: fused.AdamW(g, storage="dynamic4"), steps=1)
+    _, companded = trained(lambda g: fused.AdamW(g, storage="companded8"), steps=1)
     _, lion = trained(lambda g: fused.Lion(g, storage="dynamic8"), steps=1)
     optimizer = fused.AdamW(groups_of(made), storage="dynamic8")
-    for other in (four, lion):
+    for other in (companded, lion):
         with pytest.raises(CheckpointError):
             optimizer.load_state_dict(other.state_dict())
     with pytest.raises(CheckpointError):

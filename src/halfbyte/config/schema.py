@@ -34,7 +34,7 @@ Level = Literal[  # described in memory.activations
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
 Axis = Literal["data", "shard", "tensor", "pipeline", "context"]
-StateBits = Literal[4, 8, 16, 32]  # the keys of optim.STORAGE_OF_BITS
+StateBits = Literal[8, 16, 32]  # the keys of optim.STORAGE_OF_BITS
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Scale = Annotated[float, Field(ge=1e-8)]  # a smaller scale underflows the adapter's gradients
 
@@ -353,7 +353,7 @@ class TrainingSection(Section):
     )
     optim_bits: StateBits | dict[str, StateBits] | None = Field(
         None,
-        description="bits of the optimizer's state (4, 8, 16, 32), or a mapping of patterns of parameter names to bits,"
+        description="bits of the optimizer's state (8, 16, 32), or a mapping of patterns of parameter names to bits,"
         ' `{"*embed_tokens*": 32}`, of which the last that matches decides; default: by optim',
     )
     optim_in_backward: bool | Literal["auto"] = Field(

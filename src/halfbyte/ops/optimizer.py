@@ -359,8 +359,7 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
 def _copy_if(kept: Tensor, target: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
     for old, new in zip(target, values, strict=True):
         if old is not None and new is not None:
-            bytes_ = torch.uint8 if old.dtype == torch.float8_e4m3fn else old.dtype  # `where` has no float8
-            old.view(bytes_).copy_(torch.where(kept, new.view(bytes_), old.view(bytes_)))
+            old.copy_(torch.where(kept, new, old))
 
 
 def full_weight(weight: Tensor, correction: Tensor | None) -> Tensor:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -409,7 +408,7 @@ class FusedOptimizer(Optimizer):
         weight = local_of(group["params"][index])
         expected: dict[str, tuple[int, torch.dtype]] = {}
         for number, signed in enumerate(RULES[self.rule].signed):
-            sizes = storage.codes(weight.numel()), storage.scales(weight.numel())
+            sizes = weight.numel(), storage.scales(weight.numel())
             dtypes = storage.codes_dtype(signed), storage.scale_dtype
             keys = state_keys(self.rule, storage.name, number)
             expected |= zip(keys, zip(sizes, dtypes, strict=True), strict=False)
@@ -508,11 +507,11 @@ class FusedOptimizer(Optimizer):
             found = [saved[key] for key in keys if key in saved]
             if not storage.block and not (isinstance(saved.get(name), Tensor) and saved[name].is_floating_point()):
                 found = []
-            if len(found) != len(keys) or not _fits(found[0], storage, elements, local):
+            if len(found) != len(keys) or not _fits(found[0], elements, local):
                 have, wanted = ", ".join(key for key in saved if key != WRAPPED), ", ".join(keys)
                 raise CheckpointError(
                     f"the saved state of parameter {number} has {have}; rule {self.rule} with storage {storage.name}"
-                    f" needs {wanted} of {storage.codes(elements)} elements and the shape {[*local.shape]}",
+                    f" needs {wanted} of {elements} elements and the shape {[*local.shape]}",
                     "resume with the optimizer that saved it",
                 )
             dtypes = (storage.codes_dtype(signed), storage.scale_dtype)
@@ -554,28 +553,20 @@ def elements_per_entry(key: str, value: Any, elements: int) -> int:
     if key.startswith("absmax"):
         each = STORAGES["dynamic8"].block
     elif key.endswith("::scales"):
-        each = STORAGES["companded8"].block  # the other storages with scales of their own are not sharded
+        each = STORAGES["companded8"].block
     return each if value.dim() and value.numel() == -(-elements // each) else 0
 
 
-def _fits(codes: Tensor, storage: Storage, elements: int, weight: Tensor) -> bool:
-    """Whether saved codes are of a weight with these elements and this shape. Two codes in a byte may be flat."""
-    if codes.numel() != storage.codes(elements) or elements != weight.numel():
-        return codes.numel() == storage.codes(elements)
-    return codes.shape == _shape_of_codes(codes, weight) or (codes.dim() == 1 and storage.packed == 2)
-
-
-def _shape_of_codes(codes: Tensor, weight: Tensor) -> torch.Size:
-    """Shape in which the codes of a weight are saved: the weight's, with half of its last size for two in a byte."""
-    if codes.numel() == weight.numel():
-        return weight.shape
-    halves = (*weight.shape[:-1], weight.shape[-1] // 2) if weight.dim() else ()
-    return torch.Size(halves) if math.prod(halves) * 2 == weight.numel() == codes.numel() * 2 else codes.shape
+def _fits(codes: Tensor, elements: int, weight: Tensor) -> bool:
+    """Whether saved codes are of a weight with these elements and this shape."""
+    return codes.numel() == elements and (elements != weight.numel() or codes.shape == weight.shape)
 
 
 def _put(state: dict[str, Any], keys: Iterable[str], parts: tuple[Tensor, Tensor | None], weight: Tensor) -> None:
     codes, scales = parts
-    state.update(zip(keys, (codes.view(_shape_of_codes(codes, weight)), scales), strict=False))
+    if codes.numel() == weight.numel():
+        codes = codes.view(weight.shape)
+    state.update(zip(keys, (codes, scales), strict=False))
 
 
 def _from_bitsandbytes(rule: str, saved: dict[str, Any]) -> dict[str, Any]:

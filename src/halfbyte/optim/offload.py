@@ -234,7 +234,7 @@ class HostState:
         """Copy the state into pinned buffers."""
         own, storage = self.parameters, STORAGES[self.parameters.storage]
         for number in range(len(own.states[0])):
-            self._add(storage.packed, [states[number][0] for states in own.states])
+            self._add(1, [states[number][0] for states in own.states])
             scales = [each for states in own.states if (each := states[number][1]) is not None]
             if scales:
                 self._add(storage.block, scales)

@@ -152,10 +152,10 @@ ANY_PRECISION_OPTIONS = {"use_kahan_summation": Option(False)} | {
 # Storages of the state that the rule of each class of `fused` takes; see `ops.optimizer.RULES`.
 BASIC = ("fp32", "bf16", "dynamic8")
 STORAGES = {
-    "AdamW": (*BASIC, "companded8", "dynamic4", "e4m3"), "LAMB": (*BASIC, "companded8", "dynamic4", "e4m3"),
-    "AdEMAMix": BASIC, "Lion": (*BASIC, "companded8"), "LARS": (*BASIC, "companded8"), "RMSprop": BASIC,
+    "AdamW": (*BASIC, "companded8"), "LAMB": (*BASIC, "companded8"), "Lion": (*BASIC, "companded8"),
+    "LARS": (*BASIC, "companded8"), "AdEMAMix": BASIC, "RMSprop": BASIC,
 }  # fmt: skip
-STORAGE_OF_BITS = {4: "dynamic4", 8: "dynamic8", 16: "bf16", 32: "fp32"}  # storage by `optim_bits`
+STORAGE_OF_BITS = {8: "dynamic8", 16: "bf16", 32: "fp32"}  # storage by `optim_bits`
 SLICED = {"fp32": 1, "weight": 1, "bf16": 1, "dynamic8": 256, "companded8": 256}  # storage → where `shard` may cut
 
 

@@ -318,8 +318,7 @@ def _fused(
 
     def block(settings: Settings) -> int:
         base, patterns = storages(settings)
-        cuts = {SLICED.get(each, 0) for each in (base, *patterns.values())}
-        return 0 if 0 in cuts else max(cuts)
+        return max(SLICED[storage] for storage in (base, *patterns.values()))
 
     adam_keys = {"AdamW": ADAM_KEYS, "AdEMAMix": ADAM_KEYS, "Lion": BETAS, "LAMB": BETAS}.get(kind, ())
     row = Optimizer(make, total, declared, adam_keys, guarded=True, capturable=not offload, in_backward=True)

@@ -8,8 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
+from ...ops.codebooks import dynamic_map
 from ...ops.optimizer import ROUNDINGS, RULES, Parameters, update_parameters
-from ...ops.optimizer_state import code_values
 from ..device import device_at, device_of
 from ..operands import bump_versions
 from ..parameter_tables import COLUMNS, TILE, tables
@@ -45,7 +45,7 @@ def _kernel(device: int, rule: str, rounding: str, weight: torch.dtype, gradient
 
 @functools.cache
 def _values(device: torch.device) -> Tensor:
-    return torch.stack([code_values(8, signed) for signed in (True, False)]).to(device)
+    return torch.stack([dynamic_map(signed=signed) for signed in (True, False)]).to(device)
 
 
 def obstacle(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_inf: Tensor | None) -> str | None:

@@ -13,7 +13,7 @@
 #endif
 
 enum { ADAMW, ADEMAMIX, LION, MOMENTUM, RMSPROP, ADAGRAD };
-enum { STATE_FP32, STATE_BF16, DYNAMIC8, COMPANDED8, DYNAMIC4, E4M3 };
+enum { STATE_FP32, STATE_BF16, DYNAMIC8, COMPANDED8 };
 enum { NO_TRUST, LAMB, LARS, CLIP }; /* ops.optimizer.TRUSTS */
 enum { NEAREST, STOCHASTIC, CORRECTION8, CORRECTION16 };
 enum { TILE = 512, GRAIN = 32, LARGEST_BLOCK = 256 };
@@ -142,7 +142,7 @@ static void narrow(void *restrict out, const float *restrict in, int64_t at, int
 
 /* Storages. Loops run over whole blocks; values behind the parameter's end are zero. */
 
-INLINE int block_of(int storage) { return storage == COMPANDED8 ? 32 : storage == DYNAMIC4 ? 128 : 256; }
+INLINE int block_of(int storage) { return storage == COMPANDED8 ? 32 : 256; }
 
 INLINE float scale_at(state s, int64_t number, int storage) {
     if (storage == COMPANDED8) return (float)((const _Float16 *)s.scales)[number];
@@ -151,26 +151,20 @@ INLINE float scale_at(state s, int64_t number, int storage) {
 
 INLINE void decode_as(state s, int64_t start, int n, float *restrict out, const float *restrict values, int storage,
                       int is_signed) {
-    const int block = block_of(storage), packed = storage == DYNAMIC4, blocks = (n + block - 1) / block;
-    const uint8_t *codes = (const uint8_t *)s.codes + (packed ? start / 2 : start);
+    const int block = block_of(storage), blocks = (n + block - 1) / block;
+    const uint8_t *codes = (const uint8_t *)s.codes + start;
     uint8_t copy[TILE];
-    if (!packed && n % block) codes = memcpy(copy, codes, (size_t)n); /* loops read whole blocks */
-    for (int b = 0; b < blocks; b++, codes += packed ? block / 2 : block, out += block) {
-        int64_t number = start / block + b;
-        float scale = scale_at(s, number, storage);
-        if (packed) {
-            for (int i = 0; i < block / 2; i++) out[i] = values[codes[i] & 15] * scale;
-            for (int i = 0; i < block / 2; i++) out[block / 2 + i] = values[codes[i] >> 4] * scale;
-        } else {
-            for (int i = 0; i < block; i++) out[i] = values[codes[i]] * scale;
-            if (storage == COMPANDED8 && !is_signed)
-                for (int i = 0; i < block; i++) out[i] *= out[i];
-        }
+    if (n % block) codes = memcpy(copy, codes, (size_t)n); /* loops read whole blocks */
+    for (int b = 0; b < blocks; b++, codes += block, out += block) {
+        float scale = scale_at(s, start / block + b, storage);
+        for (int i = 0; i < block; i++) out[i] = values[codes[i]] * scale;
+        if (storage == COMPANDED8 && !is_signed)
+            for (int i = 0; i < block; i++) out[i] *= out[i];
     }
     if (n % block) memset(out - (block - n % block), 0, (size_t)(block - n % block) * 4);
 }
 
-/* Codes of dynamic8 or dynamic4 for the values of one block, whose magnitudes are at most `divisor`.
+/* Codes of dynamic8 for the values of one block, whose magnitudes are at most `divisor`.
 
    `key` is the ratio's bits as an integer with the same order. A bucket holds the keys that are equal but for the
    lowest `shift` bits; at most one midpoint of neighbouring codes is among them. A bucket's entry has the number of
@@ -178,8 +172,8 @@ INLINE void decode_as(state s, int64_t start, int n, float *restrict out, const 
    midpoint.
    Loops are separate because scalar loads from the table are faster than gathers on current processors. */
 INLINE void dynamic_block(const float *restrict values, float divisor, uint8_t *restrict codes,
-                          const uint32_t *restrict buckets, int storage, int is_signed, int square) {
-    const int block = block_of(storage), shift = is_signed ? 17 : 16;
+                          const uint32_t *restrict buckets, int is_signed, int square) {
+    const int block = block_of(DYNAMIC8), shift = is_signed ? 17 : 16;
     const int32_t lowest = is_signed ? -(0x3f800000 >> shift) - 1 : 0; /* bucket of -1 */
     const uint32_t least = is_signed ? 128 : 1;
     uint16_t bucket[LARGEST_BLOCK];
@@ -193,7 +187,7 @@ INLINE void dynamic_block(const float *restrict values, float divisor, uint8_t *
     for (int i = 0; i < block; i++) sums[i] += buckets[bucket[i]];
     for (int i = 0; i < block; i++) {
         uint32_t code = sums[i] >> 24;
-        if (storage == DYNAMIC8 && square) code = values[i] > 0 && code < least ? least : code;
+        if (square) code = values[i] > 0 && code < least ? least : code;
         codes[i] = (uint8_t)code;
     }
 }
@@ -215,23 +209,11 @@ INLINE void companded_block(const float *restrict values, float divisor, uint8_t
     }
 }
 
-INLINE void e4m3_block(const float *restrict values, float divisor, uint8_t *restrict codes, int square) {
-    for (int i = 0; i < 256; i++) {
-        float ratio = values[i] / divisor, top = fabsf(ratio) > 448.0f ? 448.0f : fabsf(ratio);
-        uint32_t size = bits_of(top), sign = bits_of(ratio) >> 24 & 0x80;
-        uint32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-        uint32_t subnormal = bits_of(top + 16384.0f) - 0x46800000u; /* multiples of 2^-9 */
-        uint32_t code = (size < 0x3c800000u ? subnormal : normal) | sign;
-        if (square) code = values[i] > 0 && code < 1 ? 1 : code;
-        codes[i] = (uint8_t)code;
-    }
-}
-
 INLINE void encode_as(state s, int64_t start, int n, float *restrict values, const code_table *table, int storage,
                       int is_signed, int square) {
-    const int block = block_of(storage), packed = storage == DYNAMIC4, blocks = (n + block - 1) / block;
-    uint8_t *codes = (uint8_t *)s.codes + (packed ? start / 2 : start), buffer[LARGEST_BLOCK];
-    for (int b = 0; b < blocks; b++, values += block, codes += packed ? block / 2 : block) {
+    const int block = block_of(storage), blocks = (n + block - 1) / block;
+    uint8_t *codes = (uint8_t *)s.codes + start, buffer[LARGEST_BLOCK];
+    for (int b = 0; b < blocks; b++, values += block, codes += block) {
         int64_t number = start / block + b;
         if (storage == COMPANDED8 && !is_signed)
             for (int i = 0; i < block; i++) values[i] = sqrtf(values[i]);
@@ -241,7 +223,6 @@ INLINE void encode_as(state s, int64_t start, int n, float *restrict values, con
             top = size > top ? size : top;
         }
         float scale = float_of((uint32_t)top);
-        if (storage == E4M3) scale /= 448.0f;
         if (storage == COMPANDED8) {
             _Float16 half = (_Float16)scale;
             ((_Float16 *)s.scales)[number] = half;
@@ -251,14 +232,11 @@ INLINE void encode_as(state s, int64_t start, int n, float *restrict values, con
         }
         float divisor = scale == 0.0f ? 1.0f : scale;
         int left = n - b * block < block ? n - b * block : block;
-        uint8_t *to = packed || left < block ? buffer : codes;
+        uint8_t *to = left < block ? buffer : codes;
         if (storage == COMPANDED8) companded_block(values, divisor, to, is_signed, square);
-        else if (storage == E4M3) e4m3_block(values, divisor, to, square);
-        else if (top < 0x7f800000) dynamic_block(values, divisor, to, table->buckets, storage, is_signed, square);
+        else if (top < 0x7f800000) dynamic_block(values, divisor, to, table->buckets, is_signed, square);
         else memset(to, 0, (size_t)block); /* NaN or Inf: any codes will do */
-        if (packed)
-            for (int i = 0; i < block / 2; i++) codes[i] = (uint8_t)(buffer[i] | buffer[block / 2 + i] << 4);
-        else if (left < block) memcpy(codes, buffer, (size_t)left);
+        if (left < block) memcpy(codes, buffer, (size_t)left);
     }
 }
 
@@ -272,8 +250,6 @@ static void decode(const update_job *job, state s, int64_t start, int n, float *
     case STATE_BF16: widen(out, s.codes, start, n, BF16); break;
     case DYNAMIC8: BY_SIGN(decode_as, DYNAMIC8, s, start, n, out, values); break;
     case COMPANDED8: BY_SIGN(decode_as, COMPANDED8, s, start, n, out, values); break;
-    case DYNAMIC4: BY_SIGN(decode_as, DYNAMIC4, s, start, n, out, values); break;
-    case E4M3: BY_SIGN(decode_as, E4M3, s, start, n, out, values); break;
     }
 }
 
@@ -289,8 +265,6 @@ static void encode(const update_job *job, state s, int64_t start, int n, float *
     case STATE_BF16: narrow(s.codes, values, start, n, BF16); break;
     case DYNAMIC8: BY_KIND(DYNAMIC8); break;
     case COMPANDED8: BY_KIND(COMPANDED8); break;
-    case DYNAMIC4: BY_KIND(DYNAMIC4); break;
-    case E4M3: BY_KIND(E4M3); break;
     }
 }
 

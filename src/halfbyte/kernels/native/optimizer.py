@@ -54,12 +54,12 @@ TILE = _lib.halfbyte_optimizer_tile()
 @functools.cache
 def _code_table(storage: Storage, signed: bool) -> tuple[Tensor, Tensor | None]:
     """fp32 values of the codes for a scale of 1, and the uint32 entries of `dynamic_block`."""
-    codes = torch.arange(16 if storage.packed == 2 else 256, dtype=torch.uint8).view(storage.codes_dtype(signed))
+    codes = torch.arange(256, dtype=torch.uint8).view(storage.codes_dtype(signed))
     values = storage.ratios(codes, signed)
-    if not storage.name.startswith("dynamic"):
+    if storage.name != "dynamic8":
         return values, None
     limits = middles(values)
-    if storage.name == "dynamic8" and signed:  # a negative ratio does not get the code of zero
+    if signed:  # a negative ratio does not get the code of zero
         limits[126] = -torch.finfo(torch.float32).smallest_normal * 2**-23
     shift = 17 if signed else 16
     keys, (last,) = _keys(limits), _keys(torch.ones(1)).tolist()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -21,13 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops import optimizer as reference
+from ...ops.codebooks import dynamic_map
 from ...ops.optimizer import RULES, SETTINGS, Coefficients, Parameters
-from ...ops.optimizer_state import E4M3_MAX, STORAGES, code_values, middles
+from ...ops.optimizer_state import STORAGES, middles
 from .. import parameter_tables
 from ..operands import bump_versions
 from ..parameter_tables import TILE, ends_of_tiles, tables
 from ..tiling import ceil_div
-from .float8 import e4m3, float8_obstacle, to_float8
 from .launch import Launcher
 
 PROGRAMS = 1024  # that sum the gradients' squares
@@ -35,7 +34,6 @@ WARPS = 4
 SETTING = tl.constexpr(len(SETTINGS))
 COEFFICIENTS = tl.constexpr(len(Coefficients._fields))
 COLUMNS = tl.constexpr(parameter_tables.COLUMNS)
-LIMIT = tl.constexpr(E4M3_MAX)
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -223,15 +221,7 @@ def _decode(
             value = code.to(tl.float32) / 255.0 * scale
             return value * value
         scale = _load(_pointer(scales, tl.float32, False) + START // BLOCK, row, blocks, MASKED)
-        if STORAGE == "dynamic4":
-            HALF: tl.constexpr = BLOCK // 2
-            byte = row * HALF + column % HALF
-            code = _load(_pointer(codes, tl.uint8, ALIGNED) + START // 2, byte, blocks * HALF, MASKED).to(tl.int32)
-            code = (code >> (column // HALF * 4)) & 15
-            return tl.load(values_ptr + code) * scale
         code = _load(_pointer(codes, tl.uint8, ALIGNED) + START, at, left, MASKED)
-        if STORAGE == "e4m3":
-            return e4m3(code) * scale
         return tl.load(values_ptr + code.to(tl.int32)) * scale
 
 
@@ -255,8 +245,6 @@ def _encode(
             values = tl.where(at < left, values, 0.0)
         scale = tl.max(tl.abs(values), axis=1)[:, None]
         blocks = (left + BLOCK - 1) // BLOCK
-        if STORAGE == "e4m3":
-            scale = tl.div_rn(scale, LIMIT)
         if STORAGE == "companded8":
             half = scale.to(tl.float16)
             _store(_pointer(scales, tl.float16, False) + START // BLOCK, row, half, blocks, MASKED)
@@ -276,20 +264,6 @@ def _encode(
                 code = (ratio + 12582912.0 - 12582912.0).to(tl.int32)
                 code = tl.where(values > 0, tl.maximum(code, 1), code).to(tl.uint8)
                 _store(_pointer(codes, tl.uint8, ALIGNED) + START, at, code, left, MASKED)
-        elif STORAGE == "e4m3":
-            code = to_float8(ratio, 1.0, LIMIT).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-            if SQUARE:
-                code = tl.where(values > 0, tl.maximum(code.to(tl.int32), 1), 0).to(tl.uint8)
-            _store(_pointer(codes, tl.uint8, ALIGNED) + START, at, code, left, MASKED)
-        elif STORAGE == "dynamic4":
-            HALF: tl.constexpr = BLOCK // 2
-            code = (ratio > tl.load(middles_ptr)).to(tl.int32)
-            for step in tl.static_range(1, 15):
-                code += (ratio > tl.load(middles_ptr + step)).to(tl.int32)
-            code = code << (column // HALF * 4)
-            pair = tl.sum(tl.reshape(code, (TILE // BLOCK, 2, HALF)), axis=1).to(tl.uint8)
-            byte = tl.arange(0, TILE // BLOCK)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-            _store(_pointer(codes, tl.uint8, ALIGNED) + START // 2, byte, pair, blocks * HALF, MASKED)
         else:
             code = _encode_dynamic(ratio, middles_ptr, SIGNED)
             if SQUARE:
@@ -572,15 +546,7 @@ def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
     return unused if tensor is None else tensor
 
 
-def obstacle(coefficients: Tensor, steps: Tensor, parameters: Parameters, *_: Any, **__: Any) -> str | None:
-    return float8_obstacle(coefficients) if parameters.storage == "e4m3" else None
-
-
-def trust_obstacle(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> str | None:
-    return next((why for some in parameters if (why := obstacle(coefficients, coefficients, some))), None)
-
-
-@reference.scale_by_trust.kernel("cuda", "xpu", unless=trust_obstacle)
+@reference.scale_by_trust.kernel("cuda", "xpu")
 def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> Tensor:
     device = coefficients.device
     squares = torch.zeros(len(coefficients), 2, device=device)
@@ -589,7 +555,7 @@ def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust
         tiles, table, aligned = tables(some, device)
         ends = ends_of_tiles(some, device)
         partial = torch.empty(len(tiles), 2, device=device)
-        values1, _, values2, _ = _code_tables(8 // storage.packed, device)
+        values1, _, values2, _ = _code_tables(device)
         if len(tiles):
             _trust_launcher(
                 len(tiles),
@@ -609,13 +575,13 @@ def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust
     return squares
 
 
-@reference.update_parameters.kernel("cuda", "xpu", unless=obstacle)
+@reference.update_parameters.kernel("cuda", "xpu")
 def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_inf: Tensor | None) -> None:
     storage = STORAGES[parameters.storage]
     tiles, table, aligned = tables(parameters, coefficients.device)
     if not len(tiles):
         return
-    codes = _code_tables(8 // storage.packed, coefficients.device)
+    codes = _code_tables(coefficients.device)
     _update_launcher(
         len(tiles),
         (tiles, table, coefficients, steps, _or(found_inf, steps), *codes),
@@ -631,7 +597,7 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
 
 
 @functools.cache
-def _code_tables(bits: int, device: torch.device) -> tuple[Tensor, ...]:
+def _code_tables(device: torch.device) -> tuple[Tensor, ...]:
     """Values and midpoints of the codes, signed then unsigned."""
-    maps = [code_values(bits, signed).to(device) for signed in (True, False)]
+    maps = [dynamic_map(signed=signed).to(device) for signed in (True, False)]
     return tuple(table for values in maps for table in (values, middles(values)))
