@@ -43,9 +43,9 @@ from benchmarks.harness import (
 )
 from benchmarks.step_model import WARMUP, build, random_batch, timed
 from halfbyte.config import Parallel
+from halfbyte.mesh.mesh import SINGLE_PROCESS, Mesh, present_mesh
+from halfbyte.mesh.reduction import clip_gradients, sum_gradients
 from halfbyte.modeling.cast_cache import cast_replacements
-from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
-from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.parallel.shard.model import has_static_gradients, shard_model, sharded
 from halfbyte.parallel.shard.optimizer import shard_optimizer
 from halfbyte.train.stepper import GraphedStepper, Stepper
@@ -149,7 +149,7 @@ def data(mesh: Mesh, results: Results) -> None:
 def tensor(mesh: Mesh, results: Results) -> None:
     """Time one GPU alone, then all. Also compares the first step's loss and gradient norm."""
     import halfbyte
-    from halfbyte.parallel.tensor.model import apply_tensor_parallel
+    from halfbyte.parallel.tensor import apply_tensor_parallel
 
     rows, length, found = ROWS, TOKENS, dict[str, Any]()
     mesh = mesh.with_layout(Parallel(tensor=mesh.size))

@@ -2,7 +2,7 @@
 
 A batch is a dictionary from column to value. Every column that halfbyte reads is declared here, once. To add one (an
 image, say): declare its name, list it in `TOKEN_COLUMNS` if it has a value per token, and in `OWN_COLUMNS` if the
-model's forward does not take it. Context parallelism splits the token columns (`parallel.context.model.context_shard`),
+model's forward does not take it. Context parallelism splits the token columns (`parallel.context.context_shard`),
 and ranks that compute together pad them to one shape (`parallel.rank_sync`).
 
 Shapes: B sequences, T tokens of each, M trained tokens of the whole batch, N answers.

@@ -10,7 +10,7 @@ RANK, FOLDER = int(os.environ["RANK"]), Path(sys.argv[2])
 
 
 def fail(error, cause=None):
-    from halfbyte.parallel.launch.ranks import report_error
+    from halfbyte.mesh.ranks import report_error
 
     assert report_error(error, cause or error, bug=False)
     os._exit(1)
@@ -24,8 +24,8 @@ def all_alike():
 
 def one_raises():
     """The other waits for it, and says so."""
-    from halfbyte.parallel.launch.ranks import lost_peer_error
-    from halfbyte.parallel.mesh import present_mesh
+    from halfbyte.mesh.mesh import present_mesh
+    from halfbyte.mesh.ranks import lost_peer_error
     from halfbyte.utils.errors import TrainingError
 
     with present_mesh() as mesh:

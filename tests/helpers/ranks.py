@@ -91,7 +91,7 @@ def _rank(rank, size, kind, port, pipe, path):
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "HF_HUB_OFFLINE": "1"}
     import torch
 
-    from halfbyte.parallel.mesh import present_mesh
+    from halfbyte.mesh.mesh import present_mesh
 
     torch.set_num_threads(1)
     _cheapen()

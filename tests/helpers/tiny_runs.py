@@ -9,11 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from halfbyte.config import RunConfig
 from halfbyte.data.collate import PaddedCollator
 from halfbyte.data.rows import RowTable
+from halfbyte.mesh.mesh import SINGLE_PROCESS
 from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train.callbacks import training_arguments
 from halfbyte.train.loop import TrainingLoop, seed_process

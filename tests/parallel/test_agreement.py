@@ -83,7 +83,7 @@ def test_output_dir_invisible_to_a_rank_is_reported(two, tmp_path):
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
 def test_accelerate_parallelism_is_refused(monkeypatch, name):
-    from halfbyte.parallel.launch.ranks import rendezvous
+    from halfbyte.mesh.ranks import rendezvous
 
     monkeypatch.setenv(name, "true")
     with pytest.raises(ConfigError, match=name), rendezvous(2):
@@ -91,7 +91,7 @@ def test_accelerate_parallelism_is_refused(monkeypatch, name):
 
 
 def test_missing_master_address_is_reported(monkeypatch):
-    from halfbyte.parallel.mesh import present_mesh
+    from halfbyte.mesh.mesh import present_mesh
 
     for name in ("RANK", "MASTER_PORT", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
@@ -105,7 +105,7 @@ def test_missing_master_address_is_reported(monkeypatch):
 def test_a_port_in_use(monkeypatch):
     import socket
 
-    from halfbyte.parallel.mesh import present_mesh
+    from halfbyte.mesh.mesh import present_mesh
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
+from halfbyte.mesh.mesh import TOKEN_AXES
 from halfbyte.ops.float8 import E4M3
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions
-from halfbyte.parallel.mesh import TOKEN_AXES
 
 pytestmark = pytest.mark.dist
 AMAXES = ((1.0, 2.0), (math.nan, 1.0), (5.0, math.inf), (8.0, 4.0))  # of each step, on each rank

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from halfbyte.formats import FORMATS, from_spec
 from halfbyte.loading import sharded
 from halfbyte.loading.load import load_model
+from halfbyte.mesh.mesh import SINGLE_PROCESS
 from halfbyte.modeling.architectures import all_linear
-from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.shard.placement import Placement
 from halfbyte.parallel.shard.weights import shard_blocks
-from halfbyte.parallel.tensor.model import sharded_dims
+from halfbyte.parallel.tensor import sharded_dims
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
 from halfbyte.utils import notices
 from halfbyte.utils.errors import HalfbyteError

@@ -8,7 +8,7 @@ import torch
 
 import halfbyte
 from halfbyte.config import Parallel
-from halfbyte.parallel.mesh import SINGLE_PROCESS, present_mesh
+from halfbyte.mesh.mesh import SINGLE_PROCESS, present_mesh
 from halfbyte.utils.errors import ConfigError
 
 PACKAGE = Path(halfbyte.__file__).parent
@@ -39,10 +39,11 @@ def test_one_process_is_a_mesh_of_one(monkeypatch):
 OTHERS = {"config/known_keys.py", "utils/processes.py"}  # names of other tools' keys; before torch is imported
 
 
-def test_only_parallel_reads_rank_and_world_size():
+def test_only_mesh_and_parallel_read_rank_and_world_size():
     asking = {
         str(path.relative_to(PACKAGE))
         for path in sorted(PACKAGE.rglob("*.py"))
-        if ASKS.search(path.read_text(encoding="utf-8")) and "parallel" not in path.relative_to(PACKAGE).parts
+        if ASKS.search(path.read_text(encoding="utf-8"))
+        and path.relative_to(PACKAGE).parts[0] not in ("mesh", "parallel")
     }
     assert asking == OTHERS

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from halfbyte.config import Parallel
-from halfbyte.parallel.mesh import AXES, TOKEN_AXES
+from halfbyte.mesh.mesh import AXES, TOKEN_AXES
 
 pytestmark = pytest.mark.dist
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from halfbyte.parallel import peer_memory
+from halfbyte.mesh import peer_memory
 
 OWN = [torch.arange(80, dtype=torch.uint8)]
 DEVICE = SimpleNamespace(type="cuda", index=0)

@@ -12,18 +12,18 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from halfbyte.mesh.mesh import SINGLE_PROCESS
+from halfbyte.mesh.reduction import clip_gradients, sum_gradients
 from halfbyte.methods import METHODS
 from halfbyte.modeling.head import Head, set_verified_head
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.pipeline import runtime as pipelines
 from halfbyte.parallel.pipeline.model import LocalStages, PipelinePartition, check_stages, check_trained, layer_seconds
 from halfbyte.parallel.pipeline.partition import partition_layers, stage_seconds
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.pipeline.schedules import Schedule, Seconds
 from halfbyte.parallel.pipeline.stepper import PipelinedStepper
-from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import Stepper
 from halfbyte.utils.errors import HalfbyteError, ModelError
 from tests.helpers import rank_runs

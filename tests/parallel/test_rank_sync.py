@@ -9,8 +9,8 @@ import torch
 import halfbyte
 from halfbyte.batch import COUNTS, SYNCED_SHAPE
 from halfbyte.data.collate import PackedCollator, PaddedCollator
+from halfbyte.mesh.mesh import SINGLE_PROCESS
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.rank_sync import RankSync
 from halfbyte.parallel.shard.model import shard_model
 from halfbyte.train import stepper

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.parallel import reduction
-from halfbyte.parallel.mesh import SINGLE_PROCESS
-from halfbyte.parallel.reduction import sum_gradients
+from halfbyte.mesh import reduction
+from halfbyte.mesh.mesh import SINGLE_PROCESS
+from halfbyte.mesh.reduction import sum_gradients
 
 pytestmark = pytest.mark.dist
 

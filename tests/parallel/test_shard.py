@@ -7,8 +7,8 @@ import torch
 
 import halfbyte
 from halfbyte.memory.activations import LEVELS
+from halfbyte.mesh import collectives
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.parallel import collectives
 from halfbyte.parallel.shard.model import shard_model, sharded
 from halfbyte.parallel.shard.weights import BYTES
 from halfbyte.tensor import QuantizedTensor

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from halfbyte.mesh.mesh import SINGLE_PROCESS
 from halfbyte.optim import OPTIMIZERS, fused, parse_options
-from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.parallel.shard.optimizer import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
 from halfbyte.utils.errors import CheckpointError

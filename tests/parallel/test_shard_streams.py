@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import halfbyte
 from halfbyte.config import Parallel
+from halfbyte.mesh.mesh import Mesh
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.layer import decoder_layers
-from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.shard import weights
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.graph import WARMUP

@@ -9,12 +9,12 @@ from torch import nn
 from halfbyte.formats import from_spec
 from halfbyte.generation import generate
 from halfbyte.layers import QuantizedLinear
+from halfbyte.mesh.mesh import SINGLE_PROCESS
+from halfbyte.mesh.reduction import clip_gradients, sharded_along, sum_gradients
+from halfbyte.mesh.sharded_linears import ShardedStore, full_parameters, shard_of
 from halfbyte.modeling.head import causal_lm_loss, shard_vocabulary
 from halfbyte.modeling.patch import patch
-from halfbyte.parallel.mesh import SINGLE_PROCESS
-from halfbyte.parallel.reduction import clip_gradients, sharded_along, sum_gradients
-from halfbyte.parallel.tensor.layers import ShardedStore, full_parameters, shard_of
-from halfbyte.parallel.tensor.model import apply_tensor_parallel, check_tensor_parallel
+from halfbyte.parallel.tensor import apply_tensor_parallel, check_tensor_parallel
 from halfbyte.utils.errors import ModelError
 from tests.helpers.patch_models import batch, tiny
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from halfbyte.parallel import timeouts
+from halfbyte.mesh import timeouts
 from halfbyte.utils.errors import TrainingError
 
 pytestmark = pytest.mark.dist

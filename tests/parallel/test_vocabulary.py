@@ -6,10 +6,10 @@ import torch.nn.functional as F
 
 from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
 from halfbyte.generation import generate
+from halfbyte.mesh.mesh import Mesh
+from halfbyte.mesh.sharded_vocabulary import Vocabulary
 from halfbyte.modeling.head import causal_lm_loss, shard_vocabulary, token_log_probs, vocabulary_unsupported_reason
 from halfbyte.ops import IGNORE_INDEX
-from halfbyte.parallel.mesh import Mesh
-from halfbyte.parallel.tensor.vocabulary import Vocabulary
 from halfbyte.utils.errors import ModelError
 from tests.helpers.patch_models import batch, tiny
 

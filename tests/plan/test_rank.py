@@ -8,9 +8,9 @@ import transformers
 
 from halfbyte.config import Parallel, RunConfig
 from halfbyte.memory.activations import Batches
-from halfbyte.parallel.mesh import Mesh
+from halfbyte.mesh.mesh import Mesh
 from halfbyte.parallel.support import layouts, unsupported_layout
-from halfbyte.parallel.tensor.model import apply_tensor_parallel
+from halfbyte.parallel.tensor import apply_tensor_parallel
 from halfbyte.plan.cards import H200, card_named, usable_bytes
 from halfbyte.plan.costs import GATHER_SLOWDOWN, LATENCY, Gathers, LayerCost, extra_seconds, micro_seconds
 from halfbyte.plan.estimate import GIB, estimate

@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from halfbyte.config import Parallel, load_config
 from halfbyte.memory import allocators
+from halfbyte.mesh.mesh import SINGLE_PROCESS
 from halfbyte.optim import OPTIMIZERS, optimizer_row
-from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.runs import checkpoints
 from halfbyte.train import preflight
 from halfbyte.train.preflight import check_bits, check_loss_scale, check_targets, prepare_run

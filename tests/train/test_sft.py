@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from halfbyte.config import load_config
-from halfbyte.parallel.mesh import Mesh
+from halfbyte.mesh.mesh import Mesh
 from halfbyte.runs.checkpoints import starting_point
 from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train import run as sft

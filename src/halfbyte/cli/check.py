@@ -52,9 +52,9 @@ def check_run(config: RunConfig) -> None:
 def _prepared(config: RunConfig, console: Console) -> PreparedRun:
     """Prepare a run as `train` does, and print what halfbyte does with its model."""
     with quick_imports():
+        from ..mesh.mesh import present_mesh
         from ..parallel.launch.agreement import check_agreement
         from ..parallel.launch.launcher import layout_to_launch
-        from ..parallel.mesh import present_mesh
         from ..train.preflight import prepare_run
         from ..utils.hardware import chosen_device
         from ..utils.notices import silent

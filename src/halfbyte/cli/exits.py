@@ -80,7 +80,7 @@ def _exit_code(error: BaseException, meta: dict[str, Any]) -> int:
 
 def _reported_to_launcher(shown: HalfbyteError, error: BaseException, *, bug: bool) -> bool:
     """Report the error to the launcher, which prints it once for all ranks; False without a launcher."""
-    from ..parallel.launch.ranks import report_error
+    from ..mesh.ranks import report_error
 
     return report_error(shown, error, bug=bug)
 
@@ -97,7 +97,7 @@ def _expected_error(error: BaseException) -> HalfbyteError | None:
     if isinstance(error, MemoryError) or ("torch" in sys.modules and is_out_of_memory(error)):
         return HalfbyteError("out of memory", "end other programs, or use a machine with more memory")
     if was_launched():
-        from ..parallel.launch.ranks import lost_peer_error
+        from ..mesh.ranks import lost_peer_error
 
         return lost_peer_error(error)
     return None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd.attention import score_mod_attention, supports_scores
+from ..mesh.sharded_linears import is_tensor_parallel
 from ..modeling.adapters import compute_dtype_of
 from ..modeling.families import SILU, config_scale
 from ..modeling.head import head_from_config
@@ -25,7 +26,6 @@ from ..ops.decode_layers import DecoderLayer
 from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
 from ..parallel.shard.model import sharded
-from ..parallel.tensor.layers import is_tensor_parallel
 from .adapters import Unsupported, module_of
 from .delta_net import DeltaNet, is_delta_net
 from .linears import Linears

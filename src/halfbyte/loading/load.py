@@ -13,10 +13,10 @@ import torch
 from ..config import Origin, Storage, storage_of
 from ..formats import FORMATS
 from ..formats.base import FLOATS
+from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..modeling.architectures import auto_class, non_text_modules, refuse_conv1d
 from ..modeling.config_facts import default_attention, layer_sizes, max_layer_sizes
 from ..modeling.tiny_model import tiny_config
-from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..reading import open_bytes, read_text
 from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files

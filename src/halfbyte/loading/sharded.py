@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from ..config import Origin
+from ..mesh.mesh import SINGLE_PROCESS, Mesh
+from ..mesh.sharded_linears import AXIS
 from ..modeling.layer import decoder_layers
-from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..parallel.shard.placement import Placement, distribute_tensors, gather_loaded, local_group
-from ..parallel.tensor.layers import AXIS
-from ..parallel.tensor.model import sharded_dims
+from ..parallel.tensor import sharded_dims
 from ..reading.tensors import read_header, safetensors_files
 from ..utils.errors import HalfbyteError
 from ..utils.notices import notice

@@ -40,8 +40,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from ..autograd import attention as causal
 from ..autograd.tiled_attention import tile_bytes, tiled_attention
 from ..dispatch import autocast_dtype, on_compiler
+from ..mesh.head_exchange import ContextGroup
 from ..ops.attention import Scores, Spans, spans
-from ..parallel.context.exchange import ContextGroup
 from ..utils.notices import notice
 from . import shared_prefix
 from .cast_cache import use_cast_cache
@@ -50,7 +50,7 @@ from .layer import causal_lm_of, check_keywords, given_cache
 from .patch_record import existing_record, record
 
 # Names registered with transformers. A name fixes the fallback and the kind of mask: SDPA's, or eager for models with
-# caps or sinks. The last two are for forwards of context-parallel shards (`parallel.context.model`).
+# caps or sinks. The last two are for forwards of context-parallel shards (`parallel.context`).
 ATTENTION_NAME = "halfbyte"
 SCORES_NAME = "halfbyte_own"
 CONTEXT_NAME = "halfbyte_divided"

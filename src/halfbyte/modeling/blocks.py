@@ -23,7 +23,7 @@ from ..autograd.lora_mlp import glu, lora_mlp
 from ..autograd.norms import add_rms_norm, layer_norm, rms_norm
 from ..autograd.rope import qk_norm_rope, rope
 from ..layers.plain import hooked
-from ..parallel.tensor.layers import OutputHook
+from ..mesh.sharded_linears import OutputHook
 from . import layer, recurrent
 from .families import Family
 from .layer import (

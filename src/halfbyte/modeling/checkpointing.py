@@ -18,7 +18,7 @@ from ..config import Level
 from ..dispatch import on_compiler
 from ..memory.activations import LEVELS, OFFLOADED, TILE_ROWS
 from ..memory.offload import Offload
-from ..parallel.tensor.layers import sharded_saved_tensors
+from ..mesh.sharded_linears import sharded_saved_tensors
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 from .blocks import attention_half, mixer_of, mlp_half, runs_parallel

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
+from ..mesh.mesh import Mesh
+from ..mesh.sharded_vocabulary import Vocabulary
 from ..ops import IGNORE_INDEX
-from ..parallel.mesh import Mesh
-from ..parallel.tensor.vocabulary import Vocabulary
 from ..utils.errors import DataError, ModelError
 from ..utils.notices import notice
 from .attention import with_shared_prefixes
@@ -358,7 +358,7 @@ def shard_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None:
     """Shard the rows of the head's and the embedding's weight (possibly tied) over ranks; this rank keeps its shard.
 
     From then on, `causal_lm_loss`, `token_log_probs`, forwards and sampling are collective along `axes`: each rank
-    computes its shard of every rank's logits (`parallel.tensor.vocabulary`).
+    computes its shard of every rank's logits (`mesh.sharded_vocabulary`).
 
     Args:
         model: the model with its adapters.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import DataSection
-from ..parallel.mesh import SINGLE_PROCESS, Mesh
+from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
 from . import recurrent

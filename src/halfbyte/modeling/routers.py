@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..batch import REAL_TOKENS
-from ..parallel.mesh import SINGLE_PROCESS, TOKEN_AXES, Mesh
+from ..mesh.mesh import SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..utils.errors import ConfigError, ModelError
 from .architectures import runs_experts
 from .layer import causal_lm_of

@@ -1,1 +1,1 @@
-"""The processes of a run: a mesh, its collectives, and a folder for each axis of parallelism."""
+"""Parallelism of a model: which runs each axis supports, and how the model, its batches and its state are divided."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..batch import BOUNDS, COUNTS, INPUT_IDS, LONGEST, SYNCED_SHAPE, TOKEN_COLUMNS, padded, padded_bounds
 from ..data.collate import DOCUMENTS
-from .mesh import Mesh
+from ..mesh.mesh import Mesh
 
 TOGETHER = ("shard", "context", "tensor")  # axes along which forwards and backwards contain collectives
 DIGEST_BITS = 48  # of a digest of shapes

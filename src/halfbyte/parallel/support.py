@@ -2,7 +2,8 @@
 
 All functions return a `Reason`, or None when the layout is supported. They read keys and numbers of a model's config,
 so a layout is refused before torch is imported. Requirements of modules are checked where the axis is applied:
-`tensor.model.check_tensor_parallel`, `context.model.check_context_parallel` and `pipeline.model.check_stages`.
+`parallel.tensor.check_tensor_parallel`, `parallel.context.check_context_parallel` and
+`parallel.pipeline.model.check_stages`.
 
 axis      requires of the layout   of the method          of the keys                     of the model
 all       -                        -                      no layerwise optimizer          -

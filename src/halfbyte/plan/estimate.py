@@ -18,11 +18,11 @@ from ..config.policy import DISTILLING, SAMPLING
 from ..config.schema import RunKeys
 from ..memory import allocators
 from ..memory.activations import Batches, Shape
+from ..mesh.reduction import BUCKET
 from ..modeling.packed_forwards import MIN_LENGTH_RATIO
 from ..optim import memory_choices, optimizer_row, state_key, trained_parameters
 from ..parallel.pipeline.model import partition_model
 from ..parallel.pipeline.schedules import Seconds
-from ..parallel.reduction import BUCKET
 from ..parallel.shard.model import has_static_gradients
 from ..parallel.shard.optimizer import AT_ONCE, TOGETHER, optimizer_shards
 from ..utils.hardware import best_device, free_bytes, has_expandable_segments

@@ -20,7 +20,7 @@ from ..config.schema import RunKeys
 from ..memory.activations import Batches
 from ..modeling.layer import decoder_layers
 from ..parallel.support import layouts, unsupported_context, unsupported_packing, unsupported_reason
-from ..parallel.tensor.model import check_tensor_parallel
+from ..parallel.tensor import check_tensor_parallel
 from ..utils.errors import ConfigError, HalfbyteError
 from ..utils.notices import silent
 from ..utils.terminal import size

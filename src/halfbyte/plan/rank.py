@@ -13,7 +13,7 @@
     activations         of micro-batches with 1/context of the tokens. A pipeline rank saves them for all micro-batches
                         in flight; their number comes from its schedule (`parallel.pipeline.schedules`)
     head                hidden states of all ranks that share a sharded vocabulary, and their gradients
-    gradient reduction  a flat bucket of `parallel.reduction`, two where it is scattered; activations are freed by then
+    gradient reduction  a flat bucket of `mesh.reduction`, two where it is scattered; activations are freed by then
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from ..modeling.families import family_of_config
 from ..modeling.layer import causal_lm_of, decoder_layers
 from ..modeling.packing import isolate_tiny_model
 from ..modeling.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
-from ..parallel.tensor.model import sharded_dims
+from ..parallel.tensor import sharded_dims
 from ..qat.model import fake_quantize_linears, qat_format
 from ..tensor import QuantizedTensor
 from ..utils.errors import ConfigError, ModelError

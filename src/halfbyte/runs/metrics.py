@@ -17,8 +17,8 @@ from ..utils.errors import ConfigError
 from ..utils.files import write_text, writing
 
 if TYPE_CHECKING:
+    from ..mesh.mesh import Mesh
     from ..methods import Metric
-    from ..parallel.mesh import Mesh
 
 TOKENS = "tokens"  # count of processed tokens, without padding
 SUM = "_sum"  # suffix of a sum's name in a checkpoint
@@ -55,7 +55,7 @@ class Window:
 
     def over(self, mesh: Mesh) -> Window:
         """Return the window of all ranks. Sums are per shard of a row, counts per full row, so their axes differ."""
-        from ..parallel.mesh import TOKEN_AXES as TOKEN_AXES
+        from ..mesh.mesh import TOKEN_AXES as TOKEN_AXES
 
         return replace(self, sums=mesh.sum(self.sums, TOKEN_AXES), counts=mesh.sum(self.counts))
 

@@ -15,8 +15,8 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from ..config import RunConfig
+from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..methods import method_of
-from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..utils.errors import ConfigError
 
 

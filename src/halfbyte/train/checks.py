@@ -19,6 +19,8 @@ from ..batch import model_inputs
 from ..config import RunConfig
 from ..layers.expert_adapters import attach_adapter_forwards, changed_experts
 from ..layers.expert_targets import weights_as_modules
+from ..mesh.mesh import Mesh
+from ..mesh.sharded_linears import are_unsharded, full_parameters
 from ..methods.base import Batch
 from ..modeling.adapters import (
     adapter_weights,
@@ -32,10 +34,8 @@ from ..modeling.head import causal_lm_loss, hidden_states_at
 from ..modeling.patch import PatchReport
 from ..ops import IGNORE_INDEX
 from ..optim import trained_parameters
-from ..parallel.context.model import context_shard
-from ..parallel.mesh import Mesh
+from ..parallel.context import context_shard
 from ..parallel.shard.model import sharded
-from ..parallel.tensor.layers import are_unsharded, full_parameters
 from ..qat.model import round_merged
 from ..reading.tensors import ADAPTER, read_tensors, safetensors_files
 from ..utils.errors import TrainingError

@@ -37,8 +37,8 @@ from ..autograd.lora import gradient_dtype
 from ..batch import SYNCED_SHAPE, Batch
 from ..memory.activations import MAX_GRAPHS
 from ..memory.pinned import AFTER_CAPTURE
+from ..mesh.mesh import SINGLE_PROCESS
 from ..optim.fused import FusedOptimizer
-from ..parallel.mesh import SINGLE_PROCESS
 from ..parallel.rank_sync import RankSync
 from ..utils.errors import TrainingError
 from ..utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes

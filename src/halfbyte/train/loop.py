@@ -32,6 +32,8 @@ from transformers.trainer_utils import speed_metrics
 from ..batch import take_counts, to_device
 from ..config import RunConfig
 from ..data.rows import RowTable, TrainingRows
+from ..mesh.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
+from ..mesh.sharded_linears import full_parameters
 from ..methods import method_of
 from ..methods.base import Batch, Collate, Rows
 from ..modeling.cast_cache import cast_replacements
@@ -45,12 +47,10 @@ from ..optim import (
     optimizer_row,
     trained_parameters,
 )
-from ..parallel.context.model import context_shard
-from ..parallel.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
+from ..parallel.context import context_shard
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..parallel.shard.model import has_static_gradients
 from ..parallel.shard.optimizer import shard_optimizer
-from ..parallel.tensor.layers import full_parameters
 from ..rl.rollouts import Generations
 from ..runs import checkpoints
 from ..runs.layout import TRAINER_STATE, checkpoint_folder

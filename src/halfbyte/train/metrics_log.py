@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..memory.allocators import process_memory, reset_process_peak
+from ..mesh.mesh import AXES, Mesh
 from ..methods.base import Numbers
-from ..parallel.mesh import AXES, Mesh
 from ..parallel.shard.model import sharded
 from ..runs.metrics import MetricsFile, Window
 from .callbacks import Callbacks

@@ -28,6 +28,7 @@ from ..data.prepare import PreparedData
 from ..loading.find import ModelFiles, find_model
 from ..loading.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from ..memory import allocators
+from ..mesh.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from ..methods import Method, method_of
 from ..methods.preference import reference_is_initial_model
 from ..modeling.adapters import check_adapter_files, check_base_unchanged
@@ -45,9 +46,8 @@ from ..optim import (
     target_matrices,
     trained_parameters,
 )
-from ..parallel.context.model import check_context_parallel
+from ..parallel.context import check_context_parallel
 from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
-from ..parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from ..parallel.pipeline.model import PipelinePartition, check_trained, partition_model
 from ..parallel.shard.optimizer import optimizer_shards
 from ..plan.advice import check_fits, check_host

@@ -21,12 +21,12 @@ from ..auxiliary.reference import add_reference
 from ..config import RunConfig, load_config
 from ..data.rows import RowTable
 from ..generation.sampling import stop_tokens
+from ..mesh.mesh import present_mesh
 from ..modeling.adapters import no_input_casts
 from ..modeling.packing import remove_isolation
 from ..modeling.patch import unpatch
 from ..parallel.launch.agreement import check_agreement, check_shared
 from ..parallel.launch.launcher import notice_idle_gpus
-from ..parallel.mesh import present_mesh
 from ..parallel.pipeline.full_state import PipelineState
 from ..parallel.pipeline.stepper import PipelinedStepper
 from ..plan.advice import advise_out_of_memory

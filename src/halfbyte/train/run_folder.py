@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..config import RunConfig, dump_config, dump_given
+from ..mesh.sharded_linears import full_parameters
 from ..optim import trained_parameters
-from ..parallel.tensor.layers import full_parameters
 from ..plan.policy import describe_levels
 from ..reading import read_json, read_text
 from ..reading.model_config import GENERATION

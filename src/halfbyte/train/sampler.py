@@ -7,8 +7,8 @@ from typing import Any
 
 from ..batch import COUNTS
 from ..data.rows import RankLoader, TrainingRows
+from ..mesh.mesh import DATA_AXES, Mesh
 from ..methods.base import Collate, Method
-from ..parallel.mesh import DATA_AXES, Mesh
 from ..runs.metrics import TOKENS
 
 

@@ -20,6 +20,7 @@ from ..layers.plain import multiply_by_onednn
 from ..loading.load import load_model
 from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_free_memory, return_large_blocks
 from ..memory.expert_offload import offload_experts
+from ..mesh.mesh import SHARD_AXES
 from ..methods.answers import turn_dropout_off
 from ..modeling.adapters import add_adapter, compute_autocast, reads_base_weights
 from ..modeling.attention import cudnn_lengths
@@ -32,14 +33,13 @@ from ..modeling.projections import configured_recipe
 from ..modeling.routers import track_routers
 from ..ops.fp8_scaling import DelayedScaling
 from ..optim import trained_parameters
-from ..parallel.context.model import context_parallel
-from ..parallel.mesh import SHARD_AXES
+from ..parallel.context import context_parallel
 from ..parallel.pipeline.model import LocalStages, PipelinePartition
 from ..parallel.pipeline.runtime import Pipeline
 from ..parallel.pipeline.stepper import PipelinedStepper
 from ..parallel.rank_sync import RankSync
 from ..parallel.shard.model import shard_model
-from ..parallel.tensor.model import apply_tensor_parallel
+from ..parallel.tensor import apply_tensor_parallel
 from ..plan.estimate import GIB
 from ..runs.layout import EXPERTS
 from ..utils.console import Console, is_verbose

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mesh.reduction import is_norm_distributed
 from ..optim import Optimizer
 from ..optim.fused import FusedOptimizer
-from ..parallel.reduction import is_norm_distributed
 from ..parallel.shard.optimizer import ReplicatedOptimizer
 from ..utils.notices import notice
 from .graph import GraphedOptimizer

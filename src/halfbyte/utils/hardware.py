@@ -48,7 +48,7 @@ def has_expandable_segments() -> bool:
 def fixed_segments(device: torch.device) -> Iterator[None]:
     """Within the context, torch allocates on a CUDA device in segments that are not expandable.
 
-    Other processes can map their memory with CUDA IPC handles (`parallel.peer_memory`). Expandable segments are shared
+    Other processes can map their memory with CUDA IPC handles (`mesh.peer_memory`). Expandable segments are shared
     as file descriptors, one per 20 MiB, which containers isolate (pytorch#165685). torch does not reuse expandable
     segments while the setting is off; it has no public function to change it (torch 2.11 to 2.13).
     """

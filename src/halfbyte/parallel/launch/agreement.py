@@ -14,9 +14,9 @@ import torch
 
 from ... import __version__
 from ...config import RunConfig
+from ...mesh.mesh import Mesh
 from ...utils.errors import ConfigError
 from ...utils.text import cut
-from ..mesh import Mesh
 
 PER_HOST_KEYS = frozenset(["device", "dataset_num_proc"])
 PACKAGES = ("torch", "transformers", "peft")

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..collectives import all_gather
-from ..mesh import AXES, Mesh
+from ...mesh.collectives import all_gather
+from ...mesh.mesh import AXES, Mesh
 
 MESSAGE_BYTES = 64 * 2**20  # per rank
 REPEATS = 3

@@ -33,11 +33,11 @@ from torch.distributed.elastic.multiprocessing import (
 
 from ...config import Parallel, RunConfig
 from ...config.policy import SAMPLING
+from ...mesh.ranks import Failure, read_failure
 from ...utils.errors import ConfigError, TrainingError
 from ...utils.hardware import chosen_device
 from ...utils.notices import notice
 from ...utils.processes import LAUNCHER, TERMINATION_SIGNALS, Stopped, StopRequest, is_rank, request_on_signals
-from .ranks import Failure, read_failure
 
 GRACE = 5.0  # seconds that other ranks have to report after one has failed
 POLL = 0.1  # seconds between checks of the processes

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...mesh.mesh import AXES, Mesh
 from ...modeling.adapters import adapter_weights
 from ...modeling.projections import scaling_indices
 from ...ops.fp8_scaling import DelayedScaling
 from ...optim import trained_parameters
-from ..mesh import AXES, Mesh
 from .model import LocalStages
 
 Key = TypeVar("Key")

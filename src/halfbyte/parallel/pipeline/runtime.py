@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ...autograd.checkpointing import pending_recomputes, run_ahead
 from ...batch import Batch
+from ...mesh.mesh import Mesh
 from ...utils.errors import ModelError
-from ..mesh import Mesh
 from .schedules import Action, Schedule, Seconds, add_messages
 
 # (stage, micro-batch, output of the previous stage [B, T, H] or None) → hidden states [B, T, H], or the 0-d loss

@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ...mesh.mesh import Mesh
 from ...modeling.head import shard_vocabulary, vocabulary_unsupported_reason
 from ...modeling.layer import LayerView, causal_lm_of, decoder_layers, layer_view
 from ...utils.errors import ModelError
 from ...utils.notices import notice
-from ..mesh import Mesh
 
 if TYPE_CHECKING:
     from .weights import Residency, ShardedBlocks

@@ -34,12 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import Parallel
-from ...optim.fused import FULL_ELEMENTS, FusedOptimizer, elements_per_entry
-from ...optim.parts import FIRST_ELEMENT
-from ...utils.errors import CheckpointError
-from ..collectives import all_gather, reduce_scatter
-from ..mesh import TOKEN_AXES, Mesh
-from ..reduction import (
+from ...mesh.collectives import all_gather, reduce_scatter
+from ...mesh.mesh import TOKEN_AXES, Mesh
+from ...mesh.reduction import (
     BUCKET,
     SHARDED_ALONG,
     buckets,
@@ -48,6 +45,9 @@ from ..reduction import (
     sharded_along,
     sum_gradients,
 )
+from ...optim.fused import FULL_ELEMENTS, FusedOptimizer, elements_per_entry
+from ...optim.parts import FIRST_ELEMENT
+from ...utils.errors import CheckpointError
 
 AXIS = "shard"
 AT_ONCE = 2**29  # bytes of full gradients from which on each backward reduces them

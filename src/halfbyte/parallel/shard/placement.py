@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...formats import from_spec
+from ...mesh.collectives import as_bytes
+from ...mesh.mesh import Mesh
 from ...tensor import QuantizedShard, QuantizedTensor
-from ..collectives import as_bytes
-from ..mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Placement:
     Attributes:
         axes: mesh axes along which ranks keep different pieces; the tensor is replicated along the others.
         stages: coordinates along "pipeline" of the ranks that keep a piece; None: all.
-        dim: dimension that pieces are split along, if GEMMs read the pieces directly (`parallel.tensor.layers`).
+        dim: dimension that pieces are split along, if GEMMs read the pieces directly (`mesh.sharded_linears`).
     """
 
     axes: tuple[str, ...] = ()

@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from ...mesh.collectives import all_gather
+from ...mesh.mesh import SHARD_AXES, Mesh
+from ...mesh.peer_memory import PeerTensors, map_peer_tensors
 from ...tensor import BlockShard, QuantizedShard, QuantizedTensor
 from ...utils.hardware import fixed_segments
-from ..collectives import all_gather
-from ..mesh import SHARD_AXES, Mesh
-from ..peer_memory import PeerTensors, map_peer_tensors
 from .placement import Placement
 
 # How long a block stays unsharded: during each call; from forward until the end of backward; from the first call on.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd.function import OnceFunction
+from ..autograd.function import OnceFunction
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ Adapters need no all-reduces of their own. With rank i of n, scaling s, and the 
              dB_i = s·dyᵀ·(x_i·A_iᵀ) is partial.
 
 So the gradient of a sharded factor is complete locally; that of a replicated factor is partial and is summed by the
-step's gradient reduction (`parallel.reduction`). One rank adds the bias of a linear with sharded columns.
+step's gradient reduction (`mesh.reduction`). One rank adds the bias of a linear with sharded columns.
 
 Hooks are on blocks, not on linears, because fused functions read the linears' weights without calling them.
 
@@ -41,12 +41,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...autograd.checkpointing import Store
-from ...autograd.function import OnceFunction
-from ...tensor import QuantizedTensor
-from ..collectives import all_gather, all_reduce_, group_size
-from ..mesh import Mesh
-from ..reduction import SHARDED_ALONG
+from ..autograd.checkpointing import Store
+from ..autograd.function import OnceFunction
+from ..tensor import QuantizedTensor
+from .collectives import all_gather, all_reduce_, group_size
+from .mesh import Mesh
+from .reduction import SHARDED_ALONG
 
 AXIS = "tensor"
 SHARD_ATTRIBUTE = "tensor_shard"  # attribute of a sharded parameter: its `TensorShard`

@@ -28,14 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd.function import OnceFunction
-from ...autograd.losses import flat_rows, scaled
-from ...ops import ELSEWHERE, IGNORE_INDEX
-from ...ops.cross_entropy import Objective, cross_entropy_, log_probs_backward_
-from ...ops.losses import check_labels, chunk_rows
-from ...utils.errors import ModelError
-from ..collectives import all_gather, all_reduce_, group_size, max_int, reduce_scatter
-from ..mesh import TOKEN_AXES, Mesh
+from ..autograd.function import OnceFunction
+from ..autograd.losses import flat_rows, scaled
+from ..ops import ELSEWHERE, IGNORE_INDEX
+from ..ops.cross_entropy import Objective, cross_entropy_, log_probs_backward_
+from ..ops.losses import check_labels, chunk_rows
+from ..utils.errors import ModelError
+from .collectives import all_gather, all_reduce_, group_size, max_int, reduce_scatter
+from .mesh import TOKEN_AXES, Mesh
 
 OUTSIDE = -1  # label outside the vocabulary
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model: which of its linears are sharded (`parallel.tensor.layers`), and what is refused."""
+"""Tensor parallelism of a model: which of its linears are sharded (`mesh.sharded_linears`), and what is refused."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from ...layers.plain import read_linear
-from ...modeling.head import shard_vocabulary, vocabulary_unsupported_reason
-from ...modeling.layer import Block, LayerView, decoder_layers, layer_view
-from ...tensor import QuantizedTensor
-from ...utils.errors import ModelError
-from ...utils.notices import notice
-from ..mesh import Mesh
-from ..support import Reason, unsupported_sizes, unsupported_tensor
-from .layers import AXIS, all_reduce_around, shard_columns, shard_parameter, shard_rows
+from ..layers.plain import read_linear
+from ..mesh.mesh import Mesh
+from ..mesh.sharded_linears import AXIS, all_reduce_around, shard_columns, shard_parameter, shard_rows
+from ..modeling.head import shard_vocabulary, vocabulary_unsupported_reason
+from ..modeling.layer import Block, LayerView, decoder_layers, layer_view
+from ..tensor import QuantizedTensor
+from ..utils.errors import ModelError
+from ..utils.notices import notice
+from .support import Reason, unsupported_sizes, unsupported_tensor
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..config import Parallel
 from ..utils.errors import ConfigError
-from .launch.ranks import MAX_PROCESSES, check_device, launcher_int, rendezvous
 from .peer_memory import release_peer_memory
+from .ranks import MAX_PROCESSES, check_device, launcher_int, rendezvous
 from .timeouts import BACKEND_TIMEOUT, mark_done, wait_for_collective, wait_until_done
 
 T = TypeVar("T")

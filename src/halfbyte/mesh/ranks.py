@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...reading import why
-from ...utils import errors
-from ...utils.errors import ConfigError, HalfbyteError, TrainingError
-from ...utils.notices import notice
-from ...utils.processes import is_rank
-from ...utils.text import brief
+from ..reading import why
+from ..utils import errors
+from ..utils.errors import ConfigError, HalfbyteError, TrainingError
+from ..utils.notices import notice
+from ..utils.processes import is_rank
+from ..utils.text import brief
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 OUR_KEY = "halfbyte"  # key of that JSON file for fields that torch does not define

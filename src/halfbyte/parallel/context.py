@@ -1,4 +1,4 @@
-"""Context parallelism of a model (`parallel.context.exchange`): shards of a batch, metadata of full sequences for
+"""Context parallelism of a model (`mesh.head_exchange`): shards of a batch, metadata of full sequences for
 attention, and the models that are refused.
 
 A forward is context parallel only if its batch has a `context` entry (`context_shard`); sampling and checks pass full
@@ -20,18 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...batch import ATTENTION_MASK, CONTEXT, POSITION_IDS, UNSPLIT, is_per_token, pad_tokens, padded_bounds
-from ...modeling.attention import ATTENTION_NAME, CONTEXT_NAME, CONTEXT_SCORES_NAME, SCORES_NAME, metadata, register
-from ...modeling.config_facts import has_sinks, is_capped
-from ...modeling.head import backbone_inputs
-from ...modeling.layer import causal_lm_of
-from ...modeling.packed_forwards import is_wrapped, unwrap, wrap, wrapped_forward
-from ...modeling.tiny_model import tiny_model
-from ...ops import IGNORE_INDEX
-from ...utils.errors import ConfigError
-from ..context.exchange import ContextGroup
-from ..mesh import Mesh
-from ..support import WITHOUT_CONTEXT, unsupported_context, unsupported_packing
+from ..batch import ATTENTION_MASK, CONTEXT, POSITION_IDS, UNSPLIT, is_per_token, pad_tokens, padded_bounds
+from ..mesh.head_exchange import ContextGroup
+from ..mesh.mesh import Mesh
+from ..modeling.attention import ATTENTION_NAME, CONTEXT_NAME, CONTEXT_SCORES_NAME, SCORES_NAME, metadata, register
+from ..modeling.config_facts import has_sinks, is_capped
+from ..modeling.head import backbone_inputs
+from ..modeling.layer import causal_lm_of
+from ..modeling.packed_forwards import is_wrapped, unwrap, wrap, wrapped_forward
+from ..modeling.tiny_model import tiny_model
+from ..ops import IGNORE_INDEX
+from ..utils.errors import ConfigError
+from .support import WITHOUT_CONTEXT, unsupported_context, unsupported_packing
 
 ATTENTION_COLUMNS = (POSITION_IDS, ATTENTION_MASK)  # columns that attention needs of full sequences
 PROBE_TOKENS = 12  # tokens per rank in the probe's sequences, above a tiny model's windows

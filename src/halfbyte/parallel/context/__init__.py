@@ -1,1 +1,0 @@
-"""Context parallelism: each process of a group holds a slice of every sequence."""

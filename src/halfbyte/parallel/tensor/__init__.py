@@ -1,1 +1,0 @@
-"""Tensor parallelism: linears of decoder layers, head and embedding sharded over ranks with the same tokens."""
