@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte import ops
 from halfbyte.autograd.attention import AMPERE, HOPPER, WIDEST
 from halfbyte.dispatch import Op
 from halfbyte.formats import Blockwise4, Format, from_spec
+from halfbyte.formats.float8 import E4M3, E5M2, TILE
 from halfbyte.kernels.device import device_of
 from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.attention import Scores
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 from halfbyte.ops.experts import LowRank, StackedWeight, Unit
-from halfbyte.ops.float8 import E4M3, E5M2, TILE
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
 from halfbyte.ops.optimizer import ROUNDINGS, RULES, SETTINGS, TRUSTS, Coefficients, Parameters
@@ -36,18 +35,20 @@ from halfbyte.ops.paged_attention import Shared
 
 
 def on_gpu(name: str) -> SimpleNamespace:
-    """The ops of this module as GPUs run them."""
-    module = importlib.import_module(f"{ops.__name__}.{name}")
+    """The ops of this module, such as "ops.glu", as GPUs run them."""
+    module = importlib.import_module(f"halfbyte.{name}")
     return SimpleNamespace(**{key: op.on("cuda") for key, op in vars(module).items() if isinstance(op, Op)})
 
 
-attention, bitplane, blockwise4, blockwise_cuda = map(on_gpu, ("attention", "bitplane", "blockwise4", "blockwise_cuda"))
-causal_conv, chunk_scan, losses, delta_net = map(on_gpu, ("causal_conv", "chunk_scan", "cross_entropy", "delta_net"))
-decode_attention, decode_layers = map(on_gpu, ("decode_attention", "decode_layers"))
-divergence, e2m1, experts, float8, glu = map(on_gpu, ("divergence", "e2m1", "experts", "float8", "glu"))
-hqq, int4, int8, linear, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "linear", "lora_glu", "lora_read"))
-muon, norms, optimizer, paged_attention = map(on_gpu, ("muon", "norms", "optimizer", "paged_attention"))
-rope, sample = map(on_gpu, ("rope", "sample"))
+bitplane, blockwise4, e2m1 = map(on_gpu, ("formats.bitplane", "formats.blockwise4", "formats.e2m1"))
+float8_weights, hqq, int4, int8 = map(on_gpu, ("formats.float8", "formats.hqq", "formats.int4", "formats.int8"))
+attention, blockwise_cuda, causal_conv = map(on_gpu, ("ops.attention", "ops.blockwise_cuda", "ops.causal_conv"))
+chunk_scan, losses, delta_net = map(on_gpu, ("ops.chunk_scan", "ops.cross_entropy", "ops.delta_net"))
+decode_attention, decode_layers = map(on_gpu, ("ops.decode_attention", "ops.decode_layers"))
+divergence, experts, float8, glu = map(on_gpu, ("ops.divergence", "ops.experts", "ops.float8", "ops.glu"))
+lora_glu, lora_read, muon, norms = map(on_gpu, ("ops.lora_glu", "ops.lora_read", "ops.muon", "ops.norms"))
+optimizer, paged_attention = map(on_gpu, ("ops.optimizer", "ops.paged_attention"))
+rope, sample = map(on_gpu, ("ops.rope", "ops.sample"))
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -395,7 +396,7 @@ def eight_bit_floats(dtype):
     rows, columns = STORED
     codes = empty(rows, columns, dtype=E4M3)
     for scaling, scale in (("tensor", empty()), ("row", empty(rows)), ("tile", tiles(rows, columns))):
-        float8.dequantize_float8(codes, scale, scaling, dtype)
+        float8_weights.dequantize_float8(codes, scale, scaling, dtype)
     float8.transpose_float8(codes)
     x = (empty(rows, columns, dtype=dtype),)
     for kind, factors, settled in itertools.product((E4M3, E5M2), (None, empty(columns)), (False, True)):
@@ -455,7 +456,7 @@ def eight_bit_products(dtype, batch):
     codes = empty(rows, columns, dtype=torch.uint8)
     kinds = (("tensor", empty()), ("row", empty(rows)), ("tile", tiles(rows, columns)))
     for scaling, scale in kinds if dtype is BF16 else kinds[1:2]:
-        float8.linear_float8(x, codes, scale, scaling, None)
+        float8_weights.linear_float8(x, codes, scale, scaling, None)
     int8.linear_int8(x, empty(rows, columns, dtype=torch.int8), empty(rows), empty(rows, dtype=dtype))
 
 
@@ -473,7 +474,7 @@ def plane_products(dtype, batch):
 
 @cases("products", "adapters' products, {1} rows", PRODUCTS)
 def adapter_products(dtype, batch):
-    linear.low_rank_rows(empty(batch, HIDDEN, dtype=dtype), empty(16, HIDDEN, dtype=dtype), None)
+    lora_read.low_rank_rows(empty(batch, HIDDEN, dtype=dtype), empty(16, HIDDEN, dtype=dtype), None)
 
 
 READS = itertools.product((FP16, BF16), (8, 16), (False, True), (None, E4M3, E5M2))

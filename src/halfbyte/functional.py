@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .autograd.linear_loss import linear_loss as linear_loss
 from .formats import Blockwise4
-from .ops.codebooks import codebook4
+from .formats.codebooks import codebook4
 from .utils.errors import ModelError
 
 

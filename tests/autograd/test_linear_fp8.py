@@ -9,7 +9,8 @@ from halfbyte.autograd import linear_fp8
 from halfbyte.autograd.linear_fp8 import Fp8Gemms, weight_codes
 from halfbyte.autograd.lora import LoRA, lora_linear, lora_qkv
 from halfbyte.formats import from_spec
-from halfbyte.ops.float8 import E4M3, E5M2, FP8_MAX, fp8_product
+from halfbyte.formats.float8 import E4M3, E5M2, FP8_MAX
+from halfbyte.ops.float8 import fp8_product
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices

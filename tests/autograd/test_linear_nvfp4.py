@@ -7,7 +7,7 @@ from torch import nn
 from halfbyte.autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe, _rounded
 from halfbyte.autograd.lora import lora_linear
 from halfbyte.formats import named
-from halfbyte.ops.nvfp4 import rotate
+from halfbyte.formats.nvfp4 import rotate
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from halfbyte.formats import KBit, from_spec
-from halfbyte.ops.bitplane import (
+from halfbyte.formats.bitplane import (
     NF,
     e4m4_decode,
     e4m4_encode,

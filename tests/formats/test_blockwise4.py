@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.blockwise4 import dequantize_scales, quantize_scales
-from halfbyte.ops.codebooks import codebook4, dynamic_map
+from halfbyte.formats.blockwise4 import dequantize_scales, quantize_scales
+from halfbyte.formats.codebooks import codebook4, dynamic_map
 from halfbyte.utils.errors import ModelError
 
 CPU = torch.device("cpu")

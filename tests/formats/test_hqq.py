@@ -5,9 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from halfbyte.formats import HQQ, from_spec
-from halfbyte.ops import hqq
-from halfbyte.ops.bitplane import unpack_planes
+from halfbyte.formats import HQQ, from_spec, hqq
+from halfbyte.formats.bitplane import unpack_planes
 from halfbyte.utils.errors import CheckpointError, ModelError
 from tests.helpers.sqnr import normal, sqnr
 

@@ -10,8 +10,8 @@ import transformers
 
 import halfbyte
 from halfbyte import generation
+from halfbyte.formats.linear import linear_rows
 from halfbyte.generation import Rollouts, Sampling
-from halfbyte.ops.linear import linear_rows
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
 from tests.helpers.families import EXPERTS, FAMILIES, HYBRIDS, OWN_LAYERS

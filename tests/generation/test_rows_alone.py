@@ -5,9 +5,9 @@ import torch
 
 from halfbyte import generation
 from halfbyte.dispatch import Unavailable
+from halfbyte.formats.blockwise4 import linear_blockwise4
+from halfbyte.formats.linear import linear_rows
 from halfbyte.generation.engine import StaticEngine
-from halfbyte.ops.blockwise4 import linear_blockwise4
-from halfbyte.ops.linear import linear_rows
 from halfbyte.utils.hardware import compute_dtype
 from tests.helpers.patch_models import quantize, tiny
 

@@ -3,7 +3,7 @@
 import torch
 
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.blockwise4 import linear_blockwise4
+from halfbyte.formats.blockwise4 import linear_blockwise4
 
 
 def arguments(rows, columns, kind="nf4", blocksize=64, nested=True, device="cpu"):

@@ -2,7 +2,7 @@
 
 import torch
 
-from halfbyte.ops.float8 import E5M2, FP8_MAX
+from halfbyte.formats.float8 import E5M2, FP8_MAX
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from halfbyte.ops.lora_glu import Factors
 from tests.helpers.parity import assert_as_close_as_torch, exact

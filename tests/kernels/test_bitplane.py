@@ -8,7 +8,7 @@ import torch
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import HQQ as HQQFormat
 from halfbyte.formats import KBit, from_spec
-from halfbyte.ops.bitplane import dequantize_bitplane, kbit_codebook
+from halfbyte.formats.bitplane import dequantize_bitplane, kbit_codebook
 from tests.helpers.kernel_backends import backends, cases
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,8 +36,8 @@ def kbit_arguments(format, parts):
 
 def check_dequantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None, hqq_kernel=None):
     """Check that the values equal the reference's bit for bit. Kernels default to the ops, which dispatch."""
-    from halfbyte.ops.bitplane import dequantize_bitplane
-    from halfbyte.ops.hqq import dequantize_hqq
+    from halfbyte.formats.bitplane import dequantize_bitplane
+    from halfbyte.formats.hqq import dequantize_hqq
 
     for spec in specs:
         format = from_spec(spec)
@@ -58,7 +58,7 @@ def check_dequantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None, hq
 
 def check_quantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None):
     """Check that the planes equal the reference's bit for bit, for the same scales."""
-    from halfbyte.ops.bitplane import padded_blocks, quantize_bitplane
+    from halfbyte.formats.bitplane import padded_blocks, quantize_bitplane
 
     for spec in specs:
         format = from_spec(spec)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from halfbyte.dispatch import Unavailable
-from halfbyte.formats import Blockwise4
+from halfbyte.formats import Blockwise4, blockwise4
+from halfbyte.formats.blockwise4 import dequantize_blockwise4, quantize_blockwise4
+from halfbyte.formats.codebooks import dynamic_map
 from halfbyte.functional import dequantize_4bit, quantize_4bit
-from halfbyte.ops import blockwise4, blockwise_cuda
-from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
-from halfbyte.ops.codebooks import dynamic_map
+from halfbyte.ops import blockwise_cuda
 from tests.helpers.kernel_backends import DEVICES, backends, cases
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

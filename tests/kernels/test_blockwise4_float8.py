@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.float8 import E4M3, float8_of_blockwise4
+from halfbyte.formats.float8 import E4M3
+from halfbyte.ops.float8 import float8_of_blockwise4
 from tests.helpers.parity import DEVICE, INTERPRETED, mark
 
 pytest.importorskip("triton")

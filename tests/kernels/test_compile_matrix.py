@@ -5,9 +5,7 @@ have all variants; a part of them is compiled here, and all of them with `slow`.
 """
 
 import collections
-import importlib
 import inspect
-import pkgutil
 import sys
 from unittest import mock
 
@@ -19,10 +17,9 @@ from triton.runtime import driver
 
 from benchmarks import kernel_cases as cases
 from benchmarks import kernel_matrix as matrix
-from halfbyte import ops
-from halfbyte.dispatch import Op
 from halfbyte.kernels import cuda
 from halfbyte.kernels.cuda import nvrtc
+from halfbyte.kernels.selection import all_ops
 from halfbyte.kernels.triton.launch import Launcher
 
 TARGETS = {target.name: target for target in matrix.TARGETS}
@@ -68,11 +65,9 @@ def test_every_kernel_has_a_row():
 
 def kernels():
     """Code of every kernel of an op, with the op's name."""
-    for module in pkgutil.iter_modules(ops.__path__, "halfbyte.ops."):
-        for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, Op):
-                for kernel in value.kernels("cuda"):
-                    yield inspect.unwrap(kernel.function).__code__, value.reference.__name__
+    for op in all_ops().values():
+        for kernel in op.kernels("cuda"):
+            yield inspect.unwrap(kernel.function).__code__, op.reference.__name__
 
 
 def test_every_launch_can_fall_back_to_a_reference():

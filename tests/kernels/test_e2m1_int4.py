@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from halfbyte.ops.e2m1 import dequantize_e2m1
-from halfbyte.ops.int4 import dequantize_int4
+from halfbyte.formats.e2m1 import dequantize_e2m1
+from halfbyte.formats.int4 import dequantize_int4
 from tests.helpers.parity import DEVICE, DTYPES, INTERPRETED, mark, poisoned  # noqa: F401
 
 if INTERPRETED:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from halfbyte.ops.float8 import E4M3, E5M2, emulated, fp8_product
+from halfbyte.formats.float8 import E4M3, E5M2
+from halfbyte.ops.float8 import emulated, fp8_product
 from halfbyte.utils import notices
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from halfbyte.formats import from_spec
-from halfbyte.ops.float8 import linear_float8
-from halfbyte.ops.int8 import linear_int8
+from halfbyte.formats.float8 import linear_float8
+from halfbyte.formats.int8 import linear_int8
 from tests.helpers import parity
 from tests.helpers.parity import DEVICE, DTYPES, INTERPRETED, dtypes, poisoned  # noqa: F401
 

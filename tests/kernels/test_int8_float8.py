@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from halfbyte.formats import float8 as float8_format
+from halfbyte.formats import int8 as int8_reference
 from halfbyte.ops import float8 as float8_reference
-from halfbyte.ops import int8 as int8_reference
 from tests.helpers.parity import DEVICE, INTERPRETED, dtypes, mark, poisoned, random  # noqa: F401
 
 pytest.importorskip("triton")
@@ -68,9 +69,9 @@ def test_nonfinite_values_reach_the_scale():
 @pytest.mark.parametrize("scaling", ["tensor", "row", "tile"])
 @pytest.mark.parametrize("size", [(3,), (3, 37), (130, 260), (2, 129, 5)] if not INTERPRETED else [(3, 37), (2, 9, 5)])
 def test_float8_values(size, dtype, scaling):
-    codes, scale = float8_reference.quantize_float8(torch.randn(size), scaling)
+    codes, scale = float8_format.quantize_float8(torch.randn(size), scaling)
     found = float8.dequantize(codes.to(DEVICE), scale.to(DEVICE), scaling, dtype)
-    assert_equal([found], [float8_reference.dequantize_float8.reference(codes, scale, scaling, dtype)])
+    assert_equal([found], [float8_format.dequantize_float8.reference(codes, scale, scaling, dtype)])
 
 
 def test_every_code():

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.blockwise4 import linear_blockwise4
+from halfbyte.formats.blockwise4 import linear_blockwise4
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
 from tests.helpers import parity

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Format, from_spec
-from halfbyte.ops.bitplane import linear_bitplane
+from halfbyte.formats.bitplane import linear_bitplane
 from halfbyte.utils import notices
 from tests.helpers.kernel_backends import DEVICES, cases, loaded
 

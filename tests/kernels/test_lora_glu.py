@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from halfbyte.dispatch import Unavailable
+from halfbyte.formats.float8 import E4M3
 from halfbyte.ops import lora_glu as ops
-from halfbyte.ops.float8 import E4M3
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.ops.float8 import E4M3, E5M2
+from halfbyte.formats.float8 import E4M3, E5M2
 from halfbyte.ops.lora_read import lora_read
 from halfbyte.utils import notices
 from tests.helpers.kernel_backends import DEVICES, backends, cases, loaded

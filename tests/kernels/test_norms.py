@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
+from halfbyte.formats.float8 import to_float8
 from halfbyte.ops import norms as reference
-from halfbyte.ops.float8 import to_float8
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from tests.helpers.parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 

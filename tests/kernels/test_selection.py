@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 from halfbyte.cli.app import app
 from halfbyte.dispatch import Op, Unavailable, op
 from halfbyte.formats import Blockwise4
+from halfbyte.formats.blockwise4 import linear_blockwise4
 from halfbyte.kernels.device import KNOWN, assumed
-from halfbyte.ops.blockwise4 import linear_blockwise4
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
 from tests.helpers.linear_cases import arguments

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from halfbyte.formats.float8 import E4M3
 from halfbyte.ops import lora_glu as ops
 from halfbyte.ops.decode_attention import decode_attention
-from halfbyte.ops.float8 import E4M3
 from halfbyte.utils import notices
 from tests.helpers.lora_glu_cases import assert_close_to, case, moved, run_backward, run_forward, slot_of
 from tests.helpers.parity import DEVICE, DTYPES, INTERPRETED, dtypes, mark, poisoned, random  # noqa: F401

@@ -8,8 +8,8 @@ from torch import nn
 
 from halfbyte.autograd.int8 import int8_linear
 from halfbyte.formats import Int8
+from halfbyte.formats import int8 as ops
 from halfbyte.layers.int8 import Linear8bitLt
-from halfbyte.ops import int8 as ops
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ModelError
 

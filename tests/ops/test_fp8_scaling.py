@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from halfbyte.ops.float8 import E4M3, E5M2
+from halfbyte.formats.float8 import E4M3, E5M2
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions
 from halfbyte.utils.errors import ConfigError
 

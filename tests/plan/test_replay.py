@@ -17,12 +17,12 @@ import halfbyte
 from halfbyte.autograd.tiled_attention import CACHED_BYTES, tiled_attention
 from halfbyte.config import RunConfig
 from halfbyte.formats import named
+from halfbyte.formats.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.memory.activations import Shape
 from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.attention import Implementation
 from halfbyte.ops.attention import Scores
-from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.ops.glu import glu, glu_backward_
 from halfbyte.ops.norms import rms_norm
 from halfbyte.plan.ledger import Ledger, kernels

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import on_compiler, to_compute_dtype
+from ..formats import int8 as ops
 from ..formats.base import QuantizedLike
-from ..ops import int8 as ops
-from ..ops.linear import unviewed
+from ..formats.linear import unviewed
 from ..utils.notices import notice
 from . import linear as _linear  # noqa: F401  registers the op quantized_linear_dx, which the backward calls
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats import Format, from_spec
 from ..formats.base import FLOATS, QuantizedLike
-from ..ops.linear import linear, unviewed
+from ..formats.linear import linear, unviewed
 
 
 def quantized_linear(input: Tensor, weight: QuantizedLike, bias: Tensor | None = None) -> Tensor:
@@ -59,7 +59,7 @@ def _product(
 
 
 def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` for a plain frozen weight and bias, by the faster CPU library (see `ops.linear`).
+    """`F.linear` for a plain frozen weight and bias, by the faster CPU library (see `formats.linear`).
 
     Args:
         input: [..., K], of the weight's dtype.

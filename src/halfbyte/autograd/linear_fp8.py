@@ -26,7 +26,8 @@ from torch import Tensor
 
 from ..formats import Blockwise4, Float8
 from ..formats.base import Weight, is_quantized
-from ..ops.float8 import E4M3, FP8_MAX, TINY, cast_float8, float8_of_blockwise4, fp8_product, transpose_float8
+from ..formats.float8 import E4M3, FP8_MAX, TINY
+from ..ops.float8 import cast_float8, float8_of_blockwise4, fp8_product, transpose_float8
 from ..ops.fp8_scaling import Codes, Slot
 from ..utils.notices import notice
 from .lora import dense

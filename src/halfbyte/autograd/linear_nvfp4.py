@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Weight, is_quantized
-from ..ops.e2m1 import codebook_e2m1, decode_scales
+from ..formats.e2m1 import codebook_e2m1, decode_scales
+from ..formats.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
 from ..ops.fp8_scaling import Slot
-from ..ops.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 

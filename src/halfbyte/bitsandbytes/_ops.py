@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import Blockwise4
-from ..ops import blockwise4, blockwise_cuda
-from ..ops import int8 as int8_ops
-from ..ops.blockwise8 import dequantize_blockwise8, quantize_blockwise8
-from ..ops.linear import linear_rows
+from ..formats import Blockwise4, blockwise4
+from ..formats import int8 as int8_ops
+from ..formats.codebooks import dequantize_blockwise8, quantize_blockwise8
+from ..formats.linear import linear_rows
+from ..ops import blockwise_cuda
 from .updates import check_update, optimizer_update_8bit_blockwise, optimizer_update_32bit
 
 OWN = "halfbyte_bnb"

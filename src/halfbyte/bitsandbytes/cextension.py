@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.blockwise8 import dequantize_blockwise8
+from ..formats.codebooks import dequantize_blockwise8
 from ..utils.errors import ModelError
 from . import _ops
 from .cuda_specs import get_rocm_gpu_arch

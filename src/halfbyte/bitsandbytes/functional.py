@@ -12,11 +12,10 @@ from torch import Tensor
 from typing_extensions import deprecated
 
 from ..autograd.linear import quantized_linear
+from ..formats import codebooks
 from ..formats.base import FLOATS
-from ..formats.blockwise4 import BLOCKSIZES, STATE_KEYS
-from ..ops import codebooks
-from ..ops.blockwise4 import NESTED_BLOCK
-from ..ops.int8 import exact_int8_matmul
+from ..formats.blockwise4 import BLOCKSIZES, NESTED_BLOCK, STATE_KEYS
+from ..formats.int8 import exact_int8_matmul
 from ._ops import eager_or_compiled
 from .cextension import lib
 from .quant_state import QuantState, StoredWeight
@@ -44,22 +43,22 @@ AF4 = (
 
 
 def create_linear_map(signed: bool = True, total_bits: int = 8, add_zero: bool = True) -> Tensor:
-    """Return fp32 [256] equal steps; see `ops.codebooks.linear_map`."""
+    """Return fp32 [256] equal steps; see `formats.codebooks.linear_map`."""
     return codebooks.linear_map(signed=signed, bits=total_bits, zero=add_zero)
 
 
 def create_normal_map(offset: float = 0.9677083, use_extra_value: bool = True) -> Tensor:
-    """Return fp32 [256] normal quantiles; see `ops.codebooks.normal_map`. It does not need scipy."""
+    """Return fp32 [256] normal quantiles; see `formats.codebooks.normal_map`. It does not need scipy."""
     return codebooks.normal_map(offset, extra=use_extra_value)
 
 
 def create_fp8_map(signed: bool = True, exponent_bits: int = 5, precision_bits: int = 2, total_bits: int = 8) -> Tensor:
-    """Return fp32 [256] values of a small float; see `ops.codebooks.fp8_map`."""
+    """Return fp32 [256] values of a small float; see `formats.codebooks.fp8_map`."""
     return codebooks.fp8_map(signed=signed, exponent_bits=exponent_bits, mantissa_bits=precision_bits, bits=total_bits)
 
 
 def create_dynamic_map(signed: bool = True, max_exponent_bits: int = 7, total_bits: int = 8) -> Tensor:
-    """Return fp32 [256], the dynamic data type; see `ops.codebooks.dynamic_map`."""
+    """Return fp32 [256], the dynamic data type; see `formats.codebooks.dynamic_map`."""
     return codebooks.dynamic_map(signed=signed, exponent_bits=max_exponent_bits, bits=total_bits)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from ..autograd.linear import decode
 from ..formats import Blockwise4, Format
 from ..formats.blockwise4 import STATE_KEYS
+from ..formats.codebooks import dequantize_blockwise8
 from ..formats.int8 import Int8
 from ..layers.bnb import blockwise4_parts, has_standard_nesting
-from ..ops.blockwise8 import dequantize_blockwise8
 from ..tensor import QuantizedTensor
 from .utils import pack_dict_to_tensor, unpack_tensor_to_dict
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..formats.base import FLOATS
-from ..ops.codebooks import dynamic_map
+from ..formats.codebooks import dynamic_map
 from ..ops.optimizer import (
     RULES,
     SETTINGS,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..config import SIXTEEN, Origin, Storage
 from ..formats import Format, Stack, names
 from ..formats.base import entry_name
+from ..formats.float8 import TILE
 from ..formats.nvfp4 import BLOCK, INPUT_SCALE
 from ..loading.checkpoint import NAMES
 from ..loading.completeness import meta_model
@@ -33,7 +34,6 @@ from ..loading.expert_stacks import supported_stacks
 from ..loading.find import load_model_config
 from ..loading.quantizer import HalfbyteConfig, quantizable
 from ..modeling.architectures import expert_stacks
-from ..ops.float8 import TILE
 from ..qat.model import qat_format
 from ..utils.errors import ConfigError, ModelError
 from .shards import Entry

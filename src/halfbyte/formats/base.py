@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from ..ops.linear import add_term, linear_rows
 from ..reading import parse_json
 from ..utils.errors import CheckpointError, ModelError
+from .linear import add_term, linear_rows
 
 Parts = Mapping[str, Tensor]
 PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -328,6 +328,11 @@ def register_format(cls: type[Format]) -> type[Format]:
     """Register a format for `from_spec`, `names` and the contract test."""
     FORMATS[cls.name] = cls
     return cls
+
+
+def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of the matrix that stores a tensor of `shape`: leading dimensions count as rows."""
+    return torch.Size(shape[:-1]).numel(), shape[-1] if shape else 1
 
 
 def cut(part: Tensor, n: int, dim: int) -> list[Tensor]:

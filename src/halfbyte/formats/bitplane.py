@@ -1,11 +1,18 @@
-"""kbit: 2 to 5 bits per weight in bit planes, with one scale byte per 32 weights.
+"""kbit: 2 to 5 bits per weight in bit planes, with one scale byte per 32 weights; and the planes that hqq shares.
 
-`halfbyte.ops.bitplane` specifies the values. A weight takes k + 0.25 bits; in the affine variant, 2.5 bits.
+A weight takes k + 0.25 bits; in the affine variant, 2.5 bits.
+
+Rows are split into blocks of 32 values; a row's last block is padded with zeros. A block's k-bit codes are k words:
+bit j of word b is bit b of code j, so every k packs without waste. A block's scale is one byte of E4M4 times one fp32
+factor per tensor. A value is codebook[code] · scale. In the affine variant (codebook 0, 85, 170, 255 and a byte `zero`
+per block) it is (codebook[code] − zero) · scale. Codes are nearest with respect to the scale as stored.
+
+E4M4 has 4 exponent bits with bias 11 and 4 mantissa bits: 2^(e−11) · (1 + m/16), and 2^−10 · m/16 at e = 0. The
+largest value is 31. Its bits are those of fp32 after the sign, with three exponent bits fewer.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,26 +20,250 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..ops.bitplane import (
-    BLOCK,
-    dequantize_bitplane,
-    fit_affine,
-    fit_codebook,
-    fit_scales,
-    kbit_codebook,
-    linear_bitplane,
-    padded_blocks,
-    quantize_bitplane,
-)
+from ..dispatch import op
 from ..utils.errors import ModelError
-from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, split_parts
+from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, rows_and_columns, split_parts
+from .codebooks import constant
+from .linear import linear_rows
+
+BLOCK = 32
+E4M4_LARGEST, E4M4_NORMAL = 31.0, 2.0**-10  # the largest value, and the least with a full mantissa
+AFFINE_TOP = 255  # steps of an affine block's range: its zero is one byte
+TINY = 2.0**-126  # the least normal fp32, to avoid a division by a zero scale
+_REBIAS = (127 - 11) << 4  # from E4M4's exponent to fp32's, in units of E4M4's last bit
+_BINS, _ZERO_BIN = 1 << 14, 1 << 13  # cells of the histogram a codebook is fitted to, and the one around zero
+_PER_UNIT = _ZERO_BIN * 16 / 17  # cells per scale: with a scale rounded to E4M4, values reach 33/32 of it
+_SHRINKS = (1.0, 0.9, 0.8, 0.7)  # tried factors of an affine block's range: clipping rare ends makes steps finer
+
+# Quantiles of a normal distribution at (i + ½)/2^k, divided by the largest; the positive half.
+NF = {
+    2: (0.276993573, 1.0),
+    3: (0.102541275, 0.318603665, 0.578276932, 1.0),
+    4: (0.0420953855, 0.127340987, 0.215946302, 0.310904741, 0.416818887, 0.542209148, 0.707568824, 1.0),
+    5: (
+        0.0181886554, 0.0546781458, 0.0915090814, 0.128925994, 0.167200953, 0.206649229, 0.247651234, 0.290684968,
+        0.336377233, 0.385589212, 0.43957144, 0.500268459, 0.570998311, 0.658254206, 0.778104544, 1.0,
+    ),
+}  # fmt: skip
+
+# Lloyd-Max on Gaussian values divided by the largest of their block of 32; the positive half.
+BNF = {
+    2: (0.1964, 0.6642),
+    3: (0.1018, 0.3141, 0.5583, 0.8827),
+    4: (0.0499, 0.1509, 0.2551, 0.3652, 0.4846, 0.6179, 0.7739, 0.9686),
+    5: (
+        0.0239, 0.0718, 0.1201, 0.1692, 0.2193, 0.2707, 0.3239, 0.3791,
+        0.4369, 0.4977, 0.5625, 0.6321, 0.7078, 0.7913, 0.8850, 0.9920,
+    ),
+}  # fmt: skip
+
+
+@constant
+def kbit_codebook(kind: str, k: int, device: torch.device) -> Tensor:
+    """fp32 [2^k], ascending: "nf", "bnf", or the levels of "affine" (k = 2)."""
+    if kind == "affine":
+        return torch.linspace(0, AFFINE_TOP, 1 << k, dtype=torch.float32, device="cpu").to(device)
+    half = torch.tensor((NF if kind == "nf" else BNF)[k], dtype=torch.float32)
+    return torch.cat([-half.flip(0), half]).to(device)
+
+
+def e4m4_encode(values: Tensor) -> Tensor:
+    """Encode non-negative fp32 values as uint8 E4M4: nearest, ties to even, saturating at 31."""
+    bits = values.view(torch.int32)
+    normal = ((bits + 0x3FFFF + ((bits >> 19) & 1)) >> 19) - _REBIAS  # a mantissa that overflows carries
+    subnormal = (values * 2.0**14).round().int()
+    return torch.where(values < E4M4_NORMAL, subnormal, normal).clamp(0, 255).to(torch.uint8)
+
+
+def e4m4_decode(codes: Tensor) -> Tensor:
+    """Decode uint8 E4M4 codes to fp32, exactly."""
+    wide = codes.int()
+    return torch.where(wide < 16, wide * 2.0**-14, ((wide + _REBIAS) << 19).view(torch.float32))
+
+
+def fit_factor(scales: Tensor) -> Tensor:
+    """Tensor factor, fp32 []: 1 if all non-zero scales are normal in E4M4, else the power of two that maps the largest
+    scale to 16–32.
+
+    Scales below 2^−14 of the largest then lose bits; below 2^−24 they become 0, and so does their block.
+    """
+    top, least = scales.max(), scales.masked_fill(scales == 0, torch.inf).min()
+    exponent = torch.frexp(top).exponent.clamp(min=-121) - 5
+    fits = (top <= E4M4_LARGEST) & (least >= E4M4_NORMAL)
+    return ((exponent.masked_fill(fits, 0) + 127) << 23).int().view(torch.float32)
+
+
+def fit_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales uint8 E4M4 [n] and factor fp32 [] for blocks whose largest magnitudes are fp32 [n]."""
+    factor = fit_factor(absmax)
+    return e4m4_encode(absmax / factor), factor
+
+
+def fit_affine(blocks: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales uint8 E4M4 [n], zeros uint8 [n] and factor fp32 [] for blocks [n, 32].
+
+    A block's range is extended to contain zero, then shrunk by the candidate factor with the least squared error. On
+    normally distributed weights this gains 2 dB.
+    """
+    low, high = (bound.float() for bound in blocks.aminmax(dim=1))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    factor = fit_factor(high - low)
+    best = torch.full_like(low, torch.inf, dtype=torch.float64)
+    scales, zeros = torch.zeros_like(low, dtype=torch.uint8), torch.zeros_like(low, dtype=torch.uint8)
+    unit = factor / AFFINE_TOP
+    for shrink in _SHRINKS:
+        scale = e4m4_encode((high - low) * shrink / factor)
+        step = e4m4_decode(scale) * unit
+        zero = (-low * shrink / step.clamp(min=TINY)).round().clamp(0, AFFINE_TOP).to(torch.uint8)
+        values = codebook[_nearest(blocks, step, zero, codebook)].sub_(zero.unsqueeze(1)).mul_(step.unsqueeze(1))
+        error = (values - blocks).double().square().sum(1)
+        better = error < best
+        best = torch.where(better, error, best)
+        scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
+    return scales, zeros, unit
+
+
+def fit_codebook(blocks: Tensor, scales: Tensor, factor: Tensor, k: int, padding: int) -> Tensor:
+    """Codebook, fp32 [2^k], with the least mean squared error on the blocks divided by their scales.
+
+    Runs Lloyd's algorithm (Lloyd 1982; Max 1960) from "nf" until no cell changes, on a histogram. Counts and sums are
+    integers, so the codebook does not depend on the machine.
+
+    Args:
+        blocks: [n, 32], float.
+        scales, factor: scales of the blocks, as stored.
+        padding: number of padding zeros at the ends of rows, which are not counted.
+    """
+    step = (e4m4_decode(scales) * factor).clamp(min=TINY)
+    counts = torch.zeros(_BINS, dtype=torch.int64, device=blocks.device)
+    for some, its_step in zip(blocks.split(1 << 17), step.split(1 << 17), strict=True):
+        place = (some.float() / its_step.unsqueeze(1) * _PER_UNIT).round() + _ZERO_BIN
+        counts += torch.bincount(place.clamp(0, _BINS - 1).int().view(-1), minlength=_BINS)
+    counts[_ZERO_BIN] -= padding
+    counts = counts.cpu()
+    places = torch.arange(_BINS)
+    ends = torch.nn.functional.pad(torch.stack([counts, counts * places]).cumsum(1), (1, 0))
+    levels = kbit_codebook("nf", k, places.device).double() * _PER_UNIT + _ZERO_BIN
+    edges = torch.empty(0, dtype=torch.int64)
+    while True:
+        middles = ((levels[:-1] + levels[1:]) / 2).floor().long() + 1
+        moved = torch.cat([torch.tensor([0]), middles, torch.tensor([_BINS])])
+        if torch.equal(moved, edges):
+            return ((levels - _ZERO_BIN) / _PER_UNIT).float().to(blocks.device)
+        edges = moved
+        count, total = ends[:, edges[1:]] - ends[:, edges[:-1]]
+        levels = torch.where(count > 0, total.double() / count.clamp(min=1), levels)
+
+
+def _nearest(blocks: Tensor, step: Tensor, zeros: Tensor | None, codebook: Tensor) -> Tensor:
+    """Index of the nearest codebook entry, int32 [n, 32]; the lower one at a tie."""
+    scaled = blocks.float() / step.clamp(min=TINY).unsqueeze(1)
+    if zeros is not None:
+        scaled += zeros.unsqueeze(1)
+    return torch.bucketize(scaled, (codebook[:-1] + codebook[1:]) / 2, out_int32=True)
+
+
+def pack_planes(codes: Tensor, k: int) -> Tensor:
+    """Bit planes, int32 [n·k], of integer codes [n, 32] below 2^k."""
+    lane = torch.arange(BLOCK, dtype=torch.int32, device=codes.device)
+    planes = [(((codes >> b) & 1).int() << lane).sum(1, dtype=torch.int32) for b in range(k)]
+    return torch.stack(planes, dim=1).view(-1)
+
+
+def unpack_planes(packed: Tensor, k: int) -> Tensor:
+    """Codes, int32 [n, 32], from the bit planes of `pack_planes`."""
+    lane = torch.arange(BLOCK, dtype=torch.int32, device=packed.device)
+    words = packed.view(-1, k)
+    codes = words.new_zeros(words.shape[0], BLOCK)
+    for b in range(k):
+        codes |= ((words[:, b : b + 1] >> lane) & 1) << b
+    return codes
+
+
+def padded_blocks(rows: Tensor, size: int) -> Tensor:
+    """Blocks of each row [rows, width], padded with zeros: [rows · ⌈width/size⌉, size]."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % size)).reshape(-1, size)
+
+
+@op("triton.bitplane", "native.bitplane")
+def quantize_bitplane(blocks: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor, codebook: Tensor) -> Tensor:
+    """Quantize blocks of weights to the nearest codes, as bit planes.
+
+    Args:
+        blocks: [n, 32]; fp32, fp16 or bf16.
+        scales: uint8 [n], E4M4.
+        zeros: uint8 [n] in the affine variant, else None.
+        factor: fp32 [], factor of the scales.
+        codebook: fp32 [2^k], ascending.
+
+    Returns:
+        int32 [n·k].
+    """
+    k = codebook.numel().bit_length() - 1
+    return pack_planes(_nearest(blocks, e4m4_decode(scales) * factor, zeros, codebook), k)
+
+
+def steps_of(scales: Tensor, factor: Tensor) -> Tensor:
+    """Decoded scales, fp32 [n]: E4M4 [n] times the factor, [] or [E] for E matrices of n/E scales each."""
+    return (e4m4_decode(scales).view(max(factor.numel(), 1), -1) * factor.view(-1, 1)).view(-1)
+
+
+@op("triton.bitplane", "native.bitplane")
+def dequantize_bitplane(
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    factor: Tensor,
+    codebook: Tensor,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Dequantize bit planes; values are rounded once from fp32.
+
+    Args:
+        packed: int32 [rows · ⌈width/32⌉ · k].
+        scales, zeros, factor, codebook: as in `quantize_bitplane`. For E stacked matrices, factor is [E] and codebook
+            [E, 2^k] or [2^k].
+        rows, width: shape of the result.
+        dtype: fp32, fp16 or bf16.
+
+    Returns:
+        `dtype` [rows, width].
+    """
+    levels, runs = codebook.shape[-1], max(factor.numel(), 1)
+    codes = unpack_planes(packed, levels.bit_length() - 1).view(runs, -1)
+    if codebook.dim() > 1:
+        codes = codes + levels * torch.arange(runs, dtype=torch.int32, device=codes.device)[:, None]
+    values = codebook.reshape(-1)[codes].view(-1, BLOCK)
+    if zeros is not None:
+        values -= zeros.unsqueeze(1)
+    values *= steps_of(scales, factor).unsqueeze(1)
+    return values.to(dtype).view(rows, -(-width // BLOCK) * BLOCK)[:, :width].contiguous()
+
+
+@op("cuda.linear_planes")
+def linear_bitplane(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
+) -> Tensor:
+    """`F.linear` of rows with a k-bit weight; no gradient.
+
+    Kernels may sum in another order, and round the codebook and the scaled product to x's dtype instead of the weight.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        packed, scales, factor, codebook: as in `dequantize_bitplane`, without zeros.
+        rows: N.
+        bias: [N] in x's dtype, or None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    weight = dequantize_bitplane(packed, scales, None, factor, codebook, rows, x.shape[1], x.dtype)
+    return linear_rows(x, weight, bias)
+
 
 CODEBOOKS = ("nf", "bnf", "fitted", "affine")
-
-
-def rows_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Number and length of a tensor's rows. Blocks run along the last dimension and never span rows."""
-    return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
 @register_format
@@ -74,7 +305,7 @@ class KBit(Format):
         return [cls(2, "affine"), cls(3, "bnf"), cls(4, "fitted"), cls(5, "nf")]
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
-        rows, width = rows_and_width(shape)
+        rows, width = rows_and_columns(shape)
         blocks = rows * -(-width // BLOCK)
         specs: PartSpecs = {"packed": ((blocks * self.k,), torch.int32), "scales": ((blocks,), torch.uint8)}
         if self.codebook == "affine":
@@ -90,7 +321,7 @@ class KBit(Format):
         if not weight.numel():
             specs = self.part_specs(shape)
             return {name: torch.ones(size, dtype=dtype, device=weight.device) for name, (size, dtype) in specs.items()}
-        rows, width = rows_and_width(shape)
+        rows, width = rows_and_columns(shape)
         blocks = padded_blocks(weight.reshape(rows, width), BLOCK)
         absmax = torch.linalg.vector_norm(blocks, torch.inf, dim=1).float()
         if not bool(torch.isfinite(absmax).all()):
@@ -110,7 +341,7 @@ class KBit(Format):
         return parts | {"codebook": codebook} if self.codebook == "fitted" else parts
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        rows, width = rows_and_width(shape)
+        rows, width = rows_and_columns(shape)
         return dequantize_bitplane(
             parts["packed"],
             parts["scales"],

@@ -1,8 +1,11 @@
 """FP8 weights: E4M3 codes with fp32 scales per tensor, per row, or per tile of 128×128.
 
-`halfbyte.ops.float8` specifies the values. Per-tile weights use the checkpoint layout of Hugging Face's block-FP8
-models (DeepSeek-V3, Qwen3-FP8), which load without requantization. For the parameter `weight` of a module, the module
-has the entries:
+    scale = amax / 448 over its values (1 for a group of zeros)
+    code  = E4M3(clamp(v / scale, ±448)), nearest, halves to even        v ≈ code · scale
+
+(Micikevicius et al. 2022, arXiv:2209.05433.) Tiles at the edges are smaller; tiles do not cross the matrices of a
+stack. Per-tile weights use the checkpoint layout of Hugging Face's block-FP8 models (DeepSeek-V3, Qwen3-FP8), which
+load without requantization. For the parameter `weight` of a module, the module has the entries:
 
     weight            float8_e4m3fn [..., N, K]
     weight_scale_inv  fp32 [..., ⌈N/128⌉, ⌈K/128⌉]; bf16 and E8M0 are read too
@@ -15,18 +18,100 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ..ops.float8 import E4M3, TILE, Scaling, dequantize_float8, linear_float8, quantize_float8, scale_shape
+from ..dispatch import op
 from ..utils.errors import CheckpointError, ModelError
 from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
+from .linear import linear_rows
 
+Scaling = Literal["tensor", "row", "tile"]
+TILE = 128
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
+TINY = torch.finfo(torch.float32).tiny  # a smaller scale would lose precision
 SCALINGS = ("tensor", "row", "tile")
 SCALE_INV = "../weight_scale_inv"
 EXACT_IN_FP32 = (torch.bfloat16, torch.float8_e8m0fnu)
+
+
+def scale_shape(shape: tuple[int, ...], scaling: Scaling) -> tuple[int, ...]:
+    """Shape of the scales of a tensor: [], [rows] over all but the last dimension, or [..., ⌈N/128⌉, ⌈K/128⌉]."""
+    if scaling == "tensor":
+        return ()
+    if scaling == "row":
+        return (torch.Size(shape[:-1]).numel(),)
+    return (*shape[:-2], *(-(-size // TILE) for size in shape[-2:]))
+
+
+def _as_matrices(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, *tensor.shape[-2:]) if tensor.dim() > 1 else tensor.view(1, 1, -1)
+
+
+def spread_scales(scale: Tensor, shape: tuple[int, ...], scaling: Scaling) -> Tensor:
+    """fp32 scales, repeated to broadcast with a tensor of `shape`."""
+    if scaling == "tensor":
+        return scale
+    if scaling == "row":
+        return scale.view(*shape[:-1], 1)
+    for dim in range(-min(len(shape), 2), 0):
+        scale = scale.repeat_interleave(TILE, dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def _amax(weight: Tensor, scaling: Scaling) -> Tensor:
+    """Largest magnitudes, fp32 in the shape of the scales; NaN where a value is NaN."""
+    shape = scale_shape(tuple(weight.shape), scaling)
+    if scaling == "tensor":
+        return torch.linalg.vector_norm(weight, torch.inf, dtype=torch.float32)
+    if scaling == "row":
+        return torch.linalg.vector_norm(weight.reshape(-1, weight.shape[-1]), torch.inf, dim=1, dtype=torch.float32)
+    matrices = _as_matrices(weight)
+    stack, rows, columns = matrices.shape
+    tiles = torch.nn.functional.pad(matrices, (0, -columns % TILE, 0, -rows % TILE))
+    tiles = tiles.view(stack, -(-rows // TILE), TILE, -1, TILE)
+    return torch.linalg.vector_norm(tiles, torch.inf, dim=(2, 4), dtype=torch.float32).view(shape)
+
+
+def quantize_float8(weight: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """Quantize `weight` (fp32, fp16 or bf16) to E4M3 codes of its shape and fp32 scales of `scale_shape`."""
+    amax = _amax(weight, scaling)
+    # Divide by a tensor: for a Python number CUDA multiplies by the reciprocal, so its bits differ from a CPU's.
+    scale = torch.where(amax == 0, 1.0, amax / amax.new_full((), FP8_MAX[E4M3])).clamp(min=TINY)
+    spread = spread_scales(scale, tuple(weight.shape), scaling)
+    return to_float8(weight.float() / spread, E4M3), scale
+
+
+def to_float8(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast fp32 `values` to an FP8 type: nearest, halves to even, saturating. NaN is preserved."""
+    return values.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
+
+
+@op("triton.float8")
+def dequantize_float8(codes: Tensor, scale: Tensor, scaling: Scaling, dtype: torch.dtype) -> Tensor:
+    """Dequantize E4M3 `codes` (none NaN) to `dtype`, rounded once from fp32."""
+    return codes.float().mul_(spread_scales(scale, tuple(codes.shape), scaling)).to(dtype)
+
+
+@op("triton.gemv8")
+def linear_float8(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor:
+    """`F.linear` of rows with an E4M3 weight; no gradient.
+
+    Kernels may sum in another order, and do not round the weights, which the reference rounds to x's dtype.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        codes: uint8 [N, K], the bits of E4M3.
+        scale, scaling: as in `dequantize_float8`.
+        bias: [N] in x's dtype, or None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    return linear_rows(x, dequantize_float8(codes.view(E4M3), scale, scaling, x.dtype), bias)
 
 
 @register_format

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, pack_e2m1
 from ..utils.errors import CheckpointError, ModelError
-from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
-from .nvfp4 import DAMAGED, SCALE, rows_and_columns
+from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, rows_and_columns, split_parts
+from .e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, pack_e2m1
+from .nvfp4 import DAMAGED, SCALE
 
 BLOCK, NAN = 32, 0xFF
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -1,7 +1,23 @@
-"""NVFP4 weights, quantized here or by NVIDIA's ModelOpt.
+"""NVFP4: E2M1 codes, an E4M3 scale per 16 values or per 16×16 tile, one fp32 factor per tensor.
 
-`halfbyte.ops.nvfp4` specifies the values. A matrix is padded with zero columns to a multiple of 16; leading dimensions
-count as rows; a vector is one row. ModelOpt's entries for a parameter `weight`, low nibble first:
+With amax the largest magnitude of the tensor and of a block:
+
+    factor = amax / (6 · 448)                         so that the largest block scale is E4M3's largest
+    scale  = e4m3(block amax / (6 · factor))
+    code   = e2m1(value / (scale · factor))
+
+*Four over six* (arXiv:2512.02010): 6 has no neighbour but 4, so values near a block's amax have the largest errors.
+Each block is also tried with its amax at 4, whose neighbours are 3 and 6, and the smaller error wins; ties choose 6.
+The factor is then amax / (6 · 256), because a scale that maps to 4 is 1.5 times as large and must stay below 448.
+
+*Random Hadamard transform*: 16 neighbours are multiplied by diag(±1)·H/4, orthonormal, which spreads an outlier over
+its block. Applied to both operands of a GEMM along the reduced dimension it cancels.
+
+*Stochastic rounding* is exactly unbiased while no value saturates. Block scales are therefore rounded up, and the
+choice between 4 and 6 uses the errors of the nearest codes, a function of the values alone.
+
+A stored matrix is padded with zero columns to a multiple of 16; leading dimensions count as rows; a vector is one row.
+The entries of NVIDIA's ModelOpt for a parameter `weight`, low nibble first:
 
     weight          uint8 [N, K/2]
     weight_scale    float8_e4m3fn [N, K/16]
@@ -15,26 +31,121 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.e2m1 import E4M3_NAN, dequantize_e2m1
-from ..ops.nvfp4 import BLOCK, Metric, packed_nvfp4
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
-from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
+from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, rows_and_columns, split_parts
+from .codebooks import constant
+from .e2m1 import (
+    E4M3_NAN,
+    codebook_e2m1,
+    decode_scales,
+    dequantize_e2m1,
+    encode_e2m1,
+    encode_e2m1_stochastic,
+    encode_e4m3,
+    pack_e2m1,
+)
+
+BLOCK = 16
+Metric = Literal["MSE", "L1", "AbsMax"]
+ERRORS = {
+    "MSE": lambda error: error.square().sum((1, 3)),
+    "L1": lambda error: error.abs().sum((1, 3)),
+    "AbsMax": lambda error: error.abs().amax((1, 3)),
+}
+
+
+class Nvfp4Codes(NamedTuple):
+    """A quantized matrix [rows, columns]; columns are padded with zeros to a multiple of 16.
+
+    Attributes:
+        codes: uint8 [rows, padded], one code each; `pack_e2m1` packs them.
+        scales: uint8 [⌈rows/tile rows⌉, padded/16] E4M3 bytes.
+        factor: fp32 [].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factor: Tensor
+
+
+def quantize_nvfp4(
+    values: Tensor,
+    tile_rows: int,
+    metric: Metric | None = None,
+    *,
+    stochastic: bool = False,
+    generator: torch.Generator | None = None,
+) -> Nvfp4Codes:
+    """Codes and scales of a matrix.
+
+    Args:
+        values: [rows, columns], any float. NaN or Inf anywhere makes `factor` not finite.
+        tile_rows: 1, a scale per 16 values of a row; or 16, a scale per 16×16 tile.
+        metric: four over six with this error; None for plain NVFP4.
+        stochastic: round codes stochastically, scales up.
+        generator: of the random numbers; torch's own by default.
+    """
+    rows, columns = values.shape
+    blocks = F.pad(values.float(), (0, -columns % BLOCK, 0, -rows % tile_rows)).contiguous()
+    blocks = blocks.view(-(-rows // tile_rows), tile_rows, -(-columns // BLOCK), BLOCK)
+    amax = blocks.abs().amax((1, 3))
+    largest = amax.amax() if amax.numel() else amax.sum()
+    factor = (largest / (6 * (448 if metric is None else 256))).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = encode_e4m3(amax / (6 * factor), up=stochastic)
+    if metric is not None:
+        at_four = encode_e4m3(amax / (4 * factor), up=stochastic)
+        # Errors in units of the factor, whose squares neither underflow nor overflow.
+        six, four = (ERRORS[metric]((blocks - _nearest(blocks, at, factor)) / factor) for at in (scales, at_four))
+        scales = torch.where(four < six, at_four, scales)
+    normal = _normalized(blocks, scales, factor)
+    codes = encode_e2m1_stochastic(normal, generator) if stochastic else encode_e2m1(normal)
+    return Nvfp4Codes(codes.view(-1, blocks.shape[2] * BLOCK)[:rows], scales, factor)
+
+
+def packed_nvfp4(values: Tensor, tile_rows: int, metric: Metric | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed codes uint8 [rows, padded/2], scales and factor of `quantize_nvfp4`."""
+    codes, scales, factor = quantize_nvfp4(values, tile_rows, metric)
+    return pack_e2m1(codes), scales, factor
+
+
+def _normalized(blocks: Tensor, scales: Tensor, factor: Tensor) -> Tensor:
+    """Divide blocks [R, rows, C, 16] by their scale; zero if the scale is 0, since such a block is below all codes."""
+    step = decode_scales(scales, factor)[:, None, :, None]
+    return torch.where(step > 0, blocks / step, 0.0)
+
+
+def _nearest(blocks: Tensor, scales: Tensor, factor: Tensor) -> Tensor:
+    """Round blocks to the nearest codes of these scales, and return their values."""
+    codes = encode_e2m1(_normalized(blocks, scales, factor))
+    return codebook_e2m1(blocks.device)[codes.int()] * decode_scales(scales, factor)[:, None, :, None]
+
+
+@constant
+def hadamard(seed: int, device: torch.device) -> Tensor:
+    """Randomised Hadamard matrix, fp32 [16, 16]: diag(signs) · H / 4, with signs from the seed on every device."""
+    ones = torch.ones(1, 1)
+    for _ in range(4):
+        ones = torch.cat([torch.cat([ones, ones], 1), torch.cat([ones, -ones], 1)])
+    signs = torch.randint(0, 2, (BLOCK, 1), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    return (signs * ones / 4).to(device)
+
+
+def rotate(values: Tensor, seed: int) -> Tensor:
+    """Multiply every 16 neighbours of a row by `hadamard(seed)`: fp32 [rows, padded], columns padded with zeros."""
+    values = F.pad(values.float(), (0, -values.shape[1] % BLOCK))
+    return (values.reshape(-1, BLOCK) @ hadamard(seed, values.device)).view(values.shape)
+
 
 CHOICES: dict[str, Metric | None] = {"plain": None, "46mse": "MSE", "46l1": "L1", "46absmax": "AbsMax"}
 SCALE, FACTOR, INPUT_SCALE = "../weight_scale", "../weight_scale_2", "../input_scale"
 DAMAGED = "re-download the checkpoint"
-
-
-def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of the matrix that stores a tensor of `shape`."""
-    columns = shape[-1] if shape else 1
-    return torch.Size(shape[:-1]).numel(), columns
 
 
 @register_format

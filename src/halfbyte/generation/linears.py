@@ -11,10 +11,11 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..formats import Blockwise4
+from ..formats.blockwise4 import linears_blockwise4
+from ..formats.linear import add_term, linear_rows
 from ..layers.plain import PlainLinear, read_linear
-from ..ops.blockwise4 import linears_blockwise4
 from ..ops.decode_layers import Projections, Weight4
-from ..ops.linear import add_term, linear_rows, low_rank_rows
+from ..ops.lora_read import low_rank_rows
 from ..tensor import QuantizedTensor
 from .adapters import Unsupported, module_of
 

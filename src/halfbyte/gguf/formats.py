@@ -19,9 +19,9 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from ..formats import HQQ, Format, GptqV2, Mxfp4
-from ..ops.bitplane import pack_planes
-from ..ops.e2m1 import pack_e2m1
-from ..ops.int4 import PACK
+from ..formats.bitplane import pack_planes
+from ..formats.e2m1 import pack_e2m1
+from ..formats.int4 import PACK
 from ..utils.errors import CheckpointError
 
 GROUP = 32

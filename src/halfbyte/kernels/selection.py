@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import formats, ops
 from ..dispatch import Op
 from ..formats import Blockwise4
+from ..formats.float8 import E4M3, E5M2
 from ..ops.cross_entropy import Objective
 from ..ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 from ..ops.experts import Routing, StackedWeight
-from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..ops.lora_glu import Factors
 from ..ops.optimizer import RULES, Coefficients, Parameters
@@ -63,9 +63,10 @@ def choices(device: Device) -> Iterator[Choice]:
 
 def all_ops() -> dict[str, Op]:
     """All ops by name; ops with examples come first."""
-    modules = [importlib.import_module(each.name) for each in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}.")]
-    found = {op.reference.__name__: op for module in modules for op in vars(module).values() if isinstance(op, Op)}
-    return dict(sorted(found.items(), key=lambda item: (item[0] not in EXAMPLES, item[0])))
+    folders = ((folder, module.name) for folder in (ops, formats) for module in pkgutil.iter_modules(folder.__path__))
+    modules = [importlib.import_module(f"{folder.__name__}.{name}") for folder, name in folders]
+    by_name = {op.reference.__name__: op for module in modules for op in vars(module).values() if isinstance(op, Op)}
+    return dict(sorted(by_name.items(), key=lambda item: (item[0] not in EXAMPLES, item[0])))
 
 
 def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ..dispatch import on_compiler
 from ..formats import Blockwise4, Int8
-from ..formats.blockwise4 import BLOCKSIZES, STATE_KEYS
-from ..ops.blockwise4 import NESTED_BLOCK
+from ..formats.blockwise4 import BLOCKSIZES, NESTED_BLOCK, STATE_KEYS
 from ..tensor import QuantizedTensor
 
 MODULES = ("bitsandbytes.nn.modules", "halfbyte.bitsandbytes.nn.modules")

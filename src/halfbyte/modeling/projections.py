@@ -25,8 +25,8 @@ from ..autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
 from ..autograd.lora import GemmRecipe, LoRA, lora_linear, lora_qkv
 from ..config import Precision
 from ..dispatch import autocast_dtype, on_compiler
+from ..formats.float8 import E4M3, E5M2
 from ..layers.plain import hooked, read_linear
-from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..utils.errors import ConfigError, ModelError
 from ..utils.notices import notice

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from .codebooks import constant
+from ..formats.codebooks import constant
 
 SMALLEST = torch.finfo(torch.float32).smallest_normal
 NF4_THRESHOLDS = (

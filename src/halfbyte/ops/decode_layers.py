@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from .blockwise4 import linear_blockwise4
+from ..formats.blockwise4 import linear_blockwise4
 from .decode_attention import decode_attention, store
 from .glu import glu
 from .norms import rms_norm

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
+from ..formats.linear import linear_into
 from ..utils.errors import ModelError
 from .checks import check_float
 from .cross_entropy import Objective, check_objective, logits_of
-from .linear import linear_into
 from .losses import chunk_rows, logits_buffer, products_in_chunks
 
 BUFFERS = 7  # peak fp32 numbers per logit of a chunk, the teacher's logits included

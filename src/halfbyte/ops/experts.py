@@ -41,9 +41,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import op
+from ..formats.linear import linear, multiplies_by_onednn
 from ..utils.errors import ModelError
 from .glu import ACTIVATIONS, Activation, activation_and_derivative, glu
-from .linear import linear, multiplies_by_onednn
 
 if TYPE_CHECKING:
     from ..formats import Format

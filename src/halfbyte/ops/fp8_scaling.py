@@ -18,8 +18,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..formats.float8 import FP8_MAX
 from ..utils.errors import ConfigError
-from .float8 import FP8_MAX, cast_float8, scale_of
+from .float8 import cast_float8, scale_of
 
 LOOKS = 4  # first optimizer steps after which the host checks which scales are set
 Algorithm = Literal["max", "most_recent"]

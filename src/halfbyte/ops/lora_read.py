@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
+from ..formats.linear import linear_rows
 from .fp8_scaling import Slot
 
 
@@ -66,3 +67,19 @@ def lora_read(
         lows = low.split(ranks, dim=1)
         gradients = [summed(p.t(), u, s, dtype) for (p, _), u, s in zip(parts, lows, scalings, strict=True)]
     return Read(v, gradients, None if slot is None else slot.cast(x, *more, factors=columns).values)
+
+
+@op("cuda.low_rank")
+def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
+    """u = x·Aᵀ, where each row of x may skip rows of A.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        a: [R, K] in x's dtype.
+        mask: [M, R] of zeros and ones in x's dtype, or None.
+
+    Returns:
+        [M, R] in x's dtype.
+    """
+    u = linear_rows(x, a)
+    return u if mask is None else u * mask

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..formats.linear import linear_into
 from ..utils.errors import DataError
 from .cross_entropy import Objective, RowLosses, check_objective, cross_entropy_, log_probs_backward_
-from .linear import linear_into
 
 LOGITS_CHUNK_BYTES = {"cpu": 32 * 2**20, "accelerator": 128 * 2**20}
 WEIGHT_SLICE = 16_384  # rows of dW per partial GEMM, where a GEMM cannot accumulate into fp32

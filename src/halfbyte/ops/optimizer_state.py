@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .codebooks import dynamic_map
+from ..formats.codebooks import dynamic_map
 
 
 @dataclass(frozen=True)

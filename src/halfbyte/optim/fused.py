@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..dispatch import on_compiler
-from ..ops.codebooks import dynamic_map
+from ..formats.codebooks import dynamic_map
 from ..ops.optimizer import RULES, TRUSTS
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError

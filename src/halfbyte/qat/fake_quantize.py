@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..autograd.lora import LoRA
 from ..dispatch import to_compute_dtype
 from ..formats import Format
-from ..ops.linear import unviewed
+from ..formats.linear import unviewed
 
 
 def fake_quantize(weight: Tensor, format: Format) -> Tensor:

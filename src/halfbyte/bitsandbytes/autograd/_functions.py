@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...autograd.int8 import int8_linear
 from ...autograd.linear import quantized_linear
-from ...ops import int8 as int8_ops
+from ...formats import int8 as int8_ops
 from ..quant_state import QuantState, StoredWeight
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.blockwise4 import dequantize_rows_blockwise4
-from ...ops.int8 import dequantize_rows_int8
+from ...formats.blockwise4 import dequantize_rows_blockwise4
+from ...formats.int8 import dequantize_rows_int8
 from .. import functional as F
 from ..autograd._functions import MatmulLtState, matmul, matmul_4bit
 from ..optim.optimizer import GlobalOptimManager

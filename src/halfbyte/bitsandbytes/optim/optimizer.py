@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...ops.codebooks import dynamic_map
+from ...formats.codebooks import dynamic_map
 from ...ops.optimizer import RULES, TRUSTS
 from ...ops.optimizer_state import STORAGES, Storage
 from ...optim.fused import WRAPPED, FusedOptimizer, to_bitsandbytes

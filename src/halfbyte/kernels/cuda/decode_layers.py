@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.codebooks import codebook4
+from ...formats.codebooks import codebook4
 from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div

@@ -44,8 +44,8 @@ import torch
 from torch import Tensor
 
 from ...formats.blockwise4 import Blockwise4
+from ...formats.codebooks import codebook4
 from ...ops import experts as reference
-from ...ops.codebooks import codebook4
 from ...ops.experts import LowRank, Routing, StackedWeight, Unit
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.codebooks import codebook4
-from ...ops.float8 import E4M3, emulated, float8_of_blockwise4, fp8_product, transpose_float8
+from ...formats.codebooks import codebook4
+from ...formats.float8 import E4M3
+from ...ops.float8 import emulated, float8_of_blockwise4, fp8_product, transpose_float8
 from ...utils.notices import notice
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of
 from ..tiling import ceil_div

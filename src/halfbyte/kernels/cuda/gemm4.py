@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.blockwise4 import linear_blockwise4
+from ...formats.blockwise4 import linear_blockwise4
 from ..device import device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, remembered

@@ -1,4 +1,4 @@
-/* GEMM of up to 64 rows with 4-bit weights in bit planes (ops.bitplane, ops.hqq), see gemm.cuh; the table is as in
+/* GEMM of up to 64 rows with 4-bit weights in bit planes (formats.bitplane, formats.hqq), see gemm.cuh; the table is as in
 planes.cu. Of 128 columns of a row, a lane has the block of 32 number lane % 4: 16 bytes of codes.
 
 Constants: BITS (4), GROUP (weights per scale and zero of HQQ; 0: E4M4 scales of blocks), and those of gemm.cuh. */

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.blockwise4 import linear_blockwise4, linears_blockwise4
-from ...ops.linear import add_term
+from ...formats.blockwise4 import linear_blockwise4, linears_blockwise4
+from ...formats.linear import add_term
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Image, Kernel, cubin, remembered

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.bitplane import linear_bitplane
-from ...ops.hqq import linear_hqq
+from ...formats.bitplane import linear_bitplane
+from ...formats.hqq import linear_hqq
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Kernel, cubin, gemm4, remembered

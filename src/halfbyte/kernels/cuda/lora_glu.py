@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...formats.float8 import E5M2
 from ...ops import lora_glu as ops
-from ...ops.float8 import E5M2
 from ...ops.fp8_scaling import Slot
 from ...ops.lora_glu import Factors, Gradients
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of

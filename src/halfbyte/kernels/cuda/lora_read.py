@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...formats.float8 import E5M2
 from ...ops.checks import row_stride
-from ...ops.float8 import E5M2
 from ...ops.fp8_scaling import Slot
 from ...ops.lora_read import Read, lora_read
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of

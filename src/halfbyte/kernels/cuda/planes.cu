@@ -1,4 +1,4 @@
-/* GEMM of up to 16 rows with weights in bit planes (ops.bitplane, ops.hqq), see split_k.cuh.
+/* GEMM of up to 16 rows with weights in bit planes (formats.bitplane, formats.hqq), see split_k.cuh.
 
 A table in shared memory converts codes to numbers. Of 128 columns a lane has the block of 32 number lane % 4: BITS
 words of a row. The order of K is free, so bits are only exchanged between words until a byte has the bits of

@@ -1,4 +1,4 @@
-/* GEMV of one row with k-bit weights in bit planes (ops.bitplane), see mma_gemv.cuh; a K slice is a block of W.
+/* GEMV of one row with k-bit weights in bit planes (formats.bitplane), see mma_gemv.cuh; a K slice is a block of W.
 
 A table in shared memory, of which each lane has its own copy, converts a byte with the bits of two columns to their
 numbers, ready as operands. At 2 bits, where half a byte would suffice, the byte has the bits of both rows, and two

@@ -1,4 +1,4 @@
-/* CPU kernels of halfbyte.ops.bitplane and halfbyte.ops.hqq: 32 codes at a time, in loops that GCC and Clang vectorize.
+/* CPU kernels of halfbyte.formats.bitplane and halfbyte.formats.hqq: 32 codes at a time, in loops that GCC and Clang vectorize.
 
    Scales and zeros are fp32, one for each `group` blocks. Each call processes the blocks [first, last), so threads
    share nothing. Compile without contraction: (level - zero) is rounded, then its product with the scale. */

@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...ops.bitplane import BLOCK, TINY, dequantize_bitplane, e4m4_decode, quantize_bitplane, steps_of
-from ...ops.hqq import dequantize_hqq
+from ...formats.bitplane import BLOCK, TINY, dequantize_bitplane, e4m4_decode, quantize_bitplane, steps_of
+from ...formats.hqq import dequantize_hqq
 from . import library, parallel
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

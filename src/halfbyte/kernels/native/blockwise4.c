@@ -1,4 +1,4 @@
-/* CPU kernels of halfbyte.ops.blockwise4 in portable vector C (GCC and Clang vector extensions, no intrinsics).
+/* CPU kernels of halfbyte.formats.blockwise4 in portable vector C (GCC and Clang vector extensions, no intrinsics).
 
    Sixteen values at a time: a 16-entry fp32 table is one vector register, so a look-up is one permute where the CPU has
    it (AVX-512's vpermps). Each call processes the blocks [first, last), so threads share nothing. Compile without

@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
-from ...ops.codebooks import codebook4, thresholds4
+from ...formats.blockwise4 import dequantize_blockwise4, quantize_blockwise4
+from ...formats.codebooks import codebook4, thresholds4
 from . import library, parallel
 
 CPU = torch.device("cpu")

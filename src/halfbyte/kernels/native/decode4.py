@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.blockwise4 import linear_blockwise4
-from ...ops.codebooks import codebook4
+from ...formats.blockwise4 import linear_blockwise4
+from ...formats.codebooks import codebook4
+from ...formats.linear import add_term
 from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
-from ...ops.linear import add_term
 from . import library
 from .blockwise4 import CPU
 

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.bitplane import BLOCK, dequantize_bitplane, quantize_bitplane
-from ...ops.hqq import dequantize_hqq
+from ...formats.bitplane import BLOCK, dequantize_bitplane, quantize_bitplane
+from ...formats.hqq import dequantize_hqq
 from ..tiling import ceil_div
 from .launch import Launcher
 

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.blockwise4 import NESTED_BLOCK, dequantize_blockwise4, quantize_blockwise4
-from ...ops.codebooks import codebook4, thresholds4
-from ...ops.float8 import E4M3, FP8_MAX, float8_of_blockwise4
+from ...formats.blockwise4 import NESTED_BLOCK, dequantize_blockwise4, quantize_blockwise4
+from ...formats.codebooks import codebook4, thresholds4
+from ...formats.float8 import E4M3, FP8_MAX
+from ...ops.float8 import float8_of_blockwise4
 from ..tiling import ceil_div
 from .float8 import float8_obstacle, to_float8
 from .launch import Launcher

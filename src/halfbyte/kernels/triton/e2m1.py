@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.e2m1 import codebook_e2m1, dequantize_e2m1
+from ...formats.e2m1 import codebook_e2m1, dequantize_e2m1
 from ..tiling import ceil_div
 from .launch import Launcher
 

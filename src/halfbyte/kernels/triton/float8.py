@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...formats.float8 import FP8_MAX, TILE, Scaling, dequantize_float8
 from ...ops import float8 as reference
-from ...ops.float8 import FP8_MAX, TILE, Scaling
 from ..device import device_of
 from ..operands import evenly_spaced
 from ..tiling import ceil_div, power_of_2
@@ -60,7 +60,7 @@ def _dequantize(
 _dequantize_launcher = Launcher(_dequantize)
 
 
-@reference.dequantize_float8.kernel("cuda", "xpu")
+@dequantize_float8.kernel("cuda", "xpu")
 def dequantize(codes: Tensor, scale: Tensor, scaling: Scaling, dtype: torch.dtype) -> Tensor:
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if out.numel():

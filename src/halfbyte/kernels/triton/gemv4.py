@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.blockwise4 import NESTED_BLOCK, linear_blockwise4
-from ...ops.codebooks import codebook4
-from ...ops.linear import add_term
+from ...formats.blockwise4 import NESTED_BLOCK, linear_blockwise4
+from ...formats.codebooks import codebook4
+from ...formats.linear import add_term
 from ..device import device_of
 from ..tiling import ceil_div, power_of_2
 from .launch import Launcher

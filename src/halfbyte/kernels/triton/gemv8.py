@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops import int8
-from ...ops.float8 import TILE, Scaling, linear_float8
-from ...ops.int8 import linear_int8
+from ...formats import int8
+from ...formats.float8 import TILE, Scaling, linear_float8
+from ...formats.int8 import linear_int8
 from ..tiling import ceil_div, power_of_2
 from .float8 import float8_obstacle
 from .launch import Launcher

@@ -36,13 +36,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch import Unavailable
-from ...formats.blockwise4 import Blockwise4
+from ...formats.blockwise4 import NESTED_BLOCK, Blockwise4
+from ...formats.codebooks import codebook4
+from ...formats.e2m1 import codebook_e2m1
 from ...formats.mxfp4 import BLOCK
 from ...formats.stack import is_mxfp4
 from ...ops import experts as reference
-from ...ops.blockwise4 import NESTED_BLOCK
-from ...ops.codebooks import codebook4
-from ...ops.e2m1 import codebook_e2m1
 from ...ops.experts import LowRank, Routing, StackedWeight
 from ..device import device_of
 from ..tiling import ceil_div, power_of_2

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.int4 import PACK, dequantize_int4
+from ...formats.int4 import PACK, dequantize_int4
 from ..tiling import ceil_div
 from .launch import Launcher
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops import int8 as reference
+from ...formats import int8 as reference
 from ..operands import evenly_spaced
 from ..tiling import ceil_div, power_of_2
 from .launch import Launcher

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch import Unavailable
+from ...formats.float8 import FP8_MAX
 from ...ops import lora_glu as reference
-from ...ops.float8 import FP8_MAX
 from ...ops.fp8_scaling import Slot
 from ...ops.glu import Activation
 from ...ops.lora_glu import Factors, Gradients

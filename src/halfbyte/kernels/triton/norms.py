@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...formats.float8 import FP8_MAX
 from ...ops import norms as reference
 from ...ops.checks import check_rows
-from ...ops.float8 import FP8_MAX
 from ...ops.fp8_scaling import Slot
 from ..operands import all_same, empty_contiguous, empty_statistic, evenly_spaced
 from ..tiling import ceil_div, power_of_2

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...formats.float8 import FP8_MAX
 from ...ops import rope as reference
 from ...ops.checks import check_same
-from ...ops.float8 import FP8_MAX
 from ...ops.norms import sum_rows
 from ...ops.paged_attention import PAGE, rope_store_paged_
 from ..operands import all_same, bump_versions, copy_back

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from halfbyte.autograd.linear import quantized_linear
-from halfbyte.formats import named
-from halfbyte.ops import linear, losses
+from halfbyte.formats import linear, named
+from halfbyte.ops import losses
 from halfbyte.tensor import QuantizedTensor
 
 needs_onednn = pytest.mark.skipif(

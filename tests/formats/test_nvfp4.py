@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from halfbyte.ops.e2m1 import (
+from halfbyte.formats.e2m1 import (
     MAGNITUDES,
     codebook_e2m1,
     decode_scales,
@@ -15,7 +15,7 @@ from halfbyte.ops.e2m1 import (
     encode_e4m3,
     pack_e2m1,
 )
-from halfbyte.ops.nvfp4 import ERRORS, hadamard, packed_nvfp4, quantize_nvfp4
+from halfbyte.formats.nvfp4 import ERRORS, hadamard, packed_nvfp4, quantize_nvfp4
 
 CPU = torch.device("cpu")
 ONE = torch.tensor(1.0)

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from halfbyte.formats import Float8, from_spec
-from halfbyte.ops.float8 import E4M3, E5M2, dequantize_float8, quantize_float8, scale_shape, spread_scales, to_float8
+from halfbyte.formats.float8 import (
+    E4M3,
+    E5M2,
+    dequantize_float8,
+    quantize_float8,
+    scale_shape,
+    spread_scales,
+    to_float8,
+)
 from halfbyte.utils.errors import CheckpointError, ModelError
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.ops import int8
+from halfbyte.formats import int8
 from halfbyte.utils.errors import ModelError
 
 needs_exact_products = pytest.mark.skipif(

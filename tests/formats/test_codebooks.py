@@ -3,8 +3,8 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from halfbyte.ops.bitplane import kbit_codebook
-from halfbyte.ops.codebooks import codebook4
+from halfbyte.formats.bitplane import kbit_codebook
+from halfbyte.formats.codebooks import codebook4
 
 
 def test_constants_made_in_fake_mode_have_data():

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import op
 from ..utils.hardware import onednn_beats_mkl
 
 LEAST = 4  # rows: with AMX oneDNN sums fewer in another order (factors of an adapter: 1 to 3 rows)
@@ -67,19 +66,3 @@ def add_term(y: Tensor, term: tuple[Tensor, Tensor] | None) -> Tensor:
     if term is None:
         return y
     return y.add_(linear_rows(*term)) if y.device.type == "cpu" else y.addmm_(term[0], term[1].t())
-
-
-@op("cuda.low_rank")
-def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
-    """u = x·Aᵀ, where each row of x may skip rows of A.
-
-    Args:
-        x: [M, K]; fp32, fp16 or bf16.
-        a: [R, K] in x's dtype.
-        mask: [M, R] of zeros and ones in x's dtype, or None.
-
-    Returns:
-        [M, R] in x's dtype.
-    """
-    u = linear_rows(x, a)
-    return u if mask is None else u * mask
