@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ...ops.codebooks import dynamic_map
+from ...formats.codebooks import dynamic_map
 from ...ops.optimizer import ROUNDINGS, RULES, Parameters, update_parameters
 from ..device import device_at, device_of
 from ..operands import bump_versions

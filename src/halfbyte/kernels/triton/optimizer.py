@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...formats.codebooks import dynamic_map
 from ...ops import optimizer as reference
-from ...ops.codebooks import dynamic_map
 from ...ops.optimizer import RULES, SETTINGS, Coefficients, Parameters
 from ...ops.optimizer_state import STORAGES, middles
 from .. import parameter_tables
