@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
+from halfbyte.formats.float8 import E4M3
 from halfbyte.mesh.mesh import TOKEN_AXES
-from halfbyte.ops.float8 import E4M3
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions
 
 pytestmark = pytest.mark.dist
