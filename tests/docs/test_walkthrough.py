@@ -81,7 +81,7 @@ def place(tiny, tmp_path, monkeypatch):
         "gsm8k.jsonl": lines({"question": row["prompt"], "answer": row["answer"]} for row in asked),
         "pairs.jsonl": lines({"prompt": row["prompt"], "chosen": row["answer"], "rejected": "no"} for row in asked),
         "axolotl.yml": AXOLOTL,
-        "rl/rewards.py": REWARDS,
+        "rewards.py": REWARDS,
     }
     for name, text in files.items():
         Path(name).parent.mkdir(exist_ok=True)

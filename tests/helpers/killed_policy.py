@@ -23,7 +23,7 @@ from typing import Any
 
 from halfbyte.config import load_config
 from halfbyte.generation.paged import PagedDecoder
-from halfbyte.rl.rewards.process import RewardProcess
+from halfbyte.rewards.process import RewardProcess
 from halfbyte.runs import checkpoints
 from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train import loop as loops

@@ -28,9 +28,9 @@ OWN = {
     "gguf/tokenizer.py": "what the tokenizers library says of its own object",
     "utils/processes.py": "the kernel's files",
     "utils/versions.py": "the metadata of installed packages",
-    "rl/rewards/jail.py": "what the run has asked of it",
-    "rl/rewards/sandbox.py": "the kernel's files",
-    "rl/rewards/process.py": "requests and answers between processes of this run",
+    "rewards/jail.py": "what the run has asked of it",
+    "rewards/sandbox.py": "the kernel's files",
+    "rewards/process.py": "requests and answers between processes of this run",
 }
 WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]
 

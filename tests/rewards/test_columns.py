@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfbyte.rl.rewards.specs import RewardSpec, check_columns, read_specs
+from halfbyte.rewards.specs import RewardSpec, check_columns, read_specs
 from halfbyte.utils.errors import ConfigError, DataError
 
 TEST = {"input": "1", "output": "2"}

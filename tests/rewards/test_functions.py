@@ -5,8 +5,8 @@ import json
 import pytest
 from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
 
-from halfbyte.rl.rewards import functions, sandbox
-from halfbyte.rl.rewards.specs import first_entries
+from halfbyte.rewards import functions, sandbox
+from halfbyte.rewards.specs import first_entries
 
 ANSWERS = [
     "<think>\nso\n</think>\nTherefore.", "<think>\nso", " <think>a</think>b", "<think>a<think>b</think>c", "", "plain",

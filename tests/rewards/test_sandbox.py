@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from halfbyte.rl.rewards import sandbox
-from halfbyte.rl.rewards.sandbox import Limits, run
+from halfbyte.rewards import sandbox
+from halfbyte.rewards.sandbox import Limits, run
 
 pytestmark = pytest.mark.skipif(
     sandbox.unsupported_reason() is not None, reason=f"no sandbox here: {sandbox.unsupported_reason()}"
@@ -158,9 +158,7 @@ def test_program_cannot_kill_other_processes():
 
 def test_sandbox_ends_with_its_parent():
     """After SIGKILL of the caller, no process of the sandbox remains."""
-    script = (
-        "from halfbyte.rl.rewards.sandbox import Limits, run\nrun('import time; time.sleep(600)', b'', Limits(600))"
-    )
+    script = "from halfbyte.rewards.sandbox import Limits, run\nrun('import time; time.sleep(600)', b'', Limits(600))"
     process = subprocess.Popen([sys.executable, "-c", script])
     end = time.monotonic() + 20
     while not (inside := psutil.Process(process.pid).children(recursive=True)) or len(inside) < 4:

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from halfbyte.rl.rewards.score import BATCHES, Rewards
-from halfbyte.rl.rewards.specs import read_specs
+from halfbyte.rewards.score import BATCHES, Rewards
+from halfbyte.rewards.specs import read_specs
 from halfbyte.utils.errors import ConfigError, TrainingError
 from halfbyte.utils.notices import notices_so_far
 

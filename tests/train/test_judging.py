@@ -16,12 +16,12 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from halfbyte.auxiliary.reward_model import loaded_reward_models
 from halfbyte.cli import app
 from halfbyte.config import load_config
 from halfbyte.modeling.adapters import add_adapter
-from halfbyte.rl.rewards.score import Rewards
-from halfbyte.rl.rewards.specs import read_specs
+from halfbyte.rewards.model_scores import loaded_reward_models
+from halfbyte.rewards.score import Rewards
+from halfbyte.rewards.specs import read_specs
 from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError, HalfbyteError

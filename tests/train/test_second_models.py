@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from halfbyte.auxiliary.reward_model import answer_suffix, loaded_reward_models
 from halfbyte.config import load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.methods import method_of
 from halfbyte.methods.answers import as_adapter, in_eval_mode, score, turn_dropout_off
-from halfbyte.rl.rewards.score import Rewards
-from halfbyte.rl.rewards.specs import read_specs
+from halfbyte.rewards.model_scores import answer_suffix, loaded_reward_models
+from halfbyte.rewards.score import Rewards
+from halfbyte.rewards.specs import read_specs
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import finetune, train
 from halfbyte.utils.errors import ConfigError

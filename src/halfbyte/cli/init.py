@@ -114,7 +114,7 @@ def _accumulation_of_groups(config: RunKeys, size: int) -> int:
 
 def _with_rewards(base: RunConfig, data: PreparedData) -> tuple[RunConfig, list[str]]:
     """Return the configuration with rewards that fit the columns of the data, and a comment line with the reason."""
-    from ..rl.rewards.specs import first_entries
+    from ..rewards.specs import first_entries
 
     entries, reason = first_entries(data.train[0]["columns"])
     return base.model_copy(update={"reward_funcs": entries}), [f"# reward_funcs: {reason}."]

@@ -21,8 +21,8 @@ from ..config import RunConfig
 from ..config.policy import DISTILLING
 from ..memory.activations import Batches
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header, safetensors_files
-from ..rl.rewards.reward_models import find_reward_models
-from ..rl.rewards.specs import MODEL, read_specs
+from ..rewards.reward_models import find_reward_models
+from ..rewards.specs import MODEL, read_specs
 
 if TYPE_CHECKING:
     from .memory_plan import MemoryPlan

@@ -12,9 +12,9 @@ from ..batch import take_counts, to_device
 from ..generation import Completion
 from ..generation.sampling import turn_end
 from ..methods.gkd import given_answer
+from ..rewards.score import Scored
 from ..runs.metrics import Window
 from ..train.sampler import CountingCollator
-from .rewards.score import Scored
 from .rollout_batch import RolloutBatch, completion_lengths
 from .rollouts import EVALUATION, Generations, Row, as_row
 

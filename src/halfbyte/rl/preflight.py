@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..auxiliary.reward_model import check_reward_model_compatibility
 from ..config import RunConfig
 from ..config.policy import POLICY
 from ..data.prepare import PreparedData
+from ..rewards.model_scores import check_reward_model_compatibility
+from ..rewards.score import Rewards
+from ..rewards.specs import check_columns, read_specs
 from ..utils.console import Console
 from ..utils.notices import notice
 from ..utils.text import one_line
-from .rewards.score import Rewards
-from .rewards.specs import check_columns, read_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..generation import Completion
 from ..methods.policy_losses import combined, without_spread
+from ..rewards.score import Scored
 from ..utils.notices import notice
 from ..utils.text import brief
-from .rewards.score import Scored
 
 CONSTANT_GENERATIONS = 20  # generations with one reward value after which a notice is given
 

@@ -29,6 +29,7 @@ from ..methods.grpo import WEIGHT, PolicyOptimization
 from ..ops import IGNORE_INDEX
 from ..plan.memory_plan import RolloutPlan
 from ..reading import read_json
+from ..rewards.score import Rewards
 from ..runs.layout import COMPLETIONS_PER_GENERATION
 from ..runs.layout import GENERATION_STATE as STATE
 from ..runs.metrics import MetricsFile
@@ -38,7 +39,6 @@ from ..utils.errors import CheckpointError
 from ..utils.files import write_json
 from ..utils.notices import notice
 from ..utils.waiting import waiting
-from .rewards.score import Rewards
 from .rollout_batch import RewardMonitor, RolloutBatch, mean_numbers, pass_rates, rollout_numbers
 from .served import MIN_TOKENS, OTHER_WEIGHTS_SHARE, ServedRollouts, engine_of
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..auxiliary.model import additional_adapter
-from ..auxiliary.reward_model import loaded_reward_models
 from ..auxiliary.teacher import loaded_teacher
 from ..batch import REFERENCE
 from ..config import RunConfig
@@ -17,6 +16,7 @@ from ..data.prepare import PreparedData
 from ..generation.sampling import stop_tokens
 from ..methods.grpo import PolicyOptimization
 from ..modeling.adapters import compute_autocast
+from ..rewards.model_scores import loaded_reward_models
 from ..runs.checkpoints import step_of
 from ..runs.layout import COMPLETIONS
 from ..runs.metrics import MetricsFile

@@ -24,8 +24,8 @@ from ..parallel.support import unsupported_sizes
 from ..reading import look, why
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
-from ..rl.rewards.reward_models import check_reward_models
-from ..rl.rewards.specs import read_specs
+from ..rewards.reward_models import check_reward_models
+from ..rewards.specs import read_specs
 from ..utils import hub
 from ..utils.errors import CheckpointError, ConfigError, HalfbyteError, attribute_to_key
 from ..utils.text import brief

@@ -10,7 +10,7 @@ from ..config import RunConfig
 from ..config.section import nearest
 from ..methods import Method
 from ..optim import FOLLOW_METRIC
-from ..rl.rewards.specs import read_specs
+from ..rewards.specs import read_specs
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
 

@@ -17,8 +17,8 @@ from ..data.prepare import PreparedData
 from ..data.tables import digest_of_rows
 from ..loading.find import ModelFiles
 from ..reading.files import open_bytes
-from ..rl.rewards.reward_models import find_reward_models
-from ..rl.rewards.specs import MODEL, read_specs
+from ..rewards.reward_models import find_reward_models
+from ..rewards.specs import MODEL, read_specs
 from ..utils.waiting import waiting
 
 TOKENIZER_FILES = (

@@ -30,7 +30,7 @@ from ..parallel.launch.launcher import notice_idle_gpus
 from ..parallel.pipeline.full_state import PipelineState
 from ..parallel.pipeline.stepper import PipelinedStepper
 from ..plan.advice import advise_out_of_memory
-from ..rl.rewards.specs import named
+from ..rewards.specs import named
 from ..rl.setup import sampled_rollouts
 from ..runs.checkpoints import MODELS, best, read_state, remove_leftovers, step_of
 from ..runs.layout import METRICS, PAGES

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...auxiliary.model import adapter_in
-from ...reading import parse_json
-from ...reading.files import look, open_bytes
-from ...reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header
-from ...utils.errors import ConfigError, DataError, attribute_to_key
-from ...utils.text import brief
+from ..auxiliary.model import adapter_in
+from ..reading import parse_json
+from ..reading.files import look, open_bytes
+from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header
+from ..utils.errors import ConfigError, DataError, attribute_to_key
+from ..utils.text import brief
 from . import sandbox
 from .functions import COLUMN, OPTIONS, has_result, options_of
 

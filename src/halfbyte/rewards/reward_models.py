@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...auxiliary.model import AuxiliaryModel, adapter_in, check_origin, origin_of
-from ...config import Origin, RunConfig
-from ...config.methods import SCORES
-from ...loading.find import ModelFiles, find_model, local_origin, preflight_model, read_model_config
-from ...reading.tensors import read_adapter_config
-from ...utils.errors import ConfigError, attribute_to_key
+from ..auxiliary.model import AuxiliaryModel, adapter_in, check_origin, origin_of
+from ..config import Origin, RunConfig
+from ..config.methods import SCORES
+from ..loading.find import ModelFiles, find_model, local_origin, preflight_model, read_model_config
+from ..reading.tensors import read_adapter_config
+from ..utils.errors import ConfigError, attribute_to_key
 from .specs import MODEL, RewardSpec
 
 SEPARATOR = "\n"  # text after each step, the default of method: prm

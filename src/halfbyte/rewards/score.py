@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from ...utils.errors import ConfigError, TrainingError
-from ...utils.notices import notice
-from ...utils.waiting import waiting
+from ..utils.errors import ConfigError, TrainingError
+from ..utils.notices import notice
+from ..utils.waiting import waiting
 from .process import LOADING, Failed, RewardProcess, WrongRewards, call, check_arguments
 from .specs import CALLED_WITH, MODEL, RewardSpec
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...reading import parse_json
-from ...utils.errors import ConfigError, DataError
-from ...utils.text import brief
+from ..reading import parse_json
+from ..utils.errors import ConfigError, DataError
+from ..utils.text import brief
 from . import sandbox
 
 Completion = str | Sequence[Mapping[str, Any]]

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from ..auxiliary.model import additional_adapter
 from ..config import RunConfig
 from ..config.methods import SCORES
 from ..data.chat import ChatTemplate
@@ -21,13 +22,12 @@ from ..data.encode import Encoder
 from ..methods.answers import as_adapter, score
 from ..modeling.adapters import compute_autocast
 from ..reading.boundary import answered
-from ..rl.rewards.reward_models import RewardModelFiles, find_reward_models, key_of
-from ..rl.rewards.score import Rewards
 from ..utils.console import Console
 from ..utils.errors import ModelError, attribute_to_key
 from ..utils.streams import quiet_transformers
 from ..utils.text import one_line
-from .model import additional_adapter
+from .reward_models import RewardModelFiles, find_reward_models, key_of
+from .score import Rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,10 +21,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ...utils.processes import LAUNCHER, end_with_launcher
+from ..utils.processes import LAUNCHER, end_with_launcher
 
 LOADING = 60.0  # seconds that importing a function's file may take
-BEGIN = "from halfbyte.rl.rewards.process import main; main()"
+BEGIN = "from halfbyte.rewards.process import main; main()"
 PACKAGES = str(Path(__file__).parents[2])
 
 

@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ...reading import why
-from ...reading.files import MEBIBYTE
-from ...utils.errors import ConfigError
+from ..reading import why
+from ..reading.files import MEBIBYTE
+from ..utils.errors import ConfigError
 from . import jail
 
 POLL_SECONDS = 0.05  # between measurements of a program's memory
