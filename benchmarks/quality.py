@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from benchmarks.harness import parser_of, provenance, write_result
 from halfbyte import load_model, load_tokenizer
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.formats import named, names
 from halfbyte.layers import QuantizedLinear
 from halfbyte.layers.int8 import Linear8bitLt
 from halfbyte.loading.quantizer import quantizable
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.head import IGNORE_INDEX, causal_lm_loss
 
 WHOLE = "as it is"

@@ -99,9 +99,9 @@ def build(name: str, device: str, storage: str = "nf4") -> Any:
 
     storage: format of the frozen weights; nf4 has nested scales.
     """
+    from halfbyte.adapters.lora import add_adapter
     from halfbyte.formats import named
     from halfbyte.layers import QuantizedLinear
-    from halfbyte.modeling.adapters import add_adapter
 
     torch.manual_seed(0)
     model = empty_model(name)

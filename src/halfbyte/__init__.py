@@ -21,7 +21,7 @@ _PUBLIC = {
     "load_config": "halfbyte.config",
     "load_model": "halfbyte.loading.load",
     "load_tokenizer": "halfbyte.loading.load",
-    "add_adapter": "halfbyte.modeling.adapters",
+    "add_adapter": "halfbyte.adapters.lora",
     "generate": "halfbyte.generation",
     "Sampling": "halfbyte.generation",
     "rollout_func": "halfbyte.generation.trl",

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import halfbyte
+from halfbyte.adapters.lora import add_adapter, load_adapter
 from halfbyte.cli.answers import answer_file, chat
 from halfbyte.config import dump_config, load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.modeling.adapters import add_adapter, load_adapter
 from halfbyte.runs.saved import load_saved
 from halfbyte.serve.model import load
 from halfbyte.train.run import train
@@ -254,6 +254,6 @@ def test_nothing_loads_an_adapter_in_another_way():
                 if call in PEFTS_OWN or call.endswith(".load_adapter"):
                     found.append(f"{path.relative_to(package)}: {call}")
     assert sorted(found) == [
-        "modeling/adapters.py: PeftConfig.from_pretrained",  # reads an existing file
+        "adapters/lora.py: PeftConfig.from_pretrained",  # reads an existing file
         "train/checks.py: PeftModel.from_pretrained",  # checks that plain PEFT reads the saved adapter
     ]

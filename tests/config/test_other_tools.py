@@ -226,7 +226,7 @@ def test_probabilities_become_weights():
 def test_only_attention_or_only_mlps_are_linear_layers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from halfbyte.modeling.adapters import _adapted_modules
+    from halfbyte.adapters.lora import _adapted_modules
 
     tiny = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     model = LlamaForCausalLM(tiny)

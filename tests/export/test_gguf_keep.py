@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.cli.check import check_run
 from halfbyte.config import Origin, RunConfig, load_config
 from halfbyte.export.gguf_adapter import export_adapter
@@ -19,7 +20,6 @@ from halfbyte.gguf.formats import EXACT, exact_format, exact_parts
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.find import load_model_config
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import finetune

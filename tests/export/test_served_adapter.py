@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from halfbyte import load_model
+from halfbyte.adapters.lora import load_adapter
 from halfbyte.cli import main
 from halfbyte.config import load_config
 from halfbyte.export.adapter import AdapterLayers
 from halfbyte.export.served_adapter import ServedAdapter, export_served
-from halfbyte.modeling.adapters import load_adapter
 from halfbyte.utils.errors import CheckpointError, ConfigError
 from tests.helpers.expert_models import TOKENS, mixture
 from tests.helpers.merge_runs import byte_tokenizer, save_base, save_run

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from halfbyte import generation
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.generation import Rollouts, Sampling
 from halfbyte.generation.decoder import DeltaNetLayer
 from halfbyte.generation.engine import StaticEngine
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.utils import notices
 from tests.helpers.patch_models import quantize, tiny
 

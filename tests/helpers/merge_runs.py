@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from halfbyte.adapters.lora import add_adapter, save_adapter
 from halfbyte.config import RunConfig, dump_config, load_config
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.adapters import add_adapter, save_adapter
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.train import run as sft
 

@@ -20,7 +20,7 @@ import torch
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from halfbyte.modeling.adapters import load_adapter
+from halfbyte.adapters.lora import load_adapter
 from halfbyte.serve.app import Endpoints, application
 from halfbyte.serve.model import Served, load
 from halfbyte.serve.requests import ChatRequest

@@ -6,12 +6,12 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.data.collate import PaddedCollator
 from halfbyte.data.rows import RowTable
 from halfbyte.mesh.mesh import SINGLE_PROCESS
 from halfbyte.methods import method_of
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
 from halfbyte.runs.metrics import MetricsFile

@@ -8,8 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfbyte.config import RunConfig
-from halfbyte.modeling.adapters import (
+from halfbyte.adapters.lora import (
     add_adapter,
     compute_autocast,
     load_adapter_weights,
@@ -17,6 +16,7 @@ from halfbyte.modeling.adapters import (
     reads_base_weights,
     save_adapter,
 )
+from halfbyte.config import RunConfig
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -6,11 +6,11 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from halfbyte.adapters.lora import add_adapter, load_adapter
 from halfbyte.config import Origin, RunConfig
 from halfbyte.export.merge import merge
 from halfbyte.loading.completeness import check_complete
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.adapters import add_adapter, load_adapter
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils.errors import CheckpointError, ModelError
 from tests.helpers.expert_models import TOKENS, dequantized, mixture, stacks

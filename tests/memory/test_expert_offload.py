@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.loading.load import load_model
 from halfbyte.memory.expert_offload import WINDOW, offload_experts
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.checkpointing import enable_checkpointing
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import patch, unpatch

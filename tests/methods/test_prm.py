@@ -8,8 +8,8 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import AutoModelForTokenClassification
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.data.prepare import PreparedData
-from halfbyte.modeling.adapters import add_adapter
 from tests.helpers.pair_models import assert_same_gradients, config, gradients, mean_loss, method
 from tests.helpers.pair_models import tokenizer as make_tokenizer
 from tests.helpers.patch_models import tiny

@@ -11,10 +11,10 @@ from peft import get_peft_model
 from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.data.collate_answers import as_documents
 from halfbyte.data.tables import packed
 from halfbyte.methods.answers import score
-from halfbyte.modeling.adapters import add_adapter
 from tests.helpers.pair_models import (
     PAIRED,
     assert_same_gradients,

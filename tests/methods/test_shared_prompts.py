@@ -7,10 +7,10 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, GPT2Config
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.data.collate_answers import answer_collator, as_documents, first_prompt, with_own_prompts
 from halfbyte.data.tables import packed
 from halfbyte.methods.answers import log_probs
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.attention import with_shared_prefixes
 from halfbyte.modeling.patch import unpatch
 from halfbyte.modeling.shared_prefix import unshared_reason

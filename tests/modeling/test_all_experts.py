@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
+from halfbyte.adapters.expert_adapters import expert_wrappers
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
-from halfbyte.layers.expert_adapters import expert_wrappers
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.architectures import expert_stacks, runs_experts
 from halfbyte.tensor import QuantizedTensor
 from tests.helpers.all_families import NAMES, build

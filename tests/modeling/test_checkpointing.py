@@ -10,10 +10,10 @@ import transformers
 from torch import nn
 
 import halfbyte
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.memory.activations import LEVELS, Shape
 from halfbyte.modeling import checkpointing
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.attention import Implementation
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.ledger import Ledger

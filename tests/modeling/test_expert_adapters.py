@@ -6,10 +6,10 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
 
+from halfbyte.adapters.expert_adapters import expert_wrappers
+from halfbyte.adapters.lora import add_adapter, load_adapter, save_adapter
 from halfbyte.config import RunConfig
-from halfbyte.layers.expert_adapters import expert_wrappers
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.adapters import add_adapter, load_adapter, save_adapter
 from halfbyte.utils.errors import ModelError
 from tests.helpers.expert_models import MIXTURES, TOKENS, dequantized, mixture
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from halfbyte.layers import experts
 from halfbyte.layers.plain import Adapter
+from halfbyte.modeling import experts
 from halfbyte.ops.experts import Unit, expert_unit
 from halfbyte.utils.errors import ModelError
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import halfbyte
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.qat.model import (
     QATLinear,
     QATLoraLinear,

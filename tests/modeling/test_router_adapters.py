@@ -6,14 +6,14 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from halfbyte.adapters.lora import add_adapter, compute_autocast, load_adapter, no_input_casts, save_adapter
+from halfbyte.adapters.router_adapters import router_wrappers
 from halfbyte.config import RunConfig
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.merge import merge
 from halfbyte.export.served_adapter import export_served
-from halfbyte.layers.router_adapters import router_wrappers
 from halfbyte.loading.load import load_model
 from halfbyte.methods import method_of
-from halfbyte.modeling.adapters import add_adapter, compute_autocast, load_adapter, no_input_casts, save_adapter
 from halfbyte.modeling.routers import track_routers
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ModelError

@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
+from halfbyte.adapters.lora import add_adapter, no_input_casts
 from halfbyte.batch import REAL_TOKENS
 from halfbyte.config import Parallel, RunConfig, load_config
 from halfbyte.methods import method_of
-from halfbyte.modeling.adapters import add_adapter, no_input_casts
 from halfbyte.modeling.checkpointing import enable_checkpointing
 from halfbyte.modeling.patch import patch, unpatch
 from halfbyte.modeling.routers import check_balancing, track_routers

@@ -6,7 +6,7 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
-from halfbyte.modeling.adapters import add_adapter
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.optim import OPTIMIZERS, make_optimizer, parameter_groups
 from halfbyte.optim.riemannian import lora_pairs
 from tests.helpers.optimizer_settings import OptimizerSettings

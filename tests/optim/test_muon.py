@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.modeling.adapters import add_adapter
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.ops.muon import dequantize_momentum, quantize_momentum, symmetric_product
 from halfbyte.optim import OPTIMIZERS, muon
 from halfbyte.optim.muon import Muon

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.cli.app import app
 from halfbyte.config import dump_config, load_config
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.ops.optimizer import ROUNDINGS, RULES
 from halfbyte.ops.optimizer_state import STORAGES as state_storages
 from halfbyte.optim import (

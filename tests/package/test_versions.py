@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOOKED_AT = {
     "torch": ("2.15", "tensor subclasses (tensor.py), CUDA graphs (train/graph.py), Inductor's wrappers (kernels/)"),
     "transformers": ("5.24", "names of caches and keywords (modeling/layer.py), masks, Trainer's order, HfQuantizer"),
-    "peft": ("0.21", "adapter_config.json, names of tensors, LoRA's variants (modeling/adapters.py, layers/plain.py)"),
+    "peft": ("0.21", "adapter_config.json, names of tensors, LoRA's variants (adapters/lora.py, layers/plain.py)"),
     "trl": ("1.16", "configurations and defaults (docs/preference.md), losses that tests compare with"),
 }
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.autograd.losses import linear_cross_entropy
 from halfbyte.config import RunConfig
 from halfbyte.formats import named
 from halfbyte.memory.activations import Batches, Shape
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
 from halfbyte.qat.model import fake_quantize_linears

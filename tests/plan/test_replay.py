@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 import halfbyte
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.autograd.tiled_attention import CACHED_BYTES, tiled_attention
 from halfbyte.config import RunConfig
 from halfbyte.formats import named
 from halfbyte.formats.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.memory.activations import Shape
 from halfbyte.methods import method_of
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.attention import Implementation
 from halfbyte.ops.attention import Scores
 from halfbyte.ops.glu import glu, glu_backward_

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from halfbyte.adapters.lora import create_adapter, saved_adapter_config
 from halfbyte.config import Origin
 from halfbyte.loading.find import find_model
-from halfbyte.modeling.adapters import create_adapter, saved_adapter_config
 from halfbyte.reading.tensors import ADAPTER, ADAPTER_CONFIG, check_checkpoint, read_tensors
 from halfbyte.utils.errors import HalfbyteError
 from halfbyte.utils.notices import silent

@@ -21,11 +21,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from halfbyte.adapters.lora import WRONG_BASE
 from halfbyte.config import load_config
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.merge import merge
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.adapters import WRONG_BASE
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import train
 from halfbyte.utils import notices

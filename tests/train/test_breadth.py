@@ -16,10 +16,10 @@ import transformers
 from peft import PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from halfbyte.adapters.expert_adapters import attach_adapter_forwards
 from halfbyte.config import load_config
 from halfbyte.data.prepare import prepare
 from halfbyte.formats import names
-from halfbyte.layers.expert_adapters import attach_adapter_forwards
 from halfbyte.loading.find import find_model
 from halfbyte.loading.load import load_model, load_tokenizer
 from halfbyte.modeling import families

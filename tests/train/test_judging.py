@@ -16,9 +16,9 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.rewards.model_scores import loaded_reward_models
 from halfbyte.rewards.score import Rewards
 from halfbyte.rewards.specs import read_specs

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from datasets import Dataset
 from transformers import Trainer, set_seed
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.mesh.mesh import SINGLE_PROCESS
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.train import stepper, update
 from halfbyte.train.callbacks import total_steps, training_arguments
 from halfbyte.train.graph import Gradients

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import load_config
 from halfbyte.generation import engine
-from halfbyte.modeling.adapters import add_adapter
 from halfbyte.train.run import train
 from halfbyte.train.samples import Prompt, answer
 from halfbyte.utils import notices

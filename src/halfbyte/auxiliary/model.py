@@ -59,8 +59,8 @@ class AuxiliaryModel:
         Raises:
             HalfbyteError: a check fails.
         """
+        from ..adapters.lora import check_adapter_files
         from ..loading.load import check_stored
-        from ..modeling.adapters import check_adapter_files
 
         if self.adapter is not None:
             check_adapter_files(self.adapter)
@@ -84,8 +84,8 @@ class AuxiliaryModel:
         Args:
             dtype: dtype of weights that are not quantized.
         """
+        from ..adapters.lora import load_adapter
         from ..loading.load import load_model
-        from ..modeling.adapters import load_adapter
 
         assert self.files is not None
         how: dict[str, Any] = {"device": device, "attn_implementation": config.attn_implementation}
@@ -96,7 +96,7 @@ class AuxiliaryModel:
 @contextlib.contextmanager
 def additional_adapter(config: RunConfig, model: Any, folder: Path, name: str) -> Iterator[None]:
     """Load a frozen adapter as `name` onto the trained model, in addition to its own, and delete it afterwards."""
-    from ..modeling.adapters import load_adapter
+    from ..adapters.lora import load_adapter
 
     load_adapter(model, folder, config.model_name_or_path, name)
     try:

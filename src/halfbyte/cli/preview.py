@@ -158,11 +158,11 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     """
     check_inputs(config)
     with quick_imports():
+        from ..adapters.lora import add_adapter, compute_autocast, compute_dtype_of
         from ..loading.find import find_model
         from ..loading.load import load_model, load_tokenizer
         from ..methods import method_of
         from ..methods.grpo import PolicyOptimization
-        from ..modeling.adapters import add_adapter, compute_autocast, compute_dtype_of
         from ..rewards.model_scores import check_reward_model_compatibility, loaded_reward_models
         from ..rl.distillation import DistilledGenerations
         from ..rl.preflight import rewards_of

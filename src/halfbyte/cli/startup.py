@@ -83,9 +83,9 @@ def started(*subjects: object, stderr: bool = True) -> Iterator[None]:
 def import_models() -> None:
     """Import everything that loads a saved model and generates with it, inside `quick_imports`."""
     with quick_imports():
+        from ..adapters import lora as adapters  # noqa: F401
         from ..generation import run  # noqa: F401
         from ..loading import load  # noqa: F401
-        from ..modeling import adapters  # noqa: F401
 
 
 @contextlib.contextmanager

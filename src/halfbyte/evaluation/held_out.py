@@ -99,8 +99,8 @@ def _add_reference(model: torch.nn.Module, config: RunKeys) -> None:
     Raises:
         ModelError: the run started from a model that is no longer available.
     """
+    from ..adapters.lora import load_adapter
     from ..batch import REFERENCE
-    from ..modeling.adapters import load_adapter
 
     if config.adapter_path:
         load_adapter(model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
@@ -122,7 +122,7 @@ def measure(
     """
     import torch
 
-    from ..modeling.adapters import compute_autocast, no_input_casts
+    from ..adapters.lora import compute_autocast, no_input_casts
     from ..modeling.routers import track_routers
     from ..train.stepper import LookAhead, with_numbers
 

@@ -22,24 +22,24 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..config import Origin, Storage
-from ..config.methods import SCORES
-from ..config.schema import RunKeys
-from ..formats import Format
-from ..layers.expert_adapters import by_expert, expert_wrappers
-from ..layers.plain import read_adapters
-from ..layers.router_adapters import folded_weight, router_wrappers
-from ..loading.completeness import meta_model
-from ..loading.expert_stacks import only_stacks
-from ..loading.find import load_model_config
-from ..loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
-from ..modeling.adapters import (
+from ..adapters.expert_adapters import by_expert, expert_wrappers
+from ..adapters.lora import (
     INITS_KEEPING_BASE,
     check_base_weight,
     create_adapter,
     load_adapter_weights,
     saved_adapter_config,
 )
+from ..adapters.router_adapters import folded_weight, router_wrappers
+from ..config import Origin, Storage
+from ..config.methods import SCORES
+from ..config.schema import RunKeys
+from ..formats import Format
+from ..layers.plain import read_adapters
+from ..loading.completeness import meta_model
+from ..loading.expert_stacks import only_stacks
+from ..loading.find import load_model_config
+from ..loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
 from ..modeling.architectures import expert_stacks
 from ..utils.errors import CheckpointError
 

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from ..adapters.expert_adapters import by_expert
 from ..config import Origin
-from ..layers.expert_adapters import by_expert
 from ..loading.checkpoint import BaseCheckpoint
 from ..reading.model_config import GENERATION
 from ..reading.tensors import ADAPTER, ADAPTER_CONFIG

@@ -19,12 +19,12 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from ..adapters.lora import load_adapter
 from ..config.schema import RunKeys
 from ..formats import Blockwise4
 from ..loading.checkpoint import DTYPES
 from ..loading.find import find_model
 from ..loading.load import load_model, load_tokenizer
-from ..modeling.adapters import load_adapter
 from ..qat.model import round_merged
 from ..reading import read_json
 from ..reading.boundary import answered

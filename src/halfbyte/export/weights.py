@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..adapters.lora import WRONG_BASE
 from ..config.schema import RunKeys
 from ..formats import Format, Stack
 from ..formats.base import entry_name
 from ..formats.nvfp4 import INPUT_SCALE
 from ..loading.checkpoint import DTYPES, BaseCheckpoint, Stored
 from ..loading.load import resolve_dtype
-from ..modeling.adapters import WRONG_BASE
 from ..reading.tensors import INDEX
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ModelError

@@ -21,11 +21,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from ..adapters.expert_adapters import by_expert
 from ..autograd.experts import stack_of
-from ..layers.expert_adapters import by_expert
-from ..layers.experts import HostStack, names_of, obstacle, weights_of
 from ..layers.plain import read_adapters
 from ..modeling.architectures import runs_experts
+from ..modeling.experts import HostStack, names_of, obstacle, weights_of
 from ..modeling.families import Family, family_of
 from ..modeling.layer import MLP
 from ..ops.experts import (

@@ -22,8 +22,8 @@ from ..formats import Format, recognize
 from ..formats.base import FLOATS, entry_name
 from ..formats.int4 import Int4
 from ..layers import hold_stacks
-from ..layers.experts import NAME
 from ..modeling.architectures import expert_stacks
+from ..modeling.experts import NAME
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
@@ -134,7 +134,7 @@ def prepare_stacks(
 
 
 def use_halfbyte_experts(model: Any) -> None:
-    """Select `layers.experts` to run the model's experts."""
+    """Select `modeling.experts` to run the model's experts."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):

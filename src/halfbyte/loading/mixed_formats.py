@@ -30,8 +30,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import SIXTEEN
 from ..formats import Format
-from ..layers.experts import bias_of, matrices_of, names_of
 from ..modeling.architectures import expert_stacks
+from ..modeling.experts import bias_of, matrices_of, names_of
 from ..modeling.head import causal_lm_loss
 from ..modeling.layer import causal_lm_of
 from ..optim import trained_parameters

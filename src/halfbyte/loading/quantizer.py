@@ -406,7 +406,7 @@ class HalfbyteQuantizer(HfQuantizer):
         for name, parameter in model.named_parameters():  # transformers 5.17 checks no shapes if there is a quantizer
             _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
         for module in filter(runs_experts, model.modules()) if self.stacks else ():
-            module.requires_grad_(False)  # `layers.experts` computes no gradients of biases or 16-bit experts
+            module.requires_grad_(False)  # `modeling.experts` computes no gradients of biases or 16-bit experts
         self.quantization_config.stacks = frozenset(self.stacks)
         self.quantization_config.dtype = str(model.dtype).removeprefix("torch.")
         mark_quantized(model, self.quantization_config.formats.values())

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.experts import HOST_STACKS, HostStack, names_of
 from ..modeling.architectures import runs_experts
+from ..modeling.experts import HOST_STACKS, HostStack, names_of
 from ..tensor import QuantizedTensor
 from .pinned import HOST, whole_pages
 

@@ -18,7 +18,6 @@ from torch import nn
 from ..formats import Int8
 from ..formats.base import is_quantized
 from ..layers.bnb import forget_view, is_bnb_linear
-from ..layers.experts import NAME as EXPERTS_NAME
 from ..ops.fp8_scaling import DelayedScaling
 from ..utils.errors import ModelError
 from ..utils.notices import notice
@@ -34,6 +33,7 @@ from .attention import (
 from .blocks import attention_forward, layer_norm_forward, mixer_forward, mlp_forward, norm_forward
 from .checkpointing import layer_forward, set_activations
 from .config_facts import has_custom_scores
+from .experts import NAME as EXPERTS_NAME
 from .families import Family, family_of
 from .label_loss import bind_label_loss, has_label_head, unbind_label_loss
 from .layer import MLP, Attention, TokenMixer, causal_lm_of
@@ -263,7 +263,7 @@ def _notify_upcast(model: nn.Module) -> None:
 
 
 def _uses_halfbyte_experts(experts: Any) -> bool:
-    """Return whether `layers.experts` computes a layer's experts."""
+    """Return whether `modeling.experts` computes a layer's experts."""
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return runs_experts(experts) and chosen == EXPERTS_NAME
 

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adapters.expert_adapters import expert_wrappers
+from ..adapters.lora import add_adapter
 from ..config.schema import RunKeys
 from ..data.collate import PackedCollator
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
-from ..layers.expert_adapters import expert_wrappers
-from ..layers.experts import names_of
 from ..loading.assignment import quantized_names, skipped_modules, stored_formats
 from ..loading.expert_stacks import prepare_stacks
 from ..memory.activations import TILE_ROWS, Shape
 from ..memory.expert_offload import layers_of_experts
 from ..modeling import recurrent
-from ..modeling.adapters import add_adapter
 from ..modeling.architectures import (
     auto_class,
     conv1d_layers,
@@ -36,6 +35,7 @@ from ..modeling.attention import Implementation, implementation
 from ..modeling.cast_cache import cast_replacements
 from ..modeling.checkpointing import enable_checkpointing
 from ..modeling.config_facts import has_sinks
+from ..modeling.experts import names_of
 from ..modeling.families import family_of_config
 from ..modeling.layer import causal_lm_of, decoder_layers
 from ..modeling.packing import isolate_tiny_model

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..adapters.lora import compute_autocast
 from ..auxiliary.model import additional_adapter
 from ..auxiliary.teacher import loaded_teacher
 from ..batch import REFERENCE
@@ -15,7 +16,6 @@ from ..config.policy import DISTILLING
 from ..data.prepare import PreparedData
 from ..generation.sampling import stop_tokens
 from ..methods.grpo import PolicyOptimization
-from ..modeling.adapters import compute_autocast
 from ..rewards.model_scores import loaded_reward_models
 from ..runs.checkpoints import step_of
 from ..runs.layout import COMPLETIONS

@@ -213,8 +213,8 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         CheckpointError, ConfigError, ModelError: nothing loadable is there, or it has code that is not trusted.
     """
     place, config = look_up(name, overrides, dataset)
+    from ..adapters.lora import check_adapter_files, check_base_unchanged, load_adapter
     from ..loading.load import load_tokenizer, resolve_dtype
-    from ..modeling.adapters import check_adapter_files, check_base_unchanged, load_adapter
     from ..qat.model import quantize_trained, round_merged
 
     template = place.adapter / "chat_template.jinja" if place.adapter else None

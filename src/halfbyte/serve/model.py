@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..adapters.lora import check_adapter_files, load_adapter
 from ..data.chat import ChatTemplate
 from ..generation import Grammar, Sampling
 from ..generation.adapters import check_kinds
@@ -16,7 +17,6 @@ from ..generation.engine import forget
 from ..generation.sampling import Penalties
 from ..generation.text import Piece, TokenScore, continue_texts
 from ..loading.load import read_chat_template
-from ..modeling.adapters import check_adapter_files, load_adapter
 from ..reading import look
 from ..runs.saved import Saved, find, find_adapter, load_saved
 from ..runs.stop_tokens import data_report, known_stop_tokens

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.trainer_pt_utils import safe_globals
 
-from ..modeling.adapters import load_adapter_weights, save_adapter
+from ..adapters.lora import load_adapter_weights, save_adapter
 from ..ops.fp8_scaling import DelayedScaling
 from ..reading.boundary import answered
 from ..reading.tensors import read_state, read_tensors

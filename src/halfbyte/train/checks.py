@@ -14,21 +14,21 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..autograd.attention import DIFFERS
-from ..batch import model_inputs
-from ..config import RunConfig
-from ..layers.expert_adapters import attach_adapter_forwards, changed_experts
-from ..layers.expert_targets import weights_as_modules
-from ..mesh.mesh import Mesh
-from ..mesh.sharded_linears import are_unsharded, full_parameters
-from ..methods.base import Batch
-from ..modeling.adapters import (
+from ..adapters.expert_adapters import attach_adapter_forwards, changed_experts
+from ..adapters.expert_targets import weights_as_modules
+from ..adapters.lora import (
     adapter_weights,
     compute_autocast,
     load_adapter_weights,
     quiet_peft,
     saved_adapter_config,
 )
+from ..autograd.attention import DIFFERS
+from ..batch import model_inputs
+from ..config import RunConfig
+from ..mesh.mesh import Mesh
+from ..mesh.sharded_linears import are_unsharded, full_parameters
+from ..methods.base import Batch
 from ..modeling.architectures import expert_stacks
 from ..modeling.head import causal_lm_loss, hidden_states_at
 from ..modeling.patch import PatchReport

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
+from ..adapters.lora import check_adapter_files, check_base_unchanged
 from ..auxiliary.teacher import check_teacher
 from ..config import Parallel, RunConfig
 from ..config.policy import SAMPLING
@@ -31,7 +32,6 @@ from ..memory import allocators
 from ..mesh.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from ..methods import Method, method_of
 from ..methods.preference import reference_is_initial_model
-from ..modeling.adapters import check_adapter_files, check_base_unchanged
 from ..modeling.architectures import check_token_ids
 from ..modeling.projections import check_recipe, configured_recipe
 from ..modeling.routers import check_balancing

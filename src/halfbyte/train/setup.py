@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import set_seed
 
+from ..adapters.lora import add_adapter, compute_autocast, reads_base_weights
 from ..batch import to_device
 from ..data.collate import make_collator
 from ..data.collate_answers import answer_collator, first_prompt, with_own_prompts
@@ -22,7 +23,6 @@ from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_fr
 from ..memory.expert_offload import offload_experts
 from ..mesh.mesh import SHARD_AXES
 from ..methods.answers import turn_dropout_off
-from ..modeling.adapters import add_adapter, compute_autocast, reads_base_weights
 from ..modeling.attention import cudnn_lengths
 from ..modeling.checkpointing import enable_checkpointing
 from ..modeling.head import causal_lm_loss

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...adapters.lora import adapter_weights
 from ...mesh.mesh import AXES, Mesh
-from ...modeling.adapters import adapter_weights
 from ...modeling.projections import scaling_indices
 from ...ops.fp8_scaling import DelayedScaling
 from ...optim import trained_parameters

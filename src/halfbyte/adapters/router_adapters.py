@@ -16,10 +16,10 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
+from ..layers.plain import Adapter, read_adapters
 from ..modeling.architectures import is_router
 from ..utils.errors import ModelError
 from .module_names import named_by
-from .plain import Adapter, read_adapters
 
 WEIGHT = ".weight"
 

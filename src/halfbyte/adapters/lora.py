@@ -33,17 +33,7 @@ from torch import nn
 from ..config import Adapter
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
-from ..layers.expert_adapters import attach_adapter_forwards, parameter_wrappers, set_adapter_dropout
-from ..layers.expert_targets import (
-    adapted_experts,
-    adapted_routers,
-    parameter_targets,
-    report_adapter_sizes,
-    target_by_weight_name,
-    weights_as_modules,
-)
-from ..layers.module_names import check_names, matching, named_by, unknown
-from ..layers.router_adapters import name_routers
+from ..modeling.architectures import ALL_LINEAR, all_linear, is_linear, is_router
 from ..qat.model import round_merged
 from ..reading.boundary import answered
 from ..reading.files import same_place
@@ -59,7 +49,17 @@ from ..reading.tensors import (
 from ..utils.errors import CheckpointError, ConfigError, ModelError
 from ..utils.notices import notice
 from ..utils.text import brief
-from .architectures import ALL_LINEAR, all_linear, is_linear, is_router
+from .expert_adapters import attach_adapter_forwards, parameter_wrappers, set_adapter_dropout
+from .expert_targets import (
+    adapted_experts,
+    adapted_routers,
+    parameter_targets,
+    report_adapter_sizes,
+    target_by_weight_name,
+    weights_as_modules,
+)
+from .module_names import check_names, matching, named_by, unknown
+from .router_adapters import name_routers
 
 PLAUSIBLE_RANK = 1024  # a larger rank in adapter_config.json must be the size of some tensor
 SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

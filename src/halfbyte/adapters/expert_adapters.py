@@ -2,7 +2,7 @@
 
 PEFT's `ParamWrapper` owns A and B and writes the files. Its own forward adds the dense B·A of every expert to the
 stack, which a quantized stack does not support. So each wrapper gets a forward that passes the factors to
-`layers.experts`. A layer has one wrapper per stack, nested in each other; the forward of the outermost one runs.
+`modeling.experts`. A layer has one wrapper per stack, nested in each other; the forward of the outermost one runs.
 
 In PEFT's files A is [E·r, K] with an expert's rows contiguous, and B is [N, r·E] with an expert's columns at stride E.
 """
@@ -17,10 +17,10 @@ import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
+from ..layers.plain import Adapter, read_adapters
 from ..modeling.architectures import runs_experts
+from ..modeling.experts import HOST_STACKS, NAME
 from ..utils.errors import ModelError
-from .experts import HOST_STACKS, NAME
-from .plain import Adapter, read_adapters
 from .router_adapters import attach_router_forwards, router_wrappers
 
 

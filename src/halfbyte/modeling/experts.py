@@ -19,11 +19,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from ..autograd.experts import ExpertWeights, Gate, experts
 from ..autograd.lora import LoRA
 from ..formats.base import is_quantized
-from ..modeling.families import ACTIVATIONS
+from ..layers.plain import Adapter
 from ..ops.experts import Unit
 from ..ops.glu import Activation
 from ..utils.errors import ModelError
-from .plain import Adapter
+from .families import ACTIVATIONS
 
 NAME = "halfbyte"
 HOST_STACKS = "held_on_host"  # attribute of a module whose stacks are offloaded: name → HostStack
