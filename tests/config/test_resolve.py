@@ -7,8 +7,8 @@ import pytest
 
 import halfbyte
 from halfbyte.config import SIXTEEN, Origin, Parallel, Precision, RunConfig, Storage, load_config, storage_of
+from halfbyte.config.layouts import unsupported_reason
 from halfbyte.config.schema import AdapterSection, QuantizationSection
-from halfbyte.parallel.support import unsupported_reason
 from halfbyte.utils.errors import ConfigError
 
 NF4 = "blockwise4:nf4:64:nested"

@@ -7,8 +7,8 @@ import torch
 
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
+from halfbyte.loading.expert_offload import WINDOW, offload_experts
 from halfbyte.loading.load import load_model
-from halfbyte.memory.expert_offload import WINDOW, offload_experts
 from halfbyte.modeling.checkpointing import enable_checkpointing
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import patch, unpatch

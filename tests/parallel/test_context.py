@@ -11,6 +11,7 @@ import transformers
 
 from halfbyte.autograd import attention as causal
 from halfbyte.config import Parallel, Sliced
+from halfbyte.config import layouts as support
 from halfbyte.data.collate import PackedCollator
 from halfbyte.mesh.mesh import Mesh
 from halfbyte.mesh.reduction import sum_gradients
@@ -19,7 +20,6 @@ from halfbyte.modeling import tiny_model as tiny_models
 from halfbyte.modeling.head import backbone_inputs, causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.modeling.patch import patch
-from halfbyte.parallel import support
 from halfbyte.parallel.context import check_context_parallel, context_parallel, context_shard
 from halfbyte.train import preflight
 from halfbyte.train.callbacks import noisy_embeddings

@@ -23,7 +23,7 @@ from halfbyte.parallel.pipeline.model import LocalStages, PipelinePartition, che
 from halfbyte.parallel.pipeline.partition import partition_layers, stage_seconds
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.pipeline.schedules import Schedule, Seconds
-from halfbyte.parallel.pipeline.stepper import PipelinedStepper
+from halfbyte.train.pipeline_stepper import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 from halfbyte.utils.errors import HalfbyteError, ModelError
 from tests.helpers import rank_runs

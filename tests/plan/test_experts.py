@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from halfbyte.config import RunConfig
+from halfbyte.loading.expert_offload import WINDOW
 from halfbyte.memory import allocators
-from halfbyte.memory.expert_offload import WINDOW
 from halfbyte.plan.estimate import MARGIN, estimate
 from halfbyte.plan.experts import INFERENCE_SHARE, offloaded_at_inference
 from halfbyte.plan.memory_plan import GIB

@@ -7,9 +7,9 @@ import torch
 import transformers
 
 from halfbyte.config import Parallel, RunConfig
+from halfbyte.config.layouts import layouts, unsupported_layout
 from halfbyte.memory.activations import Batches
 from halfbyte.mesh.mesh import Mesh
-from halfbyte.parallel.support import layouts, unsupported_layout
 from halfbyte.parallel.tensor import apply_tensor_parallel
 from halfbyte.plan.cards import H200, card_named, usable_bytes
 from halfbyte.plan.costs import GATHER_SLOWDOWN, LATENCY, Gathers, LayerCost, extra_seconds, micro_seconds

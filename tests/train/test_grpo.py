@@ -14,10 +14,10 @@ from halfbyte.cli import app
 from halfbyte.config import load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.optim import trained_parameters
-from halfbyte.rl import setup as rl_setup
 from halfbyte.rl.rollout_batch import pass_rates
 from halfbyte.rl.rollouts import Generations, ImportanceCorrection
 from halfbyte.runs import checkpoints
+from halfbyte.train import rollouts as rl_setup
 from halfbyte.train import setup
 from halfbyte.train.run import finetune, train
 from halfbyte.train.stepper import GraphedStepper

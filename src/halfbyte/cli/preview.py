@@ -168,8 +168,8 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         from ..rl.preflight import rewards_of
         from ..rl.rollouts import Generations
         from ..rl.served import check_server
-        from ..rl.setup import answer_stop_tokens
         from ..runs.metrics import MetricsFile
+        from ..train.rollouts import answer_stop_tokens
         from ..utils.hardware import chosen_device
 
     method = method_of(config)

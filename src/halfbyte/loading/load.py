@@ -137,7 +137,7 @@ def load_model(
         device: default: the first accelerator, else the CPU.
         attn_implementation, revision, trust_remote_code: as in transformers.
         mesh, along, elsewhere: ranks that call this together, and what each keeps: see `sharded.ModelShare`.
-        experts_on_host: decoder layers whose quantized experts stay in host memory, see `memory.expert_offload`.
+        experts_on_host: decoder layers whose quantized experts stay in host memory, see `loading.expert_offload`.
         keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
 

@@ -44,7 +44,7 @@ GATES: dict[str, Callable[[Any], Unit]] = {
 
 
 class Window(Protocol):
-    """Interface of `memory.expert_offload.ExpertWindow`, which copies the stacks of a layer to the device."""
+    """Interface of `loading.expert_offload.ExpertWindow`, which copies the stacks of a layer to the device."""
 
     device: Any
 

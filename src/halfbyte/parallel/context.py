@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..batch import ATTENTION_MASK, CONTEXT, POSITION_IDS, UNSPLIT, is_per_token, pad_tokens, padded_bounds
+from ..config.layouts import WITHOUT_CONTEXT, unsupported_context, unsupported_packing
 from ..mesh.head_exchange import ContextGroup
 from ..mesh.mesh import Mesh
 from ..modeling.attention import ATTENTION_NAME, CONTEXT_NAME, CONTEXT_SCORES_NAME, SCORES_NAME, metadata, register
@@ -31,7 +32,6 @@ from ..modeling.packed_forwards import is_wrapped, unwrap, wrap, wrapped_forward
 from ..modeling.tiny_model import tiny_model
 from ..ops import IGNORE_INDEX
 from ..utils.errors import ConfigError
-from .support import WITHOUT_CONTEXT, unsupported_context, unsupported_packing
 
 ATTENTION_COLUMNS = (POSITION_IDS, ATTENTION_MASK)  # columns that attention needs of full sequences
 PROBE_TOKENS = 12  # tokens per rank in the probe's sequences, above a tiny model's windows

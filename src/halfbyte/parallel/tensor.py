@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..config.layouts import Reason, unsupported_sizes, unsupported_tensor
 from ..layers.plain import read_linear
 from ..mesh.mesh import Mesh
 from ..mesh.sharded_linears import AXIS, all_reduce_around, shard_columns, shard_parameter, shard_rows
@@ -15,7 +16,6 @@ from ..modeling.layer import Block, LayerView, decoder_layers, layer_view
 from ..tensor import QuantizedTensor
 from ..utils.errors import ModelError
 from ..utils.notices import notice
-from .support import Reason, unsupported_sizes, unsupported_tensor
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh) -> None:

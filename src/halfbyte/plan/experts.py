@@ -15,7 +15,7 @@ import torch
 
 from ..config.policy import SAMPLING
 from ..config.schema import RunKeys, TrainingSection
-from ..memory.expert_offload import WINDOW
+from ..loading.expert_offload import WINDOW
 from ..modeling.routers import EXPERT_COUNTS
 from ..utils.errors import ConfigError
 from ..utils.notices import silent

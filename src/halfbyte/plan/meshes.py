@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ..config import Parallel, RunConfig
+from ..config.layouts import layouts, unsupported_context, unsupported_packing, unsupported_reason
 from ..config.schema import RunKeys
 from ..memory.activations import Batches
 from ..modeling.layer import decoder_layers
-from ..parallel.support import layouts, unsupported_context, unsupported_packing, unsupported_reason
 from ..parallel.tensor import check_tensor_parallel
 from ..utils.errors import ConfigError, HalfbyteError
 from ..utils.notices import silent

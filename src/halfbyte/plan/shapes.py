@@ -18,9 +18,9 @@ from ..config.schema import RunKeys
 from ..data.collate import PackedCollator
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
 from ..loading.assignment import quantized_names, skipped_modules, stored_formats
+from ..loading.expert_offload import layers_of_experts
 from ..loading.expert_stacks import prepare_stacks
 from ..memory.activations import TILE_ROWS, Shape
-from ..memory.expert_offload import layers_of_experts
 from ..modeling import recurrent
 from ..modeling.architectures import (
     auto_class,

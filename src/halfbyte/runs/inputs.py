@@ -14,13 +14,13 @@ from typing import Any
 from ..auxiliary.model import check_teacher_files
 from ..config import RunConfig
 from ..config.datasets import entries_of
+from ..config.layouts import unsupported_sizes
 from ..config.methods import SCORES
 from ..config.run_config import PATHS
 from ..config.schema import RunKeys
 from ..data.sources import files_of
 from ..loading.find import preflight_model
 from ..methods import METHODS, Method, method_of
-from ..parallel.support import unsupported_sizes
 from ..reading import look, why
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header

@@ -262,8 +262,8 @@ def _set_stop_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, place: Plac
 
 def _load_base(files: ModelFiles, config: RunKeys, storage: Storage, dtype: str) -> Any:
     """Load the model without adapters to its device, with offloaded experts if they do not fit."""
+    from ..loading.expert_offload import offload_experts
     from ..loading.load import load_model
-    from ..memory.expert_offload import offload_experts
     from ..modeling.layer import decoder_layers
     from ..plan.experts import offloaded_at_inference
     from ..utils.hardware import chosen_device, free_bytes

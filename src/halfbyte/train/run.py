@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from ..adapters.lora import no_input_casts
-from ..auxiliary.reference import add_reference
 from ..config import RunConfig, load_config
 from ..data.rows import RowTable
 from ..generation.sampling import stop_tokens
@@ -28,10 +27,8 @@ from ..modeling.patch import unpatch
 from ..parallel.launch.agreement import check_agreement, check_shared
 from ..parallel.launch.launcher import notice_idle_gpus
 from ..parallel.pipeline.full_state import PipelineState
-from ..parallel.pipeline.stepper import PipelinedStepper
 from ..plan.advice import advise_out_of_memory
 from ..rewards.specs import named
-from ..rl.setup import sampled_rollouts
 from ..runs.checkpoints import MODELS, best, read_state, remove_leftovers, step_of
 from ..runs.layout import METRICS, PAGES
 from ..runs.lock import run_lock
@@ -49,7 +46,10 @@ from .hub import HubRepository
 from .identity import model_reader
 from .loop import TrainingLoop, seed_process
 from .metrics_log import peak_memory, reserved_memory
+from .pipeline_stepper import PipelinedStepper
 from .preflight import PreparedRun, prepare_run
+from .reference import add_reference
+from .rollouts import sampled_rollouts
 from .run_folder import (
     OpenRun,
     finished_measures,

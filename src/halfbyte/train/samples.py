@@ -24,7 +24,7 @@ from ..parallel.shard.model import sharded
 from ..utils.hardware import free_cached_memory
 
 if TYPE_CHECKING:
-    from ..parallel.pipeline.stepper import PipelinedStepper
+    from .pipeline_stepper import PipelinedStepper
 
 TEXT_PROMPT_TOKENS = 32  # tokens of a plain text that serve as its prompt
 PROMPTS_PER_BATCH = {"cpu": 8}  # by device type; on other devices the plan includes the KV cache of one prompt

@@ -18,9 +18,9 @@ from ..batch import to_device
 from ..data.collate import make_collator
 from ..data.collate_answers import answer_collator, first_prompt, with_own_prompts
 from ..layers.plain import multiply_by_onednn
+from ..loading.expert_offload import offload_experts
 from ..loading.load import load_model
 from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_free_memory, return_large_blocks
-from ..memory.expert_offload import offload_experts
 from ..mesh.mesh import SHARD_AXES
 from ..methods.answers import turn_dropout_off
 from ..modeling.attention import cudnn_lengths
@@ -36,7 +36,6 @@ from ..optim import trained_parameters
 from ..parallel.context import context_parallel
 from ..parallel.pipeline.model import LocalStages, PipelinePartition
 from ..parallel.pipeline.runtime import Pipeline
-from ..parallel.pipeline.stepper import PipelinedStepper
 from ..parallel.rank_sync import RankSync
 from ..parallel.shard.model import shard_model
 from ..parallel.tensor import apply_tensor_parallel
@@ -48,6 +47,7 @@ from ..utils.terminal import expert_usage_line
 from ..utils.waiting import waiting
 from . import checks
 from .metrics_log import current_memory, reset_peak_memory
+from .pipeline_stepper import PipelinedStepper
 from .preflight import PreparedRun, planned_lengths
 from .run_folder import OpenRun
 from .stepper import Batch, GraphedStepper, Stepper, Sums, loss_scaler, sums_of

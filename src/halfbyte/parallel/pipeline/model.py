@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...batch import Batch
+from ...config.layouts import WITHOUT_PIPELINE
 from ...modeling.architectures import non_text_modules
 from ...modeling.cast_cache import use_cast_cache
 from ...modeling.head import Head, backbone_inputs, causal_lm_loss, set_verified_head, verified_head
@@ -25,7 +26,6 @@ from ...modeling.layer import causal_lm_of, decoder_layers
 from ...modeling.patch_record import is_bound
 from ...modeling.tiny_model import tiny_model
 from ...utils.errors import ModelError
-from ..support import WITHOUT_PIPELINE
 from .partition import choose_schedule, stage_seconds
 from .schedules import Schedule, Seconds
 

@@ -17,18 +17,18 @@ from ..data.prepare import PreparedData
 from ..generation.sampling import stop_tokens
 from ..methods.grpo import PolicyOptimization
 from ..rewards.model_scores import loaded_reward_models
+from ..rl.distillation import DistilledGenerations
+from ..rl.preflight import reference_adapter, rewards_of
+from ..rl.rollouts import Generations
 from ..runs.checkpoints import step_of
 from ..runs.layout import COMPLETIONS
 from ..runs.metrics import MetricsFile
-from .distillation import DistilledGenerations
-from .preflight import reference_adapter, rewards_of
-from .rollouts import Generations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..train.run_folder import OpenRun
-    from ..train.stepper import Stepper
+    from .run_folder import OpenRun
+    from .stepper import Stepper
 
 
 @contextlib.contextmanager

@@ -29,13 +29,13 @@ from ..methods.answers import as_reference, log_probs
 from ..methods.preference import reference_is_initial_model
 from ..modeling.layer import causal_lm_of
 from ..reading.tensors import read_tensors
-from ..train.preflight import PreparedRun
 from ..utils.console import Console
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from ..utils.files import cache_folder, new_file
 from ..utils.notices import notice
 from ..utils.text import one_line
 from ..utils.waiting import waiting
+from .preflight import PreparedRun
 
 # Tolerance of a token's log-probability, relative to the mean of their absolute values.
 ROUNDING, ROUNDING_16 = {torch.float32: 1e-4}, 1 / 64

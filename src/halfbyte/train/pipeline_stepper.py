@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...train.stepper import Batch, Stepper
-from .model import LocalStages
-from .runtime import Pipeline
+from ..parallel.pipeline.model import LocalStages
+from ..parallel.pipeline.runtime import Pipeline
+from .stepper import Batch, Stepper
 
 Read = Callable[[Batch], Tensor]  # micro-batch → numbers [n], float32; called with the last stage installed
 

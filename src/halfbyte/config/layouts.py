@@ -28,11 +28,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..config.methods import COMPARING
-from ..config.policy import SAMPLING
-from ..config.resolved import AXES, Parallel
-from ..config.schema import RunKeys
 from ..optim import OPTIMIZERS, optimizer_row
+from .methods import COMPARING
+from .policy import SAMPLING
+from .resolved import AXES, Parallel
+from .schema import RunKeys
 
 WITH_PIPELINE = ("data", "shard")
 ATTENTION = {

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..memory.pinned import HOST, whole_pages
 from ..modeling.architectures import runs_experts
 from ..modeling.experts import HOST_STACKS, HostStack, names_of
 from ..tensor import QuantizedTensor
-from .pinned import HOST, whole_pages
 
 WINDOW = 2  # layers on the device: the computing one and the next one
 ALIGNMENT = 128  # bytes; every stack starts at a multiple of it
