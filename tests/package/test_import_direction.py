@@ -15,11 +15,6 @@ PACKAGE = Path(halfbyte.__file__).parent
 LEAVES = {"utils", "reading", "dispatch", "ops", "formats", "autograd", "tensor", "layers"}
 EXCEPTIONS = {  # module of a leaf room → rooms above it that it imports
     "utils.terminal": {"config", "methods"},
-    "layers.experts": {"modeling"},
-    "layers.expert_adapters": {"modeling"},
-    "layers.expert_targets": {"modeling", "config"},
-    "layers.module_names": {"modeling"},
-    "layers.router_adapters": {"modeling"},
 }
 KERNELS_IMPORT = {"kernels", "dispatch", "ops", "formats", "utils"}
 KERNELS_IMPORTED_BY = {"kernels", "dispatch", "cli"}  # the command line prints the table of kernels

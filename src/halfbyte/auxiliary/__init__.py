@@ -1,1 +1,1 @@
-"""Models that a run loads in addition to the one it trains: a teacher, a reward model, a reference."""
+"""Models that a run loads in addition to the one it trains, and the teacher of a distillation."""

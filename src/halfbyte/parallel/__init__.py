@@ -1,1 +1,1 @@
-"""Parallelism of a model: which runs each axis supports, and how the model, its batches and its state are divided."""
+"""Parallelism of a model: how the model, its batches and its state are divided over ranks."""
