@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import halfbyte.bitsandbytes as bnb
-from halfbyte.optim.fused import WRAPPED
+from halfbyte.optim.state_dicts import WRAPPED
 
 NAMES = [
     name

@@ -9,7 +9,7 @@ from torch import nn
 
 import halfbyte.bitsandbytes as own
 from halfbyte.bitsandbytes import _ops, overriding
-from halfbyte.optim.fused import WRAPPED
+from halfbyte.optim.state_dicts import WRAPPED
 from halfbyte.utils.errors import ModelError
 
 real = pytest.importorskip("bitsandbytes")

@@ -142,7 +142,7 @@ def test_master_weights_follow_fp32(rounding):
     from halfbyte.ops.optimizer import full_weight
 
     state = pair[0][1].state[narrow[0]]
-    full = full_weight(narrow[0].detach(), state[fused.CORRECTION])
+    full = full_weight(narrow[0].detach(), state["correction"])
     moved = (wide[0].detach() - 1).norm()
     assert moved > 0
     assert (full - wide[0].detach()).norm() / moved < (0.02 if rounding == "correction8" else 1e-3)

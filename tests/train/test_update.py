@@ -75,7 +75,7 @@ def test_prepare_replay_numbers_the_tensors_of_a_step():
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.05
     assert optimizer.prepare_replay() == first
-    assert optimizer.whole.batches[0].settings[0, 0] == 0.05
+    assert optimizer.all_parameters.devices[0].settings[0, 0] == 0.05
     gradients(weights[0])
     second = optimizer.prepare_replay()
     assert second != first

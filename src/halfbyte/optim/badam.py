@@ -30,7 +30,8 @@ from torch.optim import Optimizer
 
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from .groups import LAYER
-from .parts import check_gradient, check_places, check_saved_groups
+from .parameters import check_gradient, check_unique
+from .state_dicts import check_saved_groups
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
 
@@ -169,7 +170,7 @@ class BAdam(Optimizer):
             wrong = "a parameter group is added to BAdam, whose blocks are made from all parameters"
             raise ConfigError(wrong, "make a new optimizer with all groups")
         param_group["params"] = [*param_group["params"]]
-        check_places(self.param_groups, param_group["params"])
+        check_unique(self.param_groups, param_group["params"])
         super().add_param_group(param_group)
 
     @property
@@ -246,7 +247,7 @@ class BAdam(Optimizer):
         """
         (part, stepped), parameter = self._parts[place], self._numbered[place][1]
         if parameter.grad is not None:
-            check_gradient(parameter, f"parameter {place}")
+            check_gradient(parameter, parameter.grad, f"parameter {place}")
         now = self.blocks.elements(parameter.detach(), self.active, len(self._members))
         if (now.shape, now.dtype, now.device) != (part.shape, part.dtype, part.device):
             raise TrainingError(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..utils.notices import notice
-from .parts import Tensors, Values, local_of
+from .launches import Addresses, StepTensors
+from .parameters import local_of
 
 
 class ClippedGradients:
@@ -20,23 +21,23 @@ class ClippedGradients:
 
     Args:
         gradients: of all parameters.
-        tensors: addresses of the weights and of these gradients.
+        addresses: of the weights and of these gradients.
     """
 
-    def __init__(self, gradients: Sequence[Tensor | None], tensors: Tensors):
-        self.gradients, self.tensors = gradients, tensors
+    def __init__(self, gradients: Sequence[Tensor | None], addresses: Addresses):
+        self.gradients = gradients
+        self.addresses = addresses
         self._versions = versions_of(gradients)
 
-    def are(self, values: Values) -> bool:
-        """Whether `values` are the same gradients, unchanged, of weights at the same addresses."""
-        return versions_of(values.gradients) == self._versions and Tensors.of(*values) == self.tensors
+    def match(self, tensors: StepTensors) -> bool:
+        """Whether `tensors` are the same gradients, unchanged, of weights at the same addresses."""
+        return versions_of(tensors.gradients) == self._versions and Addresses.of(*tensors) == self.addresses
 
     def unchanged(self, gradients: Sequence[Tensor | None]) -> list[int]:
         """Return the positions of the gradients that were read and have not changed."""
-        addresses = Tensors.of((), gradients).gradients
-        now = [*zip(addresses, versions_of(gradients), strict=True)]
-        read = [*zip(self.tensors.gradients, self._versions, strict=True)]
-        return [at for at, (one, other) in enumerate(zip(now, read, strict=False)) if one == other and one[1] >= 0]
+        current = [*zip(Addresses.of((), gradients).gradients, versions_of(gradients), strict=True)]
+        clipped = [*zip(self.addresses.gradients, self._versions, strict=True)]
+        return [n for n, (a, b) in enumerate(zip(current, clipped, strict=False)) if a == b and a[1] >= 0]
 
 
 @dataclass
@@ -53,8 +54,8 @@ class Clipping:
 
 
 def clip_unchanged(
-    clipped: ClippedGradients, factor: Tensor | None, values: Values, is_compiled: bool
-) -> tuple[Tensor | None, Values]:
+    clipped: ClippedGradients, factor: Tensor | None, tensors: StepTensors, is_compiled: bool
+) -> tuple[Tensor | None, StepTensors]:
     """Return the factor that a step multiplies all gradients by, and the weights and gradients that it takes.
 
     If `clip` has read all gradients, the step multiplies them. Otherwise the ones that it has read are multiplied here,
@@ -62,15 +63,15 @@ def clip_unchanged(
 
     Args:
         factor: of the gradients that `clip` has read.
-        values: weights and gradients of this step.
+        tensors: weights and gradients of this step.
     """
-    weights, gradients = values
+    weights, gradients = tensors
     unchanged = clipped.unchanged(gradients)
-    unclipped = {at for at, gradient in enumerate(gradients) if gradient is not None} - {*unchanged}
+    unclipped = {number for number, gradient in enumerate(gradients) if gradient is not None} - {*unchanged}
     if factor is None or not unclipped:
-        return factor, values
+        return factor, tensors
     former = {*map(id, clipped.gradients)} - {id(None)}
-    if not is_compiled and any(id(gradients[at]) in former for at in unclipped):
+    if not is_compiled and any(id(gradients[number]) in former for number in unclipped):
         notice(
             "changed-after-clip",
             "gradients were changed in place between clip() and step(): they are stepped as they are now, unclipped."
@@ -78,9 +79,9 @@ def clip_unchanged(
         )
     if is_compiled:
         chosen = {*unchanged}
-        gradients = [each.clone() if each is not None and at in chosen else each for at, each in enumerate(gradients)]
-    multiply([gradients[at] for at in unchanged], factor)
-    return None, Values(weights, gradients)
+        gradients = [g.clone() if g is not None and number in chosen else g for number, g in enumerate(gradients)]
+    multiply([gradients[number] for number in unchanged], factor)
+    return None, StepTensors(weights, gradients)
 
 
 def multiply(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
@@ -89,13 +90,13 @@ def multiply(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
     for gradient in gradients:
         if gradient is not None:
             by_device.setdefault(gradient.device, []).append(local_of(gradient))
-    for device, some in by_device.items():
-        torch._foreach_mul_(some, factor.to(device))
+    for device, shards in by_device.items():
+        torch._foreach_mul_(shards, factor.to(device))
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
     """Return how often each tensor was changed in place; -1 for None."""
     try:
-        return [-1 if each is None else each._version for each in tensors]
+        return [-1 if t is None else t._version for t in tensors]
     except RuntimeError:  # a tensor of torch's inference mode, which has no version
-        return [-1 if each is None else 0 if each.is_inference() else each._version for each in tensors]
+        return [-1 if t is None else 0 if t.is_inference() else t._version for t in tensors]

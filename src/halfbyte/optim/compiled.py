@@ -19,36 +19,37 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import TrainingError
-from .parts import Part, Values, local_of
+from .launches import ParameterSet, StepTensors
+from .parameters import local_of
 
 
-class Compiled(Protocol):
-    """An optimizer, as far as the ops need it: `FusedOptimizer`."""
+class CompiledOptimizer(Protocol):
+    """The interface of `FusedOptimizer` that the ops call."""
 
     param_groups: list[dict[str, Any]]
-    whole: Part
+    all_parameters: ParameterSet
 
-    def read_norm(self, max_norm: float, values: Values | None = None) -> tuple[Tensor, Tensor | None]: ...
+    def read_norm(self, max_norm: float, tensors: StepTensors | None = None) -> tuple[Tensor, Tensor | None]: ...
     def update(
-        self, factor: Tensor | None, scale: Tensor | None, found_inf: Tensor | None, values: Values | None = None
+        self, factor: Tensor | None, scale: Tensor | None, found_inf: Tensor | None, tensors: StepTensors | None = None
     ) -> None: ...
 
 
 _numbers = itertools.count()
-_optimizers: weakref.WeakValueDictionary[int, Compiled] = weakref.WeakValueDictionary()
+_optimizers: weakref.WeakValueDictionary[int, CompiledOptimizer] = weakref.WeakValueDictionary()
 
 # CUDA graphs of torch.compile must not hold the ops: they read learning rates on the host.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
-def register(optimizer: Compiled) -> int:
+def register(optimizer: CompiledOptimizer) -> int:
     """Return a number by which the ops find the optimizer while it is alive."""
     number = next(_numbers)
     _optimizers[number] = optimizer
     return number
 
 
-def _found(number: int, weights: Sequence[Tensor]) -> Compiled:
+def _optimizer(number: int, weights: Sequence[Tensor]) -> CompiledOptimizer:
     """Return the optimizer of a graph, or raise a TrainingError if its number of parameters has changed."""
     optimizer = _optimizers.get(number)
     if optimizer is None or sum(len(group["params"]) for group in optimizer.param_groups) != len(weights):
@@ -68,11 +69,11 @@ def opaque_step(
     found_inf: Tensor | None,
 ) -> None:
     """Update the weights; see `FusedOptimizer.update`."""
-    optimizer = _found(number, weights)
-    optimizer.update(factor, scale, found_inf, Values(weights, gradients))
-    own = (local_of(weight) for group in optimizer.param_groups for weight in group["params"])
-    if any(given.data_ptr() != weight.data_ptr() for given, weight in zip(weights, own, strict=True)):
-        optimizer.whole.forget()  # copies, whose memory is freed after the graph
+    optimizer = _optimizer(number, weights)
+    optimizer.update(factor, scale, found_inf, StepTensors(weights, gradients))
+    parameters = (local_of(weight) for group in optimizer.param_groups for weight in group["params"])
+    if any(weight.data_ptr() != p.data_ptr() for weight, p in zip(weights, parameters, strict=True)):
+        optimizer.all_parameters.forget()  # copies, whose memory is freed after the graph
 
 
 @opaque_step.register_fake
@@ -90,11 +91,11 @@ def _(
 @torch.library.custom_op("halfbyte::optimizer_clip", mutates_args=(), tags=_TAGS)
 def opaque_clip(number: int, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], max_norm: float) -> Tensor:
     """Return the norm of the gradients and the factor that clips them to `max_norm`, fp32 [2]."""
-    norm, factor = _found(number, weights).read_norm(max_norm, Values(weights, gradients))
+    norm, factor = _optimizer(number, weights).read_norm(max_norm, StepTensors(weights, gradients))
     return torch.stack([norm, torch.ones_like(norm) if factor is None else factor])
 
 
 @opaque_clip.register_fake
 def _(number: int, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], max_norm: float) -> Tensor:
-    device = next((each.device for each in gradients if each is not None), torch.device("cpu"))
+    device = next((gradient.device for gradient in gradients if gradient is not None), torch.device("cpu"))
     return torch.empty(2, device=device)

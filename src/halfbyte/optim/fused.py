@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,31 +19,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..dispatch import on_compiler
-from ..formats.codebooks import dynamic_map
-from ..ops.optimizer import RULES, TRUSTS
+from ..ops.optimizer import ROUNDINGS, RULES, TRUSTS
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
+from .backward import BackwardUpdates
 from .clipping import ClippedGradients, Clipping, clip_unchanged, multiply
 from .compiled import opaque_clip, opaque_step, register
+from .launches import DeviceParameters, ParameterSet, StepTensors
 from .offload import Windows
-from .parts import (
-    CORRECTION,
+from .parameters import FULL_ELEMENTS, check_unique, local_of, parameter_name, shard_groups
+from .state_dicts import (
     CORRECTIONS,
-    BackwardUpdates,
-    Batch,
-    Part,
-    Values,
-    check_places,
+    RESUME,
+    RULE,
+    WRAPPED,
+    StateLayout,
     check_saved_groups,
-    local_of,
-    parameter_name,
-    shard_groups,
-    state_keys,
+    from_bitsandbytes,
+    to_bitsandbytes,
 )
 
-WRAPPED = "__bnb_optimizer_quant_state__"  # bitsandbytes puts tensors that FSDP must not cast under this key
-RULE = "rule"  # key of a saved group: name of its rule
-FULL_ELEMENTS = "full_elements"  # attribute of a slice of a parameter: elements of the parameter
 COMMON: dict[str, Any] = {
     "storage": "fp32",
     "rounding": "nearest",
@@ -60,12 +55,11 @@ UNSUPPORTED = (
 )  # fmt: skip
 
 
-# names of the states of all rules and of torch's optimizers, and of the surplus ones of `_from_bitsandbytes`
-STATES = {name for row in RULES.values() for name in row.states} | {"max_exp_avg_sq", "grad_avg", "state2", "state3"}
-
-
 class FusedOptimizer(Optimizer):
-    """Base of the optimizers. A group has the options of torch's optimizer of the same rule, and:
+    """Base of the optimizers. The update of one parameter is specified by a pure function of `ops.optimizer.RULES`.
+
+    `AdamW` updates as `ops.optimizer._adamw`; kernels compute the same for all parameters of a launch (`launches`).
+    A group has the options of torch's optimizer of the same rule, and:
 
     - storage: a name in `STORAGES`, or "weight": bf16 for bf16 weights as in torch, otherwise fp32.
     - rounding: how weights in bf16 are rounded, a name in `ops.optimizer.ROUNDINGS`.
@@ -85,47 +79,61 @@ class FusedOptimizer(Optimizer):
             fp32, bf16 or fp16, or LAMB offloads its state.
 
     Attributes:
+        rule: a name in `ops.optimizer.RULES`.
+        trust: a name in `ops.optimizer.TRUSTS`, with which a step has two launches more, and a second pass; or None.
+        all_parameters: the parameters and their launches, for steps outside of the backward.
+        backward: updates the parameters in the backward; None: `step` does.
+        clipping: result of `clip` for the next step.
         shard_groups: parameter → the process groups over which its elements are divided, for trust ratios of full
             parameters: each step sums their squares over these groups. Default: those of a DTensor.
     """
 
     rule: ClassVar[str]
-    trust: ClassVar[str | None] = None  # a name in `ops.optimizer.TRUSTS`: two launches more, and a second pass
+    trust: ClassVar[str | None] = None
+    all_parameters: ParameterSet
+    backward: BackwardUpdates | None
+    clipping: Clipping
+    shard_groups: Callable[[Tensor], tuple[Any, ...]]
+    _windows: dict[torch.device, Windows]
+    _earlier_versions: int  # of parameter sets before `all_parameters`
+    _number: int  # names the optimizer in compiled graphs
+    _groups: list[dict[str, Any]]  # `param_groups` for torch.compile, which makes all numbers of that name constants
     _step_supports_amp_scaling = True  # torch.amp.GradScaler passes `found_inf` and does not block
-    backward: BackwardUpdates | None  # updates the parameters in the backward
 
     def __init__(self, params: Any, defaults: dict[str, Any], **options: Any):
         for name, value in options.items():
             if name in UNSUPPORTED and value:
                 raise unsupported(self, name, value)
             if name not in (*COMMON, *WITHOUT_EFFECT, *UNSUPPORTED):
-                known = ", ".join((*defaults, *COMMON))
-                raise ConfigError(f"{type(self).__name__} has no option {name}", f"its options: {known}")
+                names = ", ".join((*defaults, *COMMON))
+                raise ConfigError(f"{type(self).__name__} has no option {name}", f"its options: {names}")
         options = {name: value for name, value in options.items() if name in COMMON}
-        self._begin()
+        self._initialize()
         super().__init__(params, COMMON | defaults | options)
 
-    def _begin(self) -> None:
+    def _initialize(self) -> None:
         """Set the attributes that pickling leaves out."""
-        self.whole, self.backward, self.clipping = Part(self), None, Clipping()
-        self._windows: dict[torch.device, Windows] = {}
-        self._earlier_reads = 0  # of parts before `whole`
-        self.shard_groups: Callable[[Tensor], tuple[Any, ...]] = shard_groups
-        self._number = register(self)  # names the optimizer in compiled graphs
+        self.all_parameters = ParameterSet(self)
+        self.backward = None
+        self.clipping = Clipping()
+        self.shard_groups = shard_groups
+        self._windows = {}
+        self._earlier_versions = 0
+        self._number = register(self)
 
     def __getstate__(self) -> dict[str, Any]:
         for windows in self._windows.values():
             windows.synchronize()
-        parts = None if self.backward is None else self.backward.members
-        return {**super().__getstate__(), "parts": parts}
+        in_backward = None if self.backward is None else self.backward.parameter_lists
+        return {**super().__getstate__(), "in_backward": in_backward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        parts = state.pop("parts")
-        self._begin()
+        in_backward = state.pop("in_backward")
+        self._initialize()
         super().__setstate__(state)
         self._groups = self.param_groups
-        if parts is not None:
-            self.update_in_backward(parts)
+        if in_backward is not None:
+            self.update_in_backward(in_backward)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.backward is not None:
@@ -133,10 +141,10 @@ class FusedOptimizer(Optimizer):
                 "a parameter group is added to an optimizer that updates in the backward",
                 "add it before update_in_backward, and divide its parameters there too",
             )
-        given = param_group["params"]
-        if not isinstance(given, set):  # which torch refuses, since it has no order
-            param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
-        check_places(self.param_groups, param_group["params"])
+        parameters = param_group["params"]
+        if not isinstance(parameters, set):  # which torch refuses, since it has no order
+            param_group["params"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        check_unique(self.param_groups, param_group["params"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -167,13 +175,10 @@ class FusedOptimizer(Optimizer):
         for number, beta in enumerate(group.get("betas", ())):
             if not (0 <= beta < 1 or (number == 2 and beta == 1)):
                 raise ConfigError(f"betas[{number}] is {beta}", "pass a number from 0 to below 1")
-        for key, known in (
-            ("storage", ("weight", *RULES[self.rule].storages)),
-            ("rounding", ("nearest", "stochastic", *CORRECTIONS)),
-        ):
-            if group[key] not in known:
+        for key, choices in (("storage", ("weight", *RULES[self.rule].storages)), ("rounding", ROUNDINGS)):
+            if group[key] not in choices:
                 raise ConfigError(
-                    f"{key}: unknown {group[key]!r}", f"with rule {self.rule} choose one of: {', '.join(known)}"
+                    f"{key}: unknown {group[key]!r}", f"with rule {self.rule} choose one of: {', '.join(choices)}"
                 )
         dtypes = {weight.dtype for weight in group["params"]}
         if unknown := dtypes - {torch.float32, torch.bfloat16, torch.float16}:
@@ -193,10 +198,9 @@ class FusedOptimizer(Optimizer):
             windows.synchronize()
         self._clip_in_place()
         self._windows = {}
-        # for torch.compile, which makes all numbers of `param_groups` constants of a graph
         self._groups = self.param_groups
-        self._earlier_reads += self.whole.reads
-        self.whole = Part(self)
+        self._earlier_versions += self.all_parameters.version
+        self.all_parameters = ParameterSet(self)
         if self.backward is not None:
             self.backward.reset()
 
@@ -212,13 +216,13 @@ class FusedOptimizer(Optimizer):
         return {"beta1": beta1, "beta2": beta2, "eps": group.get("eps", 0.0)}
 
     def options_of(self, number: int, index: int) -> dict[str, Any] | None:
-        """Return the options of parameter `index` of a group, if it has others than the group, or None."""
+        """Return the options of parameter `index` of a group, if it has other options than the group, or None."""
         return None
 
-    def keep_squares(self, batch: Batch, squares: Tensor) -> None:
-        """Keep the squared norms fp32 [n, 2] of the batch's parameters, from `scale_by_trust`."""
+    def on_squared_norms(self, parameters: DeviceParameters, squares: Tensor) -> None:
+        """Hook that receives the squared norms fp32 [n, 2] of parameters, from `scale_by_trust`."""
 
-    def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _peer_options(self, group: dict[str, Any]) -> dict[str, Any]:
         """Options of a saved group that torch's and bitsandbytes' optimizers of this rule need to load it."""
         return {"betas": (0.0, 0.0), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None}
 
@@ -253,14 +257,14 @@ class FusedOptimizer(Optimizer):
     # torch.compile refuses to trace.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def _traced(self) -> Values:
+    def _traced(self) -> StepTensors:
         """Weights and gradients as torch.compile traces them; the local shards of DTensors."""
         weights = [weight for group in self._groups for weight in group["params"]]
         gradients = [None if weight.grad is None else local_of(weight.grad) for weight in weights]
-        return Values([*map(local_of, weights)], gradients)
+        return StepTensors([*map(local_of, weights)], gradients)
 
     def update(
-        self, factor: Tensor | None, scale: Tensor | None, found_inf: Tensor | None, values: Values | None = None
+        self, factor: Tensor | None, scale: Tensor | None, found_inf: Tensor | None, tensors: StepTensors | None = None
     ) -> None:
         """Update all parameters; see `step`.
 
@@ -268,22 +272,23 @@ class FusedOptimizer(Optimizer):
             factor: of gradients that `clip` has read; others are not multiplied.
             scale: by which the gradients are divided.
             found_inf: a value other than 0 leaves everything unchanged.
-            values: weights that are updated in place and gradients; default: the parameters' own.
+            tensors: weights that are updated in place and gradients; default: the parameters' own.
         """
         self._opt_called = True
-        is_compiled = values is not None
-        clipped, self.clipping.gradients = self.clipping.gradients, None
-        values = values or self.whole.now()
+        is_compiled = tensors is not None
+        clipped = self.clipping.gradients
+        self.clipping.gradients = None
+        tensors = tensors or self.all_parameters.current_tensors()
         if clipped is None:
             factor = None  # no clip, or its gradients are multiplied already
-            self.whole.read(values)
-        elif not clipped.are(values):
-            factor, values = clip_unchanged(clipped, factor, values, is_compiled)
-            self.whole.read(values)
+            self.all_parameters.read(tensors)
+        elif not clipped.match(tensors):
+            factor, tensors = clip_unchanged(clipped, factor, tensors, is_compiled)
+            self.all_parameters.read(tensors)
         if scale is not None:
             factor = scale.reciprocal() if factor is None else factor / scale
-        self.whole.step(factor, found_inf)
-        self.whole.release()
+        self.all_parameters.step(factor, found_inf)
+        self.all_parameters.release()
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -314,15 +319,15 @@ class FusedOptimizer(Optimizer):
         clipped, factor = self.clipping.gradients, self.clipping.factor
         self.clipping.gradients = self.clipping.factor = None
         if clipped is not None and factor is not None:
-            gradients = self.whole.now().gradients
-            multiply([gradients[at] for at in clipped.unchanged(gradients)], factor)
+            gradients = self.all_parameters.current_tensors().gradients
+            multiply([gradients[number] for number in clipped.unchanged(gradients)], factor)
 
-    def read_norm(self, max_norm: float, values: Values | None = None) -> tuple[Tensor, Tensor | None]:
+    def read_norm(self, max_norm: float, tensors: StepTensors | None = None) -> tuple[Tensor, Tensor | None]:
         """Read the gradients; return their norm and the factor that clips them."""
-        values = values or self.whole.now()
-        self.whole.read(values)
-        self.clipping.gradients = ClippedGradients(values.gradients, self.whole.tensors)
-        return self.whole.norm(max_norm)
+        tensors = tensors or self.all_parameters.current_tensors()
+        self.all_parameters.read(tensors)
+        self.clipping.gradients = ClippedGradients(tensors.gradients, self.all_parameters.addresses)
+        return self.all_parameters.norm(max_norm)
 
     def update_in_backward(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """From here on, update each part in the backward when its gradients are complete, and free these.
@@ -338,7 +343,7 @@ class FusedOptimizer(Optimizer):
             TrainingError: the parts have other parameters than the optimizer. In a backward: it is the second one
                 since the last `step`.
         """
-        divided = [id(weight) for part in parts for weight in part]
+        divided = [id(weight) for parameters in parts for weight in parameters]
         if sorted(divided) != sorted(id(weight) for group in self.param_groups for weight in group["params"]):
             raise TrainingError("the parts to update in the backward are not the optimizer's parameters")
         if self.backward is not None:
@@ -363,10 +368,11 @@ class FusedOptimizer(Optimizer):
             a number that changes when a graph captured before is not valid any more, since weights, gradients or state
             are other tensors; None: no graph can be captured, since a tensor is not contiguous.
         """
-        self.whole.read()
-        for batch in self.whole.batches:
-            batch.upload(self)
-        return self._earlier_reads + self.whole.reads if self.whole.in_place else None
+        self.all_parameters.read()
+        for device in self.all_parameters.devices:
+            device.upload(self)
+        version = self._earlier_versions + self.all_parameters.version
+        return version if self.all_parameters.in_place else None
 
     def storage_of(self, group: dict[str, Any], index: int) -> Storage:
         """Storage of the state of a group's parameter."""
@@ -377,55 +383,29 @@ class FusedOptimizer(Optimizer):
         small = storage.block and getattr(weight, FULL_ELEMENTS, weight.numel()) < group["min_quantized"]
         return STORAGES["fp32"] if small or index in group["fp32_state"] else storage
 
+    def _layout(self, group: dict[str, Any], weight: Tensor, storage: Storage, elements: int) -> StateLayout:
+        """Layout of the state of a parameter, whose local shard is `weight`."""
+        corrects = group["rounding"] in CORRECTIONS and weight.dtype == torch.bfloat16
+        return StateLayout(
+            self.rule,
+            storage,
+            elements,
+            CORRECTIONS[group["rounding"]] if corrects else None,
+            torch.device("cpu") if group["offload"] else weight.device,
+        )
+
     def state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
         """State of a parameter; created if it has none."""
-        weight = group["params"][index]
-        state = self.state[weight]
-        rule, storage, local = RULES[self.rule], self.storage_of(group, index), local_of(weight)
-        where = torch.device("cpu") if group["offload"] else local.device
+        parameter = group["params"][index]
+        state: dict[str, Any] = self.state[parameter]
+        weight = local_of(parameter)
+        layout = self._layout(group, weight, self.storage_of(group, index), weight.numel())
         if state:
-            self._check_state(state, group, index, storage, where)
-            return state
-        state["step"] = torch.zeros((), device=local.device)
-        for number, signed in enumerate(rule.signed):
-            try:
-                parts = storage.zeros(local.numel(), signed, where)
-            except torch.OutOfMemoryError:  # of a GPU: the caller may free memory
-                raise
-            except RuntimeError as error:
-                nbytes = len(rule.signed) * storage.nbytes(local.numel())
-                wrong = f"{nbytes / 2**30:.2f} GiB of host memory for the state of a parameter are not free"
-                raise TrainingError(wrong, "take an optimizer with less state, such as adamw_8bit") from error
-            _put(state, state_keys(self.rule, storage.name, number), parts, local)
-        if group["rounding"] in CORRECTIONS and local.dtype == torch.bfloat16:
-            state[CORRECTION] = torch.zeros(local.shape, dtype=CORRECTIONS[group["rounding"]], device=where)
+            number = next((number for number, g in enumerate(self.param_groups) if g is group), 0)
+            layout.check(state, weight, parameter_name(number, index))
+        else:
+            state.update(layout.zeros(weight))
         return state
-
-    def _check_state(
-        self, state: dict[str, Any], group: dict[str, Any], index: int, storage: Storage, where: torch.device
-    ) -> None:
-        """Raise a TrainingError if a parameter has changed so that its state does not fit it any more."""
-        weight = local_of(group["params"][index])
-        expected: dict[str, tuple[int, torch.dtype]] = {}
-        for number, signed in enumerate(RULES[self.rule].signed):
-            sizes = weight.numel(), storage.scales(weight.numel())
-            dtypes = storage.codes_dtype(signed), storage.scale_dtype
-            keys = state_keys(self.rule, storage.name, number)
-            expected |= zip(keys, zip(sizes, dtypes, strict=True), strict=False)
-        if group["rounding"] in CORRECTIONS and weight.dtype == torch.bfloat16:
-            expected[CORRECTION] = weight.numel(), CORRECTIONS[group["rounding"]]
-        found = {key: state[key] for key in expected if key in state}
-        kinds = {key: (each.numel(), each.dtype) for key, each in found.items()}
-        shapes = {each.shape for each in found.values() if each.dim() > 1 and each.numel() == weight.numel()}
-        if kinds != expected or shapes - {weight.shape} or any(each.device != where for each in found.values()):
-            number = next(at for at, each in enumerate(self.param_groups) if each is group)
-            raise TrainingError(
-                f"{parameter_name(number, index)} is now {weight.dtype} {[*weight.shape]} on {weight.device}, which its"
-                f" optimizer state does not fit: {kinds} instead of {expected}",
-                "change parameters and options before the first step, or make a new optimizer",
-            )
-
-    # --- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, in bitsandbytes' layout for groups with storage dynamic8, otherwise in torch's."""
@@ -435,7 +415,7 @@ class FusedOptimizer(Optimizer):
         storages = [group["storage"] for group in self.param_groups for _ in group["params"]]
         for packed_group, group in zip(packed["param_groups"], self.param_groups, strict=True):
             del packed_group["capturable"]  # torch's is False on CPUs
-            packed_group.update({key: value for key, value in self._foreign(group).items() if key not in group})
+            packed_group.update({key: value for key, value in self._peer_options(group).items() if key not in group})
             packed_group[RULE] = self.rule
         for number, state in packed["state"].items():
             if storages[number] == "dynamic8":
@@ -453,35 +433,38 @@ class FusedOptimizer(Optimizer):
             CheckpointError: the state is of other parameters, another rule or another storage.
         """
         check_saved_groups(state_dict, self.param_groups)
-        saved, own = copy.deepcopy(state_dict["param_groups"]), self.param_groups
-        for group in saved:
-            self._check_saved(group)
-        numbers = [number for group in saved for number in group["params"]]
-        places = [(group, index) for group in own for index in range(len(group["params"]))]
-        loaded = {}
-        for number, (group, index) in zip(numbers, places, strict=True):
-            if number in state_dict["state"]:
-                loaded[group["params"][index]] = self._from_saved(state_dict["state"][number], group, index, number)
-        is_foreign = any(WRAPPED in state for state in state_dict["state"].values()) and "storage" not in saved[0]
-        for group, other in zip(own, saved, strict=True):
-            kept = {"params", *COMMON}
-            if is_foreign:  # every group of bitsandbytes has all keys, with other meanings
-                kept |= group.keys() - {"lr", "initial_lr", "weight_decay", "betas", "eps"}
-            group.update({key: value for key, value in other.items() if key in group and key not in kept})
+        saved_groups = copy.deepcopy(state_dict["param_groups"])
+        for saved_group in saved_groups:
+            self._check_saved_group(saved_group)
+        states = {}
+        for saved_group, group in zip(saved_groups, self.param_groups, strict=True):
+            for index, number in enumerate(saved_group["params"]):
+                if number in state_dict["state"]:
+                    saved = from_bitsandbytes(self.rule, state_dict["state"][number])
+                    weight = local_of(group["params"][index])
+                    layout = self._layout(group, weight, *self.saved_storage(saved, group, index))
+                    states[group["params"][index]] = layout.restore(saved, weight, number)
+        own_keys = {"params", *COMMON}
+        is_bitsandbytes = any(WRAPPED in state for state in state_dict["state"].values())
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            loaded_keys = group.keys() - own_keys
+            if is_bitsandbytes and "storage" not in saved_groups[0]:  # its groups have all keys, with other meanings
+                loaded_keys &= {"lr", "initial_lr", "weight_decay", "betas", "eps"}
+            group.update({key: value for key, value in saved_group.items() if key in loaded_keys})
         self.state.clear()
-        self.state.update(loaded)
+        self.state.update(states)
         self._reset()
 
-    def saved_layout(self, saved: dict[str, Any], group: dict[str, Any], index: int) -> tuple[Storage, int]:
+    def saved_storage(self, saved: dict[str, Any], group: dict[str, Any], index: int) -> tuple[Storage, int]:
         """Storage and number of elements that the saved state of a group's parameter must have."""
         return self.storage_of(group, index), local_of(group["params"][index]).numel()
 
-    def _check_saved(self, group: dict[str, Any]) -> None:
+    def _check_saved_group(self, group: dict[str, Any]) -> None:
         """Raise a CheckpointError if a saved group is of another rule, or has an option that this one does not."""
         rule = "muon" if "ns_steps" in group else group.get(RULE, self.rule)
         if rule != self.rule:
             wrong = f"the optimizer state is of rule {rule}, and the optimizer has rule {self.rule}"
-            raise CheckpointError(wrong, "resume with the optimizer that saved it")
+            raise CheckpointError(wrong, RESUME)
         for key in ("amsgrad", "maximize", "nesterov", "centered"):
             if group.get(key) and key not in self.defaults:
                 wrong = f"the optimizer state is of an optimizer with {key}={group[key]}"
@@ -489,117 +472,12 @@ class FusedOptimizer(Optimizer):
                     wrong, f"{type(self).__name__} has no {key}: resume with the optimizer that saved it"
                 )
 
-    def _from_saved(self, saved: dict[str, Any], group: dict[str, Any], index: int, number: int) -> dict[str, Any]:
-        """One parameter's state, converted and copied to its device."""
-        rule, local = RULES[self.rule], local_of(group["params"][index])
-        where = torch.device("cpu") if group["offload"] else local.device
-        saved = _from_bitsandbytes(self.rule, {**saved, **saved.get(WRAPPED, {})})
-        if others := {key.partition("::")[0] for key in saved} & STATES - {*rule.states}:
-            wrong = f"the saved state of parameter {number} has {', '.join(others)}, and rule {self.rule} does not"
-            raise CheckpointError(wrong, "resume with the optimizer that saved it")
-        if "step" not in saved and rule.corrects_bias:
-            raise CheckpointError(f"the saved state of parameter {number} has no step", "load a full state dict")
-        storage, elements = self.saved_layout(saved, group, index)
-        step = saved.get("step", 0)
-        state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).to(local.device, copy=True)}
-        for place, (name, signed) in enumerate(zip(rule.states, rule.signed, strict=True)):
-            keys = state_keys(self.rule, storage.name, place)
-            found = [saved[key] for key in keys if key in saved]
-            if not storage.block and not (isinstance(saved.get(name), Tensor) and saved[name].is_floating_point()):
-                found = []
-            if len(found) != len(keys) or not _fits(found[0], elements, local):
-                have, wanted = ", ".join(key for key in saved if key != WRAPPED), ", ".join(keys)
-                raise CheckpointError(
-                    f"the saved state of parameter {number} has {have}; rule {self.rule} with storage {storage.name}"
-                    f" needs {wanted} of {elements} elements and the shape {[*local.shape]}",
-                    "resume with the optimizer that saved it",
-                )
-            dtypes = (storage.codes_dtype(signed), storage.scale_dtype)
-            parts = [each.to(where, dtype, copy=True).flatten() for each, dtype in zip(found, dtypes, strict=False)]
-            if len(parts) > 1 and len(parts[1]) != storage.scales(elements):
-                raise CheckpointError(
-                    f"the saved state of parameter {number} has {len(parts[1])} scales; blocks of {storage.block} give"
-                    f" {storage.scales(elements)}",
-                    "resume with the optimizer that saved it",
-                )
-            _put(state, keys, (parts[0], parts[1] if len(parts) > 1 else None), local)
-        if group["rounding"] in CORRECTIONS and local.dtype == torch.bfloat16:
-            state[CORRECTION] = torch.zeros(local.shape, dtype=CORRECTIONS[group["rounding"]], device=where)
-            if CORRECTION in saved:
-                if saved[CORRECTION].shape != local.shape:
-                    wrong = f"the saved correction of parameter {number} has the shape {[*saved[CORRECTION].shape]}"
-                    raise CheckpointError(wrong, f"resume with the model that saved it: {[*local.shape]}")
-                state[CORRECTION].copy_(saved[CORRECTION])
-        return state
-
 
 def unsupported(optimizer: Optimizer, key: str, value: Any) -> ConfigError:
     """Error for a keyword of torch's optimizer that this one does not have."""
     return ConfigError(
         f"{key}: {type(optimizer).__name__} does not support {value!r}", f"remove {key}, or take torch's optimizer"
     )
-
-
-def elements_per_entry(key: str, value: Any, elements: int) -> int:
-    """Elements of a parameter per entry of a state tensor; 0: the value does not belong to elements.
-
-    Args:
-        key: in the optimizer's state dict, also of other optimizers.
-        elements: of the parameter.
-    """
-    if not isinstance(value, Tensor) or key.startswith("qmap"):
-        return 0
-    each = 1
-    if key.startswith("absmax"):
-        each = STORAGES["dynamic8"].block
-    elif key.endswith("::scales"):
-        each = STORAGES["companded8"].block
-    return each if value.dim() and value.numel() == -(-elements // each) else 0
-
-
-def _fits(codes: Tensor, elements: int, weight: Tensor) -> bool:
-    """Whether saved codes are of a weight with these elements and this shape."""
-    return codes.numel() == elements and (elements != weight.numel() or codes.shape == weight.shape)
-
-
-def _put(state: dict[str, Any], keys: Iterable[str], parts: tuple[Tensor, Tensor | None], weight: Tensor) -> None:
-    codes, scales = parts
-    if codes.numel() == weight.numel():
-        codes = codes.view(weight.shape)
-    state.update(zip(keys, (codes, scales), strict=False))
-
-
-def _from_bitsandbytes(rule: str, saved: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state with the names of this module; without bitsandbytes' names it is unchanged."""
-    if "state1" not in saved:
-        return saved
-    states = [(saved.get(f"state{n}"), saved.get(f"absmax{n}")) for n in (1, 2, 3) if f"state{n}" in saved]
-    if rule == "ademamix" and len(states) == 2:  # bitsandbytes stacks the first moments
-        (codes, scales), last = states
-        pairs: Any = (None, None) if scales is None else scales
-        states = [*zip(codes, pairs, strict=True), last]  # type: ignore[arg-type]
-    found = {key: value for key, value in saved.items() if key in ("step", CORRECTION, WRAPPED)}
-    names = [*RULES[rule].states, *(f"state{n}" for n in range(len(RULES[rule].states) + 1, len(states) + 1))]
-    for name, (codes, scales) in zip(names, states, strict=False):
-        found |= {name: codes} if scales is None else {f"{name}::quantized": codes, f"{name}::scales": scales}
-    return found
-
-
-def to_bitsandbytes(rule: str, state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state as bitsandbytes saves it: step as an int, the rest under one key.
-
-    AdEMAMix has three states here, and two in bitsandbytes, whose first one is a stack of two.
-    """
-    wrapped: dict[str, Any] = {}
-    for number, (name, signed) in enumerate(zip(RULES[rule].states, RULES[rule].signed, strict=True), start=1):
-        if name in state:  # fp32 state of a small parameter
-            wrapped[f"state{number}"] = state[name]
-        else:
-            codes = state[f"{name}::quantized"]
-            wrapped |= {f"state{number}": codes, f"absmax{number}": state[f"{name}::scales"]}
-            wrapped[f"qmap{number}"] = dynamic_map(codes.device, signed=signed)
-    rest = {CORRECTION: state[CORRECTION]} if CORRECTION in state else {}
-    return {"step": int(state["step"]), WRAPPED: wrapped} | rest
 
 
 class AdamW(FusedOptimizer):
@@ -701,9 +579,9 @@ class SGD(FusedOptimizer):
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"beta1": group["momentum"]}
 
-    def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
-        own = {"dampening": 0.0, "nesterov": False, "betas": (group["momentum"], 0.0)}
-        return super()._foreign(group) | own
+    def _peer_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        momentum = {"dampening": 0.0, "nesterov": False, "betas": (group["momentum"], 0.0)}
+        return super()._peer_options(group) | momentum
 
 
 class LARS(SGD):
@@ -746,8 +624,8 @@ class RMSprop(FusedOptimizer):
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"beta1": group["alpha"], "eps": group["eps"]}
 
-    def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
-        return super()._foreign(group) | {"momentum": 0.0, "centered": False, "betas": (group["alpha"], 0.0)}
+    def _peer_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return super()._peer_options(group) | {"momentum": 0.0, "centered": False, "betas": (group["alpha"], 0.0)}
 
 
 class Adagrad(FusedOptimizer):
@@ -763,5 +641,5 @@ class Adagrad(FusedOptimizer):
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"eps": group["eps"]}
 
-    def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
-        return super()._foreign(group) | {"lr_decay": 0.0, "initial_accumulator_value": 0.0}
+    def _peer_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return super()._peer_options(group) | {"lr_decay": 0.0, "initial_accumulator_value": 0.0}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..utils.errors import CheckpointError
-from .parts import weak_hook
+from .backward import weak_hook
 
 MOMENTS = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # AdaLomo's attributes: name of a parameter → tensor
 STEPS = "step_num"  # AdaLomo's number of steps

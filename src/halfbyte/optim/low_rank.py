@@ -41,7 +41,9 @@ from torch.optim import Optimizer
 
 from ..ops.low_rank import dequantize_basis, gaussian, quantize_basis, refresh_basis
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
-from .parts import BackwardCheck, check_gradient, check_places, check_saved_groups, second_backward, weak_hook
+from .backward import BackwardCheck, second_backward, weak_hook
+from .parameters import check_gradient, check_unique
+from .state_dicts import check_saved_groups
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
 
@@ -497,7 +499,7 @@ class LowRankOptimizer(Optimizer):
                 "make a new optimizer with all groups",
             )
         param_group["params"] = [*param_group["params"]]
-        check_places(self.param_groups, param_group["params"])
+        check_unique(self.param_groups, param_group["params"])
         super().add_param_group(param_group)
 
     def _unit(self, members: Sequence[_Member], make_inner: MakeInner) -> _Unit:
@@ -523,7 +525,7 @@ class LowRankOptimizer(Optimizer):
         """Step a unit of one parameter, whose gradient the backward has completed, and free the gradient."""
         if id(parameter) in self._updated:
             raise second_backward(parameter)
-        check_gradient(parameter, f"parameter {self.units[number].numbers[0]}")
+        check_gradient(parameter, parameter.grad, f"parameter {self.units[number].numbers[0]}")
         self._updated.add(id(parameter))
         self._step_unit(self.units[number], self._check.add(number, [parameter]))
         parameter.grad = None
@@ -568,7 +570,7 @@ class LowRankOptimizer(Optimizer):
         for number, parameter in zip(unit.numbers, unit.parameters, strict=True):
             if parameter.grad is None:
                 continue
-            check_gradient(parameter, name := f"parameter {number}")
+            check_gradient(parameter, parameter.grad, name := f"parameter {number}")
             if (matrix := unit.matrices.get(id(parameter))) is not None and parameter.numel():
                 matrix.check_weight(name)
                 matrices.append(matrix)

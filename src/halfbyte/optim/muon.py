@@ -27,7 +27,8 @@ from torch import Tensor
 from ..ops.muon import BLOCK, apply_directions, directions, symmetric_product
 from ..ops.optimizer import Parameters
 from ..utils.errors import CheckpointError, ModelError, TrainingError
-from .parts import check_gradient, check_places, check_saved_groups, parameter_name
+from .parameters import check_gradient, check_unique, parameter_name
+from .state_dicts import check_saved_groups
 
 Method = Literal["newton_schulz", "polar_express"]
 Coefficients = tuple[float, float, float]
@@ -181,7 +182,7 @@ class Muon(torch.optim.Optimizer):
         """Add a group of parameters, or one for Muon and one for the rest; see the class."""
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
-        check_places(self.param_groups, parameters)
+        check_unique(self.param_groups, parameters)
         if "use_muon" in param_group:
             routes = [(bool(param_group["use_muon"]), parameters)]
         else:
@@ -243,7 +244,7 @@ class Muon(torch.optim.Optimizer):
 
     def _check_step(self, group: dict[str, Any], parameter: Tensor, name: str) -> None:
         """Raise a TrainingError if a gradient, or the momentum of earlier steps, does not fit its parameter."""
-        check_gradient(parameter, name)
+        check_gradient(parameter, parameter.grad, name)
         momentum = self.state.get(parameter, {}).get("momentum_buffer") if group["use_muon"] else None
         if momentum is not None and (momentum.shape, momentum.device) != (parameter.shape, parameter.device):
             raise TrainingError(

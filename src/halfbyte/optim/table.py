@@ -294,10 +294,11 @@ def _fused(
         from ..ops.optimizer import RULES
         from ..ops.optimizer_state import STORAGES
         from . import fused
+        from .state_dicts import CORRECTIONS
 
         copies = len(RULES[getattr(fused, kind).rule].states)
         base, patterns = storages(settings)
-        correction = fused.CORRECTIONS.get(option_values(declared, settings.optim_args)["rounding"])
+        correction = CORRECTIONS.get(option_values(declared, settings.optim_args)["rounding"])
         in_fp32 = {id(parameter) for parameter in embedding_weights(model)}
 
         def nbytes(name: str, parameter: Tensor) -> int:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ...formats.codebooks import dynamic_map
 from ...ops.optimizer import RULES, TRUSTS
 from ...ops.optimizer_state import STORAGES, Storage
-from ...optim.fused import WRAPPED, FusedOptimizer, to_bitsandbytes
-from ...optim.parts import CORRECTION, Part
+from ...optim.fused import FusedOptimizer
+from ...optim.launches import DeviceParameters, ParameterSet
+from ...optim.state_dicts import CORRECTION, WRAPPED, to_bitsandbytes
 from ...utils.errors import TrainingError
 from ..updates import RULE_OF
 
@@ -309,7 +310,7 @@ class Optimizer8bit(FusedOptimizer):
     def _reset(self) -> None:
         super()._reset()
         self.initialized = False  # whether `check_overrides` has read the overrides of these parameters
-        self._single: dict[int, Part] = {}  # by the id of the parameter
+        self._single: dict[int, ParameterSet] = {}  # by the id of the parameter
 
     @torch.no_grad()
     def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
@@ -336,19 +337,19 @@ class Optimizer8bit(FusedOptimizer):
             raise TrainingError(
                 f"a parameter of {p.numel()} elements has a state of {elements}", "call init_state for its current size"
             )
-        part = self._single.setdefault(id(p), Part(self, {id(p)}))
-        part.read()
-        part.step(None, None)
-        part.release()
+        single = self._single.setdefault(id(p), ParameterSet(self, {id(p)}))
+        single.read()
+        single.step(None, None)
+        single.release()
 
-    def saved_layout(self, saved: dict[str, Any], group: dict[str, Any], index: int) -> tuple[Storage, int]:
+    def saved_storage(self, saved: dict[str, Any], group: dict[str, Any], index: int) -> tuple[Storage, int]:
         """Return the layout of the saved state, as bitsandbytes reads it.
 
         Its size must be the parameter's, except for a subclass with a `step` of its own (Q-GaLore).
         """
         codes = _codes(self.rule, saved)
         if codes is None:
-            return super().saved_layout(saved, group, index)
+            return super().saved_storage(saved, group, index)
         steps_itself = inspect.unwrap(type(self).step) is not inspect.unwrap(Optimizer8bit.step)
         elements = codes.numel() if steps_itself else group["params"][index].numel()
         return STORAGES["dynamic8" if codes.dtype == torch.uint8 else "fp32"], elements
@@ -393,8 +394,8 @@ class Optimizer8bit(FusedOptimizer):
     def to_gpu(self) -> None:
         """Nothing: state is created where its parameter is."""
 
-    def keep_squares(self, batch: Any, squares: Tensor) -> None:
-        for state, row in zip(batch.states, squares, strict=True):
+    def on_squared_norms(self, parameters: DeviceParameters, squares: Tensor) -> None:
+        for state, row in zip(parameters.states, squares, strict=True):
             if "unorm_vec" in state:
                 state["unorm_vec"] = row[1:]
 
@@ -408,7 +409,7 @@ class Optimizer8bit(FusedOptimizer):
             found["alpha"] = group.get("max_unorm", self.args.max_unorm) or math.inf
         return found
 
-    def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _peer_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {}
 
     args: Any

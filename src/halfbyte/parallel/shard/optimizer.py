@@ -45,8 +45,9 @@ from ...mesh.reduction import (
     sharded_along,
     sum_gradients,
 )
-from ...optim.fused import FULL_ELEMENTS, FusedOptimizer, elements_per_entry
-from ...optim.parts import FIRST_ELEMENT
+from ...optim.fused import FusedOptimizer
+from ...optim.parameters import FIRST_ELEMENT, FULL_ELEMENTS
+from ...optim.state_dicts import elements_per_entry
 from ...utils.errors import CheckpointError
 
 AXIS = "shard"
