@@ -12,7 +12,7 @@ import pytest
 import halfbyte
 
 PACKAGE = Path(halfbyte.__file__).parent
-LEAVES = {"utils", "reading", "dispatch", "ops", "formats", "autograd", "tensor", "layers"}
+LEAVES = {"utils", "reading", "dispatch", "ops", "formats", "autograd", "tensor", "layers", "adapter_kinds"}
 EXCEPTIONS = {  # module of a leaf room → rooms above it that it imports
     "utils.terminal": {"config", "methods"},
 }

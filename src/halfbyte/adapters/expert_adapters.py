@@ -17,7 +17,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
-from ..layers.plain import Adapter, read_adapters
+from ..layers.plain import Adapter, factor_holders, read_adapters
 from ..modeling.architectures import runs_experts
 from ..modeling.experts import HOST_STACKS, NAME
 from ..utils.errors import ModelError
@@ -47,8 +47,8 @@ def attach_adapter_forwards(model: nn.Module) -> None:
         experts = wrapper.get_base_layer()
         experts.config._experts_implementation = NAME
         for stack in experts.__dict__.get(HOST_STACKS, {}).values():
-            wrapper.lora_A.to(stack.window.device)
-            wrapper.lora_B.to(stack.window.device)
+            for holder in factor_holders(wrapper):
+                holder.to(stack.window.device)
 
 
 def set_adapter_dropout(model: nn.Module, probability: float) -> None:
@@ -56,7 +56,7 @@ def set_adapter_dropout(model: nn.Module, probability: float) -> None:
     folding = {module for _, module in router_wrappers(model)}
     for module in model.modules():
         if isinstance(module, LoraLayer) and module not in folding:
-            module.lora_dropout.update({name: nn.Dropout(probability) for name in module.lora_A})
+            module.lora_dropout.update({name: nn.Dropout(probability) for name in factor_holders(module)[0]})
 
 
 def _forward(wrapper: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -91,13 +91,19 @@ def by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
 
 
+def expert_factors(wrapper: Any, name: str = "default") -> tuple[Tensor, Tensor]:
+    """A [E, r, K] and B [E, N, r] of an adapter, views of the factors in PEFT's wrapper around a stack of experts."""
+    a, b = factor_holders(wrapper)
+    return by_expert(a[name].weight, b[name].weight, wrapper.num_experts)  # type: ignore[arg-type]
+
+
 @torch.no_grad()
 def changed_experts(model: nn.Module) -> tuple[int, int] | None:
     """Number of expert matrices with a nonzero B, and of all adapted ones; None if no experts are adapted."""
     changed, total = 0, 0
     for _, wrapper in expert_wrappers(model):
         for name in wrapper.active_adapters:
-            if name in wrapper.lora_A:
-                _, b = by_expert(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts)
+            if name in factor_holders(wrapper)[0]:
+                _, b = expert_factors(wrapper, name)
                 changed, total = changed + int(b.flatten(1).any(1).sum()), total + wrapper.num_experts
     return (changed, total) if total else None

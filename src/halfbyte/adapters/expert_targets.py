@@ -11,12 +11,14 @@ from peft import PeftModel
 from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 
+from ..adapter_kinds import adapter_kind
 from ..config import Adapter
 from ..modeling.architectures import ALL_LINEAR, expert_stacks, expert_targets
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 from .expert_adapters import expert_wrappers
 from .module_names import named_by
+from .plain import factor_holders
 from .router_adapters import WEIGHT, router_weights, router_wrappers
 
 
@@ -29,11 +31,12 @@ def adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
     """Names of the stacks of experts that get adapters.
 
     Raises:
-        ModelError: a name in `target_parameters` matches no stack and no router, or DoRA is requested.
+        ModelError: a name in `target_parameters` matches no stack and no router, or the adapter takes no parameters.
     """
-    if adapter.target_parameters is None and (adapter.target_modules != ALL_LINEAR or adapter.use_dora):
-        if adapter.use_dora and expert_targets(model):
-            notice("experts-dora", "experts get no adapter: PEFT does not support DoRA on parameters")
+    refused = adapter_kind(adapter).refused.get("target_parameters")
+    if adapter.target_parameters is None and (adapter.target_modules != ALL_LINEAR or refused):
+        if refused and expert_targets(model):
+            notice("experts-unadapted", f"experts get no adapter: {refused}")
         return set()
     stacks = expert_stacks(model, [])
     targets = parameter_targets(model, adapter)
@@ -45,8 +48,8 @@ def adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
                 f"target_parameters: no stack of experts or router is named {target!r}",
                 f"this model's stacks: {known}" if known else "remove it: this model has no stacked experts",
             )
-    if targets and adapter.use_dora:
-        raise ModelError("target_parameters: PEFT does not support DoRA on parameters", "set use_dora: false")
+    if targets and refused:
+        raise ModelError(f"target_parameters: {refused}", adapter_kind(adapter).without)
     return {stack for stack in stacks if any(named_by(stack, target) for target in targets)}
 
 
@@ -57,7 +60,7 @@ def adapted_routers(model: nn.Module, adapter: Adapter, named: set[str]) -> set[
         named: names of the modules that `target_modules` matches.
 
     Raises:
-        ModelError: DoRA is requested for a router.
+        ModelError: the adapter takes no parameters.
     """
     targets = adapter.target_parameters or ()
     found = {
@@ -65,9 +68,10 @@ def adapted_routers(model: nn.Module, adapter: Adapter, named: set[str]) -> set[
         for name in router_weights(model)
         if name.removesuffix(WEIGHT) in named or any(named_by(name, target) for target in targets)
     }
-    if found and adapter.use_dora:
-        reason = f"{min(found)} is a router's parameter, and PEFT does not support DoRA on parameters"
-        raise ModelError(f"use_dora: {reason}", "leave the router out of the targets, or set use_dora: false")
+    row = adapter_kind(adapter)
+    if found and (refused := row.refused.get("target_parameters")):
+        reason = f"{row.key}: {min(found)} is a router's parameter: {refused}"
+        raise ModelError(reason, f"leave the router out of the targets, or {row.without}")
     return found
 
 
@@ -142,14 +146,14 @@ def report_adapter_sizes(model: PeftModel) -> None:
     """Report how many trained weights are on experts and on routers."""
     routers = [module for _, module in router_wrappers(model)]
     if routers:
-        weights = sum(p.numel() for each in routers for part in (each.lora_A, each.lora_B) for p in part.parameters())
+        weights = sum(p.numel() for wrapper in routers for part in factor_holders(wrapper) for p in part.parameters())
         notice(
             "routers-adapted",
             f"trained: {weights / 1e6:.3g}M weights on {len(routers)} routers named by the targets (without dropout:"
             " PEFT does not support it on parameters)",
         )
-    on_experts = sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_A.parameters())
-    on_experts += sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_B.parameters())
+    holders = [holder for _, wrapper in expert_wrappers(model) for holder in factor_holders(wrapper)]
+    on_experts = sum(p.numel() for holder in holders for p in holder.parameters())
     if on_experts:
         others = sum(p.numel() for p in model.parameters() if p.requires_grad) - on_experts
         counts = f"trained: {on_experts / 1e6:.3g}M weights on experts, {others / 1e6:.3g}M on other modules"

@@ -23,13 +23,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PeftConfig,
+    PeftModel,
+    PeftType,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.helpers import disable_input_dtype_casting
-from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from safetensors.torch import save_file
 from torch import nn
 
+from ..adapter_kinds import PREFIX, AdapterKind, Header, adapter_kind, adapter_types, find_adapter_kind
 from ..config import Adapter
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
@@ -63,18 +71,9 @@ from .router_adapters import name_routers
 
 PLAUSIBLE_RANK = 1024  # a larger rank in adapter_config.json must be the size of some tensor
 SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Keys of a saved adapter that override the run's. A difference in the first five is always reported; a difference in
-# the others only if the run sets the key.
-ALWAYS_REPORTED = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
-SAVED_KEYS = (
-    *ALWAYS_REPORTED, "target_modules", "target_parameters", "modules_to_save", "rank_pattern", "alpha_pattern",
-    "init_lora_weights",
-)  # fmt: skip
-INITS_KEEPING_BASE = (True, False, "gaussian", "orthogonal", "eva")  # do not change the base weights
 RESIZE_BASE = "resize the base with transformers (resize_token_embeddings), save it, and name that folder as its base"
 WRONG_BASE = "the adapter was made for another model: name its own base"
 SAME_ADAPTER = f"copy {ADAPTER_CONFIG} and {ADAPTER} of the same adapter there again"
-PREFIX = "base_model.model."  # of all names in an adapter's file
 ROUNDING_OF_COPIES = 2**-7  # relative difference of a weight in bfloat16 and its copy in another dtype
 
 
@@ -106,13 +105,13 @@ def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | No
     else:
         try:
             with quiet_peft():
-                lora = _lora_config(model, adapter)
+                peft_config = _peft_config(model, adapter)
                 if scores:
                     add_score_head(model, scores)
-                    lora.task_type = scores
-                with weights_as_modules(lora, model):
-                    peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-        except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
+                    peft_config.task_type = scores
+                with weights_as_modules(peft_config, model):
+                    peft_model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+        except ValueError as error:  # PEFT's own checks, e.g. a type of module that the adapter does not support
             raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
     # PEFT takes the name from the model object, which may have been built in memory.
     peft_model.peft_config["default"].base_model_name_or_path = adapter.origin.name
@@ -150,12 +149,12 @@ def quiet_peft() -> Iterator[None]:
     """Suppress warnings of PEFT 0.21 that users cannot act on, e.g. about names that transformers 5.23 deprecates."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        # PEFT checks patterns against module names only, not against parameters; `_lora_config` has checked both
+        # PEFT checks patterns against module names only, not against parameters; `_peft_config` has checked both
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
         yield
 
 
-def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
+def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
     experts = adapted_experts(model, adapter)
     linears = _adapted_modules(model, adapter.target_modules)
     routers = adapted_routers(model, adapter, linears)
@@ -179,24 +178,22 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
                     f"{key}: {pattern!r} matches only modules without an adapter ({brief(min(found))})",
                     "add the module to target_modules, or remove the pattern",
                 )
-    lora = LoraConfig(
+    row = adapter_kind(adapter)
+    peft_config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(row.peft_type)](
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
-        r=adapter.r,
-        lora_alpha=_as_int(adapter.lora_alpha),
-        lora_dropout=0.0 if experts | routers else adapter.lora_dropout,  # `set_adapter_dropout` applies it instead
-        use_rslora=adapter.use_rslora,
-        use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
-        target_parameters=parameter_targets(model, adapter) if experts else None,
         modules_to_save=_exact_names(adapter.modules_to_save, names),
-        rank_pattern=dict(adapter.rank_pattern),
-        alpha_pattern={name: _as_int(alpha) for name, alpha in adapter.alpha_pattern.items()},
-        init_lora_weights=adapter.init_lora_weights,
+        **row.options(adapter),
     )
-    name_routers(lora, model, linears, routers)
-    target_by_weight_name(lora, model, linears)
-    return lora
+    if "target_parameters" not in row.refused:
+        if experts:
+            peft_config.target_parameters = parameter_targets(model, adapter)
+        if experts | routers:
+            peft_config.lora_dropout = 0.0  # `set_adapter_dropout` applies it instead
+        name_routers(peft_config, model, linears, routers)
+        target_by_weight_name(peft_config, model, linears)
+    return peft_config
 
 
 def _exact_names(wanted: list[str] | None, names: Collection[str]) -> list[str] | None:
@@ -214,21 +211,15 @@ def _exact_names(wanted: list[str] | None, names: Collection[str]) -> list[str] 
     return list(dict.fromkeys(found))
 
 
-def _as_int(alpha: float) -> Any:
-    """Write 16.0 as 16 in adapter_config.json, as other tools do; PEFT annotates int and accepts a float."""
-    return int(alpha) if float(alpha).is_integer() else alpha
-
-
 def reads_base_weights(adapter: Adapter) -> bool:
-    """Return whether adding the adapter reads base weights: DoRA takes their norms, `modules_to_save` copies modules.
+    """Return whether adding the adapter reads base weights: for its initialisation, or to copy `modules_to_save`.
 
     Raises:
         CheckpointError: the adapter at `adapter_path` cannot be read.
     """
-    if adapter.adapter_path:
-        saved = read_adapter_config(Path(adapter.adapter_path))
-        return bool(saved.get("use_dora") or saved.get("modules_to_save"))
-    return bool(adapter.use_dora or adapter.modules_to_save)
+    config = read_adapter_config(Path(adapter.adapter_path)) if adapter.adapter_path else vars(adapter)
+    row = find_adapter_kind(config)
+    return row is None or row.reads_base or bool(config.get("modules_to_save"))
 
 
 def _sorted_names(value: Any) -> Any:
@@ -237,14 +228,16 @@ def _sorted_names(value: Any) -> Any:
     return None if isinstance(names, list | dict) and not names else names
 
 
-def _report_saved_settings(lora: PeftConfig, adapter: Adapter) -> None:
-    fields = type(adapter).model_fields
-    given = {key for key in SAVED_KEYS if getattr(adapter, key) != fields[key].get_default(call_default_factory=True)}
+def _report_saved_settings(saved: PeftConfig, adapter: Adapter) -> None:
+    row = adapter_kind(saved)
+    common = ("target_modules", "target_parameters", "modules_to_save")
+    requested = row.options(adapter) | {key: getattr(adapter, key) for key in common}
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in type(adapter).model_fields.items()}
     differing = [
-        f"{key} {brief(_sorted_names(getattr(lora, key, None)))} (not {brief(_sorted_names(getattr(adapter, key)))})"
-        for key in SAVED_KEYS
-        if _sorted_names(getattr(lora, key, None)) != _sorted_names(getattr(adapter, key))
-        and (key in ALWAYS_REPORTED or key in given)
+        f"{key} {brief(_sorted_names(getattr(saved, key, None)))} (not {brief(_sorted_names(value))})"
+        for key, value in requested.items()
+        if _sorted_names(getattr(saved, key, None)) != _sorted_names(value)
+        and (key in row.reported or value != defaults.get(key, value))
     ]
     if differing:
         notice(
@@ -336,48 +329,38 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
         CheckpointError: the file is missing, or PEFT cannot read it.
     """
     entry = read_adapter_config(folder)
-    if (kind := entry.get("peft_type")) != "LORA":
-        wrong = f"{folder / ADAPTER_CONFIG} has the peft_type {brief(kind)}"
-        raise CheckpointError(wrong, "give a LoRA or DoRA adapter, whose peft_type is LORA")
+    row = find_adapter_kind(entry) if "peft_type" in entry else None
+    if row is None:
+        wrong = f"{folder / ADAPTER_CONFIG} has the peft_type {brief(entry.get('peft_type'))}"
+        raise CheckpointError(wrong, f"give an adapter of the type {' or '.join(adapter_types()).upper()}")
     rank = max([entry.get("r") or 0, *(entry.get("rank_pattern") or {}).values()])
     header = read_header(folder / ADAPTER, ADAPTER_AGAIN)
-    shapes = (tensor["shape"] for name, tensor in header.items() if "lora" in name)
+    shapes = (tensor["shape"] for name, tensor in header.items() if row.tensors.fullmatch(name))
     if rank > max([PLAUSIBLE_RANK, *(min(shape, default=0) for shape in shapes)]):  # PEFT would allocate this rank
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG} has a rank of {rank}, and no tensor in {ADAPTER} of it", ADAPTER_AGAIN
         )
     with answered(f"cannot read {folder / ADAPTER_CONFIG}", ADAPTER_AGAIN):
-        lora = PeftConfig.from_pretrained(str(folder))
+        peft_config = PeftConfig.from_pretrained(str(folder))
     for key in header:
-        if (reason := _contradiction(lora, key, header)) is not None:
+        if (reason := _contradiction(row, peft_config, key, header)) is not None:
             raise CheckpointError(f"{folder / ADAPTER}: {key} contradicts {ADAPTER_CONFIG}: {reason}", SAME_ADAPTER)
-    return lora
+    return peft_config
 
 
-FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?")
-
-
-def _contradiction(lora: Any, key: str, header: Mapping[str, dict[str, Any]]) -> str | None:
+def _contradiction(row: AdapterKind, config: Any, key: str, header: Header) -> str | None:
     """Return why a tensor of an adapter's file cannot belong to the adapter that its config describes.
 
     Args:
         header: of the file.
     """
-    if (match := FACTOR.fullmatch(key)) is None:
+    match = row.tensors.fullmatch(key)
+    if match is None or row.file_problem is None:
         return None
-    module, factor = match["module"].removeprefix(PREFIX), match["factor"]
-    if factor == "magnitude_vector":
-        return None if lora.use_dora else "use_dora is false"
-    side = factor[-1]
-    other = f"{key[: match.end('factor') - 1]}{'AB'[side == 'A']}{key[match.end('factor') :]}"
-    if other not in header:
-        return f"{other} is missing"
-    rank = lora.rank_pattern.get(get_pattern_key(lora.rank_pattern.keys(), module), lora.r)
-    saved = header[key]["shape"][side == "B"]
-    if saved % rank or (saved != rank and not lora.target_parameters):  # experts have a rank each
-        return f"it has a rank of {saved}, not {rank}"
-    targets = lora.target_modules
-    if lora.target_parameters or isinstance(targets, str) or not targets:
+    if (problem := row.file_problem(config, match, header)) is not None:
+        return problem
+    targets, module = config.target_modules, match["module"].removeprefix(PREFIX)
+    if getattr(config, "target_parameters", None) or isinstance(targets, str) or not targets:
         return None
     if any(named_by(module, target) for target in targets):
         return None
@@ -422,8 +405,7 @@ def load_adapter_weights(
             infinite; or a base weight in it differs from the model's.
     """
     path = folder / ADAPTER
-    parameters = dict(model.named_parameters(remove_duplicate=False))  # a state dict would also have the base's tensors
-    expected = get_peft_model_state_dict(model, parameters, adapter_name=name, save_embedding_layers=False)
+    expected = get_peft_model_state_dict(model, _state(model), adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
     if skip is not None:
@@ -433,16 +415,25 @@ def load_adapter_weights(
     if tensors.keys() != expected.keys():
         held, renamed = _split_base_weights(model, _convert_names(model, name, tensors, path), expected, path)
         copies |= renamed
-    _check_weights(model, held, expected, path)
+    pattern = adapter_kind(model.peft_config[name]).tensors
+    _check_weights(model, pattern, held, expected, path)
     if not all(tensor.is_meta for tensor in expected.values()):
         set_peft_model_state_dict(model, tensors, name)
     return copies
 
 
 def _check_weights(
-    model: PeftModel, held: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], path: Path
+    model: PeftModel,
+    pattern: re.Pattern[str],
+    held: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    path: Path,
 ) -> None:
-    """Raise a CheckpointError unless the tensors of an adapter's file have the names and shapes that a model needs."""
+    """Raise a CheckpointError unless the tensors of an adapter's file have the names and shapes that a model needs.
+
+    Args:
+        pattern: of the names of the adapter's tensors.
+    """
     for key, tensor in expected.items():
         if key not in held:
             suffix = ".".join(key.removeprefix(PREFIX).split(".")[-3:])  # v_proj.lora_A.weight
@@ -450,18 +441,26 @@ def _check_weights(
                 raise CheckpointError(f"{path} lacks the tensor {key}", WRONG_BASE)
             raise CheckpointError(f"{path} has no {suffix}, which {ADAPTER_CONFIG} asks for", SAME_ADAPTER)
         if held[key].shape != tensor.shape:
-            raise _wrong_shape(model, key, held[key].shape, tensor.shape, path)
+            vocabulary = pattern.fullmatch(key) is None
+            raise _wrong_shape(model, key, held[key].shape, tensor.shape, path, vocabulary=vocabulary)
     for key in sorted(held.keys() - expected.keys()):
-        module = key.partition(".lora_")[0]
+        match = pattern.fullmatch(key)
+        module = match["module"] if match else key
         if any(name.startswith(f"{module}.") for name, _ in model.named_parameters(remove_duplicate=False)):
             raise CheckpointError(f"{path} holds {key}, which {ADAPTER_CONFIG} does not ask for", SAME_ADAPTER)
         raise CheckpointError(f"{path} holds {key}, which this model has no place for", WRONG_BASE)
 
 
-def _wrong_shape(model: PeftModel, key: str, saved: torch.Size, needed: torch.Size, path: Path) -> CheckpointError:
-    """Return the error about a tensor whose shape in an adapter's file is not the model's."""
+def _wrong_shape(
+    model: PeftModel, key: str, saved: torch.Size, needed: torch.Size, path: Path, *, vocabulary: bool = True
+) -> CheckpointError:
+    """Return the error about a tensor whose shape in an adapter's file is not the model's.
+
+    Args:
+        vocabulary: whether it may have a row for each token.
+    """
     grown = saved[:1] > needed[:1] and saved[1:] == needed[1:]
-    vocabulary = grown and "lora_" not in key and needed[0] == _vocabulary_size(model)
+    vocabulary = vocabulary and grown and needed[0] == _vocabulary_size(model)
     added = f"the adapter adds {saved[0] - needed[0]} tokens: {RESIZE_BASE}" if vocabulary else WRONG_BASE
     return CheckpointError(f"{path}: {key} has shape {tuple(saved)}, this model needs {tuple(needed)}", added)
 
@@ -518,11 +517,12 @@ def check_base_unchanged(folder: Path, *, quantized: bool) -> None:
     Raises:
         CheckpointError: the adapter's initialisation changed the base weights, so the quantized weights do not match.
     """
-    initialised = read_adapter_config(folder).get("init_lora_weights", True)
-    if quantized and initialised not in INITS_KEEPING_BASE:
+    entry = read_adapter_config(folder)
+    row = find_adapter_kind(entry)
+    if quantized and row is not None and not row.keeps_base(entry):
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG}: init_lora_weights {initialised!r} changed the base weights while it trained,"
-            " so they differ from the quantized ones",
+            f"{folder / ADAPTER_CONFIG}: {row.init_key} {entry[row.init_key]!r} changed the base weights while it"
+            " trained, so they differ from the quantized ones",
             "set load_in_4bit: false, or convert the adapter to a plain one with PEFT"
             " (path_initial_model_for_weight_conversion)",
         )
@@ -601,23 +601,30 @@ def check_base_weight(base: torch.Tensor, copy: torch.Tensor, name: str) -> None
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write the adapter "default" as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped. The
-    state dict holds named parameters only: reading the base's state dict would make FSDP2 reshard gathered weights.
+    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped.
 
     Args:
         weights: weights of the full adapter, from `adapter_weights`, if `model` holds only a part of it.
     """
-    own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=own, save_embedding_layers=False)
+    state = _state(model)
+    model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=state, save_embedding_layers=False)
     if weights is not None:
         save_file(dict(weights), folder / ADAPTER, metadata={"format": "pt"})  # as PEFT does
 
 
 def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
     """Return the tensors that `save_adapter` writes, by their names in the file, on the CPU."""
-    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    found = get_peft_model_state_dict(model, own, save_embedding_layers=False)
-    return {name: tensor.cpu() for name, tensor in found.items()}
+    weights = get_peft_model_state_dict(model, _state(model), save_embedding_layers=False)
+    return {name: tensor.cpu() for name, tensor in weights.items()}
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers by name, from which PEFT selects an adapter's.
+
+    A state dict would have the base's tensors gathered: reading it makes FSDP2 reshard them.
+    """
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 # --- computing -------------------------------------------------------------------------------------------------------

@@ -51,8 +51,8 @@ class LoRA:
     """The adapter of one projection.
 
     Args:
-        a: [r, K], any float dtype; PEFT's lora_A.weight.
-        b: [N, r]; PEFT's lora_B.weight.
+        a: [r, K], any float dtype; as PEFT holds it.
+        b: [N, r]; as PEFT holds it.
         scaling: s; alpha / r, or alpha / √r in rsLoRA.
         copies: a and b in another dtype, if they have been cast for this forward (`modeling.cast_cache`).
     """

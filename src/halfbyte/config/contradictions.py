@@ -10,17 +10,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..adapter_kinds import adapter_kind
 from ..optim import ADAM_KEYS, FOLLOW_METRIC, OPTIMIZERS, SCHEDULES, STORAGE_OF_BITS, Option, optimizer_row
 from ..utils.text import brief
 from . import layouts as support
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
 from .policy import DISTILLING, POLICY, SAMPLING
-from .schema import RECIPE_OPTIONS, QuantizationSection, RunKeys
+from .schema import RECIPE_OPTIONS, AdapterSection, QuantizationSection, RunKeys
 from .section import Contradiction, nearest, respelled
 
 ADAPTER_KEYS = (
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner"),
+)
+COMMON_ADAPTER_KEYS = (  # of every kind of adapter
+    *("use_peft", "peft_type", "target_modules", "target_parameters", "modules_to_save", "adapter_dtype"),
+    "adapter_path",
 )
 SFT_KEYS = ("dataset_format", "dataset_text_field", "completion_only_loss", "train_on")
 
@@ -36,8 +41,7 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _dataset_contradictions(config)
     if config.qat_scheme is not None:
         yield from _qat_contradictions(config)
-    if not config.use_peft:
-        yield from _full_fine_tuning_contradictions(config)
+    yield from _adapter_contradictions(config) if config.use_peft else _full_fine_tuning_contradictions(config)
     if config.parallel != "auto":
         yield from _parallel_contradictions(config)
     if config.method in ("sft", *DEFAULTS):
@@ -336,9 +340,19 @@ def _qat_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         dropout = config.written("lora_dropout")
         wrong = f"{chosen} with {dropout}: the adapter is merged into the base weights, so its input has no dropout"
         yield "lora_dropout", wrong, "set lora_dropout: 0"
-    if config.use_dora:
-        wrong = f"{chosen} with use_dora: true: only LoRA without DoRA can be merged in every step"
-        yield "use_dora", wrong, "set use_dora: false, or remove qat_scheme"
+
+
+def _adapter_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield keys that the kind of adapter does not read, and what it cannot be combined with."""
+    row = adapter_kind(config)
+    for key in AdapterSection.model_fields:
+        if key not in (*COMMON_ADAPTER_KEYS, *row.keys) and not config.is_default(key):
+            yield key, f"{config.written(key)} with {row.chosen}, which does not read it", "remove it"
+    features = ["qat_scheme"] * (config.qat_scheme is not None) + ["rollout"] * (config.rollout == "vllm")
+    for feature in features:
+        if reason := row.refused.get(feature):
+            wrong = f"{row.chosen} with {config.written(feature)}: {reason}"
+            yield row.key, wrong, f"{row.without}, or remove {feature}"
 
 
 def _full_fine_tuning_contradictions(config: RunKeys) -> Iterator[Contradiction]:
@@ -426,9 +440,9 @@ def _server_contradictions(config: RunKeys) -> Iterator[Contradiction]:
             "use_peft: false with rollout: vllm, which can only load adapters",
             "set use_peft: true, or rollout: halfbyte",
         )
-    for key in ("use_dora", "modules_to_save"):
-        if getattr(config, key):
-            yield key, f"{key} with rollout: vllm, which cannot apply it", "remove it, or set rollout: halfbyte"
+    if config.modules_to_save:
+        wrong = "modules_to_save with rollout: vllm, which cannot apply it"
+        yield "modules_to_save", wrong, "remove it, or set rollout: halfbyte"
     if config.temperature != 1 and (config.top_p < 1 or config.top_k or config.min_p):
         wrong = f"temperature: {config.temperature:g} with top_p, top_k or min_p and rollout: vllm"
         yield (

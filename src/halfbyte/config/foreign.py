@@ -602,7 +602,6 @@ CONVERTED: dict[str, Converter] = {
     "eval_strategy": _strategy("eval_steps"),
     "evaluation_strategy": _strategy("eval_steps"),
     "save_strategy": _strategy("save_steps"),
-    "peft_type": one_of(("LORA",), "halfbyte trains LoRA, so another peft_type has no equivalent", "set LORA"),
     "train_sampling_strategy": one_of(
         ("random",), "train_sampling_strategy has no equivalent", "remove it, or set packing: true"
     ),

@@ -28,6 +28,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ..adapter_kinds import adapter_kind
 from ..optim import OPTIMIZERS, optimizer_row
 from .methods import COMPARING
 from .policy import SAMPLING
@@ -93,6 +94,10 @@ def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
     if pipeline and keys.modules_to_save:
         key = "modules_to_save"
         return Reason(key, f"{key}: a pipeline trains low-rank adapters only", f"remove it, or {WITHOUT_PIPELINE}")
+    row = adapter_kind(keys)
+    if keys.use_peft and (refused := [axis for axis in layout.axes if axis in row.refused]):
+        problem = f"{row.chosen} with parallel: {layout}: {row.refused[refused[0]]}"
+        return Reason(row.key, problem, f"{row.without}, or leave {refused[0]} out of `parallel`")
     if tensor and keys.recipe != "bf16":
         problem = (
             f"parallel: {{tensor: {layout.tensor}}}: recipe {keys.recipe} would scale each process's part separately"

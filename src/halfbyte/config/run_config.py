@@ -10,6 +10,7 @@ from pydantic import field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from ..adapter_kinds import adapter_types
 from ..optim import OPTIMIZERS, SCHEDULES, parse_options
 from .contradictions import run_contradictions
 from .methods import WITH_DEFAULTS, defaults_of
@@ -77,10 +78,17 @@ class RunConfig(RunKeys):
             )
         return value
 
-    @field_validator("lr_scheduler_type", "optim")
+    @field_validator("peft_type")
+    @classmethod
+    def _lower(cls, value: str) -> str:
+        """Accept PEFT's upper case."""
+        return value.lower()
+
+    @field_validator("lr_scheduler_type", "optim", "peft_type")
     @classmethod
     def _named(cls, value: str, info: Any) -> str:
-        names = SCHEDULES if info.field_name == "lr_scheduler_type" else tuple(OPTIMIZERS)
+        table = {"lr_scheduler_type": SCHEDULES, "optim": tuple(OPTIMIZERS), "peft_type": adapter_types()}
+        names = table[info.field_name]
         if value not in names:
             raise PydanticCustomError(
                 "named",

@@ -208,6 +208,10 @@ class AdapterSection(Section):
     """The adapter"""
 
     use_peft: bool = Field(True, description="train a low-rank adapter (LoRA); false: full fine-tuning")
+    peft_type: str = Field(
+        "lora",
+        description="PEFT's type of the adapter: lora, or one that was added by `adapter_kinds.register_adapter`",
+    )
     r: PositiveInt = Field(16, description="rank of the adapter")
     lora_alpha: Scale = Field(16.0, description="numerator of the adapter's scale lora_alpha/r")
     lora_dropout: Fraction = Field(0.0, description="dropout probability of the adapter's input")

@@ -101,7 +101,7 @@ class Section(BaseModel):
 
     def is_default(self, key: str) -> bool:
         """Return whether the key has the schema's default."""
-        return bool(getattr(self, key) == type(self).model_fields[key].default)
+        return bool(getattr(self, key) == type(self).model_fields[key].get_default(call_default_factory=True))
 
 
 def contradiction(key: str, message: str, fix: str) -> PydanticCustomError:

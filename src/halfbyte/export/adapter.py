@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..adapters.expert_adapters import by_expert, expert_wrappers
+from ..adapter_kinds import Factors, adapter_kind
+from ..adapters.expert_adapters import expert_factors, expert_wrappers
 from ..adapters.lora import (
-    INITS_KEEPING_BASE,
     check_base_weight,
     create_adapter,
     load_adapter_weights,
@@ -44,10 +44,6 @@ from ..modeling.architectures import expert_stacks
 from ..utils.errors import CheckpointError
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-UNMERGED = (
-    "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config",
-    "lora_bias",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class Piece:
 @torch.no_grad()
 def add_delta(wrapper: Any, weight: Tensor, piece: Piece | None) -> Tensor:
     """Add the adapter's update to `weight` in place, fp32; the weight is a stack in the model's layout, or a piece."""
-    a, b = by_expert(wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight, wrapper.num_experts)
+    a, b = expert_factors(wrapper)
     scaling = wrapper.scaling["default"]
     if piece is not None:
         rows = piece.rows(b.shape[1])
@@ -109,6 +105,7 @@ class AdapterLayers:
         stacks: stack name → the format that `load_model` stores its experts in.
         shapes: parameter name → shape.
         is_full_model: whether there is no adapter.
+        kind: the adapter's row of the table; None for a full model.
         transposed: names of stacks in [E, K, N] layout.
         tied: parameter name → name of the parameter it shares its weight with.
 
@@ -130,6 +127,7 @@ class AdapterLayers:
         with_adapter, self._base_weights = trained, dict[str, Tensor]()
         if folder is not None:
             with_adapter, self._base_weights = _with_adapter(model, folder, device)
+        self.kind = None if with_adapter is None else adapter_kind(with_adapter.peft_config["default"])
         self._folder = folder
         root = model if with_adapter is None else with_adapter.get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
@@ -153,6 +151,16 @@ class AdapterLayers:
         """Names of the parameters that the adapter changes."""
         changed = self.layers.keys() | self.replaced.keys() | self.experts.keys() | self.routers.keys()
         return changed | self._base_weights.keys()  # `merged` compares these
+
+    def factors(self, layer: BaseTunerLayer) -> Factors | str:
+        """Return the update of one of `layers` as two fp32 matrices and their scale, or the kind that has none."""
+        assert self.kind is not None
+        if self.kind.factors is None:
+            return self.kind.name
+        factors = self.kind.factors(layer)
+        if factors is None:
+            return "an adapter of the embedding"
+        return factors._replace(a=factors.a.float(), b=factors.b.float())
 
     def parameter_of(self, key: str) -> tuple[str, bool, Piece | None]:
         """Return the parameter that a checkpoint tensor becomes, as transformers' loader names it.
@@ -214,7 +222,9 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> tuple
     """Return the model with the adapter in `folder`, and the base weights in the adapter's file."""
     lora: Any = saved_adapter_config(folder)
     _check_mergeable(lora, folder)
-    lora.inference_mode, lora.init_lora_weights = False, False
+    lora.inference_mode = False
+    if init_key := adapter_kind(lora).init_key:
+        setattr(lora, init_key, False)
     peft_model = create_adapter(model, lora, folder, autocast=False)
     _materialize(peft_model, device)
     return peft_model, load_adapter_weights(peft_model, folder)
@@ -226,12 +236,14 @@ def _check_mergeable(lora: Any, folder: Path) -> None:
             f"{folder} holds a reward model, whose scoring head cannot be merged into a language model",
             f"load it with PEFT and {SCORES[lora.task_type][1]}",
         )
-    if lora.init_lora_weights not in INITS_KEEPING_BASE:
+    row = adapter_kind(lora)
+    if not row.keeps_base(vars(lora)):
         raise CheckpointError(
-            f"{folder}: init_lora_weights {lora.init_lora_weights!r} changed the base weights while it trained",
+            f"{folder}: {row.init_key} {getattr(lora, row.init_key)!r} changed the base weights while it trained",
             "convert the adapter to a plain one with PEFT (path_initial_model_for_weight_conversion)",
         )
-    beyond = [key for key in UNMERGED if getattr(lora, key, None)] + ["bias"] * (lora.bias != "none")
+    beyond = [key for key in row.unmerged if getattr(lora, key, None)]
+    beyond += ["bias"] * (getattr(lora, "bias", "none") != "none")
     if beyond:
         wrong = f"{folder}: the adapter uses {beyond[0]}, which merge does not support"
         raise CheckpointError(wrong, "merge it with PEFT (merge_and_unload)")

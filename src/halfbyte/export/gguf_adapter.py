@@ -7,7 +7,6 @@ of ranks and alphas).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from gguf import GGUFWriter, Keys
@@ -88,18 +87,16 @@ def _tensors(config: RunKeys, folder: Path) -> tuple[float, dict[str, torch.Tens
     if beyond := adapter.experts.keys() | adapter.routers.keys():
         message = f"{folder}: GGUF adapters have no place for the adapter of {min(beyond)}"
         raise CheckpointError(message, "export the merged model")
-    alpha, found = float(config.lora_alpha), {}
-    layer: Any
+    alpha, tensors = float(config.lora_alpha), {}
     for parameter, layer in adapter.layers.items():
-        if not layer.lora_A or layer.use_dora.get("default"):
-            what = "DoRA" if layer.lora_A else "an adapter of the embedding"
-            raise CheckpointError(f"{folder}: {parameter}: --lora cannot apply {what}", "export the merged model")
+        factors = adapter.factors(layer)
+        if isinstance(factors, str):
+            raise CheckpointError(f"{folder}: {parameter}: --lora cannot apply {factors}", "export the merged model")
         if parameter in adapter.tied:  # the base's file has no tensor of this name
             what = f"an adapter of {parameter}, which is the base's {adapter.tied[parameter]}"
             raise CheckpointError(f"{folder}: --lora cannot apply {what}", "export the merged model")
         name = layout.name(parameter)
-        a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
-        found[f"{name}.lora_a"] = layout.columns_in_file(name, a)
-        scaled = b * (layer.scaling["default"] * a.shape[0] / alpha)
-        found[f"{name}.lora_b"] = layout.rows_in_file(name, scaled)
-    return alpha, found
+        a, b, scaling = factors
+        tensors[f"{name}.lora_a"] = layout.columns_in_file(name, a)
+        tensors[f"{name}.lora_b"] = layout.rows_in_file(name, b * (scaling * a.shape[0] / alpha))
+    return alpha, tensors

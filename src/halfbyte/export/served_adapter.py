@@ -1,7 +1,7 @@
 """An adapter in the layout of vLLM and SGLang: each expert's factors under the names of the base's checkpoint.
 
-PEFT stores a stack's factors in two matrices; servers expect experts.3.gate_proj.lora_A.weight and so on. Gate and up
-of an expert share A and have their own rows of B. Servers have a single rank and alpha: smaller ranks are padded with
+PEFT stores a stack's factors in two matrices; servers expect a pair for experts.3.gate_proj and so on. Gate and up of
+an expert share A and have their own rows of B. Servers have a single rank and alpha: smaller ranks are padded with
 zeros, and other scalings (rsLoRA, patterns) are multiplied into B.
 """
 
@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from ..adapters.expert_adapters import by_expert
+from ..adapter_kinds import LORA
+from ..adapters.expert_adapters import expert_factors
 from ..config import Origin
 from ..loading.checkpoint import BaseCheckpoint
 from ..reading.model_config import GENERATION
@@ -93,7 +94,7 @@ class ServedAdapter:
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """Return the current factors, fp32 on the CPU: `lora_A` [r, K] and `lora_B` [N, r] of each matrix."""
+        """Return the current factors, fp32 on the CPU: A [r, K] and B [N, r] of each matrix."""
         found: dict[str, Tensor] = {}
         for module, a, b, scaling in self._factors():
             missing, prefix = self.rank - a.shape[0], f"base_model.model.{module}"
@@ -111,12 +112,14 @@ class ServedAdapter:
                 if piece is None:
                     message = f"servers cannot address experts of {parameter}, which the checkpoint stacks"
                     raise CheckpointError(f"{self.name}: {message}", MERGE)
-                factors = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
-                a, b = by_expert(*factors, wrapper.num_experts)
+                a, b = expert_factors(wrapper)
                 rows = piece.rows(b.shape[1])
                 yield module, a[piece.expert].float(), b[piece.expert, rows].float(), wrapper.scaling["default"]
             elif layer is not None and is_whole:
-                yield _plain(layer, module, parameter, self.name)
+                factors = self.adapter.factors(layer)
+                if isinstance(factors, str):
+                    raise CheckpointError(f"{self.name}: {parameter}: servers cannot apply {factors}", MERGE)
+                yield module, *factors
 
     def write(self, tensors: dict[str, Tensor], path: Path, generation: dict[str, Any] | None = None) -> Path:
         """Write `tensors` to the folder `path`, replacing it.
@@ -126,7 +129,7 @@ class ServedAdapter:
         """
         modules = {name.rpartition(".lora_")[0] for name in tensors}
         written = {
-            "peft_type": "LORA",
+            "peft_type": LORA.peft_type,
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.origin,
             "inference_mode": True,
@@ -142,11 +145,3 @@ class ServedAdapter:
             if generation is not None:
                 (aside / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
         return path
-
-
-def _plain(layer: Any, module: str, parameter: str, folder: str) -> Factors:
-    if not layer.lora_A or layer.use_dora.get("default"):
-        what = "DoRA" if layer.lora_A else "an adapter of the embedding"
-        raise CheckpointError(f"{folder}: {parameter}: servers cannot apply {what}", MERGE)
-    a, b = (each["default"].weight.float() for each in (layer.lora_A, layer.lora_B))
-    return module, a, b, layer.scaling["default"]

@@ -91,8 +91,7 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainL
         found = read_adapters(module, names)
         if isinstance(found, str):
             return found
-        a: Any = module.lora_A
-        b: Any = module.lora_B
+        a, b = factor_holders(module)
         if hooked(module) or any(hooked(a[each.name]) or hooked(b[each.name]) for each in found):
             return "it has hooks"
         base, adapters = module.base_layer, found
@@ -103,6 +102,11 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainL
         return "it has hooks"
     weight = weight_view(base) if stored else base.weight
     return weight if isinstance(weight, str) else PlainLinear(base, weight, adapters)
+
+
+def factor_holders(module: Any) -> tuple[nn.ModuleDict, nn.ModuleDict]:
+    """Return PEFT's holders of the factors A and of the factors B of a module with LoRA, by the adapters' names."""
+    return module.lora_A, module.lora_B
 
 
 def is_plain_lora(module: nn.Module) -> bool:

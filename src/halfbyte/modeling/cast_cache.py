@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch import autocast_dtype
-from ..layers.plain import is_plain_lora, read_linear
+from ..layers.plain import factor_holders, is_plain_lora, read_linear
 from .patch_record import CastCache, existing_record, record
 
 ALIGNED = 8  # elements of 16 bits: GEMMs need 16-byte alignment
@@ -58,7 +58,8 @@ def _build_cast_cache(backbone: Any, dtype: torch.dtype, device: torch.device) -
         for module in backbone.modules()
         if is_plain_lora(module)
         for name in module.active_adapters
-        if name in module.lora_A and _needs_cast(module.lora_A[name].weight, dtype, device)
+        if name in (a := factor_holders(module)[0]) and name not in module.lora_variant
+        if _needs_cast(a[name].weight, dtype, device)
     ]
     holders = _factor_holders(found)
     factors: list[Tensor] = [holder[name].weight for holder, name in holders]
@@ -116,7 +117,9 @@ def cast_replacements(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Par
 
 def _factor_holders(found: Sequence[tuple[Any, str]]) -> list[tuple[Any, str]]:
     """Return the holders of all A, then of all B, for (module, adapter name) pairs."""
-    return [(module.lora_A, name) for module, name in found] + [(module.lora_B, name) for module, name in found]
+    pairs = [factor_holders(module) for module, _ in found]
+    names = [name for _, name in found]
+    return [*zip([a for a, _ in pairs], names, strict=True), *zip([b for _, b in pairs], names, strict=True)]
 
 
 def _contiguous_like(factors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -33,7 +33,7 @@ class CastCache:
     """A model's LoRA factors and their casts to the compute dtype, in one buffer; see `cast_cache`.
 
     Attributes:
-        holders: (lora_A or lora_B of a module, adapter name) of each factor.
+        holders: (PEFT's holder of the A or of the B of a module, adapter name) of each factor.
         is_open: whether the casts may be read.
     """
 

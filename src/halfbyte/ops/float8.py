@@ -123,5 +123,3 @@ def emulated(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor
     exact = torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32  # fp16 would overflow: E5M2 reaches 57344
     product = a.to(exact) @ b.to(exact).t()
     out.copy_(product.float() * (a_scale * b_scale))
-
-

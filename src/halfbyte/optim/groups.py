@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ..adapter_kinds import factor_of
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -116,9 +118,10 @@ def _lora_plus_groups(
     norms = _norm_parameters(model)
     members: dict[str, list[nn.Parameter]] = {"A": [], "embedding": [], "B": [], "bare_B": []}
     for name, parameter in trained.items():
-        if "lora_embedding_" in name:
+        factor = factor_of(name)
+        if factor == "embedding":
             members["embedding"].append(parameter)
-        elif "lora_B" in name or parameter.ndim == 1:
+        elif factor == "B" or parameter.ndim == 1:
             members["bare_B" if "bias" in name or id(parameter) in norms else "B"].append(parameter)
         else:
             members["A"].append(parameter)

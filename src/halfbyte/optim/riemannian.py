@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..adapter_kinds import LORA_A, LORA_B
+
 DAMPING = 1e-2  # added to the diagonals, as in PEFT's `create_riemannian_optimizer`
 
 
@@ -15,8 +17,8 @@ def lora_pairs(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Trained factors A [r, n] and B [m, r] of each adapted linear layer; embeddings are left out, as in PEFT."""
     parameters, found = dict(model.named_parameters()), []
     for name, down in parameters.items():
-        up = parameters.get(name.replace(".lora_A.", ".lora_B.")) if ".lora_A." in name else None
-        if up is not None and down.ndim == up.ndim == 2 and down.requires_grad and up.requires_grad:
+        up = parameters.get(name.replace(f".{LORA_A}.", f".{LORA_B}."))
+        if up is not None and up is not down and down.ndim == up.ndim == 2 and down.requires_grad and up.requires_grad:
             found.append((down, up))
     return found
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..adapter_kinds import LORA_B, LORA_EMBEDDING
 from ..utils.notices import notice
 from .groups import (
     Settings,
@@ -442,8 +443,8 @@ def _badam() -> Optimizer:
 # --- Muon ------------------------------------------------------------------------------------------------------------
 
 # Matrices that Muon leaves to AdamW besides nn.Embedding: heads, whose rows are tokens or labels, and adapters on them
-OUTER = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier)\.|lora_embedding_")
-FUSED = re.compile(r"(?:^|\.)(qkv_proj|gate_up_proj)(?:\.base_layer)?(?:\.lora_B\.\w+)?(?:\.weight)?$")
+OUTER = re.compile(rf"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier)\.|{LORA_EMBEDDING}")
+FUSED = re.compile(rf"(?:^|\.)(qkv_proj|gate_up_proj)(?:\.base_layer)?(?:\.{LORA_B}\.\w+)?(?:\.weight)?$")
 
 
 def _muon(bits: Literal[8, 32]) -> Optimizer:

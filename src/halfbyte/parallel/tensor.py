@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..config.layouts import Reason, unsupported_sizes, unsupported_tensor
-from ..layers.plain import read_linear
+from ..layers.plain import factor_holders, read_linear
 from ..mesh.mesh import Mesh
 from ..mesh.sharded_linears import AXIS, all_reduce_around, shard_columns, shard_parameter, shard_rows
 from ..modeling.head import shard_vocabulary, vocabulary_unsupported_reason
@@ -179,5 +179,6 @@ def _shard_linear(linear: Any, dim: int, mesh: Mesh) -> None:
     if linear is _base(linear):
         return
     linear.in_features, linear.out_features = linear.base_layer.in_features, linear.base_layer.out_features
-    for factor in (linear.lora_A if dim else linear.lora_B).values():
+    down, up = factor_holders(linear)
+    for factor in (down if dim else up).values():
         shard_parameter(factor, "weight", dim, mesh)

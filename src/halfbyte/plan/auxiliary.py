@@ -19,6 +19,7 @@ import torch
 from ..auxiliary.model import AuxiliaryModel, find_teacher
 from ..config import RunConfig
 from ..config.policy import DISTILLING
+from ..config.schema import AdapterSection
 from ..memory.activations import Batches
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header, safetensors_files
 from ..rewards.reward_models import find_reward_models
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 # Keys that describe the student's adapter and quantization-aware training, reset for a teacher or reward model.
 STUDENT_KEYS: dict[str, Any] = {
-    "adapter_path": None, "target_modules": "all-linear", "modules_to_save": None, "rank_pattern": {},
-    "alpha_pattern": {}, "use_dora": False, "use_peft": True, "qat_scheme": None,
-}  # fmt: skip
+    "qat_scheme": None,
+    **{key: field.get_default(call_default_factory=True) for key, field in AdapterSection.model_fields.items()},
+}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adapter_kinds import adapter_kind
 from ..adapters.expert_adapters import expert_wrappers
 from ..adapters.lora import add_adapter
 from ..config.schema import RunKeys
@@ -344,11 +345,13 @@ class ModelShapes:
     def _copy_ratio(self) -> float:
         """Bytes of compute-dtype copies (`modeling.cast_cache`) per trained byte of the layers.
 
-        Adapter factors of linears are copied; experts' factors are cast at use.
+        Factors that a fused forward reads are copied; experts' factors are cast at use.
         """
-        if not self._patched.fused or self.config.adapter is None or self.config.adapter.adapter_dtype != "float32":
+        adapter = self.config.adapter
+        fused = self._patched.fused and adapter is not None and adapter_kind(adapter).fused
+        if not fused or self.config.adapter_dtype != "float32":
             return 0.0
-        holders = [holder for _, wrapper in expert_wrappers(self.model) for holder in (wrapper.lora_A, wrapper.lora_B)]
+        holders = [holder for _, wrapper in expert_wrappers(self.model) for holder in factor_holders(wrapper)]
         of_experts = sum(factor.nbytes for holder in holders for factor in holder.parameters())
         copied = 1 - of_experts / max(sum(self.layer_gradients()), 1)
         return copied * self.dtype.itemsize / 4 if self.dtype.itemsize < 4 else 0.0

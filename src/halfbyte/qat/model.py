@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..autograd.lora import LoRA
 from ..formats import Format, named, names
 from ..layers import QuantizedLinear, quantized_parameter
-from ..layers.plain import read_adapters
+from ..layers.plain import factor_holders, read_adapters
 from ..modeling.architectures import expert_stacks, quantizable
 from ..tensor import QuantizedTensor
 from ..utils.errors import ModelError
@@ -151,8 +151,8 @@ def _obstacle(module: Any) -> tuple[str, str] | None:
         return f"its adapter is a {type(module).__name__}", "use plain LoRA"
     if any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.lora_dropout.values()):
         return "it has dropout on its adapter's input", "set lora_dropout: 0 (adapter_path: in adapter_config.json)"
-    found = read_adapters(module, module.lora_A)
-    return (found, "use plain LoRA") if isinstance(found, str) else None
+    adapters = read_adapters(module, factor_holders(module)[0])
+    return (adapters, "use plain LoRA") if isinstance(adapters, str) else None
 
 
 def quantize_trained(model: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ..adapter_kinds import find_adapter_kind, peft_type_of
 from ..config.methods import SCORES
 from ..methods import METHODS
 from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_CONFIG
@@ -20,16 +21,16 @@ from ..utils.text import visible
 from .run import Run, read_run
 
 HYPERPARAMETERS = (
-    "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "adapter_dtype", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_steps", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "optim", "weight_decay", "max_grad_norm", "max_length", "packing", "seed",
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_steps",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "weight_decay", "max_grad_norm",
+    "max_length", "packing", "seed",
 )  # fmt: skip
 PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
 }
-ADAPTER_KEYS = HYPERPARAMETERS[:7]
+ADAPTER_KEYS = ("target_modules", "adapter_dtype")  # after those of the kind of adapter
 
 
 def write_card(run_dir: Path | str) -> Path:
@@ -56,7 +57,8 @@ def card(run: Run, *, published: bool = False) -> str:
     Args:
         published: whether the card is beside the weights, without paths of this machine; default: in the run's folder.
     """
-    what = "Fine-tuned weights" if _weights(run) == MODEL else "A LoRA adapter"
+    row = find_adapter_kind(run.config)
+    what = "Fine-tuned weights" if _weights(run) == MODEL else f"A {row.name if row else 'PEFT'} adapter"
     base = _shown(run.model, published)
     parts = [
         f"---\n{yaml.safe_dump(_hub_header(run), sort_keys=False)}---",
@@ -84,8 +86,9 @@ def _hub_header(run: Run) -> dict[str, Any]:
     # The hub checks that base_model exists there, so a local folder is not named.
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", run.model) and not Path(run.model).exists():
         header["base_model"] = run.model
-    header["tags"] = ["halfbyte", *([] if full else ["lora"]), run.config.get("method", "sft")]
-    if not full and storage(run.config) != "16-bit":
+    adapter = "" if full else peft_type_of(run.config).lower()
+    header["tags"] = ["halfbyte", *([adapter] if adapter else []), run.config.get("method", "sft")]
+    if adapter == "lora" and storage(run.config) != "16-bit":
         header["tags"].append("qlora")
     header["pipeline_tag"] = PIPELINES[_loader(run)[0]]
     return header
@@ -187,9 +190,10 @@ def _shown(path: str, published: bool) -> str:
 
 
 def _hyperparameters(run: Run) -> dict[str, str]:
-    full = _weights(run) == MODEL
-    keys = [key for key in HYPERPARAMETERS if key in run.config and not (full and key in ADAPTER_KEYS)]
-    shown = {key: str(run.config[key]) for key in keys}
+    row = find_adapter_kind(run.config)
+    of_adapter = () if row is None or _weights(run) == MODEL else (*row.reported, *ADAPTER_KEYS)
+    keys = (*of_adapter, *HYPERPARAMETERS)
+    shown = {key: str(run.config[key]) for key in keys if key in run.config}
     if 0 < (run.config.get("warmup_steps") or 0) < 1:
         shown["warmup_steps"] += " of all steps"
     return shown

@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..adapter_kinds import adapter_kind
 from ..adapters.expert_adapters import attach_adapter_forwards, changed_experts
 from ..adapters.expert_targets import weights_as_modules
 from ..adapters.lora import (
@@ -159,8 +160,8 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     """
     trained, unsharded = logits(model, ids, dtype), sharded(model) is None and are_unsharded(model.parameters())
     changed = changed_experts(model) if unsharded else None
-    # DoRA's reloaded weights round differently, and rounding may route a token to another expert.
-    scattered = bool(expert_stacks(model, [])) or bool(saved_adapter_config(folder).use_dora)
+    # Reloaded norms of the base's weights (DoRA) round differently, and rounding may route a token to another expert.
+    scattered = bool(expert_stacks(model, [])) or adapter_kind(saved_adapter_config(folder)).reads_base
     if unsharded:
         lora = saved_adapter_config(folder)
         lora.inference_mode = True

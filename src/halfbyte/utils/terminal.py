@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
+from ..adapter_kinds import find_adapter_kind
 from ..config import SIXTEEN
 from .console import has_colours, is_verbose
 from .text import one_line
@@ -91,7 +92,8 @@ def method(config: RunConfig | Mapping[str, Any]) -> str:
     keys = config if isinstance(config, Mapping) else config.model_dump()
     if not keys.get("use_peft", True):
         return "full fine-tuning"
-    adapter = f"{'DoRA' if keys.get('use_dora') else 'LoRA'} r={keys.get('r', '?')}"
+    row = find_adapter_kind(keys)
+    adapter = f"{row.name if row else keys['peft_type']} r={keys.get('r', '?')}"
     return f"{storage(keys)} + {adapter}"
 
 
