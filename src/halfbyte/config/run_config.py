@@ -30,7 +30,9 @@ def expand_home(paths: Any) -> Any:
         return [expand_home(each) for each in paths]
     if isinstance(paths, dict):  # an entry of `dataset`
         return paths | {"path": expand_home(paths.get("path"))}
-    return os.path.expanduser(paths) if isinstance(paths, str) else paths
+    if not isinstance(paths, str) or "\0" in paths:  # a path with a null byte is refused where it is opened
+        return paths
+    return os.path.expanduser(paths)
 
 
 class RunConfig(RunKeys):
