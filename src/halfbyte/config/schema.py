@@ -210,7 +210,7 @@ class AdapterSection(Section):
     use_peft: bool = Field(True, description="train a low-rank adapter (LoRA); false: full fine-tuning")
     peft_type: str = Field(
         "lora",
-        description="PEFT's type of the adapter: lora, or one that was added by `adapter_kinds.register_adapter`",
+        description="PEFT's type of the adapter: lora, or one that `adapter_kinds.register_adapter` added",
     )
     r: PositiveInt = Field(16, description="rank of the adapter")
     lora_alpha: Scale = Field(16.0, description="numerator of the adapter's scale lora_alpha/r")

@@ -18,6 +18,7 @@ from ..adapters.lora import add_adapter
 from ..config.schema import RunKeys
 from ..data.collate import PackedCollator
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
+from ..layers.plain import factor_holders
 from ..loading.assignment import quantized_names, skipped_modules, stored_formats
 from ..loading.expert_offload import layers_of_experts
 from ..loading.expert_stacks import prepare_stacks
