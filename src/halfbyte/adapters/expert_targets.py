@@ -13,12 +13,12 @@ from torch import nn
 
 from ..adapter_kinds import adapter_kind
 from ..config import Adapter
+from ..layers.plain import factor_holders
 from ..modeling.architectures import ALL_LINEAR, expert_stacks, expert_targets
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 from .expert_adapters import expert_wrappers
 from .module_names import named_by
-from .plain import factor_holders
 from .router_adapters import WEIGHT, router_weights, router_wrappers
 
 
