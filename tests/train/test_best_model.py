@@ -118,11 +118,11 @@ def test_what_no_evaluation_decides_is_refused(place, tmp_path, changed, key):
 
 def test_rewards_are_maximized(place, tmp_path, monkeypatch):
     """For policy optimization the default is the mean reward, and each function's reward can decide."""
-    from halfbyte.rl.rollouts import Generations
+    from halfbyte.rl.rollouts import PolicyRollouts
 
     rewards = iter([0.1, 0.5, 0.9, 0.4])
-    own = Generations.evaluate
-    monkeypatch.setattr(Generations, "evaluate", lambda *a: own(*a) | {"rewards/regex/mean": next(rewards)})
+    evaluate = PolicyRollouts.evaluate
+    monkeypatch.setattr(PolicyRollouts, "evaluate", lambda *a: evaluate(*a) | {"rewards/regex/mean": next(rewards)})
     rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))

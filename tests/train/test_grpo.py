@@ -15,9 +15,9 @@ from halfbyte.config import load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.optim import trained_parameters
 from halfbyte.rl.rollout_batch import pass_rates
-from halfbyte.rl.rollouts import Generations, ImportanceCorrection
+from halfbyte.rl.rollouts import ImportanceCorrection, PolicyRollouts
+from halfbyte.rl.sampler import AnswerSampler
 from halfbyte.runs import checkpoints
-from halfbyte.train import rollouts as rl_setup
 from halfbyte.train import setup
 from halfbyte.train.run import finetune, train
 from halfbyte.train.stepper import GraphedStepper
@@ -111,13 +111,13 @@ def test_a_thought_that_the_chat_template_opens_is_scored_with_the_answer(prompt
     (tmp_path / "opening.jinja").write_text(OPENING)
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in lines(prompts / "prompts.jsonl")]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    drawn = Generations.draw
+    sample = AnswerSampler.sample
 
-    def draw(self, *args):
-        completions, texts, seconds = drawn(self, *args)
-        return completions, ["so</think>4" if at % 2 else "so" for at in range(len(texts))], seconds
+    def sample_thoughts(self, *args):
+        answers = sample(self, *args)
+        return answers._replace(texts=["so</think>4" if at % 2 else "so" for at in range(len(answers.texts))])
 
-    monkeypatch.setattr(Generations, "draw", draw)
+    monkeypatch.setattr(AnswerSampler, "sample", sample_thoughts)
     more = {"chat_template_path": str(tmp_path / "opening.jinja"), "reward_funcs": [{"format": "think"}]}
     run(
         prompts,
@@ -237,11 +237,12 @@ def test_resident_rollout_memory_changes_no_result(prompts, tmp_path, monkeypatc
     run(prompts, tmp_path / "fresh", max_steps=4)
     free, generate, freed, asked = Rollouts.free, Rollouts.generate, [], []
 
-    class Staying(Generations):
-        def __init__(self, *arguments, plan, **keys):
-            super().__init__(*arguments, plan=replace(plan, stays=True), **keys)
+    init = AnswerSampler.__init__
 
-    monkeypatch.setattr(rl_setup, "Generations", Staying)
+    def stay(self, policy, engine, stops, plan):
+        init(self, policy, engine, stops, replace(plan, stays=True))
+
+    monkeypatch.setattr(AnswerSampler, "__init__", stay)
     monkeypatch.setattr(Rollouts, "free", lambda self: (freed.append(len(asked)), free(self)))
     monkeypatch.setattr(Rollouts, "generate", lambda self, *a, **k: (asked.append(self), generate(self, *a, **k))[1])
     run(prompts, tmp_path / "kept", max_steps=4)
@@ -483,8 +484,8 @@ def test_rewards_of_none_and_constant_rewards_give_a_notice(prompts, tmp_path, m
 def test_the_best_checkpoint_is_kept(prompts, tmp_path, monkeypatch):
     """By the rewards of held-out prompts, in addition to the newest; without evaluations there is no best."""
     rewards = iter([0.1, 0.5, 0.9, 0.4, 0.3])
-    own = Generations.evaluate
-    monkeypatch.setattr(Generations, "evaluate", lambda *a: own(*a) | {"reward": next(rewards)})
+    evaluate = PolicyRollouts.evaluate
+    monkeypatch.setattr(PolicyRollouts, "evaluate", lambda *a: evaluate(*a) | {"reward": next(rewards)})
     more = {"max_steps": 4, "save_steps": 1, "save_total_limit": 1, "eval_steps": 1, "eval_split_size": 2}
     run(prompts, tmp_path / "out", max_completion_length=3, **more)
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}

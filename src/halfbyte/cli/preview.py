@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from ..config import RunConfig
-from ..config.policy import DISTILLING
 from ..ops import IGNORE_INDEX
 from ..runs.inputs import check_inputs
 from ..utils.console import Console, has_colours
@@ -158,18 +154,15 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     """
     check_inputs(config)
     with quick_imports():
-        from ..adapters.lora import add_adapter, compute_autocast, compute_dtype_of
+        from ..adapters.lora import add_adapter, compute_dtype_of
         from ..loading.find import find_model
         from ..loading.load import load_model, load_tokenizer
         from ..methods import method_of
         from ..methods.grpo import PolicyOptimization
         from ..rewards.model_scores import check_reward_model_compatibility, loaded_reward_models
-        from ..rl.distillation import DistilledGenerations
         from ..rl.preflight import rewards_of
-        from ..rl.rollouts import Generations
         from ..rl.served import check_server
-        from ..runs.metrics import MetricsFile
-        from ..train.rollouts import answer_stop_tokens
+        from ..train.rollouts import make_rollouts
         from ..utils.hardware import chosen_device
 
     method = method_of(config)
@@ -190,18 +183,12 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         model = (
             add_adapter(model, config.adapter) if config.adapter else model
         )  # a new adapter does not change the model
-        device, dtype = chosen_device(config.device), compute_dtype_of(model)
-        where: dict[str, Any] = {
-            "device": device,
-            "computing": partial(compute_autocast, model, dtype),
-            "stops": answer_stop_tokens(tokenizer, model, data),
-            "file": MetricsFile(Path(os.devnull)),
-        }
-        kind = DistilledGenerations if config.method in DISTILLING else Generations
-        generations = kind(config, method, model, tokenizer, data.train, rewards, **where)
+        device = chosen_device(config.device)
+        dtype = compute_dtype_of(model)
+        rollouts = make_rollouts(config, method, model, tokenizer, data, rewards, device=device, compute_dtype=dtype)
         shown = list(range(min(count, len(data.train))))
-        with closing(generations), loaded_reward_models(config, rewards, model, tokenizer, device, dtype):
-            found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, INITIAL_STATE)
+        with closing(rollouts), loaded_reward_models(config, rewards, model, tokenizer, device, dtype):
+            found = rollouts.answer(shown, [data.train[at] for at in shown], answers, 0, INITIAL_STATE)
         console = Console(soft_wrap=True)
         for line in _rollout_lines(found, answers, tokenizer):
             console.print(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,85 +14,100 @@ from ..generation.sampling import turn_end
 from ..methods.gkd import given_answer
 from ..rewards.score import Scored
 from ..runs.metrics import Window
-from ..train.sampler import CountingCollator
 from .rollout_batch import RolloutBatch, completion_lengths
-from .rollouts import EVALUATION, Generations, Row, as_row
+from .rollouts import EVALUATION, shuffled_groups
+from .sampler import AnswerSampler, Row, as_row
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from ..train.callbacks import Callbacks
 
+class DistillationRollouts:
+    """Samples the answers of `gkd`, whose training rows are prompts with answers only.
 
-class DistilledGenerations(Generations):
-    """Samples the generations of `gkd`, whose training rows are prompts with answers only."""
+    Args:
+        prompts: rows of the training set.
+    """
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        collate = self.method.collator(self.config, self.tokenizer, self.device)
-        self.collate = CountingCollator(self.method, collate)
-        ends = turn_end(self.tokenizer) if self.tokenizer.chat_template else []
-        self.end = self.tokenizer.convert_tokens_to_ids(ends[0]) if ends else self.tokenizer.eos_token_id
+    sampler: AnswerSampler
+    prompts: Dataset
+    end_token: int  # ends an answer of the data
+
+    def __init__(self, sampler: AnswerSampler, prompts: Dataset):
+        self.sampler = sampler
+        self.policy = sampler.policy
+        self.config = sampler.policy.config
+        self.prompts = prompts
+        tokenizer = sampler.policy.tokenizer
+        ends = turn_end(tokenizer) if tokenizer.chat_template else []
+        self.end_token = tokenizer.convert_tokens_to_ids(ends[0]) if ends else tokenizer.eos_token_id
 
     def answer(
-        self, indices: list[int], prompts: list[Row], each: int, number: int, progress: Mapping[str, Any]
+        self, indices: list[int], prompts: list[Row], n: int, number: int, progress: Mapping[str, Any]
     ) -> RolloutBatch:
-        completions, texts, seconds = self.draw(indices, prompts, each, number)
-        numbers = completion_lengths(completions) | {"rollout_seconds": seconds}
-        repeated = [row for row in prompts for _ in range(each)]
-        return RolloutBatch(repeated, completions, texts, Scored({}), _without_nan(numbers))
+        """Sample `n` answers to every prompt, as `PolicyRollouts.answer` does."""
+        answers = self.sampler.sample([row["prompt_ids"] for row in prompts], n, indices, number)
+        repeated = [row for row in prompts for _ in range(n)]
+        numbers = _finite_lengths(answers.completions) | {"rollout_seconds": answers.seconds}
+        return RolloutBatch(repeated, answers.completions, answers.texts, Scored({}), numbers)
 
-    def _sample(self, chosen: list[int], number: int, progress: Mapping[str, Any]) -> RolloutBatch:
+    def generation(self, indices: list[int], number: int, progress: Mapping[str, Any]) -> RolloutBatch:
         """Return the model's answers to these prompts with probability `lmbda`, else the data's answers.
 
         Algorithm 1 of arXiv:2306.13649; the run's seed and the generation's number seed the choice.
         """
-        drawn = torch.rand((), generator=torch.Generator().manual_seed(self.config.seed + number))
-        own = float(drawn) < self.config.lmbda
-        if own:
-            found = super()._sample(chosen, number, progress)
+        prompts = [self.prompts[index] for index in indices]
+        generator = torch.Generator().manual_seed(self.config.seed + number)
+        is_on_policy = float(torch.rand((), generator=generator)) < self.config.lmbda
+        if is_on_policy:
+            batch = self.answer(indices, prompts, self.config.group_size, number, progress)
         else:
-            prompts = self._prompts(chosen)
-            completions, texts = self._data_answers(chosen, prompts)
-            numbers = _without_nan(completion_lengths(completions))
-            found = RolloutBatch(prompts, completions, texts, Scored({}), numbers)
-        found.numbers["on_policy"] = float(own)
-        return found
+            batch = self._data_answers(indices, prompts)
+        batch.numbers["on_policy"] = float(is_on_policy)
+        return batch
 
-    def _data_answers(self, chosen: list[int], prompts: list[Row]) -> tuple[list[Completion], list[str]]:
+    def _data_answers(self, indices: list[int], prompts: list[Row]) -> RolloutBatch:
         """Return the data's answers with the token that ends an answer, truncated to `max_completion_length`."""
-        completions, texts, most = [], [], self.config.max_completion_length
-        for index, row in zip(chosen, prompts, strict=True):
-            texts.append(given_answer(self.config, row["columns"], index))
-            ids = [*self.tokenizer(texts[-1], add_special_tokens=False)["input_ids"], self.end]
-            completions.append(Completion(ids[:most], torch.empty(0), len(ids) <= most))
-        return completions, texts
+        texts = [given_answer(self.config, row["columns"], index) for index, row in zip(indices, prompts, strict=True)]
+        limit = self.config.max_completion_length
+        completions = []
+        for text in texts:
+            ids = [*self.policy.tokenizer(text, add_special_tokens=False)["input_ids"], self.end_token]
+            completions.append(Completion(ids[:limit], torch.empty(0), len(ids) <= limit))
+        return RolloutBatch(prompts, completions, texts, Scored({}), _finite_lengths(completions))
 
-    def _training_rows(self, batch: RolloutBatch, collate: CountingCollator) -> list[Row]:
+    def training_rows(self, batch: RolloutBatch, corrected: bool) -> list[Row]:
+        """Return the answers as training rows, which have no importance weights to correct."""
         pairs = zip(batch.prompts, batch.completions, strict=True)
         return [as_row(prompt["prompt_ids"], completion.ids) for prompt, completion in pairs]
 
-    def _with_divisors(self, rows: list[Row]) -> list[Row]:
-        return rows
+    def in_training_order(self, rows: Sequence[Row], number: int) -> list[Row]:
+        return shuffled_groups(rows, self.config.group_size, self.config.seed + number)
 
     @torch.no_grad()
-    def evaluate(self, held_out: Dataset, callbacks: Callbacks) -> dict[str, float]:
+    def evaluate(self, held_out: Dataset, progress: Mapping[str, Any]) -> dict[str, float]:
         """Return the divergence from the teacher over answers to the held-out prompts; every evaluation uses the same
         seeds."""
+        policy = self.policy
         prompts = [held_out[index] for index in range(len(held_out))]
         sampled = self.answer(list(range(len(prompts))), prompts, 1, EVALUATION, {})
-        rows, found = self._training_rows(sampled, self.collate), Window.of(self.method.numbers.trained)
-        self.model.eval()
-        for begin in range(0, len(rows), self.size):
-            batch = to_device(self.collate(rows[begin : begin + self.size]), self.device)
+        rows = self.training_rows(sampled, corrected=False)
+        window = Window.of(policy.method.numbers.trained)
+        policy.model.eval()
+        batch_size = self.config.per_device_train_batch_size
+        for begin in range(0, len(rows), batch_size):
+            batch = to_device(policy.collate(rows[begin : begin + batch_size]), policy.device)
             counts = take_counts([batch])
-            with self.computing():
-                sums = self.method.sums(self.model, batch)
-            found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
+            with policy.autocast():
+                sums = policy.method.sums(policy.model, batch)
+            window.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
         lengths = {name: value for name, value in sampled.numbers.items() if not name.endswith("seconds")}
-        return found.means(self.method.numbers.trained) | lengths
+        return window.means(policy.method.numbers.trained) | lengths
+
+    def close(self) -> None:
+        self.sampler.close()
 
 
-def _without_nan(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Remove numbers that are NaN, such as lengths of finished answers if none finished."""
-    return {name: value for name, value in numbers.items() if not math.isnan(value)}
+def _finite_lengths(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the lengths of answers in tokens, without those of finished answers if none finished."""
+    return {name: value for name, value in completion_lengths(completions).items() if not math.isnan(value)}

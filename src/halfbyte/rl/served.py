@@ -188,10 +188,9 @@ def engine_of(config: RunConfig, model: Any, rows: int, plan: RolloutPlan | None
     """Return the engine that samples a run's answers, at most `rows` at once."""
     if config.rollout == "vllm":
         return ServedRollouts(config, model)
-    how: dict[str, Any] = {"weights": config.rollout_weights, "kv_cache": config.kv_cache}
-    if plan is not None:
-        how |= {"weights": plan.weights, "memory_gib": plan.pages / 2**30}
-    return Rollouts(model, rows=rows, **how)
+    weights = config.rollout_weights if plan is None else plan.weights
+    memory_gib = None if plan is None else plan.pages / 2**30
+    return Rollouts(model, rows=rows, memory_gib=memory_gib, kv_cache=config.kv_cache, weights=weights)
 
 
 def _digest(tensors: dict[str, Tensor]) -> bytes:

@@ -51,7 +51,6 @@ from ..parallel.context import context_shard
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..parallel.shard.model import has_static_gradients
 from ..parallel.shard.optimizer import shard_optimizer
-from ..rl.rollouts import Generations
 from ..runs import checkpoints
 from ..runs.layout import TRAINER_STATE, checkpoint_folder
 from ..runs.manifest import write_manifest
@@ -75,7 +74,7 @@ from .checkpoint import (
     save_weights,
 )
 from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal, skip_if_not_finite
-from .metrics_log import MetricsLog, StepNumbers
+from .metrics_log import MetricsLog, SampledRows, StepNumbers
 from .sampler import CountingCollator, batches
 from .stepper import LookAhead, Stepper, free_stream_caches, with_numbers
 from .update import make_update
@@ -125,7 +124,7 @@ class TrainingLoop:
         stepper: Stepper,
         mesh: Mesh = SINGLE_PROCESS,
         scaling: DelayedScaling | None = None,
-        rollouts: Generations | None = None,
+        rollouts: SampledRows | None = None,
         pipeline_state: PipelineState | None = None,
     ):
         self.config, self.identity, self.metrics, self.compute_dtype = config, identity, metrics, compute_dtype
@@ -307,10 +306,12 @@ class TrainingLoop:
         order, pinned = config.seed + epoch, self.device.type != "cpu"
         source: Any
         if self.rollouts is not None:
-            source = self.rollouts.epoch_batches(self.collate, epoch, skip, self.callbacks, settle=self.log.read)
+            source = self.rollouts.micro_batches(epoch, skip, self.state, settle=self.log.read)
+            micro_batches = self.method.micro_batches(config, self.rows.row_count)
         else:
             source = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
-        micro_batches, seen = skip + source.total, skip
+            micro_batches = skip + source.total
+        seen = skip
         iterator = iter(source)
         while taken := self._next_micro_batches(iterator):
             if checkpoint is not None and done:
@@ -438,7 +439,7 @@ class TrainingLoop:
         self._set_optimizer_mode(training=False)
         began, size = time.time(), self.args.per_device_eval_batch_size
         rows, answers = self.held_out, self.rollouts
-        numbers = answers.evaluate(rows, self.callbacks) if answers else self._held_out_numbers(rows, size)
+        numbers = answers.evaluate(rows, self.state) if answers else self._held_out_numbers(rows, size)
         numbers["seconds"] = time.time() - began
         self.log.write("eval", numbers)
         named = {f"eval_{name}": value for name, value in numbers.items()}

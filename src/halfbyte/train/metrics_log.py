@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import TrainerState
 
 from ..memory.allocators import process_memory, reset_process_peak
 from ..mesh.mesh import AXES, Mesh
@@ -31,12 +33,22 @@ BREAKDOWN_INTERVAL = 10  # steps from one time breakdown to the next
 GATHERS, IDLE = "gather_share", "idle_share"
 
 
-class RolloutNumbers(Protocol):
-    """The part of `rl.rollouts.Generations` that records need; `taken` returns numbers of the current generation."""
+class SampledRows(Protocol):
+    """The training rows of a run that samples them, see `rl.dataset.RolloutDataset`."""
 
-    correction: Any
+    def micro_batches(
+        self, epoch: int, skip: int, state: TrainerState, settle: Callable[[], None]
+    ) -> Iterator[dict[str, Any]]: ...
 
-    def taken(self) -> dict[str, float]: ...
+    def add_step(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> None: ...
+
+    def take_numbers(self) -> dict[str, float]: ...
+
+    def evaluate(self, held_out: Any, state: TrainerState) -> dict[str, float]: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, checkpoint: Path) -> None: ...
 
 
 class MetricsLog:
@@ -58,7 +70,7 @@ class MetricsLog:
         device: torch.device,
         mesh: Mesh,
         scaled: bool,
-        rollouts: RolloutNumbers | None = None,
+        rollouts: SampledRows | None = None,
     ):
         self.file, self.callbacks, self.numbers, self.guards = file, callbacks, numbers, guards
         self.device, self.mesh, self.scaled = device, mesh, scaled
@@ -98,7 +110,7 @@ class MetricsLog:
         self._launched.finish()
         self._unread, self._launched, self._due = self._launched, None, rate
         if rate is not None:  # before the next rows are sampled
-            self._rollout_numbers = self.rollouts.taken() if self.rollouts else {}
+            self._rollout_numbers = self.rollouts.take_numbers() if self.rollouts else {}
 
     def check(self, step: StepNumbers) -> list[float]:
         """Return the step's sums; blocks until they are on the host.
@@ -122,7 +134,7 @@ class MetricsLog:
             sums = dict(zip((metric.name for metric in metrics), self.check(step), strict=True))
             self.mean_losses += sums[metrics[0].name] / (step.counts[metrics[0].over] or 1)
             if self.rollouts:
-                self.rollouts.correction.add_step(sums, step.counts)
+                self.rollouts.add_step(sums, step.counts)
             self.window.add(sums, step.counts, step.end.seconds_since(self._since))
             self._since = step.end
             self._local_seconds += step.local_seconds

@@ -58,8 +58,8 @@ from ..plan.meshes import Device, Meshes, check_layout
 from ..plan.policy import OFFLOADED
 from ..plan.shapes import ModelShapes
 from ..qat.model import qat_format
+from ..rl.dataset import rollout_plan_of
 from ..rl.preflight import check_rewards
-from ..rl.rollouts import rollout_plan_of
 from ..rl.served import check_server
 from ..runs import checkpoints
 from ..runs.inputs import check_output, check_paths

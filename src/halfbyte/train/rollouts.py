@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..adapters.lora import compute_autocast
 from ..auxiliary.model import additional_adapter
 from ..auxiliary.teacher import loaded_teacher
@@ -16,33 +18,25 @@ from ..config.policy import DISTILLING
 from ..data.prepare import PreparedData
 from ..generation.sampling import stop_tokens
 from ..methods.grpo import PolicyOptimization
+from ..plan.memory_plan import RolloutPlan
 from ..rewards.model_scores import loaded_reward_models
-from ..rl.distillation import DistilledGenerations
+from ..rewards.score import Rewards
+from ..rl.dataset import RolloutDataset, RolloutLog
+from ..rl.distillation import DistillationRollouts
 from ..rl.preflight import reference_adapter, rewards_of
-from ..rl.rollouts import Generations
+from ..rl.rollouts import PolicyRollouts
+from ..rl.sampler import AnswerSampler, TrainedPolicy
+from ..rl.served import engine_of
 from ..runs.checkpoints import step_of
 from ..runs.layout import COMPLETIONS
 from ..runs.metrics import MetricsFile
+from .sampler import CountingCollator
+from .stepper import Stepper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from .run_folder import OpenRun
-    from .stepper import Stepper
-
-
-@contextlib.contextmanager
-def _reference_loaded(config: RunConfig, model: Any) -> Iterator[None]:
-    """Load a frozen copy of the adapter that training starts from, if it is the reference policy.
-
-    Otherwise the reference policy is the model without adapter.
-    """
-    adapter = reference_adapter(config)
-    if adapter is None:
-        yield
-        return
-    with additional_adapter(config, model, adapter, REFERENCE):
-        yield
 
 
 def answer_stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, data: PreparedData) -> list[int]:
@@ -50,8 +44,39 @@ def answer_stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, data: Pre
     return stop_tokens(tokenizer, model, data.report.get("stop_tokens", []))
 
 
+def make_rollouts(
+    config: RunConfig,
+    method: PolicyOptimization,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PreparedData,
+    rewards: Rewards,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    stepper: Stepper | None = None,
+    plan: RolloutPlan | None = None,
+) -> PolicyRollouts | DistillationRollouts:
+    """Return the rollouts of a run's method.
+
+    Args:
+        stepper: the stepper of the run; default: nothing is trained.
+        plan: the planned memory of rollouts; default: the engine takes free memory.
+    """
+    collate = CountingCollator(method, method.collator(config, tokenizer, device))
+    autocast = partial(compute_autocast, model, compute_dtype)
+    stepper = stepper or Stepper(lambda batch: {})
+    policy = TrainedPolicy(config, method, model, tokenizer, device, autocast, collate, stepper)
+    engine = engine_of(config, model, config.answers_per_generation, plan)
+    stops = answer_stop_tokens(tokenizer, model, data)
+    sampler = AnswerSampler(policy, engine, stops, plan)
+    if config.method in DISTILLING:
+        return DistillationRollouts(sampler, data.train)
+    return PolicyRollouts(sampler, data.train, rewards, data.shared)
+
+
 @contextlib.contextmanager
-def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper) -> Iterator[Generations | None]:
+def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper) -> Iterator[RolloutDataset | None]:
     """Yield the rollouts of a run whose rows are prompts, with its reference, teacher and reward models loaded.
 
     Yields None for other methods.
@@ -62,29 +87,30 @@ def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper) -> Iterator[Gen
         return
     file = MetricsFile(job.output / COMPLETIONS)
     file.keep_until(step_of(run.checkpoint) if run.checkpoint else -1)
-    kind = DistilledGenerations if run.config.method in DISTILLING else Generations
-    rewards, device, dtype = rewards_of(run.config, run.data), run.machine.device, run.machine.compute_dtype
-    generations = kind(
+    rewards = rewards_of(run.config, run.data)
+    device = run.machine.device
+    dtype = run.machine.compute_dtype
+    rollouts = make_rollouts(
         run.config,
         method,
         model,
         run.tokenizer,
-        run.data.train,
+        run.data,
         rewards,
         device=device,
-        computing=partial(compute_autocast, model, dtype),
-        stops=answer_stop_tokens(run.tokenizer, model, run.data),
-        file=file,
-        shared=run.data.shared,
-        plan=run.plan.answering,
+        compute_dtype=dtype,
         stepper=stepper,
+        plan=run.plan.answering,
     )
+    # The reference policy is a frozen copy of the adapter that training continues from, or the model without adapter.
+    adapter = reference_adapter(run.config)
+    no_copy: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
         with (
-            _reference_loaded(run.config, model),
+            additional_adapter(run.config, model, adapter, REFERENCE) if adapter else no_copy,
             loaded_teacher(run.config, model, run.tokenizer, run.data.train, device, dtype),
             loaded_reward_models(run.config, rewards, model, run.tokenizer, device, dtype),
         ):
-            yield generations
+            yield RolloutDataset(rollouts, RolloutLog(file))
     finally:
-        generations.close()
+        rollouts.close()
