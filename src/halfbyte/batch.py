@@ -1,17 +1,18 @@
 """A micro-batch: the columns that it may have, and how they are padded, moved and handed to a model.
 
-A batch is a dictionary from column to value. Every column that halfbyte reads is declared here, once. To add one (an
-image, say): declare its name, list it in `TOKEN_COLUMNS` if it has a value per token, and in `OWN_COLUMNS` if the
-model's forward does not take it. Context parallelism splits the token columns (`parallel.context.context_shard`),
-and ranks that compute together pad them to one shape (`parallel.rank_sync`).
+A batch is a dictionary from column to value. Every column that halfbyte reads is a row of `COLUMNS`. To add one (pixel
+values, a score), add its `Column` there: a column with `in_data` is read from the rows of the data that have it, packed
+with their tokens, collated (`data.columns`), padded to one shape on ranks that compute together (`parallel.rank_sync`),
+and passed to the model's forward by its name.
 
-Shapes: B sequences, T tokens of each, M trained tokens of the whole batch, N answers.
+Shapes: B sequences, T tokens of each, D documents, M trained tokens of the whole batch, N answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from .ops import IGNORE_INDEX
 
@@ -52,21 +53,47 @@ LOOK_AHEAD = "ahead_"  # prefix of tensors that a step reads before its losses
 COUNTS = "counts"  # name → number, on the host
 SYNCED_SHAPE = "agreed"  # the shape that ranks agreed on (`parallel.rank_sync.SyncedShape`)
 
-# Columns with a value per token, [B, T], and the value that padding has.
-TOKEN_COLUMNS = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITION_IDS: 0, ATTENTION_MASK: 0, REAL_TOKENS: 0}
 
-# Columns of answers that the losses read and the model's forward does not take.
-OWN_COLUMNS = frozenset(
-    {
-        *(AT, WANTED, ANSWER, ENDS, PLACE, REAL, MARGIN, LABEL, RIGHT),
-        *(REFERENCE, OLD, SAMPLED, ADVANTAGES, ITEMS, BONUS, CORRECTS),
-    }
+@dataclass(frozen=True)
+class Column:
+    """The declaration of a column of a batch.
+
+    Attributes:
+        per: "token": [B, T, ...], padded with the sequences, and split along T by context parallelism. "document":
+            [entries, *shape], the entries of all documents in the order of their tokens. None: passed on as it is.
+        fill: value of padding.
+        in_forward: whether the model's forward takes it.
+        in_data: whether rows of the data may have it: a number or nested lists, for each document. Needs `per`
+            "document".
+        dtype, shape: of one entry of a column in the data.
+        ragged: whether a document has any number of entries, [n, *shape], instead of one, [*shape].
+    """
+
+    name: str
+    per: Literal["token", "document"] | None = None
+    fill: float = 0
+    in_forward: bool = True
+    in_data: bool = False
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    ragged: bool = False
+
+
+_TOKEN_COLUMNS = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITION_IDS: 0, ATTENTION_MASK: 0, REAL_TOKENS: 0}
+_LOSS_COLUMNS = (
+    *(AT, WANTED, ANSWER, ENDS, PLACE, REAL, MARGIN, LABEL, RIGHT),
+    *(REFERENCE, OLD, SAMPLED, ADVANTAGES, ITEMS, BONUS, CORRECTS),
 )
+COLUMNS: dict[str, Column] = {
+    **{name: Column(name, "token", fill) for name, fill in _TOKEN_COLUMNS.items()},
+    **{name: Column(name, in_forward=False) for name in _LOSS_COLUMNS},
+}
 
 
 def model_inputs(batch: Batch, *more: str) -> dict[str, Any]:
-    """Return the columns without those of `OWN_COLUMNS` and `more`."""
-    return {name: value for name, value in batch.items() if name not in OWN_COLUMNS and name not in more}
+    """Return the columns that the model's forward takes, without `more`."""
+    left_out = {*more, *(column.name for column in COLUMNS.values() if not column.in_forward)}
+    return {name: value for name, value in batch.items() if name not in left_out}
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
@@ -90,14 +117,22 @@ def take_counts(batches: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(each[name] for each in counts) for name in counts[0]}
 
 
-def is_per_token(value: Any, rows: int, length: int) -> bool:
-    """Return whether a value has an entry per token of `rows` sequences of `length`."""
+def is_per_token(name: str, value: Any, rows: int, length: int) -> bool:
+    """Return whether a column has an entry per token of `rows` sequences of `length`, as declared, or by its shape."""
     from torch import Tensor
 
+    if name in COLUMNS and COLUMNS[name].per == "document":
+        return False
     return isinstance(value, Tensor) and value.shape[:2] == (rows, length)
 
 
-def pad_tokens(value: Tensor, added: int, fill: int = 0) -> Tensor:
+def can_be_padded(batch: Batch) -> bool:
+    """Return whether `padded`, `padded_bounds` and `padded_entries` extend all columns of a batch."""
+    declared = {name for name, column in COLUMNS.items() if column.per is not None}
+    return INPUT_IDS in batch and batch.keys() <= {*declared, *BOUNDS, *LONGEST}
+
+
+def pad_tokens(value: Tensor, added: int, fill: float = 0) -> Tensor:
     """Return [B, T, ...] with `added` tokens of `fill` at the end of each sequence."""
     import torch.nn.functional as F
 
@@ -109,14 +144,36 @@ def padded(batch: Batch, added: int) -> dict[str, Any]:
     the batch has `POSITION_IDS`. `BOUNDS` are left to `padded_bounds`."""
     import torch
 
-    grown = dict(batch)
-    for name, fill in TOKEN_COLUMNS.items():
-        if name in batch and added:
-            grown[name] = pad_tokens(batch[name], added, fill)
-    if POSITION_IDS in batch and added:
+    longer = dict(batch)
+    if not added:
+        return longer
+    for name, column in COLUMNS.items():
+        if name in batch and column.per == "token":
+            longer[name] = pad_tokens(batch[name], added, column.fill)
+    if POSITION_IDS in batch:
         positions = torch.arange(added, device=batch[POSITION_IDS].device).expand(len(batch[POSITION_IDS]), -1)
-        grown[POSITION_IDS] = torch.cat([batch[POSITION_IDS], positions], 1)
-    return grown
+        longer[POSITION_IDS] = torch.cat([batch[POSITION_IDS], positions], 1)
+    return longer
+
+
+def entry_counts(batch: Batch) -> list[int]:
+    """Return the number of entries of each column per document, in the order of `COLUMNS`; 0 without the column."""
+    names = (name for name, column in COLUMNS.items() if column.per == "document")
+    return [len(batch[name]) if name in batch else 0 for name in names]
+
+
+def padded_entries(batch: Batch, counts: Sequence[int]) -> dict[str, Any]:
+    """Return the columns per document with `counts` entries, in the order of `entry_counts`."""
+    columns = (column for column in COLUMNS.values() if column.per == "document")
+    sizes = zip(columns, counts, strict=True)
+    return {column.name: pad_entries(batch[column.name], n, column.fill) for column, n in sizes if column.name in batch}
+
+
+def pad_entries(value: Tensor, count: int, fill: float) -> Tensor:
+    """Return [count, ...]: the entries of `value`, then entries of `fill`."""
+    import torch
+
+    return torch.cat([value, value.new_full((count - len(value), *value.shape[1:]), fill)])
 
 
 def padded_bounds(batch: Batch, length: int, added: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.schema import RunKeys
 from ..ops import IGNORE_INDEX
+from .columns import collate_columns
 
 Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
 
@@ -64,7 +65,8 @@ def width_of(longest: int, most: int | None = None, widths: int = WIDTHS) -> int
 class PaddedCollator:
     """Collate one document per row, padded on the right to the longest.
 
-    Returns input_ids, labels and attention_mask, int64 [rows, longest]; no mask if `fused`.
+    Returns input_ids, labels and attention_mask, int64 [rows, longest] (no mask if `fused`), and the rows' arrays
+    (`columns.collate_columns`).
     """
 
     pad_token_id: int
@@ -81,15 +83,16 @@ class PaddedCollator:
         }
         if not self.fused:
             batch["attention_mask"] = _stack([[1] * len(row["input_ids"]) for row in rows], width, 0)
-        return batch
+        return batch | collate_columns(rows, self.rounded)
 
 
 @dataclass(frozen=True)
 class PackedCollator:
     """Collate concatenated documents, each with positions from 0 and no label on its first token.
 
-    Returns input_ids, labels and position_ids, int64 [rows, longest], or [1, all tokens] if `one_row`. Shorter rows are
-    padded with one more document, which is not trained. Use with `use_cache=False`, see the module docstring.
+    Returns input_ids, labels and position_ids, int64 [rows, longest], or [1, all tokens] if `one_row`, and the rows'
+    arrays (`columns.collate_columns`). Shorter rows are padded with one more document, which is not trained. Use with
+    `use_cache=False`, see the module docstring.
 
     Rows may carry `seq_lengths` (the lengths of their documents); without it a row is one document.
 
@@ -120,6 +123,7 @@ class PackedCollator:
             "input_ids": _stack(ids, width, self.pad_token_id),
             "labels": _stack(labels, width, IGNORE_INDEX),
             "position_ids": _stack(positions, width, 0),
+            **collate_columns(rows, self.rounded),
         }
         return batch | _bounds([length for parts in documents for length in parts]) if self.fused else batch
 

@@ -94,7 +94,7 @@ class Encoder:
         """Convert `document` and `where` to columns.
 
         The columns are input_ids, labels, length (before truncation), dropped (the reason, or ""), ends, across, empty
-        and not_shown. A document's `numbers` become columns of lists with one number.
+        and not_shown.
 
         `ends` holds, for each trained turn that was not truncated, the id of the token that ends it, or -1 without one.
         `across` counts the tokens that hold the end of a prompt and the start of the answer. `empty` says that all
@@ -106,7 +106,6 @@ class Encoder:
         rows = [self._label(text, *found) for text, found in zip(texts, self._tokenize(texts), strict=True)]
         for row, document, text in zip(rows, documents, texts, strict=True):
             row["not_shown"] = text.not_shown
-            row |= {name: [number] for name, number in document.get("numbers", {}).items()}
             row["empty"] = not document.get("train_all") and not has_answer(document)
         return {key: [row[key] for row in rows] for key in rows[0]}
 

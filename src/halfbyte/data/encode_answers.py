@@ -105,10 +105,10 @@ class AnswerEncoder(Encoder):
         for index, row in enumerate(rows):
             own = slice(index * each, (index + 1) * each)
             empty = not all(map(has_answer, documents[own]))
-            further = {key: value for key, value in row.items() if key in ("margin", "label")}
+            label = {"label": row["label"]} if "label" in row else {}
             lost = sorted({name for text in texts[own] for name in text.not_shown})
             found.append(
-                {**self._row(wholes[own]), **further, "empty": empty, "otherwise": otherwise[index], "not_shown": lost}
+                {**self._row(wholes[own]), **label, "empty": empty, "otherwise": otherwise[index], "not_shown": lost}
             )
         return found
 

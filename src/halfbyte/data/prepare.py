@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,13 +26,14 @@ from ..utils.errors import ConfigError, DataError
 from ..utils.notices import notice, remark
 from .chat import ChatTemplate, tool_text
 from .collate import Collator, make_collator
+from .columns import ARRAYS, array_bytes, columns_of
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, number_in, recognise
 from .mixture import draw_rows
 from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
 from .rows import StreamedRows
 from .sources import Source, parse_csv_values, read_sources
-from .tables import Table, pack
+from .tables import Table, new_fingerprint, pack
 
 ROWS_PER_PROCESS = 5_000  # with fewer rows, starting a process costs more time than it saves
 ROWS_WITH_PROGRESS = 2_000
@@ -67,7 +68,8 @@ class PreparedData:
     """Tokenized data.
 
     Attributes:
-        train, eval: columns input_ids and labels (unshifted, -100 on untrained tokens) and, if packed, seq_lengths.
+        train, eval: columns input_ids and labels (unshifted, -100 on untrained tokens), if packed seq_lengths, and
+            further columns of the data, as lists with a value per document.
         report: the contents of data_report.json.
         answers: documents per row of the data; rows with several documents have seq_lengths, packed or not.
         together: how many of these documents one forward takes.
@@ -89,14 +91,20 @@ class PreparedData:
 @dataclass
 class Documents:
     """Documents as JSON text (Arrow would merge the keys of all rows), with their places, the numbers of their datasets
-    (`origins`) and their sources."""
+    (`origins`) and their sources.
+
+    Attributes:
+        columns: further columns of the prepared rows, name → a value per document.
+        features: their types.
+    """
 
     texts: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
     masks: dict[str, None] = field(default_factory=dict)
-    columns: Sequence[str] = ()
+    columns: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    features: dict[str, Any] = field(default_factory=dict)
 
     @property
     def left_out(self) -> Counter[str]:
@@ -105,7 +113,8 @@ class Documents:
 
     def select(self, indices: np.ndarray) -> Documents:
         texts, places, origins = ([values[i] for i in indices] for values in (self.texts, self.places, self.origins))
-        return Documents(texts, places, origins, self.sources, self.masks, self.columns)
+        columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
+        return replace(self, texts=texts, places=places, origins=origins, columns=defaultdict(list, columns))
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,8 @@ def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequen
         config: the keys of `DataSection`, and seed.
         tokenizer: a fast one with EOS, with its final chat template: the loader applies chat_template_path. If rows
             have tools that the template does not write, it is extended (`ChatTemplate.save_tools`).
-        columns: number columns of the data that the prepared rows keep as lists, one number per document.
+        columns: number columns of the data that the prepared rows keep as lists, one number per document. Declared
+            columns with arrays (`data.columns`) are kept in any case.
 
     Raises:
         DataError: the data are missing, malformed, of unknown layout, or leave nothing to train on.
@@ -204,9 +214,10 @@ def _read(
     evaluating: bool = False,
     sources: Sequence[Source] | None = None,
 ) -> Documents:
-    found = Documents(columns=columns)
     if sources is None:
         sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
+    arrays = columns_of(sources)
+    found = Documents(features={name: NUMBERS for name in columns} | {column.name: ARRAYS for column in arrays})
     for source in sources:
         layout = recognise(
             source,
@@ -222,8 +233,10 @@ def _read(
             if config.train_on == "last" and "messages" in ready:
                 answers = sum(message["role"] == "assistant" for message in ready["messages"])
                 ready["given"] = max(ready.get("given", 0), answers - 1)
-            if columns:
-                ready["numbers"] = {name: number_in(row, name, where) for name in columns}
+            for name in columns:
+                found.columns[name].append([number_in(row, name, where)])
+            for column in arrays:
+                found.columns[column.name].append([array_bytes(row, column, where)])
             text = json.dumps(ready, ensure_ascii=False, default=str)
             if not text.isascii():
                 check_unicode(text, where)
@@ -231,7 +244,7 @@ def _read(
             found.places.append(where)
             found.origins.append(source.dataset)
         found.masks[mask_of(layout.format, everything, template)] = None
-        left_out = count_unread(source, layout.columns, columns)
+        left_out = count_unread(source, layout.columns, found.features)
         summary = {"path": source.path, "format": layout.format, "why": layout.why, "rows": len(source.rows)}
         found.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
     report_unread([entry.path for entry in entries], found.left_out)
@@ -326,7 +339,7 @@ def _split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Doc
 
 
 def _finish(found: Documents, encoder: Encoder, config: RunKeys, name: str) -> _Split:
-    encoded = encode(found, encoder, config, {**ENCODED, **{name: NUMBERS for name in found.columns}})
+    encoded = encode(found, encoder, config, ENCODED)
     total, kept = len(found.texts), kept_rows(encoded, f"{name} documents", config.max_length, REMEDY)
     truncated = sum(length > config.max_length for length in kept["length"])
     if truncated:
@@ -349,8 +362,8 @@ def _finish(found: Documents, encoder: Encoder, config: RunKeys, name: str) -> _
             f"{empty} of {total} {name} documents have empty answers and train the model to answer nothing",
         )
     kept, mixture = mixed(config, kept, found, encoded) if name == "training" else (kept, {})
-    columns = ["input_ids", "labels", *found.columns]
-    rows = _pack(kept, config.max_length, found.columns) if config.packing else kept.select_columns(columns)
+    columns = ["input_ids", "labels", *found.features]
+    rows = _pack(kept, config.max_length, found.features) if config.packing else kept.select_columns(columns)
     capacity = config.max_length if config.packing else None
     report = split_report(encoded, kept, rows, truncated, empty, capacity)
     return _Split(kept, rows, {**report, "tokens_across_border": across, "not_shown": not_shown, **mixture})
@@ -434,12 +447,13 @@ def not_shown_of(kept: Dataset, name: str) -> dict[str, int]:
 
 
 def encode(found: Documents, encoder: Encoder, config: DataSection, features: Mapping[str, Any]) -> Dataset:
-    """Return the columns that `encoder` makes of documents, in parallel if there are enough rows."""
+    """Return the columns that `encoder` makes of documents, in parallel if there are enough rows, and their further
+    columns."""
     rows = len(found.texts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(config.dataset_num_proc or max(1, rows // ROWS_PER_PROCESS), cores)
     with _progress(rows >= ROWS_WITH_PROGRESS):
-        return Table.from_dict({"document": found.texts, "where": found.places}).map(
+        encoded = Table.from_dict({"document": found.texts, "where": found.places}).map(
             encoder,
             batched=True,
             batch_size=256,
@@ -451,6 +465,9 @@ def encode(found: Documents, encoder: Encoder, config: DataSection, features: Ma
             new_fingerprint="tokenized",  # nothing is cached, so hashing the tokenizer would be wasted
             desc="tokenizing",
         )
+    for name, feature in found.features.items():
+        encoded = encoded.add_column(name, found.columns[name], new_fingerprint=new_fingerprint(), feature=feature)
+    return encoded
 
 
 @contextlib.contextmanager
@@ -466,7 +483,7 @@ def _progress(wanted: bool) -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-def _pack(kept: Dataset, max_length: int, columns: Sequence[str]) -> Dataset:
+def _pack(kept: Dataset, max_length: int, features: Mapping[str, Any]) -> Dataset:
     (ids, lengths), (labels, _) = ragged(kept, "input_ids"), ragged(kept, "labels")
     stops = np.cumsum(lengths)
     rows = pack(lengths.tolist(), max_length)
@@ -474,12 +491,13 @@ def _pack(kept: Dataset, max_length: int, columns: Sequence[str]) -> Dataset:
     def joined(values: np.ndarray) -> list[np.ndarray]:
         return [np.concatenate([values[stops[i] - lengths[i] : stops[i]] for i in row]) for row in rows]
 
-    made = {"input_ids": joined(ids), "labels": joined(labels), "seq_lengths": [lengths[row] for row in rows]}
-    features = {name: IDS for name in made} | {name: NUMBERS for name in columns}
-    for name in columns:
-        numbers, _ = ragged(kept, name)  # one of each document
-        made[name] = [numbers[row] for row in rows]
-    return Table.from_dict(made, features=Features(features))
+    columns: dict[str, list[Any]] = {"input_ids": joined(ids), "labels": joined(labels)}
+    columns["seq_lengths"] = [lengths[row] for row in rows]
+    features = {**{name: IDS for name in columns}, **features}
+    for name in features.keys() - columns.keys():
+        values = kept[name][:]  # lists of one value, of each document
+        columns[name] = [[values[i][0] for i in row] for row in rows]
+    return Table.from_dict({name: columns[name] for name in features}, features=Features(features))
 
 
 # --- calibration text -------------------------------------------------------------------------------------------------

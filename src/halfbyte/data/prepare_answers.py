@@ -134,20 +134,18 @@ def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kin
 
 def _rows(kept: Dataset, kind: Kind) -> Dataset:
     """Return the columns that training reads."""
-    rows = kept.select_columns(
-        [name for name in _features(kind, kept.column_names) if name not in (*ENCODED, "otherwise")]
-    )
+    rows = kept.select_columns([name for name in kept.column_names if name not in (*ENCODED, "otherwise")])
     return rows.with_transform(as_read) if kind == "prompts" else rows
 
 
-def _features(kind: Kind, columns: Any) -> dict[str, Any]:
-    """Return the features of encoded rows; pairs have a margin if `columns` names it."""
+def _features(kind: Kind) -> dict[str, Any]:
+    """Return the features of encoded rows."""
     common = {name: ENCODED[name] for name in ("length", "dropped", "ends", "across", "empty", "not_shown")}
     common["otherwise"] = Value("bool")
     ids = {f"{name}_ids": IDS for name in ("prompt", *NAMES[kind])}
     masks = {f"{name}_mask": MASK for name in NAMES[kind]}
     further: dict[str, Any] = {
-        "pairs": {"margin": Value("float64")} if "margin" in columns else {},
+        "pairs": {},
         "unpaired": {"label": Value("bool")},
         "prompts": {"prompt": Value("string"), "columns": Value("string")},
         "stepwise": {"right": datasets.List(Value("bool"))},
@@ -172,6 +170,8 @@ def _read(
         as_text, answers = True, config.method in DISTILLING and config.lmbda < 1
         for where, row in rows_in(source, layout, templated=template is not None, answers=answers):
             as_text = as_text and any("text" in document for document in row.get("answers", ()))
+            if "margin" in row:
+                found.columns["margin"].append(row.pop("margin"))
             found.texts.append(_text(_for_template(row, template, where), where))
             found.places.append(where)
             found.origins.append(source.dataset)
@@ -190,7 +190,7 @@ def _read(
         with_it, without = (next(path for path, has in margins.items() if has is wanted) for wanted in (True, False))
         raise DataError(f"{without} has no column margin, but {with_it} has one", "give it in both, or in neither")
     report_unread([entry.path for entry in entries], found.left_out)
-    found.columns = ["margin"] if True in margins.values() else []
+    found.features = {name: Value("float64") for name in found.columns}
     return found
 
 
@@ -229,7 +229,7 @@ def _text(row: dict[str, Any], where: str) -> str:
 def _finish(found: Documents, encoder: AnswerEncoder, config: RunKeys, name: str) -> tuple[Dataset, dict[str, Any]]:
     """Return the kept rows of a split, with all their columns, and its part of the report."""
     kind, total = encoder.kind, len(found.texts)
-    encoded = encode(found, encoder, config, _features(kind, found.columns))
+    encoded = encode(found, encoder, config, _features(kind))
     kept = kept_rows(encoded, f"{name} rows", config.max_length, REMEDIES)
     truncated = sum(length > config.max_length for length in kept["length"])
     if truncated:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from ..batch import entry_counts, is_per_token
 from ..utils.errors import ModelError
 from .attention import document_bounds
 from .layer import given_cache
@@ -106,11 +107,15 @@ def unpacked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return own(**kwargs)
     shape = tuple(positions.shape)
     plain = {key: value for key, value in kwargs.items() if key not in PACKED_KEYWORDS}
+    if any(entry_counts(plain)):
+        wrong = "documents are unpacked in another order than the arrays that the batch has for them"
+        raise ModelError(wrong, "set packing: false and padding_free: false")
     outputs, places = [], []
     for index, real in length_groups(found["cu_seq_lens_q"].tolist()):
         index, real = index.to(positions.device), real.to(positions.device)
         rows = {
-            key: value.flatten(0, 1)[index] if _is_per_token(value, shape) else value for key, value in plain.items()
+            key: value.flatten(0, 1)[index] if is_per_token(key, value, *shape) else value
+            for key, value in plain.items()
         }
         outputs.append((own(**rows), real))
         places.append(index[real])
@@ -148,10 +153,6 @@ def length_groups(bounds: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         steps = torch.arange(longest)
         real = steps < lengths[:, None]
         yield (begins[:, None] + steps).where(real, 0), real
-
-
-def _is_per_token(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and tuple(value.shape[:2]) == shape
 
 
 def _join_outputs(outputs: list[tuple[Any, Tensor]], order: Tensor, shape: tuple[int, ...]) -> Any:

@@ -210,7 +210,7 @@ def context_shard(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     size = (length + padding) // degree
     own = slice(mesh.coordinate(CONTEXT) * size, (mesh.coordinate(CONTEXT) + 1) * size)
     row = {
-        name: pad_tokens(value, padding) if is_per_token(value, rows, length) else value
+        name: pad_tokens(value, padding) if is_per_token(name, value, rows, length) else value
         for name, value in batch.items()
     }
     row["shift_labels"] = F.pad(row.pop("labels")[:, 1:length], (0, 1 + padding), value=IGNORE_INDEX)
@@ -222,6 +222,6 @@ def context_shard(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     )
     row = {"position_ids": positions} | row
     row.pop("attention_mask", None)
-    cut = {name: value[:, own].contiguous() if is_per_token(value, rows, length + padding) else value
+    cut = {name: value[:, own].contiguous() if is_per_token(name, value, rows, length + padding) else value
            for name, value in row.items()}  # fmt: skip
     return cut | full | {CONTEXT: ContextGroup(degree, mesh.group(CONTEXT))}

@@ -10,13 +10,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..batch import BOUNDS, COUNTS, INPUT_IDS, LONGEST, SYNCED_SHAPE, TOKEN_COLUMNS, padded, padded_bounds
+from ..batch import (
+    BOUNDS,
+    COUNTS,
+    INPUT_IDS,
+    LONGEST,
+    SYNCED_SHAPE,
+    can_be_padded,
+    entry_counts,
+    padded,
+    padded_bounds,
+    padded_entries,
+)
 from ..data.collate import DOCUMENTS
 from ..mesh.mesh import Mesh
 
@@ -59,11 +70,14 @@ class RankSync:
         """
         if self.is_alone or not batches:
             return list(batches)
-        own = [_Shape.of(batch) for batch in batches]
-        gathered = self.mesh.gather_ints([number for shape in own for number in astuple(shape)], TOGETHER)
-        each = len(fields(_Shape))
-        columns = [[_Shape(*numbers[at : at + each]) for numbers in gathered] for at in range(0, each * len(own), each)]
-        return [_synced(batch, shape, every) for batch, shape, every in zip(batches, own, columns, strict=True)]
+        shapes = [_Shape.of(batch) for batch in batches]
+        gathered = self.mesh.gather_ints([number for shape in shapes for number in shape.numbers], TOGETHER)
+        size = len(shapes[0].numbers)
+        of_ranks = [
+            [_Shape.of_numbers(numbers[start : start + size]) for numbers in gathered]
+            for start in range(0, size * len(shapes), size)
+        ]
+        return list(map(_synced, batches, shapes, of_ranks))
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; a collective."""
@@ -79,6 +93,7 @@ class _Shape:
         bounds, longest: length of `BOUNDS` and value of `LONGEST`; 0 where the batch has none.
         size: number of elements in the largest tensor.
         digest: hash of everything else.
+        entries: `entry_counts`.
     """
 
     rows: int
@@ -87,47 +102,57 @@ class _Shape:
     longest: int
     size: int
     digest: int
+    entries: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> list[int]:
+        return [self.rows, self.width, self.bounds, self.longest, self.size, self.digest, *self.entries]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> _Shape:
+        rows, width, bounds, longest, size, digest, *entries = numbers
+        return cls(rows, width, bounds, longest, size, digest, tuple(entries))
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> _Shape:
         batch = {key: value for key, value in batch.items() if key != COUNTS}
-        grows = batch.keys() <= {*TOKEN_COLUMNS, *BOUNDS, *LONGEST} and INPUT_IDS in batch
+        grows = can_be_padded(batch)
         rows, width = batch[INPUT_IDS].shape if grows else (0, 0)
         bounds, longest = (batch[BOUNDS[0]].numel(), batch[LONGEST[0]]) if BOUNDS[0] in batch else (0, 0)
-        kinds = sorted((key, str(value.dtype)) for key, value in batch.items() if isinstance(value, Tensor))
-        rest = kinds if grows else sorted((key, _described(value)) for key, value in batch.items())
-        digest = hashlib.sha256(repr(rest).encode()).digest()
+        dtypes = sorted((key, str(value.dtype)) for key, value in batch.items() if isinstance(value, Tensor))
+        hashed = dtypes if grows else sorted((key, _described(value)) for key, value in batch.items())
+        digest = int.from_bytes(hashlib.sha256(repr(hashed).encode()).digest()[: DIGEST_BITS // 8])
         size = max((value.numel() for value in batch.values() if isinstance(value, Tensor)), default=0)
-        return cls(rows, width, bounds * grows, longest * grows, size, int.from_bytes(digest[: DIGEST_BITS // 8]))
+        return cls(rows, width, bounds * grows, longest * grows, size, digest, tuple(entry_counts(batch)))
 
 
 def _described(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else repr(value)
 
 
-def _synced(batch: dict[str, Any], own: _Shape, every: Sequence[_Shape]) -> dict[str, Any]:
-    """Return the batch padded to the longest of all ranks, if every rank's can be padded."""
-    if not all(shape.rows for shape in every):
-        numbers = tuple(number for shape in every for number in astuple(shape))
-        return {**batch, SYNCED_SHAPE: SyncedShape(numbers, max(shape.size for shape in every))}
-    width = max(shape.width for shape in every)
-    bounds = max(shape.bounds + shape.rows * (width > shape.width) for shape in every)
+def _synced(batch: dict[str, Any], shape: _Shape, shapes: Sequence[_Shape]) -> dict[str, Any]:
+    """Return the batch padded to the longest of all ranks, if every rank's can be padded.
+
+    Args:
+        shape, shapes: of this rank's micro-batch, and of every rank's.
+    """
+    largest = max(shape.size for shape in shapes)
+    if not all(shape.rows for shape in shapes):
+        numbers = tuple(number for shape in shapes for number in shape.numbers)
+        return {**batch, SYNCED_SHAPE: SyncedShape(numbers, largest)}
+    width = max(shape.width for shape in shapes)
+    bounds = max(shape.bounds + shape.rows * (width > shape.width) for shape in shapes)
     bounds = bounds and -(-(bounds - 1) // DOCUMENTS) * DOCUMENTS + 1  # one of few lengths, as in the collator
-    longest = max(max(shape.longest, _power_of_two(width - shape.width)) for shape in every)
-    numbers = (width, bounds, longest, *(number for shape in every for number in (shape.rows, shape.digest)))
-    shape = SyncedShape(numbers, width * max(shape.rows for shape in every))
-    return {**_resized(batch, own, width, bounds, longest), SYNCED_SHAPE: shape}
-
-
-def _resized(batch: dict[str, Any], own: _Shape, width: int, bounds: int, longest: int) -> dict[str, Any]:
-    """Return the batch with `width` tokens a sequence, `BOUNDS` of length `bounds` and `LONGEST` of `longest`."""
-    added = width - own.width
-    grown = padded(batch, added)
-    if not own.bounds:
-        return grown
-    begins = (padded_bounds(batch, own.width, added) or batch)[BOUNDS[0]]
-    begins = torch.cat([begins, begins[-1:].expand(bounds - begins.numel())])  # empty documents
-    return grown | dict.fromkeys(BOUNDS, begins) | dict.fromkeys(LONGEST, longest)
+    longest = max(max(shape.longest, _power_of_two(width - shape.width)) for shape in shapes)
+    entries = tuple(map(max, zip(*(shape.entries for shape in shapes), strict=True)))
+    unpadded = (number for shape in shapes for number in (shape.rows, shape.digest))
+    size = max(width * max(shape.rows for shape in shapes), largest)
+    synced = padded(batch, width - shape.width) | padded_entries(batch, entries)
+    if shape.bounds:
+        starts = (padded_bounds(batch, shape.width, width - shape.width) or batch)[BOUNDS[0]]
+        starts = torch.cat([starts, starts[-1:].expand(bounds - starts.numel())])  # empty documents
+        synced |= dict.fromkeys(BOUNDS, starts) | dict.fromkeys(LONGEST, longest)
+    return {**synced, SYNCED_SHAPE: SyncedShape((width, bounds, longest, *entries, *unpadded), size)}
 
 
 def _power_of_two(size: int) -> int:
