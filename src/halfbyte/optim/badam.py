@@ -331,8 +331,3 @@ def badam_bytes(trained: Mapping[str, Tensor], blocks: Blocks, copies: int = 2) 
         return sum(part.numel() * (copies * max(part.itemsize, 4) + (0 if _is_direct(part) else 4)) for part in parts)
 
     return max((bytes_of(block) for block in range(len(names))), default=0)
-
-
-def badam_gradient_bytes(trained: Mapping[str, Tensor], blocks: Blocks) -> int:
-    """Return the largest number of bytes of gradients: of one block, or in mode "ratio" of all parameters."""
-    return max((sum(trained[name].nbytes for name in part) for part in blocks.names(trained)), default=0)

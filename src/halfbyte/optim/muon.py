@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,11 +23,13 @@ from itertools import repeat
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..adapter_kinds import LORA_B, LORA_EMBEDDING
 from ..ops.muon import BLOCK, apply_directions, directions, symmetric_product
 from ..ops.optimizer import Parameters
 from ..utils.errors import CheckpointError, ModelError, TrainingError
+from .groups import embedding_weights, trained_parameters
 from .parameters import check_gradient, check_unique, parameter_name
 from .state_dicts import check_saved_groups
 
@@ -51,6 +54,10 @@ BATCH_ELEMENTS = 2**25  # most elements of matrices that a CPU iterates together
 ACCELERATED = 4  # times `BATCH_ELEMENTS` on an accelerator, in bf16: few matrices would not occupy all of it
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # unlike the others, it reads `found_inf` on the device
 OWN_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "method", "momentum_bits")
+
+# Matrices that Muon leaves to AdamW besides nn.Embedding: heads, whose rows are tokens or labels, and adapters on them
+OUTER = re.compile(rf"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier)\.|{LORA_EMBEDDING}")
+FUSED = re.compile(rf"(?:^|\.)(qkv_proj|gate_up_proj)(?:\.base_layer)?(?:\.{LORA_B}\.\w+)?(?:\.weight)?$")
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
@@ -452,3 +459,37 @@ def _load_momentum(group: dict[str, Any], parameter: Tensor, saved: dict[str, An
 def _scale(adjust: str, rows: int, columns: int) -> float:
     """Factor of the learning rate for a matrix of this shape."""
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
+
+
+def ids_outside_muon(model: nn.Module) -> set[int]:
+    """Ids of the trained parameters that are no matrices or stacks of these, or belong to embeddings or heads."""
+    embeddings = {id(parameter) for parameter in embedding_weights(model)}
+    return {
+        id(parameter)
+        for name, parameter in trained_parameters(model).items()
+        if parameter.dim() not in (2, 3) or id(parameter) in embeddings or OUTER.search(name)
+    }
+
+
+def fused_projections(model: nn.Module) -> dict[Tensor, list[int]]:
+    """Trained weight of a fused projection → the rows of each of its matrices, for those of known layout.
+
+    These are `qkv_proj`, whose matrices follow from the config, and `gate_up_proj`; as weight of a linear, factor B of
+    its adapter, or stack of experts [E, 2I, H].
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_attention_heads", 0)
+    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // (heads or 1)
+    kv = (getattr(config, "num_key_value_heads", None) or heads) * width
+    row_sizes: dict[Tensor, list[int]] = {}
+    for name, parameter in trained_parameters(model).items():
+        projection = FUSED.search(name)
+        if projection is None or parameter.dim() not in (2, 3):
+            continue
+        rows = parameter.shape[-2]
+        sizes = [heads * width, kv, kv] if projection[1] == "qkv_proj" else [rows // 2] * 2
+        stacked = parameter.dim() == 3 and parameter.shape[-1] != getattr(config, "hidden_size", None)
+        if sum(sizes) == rows and not stacked:  # a stack [E, H, 2I] has its matrices in columns
+            row_sizes[parameter] = sizes
+    return row_sizes

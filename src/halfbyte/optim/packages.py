@@ -1,214 +1,141 @@
-"""Optimizers of other packages, constructed as transformers' Trainer constructs them.
+"""Optimizers of other packages, constructed as transformers' Trainer constructs them, and the bytes of their state.
 
-Nothing is imported before an optimizer is made. Each `make_*` function returns `Optimizer.make` of a row of the table.
+No package is imported before an optimizer is made.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
+from .families import adam_keywords
 from .groups import Settings, parameter_groups, trained_parameters
-from .options import Option, option_values
+from .options import (
+    ANY_PRECISION_OPTIONS,
+    GROKADAMW_OPTIONS,
+    SCHEDULE_FREE_OPTIONS,
+    STABLE_ADAMW_OPTIONS,
+    TORCHAO_OPTIONS,
+    option_values,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-Make = Callable[["nn.Module", Settings], "torch.optim.Optimizer"]
-Bytes = Callable[["nn.Module", Settings], int]
+SAME_FOR_ALL = ("weight_decay", "loraplus_lr_ratio", "embedding_learning_rate")  # LOMO has one value for all weights
 
 
-def make_of_package(
-    load: Callable[[], Any],
-    options: Mapping[str, Option],
-    keywords: Callable[[Settings, dict[str, Any]], dict[str, Any]],
-) -> Make:
-    """Return the constructor of an optimizer of parameter groups.
-
-    Args:
-        load: imports and returns the class.
-        options: keys of `optim_args`.
-        keywords: (settings, values of the options) → arguments of the class besides groups and learning rate.
-    """
-
-    def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        kind, given = load(), option_values(options, settings.optim_args)
-        groups = parameter_groups(model, settings)
-        made: torch.optim.Optimizer = kind(groups, lr=settings.learning_rate, **keywords(settings, given))
-        return made
-
-    return make
+def _make(cls: Any, model: nn.Module, settings: Settings, **keywords: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = cls(parameter_groups(model, settings), lr=settings.learning_rate, **keywords)
+    return optimizer
 
 
-def _adam(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    return {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_epsilon, **given}
-
-
-def make_schedule_free(kind: str, options: Mapping[str, Option]) -> Make:
-    """Return the constructor of schedulefree's `{kind}ScheduleFree`: AdamW, RAdam or SGD (arXiv:2405.15682).
+def make_schedule_free(name: str, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return schedulefree's `{name}ScheduleFree`: AdamW, RAdam or SGD (arXiv:2405.15682).
 
     Its warmup is `warmup_steps`; a share of all steps counts only with `max_steps`. RAdam needs none.
     """
+    import schedulefree
 
-    def load() -> Any:
-        import schedulefree
-
-        return getattr(schedulefree, f"{kind}ScheduleFree")
-
-    def keywords(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-        if settings.lr_scheduler_type != "constant":
-            notice(
-                "schedule-free",
-                f"optim: {settings.optim} averages weights in place of a learning rate schedule, and"
-                f" lr_scheduler_type: {settings.lr_scheduler_type} still multiplies its learning rate. Set"
-                " lr_scheduler_type: constant, and warmup_steps to a number of steps",
-            )
-        own = given if kind == "SGD" else _adam(settings, given)
-        own["weight_decay"] = settings.weight_decay
-        if kind != "RAdam":
-            own["warmup_steps"] = _warmup_steps(settings)
-        return own
-
-    return make_of_package(load, options, keywords)
+    if settings.lr_scheduler_type != "constant":
+        notice(
+            "schedule-free",
+            f"optim: {settings.optim} averages weights in place of a learning rate schedule, and"
+            f" lr_scheduler_type: {settings.lr_scheduler_type} still multiplies its learning rate. Set"
+            " lr_scheduler_type: constant, and warmup_steps to a number of steps",
+        )
+    keywords = option_values(SCHEDULE_FREE_OPTIONS, settings.optim_args) | {"weight_decay": settings.weight_decay}
+    if name != "SGD":
+        keywords |= adam_keywords(settings)
+    if name != "RAdam":
+        warmup = settings.warmup_steps
+        keywords["warmup_steps"] = int(warmup) if warmup >= 1 else math.ceil(warmup * max(settings.max_steps, 0))
+    return _make(getattr(schedulefree, f"{name}ScheduleFree"), model, settings, **keywords)
 
 
-def _warmup_steps(settings: Settings) -> int:
-    given = settings.warmup_steps
-    return int(given) if given >= 1 else math.ceil(given * max(settings.max_steps, 0))
+def make_torchao(bits: int, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return torchao's AdamW4bit or AdamW8bit."""
+    import torchao.optim
+
+    keywords = adam_keywords(settings) | option_values(TORCHAO_OPTIONS, settings.optim_args)
+    return _make(getattr(torchao.optim, f"AdamW{bits}bit"), model, settings, **keywords)
 
 
-def make_torchao(kind: str, options: Mapping[str, Option]) -> Make:
-    """Return the constructor of torchao's AdamW4bit or AdamW8bit."""
-
-    def load() -> Any:
-        import torchao.optim
-
-        return getattr(torchao.optim, kind)
-
-    return make_of_package(load, options, _adam)
-
-
-def torchao_bytes(bits: int, options: Mapping[str, Option]) -> Bytes:
-    """Return `state_bytes` of torchao's AdamW: codes, scales and a table for each quantized state.
+def torchao_bytes(bits: int, model: nn.Module, settings: Settings) -> int:
+    """Bytes of torchao's AdamW: codes, scales and a table for each quantized state.
 
     States of fewer than 4,096 elements, or whose elements are no multiple of the block, have the parameter's dtype.
     """
+    block = option_values(TORCHAO_OPTIONS, settings.optim_args)["block_size"]
 
-    def state_bytes(model: nn.Module, settings: Settings) -> int:
-        block = option_values(options, settings.optim_args)["block_size"]
+    def nbytes(parameter: Tensor) -> int:
+        elements = parameter.numel()
+        if elements < 4096 or elements % block:
+            return 2 * parameter.nbytes
+        return 2 * (elements * bits // 8 + 4 * (elements // block) + 4 * 2**bits)
 
-        def nbytes(parameter: Tensor) -> int:
-            elements = parameter.numel()
-            if elements < 4096 or elements % block:
-                return 2 * parameter.nbytes
-            return 2 * (elements * bits // 8 + 4 * (elements // block) + 4 * 2**bits)
-
-        return sum(map(nbytes, trained_parameters(model).values()))
-
-    return state_bytes
+    return sum(map(nbytes, trained_parameters(model).values()))
 
 
-def make_grokadamw(options: Mapping[str, Option]) -> Make:
-    """Return the constructor of grokadamw's GrokAdamW, which has its own betas, as in transformers."""
+def make_grokadamw(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return grokadamw's GrokAdamW, which has its own betas, as in transformers."""
+    from grokadamw import GrokAdamW
 
-    def load() -> Any:
-        from grokadamw import GrokAdamW
-
-        return GrokAdamW
-
-    return make_of_package(load, options, lambda settings, given: given)
+    return _make(GrokAdamW, model, settings, **option_values(GROKADAMW_OPTIONS, settings.optim_args))
 
 
-def make_stable_adamw(options: Mapping[str, Option]) -> Make:
-    """Return the constructor of optimi's StableAdamW (arXiv:2304.13013)."""
+def make_stable_adamw(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return optimi's StableAdamW (arXiv:2304.13013)."""
+    from optimi import StableAdamW
 
-    def load() -> Any:
-        from optimi import StableAdamW
-
-        return StableAdamW
-
-    def keywords(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-        return _adam(settings, given) | {"weight_decay": settings.weight_decay}
-
-    return make_of_package(load, options, keywords)
+    keywords = adam_keywords(settings) | option_values(STABLE_ADAMW_OPTIONS, settings.optim_args)
+    return _make(StableAdamW, model, settings, weight_decay=settings.weight_decay, **keywords)
 
 
-def stable_adamw_copies(options: Mapping[str, Option]) -> Callable[[Settings, Tensor], float]:
-    """Return the number of state tensors of a parameter: two moments, and Kahan's compensation of 16-bit weights."""
-
-    def copies(settings: Settings, parameter: Tensor) -> float:
-        kahan = option_values(options, settings.optim_args)["kahan_sum"]
-        return 2 + (kahan is not False and parameter.itemsize == 2)
-
-    return copies
+def stable_adamw_bytes(model: nn.Module, settings: Settings) -> int:
+    """Bytes of two moments, and of Kahan's compensation of 16-bit weights."""
+    kahan = option_values(STABLE_ADAMW_OPTIONS, settings.optim_args)["kahan_sum"] is not False
+    return sum((2 + (kahan and p.itemsize == 2)) * p.nbytes for p in trained_parameters(model).values())
 
 
-def make_any_precision(options: Mapping[str, Option]) -> Make:
-    """Return the constructor of torchdistx's AnyPrecisionAdamW."""
+def make_any_precision(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return torchdistx's AnyPrecisionAdamW."""
+    import torch
+    from torchdistx.optimizers import AnyPrecisionAdamW
 
-    def load() -> Any:
-        from torchdistx.optimizers import AnyPrecisionAdamW
-
-        return AnyPrecisionAdamW
-
-    def keywords(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
-        named = {key: getattr(torch, value) if key.endswith("_dtype") else value for key, value in given.items()}
-        return _adam(settings, named)
-
-    return make_of_package(load, options, keywords)
+    options = option_values(ANY_PRECISION_OPTIONS, settings.optim_args)
+    dtypes = {key: getattr(torch, value) for key, value in options.items() if key.endswith("_dtype")}
+    return _make(AnyPrecisionAdamW, model, settings, **adam_keywords(settings), **options | dtypes)
 
 
-def any_precision_copies(options: Mapping[str, Option]) -> Callable[[Settings, Tensor], float]:
-    """Return the bytes of a parameter's moments and compensation, in copies of the parameter."""
-
-    def copies(settings: Settings, parameter: Tensor) -> float:
-        given = option_values(options, settings.optim_args)
-        dtypes = [given["momentum_dtype"], given["variance_dtype"]]
-        dtypes += [given["compensation_buffer_dtype"]] if given["use_kahan_summation"] else []
-        return sum(4 if dtype == "float32" else 2 for dtype in dtypes) / parameter.itemsize
-
-    return copies
+def any_precision_bytes(model: nn.Module, settings: Settings) -> int:
+    """Bytes of the moments and the compensation, whose dtypes are options."""
+    options = option_values(ANY_PRECISION_OPTIONS, settings.optim_args)
+    dtypes = [options["momentum_dtype"], options["variance_dtype"]]
+    dtypes += [options["compensation_buffer_dtype"]] if options["use_kahan_summation"] else []
+    nbytes = sum(4 if dtype == "float32" else 2 for dtype in dtypes)
+    return nbytes * sum(parameter.numel() for parameter in trained_parameters(model).values())
 
 
-def copies_bytes(copies: float | Callable[[Settings, Tensor], float]) -> Bytes:
-    """Return `state_bytes` of an optimizer with this many state tensors of each parameter's size."""
-
-    def state_bytes(model: nn.Module, settings: Settings) -> int:
-        def of(parameter: Tensor) -> float:
-            return copies(settings, parameter) if callable(copies) else copies
-
-        return sum(int(of(parameter) * parameter.nbytes) for parameter in trained_parameters(model).values())
-
-    return state_bytes
+def copies_bytes(copies: int, model: nn.Module, settings: Settings) -> int:
+    """Bytes of an optimizer with this many state tensors of each parameter's size."""
+    return copies * sum(parameter.nbytes for parameter in trained_parameters(model).values())
 
 
-# --- LOMO ------------------------------------------------------------------------------------------------------------
+def make_lomo(name: str, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return lomo_optim's Lomo or AdaLomo behind a `Lomo` of `lomo`."""
+    import lomo_optim
 
-ALIKE = ("weight_decay", "loraplus_lr_ratio", "embedding_learning_rate")  # keys that divide parameters into groups
+    from .lomo import Lomo
 
-
-def make_lomo(kind: str) -> Make:
-    """Return the constructor of lomo_optim's Lomo or AdaLomo behind a `Lomo` of `lomo`."""
-
-    def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        import lomo_optim
-
-        from .lomo import Lomo
-
-        for key in ALIKE:
-            if getattr(settings, key):
-                wrong = f"{key} with optim: {settings.optim}, which updates all weights alike"
-                raise ConfigError(wrong, f"remove {key}")
-        inner = getattr(lomo_optim, kind)
-        return Lomo(model, parameter_groups(model, settings), inner, settings.learning_rate)
-
-    return make
+    for key in SAME_FOR_ALL:
+        if getattr(settings, key):
+            wrong = f"{key} with optim: {settings.optim}, which updates all weights alike"
+            raise ConfigError(wrong, f"remove {key}")
+    return Lomo(model, parameter_groups(model, settings), getattr(lomo_optim, name), settings.learning_rate)
 
 
 def lomo_gradient_bytes(model: nn.Module, settings: Settings) -> int:
