@@ -10,10 +10,10 @@ import pytest
 from halfbyte.config import load_config
 from halfbyte.config.methods import DEFAULTS
 from halfbyte.config.policy import DISTILLING, POLICY, SAMPLING
+from halfbyte.report.terminal import LiveMetrics
 from halfbyte.train.run import train
 from halfbyte.utils.console import Console
 from halfbyte.utils.notices import reset_notices
-from halfbyte.utils.terminal import LiveMetrics
 from tests.helpers.run_inputs import VOCABULARY, write_model
 from tests.helpers.tiny_runs import tiny_llama
 

@@ -13,8 +13,9 @@ from rich.console import Console
 from halfbyte.config import RunConfig
 from halfbyte.methods import METHODS
 from halfbyte.plan.advice import advise_out_of_memory
-from halfbyte.utils import terminal
-from halfbyte.utils.terminal import LiveMetrics, bar_widths, duration, size
+from halfbyte.report import terminal
+from halfbyte.report.terminal import LiveMetrics, bar_widths
+from halfbyte.utils.text import duration, size
 
 GIB = 2**30
 PLAN = {

@@ -256,7 +256,7 @@ def test_a_merge_is_complete_without_its_report(tmp_path, run, monkeypatch, caps
         raise TrainingError(f"cannot write {path}: no space left on device", "free some space")
 
     monkeypatch.setattr("halfbyte.export.merge.write_json", full)
-    monkeypatch.setattr("halfbyte.report.write_report", full)
+    monkeypatch.setattr("halfbyte.report.page.write_report", full)
     merge_run(run, tmp_path / "merged", "auto", True)
     assert f"{tmp_path / 'merged'}" in capsys.readouterr().out
     assert "merge-report" in notices_so_far()

@@ -13,9 +13,6 @@ import halfbyte
 
 PACKAGE = Path(halfbyte.__file__).parent
 LEAVES = {"utils", "reading", "dispatch", "ops", "formats", "autograd", "tensor", "layers", "adapter_kinds"}
-EXCEPTIONS = {  # module of a leaf room → rooms above it that it imports
-    "utils.terminal": {"config", "methods"},
-}
 KERNELS_IMPORT = {"kernels", "dispatch", "ops", "formats", "utils"}
 KERNELS_IMPORTED_BY = {"kernels", "dispatch", "cli"}  # the command line prints the table of kernels
 
@@ -57,7 +54,7 @@ def upward_imports(graph: Graph) -> list[str]:
         room = name.partition(".")[0]
         for target in sorted(targets):
             other = target.partition(".")[0]
-            refused = room in LEAVES and other not in LEAVES | EXCEPTIONS.get(name, set()) | {"kernels"}
+            refused = room in LEAVES and other not in LEAVES | {"kernels"}
             refused |= room == "kernels" and other not in KERNELS_IMPORT
             if refused or (other == "kernels" and room not in KERNELS_IMPORTED_BY):
                 wrong.append(f"{name} imports {target}")

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from halfbyte.config import RunConfig
-from halfbyte.report import write_card, write_report
+from halfbyte.report.card import write_card
+from halfbyte.report.page import write_report
 from halfbyte.report.run import read_run
 
 ATTACK = '<script>alert("halfbyte")</script>'

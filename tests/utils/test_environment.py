@@ -117,7 +117,7 @@ def test_failing_and_hanging_commands_are_null(monkeypatch):
 
 
 def test_import_loads_neither_torch_nor_transformers():
-    modules = "halfbyte.utils.environment, halfbyte.utils.terminal, halfbyte.report"
+    modules = "halfbyte.utils.environment, halfbyte.report.card, halfbyte.report.page"
     code = f"import sys, {modules}; print([m for m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'halfbyte.report.plots'" in loaded

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from ..config import Parallel, RunConfig
 from ..config.schema import RunKeys, TrainingSection
+from ..report.terminal import print_facts, print_run
 from ..utils.console import Console
 from ..utils.errors import ConfigError, HalfbyteError
 from ..utils.processes import is_main_rank, is_rank
-from ..utils.terminal import print_facts, print_run
 from ..utils.text import one_line
 from ..utils.waiting import showing_waits
 from .startup import quick_imports
@@ -175,13 +175,14 @@ def _table(console: Console, meshes: Meshes, gpus: int, device: Device) -> None:
 
 def _line(option: Option) -> str:
     """Describe memory per GPU by part, gathered bytes and seconds per step of a layout."""
-    from ..utils.terminal import MEMORY_PARTS, size
+    from ..plan.memory_plan import COMPONENT_NAMES
+    from ..utils.text import size
 
     plan, name = option.plan, str(option.layout)
     if plan is None:
         return f"{name}: not possible: {option.refused}"
-    parts = ", ".join(f"{MEMORY_PARTS[part].name} {size(n)}" for part, n in plan.predicted().items() if part in
-                      MEMORY_PARTS and n)  # fmt: skip
+    parts = ", ".join(f"{COMPONENT_NAMES[part]} {size(n)}" for part, n in plan.predicted().items() if part in
+                      COMPONENT_NAMES and n)  # fmt: skip
     words = [f"{name}: {'fits' if plan.fits else 'does NOT fit'}: {size(plan.total)} a GPU ({parts})"]
     if plan.layout.slices > 1:
         resident = f", {len(plan.stays)} blocks stay gathered" if plan.stays else ""

@@ -32,8 +32,8 @@ HELD_OUT = 8192
 
 def print_environment() -> None:
     """Print versions and hardware, one line each."""
+    from ..report.terminal import print_environment as show
     from ..utils.environment import environment
-    from ..utils.terminal import print_environment as show
 
     show(Console(), environment())
 
@@ -156,7 +156,7 @@ def merge_run(
     find_trained(run)
     with quick_imports():
         from ..export.merge import merge, report_failure_is_a_notice, slug
-    from ..report import write_report
+    from ..report.page import write_report
 
     console = Console(soft_wrap=True)
     place = out or run / merged_folder(slug(quantize) if quantize else "")

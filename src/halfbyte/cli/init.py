@@ -15,7 +15,7 @@ from ..config.yaml import dump_value
 from ..methods import method_of
 from ..runs.inputs import check_inputs, free_output_dir
 from ..utils.errors import ConfigError, DataError, UsageError
-from ..utils.terminal import size
+from ..utils.text import size
 from .startup import quick_imports
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import Parallel, RunConfig
+from ..report.terminal import print_run
 from ..utils.console import Console
 from ..utils.notices import print_remarks
 from ..utils.processes import LAUNCHER, Stopped, is_main_rank, was_restarted
-from ..utils.terminal import print_run
 from ..utils.waiting import showing_waits
 from .exits import without_secrets
 from .startup import quick_imports

@@ -76,9 +76,9 @@ def main(
     """
     from rich.text import Text
 
+    from ..report.terminal import print_run
     from ..train.run import train
     from ..utils.console import Console
-    from ..utils.terminal import print_run
 
     started = time.monotonic()
     console = console or Console(outlives_reader=True)

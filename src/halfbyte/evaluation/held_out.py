@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..methods import METHODS, method_of
+from ..report.terminal import storage
 from ..utils.errors import ConfigError, DataError, ModelError
-from ..utils.terminal import storage
 from ..utils.waiting import waiting
 
 if TYPE_CHECKING:

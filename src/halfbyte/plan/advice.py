@@ -14,10 +14,10 @@ from ..memory.activations import Batches
 from ..optim import OPTIMIZERS
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
-from ..utils.terminal import MEMORY_PARTS, flat_plan, size
+from ..utils.text import size
 from .estimate import estimate
 from .experts import is_mixture
-from .memory_plan import GIB, MemoryPlan
+from .memory_plan import COMPONENT_NAMES, GIB, MemoryPlan, flat_plan
 
 SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # lower bounds of the advice
 LESS_HOST_MEMORY = {  # configuration key → how the run pins less host memory for it
@@ -178,7 +178,7 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunKeys | None
         config: the run's configuration, to name exact values.
     """
     flat = flat_plan(plan)
-    parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS if name != "runtime"}
+    parts = {name: flat.get(name) or 0 for name in COMPONENT_NAMES if name != "runtime"}
     total, capacity = flat.get("total") or sum(parts.values()), flat.get("capacity_bytes")
     largest = max(parts, key=lambda name: parts[name])
     # Quantized weights cannot shrink further: name the next largest component, unless the weights fill the device.
@@ -196,7 +196,7 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunKeys | None
         available += ", so another process may use memory on this device"
     return (
         f"{what}. The plan was {size(total)}{available}; the largest part that can shrink is "
-        f"{MEMORY_PARTS[largest].name} with {size(parts[largest])} ({parts[largest] / max(total, 1):.0%}).\n"
+        f"{COMPONENT_NAMES[largest]} with {size(parts[largest])} ({parts[largest] / max(total, 1):.0%}).\n"
         f"  change: {_key_to_change(largest, flat, config)}"
     )
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, ClassVar
 
 from ..config import Level, Parallel
-from ..utils.terminal import size
+from ..utils.text import size
 
 GIB = 2**30
 SINGLE = Parallel()  # the layout of one process
+COMPONENT_NAMES = {  # in the order of allocation: process, loading, training
+    "runtime": "runtime",
+    "weights": "weights",
+    "gathered": "gathered weights",
+    "adapters": "adapters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "logits": "logits",
+    "graphs": "outside CUDA graphs",
+    "rollouts": "rollouts beyond a step",
+}
 
 
 @dataclass(frozen=True)
@@ -120,3 +132,9 @@ class MemoryPlan:
     def predicted(self) -> dict[str, int]:
         """Part → bytes, and the total, as memory.json holds them."""
         return {part: getattr(self, part) for part in self.PARTS} | {"total": self.total}
+
+
+def flat_plan(plan: Any) -> dict[str, Any]:
+    """Return a flat dict of a MemoryPlan, its dict, or the document of memory.json."""
+    flat = asdict(plan) if is_dataclass(plan) and not isinstance(plan, type) else dict(plan)
+    return {**flat, **flat.get("predicted", {})}

@@ -23,7 +23,7 @@ from ..modeling.layer import decoder_layers
 from ..parallel.tensor import check_tensor_parallel
 from ..utils.errors import ConfigError, HalfbyteError
 from ..utils.notices import silent
-from ..utils.terminal import size
+from ..utils.text import size
 from ..utils.waiting import waiting
 from .cards import H200, Card
 from .estimate import estimate

@@ -29,7 +29,7 @@ from ..modeling.config_facts import layer_sizes, max_layer_sizes
 from ..ops.delta_rule import Rows, delta_rule, parts_of
 from ..ops.paged_attention import PAGE
 from ..utils.errors import ConfigError
-from ..utils.terminal import size
+from ..utils.text import size
 from .auxiliary import AuxiliaryModels
 from .ledger import Ledger
 from .memory_plan import GIB, MemoryPlan, RolloutPlan

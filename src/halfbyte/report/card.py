@@ -16,9 +16,9 @@ from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_
 from ..runs.metrics import describe_best
 from ..utils.files import write_text
 from ..utils.hub import is_local
-from ..utils.terminal import duration, method, size, storage
-from ..utils.text import visible
+from ..utils.text import duration, size, visible
 from .run import Run, read_run
+from .terminal import method, storage
 
 HYPERPARAMETERS = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_steps",

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..plan.memory_plan import flat_plan
 from ..runs.layout import REPORT, RESOLVED_CONFIG
 from ..utils.files import write_text
-from ..utils.terminal import comparable_bytes, deviation, duration, excess_reason, flat_plan, method, size, storage
+from ..utils.text import duration, size
 from .run import Run, read_run
 from .sections import sections, shown, text
 from .style import CSS
+from .terminal import comparable_bytes, deviation, excess_reason, method, storage
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 

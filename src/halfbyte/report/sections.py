@@ -9,12 +9,13 @@ from html import escape
 from typing import Any
 
 from ..config.schema import RunKeys
+from ..plan.memory_plan import flat_plan
 from ..runs.layout import CHECKS, DATA_REPORT, ENVIRONMENT, MEMORY, METRICS, RESOLVED_CONFIG
 from ..runs.metrics import describe_best
-from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, flat_plan, measured_parts, size, threads
-from ..utils.text import visible
+from ..utils.text import size, visible
 from . import plots
 from .run import Run
+from .terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, measured_parts, threads
 
 Section = tuple[str, str, str]  # anchor, title, HTML
 

@@ -59,6 +59,7 @@ from ..plan.policy import OFFLOADED
 from ..plan.shapes import ModelShapes
 from ..qat.model import qat_format
 from ..rl.dataset import rollout_plan_of
+from ..report.terminal import print_data, print_header, print_memory, print_processes
 from ..rl.preflight import check_rewards
 from ..rl.served import check_server
 from ..runs import checkpoints
@@ -69,8 +70,7 @@ from ..utils.errors import CheckpointError, ConfigError, DataError
 from ..utils.files import check_space
 from ..utils.hardware import chosen_device, free_bytes, free_cached_memory, limit_primitive_caches
 from ..utils.notices import notice, silent
-from ..utils.terminal import print_data, print_header, print_memory, print_processes, size
-from ..utils.text import brief, one_line
+from ..utils.text import brief, one_line, size
 from ..utils.waiting import waiting
 from . import samples
 from .best_evaluation import BestEvaluation

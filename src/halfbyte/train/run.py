@@ -28,6 +28,7 @@ from ..parallel.launch.agreement import check_agreement, check_shared
 from ..parallel.launch.launcher import notice_idle_gpus
 from ..parallel.pipeline.full_state import PipelineState
 from ..plan.advice import advise_out_of_memory
+from ..report.terminal import LiveMetrics, print_memory, print_run
 from ..rewards.specs import named
 from ..runs.checkpoints import MODELS, best, read_state, remove_leftovers, step_of
 from ..runs.layout import METRICS, PAGES
@@ -38,7 +39,6 @@ from ..utils.errors import TrainingError
 from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
 from ..utils.notices import notice, reset_notices, silent
 from ..utils.processes import is_main_rank
-from ..utils.terminal import LiveMetrics, print_memory, print_run
 from ..utils.text import one_line
 from ..utils.waiting import showing_waits, waiting
 from . import checks, samples

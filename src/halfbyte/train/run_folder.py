@@ -263,7 +263,8 @@ def write_results(
 @waiting("writing the report")
 def write_report_files(job: OpenRun, console: Console, card: bool = True) -> None:
     """Write report.html, and the model card if `card`."""
-    from ..report import write_card, write_report
+    from ..report.card import write_card
+    from ..report.page import write_report
 
     if card:
         write_card(job.output)
@@ -278,7 +279,7 @@ def write_report_files(job: OpenRun, console: Console, card: bool = True) -> Non
 def write_report_of_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
     """Write the report of the steps before `error`, if there are any; ignore a full disk, which `error` names."""
     if run.prepared.mesh.is_main and any(record["kind"] == "train" for record in run.metrics.records()):
-        from ..report import write_report
+        from ..report.page import write_report
 
         with contextlib.suppress(TrainingError):
             write_environment(run, finished=time.time(), stopped=error.message)

@@ -40,10 +40,10 @@ from ..parallel.rank_sync import RankSync
 from ..parallel.shard.model import shard_model
 from ..parallel.tensor import apply_tensor_parallel
 from ..plan.estimate import GIB
+from ..report.terminal import expert_usage_line
 from ..runs.layout import EXPERTS
 from ..utils.console import Console, is_verbose
 from ..utils.files import write_json
-from ..utils.terminal import expert_usage_line
 from ..utils.waiting import waiting
 from . import checks
 from .metrics_log import current_memory, reset_peak_memory

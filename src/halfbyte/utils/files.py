@@ -309,7 +309,7 @@ def check_space(path: Path | str, needed: int, fix: str) -> None:
     Raises:
         TrainingError: its disk has fewer bytes free.
     """
-    from .terminal import size
+    from .text import size
 
     folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
     disk = shutil.disk_usage(folder)

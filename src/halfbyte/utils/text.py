@@ -1,8 +1,9 @@
-"""Formatting of values and outside text in messages: short, on one line, without terminal commands."""
+"""Formatting of bytes, times, values and outside text in messages: short, on one line, without terminal commands."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 from collections.abc import Mapping
@@ -58,3 +59,25 @@ def message(text: str) -> str:
 def counts(numbers: Mapping[str, int]) -> str:
     """Join counts by name into one line: "14 Q4_0, 2 Q6_K"."""
     return ", ".join(f"{count} {name}" for name, count in numbers.items()) or "none"
+
+
+def size(count: float | None) -> str:
+    """Format bytes: '6.2 GiB', '512 MiB', '3 KiB'; '–' if unknown."""
+    if count is None:
+        return "–"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= factor:
+            value = count / factor
+            return f"{value:.1f} {unit}" if abs(value) < 100 else f"{value:,.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Format seconds: '8.2 s', '3:07 min', '2:03:07 h'; '–' if unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"

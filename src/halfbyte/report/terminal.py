@@ -12,7 +12,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,9 +25,10 @@ from rich.text import Text
 from .. import __version__
 from ..adapter_kinds import find_adapter_kind
 from ..config import SIXTEEN
-from .console import has_colours, is_verbose
-from .text import one_line
-from .waiting import drawing_waits, renew_wait, spinner, waiting
+from ..plan.memory_plan import COMPONENT_NAMES, flat_plan
+from ..utils.console import has_colours, is_verbose
+from ..utils.text import duration, one_line, size
+from ..utils.waiting import drawing_waits, renew_wait, spinner, waiting
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -47,44 +47,25 @@ RECENT_SECONDS = 30.0  # of training steps that the ETA is estimated from
 HEAP_GROWTH = 1.15  # measured over planned memory on a CPU from which the heap is named as the reason
 # Components of a memory plan in the order of allocation: process, loading, training.
 MEMORY_PARTS = {
-    "runtime": Part("runtime", "bright_black", "r"),
-    "weights": Part("weights", "blue", "w"),
-    "gathered": Part("gathered weights", "bright_blue", "W"),
-    "adapters": Part("adapters", "cyan", "a"),
-    "gradients": Part("gradients", "green", "g"),
-    "optimizer": Part("optimizer", "yellow", "o"),
-    "activations": Part("activations", "magenta", "A"),
-    "logits": Part("logits", "red", "l"),
-    "graphs": Part("outside CUDA graphs", "bright_magenta", "G"),
-    "rollouts": Part("rollouts beyond a step", "bright_cyan", "R"),
+    component: Part(COMPONENT_NAMES[component], colour, letter)
+    for component, colour, letter in (
+        ("runtime", "bright_black", "r"),
+        ("weights", "blue", "w"),
+        ("gathered", "bright_blue", "W"),
+        ("adapters", "cyan", "a"),
+        ("gradients", "green", "g"),
+        ("optimizer", "yellow", "o"),
+        ("activations", "magenta", "A"),
+        ("logits", "red", "l"),
+        ("graphs", "bright_magenta", "G"),
+        ("rollouts", "bright_cyan", "R"),
+    )
 }
 MEASURED_PARTS = {
     "base": Part("process", "bright_black", "p"),
     "loading": Part("loading", "blue", "L"),
     "training": Part("training", "magenta", "t"),
 }
-
-
-def size(count: float | None) -> str:
-    """Format bytes: '6.2 GiB', '512 MiB', '3 KiB'; '–' if unknown."""
-    if count is None:
-        return "–"
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= factor:
-            value = count / factor
-            return f"{value:.1f} {unit}" if abs(value) < 100 else f"{value:,.0f} {unit}"
-    return f"{count:.0f} B"
-
-
-def duration(seconds: float | None) -> str:
-    """Format seconds: '8.2 s', '3:07 min', '2:03:07 h'; '–' if unknown."""
-    if seconds is None or not math.isfinite(seconds):
-        return "–"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
 
 
 def method(config: RunConfig | Mapping[str, Any]) -> str:
@@ -238,12 +219,6 @@ def bar_widths(values: Sequence[float], width: int) -> list[int]:
     for index in by_remainder[: width - sum(cells)]:
         cells[index] += 1
     return cells
-
-
-def flat_plan(plan: Any) -> dict[str, Any]:
-    """Return a flat dict of a MemoryPlan, its dict, or the document of memory.json."""
-    flat = asdict(plan) if is_dataclass(plan) and not isinstance(plan, type) else dict(plan)
-    return {**flat, **flat.get("predicted", {})}
 
 
 def measured_parts(measured: Mapping[str, Any]) -> dict[str, float]:
