@@ -11,8 +11,8 @@ import transformers
 from halfbyte.cli.check import check_meshes
 from halfbyte.cli.init import SHOWN_KEYS, _with_packing, starting_config
 from halfbyte.config import SECTIONS, RunConfig, load_config
+from halfbyte.data.batch_shapes import Batches
 from halfbyte.loading.find import load_model_config
-from halfbyte.memory.activations import Batches
 from halfbyte.plan import advice
 from halfbyte.plan.estimate import estimate as plan_of
 from halfbyte.utils.errors import ConfigError, DataError, ModelError

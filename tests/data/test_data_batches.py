@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from halfbyte.config import RunConfig
+from halfbyte.data.batch_shapes import Shape
 from halfbyte.data.batches import batches_of_lengths
 from halfbyte.data.collate import make_collator, width_of
-from halfbyte.memory.activations import Shape
 from halfbyte.utils import notices
 
 NOTHING = np.zeros(0, dtype=np.int64)

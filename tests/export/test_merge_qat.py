@@ -7,12 +7,12 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from halfbyte.adapters.lora import compute_autocast
 from halfbyte.config import RunConfig, load_config
 from halfbyte.export.merge import merge
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
+from halfbyte.modeling.compute_dtype import compute_autocast
 from halfbyte.qat.model import round_merged
 from halfbyte.runs.saved import load_saved
 from halfbyte.train import run as sft

@@ -15,12 +15,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from halfbyte.adapters.lora import compute_autocast
 from halfbyte.config import RunConfig
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
 from halfbyte.memory.allocators import return_large_blocks
 from halfbyte.methods import method_of
+from halfbyte.modeling.compute_dtype import compute_autocast
 
 
 def resident(field: str) -> int:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from halfbyte.config import RunConfig
-from halfbyte.memory.activations import Batches, Shape
+from halfbyte.data.batch_shapes import Batches, Shape
 from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.estimate import GIB, _Planner
 from halfbyte.plan.policy import Choice

@@ -8,15 +8,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfbyte.adapters.lora import (
-    add_adapter,
-    compute_autocast,
-    load_adapter_weights,
-    no_input_casts,
-    reads_base_weights,
-    save_adapter,
-)
+from halfbyte.adapters.lora import add_adapter, load_adapter_weights, reads_base_weights, save_adapter
 from halfbyte.config import RunConfig
+from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -12,9 +12,9 @@ import torch
 import halfbyte
 from halfbyte.autograd.checkpointing import recompute
 from halfbyte.memory import offload
-from halfbyte.memory.activations import OFFLOADED
 from halfbyte.memory.offload import Offload
 from halfbyte.memory.pinned import AfterCapture, HostMemory
+from halfbyte.modeling.checkpointing import OFFLOADED
 
 
 class StandIn:

@@ -4,8 +4,9 @@ import pytest
 import torch
 import transformers
 
-from halfbyte.adapters.lora import add_adapter, compute_autocast, no_input_casts
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
+from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.estimate import estimate
 from halfbyte.plan.shapes import ModelShapes

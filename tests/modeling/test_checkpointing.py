@@ -12,9 +12,10 @@ from torch import nn
 import halfbyte
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
-from halfbyte.memory.activations import LEVELS, Shape
+from halfbyte.data.batch_shapes import Shape
 from halfbyte.modeling import checkpointing
 from halfbyte.modeling.attention import Implementation
+from halfbyte.modeling.checkpointing import LEVELS
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes

@@ -6,7 +6,7 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from halfbyte.adapters.lora import add_adapter, compute_autocast, load_adapter, no_input_casts, save_adapter
+from halfbyte.adapters.lora import add_adapter, load_adapter, save_adapter
 from halfbyte.adapters.router_adapters import router_wrappers
 from halfbyte.config import RunConfig
 from halfbyte.export.gguf_adapter import export_adapter
@@ -14,6 +14,7 @@ from halfbyte.export.merge import merge
 from halfbyte.export.served_adapter import export_served
 from halfbyte.loading.load import load_model
 from halfbyte.methods import method_of
+from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
 from halfbyte.modeling.routers import track_routers
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ModelError

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.adapters.lora import compute_autocast, no_input_casts
 from halfbyte.generation.engine import engine_for
+from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
 from halfbyte.modeling.head import causal_lm_loss, token_log_probs
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.train.graph import GraphedBackward, GraphedStep

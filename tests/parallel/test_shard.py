@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.memory.activations import LEVELS
 from halfbyte.mesh import collectives
+from halfbyte.modeling.checkpointing import LEVELS
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.parallel.shard.model import shard_model, sharded
 from halfbyte.parallel.shard.weights import BYTES

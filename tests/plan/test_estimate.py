@@ -11,12 +11,13 @@ import torch
 import transformers
 from torch import nn
 
-from halfbyte.adapters.lora import add_adapter, compute_autocast, no_input_casts
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
+from halfbyte.data.batch_shapes import Batches, Shape
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
 from halfbyte.memory import allocators
-from halfbyte.memory.activations import Batches, Shape
+from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
 from halfbyte.ops.experts import multiplies_codes
 from halfbyte.optim import OPTIMIZERS, offload
 from halfbyte.optim.groups import backward_gradient_bytes

@@ -7,8 +7,8 @@ import transformers
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.autograd.losses import linear_cross_entropy
 from halfbyte.config import RunConfig
+from halfbyte.data.batch_shapes import Batches, Shape
 from halfbyte.formats import named
-from halfbyte.memory.activations import Batches, Shape
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
 from halfbyte.qat.model import fake_quantize_linears

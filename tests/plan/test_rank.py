@@ -8,7 +8,7 @@ import transformers
 
 from halfbyte.config import Parallel, RunConfig
 from halfbyte.config.layouts import layouts, unsupported_layout
-from halfbyte.memory.activations import Batches
+from halfbyte.data.batch_shapes import Batches
 from halfbyte.mesh.mesh import Mesh
 from halfbyte.parallel.tensor import apply_tensor_parallel
 from halfbyte.plan.cards import H200, card_named, usable_bytes

@@ -17,9 +17,9 @@ import halfbyte
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.autograd.tiled_attention import CACHED_BYTES, tiled_attention
 from halfbyte.config import RunConfig
+from halfbyte.data.batch_shapes import Shape
 from halfbyte.formats import named
 from halfbyte.formats.blockwise4 import dequantize_blockwise4, quantize_blockwise4
-from halfbyte.memory.activations import Shape
 from halfbyte.methods import method_of
 from halfbyte.modeling.attention import Implementation
 from halfbyte.ops.attention import Scores

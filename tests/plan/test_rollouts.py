@@ -8,10 +8,10 @@ import torch
 import transformers
 
 from halfbyte.config import RunConfig
+from halfbyte.data.batch_shapes import Batches, Shape
 from halfbyte.formats import Blockwise4
 from halfbyte.generation import Rollouts, Sampling
 from halfbyte.layers import Linear4bit
-from halfbyte.memory.activations import Batches, Shape
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.shapes import ModelShapes
 

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from halfbyte.reading import look, open_text, parse_json, read_json, read_text, why
-from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
+from halfbyte.reading import look, open_text, parse_json, read_json, read_text
+from halfbyte.utils.errors import CheckpointError, ConfigError, DataError, explain_os_error
 from halfbyte.utils.text import brief, cut, json_line, visible
 
 
@@ -127,10 +127,10 @@ def test_a_key_given_twice_where_that_counts():
 
 
 def test_why_explains_os_errors():
-    assert why(OSError(errno.ENOSPC, "No space left on device")) == "the disk is full"
-    assert why(OSError(errno.ETXTBSY, "Text file busy")) == "Text file busy"
-    assert why(OSError("odd")) == "odd"
-    assert why(OSError()) == "OSError"
+    assert explain_os_error(OSError(errno.ENOSPC, "No space left on device")) == "the disk is full"
+    assert explain_os_error(OSError(errno.ETXTBSY, "Text file busy")) == "Text file busy"
+    assert explain_os_error(OSError("odd")) == "odd"
+    assert explain_os_error(OSError()) == "OSError"
 
 
 def test_values_in_messages_are_short_and_escaped():

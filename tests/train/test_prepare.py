@@ -14,9 +14,9 @@ from datasets import Dataset
 from transformers.modeling_utils import AttentionInterface
 
 from halfbyte.config import load_config
+from halfbyte.data.batch_shapes import Batches
 from halfbyte.data.batches import largest_id, longest_row
 from halfbyte.loading.load import check_attention
-from halfbyte.memory.activations import Batches
 from halfbyte.modeling.architectures import check_token_ids
 from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.optim import OPTIMIZERS, Optimizer

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..adapters.lora import compute_autocast
 from ..config import RunConfig
 from ..config.policy import DISTILLING
 from ..data.collate import make_collator
 from ..methods.answers import as_adapter, without_adapter
+from ..modeling.compute_dtype import compute_autocast
 from ..modeling.distillation import Teacher, use_teacher
 from ..modeling.packing import isolate_for_run
 from ..modeling.patch import patch

@@ -88,10 +88,10 @@ def _reported_to_launcher(shown: HalfbyteError, error: BaseException, *, bug: bo
 def _expected_error(error: BaseException) -> HalfbyteError | None:
     """Return the message for an expected error of another library (no memory, disk full, missing folder), or None."""
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        from ..reading import why
+        from ..utils.errors import explain_os_error
 
         discard_stdout()
-        return HalfbyteError(f"cannot write the output: {why(error)}", "write it to another place")
+        return HalfbyteError(f"cannot write the output: {explain_os_error(error)}", "write it to another place")
     if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd's
         return HalfbyteError("the current folder no longer exists", "change to another folder")
     if isinstance(error, MemoryError) or ("torch" in sys.modules and is_out_of_memory(error)):

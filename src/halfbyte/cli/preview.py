@@ -154,11 +154,12 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     """
     check_inputs(config)
     with quick_imports():
-        from ..adapters.lora import add_adapter, compute_dtype_of
+        from ..adapters.lora import add_adapter
         from ..loading.find import find_model
         from ..loading.load import load_model, load_tokenizer
         from ..methods import method_of
         from ..methods.grpo import PolicyOptimization
+        from ..modeling.compute_dtype import compute_dtype_of
         from ..rewards.model_scores import check_reward_model_compatibility, loaded_reward_models
         from ..rl.preflight import rewards_of
         from ..rl.served import check_server

@@ -30,7 +30,7 @@ RECIPE_OPTIONS = {
     ),
 }
 
-Level = Literal[  # described in memory.activations
+Level = Literal[  # described in modeling.checkpointing
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
 Axis = Literal["data", "shard", "tensor", "pipeline", "context"]

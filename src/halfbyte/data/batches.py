@@ -12,8 +12,8 @@ from pyarrow import ChunkedArray, compute
 
 from ..config.policy import SAMPLING
 from ..config.schema import DataSection, RunKeys
-from ..memory.activations import MAX_GRAPHS, Batches, Shape
 from ..utils.notices import notice
+from .batch_shapes import MAX_GRAPHS, Batches, Shape
 from .collate import FINER, WIDTHS, rounds_widths, width_of
 from .prepare import PreparedData
 from .shared_prefix import ANSWERS

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..config.datasets import DatasetEntry
-from ..reading import look, open_bytes, open_text, parse_json, why
-from ..utils.errors import DataError
+from ..reading import look, open_bytes, open_text, parse_json
+from ..utils.errors import DataError, explain_os_error
 from ..utils.hub import id_of_url, is_local, nearest_path
 from ..utils.notices import notice
 from ..utils.text import brief
@@ -176,7 +176,9 @@ def _files_in(folder: Path) -> list[Path]:
     files: list[Path] = []
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"cannot read {error.filename}: {why(error)}", "change its permissions, or give another path")
+        raise DataError(
+            f"cannot read {error.filename}: {explain_os_error(error)}", "change its permissions, or give another path"
+        )
 
     for place, inner, names in os.walk(folder, onerror=refuse):
         inner[:] = [name for name in inner if not name.startswith(".")]
@@ -376,7 +378,7 @@ def _read_parquet(path: Path) -> Source:
     except OSError as error:
         if error.errno is None:  # Arrow raises OSError for damaged files, too
             raise DataError(f"{path} is not a readable Parquet file: {error}", "copy the file again") from None
-        raise DataError(f"cannot read {path}: {why(error)}", "check the file, or give another") from None
+        raise DataError(f"cannot read {path}: {explain_os_error(error)}", "check the file, or give another") from None
     except Exception as error:  # Arrow's own, or Python's for a value that Python cannot represent
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(f"{path} is not a readable Parquet file: {reason}", "copy the file again") from None

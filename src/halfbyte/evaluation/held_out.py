@@ -122,7 +122,7 @@ def measure(
     """
     import torch
 
-    from ..adapters.lora import compute_autocast, no_input_casts
+    from ..modeling.compute_dtype import compute_autocast, no_input_casts
     from ..modeling.routers import track_routers
     from ..train.stepper import LookAhead, with_numbers
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..adapters.lora import compute_autocast, no_input_casts
 from ..data.chat import prompt_text
 from ..generation import Sampling
 from ..generation.decoder import context_length
 from ..generation.sampling import stop_tokens, turn_end
 from ..generation.text import continue_texts
+from ..modeling.compute_dtype import compute_autocast, no_input_casts
 from ..modeling.head import token_log_probs
 from ..ops import IGNORE_INDEX
 from ..runs.saved import load_saved

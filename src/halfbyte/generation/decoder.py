@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..adapters.lora import compute_dtype_of
 from ..autograd.attention import score_mod_attention, supports_scores
 from ..mesh.sharded_linears import is_tensor_parallel
+from ..modeling.compute_dtype import compute_dtype_of
 from ..modeling.families import SILU, config_scale
 from ..modeling.head import head_from_config
 from ..modeling.layer import Attention, Block, Half, LayerView, TokenMixer, causal_lm_of, epsilon, layer_view

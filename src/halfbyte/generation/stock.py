@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
-from ..adapters.lora import compute_autocast, no_input_casts
+from ..modeling.compute_dtype import compute_autocast, no_input_casts
 from ..modeling.layer import causal_lm_of, given_cache
 from ..parallel.shard.model import sharded
 from ..utils.errors import ModelError

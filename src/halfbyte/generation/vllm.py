@@ -29,9 +29,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..reading import why
 from ..reading.json import parse_json
-from ..utils.errors import ConfigError
+from ..utils.errors import ConfigError, explain_os_error
 from ..utils.text import brief
 from .rollouts import Completion
 from .sampling import Sampling
@@ -246,7 +245,7 @@ class VllmServer:
             if isinstance(reason, TimeoutError):
                 fix = "raise vllm_server_timeout, lower max_completion_length, or reduce the server's other load"
                 raise self._wrong(f"takes longer than {seconds:g} s for {path}", fix) from error
-            cause = why(reason) if isinstance(reason, OSError) else str(reason) or type(error).__name__
+            cause = explain_os_error(reason) if isinstance(reason, OSError) else str(reason) or type(error).__name__
             raise self._wrong(f"does not answer: {cause}", self.start) from error
         if len(raw) > MAX_ANSWER_BYTES:
             raise self._wrong(f"returns over {MAX_ANSWER_BYTES:,} bytes", self.start)

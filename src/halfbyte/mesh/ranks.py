@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..reading import why
 from ..utils import errors
-from ..utils.errors import ConfigError, HalfbyteError, TrainingError
+from ..utils.errors import ConfigError, HalfbyteError, TrainingError, explain_os_error
 from ..utils.notices import notice
 from ..utils.processes import is_rank
 from ..utils.text import brief
@@ -108,7 +107,7 @@ def _wait_for_dns(host: str) -> None:
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() - began >= DNS_TIMEOUT:
-                cause = why(error) if isinstance(error, OSError) else str(error)
+                cause = explain_os_error(error) if isinstance(error, OSError) else str(error)
                 message = f"MASTER_ADDR: cannot resolve {brief(host)}: {cause}"
                 raise ConfigError(message, "give the address of the first process's host") from error
         time.sleep(1)

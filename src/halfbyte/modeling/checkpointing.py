@@ -1,4 +1,18 @@
-"""Activation checkpointing: run each decoder layer at its level of `memory.activations`.
+"""Activation checkpointing: run each decoder layer at its level.
+
+A level determines which activations a decoder layer saves for the backward. `plan.policy` gives the cost of each. Each
+level saves less and recomputes more than the one before:
+
+    keep               save all tensors that the backward reads
+    recompute          recompute the normalized inputs of attention and MLP in one elementwise pass each
+    recompute_mlp      save only the input of the MLP; recompute gate and up as well
+    checkpoint         save only the layer's input; recompute all but the last GEMM (`autograd.checkpointing`)
+
+offload_kept, offload_attention and offload save the same tensors as recompute, recompute_mlp and checkpoint, in pinned
+host memory (`memory.offload`). The copies take as long as the forward of three layers for offload_kept, and of one
+layer for offload_attention, so layers of offload_kept alternate with other levels. The last level is
+
+    tiled              offload, with the MLP running over `TILE_ROWS` tokens at a time to bound its inner tensors
 
 A layer's level is in its `PatchRecord`. A layer without a level follows transformers' own gradient checkpointing.
 """
@@ -8,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -16,7 +30,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..autograd.checkpointing import OnDevice, Store, recompute
 from ..config import Level
 from ..dispatch import on_compiler
-from ..memory.activations import LEVELS, OFFLOADED, TILE_ROWS
 from ..memory.offload import Offload
 from ..mesh.sharded_linears import sharded_saved_tensors
 from ..utils.errors import ModelError
@@ -25,6 +38,15 @@ from .blocks import attention_half, mixer_of, mlp_half, runs_parallel
 from .cast_cache import with_open_cache
 from .layer import given_cache
 from .patch_record import Activations, record
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+OFFLOADED: dict[str, Level] = {  # level → the level whose saved tensors it moves to the host
+    "offload_kept": "recompute",
+    "offload_attention": "recompute_mlp",
+    "offload": "checkpoint",
+    "tiled": "checkpoint",
+}
+TILE_ROWS = 8192  # tokens
 
 # transformers 5.17 checkpoints in __call__, 5.23 in a wrapper of the class's forward, which a bound forward replaces.
 CHECKPOINTS_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.lora import compute_autocast, no_input_casts
 from ..config.schema import DataSection
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
 from . import recurrent
+from .compute_dtype import compute_autocast, no_input_casts
 from .head import backbone_inputs, uses_hidden_states
 from .layer import causal_lm_of
 from .packed_forwards import forward_with_bounds, forward_with_masks, unpacked_forward, unwrap, wrap

@@ -113,8 +113,8 @@ def patch(
             vision tower is not patched), or a `peft.PeftModel` around either. Linears may be bitsandbytes' (the real
             package's or `halfbyte.bitsandbytes`'): their packed weights are read without a copy. Any other model is
             left unchanged, and the report says so.
-        activations: level of `memory.activations.LEVELS` at which decoder layers save activations for backward, for all
-            or one for each; None: save everything, or as transformers' gradient checkpointing is set.
+        activations: level of `modeling.checkpointing.LEVELS` at which decoder layers save activations for backward, for
+            all or one for each; None: save everything, or as transformers' gradient checkpointing is set.
         recipe: precision of GEMMs with frozen weights: "bf16" (x's dtype), "fp8-hybrid" or "nvfp4", or options of one
             of the latter, `ops.fp8_scaling.ScalingOptions` or `autograd.linear_nvfp4.Nvfp4Recipe`.
         fused_loss: whether outputs of training calls with `labels` hold the loss alone. False: also the logits, for

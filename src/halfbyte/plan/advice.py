@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..config import RunConfig
 from ..config.schema import AdapterSection, RunKeys
 from ..config.yaml import dump_value
-from ..memory.activations import Batches
+from ..data.batch_shapes import Batches
 from ..optim import OPTIMIZERS
 from ..utils.errors import ConfigError
 from ..utils.notices import notice

@@ -20,7 +20,7 @@ from ..auxiliary.model import AuxiliaryModel, find_teacher
 from ..config import RunConfig
 from ..config.policy import DISTILLING
 from ..config.schema import AdapterSection
-from ..memory.activations import Batches
+from ..data.batch_shapes import Batches
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header, safetensors_files
 from ..rewards.reward_models import find_reward_models
 from ..rewards.specs import MODEL, read_specs

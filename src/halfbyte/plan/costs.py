@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import Level, Parallel
-from ..memory.activations import OFFLOADED, TILE_ROWS, Shape
+from ..data.batch_shapes import Shape
+from ..modeling.checkpointing import OFFLOADED, TILE_ROWS
 from ..modeling.config_facts import max_layer_sizes
 from ..modeling.routers import EXPERT_COUNTS, TOP_K
 from .cards import H200, Card

@@ -16,8 +16,8 @@ import torch
 from ..config import Level, Parallel, RunConfig, Sliced
 from ..config.policy import DISTILLING, SAMPLING
 from ..config.schema import RunKeys
+from ..data.batch_shapes import Batches, Shape
 from ..memory import allocators
-from ..memory.activations import Batches, Shape
 from ..mesh.reduction import BUCKET
 from ..modeling.packed_forwards import MIN_LENGTH_RATIO
 from ..optim import memory_choices, optimizer_row, state_key, trained_parameters

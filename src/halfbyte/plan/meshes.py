@@ -18,7 +18,7 @@ import torch
 from ..config import Parallel, RunConfig
 from ..config.layouts import layouts, unsupported_context, unsupported_packing, unsupported_reason
 from ..config.schema import RunKeys
-from ..memory.activations import Batches
+from ..data.batch_shapes import Batches
 from ..modeling.layer import decoder_layers
 from ..parallel.tensor import check_tensor_parallel
 from ..utils.errors import ConfigError, HalfbyteError

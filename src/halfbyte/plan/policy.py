@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from ..config import Level
-from ..memory.activations import LEVELS, OFFLOADED
+from ..modeling.checkpointing import LEVELS, OFFLOADED
 from .costs import SPACED, Gathers, LayerCost, extra_seconds
 from .replay import LayerBytes
 

@@ -29,11 +29,11 @@ from torch._subclasses.fake_tensor import (
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from ..adapters.lora import compute_autocast, no_input_casts
 from ..autograd.attention import has_repeatable_rows
 from ..autograd.tiled_attention import TENSORS
 from ..formats import Format
 from ..modeling.attention import Implementation
+from ..modeling.compute_dtype import compute_autocast, no_input_casts
 from ..modeling.head import backbone_inputs, expected_head
 from ..modeling.layer import causal_lm_of
 from ..modeling.patch import patch

@@ -19,12 +19,12 @@ import torch
 
 from ..config.policy import POLICY
 from ..config.schema import RunKeys
+from ..data.batch_shapes import Batches
 from ..generation.delta_net import is_delta_net, state_bytes
 from ..generation.engine import CACHES
 from ..generation.rollouts import PACKED_MAX_ROWS, PREFILL_TOKENS, pages_needed
 from ..generation.schedule import RESERVED_SEATS, Group, Row, page_count
 from ..layers import QuantizedLinear
-from ..memory.activations import Batches
 from ..modeling.config_facts import layer_sizes, max_layer_sizes
 from ..ops.delta_rule import Rows, delta_rule, parts_of
 from ..ops.paged_attention import PAGE

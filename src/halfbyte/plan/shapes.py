@@ -16,13 +16,13 @@ from ..adapter_kinds import adapter_kind
 from ..adapters.expert_adapters import expert_wrappers
 from ..adapters.lora import add_adapter
 from ..config.schema import RunKeys
+from ..data.batch_shapes import Shape
 from ..data.collate import PackedCollator
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
 from ..layers.plain import factor_holders
 from ..loading.assignment import quantized_names, skipped_modules, stored_formats
 from ..loading.expert_offload import layers_of_experts
 from ..loading.expert_stacks import prepare_stacks
-from ..memory.activations import TILE_ROWS, Shape
 from ..modeling import recurrent
 from ..modeling.architectures import (
     auto_class,
@@ -35,7 +35,7 @@ from ..modeling.architectures import (
 )
 from ..modeling.attention import Implementation, implementation
 from ..modeling.cast_cache import cast_replacements
-from ..modeling.checkpointing import enable_checkpointing
+from ..modeling.checkpointing import TILE_ROWS, enable_checkpointing
 from ..modeling.config_facts import has_sinks
 from ..modeling.experts import names_of
 from ..modeling.families import family_of_config

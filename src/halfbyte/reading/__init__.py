@@ -4,7 +4,7 @@ Callers choose the error class (`DataError`, `CheckpointError`, ...) and the fix
 readers add the cause and its position.
 """
 
-from .files import look, open_bytes, open_text, read_text, why
+from .files import look, open_bytes, open_text, read_text
 from .json import parse_json, read_json
 
-__all__ = ["look", "open_bytes", "open_text", "parse_json", "read_json", "read_text", "why"]
+__all__ = ["look", "open_bytes", "open_text", "parse_json", "read_json", "read_text"]

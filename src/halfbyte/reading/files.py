@@ -11,32 +11,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal, TextIO, cast
 
-from ..utils.errors import ConfigError, HalfbyteError
+from ..utils.errors import ConfigError, HalfbyteError, explain_os_error
 
 MEBIBYTE = 2**20
 LARGEST_TEXT = 256 * MEBIBYTE  # largest file to read at once; the largest tokenizer.json has 33 MiB
 
-_WORDS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "your share of the disk is full",
-    errno.EFBIG: "the file system takes no file of this size",
-    errno.EROFS: "the disk can only be read",
-    errno.ENOENT: "there is no such file",
-    errno.EEXIST: "it exists already",
-    errno.EACCES: "you may not read or enter it",
-    errno.EPERM: "you may not do that",
-    errno.EISDIR: "it is a folder",
-    errno.ENOTDIR: "a part of its path is a file, not a folder",
-    errno.ENAMETOOLONG: "the name is too long",
-    errno.ELOOP: "it is a link that leads back to itself",
-    errno.ENOTEMPTY: "the folder is not empty",
-    errno.EBUSY: "something else is using it",
-    errno.EMFILE: "this process has too many files open",
-    errno.ENFILE: "this machine has too many files open",
-    errno.EIO: "the disk does not answer properly",
-    errno.ESTALE: "its network folder is gone",
-    errno.ENXIO: "nothing is at the other end of it",
-}
 _FIXES = {
     errno.EACCES: "give yourself the right to (chmod u+rX), or name another",
     errno.EPERM: "give yourself the right to, or name another",
@@ -61,11 +40,6 @@ def same_place(one: str, other: str) -> bool:
     return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 
-def why(error: OSError) -> str:
-    """Explain an OSError in plain words: "the disk is full", "you may not read or enter it", "it is a folder"."""
-    return _WORDS.get(error.errno or 0) or (error.strerror or str(error) or type(error).__name__)
-
-
 def look(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "") -> Literal["file", "folder", ""]:
     """Return the kind of `path`: "file", "folder", or "" if nothing is there.
 
@@ -84,7 +58,7 @@ def look(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = 
             f"{path} is a link to {os.readlink(path)}, which is not there", "repair the link, or name the file itself"
         ) from None
     except OSError as problem:
-        raise error(f"cannot read {path}: {why(problem)}", _FIXES.get(problem.errno or 0, fix)) from None
+        raise error(f"cannot read {path}: {explain_os_error(problem)}", _FIXES.get(problem.errno or 0, fix)) from None
     except ValueError:  # NUL, or half a surrogate pair
         raise error(f"cannot read {path}: the name holds a character that no file's name has", "check the name") from (
             None
@@ -131,14 +105,16 @@ def _open(
     if not kind:
         raise error(f"no such file: {path}", fix)
     if kind == "folder":
-        raise error(f"cannot read {path}: {_WORDS[errno.EISDIR]}", _FIXES[errno.EISDIR])
+        raise error(f"cannot read {path}: it is a folder", _FIXES[errno.EISDIR])
     try:
         if _is_pointer(path):
             raise error(f"{path} is a Git LFS pointer, not the file", "fetch it: `git lfs pull` in its folder")
         with open(path, mode, encoding=None if "b" in mode else "utf-8-sig", newline=newline) as file:
             yield file
     except OSError as problem:
-        raise error(f"cannot read {path}: {why(problem)}", _FIXES.get(problem.errno or 0, fix)) from problem
+        raise error(
+            f"cannot read {path}: {explain_os_error(problem)}", _FIXES.get(problem.errno or 0, fix)
+        ) from problem
 
 
 def _is_pointer(path: Path | str) -> bool:

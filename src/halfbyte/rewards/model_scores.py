@@ -14,13 +14,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from ..adapters.lora import compute_autocast
 from ..auxiliary.model import additional_adapter
 from ..config import RunConfig
 from ..config.methods import SCORES
 from ..data.chat import ChatTemplate
 from ..data.encode import Encoder
 from ..methods.answers import as_adapter, score
+from ..modeling.compute_dtype import compute_autocast
 from ..reading.boundary import answered
 from ..utils.console import Console
 from ..utils.errors import ModelError, attribute_to_key

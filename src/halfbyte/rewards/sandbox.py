@@ -23,9 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..reading import why
 from ..reading.files import MEBIBYTE
-from ..utils.errors import ConfigError
+from ..utils.errors import ConfigError, explain_os_error
 from . import jail
 
 POLL_SECONDS = 0.05  # between measurements of a program's memory
@@ -92,7 +91,7 @@ def unsupported_reason() -> str | None:
     try:
         outcome = _run("print(6 * 7)", b"", Limits(seconds=10))
     except OSError as error:
-        return f"the sandbox does not start: {why(error)}"
+        return f"the sandbox does not start: {explain_os_error(error)}"
     if outcome.code == jail.REFUSED:
         return "user namespaces are not permitted here"
     return None if outcome.output == b"42\n" else f"a test program in it ends with {outcome.code}"

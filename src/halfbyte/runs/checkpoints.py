@@ -17,9 +17,9 @@ from typing import Any
 from ..config import RunConfig
 from ..config.run_config import PATHS, expand_home
 from ..config.yaml import dump_value
-from ..reading import read_json, why
+from ..reading import read_json
 from ..reading.tensors import ADAPTER, read_header, safetensors_files
-from ..utils.errors import CheckpointError, ConfigError, HalfbyteError
+from ..utils.errors import CheckpointError, ConfigError, HalfbyteError, explain_os_error
 from ..utils.files import clear_leftovers, new_directory, remove, write_json
 from ..utils.notices import notice, silent
 from .layout import (
@@ -121,7 +121,7 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
     except CheckpointError as error:
         return error.message
     except OSError as error:
-        return why(error)
+        return explain_os_error(error)
     except (ValueError, zipfile.BadZipFile) as error:
         return str(error)
 

@@ -21,13 +21,13 @@ from ..config.schema import RunKeys
 from ..data.sources import files_of
 from ..loading.find import preflight_model
 from ..methods import METHODS, Method, method_of
-from ..reading import look, why
+from ..reading import look
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
 from ..rewards.reward_models import check_reward_models
 from ..rewards.specs import read_specs
 from ..utils import hub
-from ..utils.errors import CheckpointError, ConfigError, HalfbyteError, attribute_to_key
+from ..utils.errors import CheckpointError, ConfigError, HalfbyteError, attribute_to_key, explain_os_error
 from ..utils.text import brief
 from .checkpoints import starting_point
 from .lock import check_free
@@ -213,7 +213,7 @@ def check_output_dir(output_dir: str) -> None:
         if not what and not os.access(there, os.W_OK | os.X_OK):
             what = "is not writable for you"
     except (OSError, ValueError) as error:  # ValueError: a NUL
-        reason = why(error) if isinstance(error, OSError) else str(error)
+        reason = explain_os_error(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(f"output_dir: cannot write into {brief(output_dir)}: {reason}", fix) from error
     if what:
         raise ConfigError(f"output_dir: cannot write into {path}: {there} {what}", fix)

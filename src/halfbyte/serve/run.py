@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import uvicorn
 
-from ..reading import why
-from ..utils.errors import ConfigError
+from ..utils.errors import ConfigError, explain_os_error
 from ..utils.notices import notice
 from ..utils.text import visible
 from .app import Endpoints, application
@@ -112,6 +111,6 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, ValueError) as error:  # ValueError: an invalid host name
         if listener is not None:
             listener.close()
-        cause = why(error) if isinstance(error, OSError) else "invalid host name"
+        cause = explain_os_error(error) if isinstance(error, OSError) else "invalid host name"
         raise ConfigError(f"cannot listen on {host}:{port}: {cause}", "choose another --host or --port") from error
     return listener

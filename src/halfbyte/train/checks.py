@@ -17,13 +17,7 @@ from transformers import PreTrainedModel
 from ..adapter_kinds import adapter_kind
 from ..adapters.expert_adapters import attach_adapter_forwards, changed_experts
 from ..adapters.expert_targets import weights_as_modules
-from ..adapters.lora import (
-    adapter_weights,
-    compute_autocast,
-    load_adapter_weights,
-    quiet_peft,
-    saved_adapter_config,
-)
+from ..adapters.lora import adapter_weights, load_adapter_weights, quiet_peft, saved_adapter_config
 from ..autograd.attention import DIFFERS
 from ..batch import model_inputs
 from ..config import RunConfig
@@ -31,6 +25,7 @@ from ..mesh.mesh import Mesh
 from ..mesh.sharded_linears import are_unsharded, full_parameters
 from ..methods.base import Batch
 from ..modeling.architectures import expert_stacks
+from ..modeling.compute_dtype import compute_autocast
 from ..modeling.head import causal_lm_loss, hidden_states_at
 from ..modeling.patch import PatchReport
 from ..ops import IGNORE_INDEX

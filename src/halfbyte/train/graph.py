@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..autograd.lora import gradient_dtype
 from ..batch import SYNCED_SHAPE, Batch
-from ..memory.activations import MAX_GRAPHS
+from ..data.batch_shapes import MAX_GRAPHS
 from ..memory.pinned import AFTER_CAPTURE
 from ..mesh.mesh import SINGLE_PROCESS
 from ..optim.fused import FusedOptimizer

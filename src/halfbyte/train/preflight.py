@@ -58,8 +58,8 @@ from ..plan.meshes import Device, Meshes, check_layout
 from ..plan.policy import OFFLOADED
 from ..plan.shapes import ModelShapes
 from ..qat.model import qat_format
-from ..rl.dataset import rollout_plan_of
 from ..report.terminal import print_data, print_header, print_memory, print_processes
+from ..rl.dataset import rollout_plan_of
 from ..rl.preflight import check_rewards
 from ..rl.served import check_server
 from ..runs import checkpoints

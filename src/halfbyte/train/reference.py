@@ -20,13 +20,13 @@ from datasets import Dataset, List, Value
 from safetensors.torch import save_file
 
 from .. import __version__
-from ..adapters.lora import compute_autocast
 from ..batch import REFERENCE
 from ..data.collate_answers import answer_collator, trained_tokens
 from ..data.tables import new_fingerprint
 from ..mesh.mesh import DATA_AXES
 from ..methods.answers import as_reference, log_probs
 from ..methods.preference import reference_is_initial_model
+from ..modeling.compute_dtype import compute_autocast
 from ..modeling.layer import causal_lm_of
 from ..reading.tensors import read_tensors
 from ..utils.console import Console

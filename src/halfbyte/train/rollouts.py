@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..adapters.lora import compute_autocast
 from ..auxiliary.model import additional_adapter
 from ..auxiliary.teacher import loaded_teacher
 from ..batch import REFERENCE
@@ -18,6 +17,7 @@ from ..config.policy import DISTILLING
 from ..data.prepare import PreparedData
 from ..generation.sampling import stop_tokens
 from ..methods.grpo import PolicyOptimization
+from ..modeling.compute_dtype import compute_autocast
 from ..plan.memory_plan import RolloutPlan
 from ..rewards.model_scores import loaded_reward_models
 from ..rewards.score import Rewards

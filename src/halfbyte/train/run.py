@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from ..adapters.lora import no_input_casts
 from ..config import RunConfig, load_config
 from ..data.rows import RowTable
 from ..generation.sampling import stop_tokens
 from ..mesh.mesh import present_mesh
+from ..modeling.compute_dtype import no_input_casts
 from ..modeling.packing import remove_isolation
 from ..modeling.patch import unpatch
 from ..parallel.launch.agreement import check_agreement, check_shared

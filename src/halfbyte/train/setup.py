@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import set_seed
 
-from ..adapters.lora import add_adapter, compute_autocast, reads_base_weights
+from ..adapters.lora import add_adapter, reads_base_weights
 from ..batch import to_device
 from ..data.collate import make_collator
 from ..data.collate_answers import answer_collator, first_prompt, with_own_prompts
@@ -25,6 +25,7 @@ from ..mesh.mesh import SHARD_AXES
 from ..methods.answers import turn_dropout_off
 from ..modeling.attention import cudnn_lengths
 from ..modeling.checkpointing import enable_checkpointing
+from ..modeling.compute_dtype import compute_autocast
 from ..modeling.head import causal_lm_loss
 from ..modeling.layer import decoder_layers
 from ..modeling.packing import isolate_for_run

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..adapters.lora import compute_autocast
 from ..batch import LOOK_AHEAD, LOSS_COUNT, SYNCED_SHAPE, Batch
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..methods.base import Method
+from ..modeling.compute_dtype import compute_autocast
 from ..parallel.rank_sync import RankSync
 from ..utils.hardware import free_cached_memory, is_out_of_memory
 from .graph import SINGLE_RANK, GraphedBackward

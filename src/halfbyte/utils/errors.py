@@ -5,10 +5,33 @@ wrong. Any other exception is a bug, and its traceback is written to a file.
 """
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from typing import Any
 
 from . import text
+
+_OS_ERRORS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "your share of the disk is full",
+    errno.EFBIG: "the file system takes no file of this size",
+    errno.EROFS: "the disk can only be read",
+    errno.ENOENT: "there is no such file",
+    errno.EEXIST: "it exists already",
+    errno.EACCES: "you may not read or enter it",
+    errno.EPERM: "you may not do that",
+    errno.EISDIR: "it is a folder",
+    errno.ENOTDIR: "a part of its path is a file, not a folder",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ELOOP: "it is a link that leads back to itself",
+    errno.ENOTEMPTY: "the folder is not empty",
+    errno.EBUSY: "something else is using it",
+    errno.EMFILE: "this process has too many files open",
+    errno.ENFILE: "this machine has too many files open",
+    errno.EIO: "the disk does not answer properly",
+    errno.ESTALE: "its network folder is gone",
+    errno.ENXIO: "nothing is at the other end of it",
+}
 
 
 class HalfbyteError(Exception):
@@ -60,3 +83,8 @@ def attribute_to_key(key: str) -> Iterator[None]:
         if error.message.startswith(key):
             raise
         raise type(error)(f"{key}: {error.message}", error.fix) from error
+
+
+def explain_os_error(error: OSError) -> str:
+    """Explain an OSError in plain words: "the disk is full", "you may not read or enter it", "it is a folder"."""
+    return _OS_ERRORS.get(error.errno or 0) or (error.strerror or str(error) or type(error).__name__)

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..reading import why
-from .errors import ConfigError, HalfbyteError, TrainingError
+from .errors import ConfigError, HalfbyteError, TrainingError, explain_os_error
 from .notices import notice
 from .processes import Process
 
@@ -175,7 +174,7 @@ def writing(path: Path | str) -> Iterator[None]:
 def write_problem(path: Path | str, cause: OSError) -> tuple[str, str]:
     """Return the message and the fix for a path that cannot be written."""
     number = cause.errno or 0
-    return f"cannot write {path}: {ERRNO_TEXT.get(number) or why(cause)}", FIXES.get(number, DEFAULT_FIX)
+    return f"cannot write {path}: {ERRNO_TEXT.get(number) or explain_os_error(cause)}", FIXES.get(number, DEFAULT_FIX)
 
 
 def _cause(error: BaseException, path: Path) -> OSError | None:

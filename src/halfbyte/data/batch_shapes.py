@@ -1,37 +1,11 @@
-"""Inputs of activation-memory planning: the levels of activation checkpointing and the shapes of micro-batches.
-
-A level determines which activations a decoder layer saves for the backward. `plan.policy` gives the cost of each. Each
-level saves less and recomputes more than the one before:
-
-    keep               save all tensors that the backward reads
-    recompute          recompute the normalized inputs of attention and MLP in one elementwise pass each
-    recompute_mlp      save only the input of the MLP; recompute gate and up as well
-    checkpoint         save only the layer's input; recompute all but the last GEMM (`autograd.checkpointing`)
-
-offload_kept, offload_attention and offload save the same tensors as recompute, recompute_mlp and checkpoint, in pinned
-host memory (`memory.offload`). The copies take as long as the forward of three layers for offload_kept, and of one
-layer for offload_attention, so layers of offload_kept alternate with other levels. The last level is
-
-    tiled              offload, with the MLP running over `TILE_ROWS` tokens at a time to bound its inner tensors
-"""
+"""Shapes of a run's micro-batches: inputs of the memory plan and of CUDA graphs."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import get_args
 
-from ..config import Level
 from ..config.schema import RunKeys
-
-LEVELS: tuple[Level, ...] = get_args(Level)
-OFFLOADED: dict[str, Level] = {  # level → the level whose saved tensors it moves to the host
-    "offload_kept": "recompute",
-    "offload_attention": "recompute_mlp",
-    "offload": "checkpoint",
-    "tiled": "checkpoint",
-}
-TILE_ROWS = 8192  # tokens
 
 MAX_GRAPHS = 24  # CUDA graphs of a run, one per batch shape; each holds its inputs, results and kernel parameters
 
