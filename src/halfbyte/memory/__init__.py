@@ -1,1 +1,1 @@
-"""Memory of a run: activation levels, offload to the host and allocator limits."""
+"""Memory of a run: offload to the host and allocator limits."""
