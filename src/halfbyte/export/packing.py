@@ -83,7 +83,7 @@ class Packing:
     @property
     def bits(self) -> float:
         """Bits per weight, scales included, of the layers with the fewest bits."""
-        of_each = (each.each if isinstance(each, Stack) else each for each in self.formats.values())
+        of_each = (each.matrix_format if isinstance(each, Stack) else each for each in self.formats.values())
         return min((each.bits_per_weight(TYPICAL_SHAPE) for each in of_each), default=16.0)
 
     def entries(self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Entry, ...]:

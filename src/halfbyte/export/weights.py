@@ -289,7 +289,8 @@ class MergedWeights:
     def stack(self, output: Output, target: Target) -> QuantizedTensor:
         """Return a packed stack of experts, and record how much of each expert's update is retained."""
         format_, shape, name = self.packing.formats[output.parameter], output.entry.shape, output.parameter
-        each, found = (format_.each if isinstance(format_, Stack) else format_), self._kept.setdefault(target, {})
+        each = format_.matrix_format if isinstance(format_, Stack) else format_
+        found = self._kept.setdefault(target, {})
 
         def experts() -> Iterator[Tensor]:
             for at, (weight, before) in enumerate(self.experts(output, target)):

@@ -61,33 +61,33 @@ def named(name: str) -> Format:
     Raises:
         ModelError: there is no such format, or its options do not parse.
     """
-    known = names()
-    if name in known:
-        return from_spec(known[name])
+    specs = names()
+    if name in specs:
+        return from_spec(specs[name])
     if name.partition(":")[0] in FORMATS:
         try:
             return from_spec(name)
         except (ModelError, ValueError, KeyError, TypeError, IndexError) as error:
             reason = error.message if isinstance(error, ModelError) else "its options do not parse"
             examples = FORMATS[name.partition(":")[0]].examples()
-            fix = f"write it like {examples[0].spec}" if examples else f"use one of {', '.join(sorted(known))}"
+            fix = f"write it like {examples[0].spec}" if examples else f"use one of {', '.join(sorted(specs))}"
             reason = reason if examples else "it is only read from checkpoints"
             raise ModelError(f"{name!r} is not the spec of a format: {reason}", fix) from error
-    near = difflib.get_close_matches(name, known, 3, 0.4)
+    near = difflib.get_close_matches(name, specs, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     if _GGUF_TYPE.fullmatch(name):
         hint = f"`halfbyte export RUN --gguf {name.lower()}` writes that type of GGUF files; "
     elif "," in name:
         hint = "write one, or a mapping from layers' names to them, {'*.down_proj': kbit5, '*': nf4}; "
-    raise ModelError(f"there is no format {name!r}", f"{hint}formats: {', '.join(sorted(known))}")
+    raise ModelError(f"there is no format {name!r}", f"{hint}formats: {', '.join(sorted(specs))}")
 
 
 def recognize(suffixes: Iterable[str], prefer: type[Format]) -> type[Format]:
     """The format whose checkpoint suffixes match `suffixes` best; some may be missing. `prefer` wins a tie."""
-    found = frozenset(suffixes)
+    stored_suffixes = frozenset(suffixes)
 
     def score(cls: type[Format]) -> tuple[int, bool]:
-        known = cls.state_suffixes()
-        return len(found & known) - len(found - known), cls is prefer
+        format_suffixes = cls.state_suffixes()
+        return len(stored_suffixes & format_suffixes) - len(stored_suffixes - format_suffixes), cls is prefer
 
     return max(FORMATS.values(), key=score)

@@ -25,6 +25,8 @@ PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DECODED = (*FLOATS, torch.float64)  # dtypes of dequantized values
 SIDES = ("rows", "columns")
+META_KEY = "quant_state.halfbyte__"  # before the format's name: key of the entry with spec, shape and dtype
+DAMAGED = "re-download the checkpoint"  # what to do about wrong entries
 QUANT_METHOD = "halfbyte"  # `quant_method` in config.json of a checkpoint that stores a format per layer
 
 
@@ -132,18 +134,26 @@ class Format(abc.ABC):
         """Quantize a stack of `shape` [E, N, K] from its matrices, of which one is in memory at a time.
 
         Raises:
-            ModelError: this format does not store stacks (see `stacked`), or a matrix has NaN or Inf; the message
+            ModelError: this format does not store such stacks (`check_stack`), or a matrix has NaN or Inf; the message
                 names the matrix.
         """
-        raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
+        return self.stack_parts((self.quantize_expert(weight, index) for index, weight in enumerate(weights)), shape)
 
     def stack_parts(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
         """Parts of a stack of `shape` [E, N, K] from the parts of its matrices, in order.
 
         Raises:
-            ModelError: this format does not store stacks (see `stacked`).
+            ModelError: this format does not store such stacks (`check_stack`).
         """
-        raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
+        self.check_stack(shape)
+        stored: dict[str, Tensor] = {}
+        for index, parts in enumerate(experts):
+            if not stored:
+                specs, device = self.part_specs(shape).items(), next(iter(parts.values())).device
+                stored = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in specs}
+            for name, part in parts.items():
+                stored[name].view(shape[0], *part.shape)[index] = part
+        return stored
 
     def rows_concatenate(self, rows: int) -> bool:
         """Whether concatenating the parts of matrices of `rows` rows gives the parts of the taller matrix."""
@@ -157,9 +167,9 @@ class Format(abc.ABC):
         count, rows, columns = shape
         if not self.rows_concatenate(rows):
             return None
-        whole = (count * rows, columns)
-        flat = {name: parts[name].reshape(size) for name, (size, _) in self.part_specs(whole).items()}
-        return self.dequantize(flat, whole, dtype).view(shape)
+        flat_shape = (count * rows, columns)
+        flat = {name: parts[name].reshape(size) for name, (size, _) in self.part_specs(flat_shape).items()}
+        return self.dequantize(flat, flat_shape, dtype).view(shape)
 
     def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         """Concatenate matrices of `shape` [N, K] along their rows: the format and the parts of the result.
@@ -176,23 +186,28 @@ class Format(abc.ABC):
                 f"{self.spec}: matrices of shape {shape} cannot be stacked: they share no scales", "use 16-bit weights"
             )
         specs = self.part_specs((len(pieces) * shape[0], shape[1]))
-        return self, {name: torch.cat([each[name] for each in pieces]).view(size) for name, (size, _) in specs.items()}
+        joined = {name: torch.cat([piece[name] for piece in pieces]) for name in specs}
+        return self, {name: part.view(specs[name][0]) for name, part in joined.items()}
 
     def check_stack(self, shape: tuple[int, ...]) -> None:
         """Check that this format can store a stack of `shape`.
 
         Raises:
-            ModelError: the shape is not [E, N, K], or a block would span two matrices.
+            ModelError: this format stores matrices only (see `stacked`), the shape is not [E, N, K], or a block would
+                span two matrices.
         """
-        raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
+        raise self._stacks_error()
 
     def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
         """Matrix `index` of a stack of `shape` [E, N, K]: its format, and its parts as views.
 
         Raises:
-            ModelError: this format does not store stacks.
+            ModelError: this format does not store such stacks (`check_stack`).
         """
-        raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
+        raise self._stacks_error()
+
+    def _stacks_error(self) -> ModelError:
+        return ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
 
     def split(self, parts: Parts, shape: tuple[int, ...], dim: int, n: int) -> tuple[Format, list[dict[str, Tensor]]]:
         """Split a matrix into `n` equal shards along `dim`, each in its own memory; on the meta device, shapes only.
@@ -218,15 +233,15 @@ class Format(abc.ABC):
             raise ModelError(
                 f"{self.spec}: {shape[dim]} {SIDES[dim]} cannot be split {n} ways", f"use a divisor of {shape[dim]}"
             )
-        found = self._split(parts, (shape[0], shape[1]), dim, n)
-        if isinstance(found, int):
-            message = f"{self.spec}: a matrix of shape {tuple(shape)} is not split into {n} by {SIDES[dim]}"
+        split = self._split(parts, (shape[0], shape[1]), dim, n)
+        if isinstance(split, int):
             raise ModelError(
-                message, f"each shard's size must be a multiple of {found}: split it fewer ways, or use another format"
+                f"{self.spec}: a matrix of shape {tuple(shape)} is not split into {n} by {SIDES[dim]}",
+                f"each shard's size must be a multiple of {split}: split it fewer ways, or use another format",
             )
-        format_, shards = found
-        sides = tuple(size // n if each == dim else size for each, size in enumerate(shape))
-        return format_, [{name: each[name] for name in format_.part_specs(sides)} for each in shards]
+        format_, shards = split
+        shard_shape = tuple(size // n if axis == dim else size for axis, size in enumerate(shape))
+        return format_, [{name: shard[name] for name in format_.part_specs(shard_shape)} for shard in shards]
 
     def _split(
         self, parts: Parts, shape: tuple[int, int], dim: int, n: int
@@ -241,10 +256,9 @@ class Format(abc.ABC):
         for another tool's layout, the codes are the first part, the other parts use their own names as suffixes, and
         `quant_state.halfbyte__<name>` holds JSON with spec, shape and dtype.
         """
-        codes, *others = parts
         meta = {"spec": self.spec, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-        state = {"": parts[codes], **{name: parts[name] for name in others}}
-        return state | {_meta_key(self.name): json_entry(meta)}
+        state = {suffix: parts[name] for name, suffix in _own_suffixes(parts).items()}
+        return state | {META_KEY + self.name: json_entry(meta)}
 
     @classmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
@@ -253,7 +267,7 @@ class Format(abc.ABC):
         Raises:
             CheckpointError: an entry of parameter `name` is missing, misshapen or contradicts another.
         """
-        key = _meta_key(cls.name)
+        key = META_KEY + cls.name
         meta = read_json_entry(state, key, name)
         try:
             head, _, options = meta["spec"].partition(":")
@@ -266,8 +280,8 @@ class Format(abc.ABC):
             specs = format_.part_specs(shape)
         except (KeyError, ModelError, AttributeError, TypeError, ValueError) as error:
             message = f"{name}.{key} is not usable: {error!r}"
-            raise CheckpointError(message, "re-download the checkpoint") from error
-        suffixes = {part: "" if not at else part for at, part in enumerate(specs)}
+            raise CheckpointError(message, DAMAGED) from error
+        suffixes = _own_suffixes(specs)
         parts = {part: state[suffix] for part, suffix in suffixes.items() if suffix in state}
         check_parts(parts, specs, suffixes, name)
         format_.check_values(parts, {part: entry_name(name, suffix) for part, suffix in suffixes.items()})
@@ -288,11 +302,11 @@ class Format(abc.ABC):
     @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
         """Suffixes of all checkpoint entries that this format writes with any options; `formats.recognize` reads it."""
-        shape, found = (2, 64), set[str]()
+        shape, suffixes = (2, 64), set[str]()
         for example in cls.examples():
             parts = example.quantize(torch.ones(shape, device="cpu"))
-            found |= example.to_state(parts, shape, torch.float32).keys()
-        return frozenset(found)
+            suffixes |= example.to_state(parts, shape, torch.float32).keys()
+        return frozenset(suffixes)
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
@@ -313,12 +327,12 @@ class Format(abc.ABC):
                 f"cannot quantize a {weight.dtype} tensor to {self.name}", "convert it to a 16- or 32-bit float"
             )
 
-    def quantize_expert(self, weight: Tensor, at: int) -> dict[str, Tensor]:
-        """`quantize`, whose errors name expert `at`."""
+    def quantize_expert(self, weight: Tensor, index: int) -> dict[str, Tensor]:
+        """`quantize` for matrix `index` of a stack; errors name it."""
         try:
             return self.quantize(weight)
         except ModelError as error:
-            raise ModelError(f"expert {at}: {error.message}", error.fix) from error
+            raise ModelError(f"expert {index}: {error.message}", error.fix) from error
 
 
 FORMATS: dict[str, type[Format]] = {}
@@ -335,15 +349,28 @@ def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     return torch.Size(shape[:-1]).numel(), shape[-1] if shape else 1
 
 
+def check_weight_finite(magnitudes: Tensor, loss: str) -> None:
+    """Check the largest magnitudes of a weight that is being quantized.
+
+    Args:
+        loss: what a block with NaN or Inf would lose, for the error.
+
+    Raises:
+        ModelError: one is NaN or Inf.
+    """
+    if not bool(torch.isfinite(magnitudes).all()):
+        raise ModelError("the weight has NaN or Inf", f"repair the checkpoint: {loss}")
+
+
 def cut(part: Tensor, n: int, dim: int) -> list[Tensor]:
     """Split `part` into n equal tensors along `dim`, each in its own memory."""
-    return [each.clone(memory_format=torch.contiguous_format) for each in part.tensor_split(n, dim)]
+    return [shard.clone(memory_format=torch.contiguous_format) for shard in part.tensor_split(n, dim)]
 
 
 def split_parts(n: int, cuts: Mapping[str, Sequence[Tensor]], shared: Parts) -> list[dict[str, Tensor]]:
     """The parts of each of n shards: its own from `cuts`, and copies of the `shared` ones."""
     return [
-        {name: own[i] for name, own in cuts.items()} | {name: part.clone() for name, part in shared.items()}
+        {name: shards[i] for name, shards in cuts.items()} | {name: part.clone() for name, part in shared.items()}
         for i in range(n)
     ]
 
@@ -360,13 +387,13 @@ def read_json_entry(state: Parts, key: str, name: str) -> dict[str, Any]:
         CheckpointError: the entry is missing or is not a JSON object.
     """
     if key not in state:
-        raise CheckpointError(f"{name}.{key} is missing from the checkpoint", "re-download the checkpoint")
-    entry, fix = state[key], "re-download the checkpoint"
+        raise CheckpointError(f"{name}.{key} is missing from the checkpoint", DAMAGED)
+    entry, fix = state[key], DAMAGED
     if entry.dtype != torch.uint8 or entry.ndim != 1:
         raise CheckpointError(f"{name}.{key} is not JSON: it is {entry.dtype} {tuple(entry.shape)}", fix)
     value = parse_json(bytes(entry.cpu().tolist()), f"{name}.{key} is not JSON", CheckpointError, fix)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{name}.{key} is not a JSON object", "re-download the checkpoint")
+        raise CheckpointError(f"{name}.{key} is not a JSON object", DAMAGED)
     return value
 
 
@@ -379,11 +406,11 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
     for part, (size, dtype) in specs.items():
         label = entry_name(name, suffixes.get(part, part))
         if part not in parts:
-            raise CheckpointError(f"{label} is missing from the checkpoint", "re-download the checkpoint")
-        found = parts[part]
-        if tuple(found.shape) != size or found.dtype != dtype:
+            raise CheckpointError(f"{label} is missing from the checkpoint", DAMAGED)
+        tensor = parts[part]
+        if tuple(tensor.shape) != size or tensor.dtype != dtype:
             raise CheckpointError(
-                f"{label} is {found.dtype} {tuple(found.shape)}, expected {dtype} {size}", "re-download the checkpoint"
+                f"{label} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {size}", DAMAGED
             )
 
 
@@ -393,9 +420,9 @@ def check_finite(parts: Parts, labels: Mapping[str, str]) -> None:
     Raises:
         CheckpointError: a part has one; the message uses its name in `labels`.
     """
-    for part, found in parts.items():
-        if found.dtype in FLOATS and not found.is_meta and not bool(torch.isfinite(found).all()):
-            raise CheckpointError(f"{labels[part]} has NaN or Inf", "re-download the checkpoint")
+    for part, tensor in parts.items():
+        if tensor.dtype in FLOATS and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{labels[part]} has NaN or Inf", DAMAGED)
 
 
 def check_not_negative(scales: Tensor, label: str) -> None:
@@ -405,7 +432,7 @@ def check_not_negative(scales: Tensor, label: str) -> None:
         CheckpointError: a scale is negative; the message names `label`.
     """
     if not scales.is_meta and bool((scales < 0).any()):
-        raise CheckpointError(f"{label} has negative scales", "re-download the checkpoint")
+        raise CheckpointError(f"{label} has negative scales", DAMAGED)
 
 
 def entry_name(name: str, suffix: str) -> str:
@@ -427,5 +454,6 @@ def parameter_of_entry(entry: str, suffix: str) -> str | None:
     return entry.removesuffix(f".{suffix}") if entry.endswith(f".{suffix}") else None
 
 
-def _meta_key(format_name: str) -> str:
-    return f"quant_state.halfbyte__{format_name}"
+def _own_suffixes(names: Iterable[str]) -> dict[str, str]:
+    """Part → suffix in halfbyte's own layout, where the first part has the parameter's name."""
+    return {name: name if index else "" for index, name in enumerate(names)}

@@ -22,7 +22,17 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..utils.errors import ModelError
-from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, rows_and_columns, split_parts
+from .base import (
+    Format,
+    Parts,
+    PartSpecs,
+    check_not_negative,
+    check_weight_finite,
+    cut,
+    register_format,
+    rows_and_columns,
+    split_parts,
+)
 from .codebooks import constant
 from .linear import linear_rows
 
@@ -59,11 +69,11 @@ BNF = {
 
 
 @constant
-def kbit_codebook(kind: str, k: int, device: torch.device) -> Tensor:
+def kbit_codebook(name: str, k: int, device: torch.device) -> Tensor:
     """fp32 [2^k], ascending: "nf", "bnf", or the levels of "affine" (k = 2)."""
-    if kind == "affine":
+    if name == "affine":
         return torch.linspace(0, AFFINE_TOP, 1 << k, dtype=torch.float32, device="cpu").to(device)
-    half = torch.tensor((NF if kind == "nf" else BNF)[k], dtype=torch.float32)
+    half = torch.tensor((NF if name == "nf" else BNF)[k], dtype=torch.float32)
     return torch.cat([-half.flip(0), half]).to(device)
 
 
@@ -87,9 +97,9 @@ def fit_factor(scales: Tensor) -> Tensor:
 
     Scales below 2^−14 of the largest then lose bits; below 2^−24 they become 0, and so does their block.
     """
-    top, least = scales.max(), scales.masked_fill(scales == 0, torch.inf).min()
-    exponent = torch.frexp(top).exponent.clamp(min=-121) - 5
-    fits = (top <= E4M4_LARGEST) & (least >= E4M4_NORMAL)
+    largest, smallest = scales.max(), scales.masked_fill(scales == 0, torch.inf).min()
+    exponent = torch.frexp(largest).exponent.clamp(min=-121) - 5
+    fits = (largest <= E4M4_LARGEST) & (smallest >= E4M4_NORMAL)
     return ((exponent.masked_fill(fits, 0) + 127) << 23).int().view(torch.float32)
 
 
@@ -136,21 +146,21 @@ def fit_codebook(blocks: Tensor, scales: Tensor, factor: Tensor, k: int, padding
     """
     step = (e4m4_decode(scales) * factor).clamp(min=TINY)
     counts = torch.zeros(_BINS, dtype=torch.int64, device=blocks.device)
-    for some, its_step in zip(blocks.split(1 << 17), step.split(1 << 17), strict=True):
-        place = (some.float() / its_step.unsqueeze(1) * _PER_UNIT).round() + _ZERO_BIN
-        counts += torch.bincount(place.clamp(0, _BINS - 1).int().view(-1), minlength=_BINS)
+    for chunk, chunk_step in zip(blocks.split(1 << 17), step.split(1 << 17), strict=True):
+        bins = (chunk.float() / chunk_step.unsqueeze(1) * _PER_UNIT).round() + _ZERO_BIN
+        counts += torch.bincount(bins.clamp(0, _BINS - 1).int().view(-1), minlength=_BINS)
     counts[_ZERO_BIN] -= padding
     counts = counts.cpu()
-    places = torch.arange(_BINS)
-    ends = torch.nn.functional.pad(torch.stack([counts, counts * places]).cumsum(1), (1, 0))
-    levels = kbit_codebook("nf", k, places.device).double() * _PER_UNIT + _ZERO_BIN
+    bin_numbers = torch.arange(_BINS)
+    ends = torch.nn.functional.pad(torch.stack([counts, counts * bin_numbers]).cumsum(1), (1, 0))
+    levels = kbit_codebook("nf", k, bin_numbers.device).double() * _PER_UNIT + _ZERO_BIN
     edges = torch.empty(0, dtype=torch.int64)
     while True:
         middles = ((levels[:-1] + levels[1:]) / 2).floor().long() + 1
-        moved = torch.cat([torch.tensor([0]), middles, torch.tensor([_BINS])])
-        if torch.equal(moved, edges):
+        new_edges = torch.cat([torch.tensor([0]), middles, torch.tensor([_BINS])])
+        if torch.equal(new_edges, edges):
             return ((levels - _ZERO_BIN) / _PER_UNIT).float().to(blocks.device)
-        edges = moved
+        edges = new_edges
         count, total = ends[:, edges[1:]] - ends[:, edges[:-1]]
         levels = torch.where(count > 0, total.double() / count.clamp(min=1), levels)
 
@@ -324,8 +334,7 @@ class KBit(Format):
         rows, width = rows_and_columns(shape)
         blocks = padded_blocks(weight.reshape(rows, width), BLOCK)
         absmax = torch.linalg.vector_norm(blocks, torch.inf, dim=1).float()
-        if not bool(torch.isfinite(absmax).all()):
-            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a block with one would hold only NaN")
+        check_weight_finite(absmax, "a block with one would hold only NaN")
         if self.codebook == "affine":
             codebook = kbit_codebook("affine", self.k, weight.device)
             scales, zeros, factor = fit_affine(blocks, codebook)
@@ -383,7 +392,7 @@ class KBit(Format):
         if dim and (shape[1] // n) % BLOCK:
             return BLOCK
         rows = {name: parts[name].view(shape[0], -1) for name in ("packed", "scales", "zeros") if name in parts}
-        cuts = {name: [each.view(-1) for each in cut(part, n, dim)] for name, part in rows.items()}
+        cuts = {name: [shard.view(-1) for shard in cut(part, n, dim)] for name, part in rows.items()}
         return self, split_parts(n, cuts, {name: part for name, part in parts.items() if name not in rows})
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor
 from ..dispatch import op
 from ..utils.errors import CheckpointError, ModelError
 from .base import (
+    DAMAGED,
     DECODED,
     Format,
     Parts,
@@ -41,6 +42,7 @@ from .base import (
     check_finite,
     check_not_negative,
     check_parts,
+    check_weight_finite,
     entry_name,
     json_entry,
     read_json_entry,
@@ -159,12 +161,12 @@ def dequantize_rows_blockwise4(
 ) -> Tensor:
     """Dequantize chosen rows of a [*, width] table, to `dtype` [rows, width]. See `dequantize_blockwise4`."""
     if width % blocksize == 0:  # whole blocks per row: gather bytes and scales, then dequantize a smaller table
-        each = width // blocksize
-        block = rows.long().unsqueeze(1) * each + torch.arange(each, device=packed.device)
+        blocks_per_row = width // blocksize
+        block = rows.long().unsqueeze(1) * blocks_per_row + torch.arange(blocks_per_row, device=packed.device)
         scales = _scales_of(absmax, nested, block).view(-1)
         codes = packed.view(-1, width // 2).index_select(0, rows).view(-1)
-        found = dequantize_blockwise4(codes, scales, None, blocksize, quant_type, rows.numel() * width, dtype)
-        return found.view(-1, width)
+        numel = rows.numel() * width
+        return dequantize_blockwise4(codes, scales, None, blocksize, quant_type, numel, dtype).view(-1, width)
     element = rows.long().unsqueeze(1) * width + torch.arange(width, device=packed.device)
     byte = packed.view(-1)[element >> 1]
     codes = torch.where(element % 2 == 0, byte >> 4, byte & 15)
@@ -223,7 +225,7 @@ def dequantized(
 
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-STATE_KEYS = {kind: f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
+STATE_KEYS = {quant_type: f"quant_state.bitsandbytes__{quant_type}" for quant_type in ("nf4", "fp4")}
 PART_OF_KEY = {"": "packed", "absmax": "absmax", "nested_absmax": "nested_absmax", "nested_quant_map": "nested_code"}
 
 
@@ -280,8 +282,7 @@ class Blockwise4(Format):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         self.check_weight(weight)
         packed, absmax = quantize_blockwise4(weight, self.blocksize, self.quant_type)
-        if not bool(torch.isfinite(absmax).all()):
-            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a block with one would hold only NaN")
+        check_weight_finite(absmax, "a block with one would hold only NaN")
         return self._nested(packed, absmax) if self.nested else {"packed": packed, "absmax": absmax}
 
     def _nested(self, packed: Tensor, absmax: Tensor) -> dict[str, Tensor]:
@@ -319,30 +320,18 @@ class Blockwise4(Format):
         return self
 
     def quantize_stack(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
-        plain = replace(self, nested=False)
-        stored = plain.stack_parts((plain.quantize_expert(weight, at) for at, weight in enumerate(weights)), shape)
-        return self._nested(**stored) if self.nested else stored
-
-    def stack_parts(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """See `Format`; the matrices' scales must not be nested."""
-        self.check_stack(shape)
-        stored: dict[str, Tensor] = {}
-        for at, parts in enumerate(experts):
-            if not stored:
-                specs, device = self.part_specs(shape).items(), parts["packed"].device
-                stored = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in specs}
-            for name, part in parts.items():
-                stored[name][at * len(part) : (at + 1) * len(part)] = part
-        return stored
+        if self.nested:  # nested scales span matrices, so they are computed from all plain ones
+            return self._nested(**replace(self, nested=False).quantize_stack(weights, shape))
+        return super().quantize_stack(weights, shape)
 
     def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         plain = replace(self, nested=False)
         plain.check_stack((len(pieces), *shape))
         scales = [
-            dequantize_scales(each["absmax"], *nested) if (nested := self.nested_parts(each)) else each["absmax"]
-            for each in pieces
+            dequantize_scales(piece["absmax"], *nested) if (nested := self.nested_parts(piece)) else piece["absmax"]
+            for piece in pieces
         ]
-        return plain, {"packed": torch.cat([each["packed"] for each in pieces]), "absmax": torch.cat(scales)}
+        return plain, {"packed": torch.cat([piece["packed"] for piece in pieces]), "absmax": torch.cat(scales)}
 
     def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
         """See `Format`. Where a block of nested scales spans experts, the scales are a copy that is not nested."""
@@ -388,9 +377,9 @@ class Blockwise4(Format):
         lines = shape[0] if dim else 1
 
         def cut(part: Tensor) -> list[Tensor]:
-            return [each.reshape(-1).clone() for each in part.view(lines, n, -1).unbind(1)]
+            return [shard.reshape(-1).clone() for shard in part.view(lines, n, -1).unbind(1)]
 
-        codes = [each.unsqueeze(1) for each in cut(parts["packed"])] if run % 2 == 0 else []
+        codes = [shard.unsqueeze(1) for shard in cut(parts["packed"])] if run % 2 == 0 else []
         if self.nested and not dim and run % (self.blocksize * NESTED_BLOCK) == 0:
             cuts = {"packed": codes, "absmax": cut(parts["absmax"]), "nested_absmax": cut(parts["nested_absmax"])}
             return self, split_parts(n, cuts, {name: parts[name] for name in ("nested_code", "nested_offset")})
@@ -427,18 +416,23 @@ class Blockwise4(Format):
             shape, dtype = tuple(torch.Size(meta["shape"])), getattr(torch, meta["dtype"])
             offset = float(meta.get("nested_offset", 0.0))
         except (KeyError, ModelError, AttributeError, TypeError, ValueError) as error:
-            message = f"{name}: its quant_state is not usable: {error!r}"
-            raise CheckpointError(message, "re-download the checkpoint") from error
+            raise CheckpointError(f"{name}: its quant_state is not usable: {error!r}", DAMAGED) from error
         if nested and (meta.get("nested_blocksize"), meta.get("nested_dtype")) != (NESTED_BLOCK, "float32"):
             message = f"{name}: its nested scales are not float32 in blocks of {NESTED_BLOCK}"
             raise CheckpointError(message, "re-quantize the model")
+        if min(shape, default=0) < 0:
+            raise CheckpointError(f"{name}: its quant_state has the shape {shape}", DAMAGED)
+        if dtype not in DECODED:
+            raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
         parts = {part: state[suffix] for suffix, part in PART_OF_KEY.items() if suffix in state}
         if "packed" in parts:
             # bitsandbytes can store the bytes viewed as bf16, fp16 or fp32 (bnb_4bit_quant_storage).
             parts["packed"] = parts["packed"].contiguous().view(-1).view(torch.uint8).view(-1, 1)
         if nested:
             parts["nested_offset"] = torch.tensor(offset, dtype=torch.float32, device=next(iter(state.values())).device)
-        format_._check_parts(parts, shape, dtype, name)
+        suffixes = {part: suffix for suffix, part in PART_OF_KEY.items()}
+        check_parts(parts, format_.part_specs(shape), suffixes, name)
+        format_.check_values(parts, {part: entry_name(name, suffixes.get(part, part)) for part in parts})
         stored_map = state.get("quant_map")
         if stored_map is not None and not stored_map.is_meta:
             expected = codebook4(format_.quant_type, stored_map.device)
@@ -453,15 +447,6 @@ class Blockwise4(Format):
             return None
         nested = bool(entry.get("bnb_4bit_use_double_quant"))
         return cls(entry.get("bnb_4bit_quant_type", "fp4"), nested=nested)
-
-    def _check_parts(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
-        if min(shape, default=0) < 0:
-            raise CheckpointError(f"{name}: its quant_state has the shape {shape}", "re-download the checkpoint")
-        if dtype not in DECODED:
-            raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
-        suffixes = {part: key for key, part in PART_OF_KEY.items()}
-        check_parts(parts, self.part_specs(shape), suffixes, name)
-        self.check_values(parts, {part: entry_name(name, suffixes.get(part, part)) for part in parts})
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
         check_finite(parts, labels)
@@ -478,4 +463,4 @@ def read_quant_state(state: Parts, name: str) -> dict[str, Any]:
     for key in STATE_KEYS.values():
         if key in state:
             return read_json_entry(state, key, name)
-    raise CheckpointError(f"{name}.quant_state.bitsandbytes__* is missing", "re-download the checkpoint")
+    raise CheckpointError(f"{name}.quant_state.bitsandbytes__* is missing", DAMAGED)

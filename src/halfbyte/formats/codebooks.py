@@ -36,11 +36,11 @@ def constant(make: _Make) -> _Make:
     """Cache tensors with real data, even where the caller runs under FakeTensorMode (the memory plan)."""
 
     @functools.wraps(make)
-    def made(*arguments: Any) -> Any:
+    def with_real_data(*arguments: Any) -> Any:
         with unset_fake_temporarily():
             return make(*arguments)
 
-    return cast(_Make, functools.cache(made))
+    return cast(_Make, functools.cache(with_real_data))
 
 
 @constant

@@ -25,7 +25,18 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..utils.errors import CheckpointError, ModelError
-from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
+from .base import (
+    DAMAGED,
+    Format,
+    Parts,
+    PartSpecs,
+    check_parts,
+    check_weight_finite,
+    cut,
+    entry_name,
+    register_format,
+    split_parts,
+)
 from .linear import linear_rows
 
 Scaling = Literal["tensor", "row", "tile"]
@@ -47,10 +58,6 @@ def scale_shape(shape: tuple[int, ...], scaling: Scaling) -> tuple[int, ...]:
     return (*shape[:-2], *(-(-size // TILE) for size in shape[-2:]))
 
 
-def _as_matrices(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, *tensor.shape[-2:]) if tensor.dim() > 1 else tensor.view(1, 1, -1)
-
-
 def spread_scales(scale: Tensor, shape: tuple[int, ...], scaling: Scaling) -> Tensor:
     """fp32 scales, repeated to broadcast with a tensor of `shape`."""
     if scaling == "tensor":
@@ -69,7 +76,7 @@ def _amax(weight: Tensor, scaling: Scaling) -> Tensor:
         return torch.linalg.vector_norm(weight, torch.inf, dtype=torch.float32)
     if scaling == "row":
         return torch.linalg.vector_norm(weight.reshape(-1, weight.shape[-1]), torch.inf, dim=1, dtype=torch.float32)
-    matrices = _as_matrices(weight)
+    matrices = weight.reshape(-1, *weight.shape[-2:]) if weight.dim() > 1 else weight.view(1, 1, -1)
     stack, rows, columns = matrices.shape
     tiles = torch.nn.functional.pad(matrices, (0, -columns % TILE, 0, -rows % TILE))
     tiles = tiles.view(stack, -(-rows // TILE), TILE, -1, TILE)
@@ -151,8 +158,7 @@ class Float8(Format):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         self.check_weight(weight)
         codes, scale = quantize_float8(weight, self.scaling)
-        if not bool(torch.isfinite(scale).all()):
-            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a group with one would be lost")
+        check_weight_finite(scale, "a group with one would be lost")
         return {"codes": codes.contiguous().view(torch.uint8), "scale": scale}
 
     def rows_concatenate(self, rows: int) -> bool:
@@ -189,39 +195,33 @@ class Float8(Format):
 
     @classmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
-        if SCALE_INV in state or not any("quant_state" in suffix for suffix in state):
-            format_, parts, shape, dtype = cls._from_tiles(state, name)
-            format_.check_values(parts, {"codes": name, "scale": entry_name(name, SCALE_INV)})
-            return format_, parts, shape, dtype
-        return super().from_state(state, name)
-
-    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
-        codes, scale = parts["codes"], parts["scale"]
-        if codes.is_meta:
-            return
-        if not bool((scale.isfinite() & (scale >= 0)).all()):
-            wrong = f"{labels['scale']} has scales that are negative, NaN or Inf"
-            raise CheckpointError(wrong, "re-download the checkpoint")
-        if bool((codes & 127 == 127).any()):
-            raise CheckpointError(f"{labels['codes']} has NaN", "re-download the checkpoint")
-
-    @classmethod
-    def _from_tiles(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
-        format_ = cls("tile")
+        if SCALE_INV not in state and any("quant_state" in suffix for suffix in state):
+            return super().from_state(state, name)
+        format_, label = cls("tile"), entry_name(name, SCALE_INV)
         parts = {part: state[key] for part, key in (("codes", ""), ("scale", SCALE_INV)) if key in state}
         if "scale" in parts and parts["scale"].dtype in EXACT_IN_FP32:
             parts["scale"] = parts["scale"].float()
         if "codes" in parts and parts["codes"].dtype == E4M3:
             parts["codes"] = parts["codes"].view(torch.uint8)
         shape = tuple(parts["codes"].shape) if "codes" in parts else ()
-        if "codes" in parts and "scale" in parts and tuple(parts["scale"].shape) != scale_shape(shape, "tile"):
-            found, label = tuple(parts["scale"].shape), entry_name(name, SCALE_INV)
+        scale_size = tuple(parts["scale"].shape) if "scale" in parts else ()
+        if len(parts) == 2 and scale_size != scale_shape(shape, "tile"):
             raise CheckpointError(
-                f"{name} is {shape} and its scales {label} are {found}, not one per 128×128 tile",
+                f"{name} is {shape} and its scales {label} are {scale_size}, not one per 128×128 tile",
                 "load a checkpoint with weight_block_size [128, 128]",
             )
         check_parts(parts, format_.part_specs(shape), {"codes": "", "scale": SCALE_INV}, name)
+        format_.check_values(parts, {"codes": name, "scale": label})
         return format_, parts, shape, torch.bfloat16
+
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        codes, scale = parts["codes"], parts["scale"]
+        if codes.is_meta:
+            return
+        if not bool((scale.isfinite() & (scale >= 0)).all()):
+            raise CheckpointError(f"{labels['scale']} has scales that are negative, NaN or Inf", DAMAGED)
+        if bool((codes & 127 == 127).any()):
+            raise CheckpointError(f"{labels['codes']} has NaN", DAMAGED)
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:

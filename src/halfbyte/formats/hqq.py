@@ -21,11 +21,24 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..utils.errors import ModelError
-from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, rows_and_columns, split_parts
+from .base import (
+    Format,
+    Parts,
+    PartSpecs,
+    check_not_negative,
+    check_weight_finite,
+    cut,
+    register_format,
+    rows_and_columns,
+    split_parts,
+)
 from .bitplane import BLOCK, pack_planes, unpack_planes
 from .linear import linear_rows
 
-NORM, BETA, BETA_GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20
+NORM = 0.7  # p of the norm
+BETA = 10.0  # initial weight of the splitting's penalty
+BETA_GROWTH = 1.01  # its factor in each of ROUNDS iterations
+ROUNDS = 20
 CHUNK = 1 << 22  # weights fitted at a time: about 200 MB of fp64
 
 
@@ -76,17 +89,18 @@ def _fit_zeros(groups: Tensor, step: Tensor, zeros: Tensor, top: int) -> Tensor:
         step: fp64 [n].
         zeros: fp16 [n], initial values.
     """
-    best = zeros.clone()
-    least = torch.full_like(step, torch.inf)
+    best_zeros = zeros.clone()
+    smallest_error = torch.full_like(step, torch.inf)
     active = torch.arange(step.shape[0], device=step.device)
     beta = BETA
     for _ in range(ROUNDS):
         codes = _codes(groups, step.unsqueeze(1), zeros.double().unsqueeze(1), top)
         error = groups - (codes - zeros.double().unsqueeze(1)).mul_(step.unsqueeze(1))
-        mean = error.abs().mean(1)
-        falling = mean < least
-        active, groups, step, least = active[falling], groups[falling], step[falling], mean[falling]
-        best[active] = zeros[falling]
+        mean_error = error.abs().mean(1)
+        falling = mean_error < smallest_error
+        active, groups = active[falling], groups[falling]
+        step, smallest_error = step[falling], mean_error[falling]
+        best_zeros[active] = zeros[falling]
         if not len(active):
             break
         codes, error = codes[falling], error[falling]
@@ -94,7 +108,7 @@ def _fit_zeros(groups: Tensor, step: Tensor, zeros: Tensor, top: int) -> Tensor:
         sparse = error.sign().mul_((magnitude - magnitude.pow(NORM - 1) / beta).clamp_(min=0))
         zeros = (codes - (groups - sparse).div_(step.unsqueeze(1))).mean(1).half()
         beta *= BETA_GROWTH
-    return best
+    return best_zeros
 
 
 @op("triton.bitplane", "native.bitplane")
@@ -174,12 +188,12 @@ class HQQ(Format):
 
     @classmethod
     def parse(cls, options: str) -> HQQ:
-        bits, group, *rest = options.split(":")
-        if rest not in ([], ["range"], ["float16"], ["range", "float16"]):
+        bits, group, *flags = options.split(":")
+        if flags not in ([], ["range"], ["float16"], ["range", "float16"]):
             raise ModelError(
-                f"hqq has no option {':'.join(rest)}", "write range, float16, range:float16, or nothing for neither"
+                f"hqq has no option {':'.join(flags)}", "write range, float16, range:float16, or nothing for neither"
             )
-        return cls(int(bits), int(group), "range" not in rest, "float16" if "float16" in rest else "bfloat16")
+        return cls(int(bits), int(group), "range" not in flags, "float16" if "float16" in flags else "bfloat16")
 
     @classmethod
     def examples(cls) -> list[Format]:
@@ -200,8 +214,7 @@ class HQQ(Format):
         if not weight.numel():
             specs = self.part_specs(tuple(weight.shape))
             return {name: torch.empty(size, dtype=dtype, device=weight.device) for name, (size, dtype) in specs.items()}
-        if not bool(torch.isfinite(torch.linalg.vector_norm(weight, torch.inf))):
-            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a group with one would hold only NaN")
+        check_weight_finite(torch.linalg.vector_norm(weight, torch.inf), "a group with one would hold only NaN")
         table = weight.reshape(rows, width)
         missing = -width % self.group
         if missing:  # pad with the row's last value, which does not widen the group's range
@@ -245,7 +258,7 @@ class HQQ(Format):
         rows = {"packed": parts["packed"].view(shape[0], -1), **fine}
         used = {"packed": shape[1] // BLOCK * self.bits, "scales": shape[1] // size, "zeros": shape[1] // size}
         cuts = {
-            name: [each.view(-1) for each in cut(part[:, : used[name]] if dim else part, n, dim)]
+            name: [shard.view(-1) for shard in cut(part[:, : used[name]] if dim else part, n, dim)]
             for name, part in rows.items()
         }
         return replace(self, group=size), split_parts(n, cuts, {})

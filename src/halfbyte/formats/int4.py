@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..utils.errors import CheckpointError, ModelError
-from .base import FLOATS, Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
+from .base import DAMAGED, FLOATS, Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 
 PACK = 8  # codes per word
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit position of each of eight neighbours
@@ -92,7 +92,6 @@ PACKED = {
     "g_idx": "../weight_g_idx", "shape": "../weight_shape",
 }  # fmt: skip
 ZERO_CODES = -0x77777778  # 0x88888888: eight codes of 8, the zero point of symmetric weights
-DAMAGED = "re-download the checkpoint"
 USE_W4A16 = "use a checkpoint with int4 weights and 16-bit activations (W4A16, pack-quantized), or the 16-bit model"
 
 
@@ -155,22 +154,22 @@ class Int4(Format):
 
     def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         first = pieces[0]
-        orders = [each["g_idx"] for each in pieces if self.indexed and not each["g_idx"].is_meta]
-        if any(not torch.equal(each, orders[0]) for each in orders):
+        orders = [piece["g_idx"] for piece in pieces if self.indexed and not piece["g_idx"].is_meta]
+        if any(not torch.equal(piece, orders[0]) for piece in orders):
             raise ModelError(
                 f"{self.name}: matrices with the same input have different group orders (desc_act)",
                 "use a checkpoint quantized without desc_act",
             )
         return self, {
-            name: part if name == "g_idx" else torch.cat([each[name] for each in pieces], 1)
+            name: part if name == "g_idx" else torch.cat([piece[name] for piece in pieces], 1)
             for name, part in first.items()
         }
 
     def _split(
         self, parts: Parts, shape: tuple[int, int], dim: int, n: int
     ) -> tuple[Format, list[dict[str, Tensor]]] | int:
-        each = shape[dim] // n
-        if each % PACK:
+        shard_size = shape[dim] // n
+        if shard_size % PACK:
             return PACK
         if not dim:
             cuts = {name: cut(parts[name], n, 1) for name in ("qweight", "qzeros", "scales")}
@@ -178,13 +177,13 @@ class Int4(Format):
         cuts = {"qweight": cut(parts["qweight"], n, 0)}
         if self.indexed:  # every shard may hold inputs of every group
             groups = len(parts["scales"])
-            if each % groups:
+            if shard_size % groups:
                 return math.lcm(groups, PACK)
             cuts["g_idx"] = cut(parts["g_idx"], n, 0)
-            return replace(self, group_size=each // groups), split_parts(
+            return replace(self, group_size=shard_size // groups), split_parts(
                 n, cuts, {k: parts[k] for k in ("qzeros", "scales")}
             )
-        size = math.gcd(each, self.group_size)
+        size = math.gcd(shard_size, self.group_size)
         for name in ("qzeros", "scales"):
             cuts[name] = cut(parts[name].repeat_interleave(self.group_size // size, 0), n, 0)
         return replace(self, group_size=size), split_parts(n, cuts, {})
@@ -195,42 +194,53 @@ class Int4(Format):
     @classmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
         labels = {part: entry_name(name, key) for part, key in cls.entries.items()}
-        found = {part: state[key] for part, key in cls.entries.items() if key in state}
+        stored = {part: state[key] for part, key in cls.entries.items() if key in state}
         for part in ("qweight", "scales"):
-            if part not in found:
+            if part not in stored:
                 raise CheckpointError(f"{labels[part]} is missing from the checkpoint", DAMAGED)
-            if found[part].dim() != 2 or not found[part].numel():
-                raise CheckpointError(f"{labels[part]} is {tuple(found[part].shape)}, expected a matrix", DAMAGED)
-        dtype = found["scales"].dtype
+            if stored[part].dim() != 2 or not stored[part].numel():
+                raise CheckpointError(f"{labels[part]} is {tuple(stored[part].shape)}, expected a matrix", DAMAGED)
+        dtype = stored["scales"].dtype
         if dtype not in FLOATS:
             raise CheckpointError(f"{labels['scales']} is {dtype}, not a float", DAMAGED)
-        (outputs, inputs), groups = cls._sizes(found, labels)
+        (outputs, inputs), groups = cls._sizes(stored, labels)
         if inputs % groups:
             message = f"{labels['scales']} has {groups} groups, which do not divide {inputs} inputs"
             raise CheckpointError(message, DAMAGED)
-        format_ = cls(inputs // groups, str(dtype).removeprefix("torch."), "g_idx" in found)
+        format_ = cls(inputs // groups, str(dtype).removeprefix("torch."), "g_idx" in stored)
         try:
             specs = format_._stored_specs((outputs, inputs))
         except ModelError as error:
             raise CheckpointError(f"{name}: {error.message}", DAMAGED) from error
-        check_parts(found, specs, cls.entries, name)
-        parts = format_._parts_from_stored(found)
-        _check_values(parts, groups, labels)
+        check_parts(stored, specs, cls.entries, name)
+        parts = format_._parts_from_stored(stored)
+        format_.check_values(parts, labels)
         return format_, parts, (outputs, inputs), dtype
 
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        scales, index = parts["scales"], parts.get("g_idx")
+        if scales.is_meta:
+            return
+        wrong = int((~torch.isfinite(scales)).sum())
+        if wrong:
+            raise CheckpointError(f"{labels['scales']} has {wrong} scales that are NaN or Inf", DAMAGED)
+        if index is not None and not 0 <= int(index.min()) <= int(index.max()) < scales.shape[-2]:
+            message = f"{labels['g_idx']} has groups {int(index.min())} to {int(index.max())} of {scales.shape[-2]}"
+            raise CheckpointError(message, DAMAGED)
+
     @classmethod
-    def _sizes(cls, found: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
+    def _sizes(cls, stored: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
         """Shape of the weight and number of groups, from checkpoint entries by part."""
-        (groups, outputs), rows = found["scales"].shape, found["qweight"].shape[0]
+        (groups, outputs), rows = stored["scales"].shape, stored["qweight"].shape[0]
         return (outputs, rows if cls.awq else rows * PACK), groups
 
     def _stored_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         """Shape and dtype of each checkpoint entry, by part."""
         return self.part_specs(shape)
 
-    def _parts_from_stored(self, found: Parts) -> dict[str, Tensor]:
+    def _parts_from_stored(self, stored: Parts) -> dict[str, Tensor]:
         """Parts in memory from checkpoint entries by part."""
-        return dict(found)
+        return dict(stored)
 
     @classmethod
     @functools.cache
@@ -238,26 +248,14 @@ class Int4(Format):
         return frozenset(cls.entries.values())
 
 
-def _check_values(parts: Parts, groups: int, labels: Mapping[str, str]) -> None:
-    if parts["scales"].is_meta:
-        return
-    wrong = int((~torch.isfinite(parts["scales"])).sum())
-    if wrong:
-        raise CheckpointError(f"{labels['scales']} has {wrong} scales that are NaN or Inf", DAMAGED)
-    index = parts.get("g_idx")
-    if index is not None and not 0 <= int(index.min()) <= int(index.max()) < groups:
-        message = f"{labels['g_idx']} has groups {int(index.min())} to {int(index.max())} of {groups}"
-        raise CheckpointError(message, DAMAGED)
-
-
-def _check_config(entry: Mapping[str, Any], key: str, known: str, default: str) -> None:
+def _check_config(entry: Mapping[str, Any], key: str, supported: str, default: str) -> None:
     """Raise a CheckpointError for a GPTQ or AWQ checkpoint with an unsupported bit width or layout."""
     method = entry["quant_method"]
     if entry.get("bits", 4) != 4:
         raise CheckpointError(f"this {method} checkpoint has {entry['bits']}-bit weights", "use one with 4 bits")
-    found = str(entry.get(key) or default).lower()
-    if found != known:
-        raise CheckpointError(f"this {method} checkpoint has {key} {found!r}", f"use one with {key} {known!r}")
+    setting = str(entry.get(key) or default).lower()
+    if setting != supported:
+        raise CheckpointError(f"this {method} checkpoint has {key} {setting!r}", f"use one with {key} {supported!r}")
 
 
 def _transposed(parts: Parts) -> dict[str, Tensor]:
@@ -330,9 +328,9 @@ class PackQuantized(Int4):
         return super().to_state(stored | {"shape": torch.tensor(shape)}, shape, dtype)
 
     @classmethod
-    def _sizes(cls, found: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
-        outputs, inputs = len(found["qweight"]), found["qweight"].shape[1] * PACK
-        if (recorded := found.get("shape")) is None:
+    def _sizes(cls, stored: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
+        outputs, inputs = len(stored["qweight"]), stored["qweight"].shape[1] * PACK
+        if (recorded := stored.get("shape")) is None:
             raise CheckpointError(f"{labels['shape']} is missing from the checkpoint", DAMAGED)
         if recorded.numel() != 2 or not (recorded.is_meta or recorded.tolist() == [outputs, inputs]):
             values = "" if recorded.is_meta else f"{recorded.tolist()}, "
@@ -340,14 +338,14 @@ class PackQuantized(Int4):
                 f"{labels['shape']} is {values}not the shape ({outputs}, {inputs}) of the codes {labels['qweight']}",
                 "use a checkpoint whose weights have dimensions that are multiples of 8",
             )
-        return (outputs, inputs), found["scales"].shape[1]
+        return (outputs, inputs), stored["scales"].shape[1]
 
     def _stored_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         specs = self.part_specs(shape).items()
         return {part: (size[::-1], dtype) for part, (size, dtype) in specs if part in self.entries}
 
-    def _parts_from_stored(self, found: Parts) -> dict[str, Tensor]:
-        parts = _transposed({part: value for part, value in found.items() if part != "shape"})
+    def _parts_from_stored(self, stored: Parts) -> dict[str, Tensor]:
+        parts = _transposed({part: value for part, value in stored.items() if part != "shape"})
         groups, outputs = parts["scales"].shape
         if "qzeros" not in parts:
             parts["qzeros"] = parts["qweight"].new_full((groups, outputs // PACK), ZERO_CODES)
@@ -375,9 +373,9 @@ class PackQuantized(Int4):
             "targets": (scheme.get("targets", ["Linear"]), [["Linear"]]),
             "sparsity_config.format": (sparse, ["dense"]),
         }
-        for key, (found, known) in supported.items():
-            if found not in known:
-                raise CheckpointError(f"this compressed-tensors checkpoint has {key} {found!r}", USE_W4A16)
+        for key, (setting, values) in supported.items():
+            if setting not in values:
+                raise CheckpointError(f"this compressed-tensors checkpoint has {key} {setting!r}", USE_W4A16)
         size = weights.get("group_size")
         return cls(size if isinstance(size, int) and size > 0 else 128)
 

@@ -36,7 +36,19 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..utils.errors import CheckpointError, ModelError
-from .base import DECODED, Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
+from .base import (
+    DAMAGED,
+    DECODED,
+    Format,
+    Parts,
+    PartSpecs,
+    check_parts,
+    check_weight_finite,
+    cut,
+    entry_name,
+    register_format,
+    split_parts,
+)
 from .linear import linear_rows
 
 INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' constant, for bit-equal dequantized values
@@ -206,8 +218,7 @@ class Int8(Format):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         self.check_weight(weight)
         codes, absmax = quantize_rows_int8(weight.reshape(-1, weight.shape[-1]), None, 0.0)
-        if not bool(torch.isfinite(absmax).all()):
-            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a row with one would be lost")
+        check_weight_finite(absmax, "a row with one would be lost")
         return {"codes": codes.view(weight.shape), "absmax": absmax}
 
     def rows_concatenate(self, rows: int) -> bool:
@@ -241,31 +252,24 @@ class Int8(Format):
         shape = tuple(parts["codes"].shape) if "codes" in parts else ()
         rows, label = torch.Size(shape[:-1]).numel(), entry_name(name, SUFFIXES["absmax"])
         if "codes" in parts and "absmax" in parts and tuple(parts["absmax"].shape) != (rows,):
-            found = tuple(parts["absmax"].shape)
-            raise CheckpointError(
-                f"{name} is {shape}, and its scales {label} are {found}", "re-download the checkpoint"
-            )
+            scale_size = tuple(parts["absmax"].shape)
+            raise CheckpointError(f"{name} is {shape}, and its scales {label} are {scale_size}", DAMAGED)
         check_parts(parts, cls().part_specs(shape), SUFFIXES, name)
-        _check_layout(state.get(WEIGHT_FORMAT), entry_name(name, WEIGHT_FORMAT))
+        layout = state.get(WEIGHT_FORMAT, torch.zeros((), dtype=torch.uint8))
+        # older bitsandbytes could save other orders than row-major
+        if not layout.is_meta and (layout.dtype != torch.uint8 or layout.numel() != 1 or layout.item()):
+            message = f"{entry_name(name, WEIGHT_FORMAT)} is not 0 (row-major)"
+            raise CheckpointError(message, "save the model again with bitsandbytes 0.45 or newer")
         cls().check_values(parts, {"codes": name, "absmax": label})
         return cls(), parts, shape, torch.bfloat16
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
         absmax = parts["absmax"]
         if not absmax.is_meta and not bool((absmax.isfinite() & (absmax >= 0)).all()):
-            wrong = f"{labels['absmax']} has scales that are negative, NaN or Inf"
-            raise CheckpointError(wrong, "re-download the checkpoint")
+            raise CheckpointError(f"{labels['absmax']} has scales that are negative, NaN or Inf", DAMAGED)
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Int8 | None:
         if entry.get("quant_method", "bitsandbytes") != "bitsandbytes" or not entry.get("load_in_8bit"):
             return None
         return cls()
-
-
-def _check_layout(layout: Tensor | None, label: str) -> None:
-    """Raise a CheckpointError unless the layout is row-major (0); older bitsandbytes could save other orders."""
-    if layout is None or layout.is_meta:
-        return
-    if layout.dtype != torch.uint8 or layout.numel() != 1 or layout.item():
-        raise CheckpointError(f"{label} is not 0 (row-major)", "save the model again with bitsandbytes 0.45 or newer")

@@ -52,10 +52,10 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     for 1, up to 3, and more rows; these are not changed.
     """
     rows = len(x)
-    least = max(LEAST, SMALL // max(weight.numel(), 1) + 1)
-    if x.device.type != "cpu" or x.dtype is torch.float32 or not 0 < rows < least:
+    fewest_rows = max(LEAST, SMALL // max(weight.numel(), 1) + 1)
+    if x.device.type != "cpu" or x.dtype is torch.float32 or not 0 < rows < fewest_rows:
         return linear(x, weight, bias)
-    return linear(F.pad(x, (0, 0, 0, least - rows)), weight, bias)[:rows]
+    return linear(F.pad(x, (0, 0, 0, fewest_rows - rows)), weight, bias)[:rows]
 
 
 def add_term(y: Tensor, term: tuple[Tensor, Tensor] | None) -> Tensor:

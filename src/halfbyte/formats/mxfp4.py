@@ -19,9 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..utils.errors import CheckpointError, ModelError
-from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, rows_and_columns, split_parts
+from .base import (
+    DAMAGED,
+    Format,
+    Parts,
+    PartSpecs,
+    check_parts,
+    check_weight_finite,
+    cut,
+    entry_name,
+    register_format,
+    rows_and_columns,
+    split_parts,
+)
 from .e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, pack_e2m1
-from .nvfp4 import DAMAGED, SCALE
+from .nvfp4 import SCALE
 
 BLOCK, NAN = 32, 0xFF
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -60,8 +72,7 @@ class Mxfp4(Format):
         rows, columns = rows_and_columns(tuple(weight.shape))
         blocks = F.pad(weight.reshape(rows, columns).float(), (0, -columns % BLOCK)).view(rows, -1, BLOCK)
         amax = blocks.abs().amax(2)
-        if not bool(torch.isfinite(amax).all()):
-            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a block with one would be lost")
+        check_weight_finite(amax, "a block with one would be lost")
         # The mantissa of frexp lies in [½, 1), so floor(log2 amax) is the exponent minus one.
         scale = (torch.frexp(amax).exponent - 3 + 127).clamp(0, NAN - 1).to(torch.uint8)
         codes = encode_e2m1(blocks / decode_scales(scale, None).unsqueeze(2))
@@ -97,16 +108,13 @@ class Mxfp4(Format):
             parts, shape = _from_gpt_oss(state, labels)
             cls().check_values(parts, labels)
             return (cls().stacked() if len(shape) == 3 else cls()), parts, shape, torch.bfloat16
-        elif SCALE in state:
-            labels = {"packed": name, "scale": entry_name(name, SCALE)}
-            parts = {part: state[key] for part, key in (("packed", ""), ("scale", SCALE)) if key in state}
-            rows, half = parts["packed"].shape if "packed" in parts and parts["packed"].dim() == 2 else (0, 0)
-            shape = (rows, 2 * half)
-            check_parts(parts, cls().part_specs(shape), {"packed": "", "scale": SCALE}, name)
-        else:
+        if SCALE not in state:
             return super().from_state(state, name)
-        cls().check_values(parts, labels)
-        return cls(), parts, shape, torch.bfloat16
+        parts = {part: state[key] for part, key in (("packed", ""), ("scale", SCALE)) if key in state}
+        rows, half = parts["packed"].shape if "packed" in parts and parts["packed"].dim() == 2 else (0, 0)
+        check_parts(parts, cls().part_specs((rows, 2 * half)), {"packed": "", "scale": SCALE}, name)
+        cls().check_values(parts, {"packed": name, "scale": entry_name(name, SCALE)})
+        return cls(), parts, (rows, 2 * half), torch.bfloat16
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
         scale = parts["scale"]

@@ -39,7 +39,19 @@ from torch import Tensor
 
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
-from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, rows_and_columns, split_parts
+from .base import (
+    DAMAGED,
+    Format,
+    Parts,
+    PartSpecs,
+    check_parts,
+    check_weight_finite,
+    cut,
+    entry_name,
+    register_format,
+    rows_and_columns,
+    split_parts,
+)
 from .codebooks import constant
 from .e2m1 import (
     E4M3_NAN,
@@ -144,8 +156,9 @@ def rotate(values: Tensor, seed: int) -> Tensor:
 
 
 CHOICES: dict[str, Metric | None] = {"plain": None, "46mse": "MSE", "46l1": "L1", "46absmax": "AbsMax"}
-SCALE, FACTOR, INPUT_SCALE = "../weight_scale", "../weight_scale_2", "../input_scale"
-DAMAGED = "re-download the checkpoint"
+SCALE = "../weight_scale"
+FACTOR = "../weight_scale_2"
+INPUT_SCALE = "../input_scale"
 
 
 @register_format
@@ -206,8 +219,7 @@ class Nvfp4(Format):
         packed, scale, factor = packed_nvfp4(
             weight.reshape(rows_and_columns(tuple(weight.shape))), self.tile[0], self.metric
         )
-        if not bool(torch.isfinite(factor)):
-            raise ModelError("the weight has NaN or Inf", "repair the checkpoint: all scales would be lost")
+        check_weight_finite(factor, "all scales would be lost")
         return {"packed": packed, "scale": scale, "factor": factor}
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -253,8 +265,8 @@ class Nvfp4(Format):
         }
         packed = parts.get("packed")
         if packed is None or packed.dim() != 2:
-            found = "missing" if packed is None else f"{tuple(packed.shape)}, not a matrix"
-            raise CheckpointError(f"{name} is {found}", DAMAGED)
+            problem = "missing" if packed is None else f"{tuple(packed.shape)}, not a matrix"
+            raise CheckpointError(f"{name} is {problem}", DAMAGED)
         if "factor" in parts and parts["factor"].numel() == 1:  # some exports write [1]
             parts["factor"] = parts["factor"].reshape(())
         format_, shape = cls(tiles=False), (packed.shape[0], 2 * packed.shape[1])

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config import Origin
 from ..formats import FORMATS, Format, Stack, named, recognize
 from ..formats.base import parameter_of_entry
-from ..formats.stack import META as STACK_META
+from ..formats.stack import STACK_META
 from ..gguf.cache import checkpoint_folder
 from ..reading.model_config import read_config
 from ..reading.tensors import INDEX, SINGLE, read_header, read_tensor, safetensors_files
