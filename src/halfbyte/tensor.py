@@ -1,6 +1,6 @@
 """QuantizedTensor: a tensor subclass whose storage is the parts of a format.
 
-It and its FSDP shards are the only tensor subclasses of the package. A frozen `nn.Linear`, with or without PEFT's LoRA,
+A frozen `nn.Linear`, with or without PEFT's LoRA,
 works with a quantized weight unchanged. Operations follow four rules:
 
 - `F.linear` and `F.embedding` run on the parts; detach, clone, device moves and sharding map over the parts.
@@ -12,7 +12,6 @@ works with a quantized weight unchanged. Operations follow four rules:
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -30,7 +29,8 @@ from .utils.notices import notice
 
 aten = torch.ops.aten
 ALIGNMENT = 16  # bytes; every part starts at a multiple of it in a shard's buffer
-_STRUCTURAL = (aten.view.default, aten.slice.Tensor, aten.detach.default, aten.alias.default, aten.as_strided.default)
+# views by rows, which are no-ops on a shard of bytes
+STRUCTURAL = (aten.view.default, aten.slice.Tensor, aten.detach.default, aten.alias.default, aten.as_strided.default)
 
 
 class QuantizedTensor(Tensor):
@@ -158,9 +158,9 @@ class QuantizedTensor(Tensor):
 
     def split_for(self, dim: int, n: int) -> list[QuantizedTensor]:
         """Split into `n` equal tensors along `dim`, bit-equal and each in its own memory; see `Format.split`."""
-        format_, each = self.format.split(self.parts, tuple(self.shape), dim, n)
-        sides = tuple(size // n if at == dim else size for at, size in enumerate(self.shape))
-        return [QuantizedTensor(format_, parts, sides, self.dtype) for parts in each]
+        format_, shards = self.format.split(self.parts, tuple(self.shape), dim, n)
+        shape = tuple(size // n if axis == dim else size for axis, size in enumerate(self.shape))
+        return [QuantizedTensor(format_, parts, shape, self.dtype) for parts in shards]
 
     def to_bytes(self, chunks: int = 1) -> Tensor:
         """uint8 [chunks, length]: the bytes of all parts, padded to equal chunks."""
@@ -192,7 +192,8 @@ class QuantizedShard(Tensor):
     """One rank's shard of a QuantizedTensor under FSDP2: an equal slice of its bytes.
 
     Slices ignore row and block boundaries, nested scales included: frozen parts are only read after an all-gather, so a
-    shard cannot be dequantized. `rows` is the number of rows that FSDP2 assumes the shard to hold.
+    shard cannot be dequantized. `rows` is the number of rows that FSDP2 assumes the shard to hold. Operations of
+    `QuantizedTensor` create shards, so `fully_shard` also works in programs that do not import `parallel`.
     """
 
     def __new__(cls, raw: Tensor, spec: str, full_shape: tuple[int, ...], rows: int, dtype: torch.dtype):
@@ -200,7 +201,10 @@ class QuantizedShard(Tensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=raw.device)
 
     def __init__(self, raw: Tensor, spec: str, full_shape: tuple[int, ...], rows: int, dtype: torch.dtype):
-        self.raw, self.spec, self.full_shape, self.rows = raw, spec, tuple(full_shape), rows
+        self.raw = raw
+        self.spec = spec
+        self.full_shape = tuple(full_shape)
+        self.rows = rows
 
     def __tensor_flatten__(self):
         return ["raw"], (self.spec, self.full_shape, self.rows, self.dtype)
@@ -221,7 +225,7 @@ class QuantizedShard(Tensor):
             shard.raw.copy_(args[1].raw)
             return shard
         # FSDP2 views, narrows and pads shards by rows; these are no-ops on equal byte slices.
-        if function in _STRUCTURAL:
+        if function in STRUCTURAL:
             return shard._with(shard.raw)
         if function is aten.clone.default:
             return shard._with(shard.raw.clone())
@@ -249,59 +253,6 @@ class QuantizedShard(Tensor):
         return QuantizedTensor.from_bytes(outputs[0].view(-1), from_spec(spec), full_shape, dtype), outputs
 
 
-class BlockShard(Tensor):
-    """One rank's slice of a decoder block's frozen bytes, presented to FSDP2 as one parameter [rows, 1].
-
-    FSDP2 would copy the bytes twice, into and out of its all-gather buffer. Instead it gathers a small token, which
-    orders its streams, and `parallel.shard.weights` gathers the bytes directly into `whole` at the same time.
-
-    Args:
-        raw: uint8 [length], of equal length on all ranks; on the device of `whole`, or on the host.
-        rows: number of ranks whose slices this represents: all ranks before FSDP2 splits it, one afterwards.
-        whole: uint8 [ranks · length], the gathered bytes that weights are views of. FSDP2 frees its memory on reshard.
-        stays: never free the memory of `whole`, because a CUDA graph reads it.
-    """
-
-    def __new__(cls, raw: Tensor, rows: int, whole: Tensor, stays: bool = False):
-        # bf16 is nominal, values are never read: before torch 2.12 FSDP2 fails on uint8 parameters
-        return Tensor._make_wrapper_subclass(cls, torch.Size((rows, 1)), dtype=torch.bfloat16, device=whole.device)
-
-    def __init__(self, raw: Tensor, rows: int, whole: Tensor, stays: bool = False):
-        self.raw, self.rows, self.whole, self.stays = raw, rows, whole, stays
-        self.token = raw.new_zeros(ALIGNMENT, device=whole.device)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"BlockShard({self.raw.numel()} bytes of {self.whole.numel()})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args, kwargs=None):  # type: ignore[override]
-        shard = args[0]
-        if function is aten.copy_.default:
-            shard.raw.copy_(args[1].raw)  # a no-op in FSDP2's initialization, which copies a shard to itself
-            return shard
-        if function in _STRUCTURAL or function is aten.clone.default:
-            return shard._with_rows(shard.rows)
-        if function is aten.new_zeros.default:
-            return shard._with_rows(args[1][0])
-        if function is aten.split.Tensor:  # all chunks are equal: each is this rank's slice
-            return [shard._with_rows(args[1]) for _ in range(0, shard.rows, args[1])]
-        raise ModelError(f"{function} is not defined on slices of a block's weights")
-
-    def _with_rows(self, rows: int) -> BlockShard:
-        return BlockShard(self.raw, rows, self.whole, self.stays)
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        return (self.token,), None
-
-    # FSDP2 inspects the signature at every all-gather; caching it halves the time of this method
-    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
-
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        return None if out is not None else (outputs[0], () if self.stays else (self.whole,))
-
-
 def part_offsets(format: Format, shape: tuple[int, ...]) -> tuple[dict[str, int], int]:
     """Byte offset of each part in a flat buffer, and the buffer's length."""
     offsets, end = {}, 0
@@ -316,20 +267,19 @@ def _check_reads_only(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
     Views are allowed in backward, where autograd transposes the saved operands of a matmul and only reads them.
     """
-    for at, argument in enumerate(function._schema.arguments):
+    for position, argument in enumerate(function._schema.arguments):
         if argument.alias_info is None:
             continue
-        value = args[at] if at < len(args) else kwargs.get(argument.name)
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, QuantizedTensor) and argument.alias_info.is_write:
-                raise _unwritable(function, each)
-            if isinstance(each, QuantizedTensor) and torch._C._current_graph_task_id() == -1:
-                raise _unviewable(function, each)
-
-
-def _unwritable(function: Any, weight: QuantizedTensor) -> ModelError:
-    fix = "quantize new values by weight.copy_(values) or weight.data = values; merge adapters by `halfbyte merge`"
-    return ModelError(f"{function} cannot change a quantized weight in place ({weight!r})", fix)
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for weight in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(weight, QuantizedTensor) and argument.alias_info.is_write:
+                raise ModelError(
+                    f"{function} cannot change a quantized weight in place ({weight!r})",
+                    "quantize new values by weight.copy_(values) or weight.data = values; merge adapters by "
+                    "`halfbyte merge`",
+                )
+            if isinstance(weight, QuantizedTensor) and torch._C._current_graph_task_id() == -1:
+                raise _unviewable(function, weight)
 
 
 def _unviewable(function: Any, weight: QuantizedTensor) -> ModelError:
@@ -341,8 +291,7 @@ def _unviewable(function: Any, weight: QuantizedTensor) -> ModelError:
 
 def _is_weight(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the weight, and no other argument of `F.linear`, is quantized."""
-    others = isinstance(input, QuantizedTensor) or isinstance(bias, QuantizedTensor)
-    return isinstance(weight, QuantizedTensor) and not others
+    return [isinstance(tensor, QuantizedTensor) for tensor in (input, weight, bias)] == [False, True, False]
 
 
 def _embedding(
@@ -393,13 +342,13 @@ def _read(function, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _equal(function, one: Tensor, other: Tensor) -> bool:
+def _equal(function, left: Tensor, right: Tensor) -> bool:
     """`torch.equal`: compares the parts of tensors with one format, and dequantized values otherwise."""
-    if isinstance(one, QuantizedTensor) and isinstance(other, QuantizedTensor):
-        comparable = (one.format, one.shape, one.dtype) == (other.format, other.shape, other.dtype)
-        if comparable and all(torch.equal(part, other.parts[name]) for name, part in one.parts.items()):
+    if isinstance(left, QuantizedTensor) and isinstance(right, QuantizedTensor):
+        comparable = (left.format, left.shape, left.dtype) == (right.format, right.shape, right.dtype)
+        if comparable and all(torch.equal(part, right.parts[name]) for name, part in left.parts.items()):
             return True
-    return _read(function, one, other)
+    return _read(function, left, right)
 
 
 def _expert(function, tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:

@@ -7,7 +7,7 @@ from torch import nn
 
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
-from halfbyte.tensor import BlockShard, QuantizedShard, QuantizedTensor, part_offsets
+from halfbyte.tensor import QuantizedShard, QuantizedTensor, part_offsets
 from halfbyte.utils.errors import ModelError
 
 NESTED = Blockwise4("nf4", 64, True)
@@ -67,19 +67,6 @@ def test_shards_gather_to_the_tensor(rows):
     whole, buffers = shards[0].fsdp_post_all_gather((gathered,), metadata[0], torch.float32)
     assert torch.equal(whole.dequantize(), tensor.dequantize())
     assert buffers[0].data_ptr() == gathered.data_ptr()
-
-
-def test_block_shard_operations_keep_the_slice():
-    """FSDP2 splits, copies and views the nominal parameter; the bytes do not move."""
-    raw, whole = torch.arange(32, dtype=torch.uint8), torch.empty(64, dtype=torch.uint8)
-    parts = torch.chunk(BlockShard(raw, 2, whole), 2)
-    assert [each.rows for each in parts] == [1, 1]
-    padded = parts[0].new_zeros((1, 1))
-    padded.copy_(parts[0])
-    assert padded.view(-1).raw is raw
-    assert torch.equal(raw, torch.arange(32, dtype=torch.uint8))
-    with pytest.raises(ModelError):
-        parts[0] + 1
 
 
 def test_shards_refuse_what_needs_values():

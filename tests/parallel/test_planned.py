@@ -15,8 +15,9 @@ from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of, decoder_layers
 from halfbyte.parallel.pipeline.model import partition_model
 from halfbyte.parallel.shard.model import residencies_of, shard_model, sharded
+from halfbyte.parallel.shard.weights import BlockShard
 from halfbyte.plan.rank import Frozen, Stage, pipeline_of
-from halfbyte.tensor import BlockShard, QuantizedTensor
+from halfbyte.tensor import QuantizedTensor
 from halfbyte.train import preflight
 from halfbyte.train.preflight import prepare_run
 from tests.helpers.patch_models import batch, quantize, tiny

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from halfbyte.formats import from_spec
-from halfbyte.parallel.shard.weights import ALIGNMENT, shard_blocks
-from halfbyte.tensor import BlockShard
+from halfbyte.parallel.shard.weights import ALIGNMENT, BlockShard, shard_blocks
+from halfbyte.utils.errors import ModelError
 from tests.helpers.format_contract import EXAMPLES, REPRESENTATIVES, linear
 
 pytestmark = pytest.mark.dist
@@ -118,3 +118,16 @@ def compare_all(mesh, specs):
 @pytest.mark.slow
 def test_every_format(two):
     two.run(compare_all, [example.spec for example in EXAMPLES], layout={"shard": 2})
+
+
+def test_block_shard_operations_keep_the_slice():
+    """FSDP2 splits, copies and views the nominal parameter; the bytes do not move."""
+    raw = torch.arange(32, dtype=torch.uint8)
+    shards = torch.chunk(BlockShard(raw, 2, torch.empty(64, dtype=torch.uint8)), 2)
+    assert [shard.rows for shard in shards] == [1, 1]
+    padded = shards[0].new_zeros((1, 1))
+    padded.copy_(shards[0])
+    assert padded.view(-1).raw is raw
+    assert torch.equal(raw, torch.arange(32, dtype=torch.uint8))
+    with pytest.raises(ModelError):
+        shards[0] + 1
