@@ -112,7 +112,8 @@ class BlockShard(Tensor):
             return shard._with_rows(args[1][0])
         if function is aten.split.Tensor:  # all chunks are equal: each is this rank's slice
             return [shard._with_rows(args[1]) for _ in range(0, shard.rows, args[1])]
-        raise ModelError(f"{function} is not defined on slices of a block's weights")
+        fix = "read the weights inside the block's call, where they are gathered"
+        raise ModelError(f"{function} is not defined on slices of a block's weights", fix)
 
     def _with_rows(self, rows: int) -> BlockShard:
         return BlockShard(self.raw, rows, self.gathered, self.resident)
