@@ -24,7 +24,7 @@ _PUBLIC = {
     "add_adapter": "halfbyte.adapters.lora",
     "generate": "halfbyte.generation",
     "Sampling": "halfbyte.generation",
-    "rollout_func": "halfbyte.generation.trl",
+    "rollout_func": "halfbyte.generation.rollouts",
     "patch": "halfbyte.modeling.patch",
     "unpatch": "halfbyte.modeling.patch",
     "HalfbyteConfig": "halfbyte.loading.quantizer",

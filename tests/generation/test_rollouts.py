@@ -12,6 +12,7 @@ import halfbyte
 from halfbyte import generation
 from halfbyte.formats.linear import linear_rows
 from halfbyte.generation import Rollouts, Sampling
+from halfbyte.generation.schedule import Schedule
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
 from tests.helpers.families import EXPERTS, FAMILIES, HYBRIDS, OWN_LAYERS
@@ -115,17 +116,15 @@ def test_preempted_rows_continue_unchanged(monkeypatch):
     model, prompts = model_of(), prompts_of(70, 3, 130, 64)
     options = {"max_new_tokens": 150, "sampling": Sampling(1.0, seed=11), "stops": [7]}
     plenty = Rollouts(model).generate(prompts, 4, **options)
-    sent_back = []
-    send_back = generation.rollouts.Schedule._preempt
-    monkeypatch.setattr(
-        generation.rollouts.Schedule, "_preempt", lambda self, row: sent_back.append(row) or send_back(self, row)
-    )
+    preempted = []
+    preempt = Schedule.preempt
+    monkeypatch.setattr(Schedule, "preempt", lambda self, row: preempted.append(row) or preempt(self, row))
     engine = Rollouts(model)
     engine.generate(prompts, max_new_tokens=1)  # makes a decoder
     few = Rollouts(model, memory_gib=11 * engine._decoder.page_bytes / 2**30)
     found = few.generate(prompts, 4, **options)
     assert few._decoder.pages == 11
-    assert sent_back
+    assert preempted
     assert [each.ids for each in found] == [each.ids for each in plenty]
     for mine, other in zip(found, plenty, strict=True):
         torch.testing.assert_close(mine.log_probs, other.log_probs, rtol=0, atol=1e-5)
@@ -215,7 +214,7 @@ def test_longest_rows_start_first(monkeypatch):
 
     class Seen(generation.rollouts.Schedule):
         def _seat(self, row, document, found):
-            begun.append(row.most)
+            begun.append(row.max_tokens)
             super()._seat(row, document, found)
 
     monkeypatch.setattr(generation.rollouts, "Schedule", Seen)

@@ -133,7 +133,7 @@ def test_rows_find_their_tokens_and_no_page_leaks(shapes, seats, spare, late, mo
         for generation, wanted in enumerate(lengths):
             rows.append(Row(group, generation, most))
             ends[rows[-1]] = wanted
-    longest = max(page_count(len(row.group.prompt) + row.most) for row in rows)
+    longest = max(page_count(len(row.group.prompt) + row.max_tokens) for row in rows)
     pages = Pages(longest + spare + 1)
     cache = Cache(Schedule(rows, pages, seats), pages, late)
     cache.run(ends)

@@ -118,7 +118,7 @@ def module_of(module: Any, adapters: Sequence[str | None]) -> Any:
         return module.original_module if owner is None else copies[owner]
     if isinstance(module, AuxiliaryTrainingWrapper):
         base: Any = module.original_module
-        merged = any(each.merged for each in module.modules() if isinstance(each, BaseTunerLayer))
+        merged = any(layer.merged for layer in module.modules() if isinstance(layer, BaseTunerLayer))
     elif isinstance(module, BaseTunerLayer):
         base, merged = module.get_base_layer(), module.merged
     else:
@@ -142,8 +142,8 @@ def adapter_set(model: nn.Module, layers: Sequence[Any], name: str | None) -> It
         yield
         return
     if any(getattr(layer, "merged", False) for layer in layers):
-        wanted = "the base" if name is None else f"adapter {name!r}"
-        raise ModelError(f"{wanted} is asked for, but an adapter is merged into the weights", "call unmerge_adapter")
+        target = "the base" if name is None else f"adapter {name!r}"
+        raise ModelError(f"{target} is asked for, but an adapter is merged into the weights", "call unmerge_adapter")
     states = [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -164,5 +164,5 @@ def _is_set(layer: Any, name: str | None) -> bool:
     """Return whether a layer computes with exactly this adapter."""
     if layer.disable_adapters or name is None:
         return layer.disable_adapters and name is None
-    held = [each for each in layer.active_adapters if _holds(layer, each)]
-    return held == ([name] if _holds(layer, name) else [])
+    layer_adapters = [active for active in layer.active_adapters if _holds(layer, active)]
+    return layer_adapters == ([name] if _holds(layer, name) else [])

@@ -40,9 +40,9 @@ class Batch:
 
     def __init__(self, decoder: PagedDecoder, rows: int, pages: int):
         self.decoder, self.device = decoder, decoder.device
-        most = self._padded_size(rows)
-        self.row_table = torch.zeros(most, TABLE + pages, dtype=torch.int32, device=self.device)
-        self.tokens = torch.zeros(most, dtype=torch.int64, device=self.device)
+        max_rows = self._padded_size(rows)
+        self.row_table = torch.zeros(max_rows, TABLE + pages, dtype=torch.int32, device=self.device)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
         self.seed = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.rows: list[Row] = []  # rows of the last table written
         self.table_key: tuple = ()  # rows and page counts that the table was written from
@@ -60,8 +60,8 @@ class Batch:
 
     def begin(self, rows: Sequence[Row], logits: Tensor, sampling: Sampling) -> Drawn:
         """Draw the first token of rows that join, or rejoin after preemption, from their prompts' logits [R, V]."""
-        places = [[row.group.key, row.generation, row.length] for row in rows]
-        drawn = draw(logits, to_device(places, self.device), self.seed, sampling)
+        noise_keys = [[row.group.key, row.generation, row.length] for row in rows]
+        drawn = draw(logits, to_device(noise_keys, self.device), self.seed, sampling)
         at = sum(map(len, self.first_tokens))
         self.joined |= {row: at + number for number, row in enumerate(rows)}
         self.first_tokens.append(drawn[0])
@@ -82,7 +82,7 @@ class Batch:
         else:
             if key not in self.graphs:
                 graph = torch.cuda.CUDAGraph()
-                pool = next((each.pool() for each, _ in self.graphs.values()), None)
+                pool = next((g.pool() for g, _ in self.graphs.values()), None)
                 with torch.cuda.graph(graph, pool=pool, stream=capture_stream(self.device.index)):
                     out = self._step(size, sampling, None)
                 self.graphs[key] = graph, out
@@ -92,15 +92,15 @@ class Batch:
 
     def _write(self, rows: Sequence[Row], size: int) -> None:
         """Update the row table if rows or their pages changed; otherwise the device advances the lengths itself."""
-        known = tuple((row, len(row.pages)) for row in rows)
-        if known == self.table_key and not self.joined:
+        table_key = tuple((row, len(row.pages)) for row in rows)
+        if table_key == self.table_key and not self.joined:
             return
-        before = {row: number for number, row in enumerate(self.rows)}
-        before |= {row: len(self.tokens) + at for row, at in self.joined.items()}
+        token_index = {row: number for number, row in enumerate(self.rows)}
+        token_index |= {row: len(self.tokens) + at for row, at in self.joined.items()}
         table = np.zeros((size, self.row_table.shape[1]), dtype=np.int32)
         for line, row in zip(table, rows, strict=False):
             key = np.int64(row.group.key).astype(np.int32)
-            line[:COMMON] = row.length - 1, 1, key, row.generation, row.seat, before[row]
+            line[:COMMON] = (row.length - 1, 1, key, row.generation, row.seat, token_index[row])
             line[TABLE : TABLE + len(row.pages)] = row.pages
         bundles, table[:, COMMON] = bundles_of(table[:, TABLE:])
         table[: len(bundles), BEGIN:TABLE] = bundles
@@ -109,7 +109,10 @@ class Batch:
         self.row_table[:size] = to_device(table, self.device)
         tokens = torch.cat([self.tokens, *self.first_tokens])
         self.tokens[:size] = tokens[self.row_table[:size, SOURCE].long()]
-        self.rows, self.table_key, self.joined, self.first_tokens = list(rows), known, {}, []
+        self.rows = list(rows)
+        self.table_key = table_key
+        self.joined = {}
+        self.first_tokens = []
 
     def _step(self, size: int, sampling: Sampling, columns: int | None) -> Drawn:
         """Run the decoder and draw tokens; `columns` limits the page tables' width (default: all columns)."""
@@ -119,8 +122,8 @@ class Batch:
         tables, seats = table[:, TABLE:][:, :columns], table[:, SEAT].long()
         logits = self.decoder.step(tokens, table[:, LENGTH], tables, shared, seats)
         table[:, LENGTH] += table[:, LIVE]
-        places = torch.stack([table[:, PROMPT], table[:, GENERATION], table[:, LENGTH]], dim=1)
-        drawn, log_probs = draw(logits.contiguous(), places.long(), self.seed, sampling)
+        noise_keys = torch.stack([table[:, PROMPT], table[:, GENERATION], table[:, LENGTH]], dim=1)
+        drawn, log_probs = draw(logits.contiguous(), noise_keys.long(), self.seed, sampling)
         tokens.copy_(drawn)
         return drawn, log_probs
 
@@ -139,18 +142,18 @@ def bundles_of(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rows, first = np.arange(len(tables)), np.r_[True, shared == 0]
     begins = np.flatnonzero((rows - np.maximum.accumulate(np.where(first, rows, 0))) % BUNDLE == 0)
     counts = np.diff(np.r_[begins, len(tables)])
-    least = np.full(len(tables), tables.shape[1])
-    least[:-1] = shared
-    least[begins[1:] - 1] = tables.shape[1]  # a bundle's last row is not compared with the next bundle
-    pages = np.where(counts >= MIN_BUNDLE_ROWS, np.minimum.reduceat(least, begins), 0)
+    common_pages = np.full(len(tables), tables.shape[1])
+    common_pages[:-1] = shared
+    common_pages[begins[1:] - 1] = tables.shape[1]  # a bundle's last row is not compared with the next bundle
+    pages = np.where(counts >= MIN_BUNDLE_ROWS, np.minimum.reduceat(common_pages, begins), 0)
     bundles = np.stack([begins, counts, pages], axis=1)[counts >= MIN_BUNDLE_ROWS]
     return bundles.astype(np.int32), np.repeat(pages, counts).astype(np.int32)
 
 
-def draw(logits: Tensor, places: Tensor, seed: Tensor, sampling: Sampling) -> Drawn:
+def draw(logits: Tensor, noise_keys: Tensor, seed: Tensor, sampling: Sampling) -> Drawn:
     """Draw tokens by `ops.sample.draw_tokens` with the settings of `sampling`."""
     temperature = max(sampling.temperature, MIN_TEMPERATURE) if sampling.temperature else 0.0
-    return draw_tokens(logits, places, seed, temperature, sampling.candidates(logits))
+    return draw_tokens(logits, noise_keys, seed, temperature, sampling.candidates(logits))
 
 
 class Readback:
@@ -169,9 +172,9 @@ class Readback:
     def add(self, drawn: Drawn, use: Callable[[list[int], list[float]], None]) -> None:
         copied = None
         if drawn[0].is_cuda:
-            hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in drawn]
-            for host, each in zip(hosts, drawn, strict=True):
-                host.copy_(each, non_blocking=True)
+            hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in drawn]
+            for host, tensor in zip(hosts, drawn, strict=True):
+                host.copy_(tensor, non_blocking=True)
             drawn, copied = (hosts[0], hosts[1]), torch.cuda.Event()
             copied.record()
         self._waiting.append((use, drawn, copied))

@@ -39,7 +39,7 @@ def context_length(model: Any) -> int | None:
     return positions if positions is not None and positions > 0 else None
 
 
-Given = tuple[Sequence[str | None], torch.dtype, bool]  # arguments of `Linears`: adapters, dtype, unpacked
+LinearOptions = tuple[Sequence[str | None], torch.dtype, bool]  # arguments of `Linears`: adapters, dtype, unpacked
 
 
 class Layer(ABC):
@@ -51,16 +51,16 @@ class Layer(ABC):
 
     inputs: Linears | DeltaNet  # input projections of the token mixer
 
-    def __init__(self, view: LayerView, mixer: Block, given: Given):
+    def __init__(self, view: LayerView, mixer: Block, options: LinearOptions):
         if obstacle := None if view.mlp is None else view.mlp.obstacle:
             raise Unsupported(obstacle)
         self.family, self.halves = view.family, (view.attention_half, view.mlp_half)
-        self.out = Linears([mixer.output], *given)
+        self.out = Linears([mixer.output], *options)
         self.mlp: DenseMLP | MoEBlock
         if view.mlp is None:
-            self.mlp = MoEBlock(self.halves[1].inner, view.family, *given)
+            self.mlp = MoEBlock(self.halves[1].inner, view.family, *options)
         else:
-            self.mlp = DenseMLP(view.mlp, *given)
+            self.mlp = DenseMLP(view.mlp, *options)
 
     def renew(self) -> bool:
         """Refresh the weights as `Linears.renew` does."""
@@ -70,24 +70,24 @@ class Layer(ABC):
 class DeltaNetLayer(Layer):
     """A layer whose token mixer is a Gated DeltaNet."""
 
-    def __init__(self, view: LayerView, given: Given):
+    def __init__(self, view: LayerView, options: LinearOptions):
         module = view.attention_half.inner
         if not is_delta_net(module):
             raise Unsupported(f"{type(module).__name__} has a forward of its own")
         mixer = TokenMixer.of(module, view.family)
-        super().__init__(view, mixer, given)
-        self.inputs: DeltaNet = DeltaNet(mixer, module, *given)
+        super().__init__(view, mixer, options)
+        self.inputs: DeltaNet = DeltaNet(mixer, module, *options)
 
 
 class AttentionLayer(Layer):
     """A layer whose token mixer is attention."""
 
-    def __init__(self, view: LayerView, attention: Attention, given: Given):
+    def __init__(self, view: LayerView, attention: Attention, options: LinearOptions):
         if attention.obstacle:
             raise Unsupported(attention.obstacle)
-        super().__init__(view, attention, given)
+        super().__init__(view, attention, options)
         self.attention = attention
-        self.inputs: Linears = Linears(attention.inputs, *given)
+        self.inputs: Linears = Linears(attention.inputs, *options)
 
     @property
     def sinks(self) -> Tensor | None:
@@ -121,21 +121,32 @@ class AttentionLayer(Layer):
         None unless the layer has Llama's structure and 4-bit weights.
         """
         attention, family = self.attention, self.family
-        more = any(half.norm is None or half.output_norm is not None or half.scale != 1 for half in self.halves)
-        more = more or attention.softcap is not None or attention.query_scale is not None or family.qk_norm == "all"
-        more = more or attention.sinks is not None or family.gated_attention is not None
-        other = family.norm_offset or family.layer_norm or family.parallel or family.rope_pairs != "halves"
-        if more or other or not attention.rotates or family.fused or not isinstance(self.mlp, DenseMLP):
-            return None
         mlp = self.mlp
-        if not mlp.view.gated or mlp.view.activation_name not in SILU:
+        if not isinstance(mlp, DenseMLP) or not mlp.view.gated or mlp.view.activation_name not in SILU:
             return None
-        qkv, out, gate_up, down = (each.projections() for each in (self.inputs, self.out, mlp.gate_up, mlp.down))
+        has_llama_halves = all(
+            half.norm is not None and half.output_norm is None and half.scale == 1 for half in self.halves
+        )
+        has_llama_attention = (
+            attention.rotates
+            and attention.softcap is None
+            and attention.query_scale is None
+            and attention.sinks is None
+            and family.gated_attention is None
+            and family.qk_norm != "all"
+            and family.rope_pairs == "halves"
+        )
+        differs = family.norm_offset or family.layer_norm or family.parallel or family.fused
+        if differs or not (has_llama_halves and has_llama_attention):
+            return None
+        qkv, out, gate_up, down = (linears.projections() for linears in (self.inputs, self.out, mlp.gate_up, mlp.down))
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         norms: Any = [half.norm for half in self.halves]
-        norm, post_norm = (each.weight.detach() for each in norms)
-        q_norm, k_norm = (None, None) if attention.norms is None else (each.weight.detach() for each in attention.norms)
+        norm, post_norm = (module.weight.detach() for module in norms)
+        q_norm, k_norm = (
+            (None, None) if attention.norms is None else (module.weight.detach() for module in attention.norms)
+        )
         return DecoderLayer(qkv, out, gate_up, down, norm, post_norm, q_norm, k_norm, keys, values, attention.window)
 
 
@@ -167,7 +178,11 @@ class Decoder:
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype, unpacked)
         self.to_logits = head_from_config(backbone.config)
-        self.layers = [_layer(view, (adapters, self.dtype, unpacked)) for view in views]
+        options = (adapters, self.dtype, unpacked)
+        self.layers: list[Layer] = [
+            DeltaNetLayer(view, options) if view.attention is None else AttentionLayer(view, view.attention, options)
+            for view in views
+        ]
         self.attention_layers = [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
         ropes = {layer.attention.rope for layer in self.attention_layers}
         self.rotary = module_of(backbone.rotary_emb, adapters)
@@ -190,13 +205,13 @@ class Decoder:
             return False
         return self.head.renew() and all(layer.renew() for layer in self.layers)
 
-    def _rope(self, rotary: Any, kind: str | None, positions: int) -> tuple[Tensor, Tensor]:
+    def _rope(self, rotary: Any, layer_type: str | None, positions: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin [S, R] of all positions."""
-        places = torch.arange(positions, device=self.device).unsqueeze(0)
+        position_ids = torch.arange(positions, device=self.device).unsqueeze(0)
         if hasattr(rotary, "mrope_section"):
-            places = places.expand(3, -1, -1)  # time, height and width; equal for text
+            position_ids = position_ids.expand(3, -1, -1)  # time, height and width; equal for text
         x = torch.empty(0, dtype=self.dtype, device=self.device)
-        cos, sin = rotary(x, places) if kind is None else rotary(x, places, kind)
+        cos, sin = rotary(x, position_ids) if layer_type is None else rotary(x, position_ids, layer_type)
         return cos[0], sin[0]
 
     def embedded(self, tokens: Tensor) -> Tensor:
@@ -215,7 +230,7 @@ class Decoder:
                 [B, Hq, T, D], k and v [B, Hk, T, D], cos and sin) → [B, Hq, T, D].
             recur: token mixer of layers with a recurrent state: (layer number, layer, x) → input of `out`.
         """
-        ropes = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.ropes.items()}
+        ropes = {layer_type: (cos[positions], sin[positions]) for layer_type, (cos, sin) in self.ropes.items()}
         branch, residual = self.embedded(tokens), None
         for number, layer in enumerate(self.layers):
             first, second = layer.halves
@@ -266,10 +281,6 @@ class Decoder:
         return q, k
 
 
-def _layer(view: LayerView, given: Given) -> Layer:
-    return DeltaNetLayer(view, given) if view.attention is None else AttentionLayer(view, view.attention, given)
-
-
 def scored_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, documents: Spans) -> Tensor | None:
     """Attention [B, Hq, T, D] within documents for layers with soft-capped scores or sinks, by a fused kernel.
 
@@ -277,7 +288,7 @@ def scored_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, doc
     """
     if not layer.has_custom_scores or not supports_scores(q.device, q.dtype, q.shape[-1]):
         return None
-    query, key, value = (each.transpose(1, 2).flatten(0, 1).contiguous() for each in (q, k, v))
+    query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))
     out = score_mod_attention(query, key, value, layer.sinks, documents, layer.scores)
     return out.unflatten(0, (len(q), -1)).transpose(1, 2)
 
@@ -303,9 +314,9 @@ def _views(causal: Any, adapters: Sequence[str | None]) -> list[LayerView]:
     if sharded(causal) is not None:
         raise Unsupported("its layers are sharded over processes")
     backbone = module_of(getattr(causal, "model", None), adapters)
-    found = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
-    views = [view for view in found if isinstance(view, LayerView)]
-    if backbone is None or not views or len(views) < len(found):
+    layer_views = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
+    views = [view for view in layer_views if isinstance(view, LayerView)]
+    if backbone is None or not views or len(views) < len(layer_views):
         raise Unsupported(f"halfbyte does not support the family of {type(causal).__name__}")
     config = backbone.config
     if getattr(config, "use_bidirectional_attention", False):

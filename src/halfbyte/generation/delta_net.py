@@ -32,12 +32,12 @@ class Rows(NamedTuple):
     real: Tensor
     seats: Tensor
     tokens: Tensor
-    places: Tensor
+    slots: Tensor
 
     @classmethod
     def of(cls, padded: Tensor, real: Tensor, seats: Tensor) -> Rows:
-        places = real.flatten().nonzero().squeeze(1)
-        return cls(padded, real, seats, padded.flatten()[places], places)
+        slots = real.flatten().nonzero().squeeze(1)
+        return cls(padded, real, seats, padded.flatten()[slots], slots)
 
 
 class States(NamedTuple):
@@ -49,21 +49,21 @@ class States(NamedTuple):
 
 def is_delta_net(module: nn.Module) -> bool:
     """Return whether a module is a Gated DeltaNet of a supported family."""
-    family, kind = family_of(type(module)) or (None, "")
-    return family is not None and family.mixer is not None and kind == family.mixer.kind == "GatedDeltaNet"
+    family, block_type = family_of(type(module)) or (None, "")
+    return family is not None and family.mixer is not None and block_type == family.mixer.kind == "GatedDeltaNet"
 
 
 def new_states(module: Any, seats: int, dtype: torch.dtype, device: torch.device) -> States:
     """Return zero states for `seats` rows of a transformers layer."""
-    channels, before = module.conv1d.weight.shape[0], module.conv_kernel_size - 1
+    channels, history = module.conv1d.weight.shape[0], module.conv_kernel_size - 1
     shape = seats, module.num_v_heads, module.head_k_dim, module.head_v_dim
-    conv = torch.zeros(seats, channels, before, dtype=dtype, device=device)
+    conv = torch.zeros(seats, channels, history, dtype=dtype, device=device)
     return States(conv, torch.zeros(shape, dtype=torch.float32, device=device))
 
 
 def state_bytes(module: Any, dtype: torch.dtype) -> int:
     """Return the bytes of one seat."""
-    return sum(each.nbytes for each in new_states(module, 1, dtype, torch.device("meta")))
+    return sum(state.nbytes for state in new_states(module, 1, dtype, torch.device("meta")))
 
 
 class DeltaNet:
@@ -90,16 +90,18 @@ class DeltaNet:
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return concatenated q, k, v [N, C], the gate [N, Hv, Dv], and a, b [N, Hv], for x [B, T, K]."""
-        outputs, own = [each.flatten(0, 1) for each in self.inputs(x)], self.module
+        outputs, module = [output.flatten(0, 1) for output in self.inputs(x)], self.module
         if len(outputs) == 4:
             mixed, gate, b, a = outputs
-            return mixed, gate.unflatten(-1, (own.num_v_heads, -1)), a, b
-        each, wide = outputs  # grouped by key head
-        values = self.group * own.head_v_dim
-        parts = each.unflatten(-1, (own.num_k_heads, -1)).split([own.head_k_dim, own.head_k_dim, values, values], -1)
-        query, key, value, gate = (part.flatten(1) for part in parts)
-        b, a = (part.flatten(1) for part in wide.unflatten(-1, (own.num_k_heads, -1)).split(self.group, -1))
-        return torch.cat([query, key, value], -1), gate.unflatten(-1, (own.num_v_heads, -1)), a, b
+            return mixed, gate.unflatten(-1, (module.num_v_heads, -1)), a, b
+        qkvz, ba = outputs  # grouped by key head
+        values = self.group * module.head_v_dim
+        sections = qkvz.unflatten(-1, (module.num_k_heads, -1)).split(
+            [module.head_k_dim, module.head_k_dim, values, values], -1
+        )
+        query, key, value, gate = (section.flatten(1) for section in sections)
+        b, a = (section.flatten(1) for section in ba.unflatten(-1, (module.num_k_heads, -1)).split(self.group, -1))
+        return torch.cat([query, key, value], -1), gate.unflatten(-1, (module.num_v_heads, -1)), a, b
 
     @property
     def _conv(self) -> tuple[Tensor, Tensor | None]:
@@ -108,27 +110,27 @@ class DeltaNet:
     def step(self, x: Tensor, states: States, seats: Tensor) -> Tensor:
         """Return [R, 1, Hv·Dv] for one more token of each row, x [R, 1, K]; seats int64 [R]."""
         mixed, gate, a, b = self._projected(x)
-        own = self.module
+        module = self.module
         mixed = conv_step_(mixed.contiguous(), *self._conv, states.conv, seats)
-        numbers = a.contiguous(), b.contiguous(), own.A_log.detach(), own.dt_bias.detach()
-        out = delta_step_(mixed, *numbers, states.recurrent, seats, own.num_k_heads)
+        numbers = a.contiguous(), b.contiguous(), module.A_log.detach(), module.dt_bias.detach()
+        out = delta_step_(mixed, *numbers, states.recurrent, seats, module.num_k_heads)
         return self._normed(out, gate).unsqueeze(1)
 
     def prompts(self, x: Tensor, rows: Sequence[Rows], states: States) -> Tensor:
         """Return [B, T, Hv·Dv] for x [B, T, K]; tokens that are in none of `rows` get zeros."""
         mixed, gate, a, b = self._projected(x)
         decay, beta = gates(a, b, self.module.A_log.detach(), self.module.dt_bias.detach())
-        out, before = torch.zeros_like(gate), states.conv.shape[-1]
-        for padded, real, seats, tokens, places in rows:
+        out, history = torch.zeros_like(gate), states.conv.shape[-1]
+        for padded, real, seats, tokens, slots in rows:
             its = mixed[padded]
-            last = real.sum(-1, keepdim=True) - before + torch.arange(before, device=x.device)  # < 0: no token
+            last = real.sum(-1, keepdim=True) - history + torch.arange(history, device=x.device)  # < 0: no token
             inputs = its.gather(1, last.clamp(min=0).unsqueeze(-1).expand(-1, -1, its.shape[-1]))
             states.conv[seats] = inputs.where((last >= 0).unsqueeze(-1), 0).mT
             begins = torch.arange(len(its), dtype=torch.int32, device=x.device).repeat_interleave(its.shape[1])
             y = causal_conv(its.flatten(0, 1), *self._conv, begins * its.shape[1], True).view_as(its)
             scan = y, decay[padded], beta[padded], real, states.recurrent
             y, states.recurrent[seats] = delta_rows(*scan, self.module.num_k_heads)
-            out[tokens] = y.flatten(0, 1)[places]
+            out[tokens] = y.flatten(0, 1)[slots]
         return self._normed(out, gate).unflatten(0, x.shape[:2])
 
     def _normed(self, out: Tensor, gate: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ class StaticEngine(Decoder):
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.padding = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.slots, self.steps, self.last_logits = slots, 0, torch.empty(0)
+        self.slots = slots
+        self.steps = 0
+        self.last_logits = torch.empty(0)
         self.row_groups = [(slice(0, batch), 0)]  # rows with the same first slot, and that slot
         self.graph: torch.cuda.CUDAGraph | None = None
         self.one_launch = self._one_launch(batch)
@@ -98,7 +100,7 @@ class StaticEngine(Decoder):
     def _one_launch(self, batch: int) -> Run | None:
         """Return the persistent decode kernel for all layers, or None if a layer or the device does not support it."""
         pairs = list(zip(self.attention_layers, self.caches, strict=False))
-        layers = [found for layer, cache in pairs if (found := layer.one_launch(*cache)) is not None]
+        layers = [decoder_layer for layer, cache in pairs if (decoder_layer := layer.one_launch(*cache)) is not None]
         if len(layers) < len(self.layers):
             return None
         epsilons = {epsilon(half.norm) for layer in self.layers for half in layer.halves}
@@ -116,7 +118,7 @@ class StaticEngine(Decoder):
         extra = length - tokens.shape[1]
         tokens, padding = F.pad(tokens, (extra, 0)), padding + extra
         if self.device.type == "cpu":
-            self.row_groups = _runs_of_equal([each // SLOT_MULTIPLE * SLOT_MULTIPLE for each in padding.tolist()])
+            self.row_groups = _runs_of_equal([pad // SLOT_MULTIPLE * SLOT_MULTIPLE for pad in padding.tolist()])
         slots = torch.arange(length, device=self.device)
         self.padding.copy_(padding)
         self.slot.fill_(length - 1)
@@ -132,22 +134,33 @@ class StaticEngine(Decoder):
 
         def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, k = self.rotated(layer, q, k, angles)
-            self._store(number, slots, k, v)
+            for cache, new in zip(self.caches[number], (k, v), strict=True):
+                store(cache, slots, new)
             scored = scored_attention(layer, q, k, v, documents)
             if scored is not None:
                 return scored
             mask = masks[layer.attention.window]
-            return self._by_row_group(lambda rows, begin: _over_prompt(layer, q, k, v, mask, rows, begin))
 
-        own = [] if len(self.attention_layers) == len(self.layers) else self._rows(length)
+            def attend_rows(rows: slice, begin: int) -> Tensor:
+                """Attention of some rows, without the padding before their own slots."""
+                row_q, row_k, row_v = (x[rows, :, begin:] for x in (q, k, v))
+                out = prompt_attention(layer, row_q, row_k, row_v, mask[rows, :, begin:, begin:])
+                return F.pad(out, (0, 0, begin, 0)) if begin else out
+
+            return self._by_row_group(attend_rows)
+
+        recurrent_rows = [] if len(self.attention_layers) == len(self.layers) else self._rows(length)
         hidden = self.forward(
-            tokens, positions, attend, lambda number, layer, x: layer.inputs.prompts(x, own, self.caches[number])
+            tokens,
+            positions,
+            attend,
+            lambda number, layer, x: layer.inputs.prompts(x, recurrent_rows, self.caches[number]),
         )
         if watch is not None:
             at_once = max(1, WATCHED_LOGITS // (len(tokens) * self.embed.weight.shape[0]))
             for begin in range(extra, length, at_once):
-                part = hidden[:, begin : begin + at_once]
-                logits = self.logits(part.flatten(0, 1).unsqueeze(1)).unflatten(0, part.shape[:2])
+                chunk = hidden[:, begin : begin + at_once]
+                logits = self.logits(chunk.flatten(0, 1).unsqueeze(1)).unflatten(0, chunk.shape[:2])
                 watch(range(len(tokens)), begin - extra, logits)
         return self.logits(hidden[:, -1:])
 
@@ -174,13 +187,22 @@ class StaticEngine(Decoder):
         def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, k = self.rotated(layer, q, k, angles)
             store_both_(k, v, *self.caches[number], self.slot)
-            return self._by_row_group(lambda rows, begin: self._over_cache(number, layer, q, rows, slice(begin, end)))
+
+            def attend_rows(rows: slice, begin: int) -> Tensor:
+                """Attention of one token of some rows over these rows' own slots of the cache."""
+                first, last = self.padding[rows], self.slot
+                if begin:
+                    first, last = first - begin, last - begin
+                keys, values = (cache[rows, :, begin:end] for cache in self.caches[number])
+                return decode_attention(q[rows], keys, values, first, last, *layer.scores, layer.sinks)
+
+            return self._by_row_group(attend_rows)
+
+        def recur(number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
+            return layer.inputs.step(x, self.caches[number], self.seats)
 
         positions = (self.slot - self.padding).unsqueeze(1)
-        return self.logits(self.forward(self.tokens.unsqueeze(1), positions, attend, self._recur))
-
-    def _recur(self, number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
-        return layer.inputs.step(x, self.caches[number], self.seats)
+        return self.logits(self.forward(self.tokens.unsqueeze(1), positions, attend, recur))
 
     def _spans(self, slots: Tensor) -> Spans:
         """Return each prompt, and the padding before it, as documents."""
@@ -195,31 +217,9 @@ class StaticEngine(Decoder):
         index = slots.clamp(max=length - 1) + self.seats.unsqueeze(1) * length
         return [Rows.of(index, slots < length, self.seats)]
 
-    def _store(self, number: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        for cache, new in zip(self.caches[number], (k, v), strict=True):
-            store(cache, slots, new)
-
     def _by_row_group(self, attend: Callable[[slice, int], Tensor]) -> Tensor:
         outs = [attend(rows, begin) for rows, begin in self.row_groups]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def _over_cache(self, number: int, layer: AttentionLayer, q: Tensor, rows: slice, own: slice) -> Tensor:
-        """Attention of one token of some rows over these rows' own slots of the cache."""
-        first, last = self.padding[rows], self.slot
-        if own.start:
-            first, last = first - own.start, last - own.start
-        keys, values = (each[rows, :, own] for each in self.caches[number])
-        return decode_attention(q[rows], keys, values, first, last, *layer.scores, layer.sinks)
-
-
-def _over_prompt(
-    layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rows: slice, begin: int
-) -> Tensor:
-    """Attention of some rows of a prompt, without the padding before their own slots."""
-    own = slice(begin, None)
-    q, k, v, mask = q[rows, :, own], k[rows, :, own], v[rows, :, own], mask[rows, :, own, own]
-    out = prompt_attention(layer, q, k, v, mask)
-    return F.pad(out, (0, 0, begin, 0)) if begin else out
 
 
 def _runs_of_equal(values: Sequence[int]) -> list[tuple[slice, int]]:
@@ -266,9 +266,16 @@ def engine_for(model: Any, adapters: Sequence[str | None], tokens: int, kv_cache
     try:
         yield engines[0] if len(engines) == 1 else RowGroups(lambda *_: pairs)
     except GeneratorExit:  # the caller closed the stream
-        _put_all(model, adapters, pairs, kv_cache)
         raise
-    _put_all(model, adapters, pairs, kv_cache)
+    except BaseException:
+        pairs = []
+        raise
+    finally:
+        for group, engine in pairs:
+            cached = _engines.setdefault(model, {})
+            cached[_group_key(adapters, group, kv_cache)] = engine
+            while len(cached) > MAX_CACHED_ENGINES:
+                del cached[next(iter(cached))]
 
 
 def _group_key(adapters: Sequence[str | None], group: Sequence[int], kv_cache: str) -> Key:
@@ -286,18 +293,3 @@ def _take_or_build(model: Any, key: Key, tokens: int) -> StaticEngine:
         del engine  # free its memory before allocating the next
     with torch.inference_mode():
         return StaticEngine(model, key[0], -(-tokens // SIZE_MULTIPLE) * SIZE_MULTIPLE, CACHES[key[1]])
-
-
-def _put_all(
-    model: Any, adapters: Sequence[str | None], pairs: Sequence[tuple[Sequence[int], StaticEngine]], kv_cache: str
-) -> None:
-    """Return engines to the cache."""
-    for group, engine in pairs:
-        _put(model, _group_key(adapters, group, kv_cache), engine)
-
-
-def _put(model: Any, key: Key, engine: StaticEngine) -> None:
-    engines = _engines.setdefault(model, {})
-    engines[key] = engine
-    while len(engines) > MAX_CACHED_ENGINES:
-        del engines[next(iter(engines))]

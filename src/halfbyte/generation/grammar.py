@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ ANY_OBJECT = {"type": "object"}
 # Between the parts of a text: spaces, or a line break with an indentation. JSON allows any amount, which could fill an
 # answer.
 WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
-OPTIONS = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": False, "coerce_one_of": False}
+OPTIONS: Any = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": False, "coerce_one_of": False}
 MAX_CHARACTERS = 120_000  # of a schema; also OpenAI's limit
 FIX_SCHEMA = "change the schema"
 
@@ -48,8 +47,11 @@ class Grammar:
         if len(text) > MAX_CHARACTERS:
             raise ConfigError(f"the JSON schema has {len(text)} characters", f"use at most {MAX_CHARACTERS}")
         check_keywords(schema)
-        library = _llguidance()
-        self.vocabulary = _vocabulary(library, tokenizer, ends)
+        try:
+            import llguidance as library
+        except ImportError as error:
+            raise ConfigError("JSON answers need llguidance", "pip install llguidance") from error
+        self.vocabulary = _vocabulary(tokenizer, ends)
         try:
             grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS)
         except ValueError as error:
@@ -137,15 +139,7 @@ def _line(reason: object) -> str:
     return cut(visible(str(reason).partition("\n")[0]), 200)
 
 
-def _llguidance() -> ModuleType:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ConfigError("JSON answers need llguidance", "pip install llguidance") from error
-    return llguidance
-
-
-def _vocabulary(library: ModuleType, tokenizer: Any, ends: Sequence[int]) -> Any:
+def _vocabulary(tokenizer: Any, ends: Sequence[int]) -> Any:
     """Return llguidance's table of a tokenizer's tokens, which takes a second for 100,000 of them, from a cache."""
     key = tuple(sorted(set(ends)))
     tables = _vocabularies.setdefault(tokenizer, {})

@@ -105,22 +105,21 @@ def _is_finite(schema: Any, unproven: dict[str, Any]) -> bool:
     required = {name for conjunct in conjuncts for name in conjunct.get("required", ())}
     items = max(conjunct.get("minItems", 0) for conjunct in conjuncts)
     needed = {
-        "object": [_property(conjunct, name) for conjunct in conjuncts for name in required],
+        "object": [
+            conjunct.get("properties", {}).get(name, conjunct.get("additionalProperties", True))
+            for conjunct in conjuncts
+            for name in required
+        ],
         "array": [item for conjunct in conjuncts for item in _first_items(conjunct, items)],
     }
     return any(all(_is_finite(subschema, unproven) for subschema in needed[name]) for name in types)
-
-
-def _property(schema: dict[str, Any], name: str) -> Any:
-    """Return the schema of a property."""
-    return schema.get("properties", {}).get(name, schema.get("additionalProperties", True))
 
 
 def _first_items(schema: dict[str, Any], count: int) -> list[Any]:
     """Return the schemas of the first `count` items of an array, without repetitions of the last one."""
     items = schema.get("items", True)
     if isinstance(items, list):  # before JSON schema 2020-12
-        first, others = items, schema.get("additionalItems", True)
+        first, tail = items, schema.get("additionalItems", True)
     else:
-        first, others = schema.get("prefixItems", []), items
-    return [*first[:count], *([others] if count > len(first) else [])]
+        first, tail = schema.get("prefixItems", []), items
+    return [*first[:count], *([tail] if count > len(first) else [])]

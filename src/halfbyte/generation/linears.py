@@ -29,7 +29,7 @@ def _read(module: nn.Module, adapters: Sequence[str | None]) -> tuple[PlainLinea
     read = read_linear(module, sorted({name for name in adapters if name is not None}))
     if isinstance(read, str):
         raise Unsupported(read)
-    return read, {each.name: (each.a, each.b, each.scaling) for each in read.adapters}
+    return read, {adapter.name: (adapter.a, adapter.b, adapter.scaling) for adapter in read.adapters}
 
 
 class _LinearWeights(NamedTuple):
@@ -49,13 +49,13 @@ class _LinearWeights(NamedTuple):
 
     def renew(self, linear: PlainLinear) -> None:
         """Copy the current values. Fused optimizers do not bump tensor versions, so changes cannot be detected."""
-        for own, source in ((self.weight, linear.weight), (self.bias, linear.bias)):
-            if own is None or source is None or isinstance(own, QuantizedTensor):
+        for target, source in ((self.weight, linear.weight), (self.bias, linear.bias)):
+            if target is None or source is None or isinstance(target, QuantizedTensor):
                 continue
             if isinstance(source, QuantizedTensor):
-                own.copy_(source.dequantize(own.dtype))
-            elif own.dtype is not source.dtype:
-                own.copy_(source)
+                target.copy_(source.dequantize(target.dtype))
+            elif target.dtype is not source.dtype:
+                target.copy_(source)
 
 
 def _bound_gemm(linear: PlainLinear, plain: _LinearWeights) -> Callable[..., Tensor]:
@@ -76,22 +76,16 @@ def _weight4(linear: PlainLinear, plain: _LinearWeights) -> Weight4 | None:
     weight, bias = plain
     if not isinstance(weight, QuantizedTensor) or not isinstance(weight.format, Blockwise4):
         return None
-    parts, format_ = weight.parts, weight.format
-    scales = parts["absmax"], format_.nested_parts(parts), format_.blocksize, format_.quant_type
-    return Weight4(parts["packed"], *scales, linear.out_features, bias)
-
-
-def _concatenated(plain: Sequence[_LinearWeights], a: Tensor | None) -> _LinearWeights:
-    """Concatenate all weights and the factors A; missing biases become zeros."""
-    whole = torch.cat([*(each.weight for each in plain), *([] if a is None else [a])])
-    if all(each.bias is None for each in plain):
-        return _LinearWeights(whole, None)
-    bias, at = whole.new_zeros(len(whole)), 0
-    for each in plain:
-        if each.bias is not None:
-            bias[at : at + len(each.weight)] = each.bias
-        at += len(each.weight)
-    return _LinearWeights(whole, bias)
+    storage = weight.format
+    return Weight4(
+        weight.parts["packed"],
+        weight.parts["absmax"],
+        storage.nested_parts(weight.parts),
+        storage.blocksize,
+        storage.quant_type,
+        linear.out_features,
+        bias,
+    )
 
 
 RANKS, ALL_RANKS = 8, 16  # rank multiples of one linear and of all linears with one input; see ops.decode_layers
@@ -129,7 +123,7 @@ class Linears:
             if factors:
                 owners += [None] * (-(len(owners) - begin) % RANKS)
                 shape = base.out_features, len(owners) - begin
-                self.b.append((begin, torch.zeros(shape, dtype=dtype, device=_device(base))))
+                self.b.append((begin, torch.zeros(shape, dtype=dtype, device=base.weight.device)))
             else:
                 self.b.append(None)
         self.a: Tensor | None = None
@@ -137,7 +131,7 @@ class Linears:
         if owners:
             owners += [None] * (-len(owners) % ALL_RANKS)
             base = read[0][0]
-            self.a = torch.zeros(len(owners), base.in_features, dtype=dtype, device=_device(base))
+            self.a = torch.zeros(len(owners), base.in_features, dtype=dtype, device=base.weight.device)
             if len(set(adapters)) > 1:  # rows have different adapters
                 rows = [[owner is not None and owner == adapter for owner in owners] for adapter in adapters]
                 self.mask = torch.tensor(rows, dtype=dtype, device=self.a.device).unsqueeze(1)
@@ -150,12 +144,20 @@ class Linears:
 
     def _fuse(self) -> None:
         """Concatenate the weights and A into one matrix, and all B into another, so that one GEMM each suffices."""
-        self.fused, ranks = _concatenated(self.plain, self.a), 0 if self.a is None else len(self.a)
-        *weights, a = self.fused.weight.split([*self.sizes, ranks])
-        self.plain = [each._replace(weight=weight) for each, weight in zip(self.plain, weights, strict=True)]
+        weight = torch.cat([*(linear.weight for linear in self.plain), *([] if self.a is None else [self.a])])
+        bias = None
+        if any(linear.bias is not None for linear in self.plain):  # missing biases become zeros
+            bias = weight.new_zeros(len(weight))
+            for rows, linear in zip(bias[: sum(self.sizes)].split(self.sizes), self.plain, strict=True):
+                if linear.bias is not None:
+                    rows.copy_(linear.bias)
+        self.fused = _LinearWeights(weight, bias)
+        *weights, a = weight.split([*self.sizes, 0 if self.a is None else len(self.a)])
+        self.plain = [linear._replace(weight=weight) for linear, weight in zip(self.plain, weights, strict=True)]
         self.gemms = []
         if self.a is not None:
-            self.a, self.up = a, a.new_zeros(sum(self.sizes), ranks)
+            self.a = a
+            self.up = a.new_zeros(sum(self.sizes), len(a))
             self.b = [
                 None if term is None else (term[0], rows[:, term[0] : term[0] + term[1].shape[1]])
                 for term, rows in zip(self.b, self.up.split(self.sizes), strict=True)
@@ -198,7 +200,7 @@ class Linears:
             if self.up is not None:
                 y, u = y.split(list(self.up.shape), dim=-1)
                 y = add_term(y, (u if mask is None else u * mask, self.up))
-            return [part.unflatten(0, x.shape[:2]) for part in y.split(self.sizes, dim=-1)]
+            return [output.unflatten(0, x.shape[:2]) for output in y.split(self.sizes, dim=-1)]
         weights = [weight for weight in self.weights if weight is not None]
         if self.a is None and 1 < len(self.weights) == len(weights):
             outs = linears_blockwise4(rows, [weight.given(rows.dtype) for weight in weights])
@@ -219,17 +221,13 @@ class Linears:
         return Projections(weights, self.a, self.b, None if self.mask is None else self.mask[:, 0])
 
 
-def _device(linear: PlainLinear) -> torch.device:
-    return linear.weight.device
-
-
 def _storage_of(read: list[tuple[PlainLinear, Factors]]) -> list[Any]:
     """Return the data pointers, dtypes and adapter shapes that must not change while the linears are in use."""
-    places: list[Any] = []
+    addresses: list[Any] = []
     for base, factors in read:
         weight: Any = base.weight
         tensors = list(weight.parts.values()) if isinstance(weight, QuantizedTensor) else [weight]
         tensors += [] if base.bias is None else [base.bias]
-        places += [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
-        places += [(name, down.shape) for name, (down, _, _) in factors.items()]
-    return places
+        addresses += [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
+        addresses += [(name, down.shape) for name, (down, _, _) in factors.items()]
+    return addresses

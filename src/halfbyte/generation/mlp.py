@@ -99,11 +99,11 @@ class _ExpertAdapters:
 
     def fill(self, factors: Factors) -> None:
         """Copy the adapters' current values into the same memory."""
-        some = next(iter(factors.values()))
-        more_a = [some[0].new_zeros(len(some[0]), self.padding, some[0].shape[2])] if self.padding else []
-        more_b = [some[1].new_zeros(*some[1].shape[:2], self.padding)] if self.padding else []
-        a = torch.cat([*(a for a, _, _ in factors.values()), *more_a], 1).to(self.dtype)
-        b = torch.cat([*(b * scaling for _, b, scaling in factors.values()), *more_b], 2).to(self.dtype)
+        first_a, first_b, _ = next(iter(factors.values()))
+        padding_a = first_a.new_zeros(len(first_a), self.padding, first_a.shape[2])
+        padding_b = first_b.new_zeros(*first_b.shape[:2], self.padding)
+        a = torch.cat([*(a for a, _, _ in factors.values()), padding_a], 1).to(self.dtype)
+        b = torch.cat([*(b * scaling for _, b, scaling in factors.values()), padding_b], 2).to(self.dtype)
         if self.a.shape == a.shape:
             self.a.copy_(a)
             self.b.copy_(b)
@@ -129,7 +129,8 @@ class _Experts:
     """
 
     def __init__(self, module: Any, adapters: Sequence[str | None], dtype: torch.dtype):
-        self.module, self.dtype, self.adapters = module, dtype, adapters
+        self.module = module
+        self.dtype = dtype
         self.names = sorted({name for name in adapters if name is not None})
         factors = self._read()
         weights = weights_of(self.base)
@@ -140,23 +141,25 @@ class _Experts:
                 raise Unsupported("its experts' stacks would be copied")
         self.storage = _storage_of(weights)
         self.weights = weights
-        self.adapters_of = {name: _ExpertAdapters(each, adapters, dtype) for name, each in factors.items() if each}
+        self.adapters_of = {name: _ExpertAdapters(f, adapters, dtype) for name, f in factors.items() if f}
         self.tokens = 1
 
     def _read(self) -> dict[str, Factors]:
         """Read the adapters' factors of both stacks, keyed by stack and adapter name."""
-        module, found = self.module, {}
+        module, factors = self.module, {}
         while isinstance(module, ParamWrapper):
             read = read_adapters(module, self.names)
             if isinstance(read, str):
                 raise Unsupported(read)
-            own = {each.name: (*by_expert(each.a, each.b, module.num_experts), each.scaling) for each in read}
-            found[module.parameter_name] = own
+            factors[module.parameter_name] = {
+                adapter.name: (*by_expert(adapter.a, adapter.b, module.num_experts), adapter.scaling)
+                for adapter in read
+            }
             module = module.base_layer
         if not runs_experts(module) or (reason := obstacle(module)) is not None:
             raise Unsupported(reason if runs_experts(module) else f"{type(module).__name__} has a forward of its own")
         self.base = module
-        return found
+        return factors
 
     def renew(self) -> bool:
         """Refresh the weights as `Linears.renew` does."""
@@ -171,17 +174,18 @@ class _Experts:
 
     def __call__(self, x: Tensor, index: Tensor, routed: Tensor) -> Tensor:
         """Return each token's weighted sum of experts [T, H] for x [T, K], expert indices and weights [T, k]."""
-        given, x, weights = x.dtype, x.to(self.dtype), self.weights
+        input_dtype, weights = x.dtype, self.weights
+        x = x.to(self.dtype)
         biased = weights.first_bias is not None or weights.second_bias is not None
         if isinstance(weights.unit, Unit) and not biased and not self.adapters_of:
             stacks = [stack_of(stack, self.dtype, index.numel()) for stack in (weights.first, weights.second)]
-            return expert_rows(x, *stacks, weights.unit, index, routed).to(given)
+            return expert_rows(x, *stacks, weights.unit, index, routed).to(input_dtype)
         routing = route(index, weights.first.shape[0])
         names = names_of(self.base)
         c = self._product(names[0], weights.first, weights.first_bias, x, routing, True)
         hidden = expert_unit(c, weights.unit) if isinstance(weights.unit, Unit) else weights.unit(c)
         y = self._product(names[1], weights.second, weights.second_bias, hidden, routing, False)
-        return combine(y, routing, routed).to(given)
+        return combine(y, routing, routed).to(input_dtype)
 
     def _product(
         self, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, routing: Routing, gather: bool
@@ -211,19 +215,23 @@ class MoEBlock:
         self.block, self.dtype = block, dtype
         shared = {name: module for name, module in block.named_children() if family_of(type(module)) == (family, "MLP")}
         views = {name: view for name, module in shared.items() if not (view := MLP.of(module, family)).obstacle}
-        given = adapters, dtype, unpacked
+        options = adapters, dtype, unpacked
         self.shared: dict[str, DenseMLP | _SingleLinear] = {}
-        self.shared |= {name: DenseMLP(view, *given) for name, view in views.items()}
+        self.shared |= {name: DenseMLP(view, *options) for name, view in views.items()}
         for name, module in block.named_children():  # e.g. the gate of a shared expert
             if isinstance(module, BaseTunerLayer) and isinstance(module.get_base_layer(), nn.Linear):
-                self.shared[name] = _SingleLinear([block.get_submodule(name)], *given)
+                self.shared[name] = _SingleLinear([block.get_submodule(name)], *options)
         self._check()
         self.experts = _Experts(block.experts, adapters, dtype)
-        own = [p for name, p in block.named_parameters() if not name.startswith("experts.")]
-        self.mixed = dtype is not torch.float32 and any(p.is_floating_point() and p.dtype is not dtype for p in own)
-        inside = {name: self._rows(each) for name, each in self.shared.items()}
-        others = {name: module for name, module in block.named_children() if name not in self.shared}
-        inside |= {name: route for name, module in others.items() if (route := known_router(module, dtype)) is not None}
+        parameters = [p for name, p in block.named_parameters() if not name.startswith("experts.")]
+        self.mixed = dtype is not torch.float32 and any(
+            p.is_floating_point() and p.dtype is not dtype for p in parameters
+        )
+        inside = {name: self._rows(mlp) for name, mlp in self.shared.items()}
+        unshared = {name: module for name, module in block.named_children() if name not in self.shared}
+        inside |= {
+            name: route for name, module in unshared.items() if (route := known_router(module, dtype)) is not None
+        }
         self.proxy = _BlockProxy(block, self.experts, inside)
 
     def _rows(self, mlp: DenseMLP | _SingleLinear) -> Callable[[Tensor], Tensor]:
@@ -240,7 +248,7 @@ class MoEBlock:
     def renew(self) -> bool:
         """Refresh the weights as `Linears.renew` does."""
         self._check()
-        return self.experts.renew() and all(each.renew() for each in self.shared.values())
+        return self.experts.renew() and all(mlp.renew() for mlp in self.shared.values())
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [B, T, K] for x [B, T, K]."""
@@ -270,8 +278,8 @@ def _shapes(factors: Factors) -> dict[str, tuple[torch.Size, torch.Size]]:
 def _storage_of(weights: Any) -> list[Any]:
     """Return the data pointers and dtypes of the frozen tensors."""
     tensors: list[Tensor] = []
-    for each in (weights.first, weights.second, weights.first_bias, weights.second_bias):
-        tensors += [] if each is None else each.parts.values() if isinstance(each, QuantizedTensor) else [each]
+    for weight in (weights.first, weights.second, weights.first_bias, weights.second_bias):
+        tensors += [] if weight is None else weight.parts.values() if isinstance(weight, QuantizedTensor) else [weight]
     return [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
 
 
@@ -305,14 +313,14 @@ _ROUTER_KINDS = {
 def known_router(router: nn.Module, dtype: torch.dtype) -> Route | None:
     """Return a router's forward as one op for x of `dtype`, or None if it needs transformers' own forward."""
     code = getattr(type(router).forward, "__code__", None)
-    kind = None if code is None else _ROUTER_KINDS.get(_code_key(code))
-    own: Any = router
-    if kind is None or "forward" in vars(own) or own.weight.dtype is not dtype:
+    variant = None if code is None else _ROUTER_KINDS.get(_code_key(code))
+    module: Any = router
+    if variant is None or "forward" in vars(module) or module.weight.dtype is not dtype:
         return None
-    normalized = own.norm_topk_prob if kind.normalized is None else kind.normalized
-    of_weights = torch.float32 if kind.wide else dtype
+    normalized = module.norm_topk_prob if variant.normalized is None else variant.normalized
+    of_weights = torch.float32 if variant.wide else dtype
 
     def route(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return top_experts(x.reshape(-1, own.hidden_dim), own.weight, own.top_k, normalized, of_weights)
+        return top_experts(x.reshape(-1, module.hidden_dim), module.weight, module.top_k, normalized, of_weights)
 
     return route

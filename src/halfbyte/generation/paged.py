@@ -22,7 +22,7 @@ MIN_CPU_ROWS = 4  # MKL sums in another order for fewer rows, so results would d
 
 def page_bytes(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
     """Return the bytes of one page in all layers."""
-    return sum(2 * PAGE * each.attention.key_heads * each.attention.head_dim * dtype.itemsize for each in layers)
+    return sum(2 * PAGE * layer.attention.key_heads * layer.attention.head_dim * dtype.itemsize for layer in layers)
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
@@ -45,7 +45,9 @@ class PagedDecoder(Decoder):
         self, model: Any, adapter: str | None, positions: int, cache_dtype: torch.dtype | None, unpacked: bool
     ):
         super().__init__(model, [adapter], positions, unpacked)
-        self.positions, self.unpacked, self.cache_dtype = positions, unpacked, cache_dtype or self.dtype
+        self.positions = positions
+        self.unpacked = unpacked
+        self.cache_dtype = cache_dtype or self.dtype
         self.caches: list[Any] = []
         self.pages = self.seats = 0
         self.delta_layers = [layer for layer in self.layers if isinstance(layer, DeltaNetLayer)]
@@ -61,7 +63,9 @@ class PagedDecoder(Decoder):
 
     def make_pages(self, count: int, seats: int) -> None:
         """Allocate `count` pages and `seats` recurrent states; see `schedule.Schedule`."""
-        self.caches, self.pages, self.seats = [], count, seats  # free the old caches first
+        self.caches = []  # free the old caches first
+        self.pages = count
+        self.seats = seats
         for layer in self.layers:
             if isinstance(layer, DeltaNetLayer):
                 self.caches.append(layer.inputs.states(seats, self.device))
@@ -76,13 +80,15 @@ class PagedDecoder(Decoder):
         lengths = [len(tokens) for tokens, _, _ in documents]
         flat = [token for tokens, _, _ in documents for token in tokens]
         positions = [at for length in lengths for at in range(length)]
-        pages = [page for (tokens, own, _) in documents for at in range(len(tokens)) for page in (own[at // PAGE],)]
+        pages = [document_pages[at // PAGE] for tokens, document_pages, _ in documents for at in range(len(tokens))]
         if self.device.type == "cpu" and len(flat) < MIN_CPU_ROWS:
             missing = MIN_CPU_ROWS - len(flat)
-            lengths, flat, pages = [*lengths, missing], flat + [0] * missing, pages + [0] * missing
+            lengths.append(missing)
+            flat += [0] * missing
             positions += range(missing)
-        tokens, places, pages_of_tokens = to_device([flat, positions, pages], self.device).unbind(0)
-        slots, bounds = places % PAGE, [0, *accumulate(lengths)]
+            pages += [0] * missing
+        tokens, position_ids, pages_of_tokens = to_device([flat, positions, pages], self.device).unbind(0)
+        slots, bounds = position_ids % PAGE, [0, *accumulate(lengths)]
         on_device = to_device(bounds, self.device)
 
         seats = [seat for _, _, seat in documents]
@@ -95,18 +101,20 @@ class PagedDecoder(Decoder):
         def recur(number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
             return layer.inputs.prompts(x, rows, self.caches[number])
 
-        hidden = self.forward(tokens.unsqueeze(0), places.unsqueeze(0), attend, recur)[0]
+        hidden = self.forward(tokens.unsqueeze(0), position_ids.unsqueeze(0), attend, recur)[0]
         last = hidden[on_device[1 : len(documents) + 1] - 1]
-        return self.logits(self._padded_rows(last).unsqueeze(1))[: len(documents)]
+        if self.device.type == "cpu" and len(last) < MIN_CPU_ROWS:
+            last = torch.cat([last, last.new_zeros(MIN_CPU_ROWS - len(last), last.shape[1])])
+        return self.logits(last.unsqueeze(1))[: len(documents)]
 
     def _rows(self, bounds: Sequence[int], seats: Sequence[int]) -> list[Rows]:
         """Group documents of similar length; documents beyond the seats are padding and use seat 0."""
         seat_of = dict(zip(bounds, seats, strict=False))
-        found = []
+        groups = []
         for index, real in length_groups(list(bounds)):
-            own = to_device([seat_of.get(begin, 0) for begin in index[:, 0].tolist()], self.device)
-            found.append(Rows.of(index.to(self.device), real.to(self.device), own))
-        return found
+            group_seats = to_device([seat_of.get(begin, 0) for begin in index[:, 0].tolist()], self.device)
+            groups.append(Rows.of(index.to(self.device), real.to(self.device), group_seats))
+        return groups
 
     def _rotate_and_store(
         self,
@@ -124,17 +132,12 @@ class PagedDecoder(Decoder):
             rope_store_paged_(q, k, v, *angles, *self.caches[number], pages, slots)
             return q, k
         q, k = self.rotated(layer, q, k, angles)
-        store_paged(*self.caches[number], pages, slots, *(each.transpose(1, 2).flatten(0, 1) for each in (k, v)))
+        store_paged(*self.caches[number], pages, slots, *(x.transpose(1, 2).flatten(0, 1) for x in (k, v)))
         return q, k
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits in the GEMM's dtype if the head only multiplies; the sampler upcasts to fp32."""
         return self.head(hidden)[0][:, 0] if self.to_logits == Head() else super().logits(hidden)
-
-    def _padded_rows(self, rows: Tensor) -> Tensor:
-        """Pad to `MIN_CPU_ROWS` rows of zeros on a CPU."""
-        short = MIN_CPU_ROWS - len(rows) if self.device.type == "cpu" else 0
-        return rows if short <= 0 else torch.cat([rows, rows.new_zeros(short, rows.shape[1])])
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the tokens of the first page to the second for each pair (from, to)."""
@@ -144,10 +147,10 @@ class PagedDecoder(Decoder):
         """Copy the state of the first seat to the second for each pair (from, to)."""
         self._copy(DeltaNetLayer, pairs)
 
-    def _copy(self, kind: type, pairs: Sequence[tuple[int, int]]) -> None:
+    def _copy(self, layer_class: type, pairs: Sequence[tuple[int, int]]) -> None:
         source, target = to_device(pairs, self.device).unbind(1)
-        own = [pair for layer, pair in zip(self.layers, self.caches, strict=True) if isinstance(layer, kind)]
-        for cache in (each for pair in own for each in pair):
+        caches = [pair for layer, pair in zip(self.layers, self.caches, strict=True) if isinstance(layer, layer_class)]
+        for cache in (cache for pair in caches for cache in pair):
             as_bytes = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
             as_bytes[target] = as_bytes[source]
 
@@ -163,9 +166,9 @@ class PagedDecoder(Decoder):
             shared: bundles of rows with common pages, which are then read once per bundle.
             seats: int64 [R]; unused without recurrent layers.
         """
-        places = lengths.long()
-        pages = tables.gather(1, (places // PAGE).unsqueeze(1)).squeeze(1).long()
-        slots, seen = places % PAGE, lengths + 1
+        position_ids = lengths.long()
+        pages = tables.gather(1, (position_ids // PAGE).unsqueeze(1)).squeeze(1).long()
+        slots, seen = position_ids % PAGE, lengths + 1
 
         def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, _ = self._rotate_and_store(number, layer, q, k, v, angles, pages, slots)
@@ -175,7 +178,7 @@ class PagedDecoder(Decoder):
         def recur(number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
             return layer.inputs.step(x, self.caches[number], seats)
 
-        return self.logits(self.forward(tokens.unsqueeze(1), places.unsqueeze(1), attend, recur))
+        return self.logits(self.forward(tokens.unsqueeze(1), position_ids.unsqueeze(1), attend, recur))
 
 
 def _over_documents(
@@ -183,12 +186,12 @@ def _over_documents(
 ) -> Tensor:
     """Causal attention [1, Hq, N, D] within documents; q [1, Hq, N, D], k and v [1, Hk, N, D]."""
     view = layer.attention
-    found = scored_attention(layer, q, k, v, spans(on_device, q.shape[2])) if layer.has_custom_scores else None
-    if found is not None:
-        return found
+    out = scored_attention(layer, q, k, v, spans(on_device, q.shape[2])) if layer.has_custom_scores else None
+    if out is not None:
+        return out
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not layer.has_custom_scores:
         longest = max(end - begin for begin, end in pairwise(bounds))
-        query, key, value = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
+        query, key, value = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         out = varlen_attention(query, key, value, on_device, longest, view.scaling, view.window)
         return out.transpose(0, 1).unsqueeze(0)
     outs = []
@@ -197,6 +200,6 @@ def _over_documents(
         seen = at <= at.unsqueeze(1)
         if view.window is not None:
             seen &= at > at.unsqueeze(1) - view.window
-        own_q, own_k, own_v = (each[:, :, begin:end] for each in (q, k, v))
-        outs.append(prompt_attention(layer, own_q, own_k, own_v, seen))
+        document_q, document_k, document_v = (x[:, :, begin:end] for x in (q, k, v))
+        outs.append(prompt_attention(layer, document_q, document_k, document_v, seen))
     return torch.cat(outs, dim=2)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
+from ..modeling.layer import causal_lm_of
 from ..ops.paged_attention import PAGE
 from ..tensor import QuantizedTensor
 from ..utils.errors import ConfigError, ModelError
@@ -77,15 +79,18 @@ class Rollouts:
         kv_cache: str = "auto",
         weights: str = "auto",
     ):
-        for name, value, known in (("kv_cache", kv_cache, tuple(CACHES)), ("weights", weights, WEIGHTS)):
-            if value not in known:
-                raise ConfigError(f"{name} is {value!r}", f"use one of {', '.join(known)}")
+        for name, value, choices in (("kv_cache", kv_cache, tuple(CACHES)), ("weights", weights, WEIGHTS)):
+            if value not in choices:
+                raise ConfigError(f"{name} is {value!r}", f"use one of {', '.join(choices)}")
         if rows < 1:
             raise ConfigError(f"rows is {rows}", "use 1 or more")
         if memory_gib is not None and not memory_gib > 0:
             raise ConfigError(f"memory_gib is {memory_gib}", "use a number above 0")
-        self.model, self.rows, self.memory_gib, self.weights = model, rows, memory_gib, weights
+        self.model = model
+        self.rows = rows
+        self.memory_gib = memory_gib
         self.kv_cache = kv_cache
+        self.weights = weights
         self._decoder: PagedDecoder | None = None
         self._adapter: str | None = None
         self._batch: Batch | None = None
@@ -135,10 +140,12 @@ class Rollouts:
         sampling = sampling or Sampling(temperature=1.0)
         seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
         groups = [Group(key, prompt, n) for key, prompt in zip(keys, prompts, strict=True)]
-        rows = [Row(group, number, most) for group, most in zip(groups, lengths, strict=True) for number in range(n)]
+        rows = [Row(group, number, limit) for group, limit in zip(groups, lengths, strict=True) for number in range(n)]
         ends = eos_tokens(self.model) if stops is None else set(stops)
         report_unread_keys(self.model, sampling)
-        longest_first = sorted(rows, key=lambda row: -row.most)  # long rows must not be left running alone at the end
+        longest_first = sorted(
+            rows, key=lambda row: -row.max_tokens
+        )  # long rows must not be left running alone at the end
         run = _Generation(longest_first, replace(sampling, seed=None), ends, seed)
         try:
             decoder, batch = self._ready(rows, name)
@@ -162,7 +169,7 @@ class Rollouts:
         Raises:
             Unsupported: the model needs transformers' own forward.
         """
-        longest = max(len(row.group.prompt) + row.most for row in rows)
+        longest = max(len(row.group.prompt) + row.max_tokens for row in rows)
         decoder, unpacked = self._decoder, self._unpacks(min(len(rows), self.rows))
         if decoder is not None and (
             self._adapter != adapter or decoder.unpacked != unpacked or decoder.positions < longest + 1
@@ -174,20 +181,26 @@ class Rollouts:
             positions = -(-(longest + 1) // POSITION_MULTIPLE) * POSITION_MULTIPLE
             decoder = PagedDecoder(self.model, adapter, positions, CACHES[self.kv_cache], unpacked)
         self._decoder, self._adapter = decoder, adapter
-        memory = self._memory(decoder)
+        if self.memory_gib is not None:
+            memory = int(self.memory_gib * 2**30)
+        else:
+            allocated = decoder.pages * decoder.page_bytes + decoder.seats * decoder.state_bytes
+            memory = allocated + int(_free_bytes(decoder.device) * (0.8 if decoder.device.type == "cuda" else 0.5))
         seats = self._seats(decoder, rows, memory)
-        wanted, least = pages_needed(rows, seats - RESERVED_SEATS) + 1, page_count(longest) + 1
-        if decoder.pages < wanted or decoder.seats < seats:
-            most = max((memory - seats * decoder.state_bytes) // decoder.page_bytes, decoder.pages)
-            if most < least:
-                need, there = (f"{count * decoder.page_bytes / 2**30:.2f} GiB" for count in (least, most))
+        target_pages, min_pages = pages_needed(rows, seats - RESERVED_SEATS) + 1, page_count(longest) + 1
+        if decoder.pages < target_pages or decoder.seats < seats:
+            max_pages = max((memory - seats * decoder.state_bytes) // decoder.page_bytes, decoder.pages)
+            if max_pages < min_pages:
+                needed, available = (
+                    f"{count * decoder.page_bytes / 2**30:.2f} GiB" for count in (min_pages, max_pages)
+                )
                 raise ModelError(
-                    f"a row of {longest} tokens needs {need} of key-value cache, and only {there} are available",
+                    f"a row of {longest} tokens needs {needed} of key-value cache, and only {available} are available",
                     "raise memory_gib, lower max_new_tokens, or use kv_cache: fp8",
                 )
-            if min(wanted, most) > decoder.pages or decoder.seats < seats:
+            if min(target_pages, max_pages) > decoder.pages or decoder.seats < seats:
                 self._batch = None  # its CUDA graphs hold the old addresses
-                decoder.make_pages(min(wanted, most), seats)
+                decoder.make_pages(min(target_pages, max_pages), seats)
         if self._batch is None or self._batch.row_table.shape[1] < page_count(longest + 1):
             self._batch = Batch(decoder, decoder.seats - RESERVED_SEATS, page_count(decoder.positions))
         return decoder, self._batch
@@ -196,31 +209,24 @@ class Rollouts:
         """Return the seats for all rows, or for as many as fit their states in half of the memory."""
         if not decoder.state_bytes:
             return self.rows + RESERVED_SEATS
-        wanted = min(self.rows, len(rows))
-        pages = (pages_needed(rows, wanted) + 1) * decoder.page_bytes
-        if pages + (wanted + RESERVED_SEATS) * decoder.state_bytes > memory:
-            wanted = max(1, min(wanted, memory // 2 // decoder.state_bytes - RESERVED_SEATS))
-        return max(wanted + RESERVED_SEATS, decoder.seats)
-
-    def _memory(self, decoder: PagedDecoder) -> int:
-        """Return the bytes that pages and states may take."""
-        if self.memory_gib is not None:
-            return int(self.memory_gib * 2**30)
-        own = decoder.pages * decoder.page_bytes + decoder.seats * decoder.state_bytes
-        return own + int(_free_bytes(decoder.device) * (0.8 if decoder.device.type == "cuda" else 0.5))
+        row_seats = min(self.rows, len(rows))
+        pages = (pages_needed(rows, row_seats) + 1) * decoder.page_bytes
+        if pages + (row_seats + RESERVED_SEATS) * decoder.state_bytes > memory:
+            row_seats = max(1, min(row_seats, memory // 2 // decoder.state_bytes - RESERVED_SEATS))
+        return max(row_seats + RESERVED_SEATS, decoder.seats)
 
     def _unpacks(self, rows: int) -> bool:
         """Return whether to decode the weights once per call."""
         if self.weights != "auto":
             return self.weights == "unpacked"
-        every: Any = self.model.parameters()  # 3-dimensional stacks of experts stay packed
-        weights = [each for each in every if isinstance(each.data, QuantizedTensor) and each.dim() == 2]
+        parameters: Any = self.model.parameters()  # 3-dimensional stacks of experts stay packed
+        weights = [weight for weight in parameters if isinstance(weight.data, QuantizedTensor) and weight.dim() == 2]
         device = next(self.model.parameters()).device
         if not weights or (device.type != "cpu" and rows <= PACKED_MAX_ROWS):
             return False
         if self._decoder is not None and self._decoder.unpacked:  # already decoded
             return True
-        return sum(2 * each.numel() for each in weights) <= 0.4 * _free_bytes(device)
+        return sum(2 * weight.numel() for weight in weights) <= 0.4 * _free_bytes(device)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -233,21 +239,24 @@ def _free_bytes(device: torch.device) -> int:
 
 def pages_needed(rows: Sequence[Row], seats: int) -> int:
     """Return the pages with which no row is preempted, if the longest prompts run together."""
-    own, shared = [], {}
+    unshared, shared = [], {}
     for row in rows:
         full = len(row.group.prompt) // PAGE
-        own.append(page_count(len(row.group.prompt) + row.most) - full)
+        unshared.append(page_count(len(row.group.prompt) + row.max_tokens) - full)
         shared[row.group] = full + 1
     groups = -(-seats // max(1, len(rows) // len(shared))) + 1
     reserve = 1 + min(seats, len(rows)) // 8
-    return sum(sorted(own)[-seats:]) + sum(sorted(shared.values())[-groups:]) + reserve
+    return sum(sorted(unshared)[-seats:]) + sum(sorted(shared.values())[-groups:]) + reserve
 
 
 class _Generation:
     """One call of `Rollouts.generate`."""
 
     def __init__(self, rows: Sequence[Row], sampling: Sampling, stops: set[int], seed: int):
-        self.all_rows, self.sampling, self.stops, self.seed = rows, sampling, stops, seed
+        self.all_rows = rows
+        self.sampling = sampling
+        self.stops = stops
+        self.seed = seed
 
     @torch.inference_mode()
     def over_pages(self, decoder: PagedDecoder, batch: Batch) -> None:
@@ -256,19 +265,19 @@ class _Generation:
         batch.seed.fill_(self.seed)
         use = partial(self._use, schedule.add)
         while schedule.waiting or schedule.seated:
-            found = schedule.admit(budget)
-            if found.documents:
-                logits = decoder.prefill([(each.tokens, each.pages, each.seat) for each in found.documents])
-                for document, own in zip(found.documents, logits, strict=True):
-                    document.logits = own
-            if found.copies:
-                decoder.copy_pages(found.copies)
-            if found.states and decoder.delta_layers:
-                decoder.copy_states(found.states)
-            if found.starts:
-                begun = [row for row, _ in found.starts]
-                behind = torch.stack([own for _, document in found.starts if (own := document.logits) is not None])
-                readback.add(batch.begin(begun, behind, self.sampling), partial(use, begun))
+            admission = schedule.admit(budget)
+            if admission.documents:
+                logits = decoder.prefill([(d.tokens, d.pages, d.seat) for d in admission.documents])
+                for document, document_logits in zip(admission.documents, logits, strict=True):
+                    document.logits = document_logits
+            if admission.copies:
+                decoder.copy_pages(admission.copies)
+            if admission.states and decoder.delta_layers:
+                decoder.copy_states(admission.states)
+            if admission.starts:
+                started = [row for row, _ in admission.starts]
+                logits = torch.stack([d.logits for _, d in admission.starts if d.logits is not None])
+                readback.add(batch.begin(started, logits, self.sampling), partial(use, started))
             readback.settle(readback.lag)
             if not schedule.reserve(settled=not len(readback)):
                 readback.settle()
@@ -286,22 +295,73 @@ class _Generation:
             if not row.finished:  # a finished row may have one more token in flight
                 add(row, token, log_prob, self.stops)
 
-    def in_batches(self, model: Any, adapter: str | None, most: int) -> None:
+    def in_batches(self, model: Any, adapter: str | None, max_rows: int) -> None:
         """Generate in batches of rows with similar prompt lengths; a batch ends with its last row."""
         device = next(model.parameters()).device
         ordered = sorted(self.all_rows, key=lambda row: len(row.group.prompt))
         seed = torch.tensor([self.seed], device=device)
-        for rows in (ordered[at : at + most] for at in range(0, len(ordered), most)):
+        for rows in (ordered[at : at + max_rows] for at in range(0, len(ordered), max_rows)):
             longest = len(rows[-1].group.prompt)
-            engine = stock_engine(model, [adapter] * len(rows), longest + max(row.most for row in rows))
+            engine = stock_engine(model, [adapter] * len(rows), longest + max(row.max_tokens for row in rows))
             padding = [longest - len(row.group.prompt) for row in rows]
             tokens = [[0] * short + list(row.group.prompt) for short, row in zip(padding, rows, strict=True)]
             logits = engine.prefill(torch.tensor(tokens, device=device), torch.tensor(padding, device=device))
             keys = [[row.group.key, row.generation, len(row.group.prompt)] for row in rows]
-            places = torch.tensor(keys, device=device)
+            noise_keys = torch.tensor(keys, device=device)
             while True:
-                drawn, log_probs = draw(logits.contiguous(), places, seed, self.sampling)
+                drawn, log_probs = draw(logits.contiguous(), noise_keys, seed, self.sampling)
                 self._use(Row.add, rows, drawn.tolist(), log_probs.tolist())
                 if all(row.finished for row in rows):
                     break
-                logits, places = engine.step(drawn), places + places.new_tensor([0, 0, 1])
+                logits, noise_keys = engine.step(drawn), noise_keys + noise_keys.new_tensor([0, 0, 1])
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def rollout_func(model: Any, **options: Any) -> Callable[[list[Any], Any], dict[str, Any]]:
+    """Make a `rollout_func` for GRPOTrainer (TRL 1.16) that generates with `Rollouts`, not transformers' `generate`.
+
+    It reads the packed weights of the model in training and its current adapter.
+
+    Args:
+        model: the trainer's model, or the PeftModel around it.
+        options: of `Rollouts`.
+
+    Raises:
+        ConfigError: an option is out of range; or, when called, the trainer trains another model.
+    """
+    engine = Rollouts(model, **options)
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Return prompt_ids, completion_ids and logprobs, one list for each of `prompts`."""
+        trained = trainer.accelerator.unwrap_model(trainer.model)
+        if causal_lm_of(trained) is not causal_lm_of(model):
+            raise ConfigError("rollout_func: the trainer trains another model", "make it of the model you give TRL")
+        engine.model, tokenizer = trained, trainer.processing_class
+        groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
+        counts = {count for _, count in groups}
+        n = counts.pop() if len(counts) == 1 else 1
+        unique_prompts = [prompt for prompt, _ in groups] if n > 1 else prompts
+        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        ids: list[list[int]] = []
+        for prompt in unique_prompts:  # a text, or chat messages, tokenized as TRL does
+            if isinstance(prompt, str):
+                ids.append(tokenizer(prompt)["input_ids"])
+                continue
+            encoded = tokenizer.apply_chat_template(
+                [prompt], add_generation_prompt=True, tokenize=True, return_dict=True, **template
+            )
+            ids.append(encoded["input_ids"][0])
+        sampling = Sampling(trainer.temperature, trainer.top_k or 0, trainer.top_p, min_p=trainer.min_p or 0.0)
+        completions = engine.generate(
+            ids, n, max_new_tokens=trainer.max_completion_length, sampling=sampling, stops=trainer.eos_token_ids
+        )
+        engine.free()
+        return {
+            "prompt_ids": [prompt for prompt in ids for _ in range(n)],
+            "completion_ids": [completion.ids for completion in completions],
+            "logprobs": [completion.log_probs.tolist() for completion in completions],
+        }
+
+    return rollout

@@ -41,25 +41,25 @@ class RowGroups:
         self.groups: list[tuple[Tensor, Engine]] = []
 
     def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
-        self.groups, parts = [], []
+        self.groups, group_logits = [], []
         for numbers, engine in self.split(tokens, padding):
             rows = torch.tensor(numbers, device=tokens.device)
             first = int(padding[rows].min())
-            part = None if watch is None else _watch_group(watch, numbers, first)
-            parts.append(engine.prefill(tokens[rows, first:], padding[rows] - first, part))
+            group_watch = None if watch is None else _watch_group(watch, numbers, first)
+            group_logits.append(engine.prefill(tokens[rows, first:], padding[rows] - first, group_watch))
             self.groups.append((rows, engine))
-        return self._joined(parts)
+        return self._joined(group_logits)
 
     def step(self, tokens: Tensor) -> Tensor:
         return self._joined([engine.step(tokens[rows]) for rows, engine in self.groups])
 
-    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def _joined(self, group_logits: Sequence[Tensor]) -> Tensor:
         """Return the logits of all rows in their order."""
-        if len(parts) == 1:
-            return parts[0]
-        logits = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
-        for (rows, _), part in zip(self.groups, parts, strict=True):
-            logits[rows] = part
+        if len(group_logits) == 1:
+            return group_logits[0]
+        logits = group_logits[0].new_empty(sum(map(len, group_logits)), group_logits[0].shape[1])
+        for (rows, _), rows_logits in zip(self.groups, group_logits, strict=True):
+            logits[rows] = rows_logits
         return logits
 
 

@@ -117,7 +117,7 @@ def stream(
     if kv_cache not in CACHES:
         raise ConfigError(f"kv_cache is {kv_cache!r}", f"use one of {', '.join(CACHES)}")
     lengths = new_tokens(model, prompts, max_new_tokens)
-    most = max(lengths)
+    max_length = max(lengths)
     adapters = chosen_adapters(model, adapter, len(prompts))
     ends = eos_tokens(model) if stops is None else set(stops)
     report_unread_keys(model, sampling, penalties)
@@ -126,18 +126,18 @@ def stream(
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
     grammars = grammars or GrammarRows([None] * len(prompts))
     draw = Sampler(sampling, penalties, device, prompts, grammars)
-    with engine_for(model, adapters, prompt_slots(longest, device) + most, kv_cache) as engine:
+    with engine_for(model, adapters, prompt_slots(longest, device) + max_length, kv_cache) as engine:
         logits = engine.prefill(padded, padding, watch_prompt)
         if bool(logits.isnan().any()):
             raise ModelError("the model's logits are NaN", "check its weights, and its adapter's")
         drawn = draw(logits)
         running = [True] * len(prompts)
-        for count in range(1, most + 1):
+        for count in range(1, max_length + 1):
             if watch is not None:
                 watch(logits, drawn)
-            read, more = _copy_to_host(drawn), count < most
+            read, continues = _copy_to_host(drawn), count < max_length
             # On a GPU, launch the next step before reading these tokens.
-            ahead = engine.step(drawn) if more and device.type == "cuda" else None
+            ahead = engine.step(drawn) if continues and device.type == "cuda" else None
             tokens = read()
             grammars.advance(tokens, running)
             yield [token if runs else None for token, runs in zip(tokens, running, strict=True)]
@@ -168,7 +168,7 @@ def _copy_to_host(tokens: Tensor) -> Callable[[], list[int]]:
 
 
 def new_tokens(
-    model: Any, prompts: Sequence[Sequence[int]], asked: Lengths, most: int = DEFAULT_MAX_NEW_TOKENS
+    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: Lengths, default: int = DEFAULT_MAX_NEW_TOKENS
 ) -> list[int]:
     """Return the maximum number of new tokens of each prompt: `asked`, or up to `most` within the model's positions.
 
@@ -178,10 +178,10 @@ def new_tokens(
     """
     limit = context_length(model)
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", sys.maxsize)
-    if asked is None:
-        lengths = [most if limit is None else min(most, max(1, limit - len(ids))) for ids in prompts]
+    if max_new_tokens is None:
+        lengths = [default if limit is None else min(default, max(1, limit - len(ids))) for ids in prompts]
     else:
-        lengths = [asked] * len(prompts) if isinstance(asked, int) else list(asked)
+        lengths = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if min(lengths) < 1:
         raise ConfigError(f"max_new_tokens is {min(lengths)}", "use 1 or more")
     for row, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -194,16 +194,16 @@ def new_tokens(
                 "tokenize it with the model's own tokenizer",
             )
         if limit is not None and len(ids) + length > limit:
-            raise too_long(len(ids), asked if asked is None else length, limit)
+            raise too_long(len(ids), max_new_tokens if max_new_tokens is None else length, limit)
     return lengths
 
 
-def too_long(tokens: int, asked: int | None, limit: int, where: str = "a prompt") -> ModelError:
+def too_long(tokens: int, max_new_tokens: int | None, limit: int, subject: str = "a prompt") -> ModelError:
     """Return the error for a prompt of `tokens` tokens and `asked` new ones (None: at least one)."""
-    if asked is None or tokens >= limit:
-        message = f"{where} of {tokens} tokens leaves no room for an answer in the model's {limit} positions"
+    if max_new_tokens is None or tokens >= limit:
+        message = f"{subject} of {tokens} tokens leaves no room for an answer in the model's {limit} positions"
         return ModelError(message, "shorten the prompt (/reset in chat)")
-    message = f"{where} of {tokens} tokens and max_new_tokens {asked} pass the model's {limit} positions"
+    message = f"{subject} of {tokens} tokens and max_new_tokens {max_new_tokens} pass the model's {limit} positions"
     return ModelError(message, "shorten the prompt (/reset in chat), or lower max_new_tokens, or leave it out")
 
 
@@ -214,15 +214,15 @@ def chosen_adapters(model: Any, adapter: str | Sequence[str | None] | None, rows
         ConfigError: `adapter` names another number of adapters than there are rows.
         ModelError: the model has no such adapter, several are active, or halfbyte cannot generate with one.
     """
-    wanted = [adapter] * rows if adapter is None or isinstance(adapter, str) else list(adapter)
-    if len(wanted) != rows:
-        raise ConfigError(f"adapter names {len(wanted)} adapters for {rows} prompts", "name one for each, or one")
-    known = adapter_names(model)
-    if ACTIVE in wanted and ACTIVE not in known:
+    names = [adapter] * rows if adapter is None or isinstance(adapter, str) else list(adapter)
+    if len(names) != rows:
+        raise ConfigError(f"adapter names {len(names)} adapters for {rows} prompts", "name one for each, or one")
+    available = adapter_names(model)
+    if ACTIVE in names and ACTIVE not in available:
         active = active_adapter(model)
-        wanted = [active if name == ACTIVE else name for name in wanted]
-    for name in wanted:
-        if name is not None and name not in known:
-            raise ModelError(f"the model has no adapter {name!r}", f"it has: {', '.join(known) or 'none'}")
-    check_kinds(model, wanted)
-    return wanted
+        names = [active if name == ACTIVE else name for name in names]
+    for name in names:
+        if name is not None and name not in available:
+            raise ModelError(f"the model has no adapter {name!r}", f"it has: {', '.join(available) or 'none'}")
+    check_kinds(model, names)
+    return names

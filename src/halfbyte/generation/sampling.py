@@ -90,8 +90,8 @@ class Sampling:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return probabilities fp32 [B, V], zero for tokens that cannot be drawn."""
-        scores, kept = self._scaled(logits), self.candidates(logits)
-        return (scores if kept is None else scores.masked_fill(~kept, -torch.inf)).softmax(-1)
+        scores, candidates = self._scaled(logits), self.candidates(logits)
+        return (scores if candidates is None else scores.masked_fill(~candidates, -torch.inf)).softmax(-1)
 
     def candidates(self, logits: Tensor) -> Tensor | None:
         """Return a mask bool [B, V] of the tokens that can be drawn (at least one per row), or None for all."""
@@ -102,12 +102,12 @@ class Sampling:
         if narrow:
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
         probabilities = scores.softmax(-1)
-        kept = probabilities >= self.min_p * probabilities.amax(-1, keepdim=True)
+        is_candidate = probabilities >= self.min_p * probabilities.amax(-1, keepdim=True)
         if self.top_p < 1:
             ordered, order = probabilities.sort(descending=True)
             beyond = ordered.cumsum(-1) - ordered >= self.top_p
-            kept &= ~torch.zeros_like(beyond).scatter(1, order, beyond)
-        return kept if not narrow else kept & (scores > -torch.inf)
+            is_candidate &= ~torch.zeros_like(beyond).scatter(1, order, beyond)
+        return is_candidate if not narrow else is_candidate & (scores > -torch.inf)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Return logits over the temperature, fp32 [B, V], with a maximum of 0."""
@@ -136,9 +136,11 @@ class Penalties:
     repetition: float = 1.0
 
     def __post_init__(self) -> None:
-        least, most = REPETITION_PENALTIES
-        if not (isinstance(self.repetition, int | float) and least <= self.repetition <= most):
-            raise ConfigError(f"repetition_penalty is {brief(self.repetition)}", f"use a value from {least} to {most}")
+        lowest, highest = REPETITION_PENALTIES
+        if not (isinstance(self.repetition, int | float) and lowest <= self.repetition <= highest):
+            raise ConfigError(
+                f"repetition_penalty is {brief(self.repetition)}", f"use a value from {lowest} to {highest}"
+            )
 
     def __bool__(self) -> bool:
         return bool(self.frequency or self.presence or self.bias or self.repetition != 1)
@@ -178,10 +180,13 @@ class Sampler:
         prompts: Sequence[Sequence[int]] = (),
         grammars: GrammarRows | None = None,
     ):
-        self.sampling, self.penalties, self.generator = sampling, penalties, sampling.generator(device)
-        self.prompts, self.grammars = prompts, grammars
-        self.counts: Tensor | None = None
-        self.prompted: Tensor | None = None
+        self.sampling = sampling
+        self.penalties = penalties
+        self.generator = sampling.generator(device)
+        self.prompts = prompts
+        self.grammars = grammars
+        self.counts: Tensor | None = None  # fp32 [B, V], occurrences in each row's answer
+        self.prompted: Tensor | None = None  # bool [B, V], whether a row's prompt has a token
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return tokens int64 [B] for logits [B, V]."""
@@ -189,7 +194,9 @@ class Sampler:
             if self.counts is None:
                 self.counts = torch.zeros_like(logits, dtype=torch.float32)
                 if self.penalties.repetition != 1 and self.prompts:
-                    self.prompted = _occurrences(self.prompts, logits)
+                    self.prompted = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+                    for row, prompt in zip(self.prompted, self.prompts, strict=True):
+                        row[torch.tensor(prompt, device=logits.device)] = True
             logits = self.penalties.applied(logits, self.counts, self.prompted)
         if self.grammars is not None:
             logits = self.grammars.masked(logits)
@@ -197,14 +204,6 @@ class Sampler:
         if self.counts is not None:
             self.counts.scatter_add_(1, drawn.unsqueeze(1), self.counts.new_ones(len(drawn), 1))
         return drawn
-
-
-def _occurrences(prompts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """Return whether each row's prompt has a token, bool [B, V] as `logits`."""
-    occurs = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    for row, prompt in zip(occurs, prompts, strict=True):
-        row[torch.tensor(prompt, device=logits.device)] = True
-    return occurs
 
 
 def report_unread_keys(model: Any, sampling: Sampling, penalties: Penalties | None = None) -> None:
@@ -247,8 +246,8 @@ def unread_keys(model: Any, sampling: Sampling) -> dict[str, Any]:
 
 def eos_tokens(model: Any) -> set[int]:
     """Return the EOS tokens of the model's generation config."""
-    own = model.generation_config.eos_token_id
-    return set(own) if isinstance(own, list) else {own} - {None}
+    eos_token_id = model.generation_config.eos_token_id
+    return set(eos_token_id) if isinstance(eos_token_id, list) else {eos_token_id} - {None}
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, turn_ends: Sequence[str]) -> list[int]:

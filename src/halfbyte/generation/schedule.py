@@ -44,10 +44,10 @@ class Pages:
     def take(self, count: int) -> list[int]:
         """Take `count` free pages, each with one reader."""
         assert count <= self.free, "callers check `free` first"
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
             self._readers[page] = 1
-        return taken
+        return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """Add a reader to each page."""
@@ -100,7 +100,7 @@ class Row:
 
     Attributes:
         generation: its index among the completions of its prompt.
-        most: maximum number of tokens.
+        max_tokens: maximum number of tokens.
         ids, log_probs: of the tokens that the host has read.
         ended: whether the last token is a stop token.
         pages: of its tokens; shared pages come first.
@@ -111,7 +111,7 @@ class Row:
 
     group: Group
     generation: int
-    most: int
+    max_tokens: int
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     ended: bool = False
@@ -122,12 +122,12 @@ class Row:
 
     @property
     def finished(self) -> bool:
-        return self.ended or len(self.ids) == self.most
+        return self.ended or len(self.ids) == self.max_tokens
 
     @property
     def is_active(self) -> bool:
         """Whether the row takes part in the next step, as far as the host has read."""
-        return not self.finished and self.drawn < self.most
+        return not self.finished and self.drawn < self.max_tokens
 
     def add(self, token: int, log_prob: float, stops: set[int]) -> None:
         """Append a token that the host has read."""
@@ -163,7 +163,9 @@ class Schedule:
     """
 
     def __init__(self, rows: Sequence[Row], pages: Pages, seats: int):
-        self.waiting, self.pages, self.seats = deque(rows), pages, seats
+        self.waiting = deque(rows)
+        self.pages = pages
+        self.seats = seats
         self._empty = list(range(seats + RESERVED_SEATS - 1, 0, -1))
         self.seated: list[Row] = []  # oldest first
 
@@ -172,56 +174,56 @@ class Schedule:
 
         While rows are running, others start only in groups: see `JOIN_DIVISOR`.
         """
-        found, empty = Admission([], [], [], []), self.seats - len(self.seated)
+        admission, empty = Admission([], [], [], []), self.seats - len(self.seated)
         if self.seated and empty < min(len(self.waiting), self.seats // JOIN_DIVISOR):
-            return found
+            return admission
         while self.waiting and len(self.seated) < self.seats:
             row = self.waiting[0]
             document = None if row.ids else row.group.document
             if document is None:
                 tokens = [*row.group.prompt, *row.ids]
-                read = sum(len(each.tokens) for each in found.documents)
-                if (found.documents and read + len(tokens) > budget) or not self._has_room(page_count(len(tokens))):
+                read = sum(len(document.tokens) for document in admission.documents)
+                if (admission.documents and read + len(tokens) > budget) or not self._has_room(page_count(len(tokens))):
                     break
                 document = Document(tokens, self.pages.take(page_count(len(tokens))), self._empty.pop())
-                found.documents.append(document)
+                admission.documents.append(document)
                 if not row.ids:
                     row.group.document = document
             elif not self._has_room(1):
                 break
-            self._seat(row, document, found)
-        return found
+            self._seat(row, document, admission)
+        return admission
 
-    def _has_room(self, wanted: int) -> bool:
+    def _has_room(self, count: int) -> bool:
         """Return whether `wanted` pages plus headroom are free; the headroom prevents immediate preemption."""
         if self.seated:
-            return self.pages.free >= wanted + 1 + len(self.seated) // 8
-        while self.pages.free < wanted and self._drop_prompt():
+            return self.pages.free >= count + 1 + len(self.seated) // 8
+        while self.pages.free < count and self._drop_prompt():
             pass
-        assert self.pages.free >= wanted, "the pages hold any single row"
+        assert self.pages.free >= count, "the pages hold any single row"
         return True
 
-    def _seat(self, row: Row, document: Document, found: Admission) -> None:
+    def _seat(self, row: Row, document: Document, admission: Admission) -> None:
         """Start the first row of the queue; `document` holds its tokens so far."""
         self.waiting.popleft()
         group, shared = row.group, document is row.group.document
         group.waiting -= not row.ids
         if shared and group.waiting and self._empty and (self.pages.free or not len(document.tokens) % PAGE):
             row.seat = self._empty.pop()
-            found.states.append((document.seat, row.seat))
+            admission.states.append((document.seat, row.seat))
             full = len(document.tokens) // PAGE
             self.pages.share(document.pages[:full])
             row.pages = document.pages[:full]
             if len(document.tokens) % PAGE:
                 row.pages += self.pages.take(1)
-                found.copies.append((document.pages[full], row.pages[full]))
+                admission.copies.append((document.pages[full], row.pages[full]))
         else:  # the last row of the prompt, or no page is free for a copy: the row takes over the document's pages
             row.pages, row.seat = document.pages, document.seat
             if shared:
                 group.document = None
         row.length, row.drawn = len(document.tokens), len(row.ids) + 1
         self.seated.append(row)
-        found.starts.append((row, document))
+        admission.starts.append((row, document))
 
     def reserve(self, settled: bool) -> bool:
         """Take a page for each row whose next token needs one.
@@ -240,7 +242,7 @@ class Schedule:
                     continue
                 if not settled:
                     return False
-                self._preempt(self.seated[-1])
+                self.preempt(self.seated[-1])
             if row.pages:
                 row.pages += self.pages.take(1)
         return True
@@ -255,9 +257,11 @@ class Schedule:
         group.document = None
         return True
 
-    def _preempt(self, row: Row) -> None:
+    def preempt(self, row: Row) -> None:
+        """Return a running row to the front of the queue, to be prefilled again later."""
         self._release(row)
-        row.length, row.drawn = 0, len(row.ids)
+        row.length = 0
+        row.drawn = len(row.ids)
         self.waiting.appendleft(row)
 
     def _release(self, row: Row) -> None:

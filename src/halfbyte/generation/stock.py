@@ -70,7 +70,9 @@ class StockRows:
 
     def __init__(self, model: Any, adapter: str | None):
         self.model, self.adapter = model, adapter
-        self.causal, self.layers, self.sharded = causal_lm_of(model), adapter_layers(model), sharded(model)
+        self.causal = causal_lm_of(model)
+        self.layers = adapter_layers(model)
+        self.sharded = sharded(model)
         self.tokens = torch.empty(0)
         self.keywords: dict[str, Any] = {}
         self.states: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -82,14 +84,14 @@ class StockRows:
             attributes[name] = None
         mask = (torch.arange(tokens.shape[1], device=tokens.device) >= padding.unsqueeze(1)).long()
         self.keywords = _generation_keywords(self.causal, tokens, mask)
-        wanted = self.keywords.get("logits_to_keep")
-        if watch is not None and wanted is not None:
+        logits_to_keep = self.keywords.get("logits_to_keep")
+        if watch is not None and logits_to_keep is not None:
             self.keywords["logits_to_keep"] = 0
         logits = self._forward(is_first_iteration=True)
         if watch is not None:
             watch(range(len(tokens)), 0, logits)
-        if wanted is not None:
-            self.keywords["logits_to_keep"] = wanted
+        if logits_to_keep is not None:
+            self.keywords["logits_to_keep"] = logits_to_keep
         return self._last(logits)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -143,9 +145,9 @@ def _generation_keywords(causal: Any, tokens: Tensor, mask: Tensor) -> dict[str,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        **more: Any,
+        **decoding: Any,
     ) -> Tensor:
-        keywords.update(more)
+        keywords.update(decoding)
         return input_ids
 
     masks = {"attention_mask": mask} if "attention_mask" in inspect.signature(causal.forward).parameters else {}
@@ -187,12 +189,15 @@ def _answers_as_alone(model: Any, adapter: str | None, tokens: Tensor, padding: 
     row = prompt[:, :PROBE_TOKENS]
     both_padding = row.new_tensor([pads, 0])
     padded = torch.cat([row.new_zeros(1, pads), row], 1)
-    other = prompt.flip(1).repeat(1, padded.shape[1])[:, : padded.shape[1]]
+    neighbour = prompt.flip(1).repeat(1, padded.shape[1])[:, : padded.shape[1]]
     alone, batched = StockRows(model, adapter), StockRows(model, adapter)
-    pairs = [(alone.prefill(row, both_padding[1:]), batched.prefill(torch.cat([padded, other]), both_padding))]
+    pairs = [(alone.prefill(row, both_padding[1:]), batched.prefill(torch.cat([padded, neighbour]), both_padding))]
     for at in range(PROBE_STEPS):
         token = row[:, at % row.shape[1]]
-        pairs.append((alone.step(token), batched.step(torch.cat([token, other[:, at]]))))
-    largest = max(float((one[0] - both[0]).abs().max() / one[0].abs().max()) for one, both in pairs)
+        pairs.append((alone.step(token), batched.step(torch.cat([token, neighbour[:, at]]))))
+    largest = max(
+        float((alone_logits[0] - batched_logits[0]).abs().max() / alone_logits[0].abs().max())
+        for alone_logits, batched_logits in pairs
+    )
     exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
     return largest <= (ROUNDING if exact else ROUNDING_16_BITS)

@@ -76,8 +76,10 @@ def _check_forward(name: str, module: nn.Module) -> None:
     if any(not _is_routers(hook) for hook in hooks):
         raise Unsupported(f"{name or type(module).__name__} has hooks")
     forward = vars(module).get("forward")
-    known = is_bound(module) or is_ours(forward) or _is_halfbytes(forward)
-    if forward is not None and not known and "_original_forward" not in vars(module):  # set by accelerate's autocast
+    is_supported = is_bound(module) or is_ours(forward) or _is_halfbytes(forward)
+    if (
+        forward is not None and not is_supported and "_original_forward" not in vars(module)
+    ):  # set by accelerate's autocast
         raise Unsupported(f"{name or type(module).__name__} has a forward of its own")
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     defined = getattr(vars(owner)["forward"], "__module__", owner.__module__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Generator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from .sampling import Penalties, Sampling
 MIN_LOG_PROB = -9999.0  # as OpenAI reports it; JSON has no infinity
 UNFINISHED = "\ufffd"  # decoded from an incomplete character
 BYTE_SYMBOL = r"<0x[0-9A-F]{2}>"  # a byte in SentencePiece's vocabularies
+BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}  # in byte-level vocabularies
 
 
 class TokenText(NamedTuple):
@@ -88,24 +89,23 @@ class Text:
 
     def _undecoded(self) -> str:
         """Return the text of the tokens after `end`."""
-        known = self.decode(self.tokens[self.begin : self.end])
-        return self.decode(self.tokens[self.begin :])[len(known) :]
+        context = self.decode(self.tokens[self.begin : self.end])
+        return self.decode(self.tokens[self.begin :])[len(context) :]
 
     def _release(self, new: str) -> str:
         """Return the part of the held and new text that no stop sequence can start in, or the text before one."""
         text = self.held + new
-        found = [at for at in map(text.find, self.stops) if at >= 0]
-        if found:
+        starts = [at for at in map(text.find, self.stops) if at >= 0]
+        if starts:
             self.stopped = True
-            return text[: min(found)]
-        kept = max((_overlap(text, stop) for stop in self.stops), default=0)
-        self.held = text[len(text) - kept :]
-        return text[: len(text) - kept]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+            return text[: min(starts)]
+        longest = max((len(stop) - 1 for stop in self.stops), default=0)
+        suffixes = (
+            n for n in range(min(len(text), longest), 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)
+        )
+        final = len(text) - next(suffixes, 0)
+        self.held = text[final:]
+        return text[:final]
 
 
 class Scores:
@@ -119,18 +119,18 @@ class Scores:
     def __init__(self, spell: Callable[[int], TokenText], count: int):
         self.spell, self.count = spell, count
         self.tokens: list[int] = []
-        self.own: list[float] = []
+        self.log_probs: list[float] = []
         self.best: list[list[tuple[int, float]]] = []
 
     def __call__(self, logits: Tensor, drawn: Tensor) -> None:
         logs = logits.float().log_softmax(-1).clamp(min=MIN_LOG_PROB)
-        self.tokens, self.own = drawn.tolist(), logs.gather(1, drawn.unsqueeze(1)).squeeze(1).tolist()
+        self.tokens, self.log_probs = drawn.tolist(), logs.gather(1, drawn.unsqueeze(1)).squeeze(1).tolist()
         values, ids = logs.topk(min(self.count, logs.shape[1]))
         self.best = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
 
     def of(self, row: int) -> TokenScore:
         likeliest = [(self.spell(token), log_prob) for token, log_prob in self.best[row]]
-        return TokenScore(self.spell(self.tokens[row]), self.own[row], likeliest)
+        return TokenScore(self.spell(self.tokens[row]), self.log_probs[row], likeliest)
 
 
 class PromptScores:
@@ -140,28 +140,31 @@ class PromptScores:
         spell, count: as in `Scores`.
 
     Attributes:
-        found: per row, the scores of its tokens; the first one has no log-probability.
+        scores: per row, the scores of its tokens; the first one has no log-probability.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], spell: Callable[[int], TokenText], count: int):
-        self.prompts, self.spell, self.count = prompts, spell, count
+        self.prompts = prompts
+        self.spell = spell
+        self.count = count
         self.longest = max(map(len, prompts))
-        self.found = [[TokenScore(spell(prompt[0]), None, [])] for prompt in prompts]
+        self.scores = [[TokenScore(spell(prompt[0]), None, [])] for prompt in prompts]
 
     def __call__(self, rows: Sequence[int], first: int, logits: Tensor) -> None:
         for row, row_logits in zip(rows, logits, strict=True):
             prompt = self.prompts[row]
             begin = self.longest - len(prompt)  # column of its first token
-            own = [column for column in range(max(first, begin), first + len(row_logits)) if column + 1 < self.longest]
-            if not own:
+            columns = range(max(first, begin), min(first + len(row_logits), self.longest - 1))
+            if not columns:
                 continue
-            logs = row_logits[own[0] - first : own[-1] - first + 1].float().log_softmax(-1).clamp(min=MIN_LOG_PROB)
-            ids = prompt[own[0] + 1 - begin : own[-1] + 2 - begin]
-            wanted = logs.gather(1, torch.tensor(ids, device=logs.device).unsqueeze(1)).squeeze(1).tolist()
-            values, best = (each.tolist() for each in logs.topk(min(self.count, logs.shape[1])))
-            for token, log_prob, *likeliest in zip(ids, wanted, best, values, strict=True):
-                named = [(self.spell(other), value) for other, value in zip(*likeliest, strict=True)]
-                self.found[row].append(TokenScore(self.spell(token), log_prob, named))
+            prompt_logits = row_logits[columns[0] - first : columns[-1] - first + 1]
+            logs = prompt_logits.float().log_softmax(-1).clamp(min=MIN_LOG_PROB)
+            ids = prompt[columns[0] + 1 - begin : columns[-1] + 2 - begin]
+            log_probs = logs.gather(1, torch.tensor(ids, device=logs.device).unsqueeze(1)).squeeze(1).tolist()
+            values, best = (x.tolist() for x in logs.topk(min(self.count, logs.shape[1])))
+            for token, log_prob, *likeliest in zip(ids, log_probs, best, values, strict=True):
+                named = [(self.spell(candidate), value) for candidate, value in zip(*likeliest, strict=True)]
+                self.scores[row].append(TokenScore(self.spell(token), log_prob, named))
 
 
 def token_text(tokenizer: Any, token: int) -> TokenText:
@@ -172,15 +175,8 @@ def token_text(tokenizer: Any, token: int) -> TokenText:
     symbol = str(tokenizer.convert_ids_to_tokens(token))
     if re.fullmatch(BYTE_SYMBOL, symbol):
         return TokenText(text, bytes([int(symbol[3:5], 16)]))
-    codes = _byte_of_letter()
-    whole = all(letter in codes for letter in symbol)  # a byte-level vocabulary spells each byte as a letter
-    return TokenText(text, bytes(codes[letter] for letter in symbol) if whole else text.encode())
-
-
-@cache
-def _byte_of_letter() -> dict[str, int]:
-    """Return the bytes that the letters of byte-level vocabularies stand for."""
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+    is_byte_level = all(letter in BYTE_OF_LETTER for letter in symbol)
+    return TokenText(text, bytes(BYTE_OF_LETTER[letter] for letter in symbol) if is_byte_level else text.encode())
 
 
 def continue_texts(
@@ -217,15 +213,25 @@ def continue_texts(
 
     spelled = partial(token_text, tokenizer)
     scores = None if likeliest is None else Scores(spelled, likeliest)
-    asked = PromptScores(prompts, spelled, likeliest) if scored and likeliest is not None else None
+    prompt_scores = PromptScores(prompts, spelled, likeliest) if scored and likeliest is not None else None
     followed = GrammarRows([None] * len(prompts) if grammars is None else grammars)
-    how: dict[str, Any] = {"sampling": sampling, "stops": list(ends), "adapter": adapter, "penalties": penalties}
-    steps = stream(model, prompts, max_new_tokens=lengths, watch=scores, watch_prompt=asked, grammars=followed, **how)
+    steps = stream(
+        model,
+        prompts,
+        max_new_tokens=lengths,
+        sampling=sampling,
+        stops=list(ends),
+        adapter=adapter,
+        watch=scores,
+        watch_prompt=prompt_scores,
+        penalties=penalties,
+        grammars=followed,
+    )
     with contextlib.closing(steps):
         for count, tokens in enumerate(steps, 1):
-            if asked is not None and count == 1:
-                for row, own in enumerate(asked.found):
-                    yield from (Piece(row, "", None, each, tokens=0) for each in own)
+            if prompt_scores is not None and count == 1:
+                for row, row_scores in enumerate(prompt_scores.scores):
+                    yield from (Piece(row, "", None, score, tokens=0) for score in row_scores)
             for row in sorted(running):
                 token, text = tokens[row], texts[row]
                 assert token is not None, "stream yields tokens for all running rows"

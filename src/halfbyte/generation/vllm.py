@@ -74,10 +74,11 @@ class VllmServer:
     """
 
     def __init__(self, base_url: str, model: str, rank: int, timeout: float):
-        self.url, self.timeout, self.rank = base_url.rstrip("/"), timeout, rank
+        self.url = base_url.rstrip("/")
+        self.timeout = timeout
         self.start = (
             f"start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {model} --enable-lora"
-            f" --max-lora-rank {next((each for each in LORA_RANKS if each >= rank), rank)}"
+            f" --max-lora-rank {next((limit for limit in LORA_RANKS if limit >= rank), rank)}"
         )
         self._salt = ""
 
@@ -89,13 +90,13 @@ class VllmServer:
         Raises:
             ConfigError: the server does not respond, or not as vLLM does.
         """
-        status, found = self._ask("/v1/models", seconds=SHORT_TIMEOUT)
+        status, reply = self._ask("/v1/models", seconds=SHORT_TIMEOUT)
         if status in (401, 403):
             raise self._wrong("requires an API key", "set VLLM_API_KEY to the key it was started with (--api-key)")
-        cards = found.get("data") if status == 200 and isinstance(found, dict) else None
+        cards = reply.get("data") if status == 200 and isinstance(reply, dict) else None
         bases = [card for card in cards or [] if isinstance(card, dict) and not card.get("parent") and card.get("id")]
         if not bases:
-            raise self._wrong(f"is not a vLLM server: /v1/models gives {status} {_error_text(found)}", self.start)
+            raise self._wrong(f"is not a vLLM server: /v1/models gives {status} {_error_text(reply)}", self.start)
         with contextlib.suppress(ConfigError):
             status, version = self._ask("/version", seconds=SHORT_TIMEOUT)
         name, longest = str(bases[0]["id"]), bases[0].get("max_model_len")
@@ -105,8 +106,8 @@ class VllmServer:
 
     def text_of(self, served: ServerInfo, ids: Sequence[int]) -> str | None:
         """Return the server's decoding of these ids, or None if it does not offer that."""
-        status, found = self._ask("/detokenize", {"model": served.name, "tokens": list(ids)}, SHORT_TIMEOUT)
-        text = found.get("prompt") if status == 200 and isinstance(found, dict) else None
+        status, reply = self._ask("/detokenize", {"model": served.name, "tokens": list(ids)}, SHORT_TIMEOUT)
+        text = reply.get("prompt") if status == 200 and isinstance(reply, dict) else None
         return text if isinstance(text, str) else None
 
     def counts_temperature(self, served: ServerInfo, prompt: Sequence[int]) -> bool:
@@ -117,8 +118,8 @@ class VllmServer:
             choice = self._choices(body, 1)[0]
             self._completion(choice, prompt, [])
             try:
-                (known,) = choice["logprobs"]["top_logprobs"]
-                likeliest.append(max(float(value) for value in known.values()))
+                (log_probs,) = choice["logprobs"]["top_logprobs"]
+                likeliest.append(max(float(value) for value in log_probs.values()))
             except (KeyError, TypeError, ValueError) as error:
                 raise self._wrong(f"returns no log-probabilities: {_error_text(choice)}", OLD_SERVER) from error
         return abs(likeliest[0] - likeliest[1]) > 1e-6
@@ -133,13 +134,13 @@ class VllmServer:
         """
         self.unload(name)
         body: dict[str, Any] = {"lora_name": name, "lora_path": str(folder)}
-        status, found = self._ask("/v1/load_lora_adapter", body)
-        if status == 400 and "already" in _error_text(found):
-            status, found = self._ask("/v1/load_lora_adapter", body | {"load_inplace": True})
+        status, reply = self._ask("/v1/load_lora_adapter", body)
+        if status == 400 and "already" in _error_text(reply):
+            status, reply = self._ask("/v1/load_lora_adapter", body | {"load_inplace": True})
         self._salt = uuid.uuid4().hex
         if status == 200:
             return
-        error, fix = _error_text(found), self.start
+        error, fix = _error_text(reply), self.start
         if status in (404, 405) and name not in error and str(folder) not in error:
             error = "it was started without runtime adapter loading"
         elif "already" in error:
@@ -179,43 +180,62 @@ class VllmServer:
         def ask(at: int) -> list[Completion]:
             seed = int.from_bytes(hashlib.sha256(f"{sampling.seed} {keys[at]}".encode()).digest()[:6], "big")
             body = self._body(model, prompts[at], n, max_new_tokens, sampling, stops, seed)
-            found = [self._completion(choice, prompts[at], stops) for choice in self._choices(body, n)]
-            if (longest := max(len(each.ids) for each in found)) > max_new_tokens:
+            completions = [self._completion(choice, prompts[at], stops) for choice in self._choices(body, n)]
+            if (longest := max(len(completion.ids) for completion in completions)) > max_new_tokens:
                 raise self._wrong(f"returns {longest} tokens, more than the {max_new_tokens} requested", OLD_SERVER)
-            return found
+            return completions
 
-        return [each for some in _run_concurrently(ask, len(prompts)) for each in some]
+        return [completion for answers in _run_concurrently(ask, len(prompts)) for completion in answers]
 
     def _body(
-        self, model: str, prompt: Sequence[int], n: int, most: int, sampling: Sampling, stops: Sequence[int], seed: int
+        self,
+        model: str,
+        prompt: Sequence[int],
+        n: int,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stops: Sequence[int],
+        seed: int,
     ) -> dict[str, Any]:
         """Build a request that sets every sampling field, overriding the model's generation_config.json."""
-        body: dict[str, Any] = {"model": model, "prompt": list(prompt), "n": n, "max_tokens": most, "seed": seed}
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": list(prompt),
+            "n": n,
+            "max_tokens": max_new_tokens,
+            "seed": seed,
+        }
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         body |= {"min_p": sampling.min_p, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         body |= {"stop_token_ids": list(stops), "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
         return body | ({"cache_salt": self._salt} if self._salt else {})
 
     def _choices(self, body: dict[str, Any], n: int) -> list[dict[str, Any]]:
-        status, found = self._ask("/v1/completions", body)
+        status, reply = self._ask("/v1/completions", body)
         if status != 200:
-            raise self._wrong(f"does not answer prompts: {_error_text(found)}", self.start)
-        choices = found.get("choices") if isinstance(found, dict) else None
-        if not isinstance(choices, list) or len(choices) != n or not all(isinstance(each, dict) for each in choices):
-            raise self._wrong(f"returns {_error_text(found)} instead of {n} completions", self.start)
+            raise self._wrong(f"does not answer prompts: {_error_text(reply)}", self.start)
+        choices = reply.get("choices") if isinstance(reply, dict) else None
+        if (
+            not isinstance(choices, list)
+            or len(choices) != n
+            or not all(isinstance(choice, dict) for choice in choices)
+        ):
+            raise self._wrong(f"returns {_error_text(reply)} instead of {n} completions", self.start)
         return choices
 
     def _completion(self, choice: dict[str, Any], prompt: Sequence[int], stops: Sequence[int]) -> Completion:
         ids: Any = choice.get("token_ids")
-        given: Any = choice.get("prompt_token_ids")
+        prompt_ids: Any = choice.get("prompt_token_ids")
         logs: Any = (choice.get("logprobs") or {}).get("token_logprobs")
         ended = choice.get("finish_reason")
-        if not _is_list_of(ids, int) or not _is_list_of(given, int):
+        if not _is_list_of(ids, int) or not _is_list_of(prompt_ids, int):
             raise self._wrong("returns no token ids", OLD_SERVER)
-        if given != list(prompt):
-            raise self._wrong(f"read {len(given)} tokens, or different ones, for a prompt of {len(prompt)}", self.start)
-        known = _is_list_of(logs, float, int) and all(map(math.isfinite, logs))
-        if not known or len(logs) != len(ids) or not ids:
+        if prompt_ids != list(prompt):
+            raise self._wrong(
+                f"read {len(prompt_ids)} tokens, or different ones, for a prompt of {len(prompt)}", self.start
+            )
+        has_log_probs = _is_list_of(logs, float, int) and all(map(math.isfinite, logs))
+        if not has_log_probs or len(logs) != len(ids) or not ids:
             raise self._wrong(f"does not return a log-probability for each token: {_error_text(choice)}", OLD_SERVER)
         if ended not in ("stop", "length") or (ended == "stop" and ids[-1] not in stops):
             raise self._wrong(f"ended an answer for an unexpected reason: {ended} at token {ids[-1]}", self.start)
@@ -254,20 +274,20 @@ class VllmServer:
         except ConfigError:
             return status, raw.decode(errors="replace")
 
-    def _wrong(self, what: str, fix: str) -> ConfigError:
-        return ConfigError(f"{KEY}: {self.url} {what}", fix)
+    def _wrong(self, problem: str, fix: str) -> ConfigError:
+        return ConfigError(f"{KEY}: {self.url} {problem}", fix)
 
 
-def _error_text(found: Any) -> str:
+def _error_text(reply: Any) -> str:
     """Return the message of a vLLM error response, or an excerpt of another response."""
-    if isinstance(found, dict):
-        error = found.get("error", found)
-        found = error.get("message", error.get("detail", error)) if isinstance(error, dict) else error
-    return brief(found) if not isinstance(found, str) else found[:400].strip()
+    if isinstance(reply, dict):
+        error = reply.get("error", reply)
+        reply = error.get("message", error.get("detail", error)) if isinstance(error, dict) else error
+    return brief(reply) if not isinstance(reply, str) else reply[:400].strip()
 
 
-def _is_list_of(values: Any, *kinds: type) -> bool:
-    return isinstance(values, list) and all(type(each) in kinds for each in values)
+def _is_list_of(values: Any, *types: type) -> bool:
+    return isinstance(values, list) and all(type(value) in types for value in values)
 
 
 def _run_concurrently(work: Callable[[int], T], count: int) -> list[T]:
@@ -289,13 +309,13 @@ def _run_concurrently(work: Callable[[int], T], count: int) -> list[T]:
 
     for _ in range(min(count, MAX_CONCURRENT_REQUESTS)):
         threading.Thread(target=run, daemon=True).start()
-    found: dict[int, T] = {}
-    while len(found) < count:
+    results: dict[int, T] = {}
+    while len(results) < count:
         at, value, error = done.get()
         if error is not None:
             with contextlib.suppress(queue.Empty):
                 while True:
                     waiting.get_nowait()
             raise error
-        found[at] = value
-    return [found[at] for at in range(count)]
+        results[at] = value
+    return [results[at] for at in range(count)]

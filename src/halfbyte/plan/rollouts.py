@@ -150,7 +150,7 @@ class _RolloutPlanner:
         seat = sum(state_bytes(net, self.shapes.dtype) for net in self.nets)
         attending = len(widths) - len(self.nets)  # delta nets cache no keys
         page = 2 * PAGE * itemsize * sum(widths) * attending // len(widths)
-        longest = max(len(row.group.prompt) + row.most for rows in self.generations for row in rows)
+        longest = max(len(row.group.prompt) + row.max_tokens for rows in self.generations for row in rows)
         wanted = max(pages_needed(rows, self.seats) for rows in self.generations) + 1
         seats = min(self.seats, max(map(len, self.generations)))
         least = (page_count(longest) + 1) * page + (1 + RESERVED_SEATS) * seat
