@@ -296,7 +296,7 @@ def training_attention(dtype, size):
             attention.attention_backward(*saved, Scores(0.1, window))
     if nvidia and dtype is BF16 and size in (64, WIDEST):
         attention.attention_backward(*saved, Scores(0.1), None, spans)
-    if (nvidia or device.kind == "hip") and size in ((64, 128, 192, 256) if dtype is BF16 else (256,)):
+    if (nvidia or device.backend == "hip") and size in ((64, 128, 192, 256) if dtype is BF16 else (256,)):
         for scores, own in ((Scores(0.1, 512, 50.0), None), (Scores(0.1, 512), sinks)):
             attention.attention(q, k, k, spans, scores, own)
             attention.attention_backward(*saved, scores)

@@ -233,7 +233,7 @@ class Taken:
             return self.reason
         if self.shared_bytes > device.shared_bytes:
             return f"{self.shared_bytes} bytes of shared memory"
-        if self.registers > REGISTERS and device.kind == "cuda":
+        if self.registers > REGISTERS and device.backend == "cuda":
             return f"{self.registers} registers"
         return ""
 
@@ -251,7 +251,7 @@ def compile_triton(launch: Launch, target: Target) -> Taken:
             raise
         told = getattr(error, "error_message", None) or str(error.__cause__ or error)
         return Taken(reason=next((line.strip() for line in told.splitlines() if line.strip()), type(error).__name__))
-    if target.device.kind == "hip":
+    if target.device.backend == "hip":
         return Taken(compiled.metadata.shared, *_amd_registers(compiled.asm["amdgcn"]))
     registers, spilled, _ = resources(compiled.asm["cubin"])[compiled.name]
     return Taken(compiled.metadata.shared, registers, spilled)

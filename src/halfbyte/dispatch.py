@@ -96,9 +96,9 @@ class Op:
 
     def on(self, device_type: str) -> Op:
         """Return this op with the kernels of `device_type`, whatever device its tensors are on."""
-        found, attempts = copy.copy(self), self._attempts(device_type)
-        found._by_device = defaultdict(lambda: attempts)
-        return found
+        device_op, attempts = copy.copy(self), self._attempts(device_type)
+        device_op._by_device = defaultdict(lambda: attempts)
+        return device_op
 
     def _attempts(self, device_type: str) -> tuple[Attempt, ...]:
         return tuple((kernel.unless, kernel.function) for kernel in self.kernels(device_type))
@@ -119,8 +119,8 @@ class Op:
             if named and not missing and device_type not in self._added:
                 missing = [f"there is no {device_type} kernel"]
             if missing:
-                name, others = self.reference.__name__, "other kernels or " if device_type in self._added else ""
-                instead = f"using {others}the torch reference on {device_type}, which is slower"
+                name, fallbacks = self.reference.__name__, "other kernels or " if device_type in self._added else ""
+                instead = f"using {fallbacks}the torch reference on {device_type}, which is slower"
                 notice(f"kernels-{name}-{device_type}", f"{name}: {'; '.join(missing)}; {instead}")
         return tuple(self._added.get(device_type, ()))
 

@@ -61,7 +61,7 @@ def print_kernels(name: str | None) -> None:
     for column in ("op", "call", "kernel", "why not others"):
         table.add_column(column, overflow="fold")
     for choice in choices(found):
-        why = "; ".join(f"{kernel}: {reason}" for kernel, reason in choice.others.items())
+        why = "; ".join(f"{kernel}: {reason}" for kernel, reason in choice.refusals.items())
         table.add_row(choice.op, choice.shapes, choice.kernel, why)
     Console(width=None if Console().is_terminal else WIDE).print(table)
 

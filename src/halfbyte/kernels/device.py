@@ -29,7 +29,7 @@ class Device:
 
     Args:
         name: shown to users.
-        kind: "cuda", "hip" or "xpu"; "cpu" for Triton's interpreter.
+        backend: "cuda", "hip" or "xpu"; "cpu" for Triton's interpreter.
         capability: compute capability of an NVIDIA GPU; (0, 0) for others, below every required one.
         shared_bytes: most shared memory per block.
         reserved_bytes: shared memory before a block's own; None if the driver does not report it.
@@ -37,7 +37,7 @@ class Device:
     """
 
     name: str
-    kind: str
+    backend: str
     capability: tuple[int, int]
     shared_bytes: int
     reserved_bytes: int | None
@@ -45,7 +45,7 @@ class Device:
 
     def at_least(self, capability: tuple[int, int]) -> bool:
         """Return whether this is an NVIDIA GPU of this compute capability or newer."""
-        return self.kind == "cuda" and self.capability >= capability
+        return self.backend == "cuda" and self.capability >= capability
 
 
 def _nvidia(name: str, capability: tuple[int, int], shared_kib: int, multiprocessors: int) -> Device:
@@ -71,11 +71,11 @@ _assumed: Device | None = None
 def assumed(device: Device) -> Iterator[None]:
     """Treat every tensor as if it were on `device`, so that kernels and tiles are chosen for it."""
     global _assumed
-    before, _assumed = _assumed, device
+    previous, _assumed = _assumed, device
     try:
         yield
     finally:
-        _assumed = before
+        _assumed = previous
 
 
 def device_of(tensor: Tensor) -> Device:

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..ops.checks import row_stride
 
 
-def all_same(used: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+def all_same(used: Sequence[Tensor], originals: Sequence[Tensor]) -> bool:
     """Return whether each tensor used is the given tensor itself, not a copy."""
-    return all(map(operator.is_, used, given))
+    return all(map(operator.is_, used, originals))
 
 
 def evenly_spaced(tensor: Tensor) -> tuple[Tensor, int]:

@@ -27,10 +27,10 @@ def tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tensor
     """
     launch = parameters.launch
     if "tiles" not in launch:
-        counts = torch.tensor([ceil_div(each.numel(), TILE) for each in parameters.weights])
+        counts = torch.tensor([ceil_div(weight.numel(), TILE) for weight in parameters.weights])
         number = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        place = torch.arange(len(number)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        launch["tiles"] = torch.stack([number, place], dim=1).int().to(device)
+        tile = torch.arange(len(number)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        launch["tiles"] = torch.stack([number, tile], dim=1).int().to(device)
         launch["table"] = fixed_columns(parameters)
     if launch.get("version") != parameters.version:
         table = launch["table"].pin_memory() if device.type == "cuda" else launch["table"].clone()
@@ -49,7 +49,7 @@ def tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tensor
 def ends_of_tiles(parameters: Parameters, device: torch.device) -> Tensor:
     """int32 [n + 1] on the device: 0, then the number of tiles up to and including each parameter; kept."""
     if "ends" not in parameters.launch:
-        counts = [0, *(ceil_div(each.numel(), TILE) for each in parameters.weights)]
+        counts = [0, *(ceil_div(weight.numel(), TILE) for weight in parameters.weights)]
         parameters.launch["ends"] = torch.tensor(counts).cumsum(0).int().to(device)
     ends: Tensor = parameters.launch["ends"]
     return ends

@@ -26,8 +26,13 @@ from ..ops.optimizer import RULES, Coefficients, Parameters
 from ..ops.optimizer_state import STORAGES
 from .device import Device, assumed
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-SIZE, INNER, ROWS = 4096, 14336, 8192  # linears of an 8B model, and rows of a training step
+FP32 = torch.float32
+FP16 = torch.float16
+BF16 = torch.bfloat16
+# linears of an 8B model, and rows of a training step
+SIZE = 4096
+INNER = 14336
+ROWS = 8192
 REFERENCE = "reference"
 
 
@@ -37,13 +42,13 @@ class Choice(NamedTuple):
     Args:
         shapes: description of the call; "" if the choice does not depend on it.
         kernel: its name, or `REFERENCE`.
-        others: kernels with lower rank, and why they refuse the call.
+        refusals: kernels with lower rank, and why they refuse the call.
     """
 
     op: str
     shapes: str
     kernel: str
-    others: dict[str, str]
+    refusals: dict[str, str]
 
 
 Example = tuple[str, tuple]  # description of the shapes, and arguments
@@ -51,14 +56,16 @@ Example = tuple[str, tuple]  # description of the shapes, and arguments
 
 def choices(device: Device) -> Iterator[Choice]:
     """Yield the kernel of every op on a device, which need not be present."""
-    kind = "cuda" if device.kind == "hip" else device.kind
+    device_type = "cuda" if device.backend == "hip" else device.backend
     with assumed(device):
         for name, op in all_ops().items():
             for shapes, arguments in EXAMPLES.get(name, _anything)():
-                asked = op.choices(kind, *arguments) if shapes else [(k.name, None) for k in op.kernels(kind)]
-                taken = next((i for i, (_, reason) in enumerate(asked) if reason is None), len(asked))
-                kernel = asked[taken][0] if taken < len(asked) else REFERENCE
-                yield Choice(name, shapes, kernel, {name: reason or "" for name, reason in asked[:taken]})
+                reasons = (
+                    op.choices(device_type, *arguments) if shapes else [(k.name, None) for k in op.kernels(device_type)]
+                )
+                index = next((i for i, (_, reason) in enumerate(reasons) if reason is None), len(reasons))
+                kernel = reasons[index][0] if index < len(reasons) else REFERENCE
+                yield Choice(name, shapes, kernel, {name: reason or "" for name, reason in reasons[:index]})
 
 
 def all_ops() -> dict[str, Op]:
@@ -132,8 +139,8 @@ def _dequantize_bitplane() -> Iterator[Example]:
     for rows, affine in ((SIZE, False), (SIZE, True), (512, False)):
         blocks = rows * SIZE // 32
         zeros = empty(blocks, dtype=torch.int8) if affine else None
-        parts = empty(blocks * 4, dtype=torch.int32), empty(blocks, dtype=torch.uint8), zeros, empty(), empty(16)
-        yield f"[{rows}, {SIZE}], 4 bits" + ", zeros" * affine, (*parts, rows, SIZE, BF16)
+        tensors = empty(blocks * 4, dtype=torch.int32), empty(blocks, dtype=torch.uint8), zeros, empty(), empty(16)
+        yield f"[{rows}, {SIZE}], 4 bits" + ", zeros" * affine, (*tensors, rows, SIZE, BF16)
 
 
 def _float8_of_blockwise4() -> Iterator[Example]:
@@ -165,16 +172,16 @@ def _unit(rank: int) -> tuple[Tensor, Tensor, Factors]:
     return empty(ROWS, INNER, dtype=BF16), empty(ROWS, 2 * rank, dtype=BF16), Factors(b, b, a, 1.5, 0.7)
 
 
-def _lora_glu(*rest: Any) -> Iterator[Example]:
+def _lora_glu(*options: Any) -> Iterator[Example]:
     for rank, activation in ((16, "silu"), (32, "silu"), (16, "gelu")):
         gate, low, factors = _unit(rank)
-        yield f"[{ROWS}, {INNER}], r = {rank}, {activation}", (gate, gate, low, factors, activation, *rest)
+        yield f"[{ROWS}, {INNER}], r = {rank}, {activation}", (gate, gate, low, factors, activation, *options)
 
 
-def _lora_glu_backward(*rest: Any) -> Iterator[Example]:
+def _lora_glu_backward(*options: Any) -> Iterator[Example]:
     for words, (gate, _, low, factors, activation) in _lora_glu():
         v_down = empty(ROWS, factors.a_down.shape[0], dtype=BF16)
-        yield words, (gate, gate, gate, low, v_down, factors, activation, *rest)
+        yield words, (gate, gate, gate, low, v_down, factors, activation, *options)
 
 
 def _in_one_pass() -> Iterator[Example]:
@@ -193,7 +200,9 @@ def _rms_norm_float8() -> Iterator[Example]:
 
 
 def _fp8_product() -> Iterator[Example]:
-    a, b, out = empty(ROWS, SIZE, dtype=E4M3), empty(SIZE, SIZE, dtype=E4M3), empty(ROWS, SIZE, dtype=BF16)
+    a = empty(ROWS, SIZE, dtype=E4M3)
+    b = empty(SIZE, SIZE, dtype=E4M3)
+    out = empty(ROWS, SIZE, dtype=BF16)
     yield "M = 8192", (a, b, empty(), empty(), out, True)
     yield "M = 8192, scales of rows", (a, b, empty(), empty(SIZE), out, True)
     odd = empty(1001, SIZE, dtype=E4M3)
@@ -217,9 +226,9 @@ def _rows_backward() -> Iterator[Example]:
 def _one_launch() -> Iterator[Example]:
     def projections(rows: tuple[int, ...], columns: int) -> Projections:
         weights = []
-        for each in rows:
-            packed, absmax, *_ = weight4(each, columns, 64, False)
-            weights.append(Weight4(packed, absmax, None, 64, "nf4", each, None))
+        for outputs in rows:
+            packed, absmax, *_ = weight4(outputs, columns, 64, False)
+            weights.append(Weight4(packed, absmax, None, 64, "nf4", outputs, None))
         return Projections(weights, None, [None] * len(rows), None)
 
     for batch, dtype in ((1, BF16), (8, BF16), (9, BF16), (1, FP32)):
@@ -234,17 +243,27 @@ def _one_launch() -> Iterator[Example]:
 
 
 def _grouped_product() -> Iterator[Example]:
-    experts, rows, columns, top_k = 128, 1536, 2048, 8  # Qwen3-30B-A3B's gate and up
+    # Qwen3-30B-A3B's gate and up
+    experts = 128
+    rows = 1536
+    columns = 2048
+    top_k = 8
     format_ = Blockwise4("nf4", 64, True)
     specs = format_.part_specs((experts, rows, columns))
-    parts = {name: empty(*size, dtype=dtype) for name, (size, dtype) in specs.items()}
-    stack = StackedWeight(parts, (experts, rows, columns), format_)
-    for each, tile in ((1, 16), (32, 64), (512, 128)):
-        order, tiles = empty(each * experts, dtype=torch.int32), empty(each * experts, 2, dtype=torch.int32)
+    tensors = {name: empty(*size, dtype=dtype) for name, (size, dtype) in specs.items()}
+    stack = StackedWeight(tensors, (experts, rows, columns), format_)
+    for rows_per_expert, tile in ((1, 16), (32, 64), (512, 128)):
+        order, tiles = (
+            empty(rows_per_expert * experts, dtype=torch.int32),
+            empty(rows_per_expert * experts, 2, dtype=torch.int32),
+        )
         routing = Routing(order, order, empty(experts + 1, dtype=torch.int32), tiles, tile, top_k)
-        x, grad = empty(each * experts, columns, dtype=BF16), empty(each * experts, rows, dtype=BF16)
-        yield f"{each} rows an expert, NF4", (x, stack, routing)
-        yield f"{each} rows an expert, transposed", (grad, stack, routing, False, True)
+        x, grad = (
+            empty(rows_per_expert * experts, columns, dtype=BF16),
+            empty(rows_per_expert * experts, rows, dtype=BF16),
+        )
+        yield f"{rows_per_expert} rows an expert, NF4", (x, stack, routing)
+        yield f"{rows_per_expert} rows an expert, transposed", (grad, stack, routing, False, True)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ the S rows sorted by expert, and by slot within an expert. With x [T, K] and a s
     grouped                y_p = x_p·W_eᵀ + s·u_p·B_eᵀ + b_e         p a row of expert e
     grouped, transposed    y_p = x_p·W_e  + s·u_p·A_e                x_p [N], y_p [K]
     outer                  G_e = Σ_p a_pᵀ·b_p                        over the rows of expert e; zeros without rows
-    combine                out_t = Σ_j w_tj·y_place(t, j)            in the order of j
+    combine                out_t = Σ_j w_tj·y_row(t, j)            in the order of j
 
 Where x has one row per token, row p reads its token's row; x is never copied. Shapes do not depend on the routing, so
 nothing synchronises with the device and a CUDA graph can capture everything. Sums have a fixed order: equal runs give
@@ -87,7 +87,7 @@ class Routing(NamedTuple):
 
     Args:
         order: [S], the slot of each row.
-        place: [S], the row of each slot.
+        row_of_slot: [S], the row of each slot.
         offsets: [E + 1], the first row of each expert, then S.
         tiles: [n, 2], expert and first row of each tile of `tile_rows` rows; expert E marks an unused tile. Empty where
             no kernel uses tiles.
@@ -96,7 +96,7 @@ class Routing(NamedTuple):
     """
 
     order: Tensor
-    place: Tensor
+    row_of_slot: Tensor
     offsets: Tensor
     tiles: Tensor
     tile_rows: int
@@ -144,10 +144,10 @@ def route(index: Tensor, experts: int) -> Routing:
     """Sort the slots of `index` [T, k], integers below `experts`, by expert, with a stable counting sort."""
     check_index(index)
     chosen, order = torch.sort(index.reshape(-1), stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=index.device))
+    row_of_slot = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=index.device))
     offsets = torch.searchsorted(chosen, torch.arange(experts + 1, device=index.device), out_int32=True)
     tiles = order.new_empty((0, 2), dtype=torch.int32)
-    return Routing(order.int(), place.int(), offsets, tiles, 0, index.shape[1])
+    return Routing(order.int(), row_of_slot.int(), offsets, tiles, 0, index.shape[1])
 
 
 def check_product(
@@ -269,7 +269,7 @@ def grouped_outer(
 
 @op("triton.experts", "native.experts")
 def combine(rows: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
-    """Σ_j w_tj·rows_place(t, j), summed in fp32 in the order of j.
+    """Σ_j w_tj·rows_row(t, j), summed in fp32 in the order of j.
 
     Args:
         rows: [S, H], sorted.
@@ -280,8 +280,8 @@ def combine(rows: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
     """
     exact = torch.promote_types(rows.dtype, torch.float32)
     total = torch.zeros(rows.shape[0] // routing.top_k, rows.shape[1], dtype=exact, device=rows.device)
-    for j, place in enumerate(routing.place.view(-1, routing.top_k).unbind(1)):
-        chosen = rows[place].to(exact)
+    for j, rows_of_choice in enumerate(routing.row_of_slot.view(-1, routing.top_k).unbind(1)):
+        chosen = rows[rows_of_choice].to(exact)
         total += chosen if weights is None else chosen * weights[:, j, None].to(exact)
     return total.to(rows.dtype)
 

@@ -29,7 +29,7 @@ def scale_of(amax: Tensor, target: Tensor) -> Tensor:
 @op("triton.float8")
 def cast_float8(
     scale: Tensor,
-    parts: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     factors: Tensor | None,
     target: Tensor,
     newest: Tensor,
@@ -40,7 +40,7 @@ def cast_float8(
 
     Args:
         scale: fp32 [], the factor of the values; 0: compute it from the values' amax and `target`.
-        parts: [M, Kᵢ] each; fp32, fp16 or bf16.
+        tensors: [M, Kᵢ] each; fp32, fp16 or bf16.
         factors: fp32 [K], K the sum of Kᵢ, multiplied into the columns first, or None.
         target: fp32 [], the magnitude that amax is mapped to.
         newest: fp32 [], becomes the maximum of itself and the amax, in place; not finite if any value is not.
@@ -50,7 +50,7 @@ def cast_float8(
     Returns:
         `dtype` [M, K] codes, and fp32 [] inverse of the scale used.
     """
-    values = torch.cat([part.float() for part in parts], dim=1)
+    values = torch.cat([tensor.float() for tensor in tensors], dim=1)
     values = values if factors is None else values * factors
     amax = torch.linalg.vector_norm(values, torch.inf)
     used = torch.where(scale > 0, scale, scale_of(amax, target))

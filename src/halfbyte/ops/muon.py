@@ -37,8 +37,8 @@ def quantize_momentum(values: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_momentum(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the values, fp32 [B, *], of codes int8 [B, *] and scales from `quantize_momentum`."""
     numel = codes[0].numel()
-    each = scales.repeat_interleave(BLOCK, dim=1)[:, :numel]
-    return (codes.flatten(1) * each).view(codes.shape)
+    factors = scales.repeat_interleave(BLOCK, dim=1)[:, :numel]
+    return (codes.flatten(1) * factors).view(codes.shape)
 
 
 def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
@@ -91,11 +91,11 @@ def directions(
         gradient = gradient / grad_scale
     held = [list(tensors) for tensors in zip(*(state[0] for state in parameters.states), strict=True)]
     in_8_bits = held[1][0] is not None
-    before = [torch.stack(tensors) for tensors in (held if in_8_bits else held[:1])]
-    mean = dequantize_momentum(*before) if in_8_bits else before[0]
+    momenta = [torch.stack(tensors) for tensors in (held if in_8_bits else held[:1])]
+    mean = dequantize_momentum(*momenta) if in_8_bits else momenta[0]
     mean = mean.to(exact).lerp(gradient, 1 - momentum)
-    after = quantize_momentum(mean.float()) if in_8_bits else (mean,)
-    for tensors, old, new in zip(held, before, after, strict=False):
+    new_momenta = quantize_momentum(mean.float()) if in_8_bits else (mean,)
+    for tensors, old, new in zip(held, momenta, new_momenta, strict=False):
         chosen = new if found_inf is None else torch.where(found_inf.reshape(()) != 0, old, new)
         torch._foreach_copy_(tensors, chosen.unbind())
     out.copy_(gradient.lerp_(mean, momentum) if nesterov else mean)
@@ -103,7 +103,7 @@ def directions(
 
 @op("triton.muon")
 def apply_directions(
-    found: Tensor,
+    directions: Tensor,
     parameters: Parameters,
     lr: Tensor,
     weight_decay: float,
@@ -113,7 +113,7 @@ def apply_directions(
     """Update the weights: W ← (1 - lr·weight_decay)·W - lr·scale·O, rounded once.
 
     Args:
-        found: [n, *shape], contiguous: the orthogonalized directions O.
+        directions: [n, *shape], contiguous: the orthogonalized directions O.
         parameters: the n parameters.
         lr: fp32, or fp64 for fp64 weights; one element.
         weight_decay: decoupled weight decay.
@@ -122,8 +122,8 @@ def apply_directions(
     """
     exact = torch.promote_types(parameters.weights[0].dtype, torch.float32)
     lr = lr.reshape(())
-    before = torch.stack(parameters.weights).to(exact)
-    after = (before * (1 - lr * weight_decay)).sub_(found.to(exact) * (lr * scale))
+    weights = torch.stack(parameters.weights).to(exact)
+    updated = (weights * (1 - lr * weight_decay)).sub_(directions.to(exact) * (lr * scale))
     if found_inf is not None:
-        after = torch.where(found_inf.reshape(()) != 0, before, after)
-    torch._foreach_copy_(parameters.weights, after.unbind())
+        updated = torch.where(found_inf.reshape(()) != 0, weights, updated)
+    torch._foreach_copy_(parameters.weights, updated.unbind())

@@ -31,36 +31,36 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def exponentials(places: Tensor, seed: Tensor, tokens: int) -> Tensor:
+def exponentials(positions: Tensor, seed: Tensor, tokens: int) -> Tensor:
     """E, fp32 [R, tokens]; arguments as in `draw_tokens`."""
-    prompt, generation, position = (place.unsqueeze(1) & MASK for place in places.unbind(1))
-    quarter = torch.arange(-(-tokens // 4), device=places.device).unsqueeze(0)
+    prompt, generation, position = (coordinates.unsqueeze(1) & MASK for coordinates in positions.unbind(1))
+    quarter = torch.arange(-(-tokens // 4), device=positions.device).unsqueeze(0)
     words = philox((quarter, position, generation, prompt), (seed & MASK, seed >> 32 & MASK))
-    spread = [each.expand(len(places), quarter.shape[1]) for each in words]
+    spread = [word.expand(len(positions), quarter.shape[1]) for word in words]
     uniform = (torch.stack(spread, dim=2).flatten(1)[:, :tokens].float() + 0.5) * 2**-32
     return -torch.log1p(-uniform.clamp_(max=LARGEST))
 
 
 @op("triton.sample", "native.sample")
 def draw_tokens(
-    logits: Tensor, places: Tensor, seed: Tensor, temperature: float, kept: Tensor | None
+    logits: Tensor, positions: Tensor, seed: Tensor, temperature: float, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Sample a token of each row, or take the likeliest at temperature 0, with its log softmax(logits / temperature).
 
     Args:
         logits: [R, V]; fp32, fp16 or bf16, upcast to fp32.
-        places: int64 [R, 3]: prompt, generation and position of each row; the low 32 bits of each are used.
+        positions: int64 [R, 3]: prompt, generation and position of each row; the low 32 bits of each are used.
         seed: int64 [1].
         temperature: divides the logits; 0 takes the likeliest token and returns log-probabilities at temperature 1.
-        kept: bool [R, V], the tokens that can be sampled, at least one in each row; None: all. Log-probabilities are
+        allowed: bool [R, V], the tokens that can be sampled, at least one in each row; None: all. Log-probabilities are
             always over all tokens.
 
     Returns:
         int64 [R], fp32 [R].
     """
     scores = logits.float() / temperature if temperature else logits.float()
-    wanted = scores if kept is None else scores.masked_fill(~kept, -torch.inf)
+    candidates = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
     if temperature:
-        wanted = wanted - exponentials(places, seed, logits.shape[1]).log()
-    tokens = wanted.argmax(-1)
+        candidates = candidates - exponentials(positions, seed, logits.shape[1]).log()
+    tokens = candidates.argmax(-1)
     return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(-1)

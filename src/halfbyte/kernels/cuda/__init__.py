@@ -57,10 +57,10 @@ def remembered(build: Callable[..., Result]) -> Any:
 
     @functools.wraps(build)
     def call(*arguments: Any) -> Result:
-        found = outcome(*arguments)
-        if isinstance(found, Unavailable):
-            raise Unavailable(str(found))
-        return found
+        built = outcome(*arguments)
+        if isinstance(built, Unavailable):
+            raise Unavailable(str(built))
+        return built
 
     call.cache_clear = outcome.cache_clear  # type: ignore[attr-defined]
     return call
@@ -110,8 +110,8 @@ class Kernel:
         """
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(argument) for argument in arguments])
-        how = _Attribute(id=COOPERATIVE if together else PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        config = _Config(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(how), 1)
+        attribute = _Attribute(id=COOPERATIVE if together else PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        config = _Config(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(attribute), 1)
         self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     def check_together(self, blocks: int, threads: int) -> None:
@@ -120,24 +120,24 @@ class Kernel:
         Raises:
             Unavailable: the current device cannot run `blocks` blocks concurrently.
         """
-        able, each = ctypes.c_int(), ctypes.c_int()
+        cooperative, blocks_per_multiprocessor = ctypes.c_int(), ctypes.c_int()
         device = torch.cuda.current_device()
-        self._check(self._driver.cuDeviceGetAttribute(ctypes.byref(able), COOPERATIVE_LAUNCH, device))
+        self._check(self._driver.cuDeviceGetAttribute(ctypes.byref(cooperative), COOPERATIVE_LAUNCH, device))
         self._check(
             self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                ctypes.byref(each), self._function, threads, ctypes.c_size_t(self._shared)
+                ctypes.byref(blocks_per_multiprocessor), self._function, threads, ctypes.c_size_t(self._shared)
             )
         )
-        at_once = each.value * device_at(device).multiprocessors
-        if not able.value or at_once < blocks:
-            raise Unavailable(f"the device runs {at_once if able.value else 0} of {blocks} blocks at once")
+        concurrent = blocks_per_multiprocessor.value * device_at(device).multiprocessors
+        if not cooperative.value or concurrent < blocks:
+            raise Unavailable(f"the device runs {concurrent if cooperative.value else 0} of {blocks} blocks at once")
 
     def _check(self, status: int) -> None:
         if status:
             message = ctypes.c_char_p()
             self._driver.cuGetErrorString(status, ctypes.byref(message))
-            kind = Unavailable if status in REFUSED_LAUNCHES else RuntimeError
-            raise kind(f"CUDA driver: {(message.value or b'unknown error').decode()}")
+            error_class = Unavailable if status in REFUSED_LAUNCHES else RuntimeError
+            raise error_class(f"CUDA driver: {(message.value or b'unknown error').decode()}")
 
 
 def _driver() -> ctypes.CDLL:

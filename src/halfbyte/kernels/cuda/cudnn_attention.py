@@ -28,7 +28,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 class _Plan(NamedTuple):
     graph: Any
-    places: tuple[Any, ...]  # cuDNN tensors: dout, query, key, value, out, logsumexp and the three results
+    tensors: tuple[Any, ...]  # cuDNN tensors: dout, query, key, value, out, logsumexp and the three results
     scratch: int  # bytes
 
 
@@ -42,31 +42,31 @@ def _handle(device: torch.device) -> Any:
 def _plan(device: torch.device, dtype: torch.dtype, scale: float, layouts: tuple[Layout, ...]) -> _Plan | str:
     """Plan for operands and results of these layouts, or the reason why cuDNN has none."""
     library = cudnn()
-    kinds = {torch.bfloat16: library.data_type.BFLOAT16, torch.float16: library.data_type.HALF}
-    kind, single = kinds[dtype], library.data_type.FLOAT
+    data_types = {torch.bfloat16: library.data_type.BFLOAT16, torch.float16: library.data_type.HALF}
+    data_type, single = data_types[dtype], library.data_type.FLOAT
     try:
         handle = _handle(device)
         graph = library.pygraph(
-            io_data_type=kind, intermediate_data_type=single, compute_data_type=single, handle=handle
+            io_data_type=data_type, intermediate_data_type=single, compute_data_type=single, handle=handle
         )
-        numbers = [kind] * 5 + [single]
-        given = [
+        numbers = [data_type] * 5 + [single]
+        operands = [
             graph.tensor(dim=list(shape), stride=list(strides), data_type=number)
             for (shape, strides), number in zip(layouts[:6], numbers, strict=True)
         ]
-        dout, query, key, value, out, logsumexp = given
-        made = graph.sdpa_backward(
+        dout, query, key, value, out, logsumexp = operands
+        gradients = graph.sdpa_backward(
             q=query, k=key, v=value, o=out, dO=dout, stats=logsumexp,
             attn_scale=scale, use_causal_mask=True, use_deterministic_algorithm=True,
         )  # fmt: skip
-        for result, (shape, strides) in zip(made, layouts[6:], strict=True):
-            result.set_output(True).set_dim(list(shape)).set_stride(list(strides)).set_data_type(kind)
+        for result, (shape, strides) in zip(gradients, layouts[6:], strict=True):
+            result.set_output(True).set_dim(list(shape)).set_stride(list(strides)).set_data_type(data_type)
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([library.heur_mode.A])
         graph.check_support()
         graph.build_plans()
-        return _Plan(graph, (*given, *made), graph.get_workspace_size())
+        return _Plan(graph, (*operands, *gradients), graph.get_workspace_size())
     except (
         RuntimeError,
         AttributeError,
@@ -99,11 +99,11 @@ def backward(
     rows, keys = _parts(query, key) or (1, 1)
     for row in range(0, query.shape[0], rows):
         for head in range(0, key.shape[1], keys):
-            part = [_cut(x, row, rows, head, keys, key.shape[1]) for x in (*operands, dq, dk, dv)]
-            plan = _plan(query.device, query.dtype, scale, tuple((tuple(x.shape), x.stride()) for x in part))
+            tensors = [_cut(x, row, rows, head, keys, key.shape[1]) for x in (*operands, dq, dk, dv)]
+            plan = _plan(query.device, query.dtype, scale, tuple((tuple(x.shape), x.stride()) for x in tensors))
             if isinstance(plan, str):
                 raise Unavailable(f"cuDNN has no repeatable backward for these rows: {plan}")
-            _execute(plan, part)
+            _execute(plan, tensors)
     return dq, dk, dv
 
 
@@ -113,9 +113,9 @@ def _cut(x: Tensor, row: int, rows: int, head: int, keys: int, all_keys: int) ->
     return x.narrow(0, row, rows).narrow(1, head * group, keys * group)
 
 
-def _execute(plan: _Plan, part: list[Tensor]) -> None:
-    device = part[0].device
+def _execute(plan: _Plan, tensors: list[Tensor]) -> None:
+    device = tensors[0].device
     handle = _handle(device)
     cudnn().set_stream(handle, torch.cuda.current_stream(device).cuda_stream)
     scratch = torch.empty(max(1, plan.scratch), dtype=torch.uint8, device=device)
-    plan.graph.execute(dict(zip(plan.places, part, strict=True)), scratch, handle=handle)
+    plan.graph.execute(dict(zip(plan.tensors, tensors, strict=True)), scratch, handle=handle)

@@ -27,7 +27,9 @@ def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-_P, _I, _F = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_float
+_P = ctypes.c_void_p
+_I = ctypes.c_uint32
+_F = ctypes.c_float
 Linear = _struct("Linear", packed=_P, absmax=_P, second=_P, bias=_P, up=_P, offset=_F, rows=_I, begin=_I, rank=_I)
 Product = _struct("Product", parts=Linear * 3, down=_P, mask=_P, columns=_I, tiles=_I, ranks=_I, pad=_I)
 Layer = _struct(
@@ -41,7 +43,7 @@ Step = _struct(
 
 
 def blocks_for(batch: int) -> Blocks:
-    """Best blocks of `benchmarks.decode_layers`: one group, twelve warps with those of `epilogue_warps_of`."""
+    """The fastest blocks of a sweep on an H200: one group, twelve warps with those of `epilogue_warps_of`."""
     return Blocks(2, 1, 11, 2) if batch == 1 else Blocks(2, 1, 8, 3)
 
 
@@ -52,8 +54,8 @@ def epilogue_warps_of(batch: int) -> int:
 
 def queries_of(batch: int, size: int, group: int) -> int:
     """Query heads per block of attention at a time, chosen so that most batches need one round."""
-    wanted = 1 if batch <= 4 or size > 128 else 2
-    return math.gcd(wanted, group)
+    queries = 1 if batch <= 4 or size > 128 else 2
+    return math.gcd(queries, group)
 
 
 def buffer_floats(blocks: Blocks, batch: int, size: int, queries: int) -> int:
@@ -74,8 +76,8 @@ def splits_of(units: int, blocks: int, tiles: int, slots: int) -> int:
 
 @remembered
 def _image(device: int, constants: tuple[tuple[str, int], ...]) -> Image:
-    given = dict(constants) | {"ORIGIN": origin_of(device)}
-    return cubin("decode", device_at(device).capability, given, [Linear, Product, Layer, Step, Weight])
+    defines = dict(constants) | {"ORIGIN": origin_of(device)}
+    return cubin("decode", device_at(device).capability, defines, [Linear, Product, Layer, Step, Weight])
 
 
 @remembered
@@ -91,7 +93,9 @@ class Stacked:
     """
 
     def __init__(self, hidden: Tensor, stack: Stack, blocks: Blocks):
-        self.stack, self.blocks, self.held_tensors = stack, blocks, [hidden]
+        self.stack = stack
+        self.blocks = blocks
+        self.held_tensors = [hidden]
         self.hidden = torch.empty_like(hidden)
         layers = stack.layers
         self.ranks = self.shares = 0
@@ -101,9 +105,9 @@ class Stacked:
         self.batch = batch
         first = layers[0]
         self.weight = Weight(0, 0, 0, 0, 0, 0)
-        one = first.out.weights[0]
-        self.weight.codebook = self._hold(codebook4(one.quant_type, hidden.device))
-        self.weight.code = None if one.nested is None else self._hold(one.nested[1])
+        weight = first.out.weights[0]
+        self.weight.codebook = self._hold(codebook4(weight.quant_type, hidden.device))
+        self.weight.code = None if weight.nested is None else self._hold(weight.nested[1])
         self.fp8 = first.keys.dtype is torch.float8_e4m3fn
         self.group = stack.heads // first.keys.shape[1]
         self.head, key_heads = first.keys.shape[3], first.keys.shape[1]
@@ -112,20 +116,22 @@ class Stacked:
             return self._hold(torch.zeros(shape, dtype=dtype, device=hidden.device))
 
         at_once = queries_of(batch, self.head, self.group)
-        units, tiles = batch * stack.heads // at_once, sum(each.rows for each in first.qkv.weights) // (16 * blocks.rt)
+        units = batch * stack.heads // at_once
+        tiles = sum(qkv.rows for qkv in first.qkv.weights) // (16 * blocks.rt)
         self.splits = splits_of(units, multiprocessors_of(hidden.get_device()), tiles, first.keys.shape[2])
         queries, inner = stack.heads * self.head, first.gate_up.weights[0].rows
-        sizes = [batch * each for each in (width, width, queries + 2 * key_heads * self.head, queries, inner)]
-        columns = [max(columns_of(each) for each in linears_of(stack)[i::2]) for i in range(2)]
+        sizes = [batch * size for size in (width, width, queries + 2 * key_heads * self.head, queries, inner)]
+        columns = [max(columns_of(projections) for projections in linears_of(stack)[i::2]) for i in range(2)]
         self.held = sum(columns) if batch == 1 and self.fits_in(sum(columns)) else 0
         records = 2 * len(layers) if self.held else 1
         exchange = self._hold(torch.full((records, sum(sizes)), -1, dtype=torch.int16, device=hidden.device))
-        places = [exchange + 2 * sum(sizes[:i]) for i in range(len(sizes))]
+        addresses = [exchange + 2 * sum(sizes[:i]) for i in range(len(sizes))]
 
         self.step = Step(
             layers=self._hold(torch.frombuffer(bytearray(table), dtype=torch.uint8).to(hidden.device)),
-            norm=first.norm.data_ptr(), hidden=self.hidden.data_ptr(), normed=(_P * 2)(*places[:2]), qkv=places[2],
-            attended=places[3], gated=places[4], squares=buffer(batch, width // (16 * blocks.rt), dtype=torch.int64),
+            norm=first.norm.data_ptr(), hidden=self.hidden.data_ptr(), normed=(_P * 2)(*addresses[:2]),
+            qkv=addresses[2], attended=addresses[3], gated=addresses[4],
+            squares=buffer(batch, width // (16 * blocks.rt), dtype=torch.int64),
             shares=buffer(units * at_once, self.splits - 1, self.head + 2, dtype=torch.int64),
             low=buffer(self.shares, batch, self.ranks, dtype=torch.int64), counters=buffer(2, dtype=torch.int32),
             cos=self._hold(stack.cos), sin=self._hold(stack.sin), padding=stack.padding.data_ptr(),
@@ -175,7 +181,7 @@ class Stacked:
         return Layer((Product * 4)(*products), norms, q_norm, k_norm, *caches, layer.window or 0)
 
     def _product(self, linears: Projections) -> Any:
-        parts = []
+        rows_of_weights = []
         for weight, up in zip(linears.weights, linears.ups, strict=True):
             second = weight.absmax if weight.nested is None else weight.nested[0]
             offset = 0.0 if weight.nested is None else float(weight.nested[2])
@@ -183,14 +189,14 @@ class Stacked:
             bias = None if weight.bias is None else self._hold(weight.bias)
             begin, b = up or (0, None)
             up_address, rank = (None, 0) if b is None else (self._hold(b), b.shape[1])
-            parts.append(Linear(*addresses, bias, up_address, offset, weight.rows, begin, rank))
+            rows_of_weights.append(Linear(*addresses, bias, up_address, offset, weight.rows, begin, rank))
         columns = columns_of(linears)
         tiles = sum(weight.rows for weight in linears.weights) // (16 * self.blocks.rt)
         ranks = 0 if linears.down is None else linears.down.shape[0]
         self.ranks, self.shares = max(self.ranks, ranks), max(self.shares, ceil_div(columns // STEP, self.blocks.wk))
         mask = None if linears.mask is None else linears.mask.contiguous()
         below = [None if tensor is None else self._hold(tensor) for tensor in (linears.down, mask)]
-        return Product((Linear * 3)(*parts), *below, columns, tiles, ranks, 0)
+        return Product((Linear * 3)(*rows_of_weights), *below, columns, tiles, ranks, 0)
 
     def threads(self) -> int:
         return 32 * (self.blocks.wk + epilogue_warps_of(self.batch))
@@ -208,7 +214,7 @@ def columns_of(linears: Projections) -> int:
 
 
 def linears_of(stack: Stack) -> list[Projections]:
-    return [each for layer in stack.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    return [projections for layer in stack.layers for projections in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
 
 def obstacle(hidden: Tensor, stack: Stack) -> str | None:
@@ -222,7 +228,7 @@ def obstacle(hidden: Tensor, stack: Stack) -> str | None:
 
 def misfit(hidden: Tensor, stack: Stack, tile: int) -> str | None:
     """Return why the kernel, with tiles of `tile` rows, does not support these layers, or None."""
-    weights = [weight for each in linears_of(stack) for weight in each.weights]
+    weights = [weight for projections in linears_of(stack) for weight in projections.weights]
     return _formats(weights) or _shapes(hidden, stack, weights, tile) or _tensors(hidden, stack)
 
 
@@ -240,12 +246,12 @@ def _shapes(hidden: Tensor, stack: Stack, weights: list[Weight4], tile: int) -> 
     linears, size = linears_of(stack), stack.layers[0].keys.shape[3]
     if any(weight.rows % tile or weight.packed.data_ptr() % 16 for weight in weights):
         return f"needs N in multiples of {tile}, at multiples of 16 bytes"
-    if hidden.shape[1] % STEP or any(columns_of(each) % STEP for each in linears):
+    if hidden.shape[1] % STEP or any(columns_of(projections) % STEP for projections in linears):
         return "needs K in multiples of 256"
-    if any(weight.rows * columns_of(each) >= 2**36 for each in linears for weight in each.weights):
+    if any(weight.rows * columns_of(projections) >= 2**36 for projections in linears for weight in projections.weights):
         return "needs weights of less than 2^36 values"
-    downs = [each.down.shape[0] for each in linears if each.down is not None]
-    ups = [(begin, up.shape[1]) for each in linears for begin, up in filter(None, each.ups)]
+    downs = [projections.down.shape[0] for projections in linears if projections.down is not None]
+    ups = [(begin, up.shape[1]) for projections in linears for begin, up in filter(None, projections.ups)]
     if any(rank % 16 for rank in downs) or any(begin % 8 or rank % 8 for begin, rank in ups):
         return "needs adapters' ranks in multiples of 16 in all and of 8 each"
     return None if size in HEADS and stack.cos.shape[1] == size else "takes heads of 64, 128 and 256, fully rotated"
@@ -254,8 +260,10 @@ def _shapes(hidden: Tensor, stack: Stack, weights: list[Weight4], tile: int) -> 
 def _tensors(hidden: Tensor, stack: Stack) -> str | None:
     """Return a reason unless layouts, dtypes and devices of all tensors fit."""
     plain = [stack.cos, stack.sin]
-    for each in linears_of(stack):
-        plain += [tensor for tensor in (each.down, *[up[1] for up in each.ups if up]) if tensor is not None]
+    for projections in linears_of(stack):
+        plain += [
+            tensor for tensor in (projections.down, *[up[1] for up in projections.ups if up]) if tensor is not None
+        ]
     for layer in stack.layers:
         norms = layer.norm, layer.post_norm, layer.q_norm, layer.k_norm
         plain += [norm for norm in norms if norm is not None]
@@ -267,7 +275,7 @@ def _tensors(hidden: Tensor, stack: Stack) -> str | None:
         c.dtype is not cached or not c.is_contiguous() for c in caches
     ):
         return "needs contiguous caches in the dtype of the rows or in E4M3"
-    packed = [weight.packed for each in linears_of(stack) for weight in each.weights]
+    packed = [weight.packed for projections in linears_of(stack) for weight in projections.weights]
     return None if all(tensor.device == hidden.device for tensor in (*plain, *packed)) else "needs one device"
 
 

@@ -113,7 +113,9 @@ def expert_rows(
     x: Tensor, first: StackedWeight, second: StackedWeight, unit: Unit, index: Tensor, routed: Tensor,
     groups: Any = MLP_GROUPS,
 ) -> Tensor:  # fmt: skip
-    (tokens, top_k), device, given = index.shape, x.get_device(), x.contiguous()
+    (tokens, top_k) = index.shape
+    device = x.get_device()
+    rows_in = x.contiguous()
     index, routed = index.contiguous(), routed.contiguous()
     with torch.cuda.device(device):
         for down, stack in enumerate((first, second)):
@@ -121,16 +123,16 @@ def expert_rows(
             rows, nested = stack.shape[1], format_.nested_parts(stack.parts)
             shape = (tokens, rows) if down else (tokens * top_k, rows // 2)
             out = torch.empty(shape, dtype=x.dtype, device=x.device)
-            whole = weight_of(given, stack.parts["packed"], stack.parts["absmax"], nested, format_.quant_type, rows)
-            table = _Table(*[getattr(whole, name) for name in _TABLE_FIELDS])
-            pointers = [tensor.data_ptr() for tensor in (given, index, routed, out)]
+            weight = weight_of(rows_in, stack.parts["packed"], stack.parts["absmax"], nested, format_.quant_type, rows)
+            table = _Table(*[getattr(weight, name) for name in _TABLE_FIELDS])
+            pointers = [tensor.data_ptr() for tensor in (rows_in, index, routed, out)]
             chosen = _Chosen(*pointers, tokens, top_k, int(routed.dtype is torch.float32))
             kernel = _mlp_kernel(down, groups[down], device, x.dtype is torch.bfloat16, nested is not None)
             tiles = rows // TILE_ROWS * tokens * (1 if down else top_k)
             grid = min(ceil_div(tiles, groups[down][0]), multiprocessors_of(device))
             kernel(grid, 32 * groups[down][0] * groups[down][1], [table, chosen])
-            given = out
-    return given
+            rows_in = out
+    return rows_in
 
 
 SMALL_ROWS = 128  # most rows of x per tile
@@ -189,7 +191,9 @@ def grouped_small(
     blocks: gemm4.Blocks | None = None,
 ) -> Tensor:
     slots, width = reference.check_product(x, stack, routing, gather, transposed, low_rank, bias)
-    x, device, (experts, rows, columns) = x.contiguous(), x.get_device(), stack.shape
+    x = x.contiguous()
+    device = x.get_device()
+    (experts, rows, columns) = stack.shape
     out = torch.empty(slots, width, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
@@ -198,24 +202,30 @@ def grouped_small(
     weight = weight_of(x, stack.parts["packed"], stack.parts["absmax"], nested, format_.quant_type, experts * rows)
     term, scale = gemm4._Term(), 0.0
     if low_rank is not None:
-        u, factor, scale = low_rank.u.contiguous(), low_rank.factor.contiguous(), low_rank.scale
+        u = low_rank.u.contiguous()
+        factor = low_rank.factor.contiguous()
+        scale = low_rank.scale
         term = gemm4._Term(u.data_ptr(), factor.data_ptr(), u.shape[1], u.shape[1])
     tile, entries = 64 * blocks.groups, routing.tiles.shape[0]
-    parts = entries * ceil_div(rows, tile) * (columns // gemm4.STEP)
-    grid = min(multiprocessors_of(device), parts)
+    units = entries * ceil_div(rows, tile) * (columns // gemm4.STEP)
+    grid = min(multiprocessors_of(device), units)
     partials = torch.empty(2 * grid * tile * routing.tile_rows, dtype=torch.float32, device=x.device)
     pointers = [routing.order, routing.tiles, routing.offsets, bias, out]
     grouped = _Grouped(
         *[None if tensor is None else tensor.data_ptr() for tensor in pointers], term, scale,
         routing.top_k if gather else 0, entries, experts, rows,
     )  # fmt: skip
-    given = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, partials)]
+    arguments = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, partials)]
     with torch.cuda.device(device):
         product, add = _small_kernel(blocks, device, routing.tile_rows, x.dtype is torch.bfloat16, nested is not None)
-        product(grid, 128 * blocks.groups + gemm4.COPYING, [weight, grouped, *given])
+        product(grid, 128 * blocks.groups + gemm4.COPYING, [weight, grouped, *arguments])
         if grid > 1:
             pieces = tile * routing.tile_rows // 4 // gemm4.ADDED  # blocks that add a tile
-            add((grid - 1) * pieces, gemm4.ADDED, [given[1], grouped, ctypes.c_uint32(columns), ctypes.c_uint32(grid)])
+            add(
+                (grid - 1) * pieces,
+                gemm4.ADDED,
+                [arguments[1], grouped, ctypes.c_uint32(columns), ctypes.c_uint32(grid)],
+            )
     return out
 
 
@@ -223,16 +233,18 @@ LARGE_GROUPS = 2  # groups of four warps that execute wgmma
 MOST_EXPERTS = 1024
 # Average rows per expert. With fewer, `grouped_small` or Triton's transposed GEMM is faster; with more than LARGE_MOST,
 # decoding the stack first is faster.
-LARGE_FEWEST, LARGE_FEWEST_TRANSPOSED, LARGE_MOST = 65, 33, 320
+LARGE_FEWEST = 65
+LARGE_FEWEST_TRANSPOSED = 33
+LARGE_MOST = 320
 UNNESTED = 1024  # scales that a block decodes
 
 
 class Tile(NamedTuple):
-    """Constants of `cuda/grouped_gemm4.cu`: 128 · `mt` channels by 8 · `nt` rows, in `parts`; `stages` of the ring."""
+    """Constants of `cuda/grouped_gemm4.cu`: 128 · `mt` channels by 8 · `nt` rows in `sections`; stages of the ring."""
 
     mt: int
     nt: int
-    parts: int
+    sections: int
     stages: int
 
 
@@ -266,26 +278,26 @@ def _large_kernel(tile: Tile, device: int, transposed: bool, bf16: bool) -> tupl
     return Kernel(image, "grouped_gemm4"), Kernel(image, "unnest", 0)
 
 
-def stack_obstacle(part: Tensor, stack: StackedWeight, dtype: torch.dtype) -> str | None:
+def stack_obstacle(x: Tensor, stack: StackedWeight, dtype: torch.dtype) -> str | None:
     """Return why this stack is not supported whatever the number of rows, or None."""
     experts, rows, columns = stack.shape
     if not isinstance(stack.format, Blockwise4) or stack.format.blocksize != BLOCKSIZE:
         return "takes 4-bit weights in blocks of 64"
     if rows % 64 or columns % 64 or experts > MOST_EXPERTS or dtype is torch.float32:
         return f"needs N and K in multiples of 64, up to {MOST_EXPERTS} experts, and 16 bits"
-    if not device_of(part).at_least(HOPPER):
+    if not device_of(x).at_least(HOPPER):
         return NEEDS_HOPPER
-    return gemm4.wgmma_capability(part)
+    return gemm4.wgmma_capability(x)
 
 
-def codes_obstacle(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> str | None:
+def codes_obstacle(x: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> str | None:
     if not LARGE_FEWEST * stack.shape[0] <= slots <= LARGE_MOST * stack.shape[0]:
         return f"is faster for {LARGE_FEWEST} to {LARGE_MOST} rows an expert, on average"
-    return stack_obstacle(part, stack, dtype)
+    return stack_obstacle(x, stack, dtype)
 
 
 @reference.multiplies_codes.kernel("cuda", unless=codes_obstacle)
-def multiplies_codes(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
+def multiplies_codes(x: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
     return True
 
 
@@ -302,8 +314,8 @@ def large_obstacle(
         return "needs the adapter's ranks in multiples of 4"
     if reason := stack_obstacle(x, stack, x.dtype):
         return reason
-    given = [x, stack.parts["packed"], *(() if low_rank is None else (low_rank.u, low_rank.factor))]
-    return "needs tensors at multiples of 16 bytes" if any(tensor.data_ptr() % 16 for tensor in given) else None
+    tensors = [x, stack.parts["packed"], *(() if low_rank is None else (low_rank.u, low_rank.factor))]
+    return "needs tensors at multiples of 16 bytes" if any(tensor.data_ptr() % 16 for tensor in tensors) else None
 
 
 @reference.grouped_product.kernel("cuda", unless=large_obstacle, rank=-1)
@@ -319,7 +331,9 @@ def grouped_large(
     tile: Tile | None = None,
 ) -> Tensor:
     slots, width = reference.check_product(x, stack, routing, gather, transposed, low_rank, bias)
-    x, device, (experts, rows, columns) = x.contiguous(), x.get_device(), stack.shape
+    x = x.contiguous()
+    device = x.get_device()
+    (experts, rows, columns) = stack.shape
     out = torch.empty(slots, width, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out

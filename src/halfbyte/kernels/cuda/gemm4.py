@@ -89,14 +89,16 @@ def launch(
     blocks: Blocks | None = None, term: Term = None, **constants: int,
 ) -> Tensor:  # fmt: skip
     """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`, with parameters weight, x, the tiles' parts and x's rows."""
-    device, (batch, columns), tiles = x.get_device(), x.shape, tiles_of(x.shape[0])
+    device = x.get_device()
+    (batch, columns) = x.shape
+    tiles = tiles_of(x.shape[0])
     blocks = blocks or blocks_for(tiles)
     tile = 64 * blocks.groups
     cut = ceil_div(rows, tile)
     grid = grid_for(cut, columns // STEP, multiprocessors_of(device))
-    parts = torch.empty((grid + cut) * tile * 8 * tiles, dtype=torch.float32, device=x.device)
+    partials = torch.empty((grid + cut) * tile * 8 * tiles, dtype=torch.float32, device=x.device)
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
-    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, parts, bias, out, factor)]
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, partials, bias, out, factor)]
     sizes = [ctypes.c_uint32(size) for size in (rows, columns, batch, grid)]
     added = _Term() if term is None else _Term(*[t.data_ptr() for t in term], term[0].stride(0), term[0].shape[1])
     with torch.cuda.device(device):

@@ -15,7 +15,10 @@ from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors
 from ..tiling import ceil_div, power_of_2
 from . import Image, Kernel, cubin, remembered
 
-BATCH, BLOCKSIZE, STEP = 16, 64, 256  # most rows of x; weights per scale; columns of K per iteration of a warp
+# most rows of x; weights per scale; columns of K per iteration of a warp
+BATCH = 16
+BLOCKSIZE = 64
+STEP = 256
 
 Nested = tuple[Tensor, Tensor, Tensor] | None
 Term = tuple[Tensor, Tensor] | None  # u [M, r], B [N, r]
@@ -93,7 +96,9 @@ def gemm(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
     bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    x, device, batch = x.contiguous(), x.get_device(), x.shape[0]
+    x = x.contiguous()
+    device = x.get_device()
+    batch = x.shape[0]
     multiprocessors, tiles = multiprocessors_of(device), power_of_2(ceil_div(batch, 8))
     blocks = blocks or blocks_for(rows, batch, multiprocessors)
     weight = weight_of(x, packed, absmax, nested, quant_type, rows)

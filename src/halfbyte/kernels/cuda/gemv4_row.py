@@ -97,27 +97,31 @@ def several(x: Tensor, weights: Sequence[tuple], blocks: Blocks | None = None) -
 def shares(tiles: Sequence[int], blocks: int) -> list[int]:
     """Split at most `blocks` blocks among the weights in proportion to their tiles, at least one each."""
     blocks = min(blocks, sum(tiles))
-    first = [max(1, each * blocks // sum(tiles)) for each in tiles]
+    first = [max(1, count * blocks // sum(tiles)) for count in tiles]
     first[tiles.index(max(tiles))] += blocks - sum(first)
     return first
 
 
 def _products(x: Tensor, weights: Sequence[tuple], blocks: Blocks | None) -> list[Tensor]:
-    device, batch, bf16 = x.get_device(), x.shape[0], x.dtype is torch.bfloat16
+    device = x.get_device()
+    batch = x.shape[0]
+    bf16 = x.dtype is torch.bfloat16
     all_rows = [weight[5] for weight in weights]
     blocks = blocks or blocks_for(sum(all_rows), multiprocessors_of(device))
     _, _, nested, blocksize, *_ = weights[0]
     outs = [torch.empty(batch, rows, dtype=x.dtype, device=x.device) for rows in all_rows]
     counts = shares([ceil_div(rows, ROWS) for rows in all_rows], multiprocessors_of(device))
-    parts = _Parts()
+    table = _Parts()
     for at in range(PARTS):
-        parts.parts[at].begin = sum(counts)
+        table.parts[at].begin = sum(counts)
     begins = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
     for at, (weight, begin, count) in enumerate(zip(weights, begins, counts, strict=True)):
         packed, absmax, of_scales, _, quant_type, rows, bias = weight
-        own = weight_of(x, packed, absmax, of_scales, quant_type, rows)
-        parts.parts[at] = _Part(own, None if bias is None else bias.data_ptr(), outs[at].data_ptr(), begin, count)
+        weight_struct = weight_of(x, packed, absmax, of_scales, quant_type, rows)
+        table.parts[at] = _Part(
+            weight_struct, None if bias is None else bias.data_ptr(), outs[at].data_ptr(), begin, count
+        )
     with torch.cuda.device(device):
         kernel = _kernel(blocks, device, batch, bf16, nested is not None, blocksize)
-        kernel(sum(counts), 32 * blocks.wr * blocks.wk, [parts, ctypes.c_void_p(x.data_ptr())])
+        kernel(sum(counts), 32 * blocks.wr * blocks.wk, [table, ctypes.c_void_p(x.data_ptr())])
     return outs

@@ -10,16 +10,16 @@ A warp's channels are adjacent; 2·MT of them are a lane's. If TRANSPOSED, a byt
 both values of each byte in fp32. They are multiplied by their scales and rounded as in dequantization, so the GEMM is
 that of the dequantized weights.
 
-Blocks alternate over tiles. A tile uses the fewest of its PARTS that hold its rows. With more variants of the products
+Blocks alternate over tiles. A tile uses the fewest of its SECTIONS that hold its rows. With more variants of the products
 registers would be too few, and the compiler would not keep any in flight.
 
-Constants: MT (1 or 2), NT (8 or 16), GROUPS (2), PARTS (2 or 4), STAGES, TRANSPOSED, BF16 (else fp16), ORIGIN. */
+Constants: MT (1 or 2), NT (8 or 16), GROUPS (2), SECTIONS (2 or 4), STAGES, TRANSPOSED, BF16 (else fp16), ORIGIN. */
 
 #include "ring.cuh"
 
 constexpr u32 THREADS = 32 * WARPS, ALL = THREADS + 32 * PRODUCERS;
 constexpr u32 TILE = 64 * MT * GROUPS, SLAB = 16 * MT, OWN = 2 * MT; /* channels of a block, a warp, a lane */
-constexpr u32 ROWS = 8 * NT, PART = ROWS / PARTS; /* rows of x, which are used in multiples of PART */
+constexpr u32 ROWS = 8 * NT, SECTION_ROWS = ROWS / SECTIONS; /* rows of x, which are used in multiples of SECTION_ROWS */
 constexpr u32 TABLE = 65536, X = 128 * ROWS, CODES = 32 * TILE; /* bytes; the latter two in a stage */
 constexpr u32 STAGE = (X + CODES + 4 * TILE + 1023) / 1024 * 1024;
 constexpr u32 BEGINS = TABLE + STAGES * (STAGE + 16), MOST = 1024; /* experts */
@@ -45,7 +45,7 @@ struct Products {
 struct Place {
     u32 expert, first, count, channel;
 
-    __device__ __forceinline__ u32 parts() const { return (count + PART - 1) / PART; }
+    __device__ __forceinline__ u32 parts() const { return (count + SECTION_ROWS - 1) / SECTION_ROWS; }
 };
 
 /* All tiles, in order of experts, then rows, then channels. */
@@ -113,7 +113,7 @@ struct Source {
         u64 matrix = (u64)place.expert * p.rows;
         __syncwarp();
         x = (const u8 *)p.x + thread % 8 * 16;
-        lines = (place.parts() * PART + LINES - 1) / LINES;
+        lines = (place.parts() * SECTION_ROWS + LINES - 1) / LINES;
 #pragma unroll
         for (u32 i = 0; i < OF_X; i++) {
             u32 row = place.first + min(i * LINES + thread / 8, place.count - 1);
@@ -383,13 +383,13 @@ struct Consumer {
         for (; tile < count; tile += gridDim.x) {
             Place place = tiles.find(tile);
             bool more = tile + gridDim.x < count;
-            u32 rows = place.parts() * PART;
-            if (PARTS == 4 && rows == 2 * NT)
-                multiply<PARTS == 4 ? NT / 4 : NT>(place, more);
+            u32 rows = place.parts() * SECTION_ROWS;
+            if (SECTIONS == 4 && rows == 2 * NT)
+                multiply<SECTIONS == 4 ? NT / 4 : NT>(place, more);
             else if (rows == 4 * NT)
                 multiply<NT / 2>(place, more);
-            else if (PARTS == 4 && rows == 6 * NT)
-                multiply<PARTS == 4 ? NT / 4 * 3 : NT>(place, more);
+            else if (SECTIONS == 4 && rows == 6 * NT)
+                multiply<SECTIONS == 4 ? NT / 4 * 3 : NT>(place, more);
             else
                 multiply<NT>(place, more);
         }

@@ -75,7 +75,9 @@ def gemv_bitplane(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None,
     blocks: GemvBlocks | None = None,
 ) -> Tensor:  # fmt: skip
-    x, device, bits = x.contiguous(), x.get_device(), codebook.numel().bit_length() - 1
+    x = x.contiguous()
+    device = x.get_device()
+    bits = codebook.numel().bit_length() - 1
     blocks = blocks or gemv_blocks(bits, rows, multiprocessors_of(device))
     weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, scales, codebook)], rows, x.shape[1])
     out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
@@ -120,7 +122,9 @@ def gemm16(
     rows: int, bias: Tensor | None, blocks: Gemm16Blocks | None = None,
 ) -> Tensor:  # fmt: skip
     """`linear_bitplane`; with a `group`, `linear_hqq`."""
-    x, device, batch = x.contiguous(), x.get_device(), x.shape[0]
+    x = x.contiguous()
+    device = x.get_device()
+    batch = x.shape[0]
     blocks = blocks or gemm16_blocks(bits, rows, batch, multiprocessors_of(device))
     weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)

@@ -30,7 +30,10 @@ from . import Kernel, cubin, remembered
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 RANKS = (8, 16)
-ROWS, LANE_COLUMNS, FINISH_THREADS = 16, 8, 256  # rows per step; columns per lane; threads per block of `finish`
+# rows per step; columns per lane; threads per block of `finish`
+ROWS = 16
+LANE_COLUMNS = 8
+FINISH_THREADS = 256
 
 
 class Blocks(NamedTuple):

@@ -28,7 +28,10 @@ from ..tiling import ceil_div
 from . import Kernel, cubin, remembered
 
 PARTS, RANKS = 3, (8, 16)
-ROWS, LANE_COLUMNS, FINISH_THREADS = 16, 8, 256  # rows per step; columns per lane; threads per block of `finish`
+# rows per step; columns per lane; threads per block of `finish`
+ROWS = 16
+LANE_COLUMNS = 8
+FINISH_THREADS = 256
 FRAGMENTS = 64  # groups of four values in 16 rows of v
 
 
@@ -87,15 +90,24 @@ def _parts(
 ) -> list[Part]:  # fmt: skip
     """The struct of each tensor, with its first rank, strip and column among all."""
     scales, written = iter(scalings), iter(gradients)
-    parts, rank, strip, column = [], 0, 0, 0
+    parts = []
+    rank = 0
+    strip = 0
+    column = 0
     for x, factor in zip(tensors, factors, strict=True):
         part = Part(x.data_ptr(), width=x.shape[1], stride=row_stride(x))
-        part.first_rank, part.first_strip, part.first_column = rank, strip, column
+        part.first_rank = rank
+        part.first_strip = strip
+        part.first_column = column
         if factor is not None:
-            part.factor, part.rank, part.scale = factor.data_ptr(), factor.shape[1], next(scales)
+            part.factor = factor.data_ptr()
+            part.rank = factor.shape[1]
+            part.scale = next(scales)
             part.gradient = next(gradient.data_ptr() for gradient in written) if gradients else None
         parts.append(part)
-        rank, strip, column = rank + part.rank, strip + ceil_div(part.width, 32 * BLOCKS.warps), column + part.width
+        rank = rank + part.rank
+        strip = strip + ceil_div(part.width, 32 * BLOCKS.warps)
+        column = column + part.width
     unused = [Part(first_strip=2**32 - 1, first_column=2**32 - 1)] * (PARTS - len(parts))
     return [*parts, *unused]
 
@@ -106,7 +118,9 @@ def _run(
 ) -> Read:  # fmt: skip
     """`lora_read` with fp32 gradients."""
     x, given = tensors[0], [factor for factor in factors if factor is not None]
-    rows, width, ranks = x.shape[0], sum(t.shape[1] for t in tensors), sum(f.shape[1] for f in given)
+    rows = x.shape[0]
+    width = sum(t.shape[1] for t in tensors)
+    ranks = sum(f.shape[1] for f in given)
     empty = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
     gradients = [] if low is None else [empty(factor.shape) for factor in given]
     parts = _parts(tensors, factors, scalings, gradients)
@@ -125,7 +139,9 @@ def _run(
     operands = Operands((Part * PARTS)(*parts), **addresses, **numbers)
     float8 = 0 if slot is None else 2 if slot.dtype is E5M2 else 1
     with torch.cuda.device(x.get_device()):
-        bf16, learn, transposed = x.dtype is torch.bfloat16, bool(gradients), _is_transposed(given[0])
+        bf16 = x.dtype is torch.bfloat16
+        learn = bool(gradients)
+        transposed = _is_transposed(given[0])
         kernel, finish = _kernel(BLOCKS, x.get_device(), bf16, learn, transposed, float8, columns is not None)
         kernel(ceil_div(strips * steps, share), 32 * BLOCKS.warps, [operands])
         threads = PARTS * steps * FRAGMENTS + (width * 4 if gradients else 0)

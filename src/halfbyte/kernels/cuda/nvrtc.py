@@ -54,8 +54,8 @@ def cubin(
     Raises:
         Unavailable: with NVRTC's first error, which names file and line.
     """
-    own = "a" if capability >= (9, 0) else ""  # include instructions of only this architecture, such as wgmma
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}", "--std=c++17"]
+    suffix = "a" if capability >= (9, 0) else ""  # include instructions of only this architecture, such as wgmma
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{suffix}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]
     files = sources(name)
     key = hashlib.sha256(repr((files, options, _version())).encode()).hexdigest()[:16]
@@ -73,12 +73,12 @@ def cubin(
 
 def sources(name: str) -> dict[str, str]:
     """Read `<name>.cu` and all headers that it includes, by name."""
-    found, missing = {}, [f"{name}.cu"]
+    texts, missing = {}, [f"{name}.cu"]
     while missing:
         file = missing.pop()
-        found[file] = (FOLDER / file).read_text()
-        missing += [header for header in re.findall(r'#include "(.+)"', found[file]) if header not in found]
-    return found
+        texts[file] = (FOLDER / file).read_text()
+        missing += [header for header in re.findall(r'#include "(.+)"', texts[file]) if header not in texts]
+    return texts
 
 
 def compiled(files: dict[str, str], options: Sequence[str]) -> bytes:
@@ -104,8 +104,8 @@ def compiled(files: dict[str, str], options: Sequence[str]) -> bytes:
 
 def first_error(log: str) -> str:
     """First error in NVRTC's log, with the lines that show its place."""
-    parts = log.strip("\0\n ").split("\n\n")
-    return next((part for part in parts if " error" in part), parts[0]).strip()
+    messages = log.strip("\0\n ").split("\n\n")
+    return next((message for message in messages if " error" in message), messages[0]).strip()
 
 
 def exported(image: bytes) -> list[int]:
@@ -113,11 +113,11 @@ def exported(image: bytes) -> list[int]:
     offset, size, count = *struct.unpack_from("<Q", image, 0x28), *struct.unpack_from("<HH", image, 0x3A)
     # Fields of a section: type, address, offset, size, section of its names.
     sections = [struct.unpack_from("<4xI8xQQQI", image, offset + i * size) for i in range(count)]
-    for kind, _, begin, length, names in sections:
-        for at in range(begin, begin + length, 24) if kind in SYMBOL_TABLES else ():
+    for section_type, _, begin, length, names in sections:
+        for at in range(begin, begin + length, 24) if section_type in SYMBOL_TABLES else ():
             name, section, value, bytes_ = struct.unpack_from("<I2xHQQ", image, at)
-            where = sections[names][2] + name
-            if image[where : where + 7] == b"layout\0" and section:
+            name_start = sections[names][2] + name
+            if image[name_start : name_start + 7] == b"layout\0" and section:
                 _, address, start, _, _ = sections[section]
                 return list(struct.unpack_from(f"<{bytes_ // 4}I", image, start + value - address))
     raise RuntimeError("a CUDA source without LAYOUT")
@@ -129,12 +129,12 @@ def checked(layout: Sequence[int], name: str, structs: Sequence[type[ctypes.Stru
     Raises:
         RuntimeError: a struct's size differs.
     """
-    shared, each, *sizes = layout
-    ours = [ctypes.sizeof(each) for each in structs]
-    if sizes != ours:
-        names = ", ".join(each.__name__ for each in structs)
-        raise RuntimeError(f"{name}.cu: the structs ({names}) have {sizes} bytes in CUDA and {ours} in Python")
-    return shared, each
+    shared, origin, *sizes = layout
+    python_sizes = [ctypes.sizeof(struct) for struct in structs]
+    if sizes != python_sizes:
+        names = ", ".join(struct.__name__ for struct in structs)
+        raise RuntimeError(f"{name}.cu: the structs ({names}) have {sizes} bytes in CUDA and {python_sizes} in Python")
+    return shared, origin
 
 
 @functools.cache

@@ -71,7 +71,7 @@ def library(name: str) -> ctypes.CDLL:
         raise Unavailable(f"there is no C compiler ({' '.join(chosen)})")
     command = [compiler, *chosen[1:], *FLAGS]
     machine = f"{_version(compiler)}{platform.libc_ver()}{platform.machine()}{_cpu()}"
-    read = "".join(each.read_text() for each in (source, *sorted(source.parent.glob("*.h"))))
+    read = "".join(file.read_text() for file in (source, *sorted(source.parent.glob("*.h"))))
     key = hashlib.sha256(f"{read}{command}{machine}".encode()).hexdigest()[:16]
     built = cache_folder() / "native" / f"{name}-{key}.so"
     if built.exists():
@@ -91,8 +91,8 @@ def _build(command: list[str], source: Path, built: Path) -> None:
                 [*command, str(source), "-o", str(aside), "-lm"], capture_output=True, text=True, check=False
             )
             if done.returncode or not aside.exists() or not aside.stat().st_size:
-                said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-                reason = said[0].strip() if said else f"exit code {done.returncode}, without a word"
+                messages = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+                reason = messages[0].strip() if messages else f"exit code {done.returncode}, without a word"
                 raise Unavailable(f"{command[0]} failed: {reason}")
     except TrainingError as error:
         raise Unavailable(error.message) from error

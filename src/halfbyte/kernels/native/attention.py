@@ -43,8 +43,8 @@ class _Attention(ctypes.Structure):
 
 
 _lib = library("attention")
-for _each in (_lib.halfbyte_attention, _lib.halfbyte_attention_backward):
-    _each.argtypes, _each.restype = [_pointer], ctypes.c_int
+for _function in (_lib.halfbyte_attention, _lib.halfbyte_attention_backward):
+    _function.argtypes, _function.restype = [_pointer], ctypes.c_int
 
 
 def obstacle(
@@ -59,9 +59,9 @@ def obstacle(
 
 
 def obstacle_backward(
-    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *options: Any
 ) -> str | None:
-    return obstacle(query, key, value, *rest)
+    return obstacle(query, key, value, *options)
 
 
 def _run(
@@ -69,8 +69,8 @@ def _run(
     **fields: Any,
 ) -> None:  # fmt: skip
     """Run one of the library's functions; `fields` are rows and pointers of the struct."""
-    places = [each.int().contiguous() for each in (*documents, *(prompts or ()))]
-    named = zip(("begins", "lasts", "openings", "closings"), map(Tensor.data_ptr, places), strict=False)
+    bounds = [tensor.int().contiguous() for tensor in (*documents, *(prompts or ()))]
+    named = zip(("begins", "lasts", "openings", "closings"), map(Tensor.data_ptr, bounds), strict=False)
     tokens, skipped = key.shape[0], key.shape[0] - query.shape[0]
     sizes = {"heads": query.shape[1], "kv_heads": key.shape[1], "size": query.shape[2]}
     call = _Attention(
@@ -93,8 +93,8 @@ def forward(
     out = torch.empty(query.shape, dtype=torch.float32)
     logsumexp = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32)
     rows = {name: _Rows.of(x) for name, x in (("q", query), ("k", key), ("v", value))}
-    made = {"out": out.data_ptr(), "logsumexp": logsumexp.data_ptr()}
-    _run(_lib.halfbyte_attention, query, key, documents, scores.scale, prompts, **rows, **made)
+    results = {"out": out.data_ptr(), "logsumexp": logsumexp.data_ptr()}
+    _run(_lib.halfbyte_attention, query, key, documents, scores.scale, prompts, **rows, **results)
     return out, logsumexp
 
 
@@ -111,9 +111,9 @@ def backward(
     sinks: Tensor | None = None,
     prompts: Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    dq, dk, dv = (torch.empty(each.shape, dtype=torch.float32) for each in (query, key, value))
-    given = (("q", query), ("k", key), ("v", value), ("o", out), ("dout", dout))
-    rows = {name: _Rows.of(x) for name, x in given}
-    made = {name: x.data_ptr() for name, x in (("sums", logsumexp), ("dq", dq), ("dk", dk), ("dv", dv))}
-    _run(_lib.halfbyte_attention_backward, query, key, documents, scores.scale, prompts, **rows, **made)
+    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32) for x in (query, key, value))
+    operands = (("q", query), ("k", key), ("v", value), ("o", out), ("dout", dout))
+    rows = {name: _Rows.of(x) for name, x in operands}
+    pointers = {name: x.data_ptr() for name, x in (("sums", logsumexp), ("dq", dq), ("dk", dk), ("dv", dv))}
+    _run(_lib.halfbyte_attention_backward, query, key, documents, scores.scale, prompts, **rows, **pointers)
     return dq, dk, dv, None

@@ -15,7 +15,9 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRAIN = 1 << 11  # least blocks per thread
 
 _lib = library("bitplane")
-_pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_pointer = ctypes.c_void_p
+_int64 = ctypes.c_int64
+_int = ctypes.c_int
 _lib.halfbyte_dequantize_planes.argtypes = [
     _pointer,
     _int,
@@ -52,7 +54,10 @@ def decode(
     blocks = packed.numel() // bits
     if not blocks:
         return out
-    packed, scales, zeros, run = packed.contiguous(), scales.contiguous(), zeros.contiguous(), blocks
+    packed = packed.contiguous()
+    scales = scales.contiguous()
+    zeros = zeros.contiguous()
+    run = blocks
     if codebook is not None:  # the C code uses a table of fixed size
         run = blocks // (len(codebook) if codebook.dim() > 1 else 1)
         codebook = torch.nn.functional.pad(codebook, (0, BLOCK - codebook.shape[-1])).contiguous()

@@ -33,11 +33,17 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     out = torch.empty(numel, dtype=dtype)
-    packed, absmax, codebook = packed.contiguous(), absmax.contiguous(), codebook4(quant_type, CPU)
-    second_pointer, code_pointer, value = None, None, 0.0
+    packed = packed.contiguous()
+    absmax = absmax.contiguous()
+    codebook = codebook4(quant_type, CPU)
+    second_pointer = None
+    code_pointer = None
+    value = 0.0
     if nested is not None:
         second, code = nested[0].contiguous(), nested[1].contiguous()  # keep references during the call
-        second_pointer, code_pointer, value = second.data_ptr(), code.data_ptr(), float(nested[2])
+        second_pointer = second.data_ptr()
+        code_pointer = code.data_ptr()
+        value = float(nested[2])
 
     def blocks(first: int, last: int) -> None:
         _lib.halfbyte_dequantize4(

@@ -62,16 +62,20 @@ def gemv(
 ) -> Tensor:
     batch, columns = x.shape
     exact, y = x.float().contiguous(), torch.empty(batch, rows)
-    packed, absmax, codebook = packed.contiguous(), absmax.contiguous(), codebook4(quant_type, CPU)
+    packed = packed.contiguous()
+    absmax = absmax.contiguous()
+    codebook = codebook4(quant_type, CPU)
     weight = Weight(packed.data_ptr(), absmax.data_ptr(), codebook=codebook.data_ptr(), rows=rows, columns=columns,
                     blocksize=blocksize)  # fmt: skip
     if nested is not None:
         second, code = nested[0].contiguous(), nested[1].contiguous()  # keep references during the call
-        weight.second, weight.code, weight.offset = second.data_ptr(), code.data_ptr(), float(nested[2])
-    for some, out in zip(exact.split(GEMV_ROWS), y.split(GEMV_ROWS), strict=True):
+        weight.second = second.data_ptr()
+        weight.code = code.data_ptr()
+        weight.offset = float(nested[2])
+    for row_group, out in zip(exact.split(GEMV_ROWS), y.split(GEMV_ROWS), strict=True):
         threads = torch.get_num_threads()
-        if lib.halfbyte_gemv4(ctypes.byref(weight), some.data_ptr(), out.data_ptr(), len(some), threads):
-            raise MemoryError(f"gemv4: no memory for {len(some)} rows of {columns} values")
+        if lib.halfbyte_gemv4(ctypes.byref(weight), row_group.data_ptr(), out.data_ptr(), len(row_group), threads):
+            raise MemoryError(f"gemv4: no memory for {len(row_group)} rows of {columns} values")
     if bias is not None:
         y += bias
     return add_term(y.to(x.dtype), term)
@@ -127,35 +131,39 @@ class _Pointers:
         self.held.append(tensor)
         return tensor.data_ptr()
 
-    def weight(self, given: Weight4, columns: int, up: tuple[int, Tensor] | None) -> Weight:
-        if columns % given.blocksize or columns % VECTOR or given.rows % VECTOR:
+    def weight(self, weight: Weight4, columns: int, up: tuple[int, Tensor] | None) -> Weight:
+        if columns % weight.blocksize or columns % VECTOR or weight.rows % VECTOR:
             raise _Refused
-        found = Weight(rows=given.rows, columns=columns, blocksize=given.blocksize, bias=self(given.bias))
-        found.packed = self(given.packed, torch.uint8)
-        found.absmax = self(given.absmax, torch.float32 if given.nested is None else torch.uint8)
-        found.codebook = self(codebook4(given.quant_type, CPU))
-        if given.nested is not None:
-            second, code, offset = given.nested
-            found.second, found.code, found.offset = self(second), self(code), float(offset)
+        struct = Weight(rows=weight.rows, columns=columns, blocksize=weight.blocksize, bias=self(weight.bias))
+        struct.packed = self(weight.packed, torch.uint8)
+        struct.absmax = self(weight.absmax, torch.float32 if weight.nested is None else torch.uint8)
+        struct.codebook = self(codebook4(weight.quant_type, CPU))
+        if weight.nested is not None:
+            second, code, offset = weight.nested
+            struct.second = self(second)
+            struct.code = self(code)
+            struct.offset = float(offset)
         if up is not None:
-            found.begin, found.up, found.rank = up[0], self(up[1]), up[1].shape[1]
-        return found
+            struct.begin = up[0]
+            struct.up = self(up[1])
+            struct.rank = up[1].shape[1]
+        return struct
 
-    def projections(self, given: Projections, columns: int) -> _Projections:
-        ups = given.ups if given.down is not None else [None] * len(given.weights)
-        found = _Projections(down=self(given.down), mask=self(given.mask))
-        found.ranks = 0 if given.down is None else len(given.down)
-        for i, (weight, up) in enumerate(zip(given.weights, ups, strict=True)):
-            found.w[i] = self.weight(weight, columns, up)
-        return found
+    def projections(self, projections: Projections, columns: int) -> _Projections:
+        ups = projections.ups if projections.down is not None else [None] * len(projections.weights)
+        struct = _Projections(down=self(projections.down), mask=self(projections.mask))
+        struct.ranks = 0 if projections.down is None else len(projections.down)
+        for i, (weight, up) in enumerate(zip(projections.weights, ups, strict=True)):
+            struct.w[i] = self.weight(weight, columns, up)
+        return struct
 
-    def layer(self, given: DecoderLayer, heads: int, width: int) -> _Layer:
-        attention, inner = heads * given.keys.shape[3], given.gate_up.weights[0].rows
+    def layer(self, layer: DecoderLayer, heads: int, width: int) -> _Layer:
+        attention, inner = heads * layer.keys.shape[3], layer.gate_up.weights[0].rows
         return _Layer(
-            self.projections(given.qkv, width), self.projections(given.out, attention),
-            self.projections(given.gate_up, width), self.projections(given.down, inner),
-            *[self(norm) for norm in (given.norm, given.post_norm, given.q_norm, given.k_norm)],
-            *[self(cache, cache.dtype) for cache in (given.keys, given.values)], given.window or 0,
+            self.projections(layer.qkv, width), self.projections(layer.out, attention),
+            self.projections(layer.gate_up, width), self.projections(layer.down, inner),
+            *[self(norm) for norm in (layer.norm, layer.post_norm, layer.q_norm, layer.k_norm)],
+            *[self(cache, cache.dtype) for cache in (layer.keys, layer.values)], layer.window or 0,
         )  # fmt: skip
 
 
@@ -173,27 +181,27 @@ def obstacle(hidden: Tensor, stack: Stack) -> str | None:
 def _some_rows(stack: Stack, rows: slice) -> Stack:
     """The stack for some sequences of the batch."""
 
-    def projections(given: Projections) -> Projections:
-        return given if given.mask is None else replace(given, mask=given.mask[rows])
+    def projections(projections: Projections) -> Projections:
+        return projections if projections.mask is None else replace(projections, mask=projections.mask[rows])
 
-    def layer(given: DecoderLayer) -> DecoderLayer:
-        parts: dict[str, Any] = {name: projections(getattr(given, name)) for name in PARTS}
-        return replace(given, **parts, keys=given.keys[rows], values=given.values[rows])
+    def layer(layer: DecoderLayer) -> DecoderLayer:
+        replaced: dict[str, Any] = {name: projections(getattr(layer, name)) for name in PARTS}
+        return replace(layer, **replaced, keys=layer.keys[rows], values=layer.values[rows])
 
-    return replace(stack, layers=[layer(each) for each in stack.layers], padding=stack.padding[rows])
+    return replace(stack, layers=[layer(decoder_layer) for decoder_layer in stack.layers], padding=stack.padding[rows])
 
 
 @one_launch.kernel("cpu", unless=obstacle)
 def one_call(hidden: Tensor, stack: Stack) -> Run | None:
     """Call the C code for groups of up to `GEMV_ROWS` sequences, one after another."""
-    parts = [slice(at, at + GEMV_ROWS) for at in range(0, len(hidden), GEMV_ROWS)]
-    runs = [_few(hidden[rows], _some_rows(stack, rows)) for rows in parts]
-    known = [run for run in runs if run is not None]
-    if len(known) < len(runs):
+    groups = [slice(at, at + GEMV_ROWS) for at in range(0, len(hidden), GEMV_ROWS)]
+    runs = [_few(hidden[rows], _some_rows(stack, rows)) for rows in groups]
+    captured = [run for run in runs if run is not None]
+    if len(captured) < len(runs):
         return None
-    if len(known) == 1:
-        return known[0]
-    return lambda hidden: torch.cat([run(hidden[rows]) for run, rows in zip(known, parts, strict=True)])
+    if len(captured) == 1:
+        return captured[0]
+    return lambda hidden: torch.cat([run(hidden[rows]) for run, rows in zip(captured, groups, strict=True)])
 
 
 def _few(hidden: Tensor, stack: Stack) -> Run | None:
@@ -213,7 +221,7 @@ def _few(hidden: Tensor, stack: Stack) -> Run | None:
     scratch = torch.empty(lib.halfbyte_decode_scratch(ctypes.byref(call)))
     call.scratch = at(scratch)
 
-    def run(hidden: Tensor, kept: Any = (at, layers)) -> Tensor:
+    def run(hidden: Tensor, held: Any = (at, layers)) -> Tensor:
         out = torch.empty(hidden.shape).copy_(hidden)
         call.threads = torch.get_num_threads()
         lib.halfbyte_decode(ctypes.byref(call), out.data_ptr())
@@ -224,4 +232,6 @@ def _few(hidden: Tensor, stack: Stack) -> Run | None:
 
 def _ranks(layers: Any) -> int:
     """The largest number of low-rank factors for one input."""
-    return max(each.ranks for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
+    return max(
+        projections.ranks for layer in layers for projections in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    )

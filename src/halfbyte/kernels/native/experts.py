@@ -38,11 +38,13 @@ def obstacle(rows: Tensor, routing: Routing, weights: Tensor | None) -> str | No
 
 @combine.kernel("cpu", unless=obstacle)
 def combined(rows: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
-    rows, place = rows.contiguous(), routing.place.int()
-    given = None if weights is None else weights.float().contiguous()
+    rows, row_of_slot = rows.contiguous(), routing.row_of_slot.int()
+    factors = None if weights is None else weights.float().contiguous()
     out = torch.empty(rows.shape[0] // routing.top_k, rows.shape[1], dtype=rows.dtype)
-    pointers: list[Any] = [rows.data_ptr(), place.data_ptr(), None if given is None else given.data_ptr()]
+    pointers: list[Any] = [rows.data_ptr(), row_of_slot.data_ptr(), None if factors is None else factors.data_ptr()]
     job = _Combine(*pointers, out.data_ptr(), rows.shape[1], routing.top_k, DTYPES[rows.dtype])
-    address, each = ctypes.addressof(job), rows.shape[1] * routing.top_k
-    parallel(lambda first, last: _lib.halfbyte_combine(address, first, last), out.shape[0], ceil_div(GRAIN, each))
+    address, values_per_token = ctypes.addressof(job), rows.shape[1] * routing.top_k
+    parallel(
+        lambda first, last: _lib.halfbyte_combine(address, first, last), out.shape[0], ceil_div(GRAIN, values_per_token)
+    )
     return out

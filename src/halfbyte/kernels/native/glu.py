@@ -19,7 +19,9 @@ from .blockwise4 import DTYPES
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 GRAIN = 1 << 14  # least values per thread
 
-_pointer, _int64, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_pointer = ctypes.c_void_p
+_int64 = ctypes.c_int64
+_float = ctypes.c_float
 
 
 class _Job(ctypes.Structure):
@@ -34,8 +36,8 @@ class _Job(ctypes.Structure):
 
 
 _lib = library("glu")
-for _each in (_lib.halfbyte_glu, _lib.halfbyte_glu_backward):
-    _each.argtypes, _each.restype = [_pointer, _int64, _int64], None
+for _function in (_lib.halfbyte_glu, _lib.halfbyte_glu_backward):
+    _function.argtypes, _function.restype = [_pointer, _int64, _int64], None
 
 
 def _rows(tensor: Tensor) -> Tensor | None:
@@ -52,7 +54,7 @@ def obstacle(gate: Tensor, up: Tensor, activation: Activation, *_: Any) -> str |
         return "has no erf"
     if gate.dtype not in DTYPES or not gate.numel() or not gate.dim():
         return "takes fp32, bf16 and fp16"
-    return None if all(_rows(each) is not None for each in (gate, up)) else "needs values of a row side by side"
+    return None if all(_rows(tensor) is not None for tensor in (gate, up)) else "needs values of a row side by side"
 
 
 def obstacle_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, *_: Any) -> str | None:
@@ -73,8 +75,8 @@ def unit_obstacle_backward(z: Tensor, c: Tensor, unit: Unit, weights: Tensor, or
 def _run(function: Any, shape: torch.Size, dtype: torch.dtype, activation: str, fields: dict[str, Any]) -> None:
     """Process rows [S, I] with one of the library's functions."""
     rows, width = shape
-    rest: dict[str, Any] = {"limit": math.inf, "alpha": 1.0, "offset": 0.0} | fields
-    job = _Job(width=width, dtype=DTYPES[dtype], activation=ACTIVATIONS[activation], **rest)
+    numbers: dict[str, Any] = {"limit": math.inf, "alpha": 1.0, "offset": 0.0} | fields
+    job = _Job(width=width, dtype=DTYPES[dtype], activation=ACTIVATIONS[activation], **numbers)
     address = ctypes.addressof(job)
     parallel(lambda first, last: function(address, first, last), rows, max(GRAIN // width, 1))
 
@@ -84,8 +86,8 @@ def _halves(gate: Tensor, up: Tensor) -> dict[str, int]:
 
 
 def _of_unit(c: Tensor, unit: Unit) -> dict[str, Any]:
-    beside = 1 if unit.interleaved else c.shape[1] // 2
-    pointers = {"gate": c.data_ptr(), "up": c.data_ptr() + beside * c.element_size()}
+    distance = 1 if unit.interleaved else c.shape[1] // 2
+    pointers = {"gate": c.data_ptr(), "up": c.data_ptr() + distance * c.element_size()}
     numbers = {"limit": unit.limit, "alpha": unit.alpha, "offset": unit.offset, "interleaved": unit.interleaved}
     return pointers | numbers | {"gate_stride": c.shape[1], "up_stride": c.shape[1]}
 
@@ -104,8 +106,8 @@ def backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, ne
     check_glu(gate, up, activation)
     check_same("glu_backward", "grad", grad, "gate", gate)
     rows, ups = gate.view(-1, gate.shape[-1]), up.view(-1, gate.shape[-1])
-    given = {"z": grad.data_ptr(), "need_output": need_output, **_halves(rows, ups)}
-    _run(_lib.halfbyte_glu_backward, rows.shape, gate.dtype, activation, given)
+    fields = {"z": grad.data_ptr(), "need_output": need_output, **_halves(rows, ups)}
+    _run(_lib.halfbyte_glu_backward, rows.shape, gate.dtype, activation, fields)
     bump_versions(gate, up, *([grad] if need_output else []))
 
 
@@ -122,7 +124,7 @@ def unit_backward_(z: Tensor, c: Tensor, unit: Unit, weights: Tensor, order: Ten
     check_unit(c, unit)
     products, order = torch.empty_like(weights), order.int()
     pointers = {"z": z.data_ptr(), "weights": weights.data_ptr(), "order": order.data_ptr()}
-    given = pointers | {"products": products.data_ptr(), "need_output": True} | _of_unit(c, unit)
-    _run(_lib.halfbyte_glu_backward, z.shape, z.dtype, unit.activation, given)
+    fields = pointers | {"products": products.data_ptr(), "need_output": True} | _of_unit(c, unit)
+    _run(_lib.halfbyte_glu_backward, z.shape, z.dtype, unit.activation, fields)
     bump_versions(z, c)
     return products

@@ -18,12 +18,12 @@ def obstacle(
 ) -> str | None:  # fmt: skip
     if stack.format is None or transposed or alpha != 1.0:
         return "multiplies by Wᵀ of packed weights alone"
-    few = routing.order.numel() <= ROWS * stack.shape[0]
-    return None if few else f"takes up to {ROWS} rows an expert, on average"
+    fits = routing.order.numel() <= ROWS * stack.shape[0]
+    return None if fits else f"takes up to {ROWS} rows an expert, on average"
 
 
 @multiplies_codes.kernel("cpu")
-def one_at_a_time(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
+def one_at_a_time(x: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
     """Return True: a dequantized expert stays in the cache until its GEMM, a dequantized stack does not. Eight experts
     of 6 MB take 2.4 ms to dequantize one at a time, and 23 together."""
     return True
@@ -45,9 +45,9 @@ def product(
     format_, matrix = stack.format, stack.shape[1:]
     assert format_ is not None
     for expert, rows in routing.groups():
-        part = x[rows] if tokens is None else x[tokens[rows]]
-        own, parts = format_.expert(stack.parts, stack.shape, expert)
-        beside = None if bias is None else bias[expert]
+        tokens_in = x[rows] if tokens is None else x[tokens[rows]]
+        expert_format, tensors = format_.expert(stack.parts, stack.shape, expert)
+        expert_bias = None if bias is None else bias[expert]
         term = None if low_rank is None else (low_rank.u[rows] * low_rank.scale, low_rank.factor[expert])
-        out[rows] = own.linear_with_term(part, parts, matrix, beside, term)
+        out[rows] = expert_format.linear_with_term(tokens_in, tensors, matrix, expert_bias, term)
     return out

@@ -89,7 +89,7 @@ def prepare_step(
     if not (steps.is_contiguous() and coefficients.is_contiguous()):
         raise ModelError("the steps or coefficients of an optimizer are not contiguous", "call `contiguous` first")
     settings, groups = settings.contiguous(), groups.contiguous()
-    pointers = (each.data_ptr() for each in (settings, groups, steps, coefficients))
+    pointers = (tensor.data_ptr() for tensor in (settings, groups, steps, coefficients))
     scale, counted = 1.0 if factor is None else float(factor), found_inf is None or float(found_inf) == 0
     _lib.halfbyte_prepare_step(*pointers, len(steps), [*RULES].index(rule), scale, counted)
     bump_versions(steps, coefficients)
@@ -112,35 +112,39 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
         return
     coefficients, steps = coefficients.contiguous(), steps.contiguous()
     job = _launch_of(parameters).job
-    job.coefficients, job.steps, job.threads = coefficients.data_ptr(), steps.data_ptr(), torch.get_num_threads()
+    job.coefficients = coefficients.data_ptr()
+    job.steps = steps.data_ptr()
+    job.threads = torch.get_num_threads()
     job.trust = 0
     _lib.halfbyte_update_parameters(ctypes.byref(job))
     bump_versions(*parameters.weights)
 
 
 def trust_obstacle(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> str | None:
-    return next((why for some in parameters if (why := obstacle(coefficients, coefficients, some))), None)
+    return next((why for group in parameters if (why := obstacle(coefficients, coefficients, group))), None)
 
 
 @reference.scale_by_trust.kernel("cpu", unless=trust_obstacle)
 def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> Tensor:
     squares = torch.zeros(len(coefficients), 2)
-    given = coefficients.contiguous()
-    for some in parameters:
-        if not some.weights:
+    contiguous = coefficients.contiguous()
+    for group in parameters:
+        if not group.weights:
             continue
-        launch = _launch_of(some)
+        launch = _launch_of(group)
         partial = torch.empty(launch.job.tiles, 2, dtype=torch.float64)
         job = launch.job
-        job.coefficients, job.threads, job.squares = given.data_ptr(), torch.get_num_threads(), partial.data_ptr()
+        job.coefficients = contiguous.data_ptr()
+        job.threads = torch.get_num_threads()
+        job.squares = partial.data_ptr()
         job.trust = 1 + [*TRUSTS].index(trust)
         _lib.halfbyte_update_parameters(ctypes.byref(job))
         tiles = torch.diff(launch.ends, prepend=torch.zeros(1, dtype=torch.int64))
         total = torch.zeros(len(tiles), 2, dtype=torch.float64)
-        squares[some.rows.long()] = total.index_add_(
+        squares[group.rows.long()] = total.index_add_(
             0, torch.repeat_interleave(torch.arange(len(tiles)), tiles), partial
         ).float()
-        reference.apply_trust(coefficients, squares, some.rows, trust)
+        reference.apply_trust(coefficients, squares, group.rows, trust)
     return squares
 
 
@@ -179,7 +183,7 @@ class _Launch:
         moving = [*map(Tensor.data_ptr, parameters.weights)], [*map(Tensor.data_ptr, parameters.gradients)]
         if moving == self.moving:
             return
-        if not all(each.is_contiguous() for each in (*parameters.weights, *parameters.gradients)):
+        if not all(tensor.is_contiguous() for tensor in (*parameters.weights, *parameters.gradients)):
             raise ModelError("a weight or a gradient of an optimizer is not contiguous", "call `contiguous` first")
-        self.table[:, 2], self.table[:, 3] = (torch.tensor(each) for each in moving)
+        self.table[:, 2], self.table[:, 3] = (torch.tensor(tensor) for tensor in moving)
         self.moving = moving

@@ -51,9 +51,11 @@ def attend(
     shared: Shared | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    exact, tables, lengths = q.float().contiguous(), tables.contiguous(), lengths.contiguous()
+    exact = q.float().contiguous()
+    tables = tables.contiguous()
+    lengths = lengths.contiguous()
     out, sinks = torch.empty_like(exact), None if sinks is None else sinks.float().contiguous()
-    pointers = [each.data_ptr() for each in (exact, out, keys, values, tables, lengths)]
+    pointers = [tensor.data_ptr() for tensor in (exact, out, keys, values, tables, lengths)]
     pointers.append(0 if sinks is None else sinks.data_ptr())
     sizes = tables.shape[1], *q.shape[:2], keys.shape[1], q.shape[2], window or 0
     half = keys.dtype is torch.bfloat16

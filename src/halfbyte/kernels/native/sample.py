@@ -30,13 +30,15 @@ lib.halfbyte_sample.argtypes, lib.halfbyte_sample.restype = [_pointer], None
 
 @draw_tokens.kernel("cpu")
 def draw(
-    logits: Tensor, places: Tensor, seed: Tensor, temperature: float, kept: Tensor | None
+    logits: Tensor, positions: Tensor, seed: Tensor, temperature: float, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
-    logits, places = logits.float().contiguous(), places.contiguous()
-    kept = None if kept is None else kept.contiguous()
+    logits, positions = logits.float().contiguous(), positions.contiguous()
+    allowed = None if allowed is None else allowed.contiguous()
     tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    pointers = [None if each is None else each.data_ptr() for each in (logits, places, kept, tokens, log_probs)]
+    pointers = [
+        None if tensor is None else tensor.data_ptr() for tensor in (logits, positions, allowed, tokens, log_probs)
+    ]
     call = _Sampler(*pointers, rows, vocabulary, int(seed), temperature, torch.get_num_threads())
     lib.halfbyte_sample(ctypes.byref(call))
     return tokens, log_probs

@@ -40,7 +40,7 @@ class Block(NamedTuple):
     """Tile of a program: rows it owns, rows per iteration of its loop, warps, and pipeline stages."""
 
     rows: int
-    others: int
+    loop_rows: int
     warps: int
     stages: int = 2
 
@@ -88,12 +88,12 @@ def _rows(
     Offsets within a tile are 32-bit and the same for every tile: 64-bit addresses would take registers.
     """
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
-    places = base + tl.cast(start, tl.int64) * stride + (row * stride + column)
+    pointers = base + tl.cast(start, tl.int64) * stride + (row * stride + column)
     if WIDTH != PADDED:
-        return tl.load(places, mask=(column < WIDTH) & (row < limit - start), other=0.0)
+        return tl.load(pointers, mask=(column < WIDTH) & (row < limit - start), other=0.0)
     if MASKED:
-        return tl.load(places, mask=row < limit - start, other=0.0)
-    return tl.load(places)
+        return tl.load(pointers, mask=row < limit - start, other=0.0)
+    return tl.load(pointers)
 
 
 @triton.jit
@@ -111,9 +111,9 @@ def _reach(begins, start, rows, total, WINDOW: tl.constexpr, BLOCK_Q: tl.constex
         low = tl.maximum(low, start - WINDOW + 1)
         common = tl.maximum(common, last - WINDOW + 1)
     low = low // BLOCK_K * BLOCK_K
-    whole = start // BLOCK_K * BLOCK_K  # from here on keys may be later than queries
-    common = tl.minimum(tl.cdiv(common, BLOCK_K) * BLOCK_K, whole)  # from here on keys are in every query's document
-    return first, low, tl.maximum(common, low), whole, last + 1
+    diagonal = start // BLOCK_K * BLOCK_K  # from here on keys may be later than queries
+    common = tl.minimum(tl.cdiv(common, BLOCK_K) * BLOCK_K, diagonal)  # from here on keys are in every query's document
+    return first, low, tl.maximum(common, low), diagonal, last + 1
 
 
 @triton.jit
@@ -157,28 +157,32 @@ def _forward(
     start = (tl.cdiv(total, BLOCK_Q) - 1 - program // HEADS) * BLOCK_Q  # in a long document, longest programs first
     rows = start + tl.arange(0, BLOCK_Q)
     inside = rows < total
-    first, low, common, whole, high = _reach(begins, start, rows, total, WINDOW, BLOCK_Q, BLOCK_K)
+    first, low, common, diagonal, high = _reach(begins, start, rows, total, WINDOW, BLOCK_Q, BLOCK_K)
     q_tile = _rows(q + head * q_head, start, q_stride, total, BLOCK_Q, WIDTH, PADDED, True)
     k += (head // GROUP) * k_head
     v += (head // GROUP) * v_head
     acc = tl.zeros([BLOCK_Q, PADDED], tl.float32)
     top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     sums = tl.zeros([BLOCK_Q], tl.float32)
-    bounds = low, common, whole, high
-    for part in tl.static_range(3):  # only the blocks of the middle part need no mask
+    bounds = low, common, diagonal, high
+    for segment in tl.static_range(3):  # only the blocks of the middle part need no mask
         acc, top, sums = _softmax_blocks(
-            acc, top, sums, q_tile, rows, first, k, v, k_stride, v_stride, bounds[part], bounds[part + 1], total,
-            inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, part != 1,
+            acc, top, sums, q_tile, rows, first, k, v, k_stride, v_stride, bounds[segment], bounds[segment + 1], total,
+            inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, segment != 1,
         )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         higher = tl.maximum(top, sink)
         fade = tl.exp2(top - higher)
-        sums, acc, top = sums * fade + tl.exp2(sink - higher), acc * fade[:, None], higher
+        sums = sums * fade + tl.exp2(sink - higher)
+        acc = acc * fade[:, None]
+        top = higher
     tl.store(lse + head.to(tl.int64) * total + rows, (tl.log2(sums) + top) / LOG2E, mask=inside)
     columns = tl.arange(0, PADDED)
-    places = out + rows[:, None].to(tl.int64) * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
-    tl.store(places, (acc / sums[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < WIDTH))
+    pointers = out + rows[:, None].to(tl.int64) * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
+    tl.store(
+        pointers, (acc / sums[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < WIDTH)
+    )
 
 
 @triton.jit
@@ -213,12 +217,13 @@ def _prompt_blocks(
     low = tl.min(tl.where(opening < closing, opening, high)) // BLOCK_K * BLOCK_K
     common = tl.minimum(tl.cdiv(tl.max(opening), BLOCK_K) * BLOCK_K, tl.cdiv(high, BLOCK_K) * BLOCK_K)
     common = tl.maximum(common, low)
-    whole = tl.maximum(tl.min(closing) // BLOCK_K * BLOCK_K, common)  # up to here keys are in every query's prompt
-    bounds = low, common, whole, high
-    for part in tl.static_range(3):
+    closed = tl.maximum(tl.min(closing) // BLOCK_K * BLOCK_K, common)  # up to here keys are in every query's prompt
+    bounds = low, common, closed, high
+    for segment in tl.static_range(3):
         dq = _dq_blocks(
-            dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, bounds[part], bounds[part + 1],
-            total, inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, part != 1,
+            dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride,
+            bounds[segment], bounds[segment + 1], total, inner, outer,
+            WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, segment != 1,
         )  # fmt: skip
     return dq
 
@@ -237,7 +242,7 @@ def _dq(
     start = (tl.cdiv(total, BLOCK_Q) - 1 - program // HEADS) * BLOCK_Q  # in a long document, longest programs first
     rows = start + tl.arange(0, BLOCK_Q)
     inside = rows < total
-    first, low, common, whole, high = _reach(begins, start, rows, total, WINDOW, BLOCK_Q, BLOCK_K)
+    first, low, common, diagonal, high = _reach(begins, start, rows, total, WINDOW, BLOCK_Q, BLOCK_K)
     q_tile = _rows(q + head * q_head, start, q_stride, total, BLOCK_Q, WIDTH, PADDED, True)
     dout_tile = _rows(dout + head * dout_head, start, dout_stride, total, BLOCK_Q, WIDTH, PADDED, True)
     out_tile = _rows(out + head * out_head, start, out_stride, total, BLOCK_Q, WIDTH, PADDED, True)
@@ -255,16 +260,16 @@ def _dq(
             result, q_tile, dout_tile, lse_tile, delta_tile, opening, closing, k, v, k_stride, v_stride, total,
             inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES,
         )  # fmt: skip
-    bounds = low, common, whole, high
-    for part in tl.static_range(3):
+    bounds = low, common, diagonal, high
+    for segment in tl.static_range(3):
         result = _dq_blocks(
             result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride,
-            bounds[part], bounds[part + 1], total, inner, outer,
-            WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, part != 1,
+            bounds[segment], bounds[segment + 1], total, inner, outer,
+            WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, segment != 1,
         )  # fmt: skip
     columns = tl.arange(0, PADDED)
-    places = dq + rows[:, None].to(tl.int64) * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
-    tl.store(places, (result * scale).to(dq.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < WIDTH))
+    pointers = dq + rows[:, None].to(tl.int64) * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
+    tl.store(pointers, (result * scale).to(dq.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < WIDTH))
 
 
 @triton.jit
@@ -316,22 +321,24 @@ def _dkdv(
         high = tl.minimum(high, final + WINDOW)
     k_tile = _rows(k + head * k_head, start, k_stride, total, BLOCK_K, WIDTH, PADDED, True)
     v_tile = _rows(v + head * v_head, start, v_stride, total, BLOCK_K, WIDTH, PADDED, True)
-    whole = tl.minimum(start + BLOCK_K, high)  # up to here queries may be earlier than keys
-    whole = start + tl.cdiv(whole - start, BLOCK_Q) * BLOCK_Q
-    common = tl.maximum(whole, start + (common - start) // BLOCK_Q * BLOCK_Q)  # up to here queries attend to every key
+    diagonal = tl.minimum(start + BLOCK_K, high)  # up to here queries may be earlier than keys
+    diagonal = start + tl.cdiv(diagonal - start, BLOCK_Q) * BLOCK_Q
+    common = tl.maximum(
+        diagonal, start + (common - start) // BLOCK_Q * BLOCK_Q
+    )  # up to here queries attend to every key
     dk_tile = tl.zeros([BLOCK_K, PADDED], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, PADDED], tl.float32)
-    bounds = start, whole, common, high
+    bounds = start, diagonal, common, high
     for member in range(GROUP):
         query = head * GROUP + member
         q_head_, dout_head_ = q + query * q_head, dout + query * dout_head
         numbers = query.to(tl.int64) * total
         lse_head, delta_head = lse + numbers, delta + numbers
-        for part in tl.static_range(3):
+        for segment in tl.static_range(3):
             dk_tile, dv_tile = _dkdv_blocks(
                 dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-                dout_stride, bounds[part], bounds[part + 1], total, inner, outer,
-                WIDTH, PADDED, CAPPED, BLOCK_Q, STAGES, part != 1,
+                dout_stride, bounds[segment], bounds[segment + 1], total, inner, outer,
+                WIDTH, PADDED, CAPPED, BLOCK_Q, STAGES, segment != 1,
             )  # fmt: skip
     columns = tl.arange(0, PADDED)
     offsets = keys[:, None].to(tl.int64) * (HEADS // GROUP * WIDTH) + head * WIDTH + columns[None, :]
@@ -340,7 +347,9 @@ def _dkdv(
     tl.store(dv + offsets, dv_tile.to(dv.dtype.element_ty), mask=stored)
 
 
-_forward_launcher, _dq_launcher, _dkdv_launcher = Launcher(_forward), Launcher(_dq), Launcher(_dkdv)
+_forward_launcher = Launcher(_forward)
+_dq_launcher = Launcher(_dq)
+_dkdv_launcher = Launcher(_dkdv)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -360,15 +369,15 @@ def obstacle(query: Tensor) -> str | None:
     device = device_of(query)
     if query.shape[-1] > WIDEST:
         return f"heads of at most {WIDEST}"
-    if device.kind == "cuda" and not device.at_least(AMPERE):
+    if device.backend == "cuda" and not device.at_least(AMPERE):
         return "needs an Ampere GPU or newer: on Turing, thousands of bytes are spilled"
-    if query.dtype == torch.float32 and device.kind != "cpu":
+    if query.dtype == torch.float32 and device.backend != "cpu":
         return "products of 16 bits"
     return None
 
 
-def _forward_obstacle(query: Tensor, *rest: Any, prompts: Spans | None = None) -> str | None:
-    if prompts is not None or (len(rest) == 6 and rest[5] is not None):
+def _forward_obstacle(query: Tensor, *operands: Any, prompts: Spans | None = None) -> str | None:
+    if prompts is not None or (len(operands) == 6 and operands[5] is not None):
         return "answers that share a prompt have FlashAttention's forward"
     return obstacle(query)
 
@@ -391,7 +400,7 @@ def forward(
         ceil_div(tokens, block.rows) * heads,
         (out, logsumexp, query, key, value, documents[0], logsumexp if sinks is None else sinks),
         (*_strides(query, key, value), tokens, *_factors(scores)),
-        (*constants, sinks is not None, block.rows, block.others, block.stages), block.warps,
+        (*constants, sinks is not None, block.rows, block.loop_rows, block.stages), block.warps,
     )  # fmt: skip
     return out, logsumexp
 
@@ -411,13 +420,13 @@ def backward(
     block, keys_block = tiles_of(query)[1:]
     _dq_launcher(
         ceil_div(tokens, block.rows) * heads, (dq, delta, dout, query, key, value, out, logsumexp, begins, *shared),
-        (*_strides(query, key, value, out, dout), *numbers), (*constants, block.rows, block.others, block.stages),
+        (*_strides(query, key, value, out, dout), *numbers), (*constants, block.rows, block.loop_rows, block.stages),
         block.warps,
     )  # fmt: skip
     block = keys_block
     _dkdv_launcher(
         ceil_div(tokens, block.rows) * (heads // group), (dk, dv, delta, dout, query, key, value, logsumexp, ends),
-        (*_strides(query, key, value, dout), *numbers), (*constants, block.others, block.rows, block.stages),
+        (*_strides(query, key, value, dout), *numbers), (*constants, block.loop_rows, block.rows, block.stages),
         block.warps,
     )  # fmt: skip
     return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, logsumexp, delta)

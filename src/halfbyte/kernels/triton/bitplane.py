@@ -30,17 +30,17 @@ BLOCKS = 32  # blocks that a program encodes
 
 
 @triton.jit
-def plane_byte(packed_ptr, block, part, mask, PLANE: tl.constexpr, K: tl.constexpr):
+def plane_byte(packed_ptr, block, byte, mask, PLANE: tl.constexpr, K: tl.constexpr):
     """Bits 8·part to 8·part + 7 of one plane, int32 in the shape of `block`."""
-    return (tl.load(packed_ptr + block * K + PLANE, mask=mask, other=0) >> (part * 8)) & 255
+    return (tl.load(packed_ptr + block * K + PLANE, mask=mask, other=0) >> (byte * 8)) & 255
 
 
 @triton.jit
-def nibbles(packed_ptr, block, part, mask, FIRST: tl.constexpr, K: tl.constexpr):
+def nibbles(packed_ptr, block, byte, mask, FIRST: tl.constexpr, K: tl.constexpr):
     """Planes FIRST to FIRST + 3 of eight codes, code i in nibble i; int32 in the shape of `block`."""
-    word = tl.zeros_like(part)
+    word = tl.zeros_like(byte)
     for plane in tl.static_range(FIRST, min(FIRST + 4, K)):
-        bits = plane_byte(packed_ptr, block, part, mask, plane, K)
+        bits = plane_byte(packed_ptr, block, byte, mask, plane, K)
         bits = (bits | (bits << 12)) & 0x000F000F
         bits = (bits | (bits << 6)) & 0x03030303
         bits = (bits | (bits << 3)) & 0x11111111
@@ -49,12 +49,12 @@ def nibbles(packed_ptr, block, part, mask, FIRST: tl.constexpr, K: tl.constexpr)
 
 
 @triton.jit
-def eight_codes(packed_ptr, block, part, mask, K: tl.constexpr, SHIFT: tl.constexpr):
+def eight_codes(packed_ptr, block, byte, mask, K: tl.constexpr, SHIFT: tl.constexpr):
     """Codes 8·part to 8·part + 7 of each block, shifted left by SHIFT; int32 [groups, 8], at most eight bits."""
-    low = nibbles(packed_ptr, block, part, mask, 0, K)
+    low = nibbles(packed_ptr, block, byte, mask, 0, K)
     even, odd = low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F  # one code per byte, which one instruction extracts
     if K > 4:
-        high = nibbles(packed_ptr, block, part, mask, 4, K)
+        high = nibbles(packed_ptr, block, byte, mask, 4, K)
         even |= (high & 0x0F0F0F0F) << 4
         odd |= ((high >> 4) & 0x0F0F0F0F) << 4
     even, odd = even << SHIFT, odd << SHIFT
@@ -93,9 +93,9 @@ def _dequantize(
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     mask = group < groups
-    block, part = group // 4, (group % 4).to(tl.int32)
+    block, byte = group // 4, (group % 4).to(tl.int32)
     # An unsigned byte offset becomes an address with one integer instruction a value less than an index.
-    offset = eight_codes(packed_ptr, block, part, mask, K, 2).to(tl.uint32)
+    offset = eight_codes(packed_ptr, block, byte, mask, K, 2).to(tl.uint32)
     if FITTED:  # a codebook for each of several stacked matrices
         offset += (tl.where(mask, block // run, 0).to(tl.uint32) << (K + 2))[:, None]
     table = codebook_ptr.to(tl.pointer_type(tl.uint8)) + offset

@@ -106,8 +106,8 @@ def _quantize(
     stored = tl.where(partial, floor, absmax)
     tl.store(absmax_ptr + block, stored, mask=block < blocks)
     # As in the reference, a full block multiplies by the reciprocal and a partial one divides.
-    whole = values * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), floor)[:, None]
-    scaled = tl.where(partial[:, None], tl.div_rn(values, floor[:, None] + tl.zeros_like(values)), whole)
+    by_reciprocal = values * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), floor)[:, None]
+    scaled = tl.where(partial[:, None], tl.div_rn(values, floor[:, None] + tl.zeros_like(values)), by_reciprocal)
     scaled = tl.minimum(tl.maximum(scaled, -1.0), 1.0)
     rank = tl.zeros((BLOCKS, SIZE), dtype=tl.int32)
     for i in tl.static_range(15):
@@ -159,8 +159,8 @@ def _float8(
     # Bytes are in memory order, the high nibble first: lanes 0 to 7 are nibbles 1, 0, 3, 2, 5, 4, 7, 6 of the word.
     nibble = (codes[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15
     values = to_float8(tl.load(codebook_ptr + nibble) * scale[:, None], tl.load(factor_ptr), LIMIT)
-    place = word // (width // 8) * out_stride + word % (width // 8) * 8
-    tl.store(out_ptr + place[:, None] + lane[None, :], values.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+    offset = word // (width // 8) * out_stride + word % (width // 8) * 8
+    tl.store(out_ptr + offset[:, None] + lane[None, :], values.to(out_ptr.dtype.element_ty), mask=mask[:, None])
 
 
 @triton.jit

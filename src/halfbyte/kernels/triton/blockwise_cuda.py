@@ -67,7 +67,7 @@ _quantize_launcher = Launcher(_quantize, enable_fp_fusion=False)
 def reciprocal(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     if len(x):
-        _reciprocals_launcher(ceil_div(len(x), BLOCK), (x, out), (len(x),), (device_of(x).kind == "cuda", BLOCK), 4)
+        _reciprocals_launcher(ceil_div(len(x), BLOCK), (x, out), (len(x),), (device_of(x).backend == "cuda", BLOCK), 4)
     return out
 
 
@@ -83,7 +83,7 @@ def quantize(weight: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, T
             ceil_div(absmax.numel(), blocks),
             (weight, packed, absmax, *thresholds(quant_type, weight.device)),
             (numel, absmax.numel()),
-            (quant_type == "fp4", device_of(weight).kind == "cuda", blocks, blocksize),
+            (quant_type == "fp4", device_of(weight).backend == "cuda", blocks, blocksize),
             warps=4,
         )
     return packed, absmax

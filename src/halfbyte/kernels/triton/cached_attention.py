@@ -49,12 +49,12 @@ def rescale_factor(top, higher):
 
 
 @triton.jit
-def initial_softmax(sinks, inside, here, ROWS: tl.constexpr, SINKS: tl.constexpr):
-    """Initial maximum and sum of weights: those of the sinks, [ROWS], in the one program with `here`; else empty."""
+def initial_softmax(sinks, inside, reads_sinks, ROWS: tl.constexpr, SINKS: tl.constexpr):
+    """Initial maximum and sum of weights: [ROWS]: the sinks' in the one program with `reads_sinks`, else empty."""
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if SINKS:
-        counts = inside & here
+        counts = inside & reads_sinks
         top = tl.load(sinks, mask=counts, other=-float("inf")).to(tl.float32)
         total = tl.where(counts, 1.0, 0.0)
     return top, total
@@ -110,7 +110,9 @@ def _attend_static(
     STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    g, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, SIZE)
+    s = tl.arange(0, SLOTS)
     at = (program * GROUP + g[:, None]) * size + d[None, :]
     inside = (g[:, None] < GROUP) & (d[None, :] < size)
     q = tl.load(q_ptr + at, mask=inside, other=0.0)
@@ -123,10 +125,10 @@ def _attend_static(
     for start in tl.range(first // SLOTS * SLOTS, last + 1, SLOTS, num_stages=STAGES):
         slot = start + s
         used = (slot >= first) & (slot <= last)
-        where = (program * slots + slot[:, None]) * size + d[None, :]
+        offsets = (program * slots + slot[:, None]) * size + d[None, :]
         mask = used[:, None] & (d[None, :] < size)
         top, total, acc = attend_tile(
-            top, total, acc, q, keys_ptr + where, values_ptr + where, mask, used[None, :], scale, softcap, SOFTCAP
+            top, total, acc, q, keys_ptr + offsets, values_ptr + offsets, mask, used[None, :], scale, softcap, SOFTCAP
         )
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -218,7 +220,9 @@ def _attend_paged(
     program = tl.program_id(0).to(tl.int64)
     pair, split = program // SPLITS, program % SPLITS
     row, head = pair // HEADS, pair % HEADS
-    g, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, SIZE)
+    s = tl.arange(0, SLOTS)
     at = (head * GROUP + g[:, None]) * size + d[None, :]
     inside = (g[:, None] < GROUP) & (d[None, :] < size)
     q = tl.load(q_ptr + row * q_stride + at, mask=inside, other=0.0)
@@ -233,36 +237,36 @@ def _attend_paged(
         first = tl.maximum(first, common * PAGE)
         read = (g < GROUP) & (common > 0) & (split == 0)
         for p in tl.static_range(PARTS):
-            part = (pair * GROUP + g) * PARTS + p
-            its = tl.load(prefix_top_ptr + part, mask=read, other=-float("inf"))
-            sums = tl.load(prefix_ptr + part[:, None] * size + d[None, :], mask=read[:, None] & inside, other=0.0)
+            partial = (pair * GROUP + g) * PARTS + p
+            its = tl.load(prefix_top_ptr + partial, mask=read, other=-float("inf"))
+            sums = tl.load(prefix_ptr + partial[:, None] * size + d[None, :], mask=read[:, None] & inside, other=0.0)
             higher = tl.maximum(top, its)
             fade, new = rescale_factor(top, higher), rescale_factor(its, higher)
             acc = acc * fade[:, None] + sums * new[:, None]
-            total = total * fade + tl.load(prefix_total_ptr + part, mask=read, other=0.0) * new
+            total = total * fade + tl.load(prefix_total_ptr + partial, mask=read, other=0.0) * new
             top = higher
     tiles_from, tiles_to = first // SLOTS, tl.cdiv(length, SLOTS)
-    each = tl.cdiv(tiles_to - tiles_from, SPLITS)
-    begin = tiles_from + split.to(tl.int32) * each
-    end = tl.minimum(begin + each, tiles_to)
+    tiles_per_split = tl.cdiv(tiles_to - tiles_from, SPLITS)
+    begin = tiles_from + split.to(tl.int32) * tiles_per_split
+    end = tl.minimum(begin + tiles_per_split, tiles_to)
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = tile * SLOTS
         page = tl.load(tables_ptr + row * stride + start // PAGE).to(tl.int64)
         slot = start + s
         used = (slot >= first) & (slot < length)
-        where = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
+        offsets = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
         mask = used[:, None] & (d[None, :] < size)
         top, total, acc = attend_tile(
-            top, total, acc, q, keys_ptr + where, values_ptr + where, mask, used[None, :], scale, softcap, SOFTCAP
+            top, total, acc, q, keys_ptr + offsets, values_ptr + offsets, mask, used[None, :], scale, softcap, SOFTCAP
         )
     if SPLITS == 1:
         out = row * HEADS * GROUP * size + at
         tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
     else:  # for a program without a tile, top is -inf and the sums are 0
-        part = (pair * GROUP + g) * SPLITS + split
-        tl.store(out_ptr + part[:, None] * size + d[None, :], acc, mask=inside)
-        tl.store(top_ptr + part, top, mask=g < GROUP)
-        tl.store(total_ptr + part, total, mask=g < GROUP)
+        partial = (pair * GROUP + g) * SPLITS + split
+        tl.store(out_ptr + partial[:, None] * size + d[None, :], acc, mask=inside)
+        tl.store(top_ptr + partial, top, mask=g < GROUP)
+        tl.store(total_ptr + partial, total, mask=g < GROUP)
 
 
 @triton.jit
@@ -278,48 +282,50 @@ def _share(
     bundle, head = pair // HEADS, pair % HEADS
     begin = tl.load(bundles_ptr + bundle * 3).to(tl.int64)
     count, pages = tl.load(bundles_ptr + bundle * 3 + 1), tl.load(bundles_ptr + bundle * 3 + 2)
-    m, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
+    m = tl.arange(0, ROWS)
+    d = tl.arange(0, SIZE)
+    s = tl.arange(0, SLOTS)
     row, query = begin + m // GROUP, head * GROUP + m % GROUP
-    there = m // GROUP < count
-    inside = there[:, None] & (d[None, :] < size)
+    valid = m // GROUP < count
+    inside = valid[:, None] & (d[None, :] < size)
     q = tl.load(q_ptr + row[:, None] * q_stride + query[:, None] * size + d[None, :], mask=inside, other=0.0)
     first = tl.zeros((ROWS,), tl.int32)
     tiles_from, tiles_to = 0, pages * (PAGE // SLOTS)
     if WINDOW > 0:
-        first = tl.maximum(tl.load(lengths_ptr + row, mask=there, other=0) - WINDOW, 0)
-        tiles_from = tl.min(tl.where(there, first, pages * PAGE), axis=0) // SLOTS
+        first = tl.maximum(tl.load(lengths_ptr + row, mask=valid, other=0) - WINDOW, 0)
+        tiles_from = tl.min(tl.where(valid, first, pages * PAGE), axis=0) // SLOTS
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, SIZE), tl.float32)
-    each = tl.cdiv(tiles_to - tiles_from, PARTS)
-    start_tile = tiles_from + p.to(tl.int32) * each
-    for tile in tl.range(start_tile, tl.minimum(start_tile + each, tiles_to), num_stages=STAGES):
+    tiles_per_part = tl.cdiv(tiles_to - tiles_from, PARTS)
+    start_tile = tiles_from + p.to(tl.int32) * tiles_per_part
+    for tile in tl.range(start_tile, tl.minimum(start_tile + tiles_per_part, tiles_to), num_stages=STAGES):
         start = tile * SLOTS
         page = tl.load(tables_ptr + begin * stride + start // PAGE).to(tl.int64)
-        where = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
+        offsets = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
         mask = (s[:, None] >= 0) & (d[None, :] < size)
         seen = (start + s)[None, :] >= first[:, None]
         top, total, acc = attend_tile(
-            top, total, acc, q, keys_ptr + where, values_ptr + where, mask, seen, scale, softcap, SOFTCAP
+            top, total, acc, q, keys_ptr + offsets, values_ptr + offsets, mask, seen, scale, softcap, SOFTCAP
         )
-    part = (row * HEADS * GROUP + query) * PARTS + p
-    tl.store(sums_ptr + part[:, None] * size + d[None, :], acc, mask=inside)
-    tl.store(top_ptr + part, top, mask=there)
-    tl.store(total_ptr + part, total, mask=there)
+    partial = (row * HEADS * GROUP + query) * PARTS + p
+    tl.store(sums_ptr + partial[:, None] * size + d[None, :], acc, mask=inside)
+    tl.store(top_ptr + partial, top, mask=valid)
+    tl.store(total_ptr + partial, total, mask=valid)
 
 
 @triton.jit
-def _join(parts_ptr, top_ptr, total_ptr, out_ptr, size, SIZE: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr):
+def _join(sums_ptr, top_ptr, total_ptr, out_ptr, size, SIZE: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr):
     """Combine the partial results of a query's programs."""
     query = tl.program_id(0).to(tl.int64)
     p, d = tl.arange(0, PADDED), tl.arange(0, SIZE)
-    there = p < SPLITS
-    top = tl.load(top_ptr + query * SPLITS + p, mask=there, other=-float("inf"))
-    total = tl.load(total_ptr + query * SPLITS + p, mask=there, other=0.0)
+    valid = p < SPLITS
+    top = tl.load(top_ptr + query * SPLITS + p, mask=valid, other=-float("inf"))
+    total = tl.load(total_ptr + query * SPLITS + p, mask=valid, other=0.0)
     weights = tl.exp(top - tl.max(top, axis=0))
-    where = (query * SPLITS + p[:, None]) * size + d[None, :]
-    parts = tl.load(parts_ptr + where, mask=there[:, None] & (d[None, :] < size), other=0.0)
-    out = tl.sum(parts * weights[:, None], axis=0) / tl.sum(total * weights, axis=0)
+    offsets = (query * SPLITS + p[:, None]) * size + d[None, :]
+    sums = tl.load(sums_ptr + offsets, mask=valid[:, None] & (d[None, :] < size), other=0.0)
+    out = tl.sum(sums * weights[:, None], axis=0) / tl.sum(total * weights, axis=0)
     tl.store(out_ptr + query * size + d, out.to(out_ptr.dtype.element_ty), mask=d < size)
 
 
@@ -347,21 +353,21 @@ _join_launcher, _store_paged_launcher = Launcher(_join), Launcher(_store_paged)
 
 def page_splits(device: Device, programs: int, pages: int, waves: int = WAVES) -> int:
     """Parts of a sequence's at most `pages` pages, if unsplit sequences would be `programs` programs."""
-    wanted = -(-waves * device.multiprocessors // max(programs, 1))
-    return max(1, min(wanted, pages, MOST_SPLITS))
+    splits = -(-waves * device.multiprocessors // max(programs, 1))
+    return max(1, min(splits, pages, MOST_SPLITS))
 
 
 def _takes_bundles(q: Tensor, group: int) -> bool:
     """Return whether tensor cores and registers suffice for a bundle's tile; otherwise sequences read separately."""
     device = device_of(q)
-    cores = q.element_size() == 2 and (device.kind == "cpu" or device.at_least(AMPERE))  # "cpu": the interpreter
+    cores = q.element_size() == 2 and (device.backend == "cpu" or device.at_least(AMPERE))  # "cpu": the interpreter
     return cores and power_of_2(BUNDLE * group) <= WIDEST
 
 
-def _partial(queries: int, parts: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _partial(queries: int, splits: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialized fp32 sums [queries, parts, D], maxima and sums of weights [queries, parts]."""
-    sums = q.new_empty(queries, parts, q.shape[2], dtype=torch.float32)
-    return sums, sums.new_empty(queries, parts), sums.new_empty(queries, parts)
+    sums = q.new_empty(queries, splits, q.shape[2], dtype=torch.float32)
+    return sums, sums.new_empty(queries, splits), sums.new_empty(queries, splits)
 
 
 @paged_attention.kernel("cuda", "xpu")
@@ -384,28 +390,37 @@ def attend_paged(
     q = q if q.stride()[1:] == (size, 1) else q.contiguous()
     numbers = q.stride(0), tables.stride(0), size, scale, softcap or 1.0
     options = window or 0, softcap is not None
-    parts, before = 0, (lengths, q, lengths, lengths)  # placeholders, not read without shared pages
+    prefix_splits, prefix = 0, (lengths, q, lengths, lengths)  # placeholders, not read without shared pages
     if shared is not None and _takes_bundles(q, group):
-        parts = min(page_splits(device, rows // USUAL * key_heads, tables.shape[1], 1), MOST_PARTS)
-        sums = _partial(rows * heads, parts, q)
+        prefix_splits = min(page_splits(device, rows // USUAL * key_heads, tables.shape[1], 1), MOST_PARTS)
+        sums = _partial(rows * heads, prefix_splits, q)
         tile = max(power_of_2(BUNDLE * group), 16)
         _share_launcher(
-            len(shared.bundles) * key_heads * parts,
+            len(shared.bundles) * key_heads * prefix_splits,
             (q, keys, values, tables, lengths, shared.bundles, *sums),
             numbers,
-            (key_heads, group, tile, padded, PAGE, *slots_of(device, padded, q.element_size(), tile), parts, *options),
+            (
+                key_heads,
+                group,
+                tile,
+                padded,
+                PAGE,
+                *slots_of(device, padded, q.element_size(), tile),
+                prefix_splits,
+                *options,
+            ),
             warps=4 if tile <= 64 else 8,
         )
-        before = shared.pages, *sums
+        prefix = shared.pages, *sums
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     splits = page_splits(device, rows * key_heads, tables.shape[1])
     split = _partial(rows * heads, splits, q) if splits > 1 else (out, lengths, lengths)
     _paged_launcher(
         rows * key_heads * splits,
-        (q, keys, values, tables, lengths, lengths if sinks is None else sinks, *split, *before),
+        (q, keys, values, tables, lengths, lengths if sinks is None else sinks, *split, *prefix),
         numbers,
         (key_heads, group, max(power_of_2(group), 16), padded, PAGE, *slots_of(device, padded, q.element_size()),
-         splits, parts, *options, sinks is not None),
+         splits, prefix_splits, *options, sinks is not None),
         warps=4,
     )  # fmt: skip
     if splits > 1:
@@ -416,7 +431,7 @@ def attend_paged(
 @store_paged.kernel("cuda", "xpu", unless=conversion_obstacle)
 def store_pages(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     tokens, heads, size = k.shape
-    k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (k, v))
+    k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (k, v))
     padded = power_of_2(heads), power_of_2(size)
     limit = FP8_MAX[keys.dtype] if keys.dtype.itemsize == 1 else 0.0
     _store_paged_launcher(

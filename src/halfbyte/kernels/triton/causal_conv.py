@@ -19,18 +19,20 @@ TOKENS, CHANNELS = 16, 128  # tile of a program
 
 @triton.jit
 def _z(
-    x_ptr, weight_ptr, bias_ptr, token, begin, c, inside, known, channels,
+    x_ptr, weight_ptr, bias_ptr, token, begin, c, inside, channel_mask, channels,
     SIZE: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """z [TOKENS, CHANNELS] of these tokens, where they are `inside`."""
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for back in tl.static_range(SIZE):
-        there = inside & (token - back >= begin)
+        in_sequence = inside & (token - back >= begin)
         at = (token - back)[:, None] * channels + c[None, :]
-        x = tl.load(x_ptr + at, mask=there[:, None] & known[None, :], other=0.0).to(tl.float32)
-        total += x * tl.load(weight_ptr + c * SIZE + SIZE - 1 - back, mask=known, other=0.0).to(tl.float32)[None, :]
+        x = tl.load(x_ptr + at, mask=in_sequence[:, None] & channel_mask[None, :], other=0.0).to(tl.float32)
+        total += (
+            x * tl.load(weight_ptr + c * SIZE + SIZE - 1 - back, mask=channel_mask, other=0.0).to(tl.float32)[None, :]
+        )
     if BIAS:
-        total += tl.load(bias_ptr + c, mask=known, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias_ptr + c, mask=channel_mask, other=0.0).to(tl.float32)[None, :]
     return total
 
 
@@ -42,13 +44,13 @@ def _forward(
     blocks = tl.cdiv(channels, CHANNELS)
     token = (tl.program_id(0) // blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
-    inside, known = token < tokens, c < channels
+    inside, channel_mask = token < tokens, c < channels
     begin = tl.load(begins_ptr + token, mask=inside, other=0)
-    y = _z(x_ptr, weight_ptr, bias_ptr, token, begin, c, inside, known, channels, SIZE, BIAS, TOKENS, CHANNELS)
+    y = _z(x_ptr, weight_ptr, bias_ptr, token, begin, c, inside, channel_mask, channels, SIZE, BIAS, TOKENS, CHANNELS)
     if SILU:
         y = y / (1 + tl.exp(-y))
     at = token[:, None] * channels + c[None, :]
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside[:, None] & known[None, :])
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside[:, None] & channel_mask[None, :])
 
 
 @triton.jit
@@ -59,21 +61,38 @@ def _backward(
     blocks = tl.cdiv(channels, CHANNELS)
     token = (tl.program_id(0) // blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
-    known = c < channels
+    channel_mask = c < channels
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for ahead in tl.static_range(SIZE):  # later tokens whose window contains this one
         reader = token + ahead
         begin = tl.load(begins_ptr + reader, mask=reader < tokens, other=0)
         inside = (reader < tokens) & (token >= begin)
         at = reader[:, None] * channels + c[None, :]
-        grad = tl.load(grad_ptr + at, mask=inside[:, None] & known[None, :], other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=inside[:, None] & channel_mask[None, :], other=0.0).to(tl.float32)
         if SILU:
-            z = _z(x_ptr, weight_ptr, bias_ptr, reader, begin, c, inside, known, channels, SIZE, BIAS, TOKENS, CHANNELS)
+            z = _z(
+                x_ptr,
+                weight_ptr,
+                bias_ptr,
+                reader,
+                begin,
+                c,
+                inside,
+                channel_mask,
+                channels,
+                SIZE,
+                BIAS,
+                TOKENS,
+                CHANNELS,
+            )
             gate = 1 / (1 + tl.exp(-z))
             grad *= gate * (1 + z * (1 - gate))
-        total += grad * tl.load(weight_ptr + c * SIZE + SIZE - 1 - ahead, mask=known, other=0.0).to(tl.float32)[None, :]
+        total += (
+            grad
+            * tl.load(weight_ptr + c * SIZE + SIZE - 1 - ahead, mask=channel_mask, other=0.0).to(tl.float32)[None, :]
+        )
     at = token[:, None] * channels + c[None, :]
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & known[None, :])
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & channel_mask[None, :])
 
 
 _forward_launcher, _backward_launcher = Launcher(_forward), Launcher(_backward)
@@ -91,8 +110,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor, 
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
     programs, numbers, constants = _sizes(x, weight, bias, silu)
-    beside = x if bias is None else bias
-    _forward_launcher(programs, (x, weight, beside, begins, out), numbers, constants, warps=4)
+    bias_operand = x if bias is None else bias
+    _forward_launcher(programs, (x, weight, bias_operand, begins, out), numbers, constants, warps=4)
     return out
 
 
@@ -100,9 +119,11 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor, 
 def causal_conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor, silu: bool
 ) -> Tensor:
-    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    grad = grad.contiguous()
+    x = x.contiguous()
+    weight = weight.contiguous()
     out = torch.empty_like(x)
     programs, numbers, constants = _sizes(x, weight, bias, silu)
-    beside = x if bias is None else bias
-    _backward_launcher(programs, (grad, x, weight, beside, begins, out), numbers, constants, warps=4)
+    bias_operand = x if bias is None else bias
+    _backward_launcher(programs, (grad, x, weight, bias_operand, begins, out), numbers, constants, warps=4)
     return out

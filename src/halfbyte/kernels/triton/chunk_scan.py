@@ -29,7 +29,9 @@ def _factors(step_ptr, decay_ptr, begins_ptr, factors_ptr, rows, tokens, heads, 
     """`ops.chunk_scan.Factors` of a chunk of a head."""
     chunks = tl.cdiv(tokens, CHUNK)
     program = tl.program_id(0)
-    head, chunk, row = program % heads, program // heads % chunks, program // heads // chunks
+    head = program % heads
+    chunk = program // heads % chunks
+    row = program // heads // chunks
     index, inside, begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
     first = row * tokens + chunk * CHUNK
     decay = tl.load(decay_ptr + index * heads + head, mask=inside, other=0.0)
@@ -80,13 +82,13 @@ def _states(
     head, row = program // blocks % heads, program // blocks // heads
     n, p = program % blocks * SIZE + tl.arange(0, SIZE), tl.arange(0, WIDTH)
     group = head // (heads // groups)
-    known = (n < size)[:, None] & (p < width)[None, :]
+    inside = (n < size)[:, None] & (p < width)[None, :]
     factor_size = rows * heads * chunks * CHUNK
     state = tl.zeros((SIZE, WIDTH), tl.float32)
     for turn in range(chunks):
         chunk = chunks - 1 - turn if BACKWARD else turn
         at = ((chunk * rows + row) * heads + head).to(tl.int64) * size * width + n[:, None] * width + p[None, :]
-        tl.store(states_ptr + at, state.to(states_ptr.dtype.element_ty), mask=known)
+        tl.store(states_ptr + at, state.to(states_ptr.dtype.element_ty), mask=inside)
         t = chunk * CHUNK + tl.arange(0, CHUNK)
         b = _tile(b_ptr, row * tokens + t, t < tokens, b_stride, group * size, n, size)
         x = _tile(x_ptr, row * tokens + t, t < tokens, x_stride, head * width, p, width)
@@ -97,7 +99,7 @@ def _states(
         state = tl.dot(tl.trans(b), scaled, state * through, input_precision="ieee")
     if not BACKWARD:
         at = (row * heads + head).to(tl.int64) * size * width + n[:, None] * width + p[None, :]
-        tl.store(final_ptr + at, state, mask=known)
+        tl.store(final_ptr + at, state, mask=inside)
 
 
 @triton.jit
@@ -108,7 +110,9 @@ def _outputs(
 ):  # fmt: skip
     chunks = tl.cdiv(tokens, CHUNK)
     program = tl.program_id(0)
-    head, chunk, row = program % heads, program // heads % chunks, program // heads // chunks
+    head = program % heads
+    chunk = program // heads % chunks
+    row = program // heads // chunks
     p, group = tl.arange(0, WIDTH), head // (heads // groups)
     index, inside, _begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
     factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
@@ -145,7 +149,9 @@ def _head_gradients(
     """Gradients of x, step and decay of a chunk of a head."""
     chunks = tl.cdiv(tokens, CHUNK)
     program = tl.program_id(0)
-    head, chunk, row = program % heads, program // heads % chunks, program // heads // chunks
+    head = program % heads
+    chunk = program // heads % chunks
+    row = program // heads // chunks
     p, group = tl.arange(0, WIDTH), head // (heads // groups)
     index, inside, _begins, visible = _tokens(begins_ptr, row, chunk, tokens, CHUNK)
     factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
@@ -161,11 +167,11 @@ def _head_gradients(
         b = _tile(b_ptr, index, inside, b_stride, group * size, n, size)
         c = _tile(c_ptr, index, inside, c_stride, group * size, n, size)
         state = _tile(states_ptr + offset, n, n < size, width, 0, p, width)
-        after = _tile(after_ptr + offset, n, n < size, width, 0, p, width)
+        state_gradient = _tile(after_ptr + offset, n, n < size, width, 0, p, width)
         scores = tl.dot(c, tl.trans(b), scores, input_precision="ieee")
         read = tl.dot(c, state, read, input_precision="ieee")
-        added = tl.dot(b, after, added, input_precision="ieee")
-        overlap += tl.sum(tl.sum(state.to(tl.float32) * after.to(tl.float32), axis=1), axis=0)
+        added = tl.dot(b, state_gradient, added, input_precision="ieee")
+        overlap += tl.sum(tl.sum(state.to(tl.float32) * state_gradient.to(tl.float32), axis=1), axis=0)
     scores *= tl.where(visible, tl.exp(sums[:, None] - sums[None, :]), 0.0)
     step = tl.load(factors + 4 * factor_size)
     grad = _tile(grad_ptr, index, inside, grad_stride, head * width, p, width)
@@ -198,9 +204,9 @@ def _group_gradients(
     """Gradients of SIZE columns of b and c of a chunk, summed over the heads of a group."""
     blocks, chunks = tl.cdiv(size, SIZE), tl.cdiv(tokens, CHUNK)
     program = tl.program_id(0)
-    group, chunk, row = (
-        program // blocks % groups, program // blocks // groups % chunks, program // blocks // groups // chunks
-    )  # fmt: skip
+    group = program // blocks % groups
+    chunk = program // blocks // groups % chunks
+    row = program // blocks // groups // chunks
     n, p = program % blocks * SIZE + tl.arange(0, SIZE), tl.arange(0, WIDTH)
     grad_b = tl.zeros((CHUNK, SIZE), tl.float32)
     grad_c = tl.zeros((CHUNK, SIZE), tl.float32)
@@ -212,16 +218,16 @@ def _group_gradients(
         factors = factors_ptr + ((row * heads + head) * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
         offset = ((chunk * rows + row) * heads + head).to(tl.int64) * size * width
         state = _tile(states_ptr + offset, n, n < size, width, 0, p, width)
-        after = _tile(after_ptr + offset, n, n < size, width, 0, p, width)
+        state_gradient = _tile(after_ptr + offset, n, n < size, width, 0, p, width)
         sums, step = tl.load(factors), tl.load(factors + 4 * factor_size)
         grad = _tile(grad_ptr, index, inside, grad_stride, head * width, p, width)
         x = _tile(x_ptr, index, inside, x_stride, head * width, p, width)
         pairs = tl.where(visible, tl.exp(sums[:, None] - sums[None, :]), 0.0)
         products += tl.dot(grad, tl.trans(x), input_precision="ieee") * pairs * step[None, :]
         from_state = (grad.to(tl.float32) * tl.load(factors + factor_size)[:, None]).to(state.dtype)
-        to_state = (x.to(tl.float32) * tl.load(factors + 5 * factor_size)[:, None]).to(after.dtype)
+        to_state = (x.to(tl.float32) * tl.load(factors + 5 * factor_size)[:, None]).to(state_gradient.dtype)
         grad_c = tl.dot(from_state, tl.trans(state), grad_c, input_precision="ieee")
-        grad_b = tl.dot(to_state, tl.trans(after), grad_b, input_precision="ieee")
+        grad_b = tl.dot(to_state, tl.trans(state_gradient), grad_b, input_precision="ieee")
     b = _tile(b_ptr, index, inside, b_stride, group * size, n, size)
     c = _tile(c_ptr, index, inside, c_stride, group * size, n, size)
     grad_c = tl.dot(products.to(b.dtype), b, grad_c, input_precision="ieee")
@@ -232,7 +238,9 @@ def _group_gradients(
     tl.store(grad_c_ptr + at, grad_c, mask=mask)
 
 
-_factors_launcher, _states_launcher, _outputs_launcher = Launcher(_factors), Launcher(_states), Launcher(_outputs)
+_factors_launcher = Launcher(_factors)
+_states_launcher = Launcher(_states)
+_outputs_launcher = Launcher(_outputs)
 _head_launcher, _group_launcher = Launcher(_head_gradients), Launcher(_group_gradients)
 WARPS = 4  # 8 are slower in all kernels; so are chunks of 128 tokens
 
@@ -248,8 +256,8 @@ def _by_token(x: Tensor) -> tuple[Tensor, int]:
 def _blocks(size: int, width: int) -> tuple[int, int]:
     """SIZE and WIDTH of a kernel: powers of two, at least 16."""
     wide = max(power_of_2(width), 16)
-    most = STATE_BLOCK if wide <= 64 else STATE_BLOCK // 2  # two tiles of states fit 99 KiB of shared memory
-    return min(most, max(power_of_2(size), 16)), wide
+    limit = STATE_BLOCK if wide <= 64 else STATE_BLOCK // 2  # two tiles of states fit 99 KiB of shared memory
+    return min(limit, max(power_of_2(size), 16)), wide
 
 
 def _walk(backward: bool, x: Tensor, factors: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,7 +279,7 @@ def obstacle(x: Tensor, *_: object) -> str | None:
     if x.element_size() != 2:
         return "takes 16-bit values: without tensor cores, cuBLAS is faster and Triton compiles for minutes"
     device = device_of(x)
-    if device.kind == "cuda" and not device.at_least((8, 0)):
+    if device.backend == "cuda" and not device.at_least((8, 0)):
         return "spills registers on Turing"
     return f"takes heads of up to {WIDEST}" if x.shape[3] > WIDEST else None
 
@@ -306,7 +314,9 @@ def chunk_outputs(
     x: Tensor, factors: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, begins: Tensor, states: Tensor
 ) -> Tensor:
     (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
-    (x, x_stride), (b, b_stride), (c, c_stride) = _by_token(x), _by_token(b), _by_token(c)
+    (x, x_stride) = _by_token(x)
+    (b, b_stride) = _by_token(b)
+    (c, c_stride) = _by_token(c)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     skip_or_y = y if skip is None else skip.contiguous()
     _outputs_launcher(

@@ -77,10 +77,10 @@ def _logits(products, inner, outer, SOFTCAP: tl.constexpr):
     """Logits in units of log 2, and the softcap's factor of their derivative."""
     if SOFTCAP:
         decay = tl.exp(-2.0 * tl.abs(products * inner))
-        whole = 1.0 + decay
-        tanh = (1.0 - decay) / whole
+        denominator = 1.0 + decay
+        tanh = (1.0 - decay) / denominator
         # 1 − tanh² without cancellation for tanh near 1.
-        return tl.where(products * inner < 0, -tanh, tanh) * outer, 4.0 * decay / (whole * whole)
+        return tl.where(products * inner < 0, -tanh, tanh) * outer, 4.0 * decay / (denominator * denominator)
     else:
         return products * outer, 1.0
 
@@ -191,12 +191,12 @@ def _log_probs_backward(
     _mask, load, _eights = _inside(start, vocabulary, BLOCK, SPACED)
     row_ptr = _row_of(logits_ptr, row, stride, SPACED)
     label = tl.load(labels_ptr + row)
-    known = ((label >= 0) & (label < vocabulary)) | (label == OF_ANOTHER_SLICE)
+    in_vocabulary = ((label >= 0) & (label < vocabulary)) | (label == OF_ANOTHER_SLICE)
     products = tl.load(row_ptr + at, mask=load, other=0.0).to(tl.float32)
     z, derivative = _logits(products, inner, outer, SOFTCAP)
     log_prob = z * LN_2 - tl.load(logsumexp_ptr + row)
     probability = tl.exp(log_prob)
-    upstream = tl.where(known, tl.load(grad_log_probs_ptr + row), float("nan"))
+    upstream = tl.where(in_vocabulary, tl.load(grad_log_probs_ptr + row), float("nan"))
     gradient = tl.where(at == label.to(tl.int32), upstream, 0.0) - upstream * probability
     if ENTROPY:
         spread = tl.where(probability > 0.0, log_prob + tl.load(entropy_ptr + row), 0.0)

@@ -30,16 +30,16 @@ def _conv(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
-    own = (tl.load(seats_ptr + row) * channels + c) * (SIZE - 1)
+    window = (tl.load(seats_ptr + row) * channels + c) * (SIZE - 1)
     total = tl.zeros((CHANNELS,), tl.float32)
     for j in tl.static_range(SIZE):
         if j < SIZE - 1:
-            x = tl.load(states_ptr + own + j, mask=inside, other=0.0)
+            x = tl.load(states_ptr + window + j, mask=inside, other=0.0)
         else:
             x = tl.load(x_ptr + row * channels + c, mask=inside, other=0.0)
         total += x.to(tl.float32) * tl.load(weight_ptr + c * SIZE + j, mask=inside, other=0.0).to(tl.float32)
         if j > 0:
-            tl.store(states_ptr + own + j - 1, x, mask=inside)
+            tl.store(states_ptr + window + j - 1, x, mask=inside)
     if BIAS:
         total += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
     y = total / (1 + tl.exp(-total))
@@ -63,22 +63,22 @@ def _delta(
     program = tl.program_id(0)
     row, head = (program // blocks // HEADS).to(tl.int64), program // blocks % HEADS
     d, v = tl.arange(0, KEYS), program % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    own = row * (2 * KEY_HEADS * key_size + HEADS * value_size)
-    at = own + head // (HEADS // KEY_HEADS) * key_size + d
+    row_start = row * (2 * KEY_HEADS * key_size + HEADS * value_size)
+    at = row_start + head // (HEADS // KEY_HEADS) * key_size + d
     query = _unit(mixed_ptr + at, d < key_size, eps) * scale
     key = _unit(mixed_ptr + at + KEY_HEADS * key_size, d < key_size, eps)
-    values = mixed_ptr + own + 2 * KEY_HEADS * key_size + head * value_size + v
+    values = mixed_ptr + row_start + 2 * KEY_HEADS * key_size + head * value_size + v
     value = tl.load(values, mask=v < value_size, other=0.0).to(tl.float32)
     step = tl.load(a_ptr + row * HEADS + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))  # softplus with torch's threshold
     fade = tl.exp(-tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * step)
     beta = 1 / (1 + tl.exp(-tl.load(b_ptr + row * HEADS + head).to(tl.float32)))
-    place = (tl.load(seats_ptr + row) * HEADS + head) * key_size * value_size + d[:, None] * value_size + v[None, :]
+    offsets = (tl.load(seats_ptr + row) * HEADS + head) * key_size * value_size + d[:, None] * value_size + v[None, :]
     inside = (d < key_size)[:, None] & (v < value_size)[None, :]
-    state = tl.load(states_ptr + place, mask=inside, other=0.0) * fade
+    state = tl.load(states_ptr + offsets, mask=inside, other=0.0) * fade
     change = (value - tl.sum(state * key[:, None], axis=0)) * beta
     state += key[:, None] * change[None, :]
-    tl.store(states_ptr + place, state, mask=inside)
+    tl.store(states_ptr + offsets, state, mask=inside)
     out = out_ptr + (row * HEADS + head) * value_size + v
     tl.store(out, tl.sum(state * query[:, None], axis=0).to(out_ptr.dtype.element_ty), mask=v < value_size)
 
@@ -89,7 +89,7 @@ _conv_launcher, _delta_launcher = Launcher(_conv), Launcher(_delta)
 def conv_obstacle(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, seats: Tensor, *_: object
 ) -> str | None:
-    if not all(each.is_contiguous() for each in (x, weight, states)):
+    if not all(tensor.is_contiguous() for tensor in (x, weight, states)):
         return "takes what is contiguous"
     return None if states.dtype is x.dtype else "takes states in x's dtype"
 
@@ -107,7 +107,7 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, seats: 
 def delta_obstacle(
     mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, *_: object
 ) -> str | None:
-    if not all(each.is_contiguous() for each in (mixed, a, b, states)):
+    if not all(tensor.is_contiguous() for tensor in (mixed, a, b, states)):
         return "takes what is contiguous"
     if states.shape[2] > WIDEST:
         return f"takes keys of up to {WIDEST}"

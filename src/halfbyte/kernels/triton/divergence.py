@@ -58,15 +58,15 @@ def _reduce(top, total, moment):
 
 
 @triton.jit
-def _log_ratios(own, other, near, far, MIXED: tl.constexpr):
+def _log_ratios(student, teacher, near, far, MIXED: tl.constexpr):
     """log p_s/m and log p_t/m; at β = 0 or 1, where m is one of the two, log p_s/p_t and its negative."""
     if MIXED:
-        own_part, other_part = own + near, other + far
-        higher = _finite(tl.maximum(own_part, other_part))
-        mixed = higher + tl.log2(tl.exp2(own_part - higher) + tl.exp2(other_part - higher))
-        return own - mixed, other - mixed
+        student_term, teacher_term = student + near, teacher + far
+        higher = _finite(tl.maximum(student_term, teacher_term))
+        mixed = higher + tl.log2(tl.exp2(student_term - higher) + tl.exp2(teacher_term - higher))
+        return student - mixed, teacher - mixed
     else:
-        return own - other, other - own
+        return student - teacher, teacher - student
 
 
 @triton.jit
@@ -82,7 +82,9 @@ def _divergence(
     other_ptr = _row_of(teacher_ptr, row, teacher_stride, SPACED)
     top = tl.full((BLOCK // LANE,), float("-inf"), dtype=tl.float32)
     total, moment = tl.zeros_like(top), tl.zeros_like(top)
-    other_top, other_total, other_moment = top, total, moment
+    other_top = top
+    other_total = total
+    other_moment = moment
     for start in range(0, vocabulary, BLOCK):
         z, _slope = _load(own_ptr, start, inner, outer, vocabulary, BLOCK, SPACED, SOFTCAP)
         top, total, moment = _accumulate(z, top, total, moment)
@@ -95,15 +97,15 @@ def _divergence(
     of_student, of_teacher = tl.zeros_like(top), tl.zeros_like(top)
     for start in range(0, vocabulary, BLOCK):
         z, _slope = _load(own_ptr, start, inner, outer, vocabulary, BLOCK, SPACED, SOFTCAP)
-        own = z - logsumexp
+        student_log2 = z - logsumexp
         z, _slope = _load(other_ptr, start, teacher_inner, teacher_outer, vocabulary, BLOCK, SPACED, TEACHER_SOFTCAP)
-        other = z - other_logsumexp
-        from_own, from_other = _log_ratios(own, other, near, far, MIXED)
+        teacher_log2 = z - other_logsumexp
+        from_own, from_other = _log_ratios(student_log2, teacher_log2, near, far, MIXED)
         if OF_STUDENT:
-            p = tl.exp2(own)
+            p = tl.exp2(student_log2)
             of_student += tl.sum(tl.where(p > 0.0, p * from_own, 0.0), axis=1)
         if OF_TEACHER:
-            q = tl.exp2(other)
+            q = tl.exp2(teacher_log2)
             of_teacher += tl.sum(tl.where(q > 0.0, q * from_other, 0.0), axis=1)
     mean_ratio = tl.sum(of_student, axis=0)
     tl.store(divergence_ptr + row, (weight * mean_ratio + teacher_weight * tl.sum(of_teacher, axis=0)) * LN_2)
@@ -111,17 +113,17 @@ def _divergence(
     if GRADIENT:
         for start in range(0, vocabulary, BLOCK):
             z, derivative = _load(own_ptr, start, inner, outer, vocabulary, BLOCK, SPACED, SOFTCAP)
-            own = z - logsumexp
+            student_log2 = z - logsumexp
             z, _slope = _load(
                 other_ptr, start, teacher_inner, teacher_outer, vocabulary, BLOCK, SPACED, TEACHER_SOFTCAP
             )
-            other = z - other_logsumexp
-            p = tl.exp2(own)
+            teacher_log2 = z - other_logsumexp
+            p = tl.exp2(student_log2)
             if OF_STUDENT:
-                from_own, _from_other = _log_ratios(own, other, near, far, MIXED)
+                from_own, _from_other = _log_ratios(student_log2, teacher_log2, near, far, MIXED)
                 gradient = tl.where(p > 0.0, p * (from_own - mean_ratio), 0.0) * (weight * LN_2)
             else:
-                gradient = p - tl.exp2(other)
+                gradient = p - tl.exp2(teacher_log2)
             _store(own_ptr, start, gradient * slope * derivative, vocabulary, BLOCK, SPACED)
 
 
@@ -137,20 +139,23 @@ def divergence_(
     entropy = torch.empty_like(divergence)
     if not rows:
         return divergence, entropy
-    (own, stride), (other, other_stride) = evenly_spaced(student), evenly_spaced(teacher)
+    (student_logits, stride), (teacher_logits, other_stride) = evenly_spaced(student), evenly_spaced(teacher)
     block = min(max(power_of_2(vocabulary), 256), BLOCK)
-    (in_eights, spaced), (others_in_eights, other_spaced) = _spacing(own, stride), _spacing(other, other_stride)
+    (in_eights, spaced), (others_in_eights, other_spaced) = (
+        _spacing(student_logits, stride),
+        _spacing(teacher_logits, other_stride),
+    )
     strides = (in_eights, others_in_eights) if spaced and other_spaced else (stride, other_stride)
     mixed = 0 < beta < 1
-    parts = (math.log2(1 - beta), math.log2(beta)) if mixed else (0.0, 0.0)
+    log_weights = (math.log2(1 - beta), math.log2(beta)) if mixed else (0.0, 0.0)
     inner, outer, _slope = _factors(objectives[1])
     _launcher(
-        rows, (own, other, divergence, entropy),
-        (vocabulary, *strides, *_factors(objectives[0]), inner, outer, *parts, 1 - beta if mixed else float(beta == 1),
-         beta if mixed else float(beta == 0)),
-        (block, spaced and other_spaced, *(each.softcap is not None for each in objectives), mixed, beta > 0, beta < 1,
-         need_gradient), min(max(block // (32 * VALUES_PER_THREAD), 4), 32),
+        rows, (student_logits, teacher_logits, divergence, entropy),
+        (vocabulary, *strides, *_factors(objectives[0]), inner, outer, *log_weights,
+         1 - beta if mixed else float(beta == 1), beta if mixed else float(beta == 0)),
+        (block, spaced and other_spaced, *(objective.softcap is not None for objective in objectives), mixed,
+         beta > 0, beta < 1, need_gradient), min(max(block // (32 * VALUES_PER_THREAD), 4), 32),
     )  # fmt: skip
     if need_gradient:
-        copy_back([student], [own])
+        copy_back([student], [student_logits])
     return divergence, entropy

@@ -45,16 +45,16 @@ def _count(index_ptr, counts_ptr, slots, blocks, experts, SLOTS: tl.constexpr, E
 
 
 @triton.jit
-def _place(index_ptr, begins_ptr, order_ptr, place_ptr, slots, blocks, SLOTS: tl.constexpr):
+def _place(index_ptr, begins_ptr, order_ptr, row_ptr, slots, blocks, SLOTS: tl.constexpr):
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     mask = slot < slots
     expert = tl.load(index_ptr + slot, mask=mask, other=-1).to(tl.int32)
-    other = tl.load(index_ptr + slot, mask=mask, other=-1).to(tl.int32)
-    here = tl.arange(0, SLOTS)
-    alike = expert[:, None] == other[None, :]
-    earlier = tl.sum((alike & (here[None, :] < here[:, None])).to(tl.int32), axis=1)
+    neighbour = tl.load(index_ptr + slot, mask=mask, other=-1).to(tl.int32)
+    lane = tl.arange(0, SLOTS)
+    same_expert = expert[:, None] == neighbour[None, :]
+    earlier = tl.sum((same_expert & (lane[None, :] < lane[:, None])).to(tl.int32), axis=1)
     row = tl.load(begins_ptr + expert * blocks + tl.program_id(0), mask=mask, other=0) + earlier
-    tl.store(place_ptr + slot, row, mask=mask)
+    tl.store(row_ptr + slot, row, mask=mask)
     tl.store(order_ptr + row, slot, mask=mask)
 
 
@@ -69,29 +69,31 @@ def _tiles(
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     passed = (ends[None, :] <= entry[:, None]) & (e < experts)[None, :]
     expert = tl.sum(passed.to(tl.int32), axis=1)
-    before = tl.max(tl.where(passed, ends[None, :], 0), axis=1)
-    known = entry < entries
-    first = tl.load(offset_ptr + expert, mask=known, other=0) + (entry - before) * ROWS
-    tl.store(tile_ptr + 2 * entry, expert, mask=known)
-    tl.store(tile_ptr + 2 * entry + 1, first, mask=known)
+    expert_start = tl.max(tl.where(passed, ends[None, :], 0), axis=1)
+    in_table = entry < entries
+    first = tl.load(offset_ptr + expert, mask=in_table, other=0) + (entry - expert_start) * ROWS
+    tl.store(tile_ptr + 2 * entry, expert, mask=in_table)
+    tl.store(tile_ptr + 2 * entry + 1, first, mask=in_table)
 
 
 @triton.jit
 def _route_few(
-    index_ptr, order_ptr, place_ptr, offset_ptr, tile_ptr, slots, entries, experts,
+    index_ptr, order_ptr, row_ptr, offset_ptr, tile_ptr, slots, entries, experts,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Compute all results of `route` in one program; the table of tiles has at most as many entries as slots."""
     s = tl.arange(0, SLOTS)
     e = tl.arange(0, EXPERTS)
     expert = tl.load(index_ptr + s, mask=s < slots, other=EXPERTS).to(tl.int32)  # slots after the end sort last
-    other = tl.load(index_ptr + s, mask=s < slots, other=EXPERTS).to(tl.int32)
-    before = (other[None, :] < expert[:, None]) | ((other[None, :] == expert[:, None]) & (s[None, :] < s[:, None]))
-    place = tl.sum(before.to(tl.int32), axis=1)
-    tl.store(place_ptr + s, place, mask=s < slots)
-    tl.store(order_ptr + place, s, mask=s < slots)
-    begins = tl.sum((other[None, :] < e[:, None]).to(tl.int32), axis=1)
-    until = tl.sum((other[None, :] <= e[:, None]).to(tl.int32), axis=1)
+    neighbour = tl.load(index_ptr + s, mask=s < slots, other=EXPERTS).to(tl.int32)
+    precedes = (neighbour[None, :] < expert[:, None]) | (
+        (neighbour[None, :] == expert[:, None]) & (s[None, :] < s[:, None])
+    )
+    row = tl.sum(precedes.to(tl.int32), axis=1)
+    tl.store(row_ptr + s, row, mask=s < slots)
+    tl.store(order_ptr + row, s, mask=s < slots)
+    begins = tl.sum((neighbour[None, :] < e[:, None]).to(tl.int32), axis=1)
+    until = tl.sum((neighbour[None, :] <= e[:, None]).to(tl.int32), axis=1)
     tl.store(offset_ptr + e, begins, mask=e <= experts)
     ends = tl.cumsum((until - begins + ROWS - 1) // ROWS, axis=0)
     passed = (ends[None, :] <= s[:, None]) & (e < experts)[None, :]
@@ -104,14 +106,14 @@ def _route_few(
 
 @triton.jit
 def _combine(
-    rows_ptr, place_ptr, weight_ptr, out_ptr, width, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
+    rows_ptr, row_ptr, weight_ptr, out_ptr, width, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
     token = tl.program_id(0) // blocks
     col = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for j in tl.static_range(TOP_K):
-        row = tl.load(place_ptr + token * TOP_K + j).to(tl.int64)
+        row = tl.load(row_ptr + token * TOP_K + j).to(tl.int64)
         values = tl.load(rows_ptr + row * width + col, mask=col < width, other=0.0).to(tl.float32)
         if WEIGHTED:
             values *= tl.load(weight_ptr + token * TOP_K + j).to(tl.float32)
@@ -147,50 +149,56 @@ def _outer(
             mask=live[:, None] & (r < RANK)[None, :], other=0.0,
         )  # fmt: skip
         acc = tl.dot(tl.trans(wide), narrow, acc, input_precision="ieee")
-    place = (expert.to(tl.int64) * width + col.to(tl.int64))[:, None] * RANK + r[None, :]
+    offsets = (expert.to(tl.int64) * width + col.to(tl.int64))[:, None] * RANK + r[None, :]
     mask = (col < width)[:, None] & (r < RANK)[None, :]
-    tl.store(out_ptr + place, (acc * alpha).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offsets, (acc * alpha).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_count_launcher, _place_launcher, _tiles_launcher = Launcher(_count), Launcher(_place), Launcher(_tiles)
+_count_launcher = Launcher(_count)
+_place_launcher = Launcher(_place)
+_tiles_launcher = Launcher(_tiles)
 _few_launcher = Launcher(_route_few)
 _combine_launcher, _outer_launcher = Launcher(_combine), Launcher(_outer)
 
 
 def tile_rows(slots: int, experts: int) -> int:
     """Rows of a tile: the smallest size above an expert's average rows; 128 for more than 64 rows."""
-    *few, most = TILE_ROWS
-    return next((rows for rows in few if rows * experts > slots), few[-1] if slots <= few[-1] * experts else most)
+    *small, largest = TILE_ROWS
+    return next(
+        (rows for rows in small if rows * experts > slots), small[-1] if slots <= small[-1] * experts else largest
+    )
 
 
 @reference.route.kernel("cuda", "xpu")
 def route(index: Tensor, experts: int, rows: int | None = None) -> Routing:
     reference.check_index(index)
-    index, top_k, slots = index.contiguous(), index.shape[1], index.numel()
+    index = index.contiguous()
+    top_k = index.shape[1]
+    slots = index.numel()
     blocks, bins = max(ceil_div(slots, SLOTS), 1), max(power_of_2(experts + 1), 32)
-    order, place = (torch.empty(slots, dtype=torch.int32, device=index.device) for _ in range(2))
+    order, row_of_slot = (torch.empty(slots, dtype=torch.int32, device=index.device) for _ in range(2))
     rows = rows or tile_rows(slots, experts)
     entries = min(slots, slots // rows + experts)
     tiles = torch.empty(entries, 2, dtype=torch.int32, device=index.device)
     if 0 < max(power_of_2(slots), 16) * bins <= FEW:
         offsets = torch.empty(experts + 1, dtype=torch.int32, device=index.device)
         _few_launcher(
-            1, (index, order, place, offsets, tiles), (slots, entries, experts),
+            1, (index, order, row_of_slot, offsets, tiles), (slots, entries, experts),
             (rows, max(power_of_2(slots), 16), bins), warps=8,
         )  # fmt: skip
-        return Routing(order, place, offsets, tiles, rows, top_k)
+        return Routing(order, row_of_slot, offsets, tiles, rows, top_k)
     counts = torch.zeros(experts * blocks + 1, dtype=torch.int32, device=index.device)
     if slots:
         _count_launcher(blocks, (index, counts), (slots, blocks, experts), (SLOTS, bins), warps=4)
     begins = torch.cumsum(counts, 0, dtype=torch.int32)  # exclusive, since the first count is zero
     offsets = begins[::blocks].contiguous()
     if slots:
-        _place_launcher(blocks, (index, begins, order, place), (slots, blocks), (SLOTS,), warps=4)
+        _place_launcher(blocks, (index, begins, order, row_of_slot), (slots, blocks), (SLOTS,), warps=4)
         _tiles_launcher(
             ceil_div(entries, ENTRIES), (offsets, tiles), (entries, experts),
             (rows, ENTRIES, max(power_of_2(experts), 2)), warps=4,
         )  # fmt: skip
-    return Routing(order, place, offsets, tiles, rows, top_k)
+    return Routing(order, row_of_slot, offsets, tiles, rows, top_k)
 
 
 @reference.combine.kernel("cuda", "xpu")
@@ -200,7 +208,7 @@ def combine(rows: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
     if out.numel():
         _combine_launcher(
             tokens * ceil_div(rows.shape[1], COLUMNS),
-            (rows, routing.place, rows if weights is None else weights.contiguous(), out),
+            (rows, routing.row_of_slot, rows if weights is None else weights.contiguous(), out),
             (rows.shape[1],),
             (weights is not None, routing.top_k, COLUMNS),
             warps=4,
@@ -212,7 +220,9 @@ def combine(rows: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
 def grouped_outer(
     wide: Tensor, narrow: Tensor, routing: Routing, gather: bool, alpha: float, dtype: torch.dtype
 ) -> Tensor:
-    experts, rank, width = routing.offsets.numel() - 1, narrow.shape[1], wide.shape[1]
+    experts = routing.offsets.numel() - 1
+    rank = narrow.shape[1]
+    width = wide.shape[1]
     out = torch.empty(experts, width, rank, dtype=dtype, device=wide.device)
     padded = max(power_of_2(rank), 16)
     columns = 128 if padded <= 32 else 64
@@ -234,9 +244,9 @@ UNIT_WARPS = 4
 @triton.jit
 def _load_unit(c_ptr, row, col, width, STEP: tl.constexpr):
     """gate and up in fp32, and their pointers."""
-    beside = width if STEP == 1 else 1
+    distance = width if STEP == 1 else 1
     gates = c_ptr + row * 2 * width + col * STEP
-    ups = gates + beside
+    ups = gates + distance
     g = tl.load(gates, mask=col < width, other=0.0).to(tl.float32)
     u = tl.load(ups, mask=col < width, other=0.0).to(tl.float32)
     return g, u, gates, ups
@@ -380,7 +390,10 @@ def router_obstacle(x: Tensor, weight: Tensor, top_k: int, normalized: bool, dty
 def top_experts(
     x: Tensor, weight: Tensor, top_k: int, normalized: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, tokens, (experts, columns) = x.contiguous(), weight.contiguous(), x.shape[0], weight.shape
+    x = x.contiguous()
+    weight = weight.contiguous()
+    tokens = x.shape[0]
+    (experts, columns) = weight.shape
     logits = torch.empty(tokens, experts, dtype=x.dtype, device=x.device)
     scores = torch.empty(tokens, top_k, dtype=dtype, device=x.device)
     index = torch.empty(tokens, top_k, dtype=torch.int64, device=x.device)

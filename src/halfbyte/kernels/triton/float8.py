@@ -142,12 +142,12 @@ _cast_launcher = Launcher(_cast, enable_fp_fusion=False)
 def float8_obstacle(tensor: Tensor, *_: Any, **__: Any) -> str | None:
     """Return why Triton cannot convert to E4M3 on this device, or None (NVIDIA from Ada on, Triton's interpreter)."""
     device = device_of(tensor)
-    converts = device.kind == "cpu" or device.at_least((8, 9))
+    converts = device.backend == "cpu" or device.at_least((8, 9))
     return None if converts else "needs conversions to FP8: an NVIDIA GPU of compute capability 8.9 or newer"
 
 
-def cast_obstacle(scale: Tensor, parts: Sequence[Tensor], *_: Any, **__: Any) -> str | None:
-    if not parts[0].shape[0] * min(part.shape[1] for part in parts):
+def cast_obstacle(scale: Tensor, tensors: Sequence[Tensor], *_: Any, **__: Any) -> str | None:
+    if not tensors[0].shape[0] * min(tensor.shape[1] for tensor in tensors):
         return "needs values"
     return float8_obstacle(scale)
 
@@ -155,30 +155,30 @@ def cast_obstacle(scale: Tensor, parts: Sequence[Tensor], *_: Any, **__: Any) ->
 @reference.cast_float8.kernel("cuda", "xpu", unless=cast_obstacle)
 def cast_float8(
     scale: Tensor,
-    parts: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     factors: Tensor | None,
     target: Tensor,
     newest: Tensor,
     dtype: torch.dtype,
     settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
+    rows, widths = tensors[0].shape[0], [tensor.shape[1] for tensor in tensors]
     codes = torch.empty(rows, sum(widths), dtype=dtype, device=scale.device)
     inverse = torch.empty_like(scale)
     amax = scale if settled else scale.new_zeros(())
-    columns = [scale] * len(parts) if factors is None else factors.split(widths)
-    spaced = [evenly_spaced(part) for part in parts]
+    columns = [scale] * len(tensors) if factors is None else factors.split(widths)
+    spaced = [evenly_spaced(tensor) for tensor in tensors]
     blocks = [min(BLOCK, power_of_2(width)) for width in widths]
     with_factors = factors is not None
     if not settled:
-        for (part, stride), column, block in zip(spaced, columns, blocks, strict=True):
-            programs, shape = rows * ceil_div(part.shape[1], block), (part.shape[1], stride)
-            _amax_launcher(programs, (part, column, scale, amax), shape, (with_factors, block), WARPS)
+        for (tensor, stride), column, block in zip(spaced, columns, blocks, strict=True):
+            programs, shape = rows * ceil_div(tensor.shape[1], block), (tensor.shape[1], stride)
+            _amax_launcher(programs, (tensor, column, scale, amax), shape, (with_factors, block), WARPS)
     outs = codes.split(widths, dim=1)
-    for (part, stride), column, block, out in zip(spaced, columns, blocks, outs, strict=True):
-        programs, numbers = rows * ceil_div(part.shape[1], block), (part.shape[1], stride, sum(widths))
-        tensors = (part, column, scale, target, amax, newest, out, inverse)
-        _cast_launcher(programs, tensors, numbers, (FP8_MAX[dtype], with_factors, block), WARPS)
+    for (tensor, stride), column, block, out in zip(spaced, columns, blocks, outs, strict=True):
+        programs, numbers = rows * ceil_div(tensor.shape[1], block), (tensor.shape[1], stride, sum(widths))
+        operands = (tensor, column, scale, target, amax, newest, out, inverse)
+        _cast_launcher(programs, operands, numbers, (FP8_MAX[dtype], with_factors, block), WARPS)
     return codes, inverse
 
 

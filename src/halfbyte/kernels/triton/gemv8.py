@@ -161,14 +161,18 @@ def _add(part_ptr, bias_ptr, out_ptr, rows, numel, splits, BIAS: tl.constexpr, A
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < numel)
 
 
-_gemv_launcher, _gemm_launcher, _add_launcher = Launcher(_gemv), Launcher(_gemm), Launcher(_add)
+_gemv_launcher = Launcher(_gemv)
+_gemm_launcher = Launcher(_gemm)
+_add_launcher = Launcher(_add)
 
 
 def gemv(
     x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: GemvBlocks | None = None
 ) -> Tensor:
     """Linear of one row; for int8 codes, `scale` is their rows' absmax."""
-    x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
+    x = x.contiguous()
+    codes = codes.contiguous()
+    scale = scale.contiguous()
     (batch, width), rows = x.shape, codes.shape[0]
     blocks = blocks or gemv_blocks(width)
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
@@ -182,13 +186,15 @@ def gemm(
     x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: GemmBlocks | None = None
 ) -> Tensor:
     """Linear on tensor cores, for up to `GEMM_ROWS` rows of 16 bits."""
-    x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
+    x = x.contiguous()
+    codes = codes.contiguous()
+    scale = scale.contiguous()
     (batch, width), rows = x.shape, codes.shape[0]
     blocks = blocks or gemm_blocks(rows, batch)
-    part = torch.empty(blocks.splits, batch, rows, dtype=torch.float32, device=x.device)
+    partial = torch.empty(blocks.splits, batch, rows, dtype=torch.float32, device=x.device)
     _gemm_launcher(
         ceil_div(rows, blocks.rows) * blocks.splits,
-        (codes, scale, x, part),
+        (codes, scale, x, partial),
         (rows, width, batch, blocks.splits),
         (max(power_of_2(batch), 16), blocks.rows, blocks.columns, scaling, codes.dtype is torch.int8, TILE,
          blocks.stages),
@@ -196,7 +202,7 @@ def gemm(
     )  # fmt: skip
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     constants, numbers = (bias is not None, ADDED), (rows, out.numel(), blocks.splits)
-    _add_launcher(ceil_div(out.numel(), ADDED), (part, out if bias is None else bias, out), numbers, constants, 4)
+    _add_launcher(ceil_div(out.numel(), ADDED), (partial, out if bias is None else bias, out), numbers, constants, 4)
     return out
 
 

@@ -51,12 +51,12 @@ def activation_and_derivative(g, ACTIVATION: tl.constexpr):
         p = 0.5 * (1.0 + tl.erf(g * SQRT_HALF))
         derivative = p + g * tl.exp(-0.5 * g * g) * INVERSE_SQRT_2_PI
     elif ACTIVATION == "silu":
-        p, rest = _sigmoids(g)
-        derivative = p * (1.0 + g * rest)
+        p, complement = _sigmoids(g)
+        derivative = p * (1.0 + g * complement)
     else:
         square = g * g
-        p, rest = _sigmoids(TWICE_SQRT_2_OVER_PI * g * (1.0 + 0.044715 * square))
-        derivative = p * (1.0 + g * TWICE_SQRT_2_OVER_PI * (1.0 + 0.134145 * square) * rest)
+        p, complement = _sigmoids(TWICE_SQRT_2_OVER_PI * g * (1.0 + 0.044715 * square))
+        derivative = p * (1.0 + g * TWICE_SQRT_2_OVER_PI * (1.0 + 0.134145 * square) * complement)
     return g * p, derivative
 
 

@@ -99,9 +99,9 @@ def _tile(
     row = tl.minimum(row, rows - 1)
     if PER_BLOCK == 0:
         col = start + tl.arange(0, C)
-        place = row.to(tl.int64)[:, None] * columns + col[None, :]
+        offsets = row.to(tl.int64)[:, None] * columns + col[None, :]
         base = w_ptr + expert.to(tl.int64) * rows * columns
-        values = tl.load(base + place, mask=(col < columns)[None, :], other=0.0)
+        values = tl.load(base + offsets, mask=(col < columns)[None, :], other=0.0)
     else:
         flat = expert * rows + row
         words = columns // 8
@@ -131,9 +131,9 @@ def _finish(
         acc = tl.trans(acc)
     if BIAS:
         acc += tl.load(bias_ptr + expert * width + o, mask=o < width, other=0.0).to(tl.float32)[None, :]
-    place = row.to(tl.int64)[:, None] * width + o[None, :]
+    offsets = row.to(tl.int64)[:, None] * width + o[None, :]
     mask = live[:, None] & (o < width)[None, :]
-    tl.store(out_ptr + place, (acc * alpha).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offsets, (acc * alpha).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -165,8 +165,8 @@ def _low_rank(
             inside = r[None, :] * width + o[:, None]
         else:
             inside = o[:, None] * RANK + r[None, :]
-        known = (o < width)[:, None] & (r < RANK)[None, :]
-        factor = tl.load(factor_ptr + expert.to(tl.int64) * width * RANK + inside, mask=known, other=0.0)
+        in_factor = (o < width)[:, None] & (r < RANK)[None, :]
+        factor = tl.load(factor_ptr + expert.to(tl.int64) * width * RANK + inside, mask=in_factor, other=0.0)
         read = live[:, None] & (r < RANK)[None, :]
         low = tl.load(low_ptr + row.to(tl.int64)[:, None] * RANK + r[None, :], mask=read, other=0.0)
         acc = _dot(low, factor, acc, True, LEFT) * scale
@@ -251,10 +251,10 @@ def tile_of(x: Tensor, packed: bool, routing: Routing, width: int, transposed: b
         return Tile(max(power_of_2(width), 16), STEP, 4, stages, False)
     shared, row = device_of(x).shared_bytes, (PACKED if packed else PLAIN)[routing.tile_rows]
     scale = x.element_size() // 2
-    found = next((tile for needed, tile in row if needed * scale * KIB <= shared), None)
-    if found is None:
+    tile = next((tile for needed, tile in row if needed * scale * KIB <= shared), None)
+    if tile is None:
         raise Unavailable(f"there is no tile of {routing.tile_rows} rows for {x.dtype}")
-    return found._replace(left=found.left and not (transposed and routing.tile_rows == 128))
+    return tile._replace(left=tile.left and not (transposed and routing.tile_rows == 128))
 
 
 def packed_obstacle(stack: StackedWeight) -> str | None:
@@ -287,25 +287,25 @@ def _weight(
     stack: StackedWeight, dtype: torch.dtype, nested: bool
 ) -> tuple[tuple[Tensor, ...], tuple[int, bool, int, bool]]:
     """Pointers of the weight and constants of its decoding; unless `nested`, scales are decoded first."""
-    format_, parts = stack.format, stack.parts
+    format_, tensors = stack.format, stack.parts
     if is_mxfp4(stack.format) and packed_obstacle(stack) is None:
-        packed, scales = parts["packed"].contiguous().view(-1).view(torch.int32), parts["scale"].contiguous()
+        packed, scales = tensors["packed"].contiguous().view(-1).view(torch.int32), tensors["scale"].contiguous()
         return (packed, *(scales,) * 4, codebook_e2m1(packed.device)), (BLOCK // 8, False, NESTED_BLOCK, True)
     if isinstance(format_, Blockwise4) and packed_obstacle(stack) is None:
-        scales = parts["absmax"]
-        found = format_.nested_parts(parts)
-        if found is not None and not nested:
+        scales = tensors["absmax"]
+        nested_scales = format_.nested_parts(tensors)
+        if nested_scales is not None and not nested:
             scales = torch.empty(scales.shape, dtype=torch.float32, device=scales.device)
-            pointers = parts["absmax"], *found, scales
+            pointers = tensors["absmax"], *nested_scales, scales
             _unnest_launcher(
                 ceil_div(scales.numel(), UNNESTED), pointers, (scales.numel(),), (NESTED_BLOCK, UNNESTED), warps=4
             )
-            found = None
-        packed = parts["packed"].view(-1).view(torch.int32)
+            nested_scales = None
+        packed = tensors["packed"].view(-1).view(torch.int32)
         table = codebook4(format_.quant_type, packed.device)
-        return (packed, scales, *(found or (scales,) * 3), table), (
+        return (packed, scales, *(nested_scales or (scales,) * 3), table), (
             format_.blocksize // 8,
-            found is not None,
+            nested_scales is not None,
             NESTED_BLOCK,
             False,
         )
@@ -330,16 +330,17 @@ def grouped_product(
     x, out = x.contiguous(), torch.empty(slots, width, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    weight, how = _weight(stack, x.dtype, routing.tile_rows <= NESTED_ROWS)
-    tile = tile or tile_of(x, how[0] > 0, routing, width, transposed)
+    weight, decoding = _weight(stack, x.dtype, routing.tile_rows <= NESTED_ROWS)
+    tile = tile or tile_of(x, decoding[0] > 0, routing, width, transposed)
     u, factor, scale = low_rank if low_rank is not None else (x, x, 1.0)
     rank = u.shape[1] if low_rank is not None else 0
     _launcher(
         routing.tiles.shape[0] * ceil_div(width, tile.columns),
         (x, routing.order, routing.tiles, routing.offsets, *weight, u, factor, x if bias is None else bias, out),
         (rows, columns, experts, scale, alpha),
-        (routing.top_k if gather else 0, transposed, *how, shuffles(x), rank, max(power_of_2(rank), 16) if rank else 0,
-         bias is not None, x.shape[1] % tile.step == 0, tile.left, routing.tile_rows, tile.columns, tile.step,
+        (routing.top_k if gather else 0, transposed, *decoding, shuffles(x), rank,
+         max(power_of_2(rank), 16) if rank else 0, bias is not None,
+         x.shape[1] % tile.step == 0, tile.left, routing.tile_rows, tile.columns, tile.step,
          tile.stages),
         warps=tile.warps,
     )  # fmt: skip

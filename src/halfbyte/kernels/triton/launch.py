@@ -64,10 +64,10 @@ class Launcher:
 
         `key` must determine programs, numbers and constants, and contain the layouts of all operands.
         """
-        known = self.known.get(key)
-        if known is None:
+        launch = self.known.get(key)
+        if launch is None:
             return False
-        compiled, programs, arguments = known
+        compiled, programs, arguments = launch
         device = tensors[0].get_device()
         addresses = [*map(Tensor.data_ptr, tensors)]
         if reduce(operator.or_, addresses) % 16 or device != torch.accelerator.current_device_index():

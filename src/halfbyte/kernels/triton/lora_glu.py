@@ -101,7 +101,7 @@ def _lora_glu(
     LIMIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
-    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block, stripe = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     col = block * COLUMNS + tl.arange(0, COLUMNS)
     b_gate = tl.trans(_load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK))
     b_up = tl.trans(_load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK))
@@ -109,7 +109,7 @@ def _lora_glu(
     # The amax is recorded once, at the end: a branch in the loop would stall its pipeline.
     scale, amax = tl.load(cast_ptr), tl.full((), 0.0, tl.float32)
     for step in tl.range(0, PART // ROWS, num_stages=STAGES):
-        row = part * PART + step * ROWS + tl.arange(0, ROWS)
+        row = stripe * PART + step * ROWS + tl.arange(0, ROWS)
         element = row.to(tl.int64)[:, None] * width + col[None, :]
         mask = (row < rows)[:, None] & (col < width)[None, :]
         u_gate = _load(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
@@ -137,7 +137,7 @@ def _lora_glu_backward(
     LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
-    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block, stripe = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     col = block * COLUMNS + tl.arange(0, COLUMNS)
     b_gate = _load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK)
     b_up = _load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK)
@@ -154,7 +154,7 @@ def _lora_glu_backward(
         gate_factors, up_factors = scale, scale
     v_row = v_ptr + block.to(tl.int64) * rows * (R_GATE + R_UP)
     for step in tl.range(0, PART // ROWS, num_stages=STAGES):
-        row = part * PART + step * ROWS + tl.arange(0, ROWS)
+        row = stripe * PART + step * ROWS + tl.arange(0, ROWS)
         element = row.to(tl.int64)[:, None] * width + col[None, :]
         mask = (row < rows)[:, None] & (col < width)[None, :]
         u_gate = _load(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
@@ -181,7 +181,7 @@ def _lora_glu_backward(
         _store(v_row + R_GATE, v, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
     if LIMIT > 0:
         observe(newest_ptr, amax)
-    factor = factor_ptr + part.to(tl.int64) * (R_GATE + R_UP + R_DOWN) * width
+    factor = factor_ptr + stripe.to(tl.int64) * (R_GATE + R_UP + R_DOWN) * width
     _store(factor, gate_scale * d_gate, col, width, 1, R_GATE, width, RANK)
     factor += R_GATE * width
     _store(factor, up_scale * d_up, col, width, 1, R_UP, width, RANK)
@@ -196,7 +196,7 @@ _backward_launcher = Launcher(_lora_glu_backward)
 def _grid(rows: int, width: int, columns: int) -> tuple[int, int]:
     """Blocks of columns, and rows per part."""
     blocks = ceil_div(width, columns)
-    enough = (part for part in PARTS if blocks * ceil_div(rows, part) >= PROGRAMS)
+    enough = (stripe_rows for stripe_rows in PARTS if blocks * ceil_div(rows, stripe_rows) >= PROGRAMS)
     return blocks, next(enough, PARTS[-1])
 
 
@@ -224,16 +224,16 @@ def _tile_for(tiles: Tiles, gate: Tensor, factors: Factors) -> Tile:
     return tile
 
 
-def _constants(factors: Factors, tile: Tile, part: int, activation: str) -> tuple:
+def _constants(factors: Factors, tile: Tile, stripe_rows: int, activation: str) -> tuple:
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
     tile_rows, columns, stages = tile
-    return (*ranks, _padded(max(ranks)), tile_rows, columns, part, stages, activation)
+    return (*ranks, _padded(max(ranks)), tile_rows, columns, stripe_rows, stages, activation)
 
 
 @reference.in_one_pass.kernel("cuda", "xpu")
 def in_one_pass(x: Tensor, rank: int) -> bool:
     device = device_of(x)
-    if device.kind == "cuda" and not device.at_least(AMPERE):
+    if device.backend == "cuda" and not device.at_least(AMPERE):
         return False
     return _tile(FORWARD, x, rank) is not None and _tile(BACKWARD, x, rank) is not None
 
@@ -241,16 +241,16 @@ def in_one_pass(x: Tensor, rank: int) -> bool:
 def _forward(gate, up, low, factors: Factors, activation: str, slot: Slot | None) -> tuple[Tensor, Tensor]:
     reference.check_lora_glu(gate, up, low, factors, activation)
     (rows, width), tile = gate.shape, _tile_for(FORWARD, gate, factors)
-    blocks, part = _grid(rows, width, tile[1])
+    blocks, stripe_rows = _grid(rows, width, tile[1])
     out = torch.empty_like(gate) if slot is None else torch.empty_like(gate, dtype=slot.dtype)
     partial = torch.empty(blocks, rows, factors.a_down.shape[0], dtype=torch.float32, device=gate.device)
     cast = (partial, partial) if slot is None else (slot.scale, slot.newest)
     if gate.numel():
         _forward_launcher(
-            blocks * ceil_div(rows, part),
+            blocks * ceil_div(rows, stripe_rows),
             (gate, up, low, factors.b_gate, factors.b_up, factors.a_down, out, partial, *cast),
             (rows, width, factors.gate_scale, factors.up_scale),
-            (*_constants(factors, tile, part, activation), FP8_MAX[slot.dtype] if slot else 0),
+            (*_constants(factors, tile, stripe_rows, activation), FP8_MAX[slot.dtype] if slot else 0),
             WARPS,
         )
     return out, partial.sum(0).to(gate.dtype)
@@ -263,18 +263,18 @@ def _backward(
     reference.check_lora_glu(gate, up, low, factors, activation)
     reference.check_gradients(grad, v_down, gate, factors)
     (rows, width), tile = gate.shape, _tile_for(BACKWARD, gate, factors)
-    blocks, part = _grid(rows, width, tile[1])
+    blocks, stripe_rows = _grid(rows, width, tile[1])
     ranks = [factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]]
     v = torch.empty(blocks, rows, ranks[0] + ranks[1], dtype=gate.dtype, device=gate.device)
-    sums = torch.empty(ceil_div(rows, part), sum(ranks), width, dtype=torch.float32, device=gate.device)
+    sums = torch.empty(ceil_div(rows, stripe_rows), sum(ranks), width, dtype=torch.float32, device=gate.device)
     codes = None if slot is None else torch.empty(rows, 2 * width, dtype=slot.dtype, device=gate.device)
     cast: tuple = (sums,) * 4
     if slot is not None:
         cast = (codes, sums if columns is None else columns, slot.scale, slot.newest)
     if gate.numel():
-        constants = _constants(factors, tile, part, activation)
+        constants = _constants(factors, tile, stripe_rows, activation)
         _backward_launcher(
-            blocks * ceil_div(rows, part),
+            blocks * ceil_div(rows, stripe_rows),
             (grad, gate, up, low, v_down, factors.b_gate, factors.b_up, factors.a_down, v, sums, *cast),
             (rows, width, factors.gate_scale, factors.up_scale),
             (*constants, FP8_MAX[slot.dtype] if slot else 0, columns is not None),
@@ -300,9 +300,9 @@ def lora_glu_float8(
 def lora_glu_backward_(
     grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: Activation
 ) -> Gradients:
-    found, _ = _backward(grad, gate, up, low, v_down, factors, activation, None, None)
+    gradients, _ = _backward(grad, gate, up, low, v_down, factors, activation, None, None)
     copy_back((gate, up), (gate, up))
-    return found
+    return gradients
 
 
 @reference.lora_glu_backward_float8.kernel("cuda", "xpu", unless=float8_obstacle, rank=2)

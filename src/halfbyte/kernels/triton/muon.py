@@ -33,7 +33,7 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def _direction_tile(
-    entry, out, start, left, momentum, rest, gradient_scale,
+    entry, out, start, left, momentum, gradient_share, gradient_scale,
     GRADIENT: tl.constexpr, NARROW: tl.constexpr, NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def _direction_tile(
     else:
         held = _pointer(tl.load(entry + 5), tl.float32, ALIGNED) + start
         mean = _load(held, at, left, MASKED)
-    mean = mean + rest * (g - mean)
+    mean = mean + gradient_share * (g - mean)
     u = mean
     if NESTEROV:
         u = g + momentum * (mean - g)
@@ -64,7 +64,7 @@ def _direction_tile(
 
 @triton.jit
 def _directions(
-    tiles_ptr, table_ptr, out_ptr, scale_ptr, found_ptr, momentum, rest,
+    tiles_ptr, table_ptr, out_ptr, scale_ptr, found_ptr, momentum, gradient_share,
     GRADIENT: tl.constexpr, NARROW: tl.constexpr, NESTEROV: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_FOUND: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -85,25 +85,25 @@ def _directions(
         offset = tl.multiple_of(offset, 16)
     if left >= TILE:
         _direction_tile(
-            entry, out_ptr + offset, start, left, momentum, rest, gradient_scale,
+            entry, out_ptr + offset, start, left, momentum, gradient_share, gradient_scale,
             GRADIENT, NARROW, NESTEROV, ALIGNED, False, TILE,
         )  # fmt: skip
     else:
         _direction_tile(
-            entry, out_ptr + offset, start, left, momentum, rest, gradient_scale,
+            entry, out_ptr + offset, start, left, momentum, gradient_share, gradient_scale,
             GRADIENT, NARROW, NESTEROV, ALIGNED, True, TILE,
         )  # fmt: skip
 
 
 @triton.jit
 def _apply_tile(
-    entry, found, start, left, kept, rate,
+    entry, directions, start, left, decay, rate,
     WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, TILE)
     weight = _pointer(tl.load(entry + 2), WEIGHT, ALIGNED) + start
     p = _load(weight, at, left, MASKED).to(tl.float32)
-    p = p * kept - rate * _load(found, at, left, MASKED).to(tl.float32)
+    p = p * decay - rate * _load(directions, at, left, MASKED).to(tl.float32)
     _store(weight, at, p.to(WEIGHT), left, MASKED)
 
 
@@ -122,14 +122,14 @@ def _apply(
     start = tl.load(tile + 1).to(tl.int64) * TILE
     left = size - start
     lr = tl.load(lr_ptr).to(tl.float32)
-    kept, rate = 1.0 - lr * weight_decay, lr * scale
+    decay, rate = 1.0 - lr * weight_decay, lr * scale
     offset = number * size + start
     if ALIGNED:
         offset = tl.multiple_of(offset, 16)
     if left >= TILE:
-        _apply_tile(entry, found_ptr + offset, start, left, kept, rate, WEIGHT, ALIGNED, False, TILE)
+        _apply_tile(entry, found_ptr + offset, start, left, decay, rate, WEIGHT, ALIGNED, False, TILE)
     else:
-        _apply_tile(entry, found_ptr + offset, start, left, kept, rate, WEIGHT, ALIGNED, True, TILE)
+        _apply_tile(entry, found_ptr + offset, start, left, decay, rate, WEIGHT, ALIGNED, True, TILE)
 
 
 _directions_launcher = Launcher(_directions)
@@ -139,9 +139,9 @@ _apply_launcher = Launcher(_apply)
 def _obstacle(batch: Tensor, parameters: Parameters, *_: Any, **__: Any) -> str | None:
     """Return why the kernels do not take these parameters: they address contiguous memory in known dtypes."""
     tensors = [*parameters.weights, *parameters.gradients]
-    if unknown := {each.dtype for each in (*tensors, batch)} - DTYPES.keys():
+    if unknown := {tensor.dtype for tensor in (*tensors, batch)} - DTYPES.keys():
         return f"dtype {unknown.pop()}"
-    if not all(each.is_contiguous() for each in tensors):
+    if not all(tensor.is_contiguous() for tensor in tensors):
         return "a weight or a gradient is not contiguous"
     return None
 
@@ -172,19 +172,19 @@ def directions(
 
 @reference.apply_directions.kernel("cuda", "xpu", unless=_obstacle)
 def apply_directions(
-    found: Tensor,
+    directions: Tensor,
     parameters: Parameters,
     lr: Tensor,
     weight_decay: float,
     scale: float,
     found_inf: Tensor | None = None,
 ) -> None:
-    tiles, table, aligned = tables(parameters, found.device)
+    tiles, table, aligned = tables(parameters, directions.device)
     _apply_launcher(
         len(tiles),
-        (tiles, table, found, lr, found if found_inf is None else found_inf),
+        (tiles, table, directions, lr, directions if found_inf is None else found_inf),
         (float(weight_decay), float(scale)),
-        (DTYPES[parameters.weights[0].dtype], found_inf is not None, aligned and not found[0].numel() % 16, TILE),
+        (DTYPES[parameters.weights[0].dtype], found_inf is not None, aligned and not directions[0].numel() % 16, TILE),
         WARPS,
     )
     bump_versions(*parameters.weights)

@@ -190,22 +190,22 @@ def _normed(
     y, rstd = empty_contiguous(x, reference.normed_dtype(x, weight, offset)), empty_statistic(x)
     total = x if residual is None else empty_contiguous(x, x.dtype)
     codes = y if slot is None else empty_contiguous(y, slot.dtype)
-    given = (x, x if residual is None else residual, weight)
-    made = (y, total, rstd, codes, *((rstd, rstd) if slot is None else (slot.scale, slot.newest)))
-    key = (eps, offset, residual is None, codes.dtype, *layouts(*given))
-    if _rms_norm_launcher.repeat(key, given + made):
+    inputs = (x, x if residual is None else residual, weight)
+    outputs = (y, total, rstd, codes, *((rstd, rstd) if slot is None else (slot.scale, slot.newest)))
+    key = (eps, offset, residual is None, codes.dtype, *layouts(*inputs))
+    if _rms_norm_launcher.repeat(key, inputs + outputs):
         return y, total, rstd, codes
     reference.check_rms_norm(x, residual, weight)
     width, rows = x.shape[-1], rstd.numel()
     if not rows or not width:
         return y, total, rstd, codes
-    (x, x_stride), (added, added_stride) = evenly_spaced(x), evenly_spaced(given[1])
+    (x, x_stride), (added, added_stride) = evenly_spaced(x), evenly_spaced(inputs[1])
     used = (x, added, weight)
     rows_per_program, block, warps = _blocks(width)
     _rms_norm_launcher(
-        ceil_div(rows, rows_per_program), used + made, (rows, x_stride, added_stride, eps),
+        ceil_div(rows, rows_per_program), used + outputs, (rows, x_stride, added_stride, eps),
         (width, rows_per_program, block, offset, residual is not None, FP8_MAX[slot.dtype] if slot else 0), warps,
-        key if all_same(used, given) else None,
+        key if all_same(used, inputs) else None,
     )  # fmt: skip
     return y, total, rstd, codes
 
@@ -235,15 +235,15 @@ def rms_norm_backward(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor | None]:
     dx = empty_contiguous(x, x.dtype)
-    given = (grad, x, weight, rstd, x if residual_grad is None else residual_grad)
-    key = (offset, residual_grad is None, *layouts(*given))
-    if not need_weight and _rms_norm_backward_launcher.repeat(key, (*given, dx, rstd)):
+    inputs = (grad, x, weight, rstd, x if residual_grad is None else residual_grad)
+    key = (offset, residual_grad is None, *layouts(*inputs))
+    if not need_weight and _rms_norm_backward_launcher.repeat(key, (*inputs, dx, rstd)):
         return dx, None
     check_rows("rms_norm_backward", grad, x, rstd, residual_grad)
     width, rows = x.shape[-1], rstd.numel()
     if not rows or not width:
         return dx, torch.zeros_like(weight) if need_weight else None
-    (grad, grad_stride), (x, x_stride), (added, added_stride) = map(evenly_spaced, (grad, x, given[-1]))
+    (grad, grad_stride), (x, x_stride), (added, added_stride) = map(evenly_spaced, (grad, x, inputs[-1]))
     used = (grad, x, weight, rstd, added)
     rows_per_tile, block, warps = _blocks(width)
     programs, tiles = _programs(rows, rows_per_tile, need_weight)
@@ -252,7 +252,7 @@ def rms_norm_backward(
         programs, (*used, dx, dw), (rows, tiles, grad_stride, x_stride, added_stride),
         (width, rows_per_tile, block, offset, residual_grad is not None, need_weight,
          _stages(rows_per_tile * block, x, need_weight)), warps,
-        key if all_same(used, given) and not need_weight else None,
+        key if all_same(used, inputs) and not need_weight else None,
     )  # fmt: skip
     return dx, reference.sum_rows(dw, weight.dtype)[0] if need_weight else None
 
@@ -261,7 +261,9 @@ def rms_norm_backward(
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     reference.check_layer_norm(x, weight, bias)
     width = x.shape[-1]
-    y, mean, rstd = empty_contiguous(x, x.dtype), empty_statistic(x), empty_statistic(x)
+    y = empty_contiguous(x, x.dtype)
+    mean = empty_statistic(x)
+    rstd = empty_statistic(x)
     rows = rstd.numel()
     if not rows or not width:
         return y, mean, rstd
@@ -304,16 +306,16 @@ SUM_TILE = 8192  # values that a program reads at a time
 @triton.jit
 def _sum_rows(partial_ptr, out_ptr, rows, first, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
-    part = tl.program_id(0) // blocks
+    section = tl.program_id(0) // blocks
     col = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-    start = part * first
-    end = tl.where(part == 0, first, rows)
+    start = section * first
+    end = tl.where(section == 0, first, rows)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for begin in range(start, end, ROWS):
         row = begin + tl.arange(0, ROWS)
         mask = (row < end)[:, None] & (col < D)[None, :]
         total += tl.load(partial_ptr + row.to(tl.int64)[:, None] * D + col[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + part * D + col, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < D)
+    tl.store(out_ptr + section * D + col, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < D)
 
 
 _sum_rows_launcher = Launcher(_sum_rows)
@@ -323,10 +325,10 @@ _sum_rows_launcher = Launcher(_sum_rows)
 def sum_rows(partials: Tensor, dtype: torch.dtype, first: int | None = None) -> Tensor:
     rows, width = partials.shape
     columns = 32 if width >= 2048 else 8  # 128 or 32 bytes of a row: enough programs for narrow rows, too
-    parts = 1 if first is None else 2
-    out = torch.empty(parts, width, dtype=dtype, device=partials.device)
+    sections = 1 if first is None else 2
+    out = torch.empty(sections, width, dtype=dtype, device=partials.device)
     _sum_rows_launcher(
-        parts * ceil_div(width, columns), (partials, out), (rows, rows if first is None else first),
+        sections * ceil_div(width, columns), (partials, out), (rows, rows if first is None else first),
         (width, SUM_TILE // columns, columns), 8,
     )  # fmt: skip
     return out

@@ -106,9 +106,9 @@ def _prepare(
     beta3 = tl.load(row + 4, mask=mask, other=0.5)
     eps = tl.load(row + 5, mask=mask, other=0.0)
     alpha = tl.load(row + 6, mask=mask, other=0.0)
-    one = t * 0.0 + 1.0
-    first = one
-    root = one
+    unity = t * 0.0 + 1.0
+    first = unity
+    root = unity
     if CORRECTS:
         first = 1.0 / (1.0 - _power(beta1, t))
         root = 1.0 / tl.sqrt(1.0 - _power(beta2, t))
@@ -126,7 +126,7 @@ def _prepare(
     rate = lr
     if RULE == "adamw":
         rate *= first
-    factor = one
+    factor = unity
     if HAS_FACTOR:
         factor *= tl.load(factor_ptr)
     out = out_ptr + at * COEFFICIENTS
@@ -182,11 +182,11 @@ def _encode_dynamic(ratio, middles_ptr, SIGNED: tl.constexpr):
     inverse = tl.exp2(decade.to(tl.float32) * -3.321928094887362) * 1e6  # 10^(6−e)
     cell = (size * inverse - 0.1) * (cells / 0.9)
     cell = tl.minimum(tl.maximum(cell, 0.0), cells - 1.0).to(tl.int32)
-    place = cells.to(tl.int32) + cell
+    index = cells.to(tl.int32) + cell
     if SIGNED:
-        code = tl.where(ratio < 0, 127 - place, 127 + place)
+        code = tl.where(ratio < 0, 127 - index, 127 + index)
     else:
-        code = place - 1
+        code = index - 1
     above = tl.load(middles_ptr + tl.minimum(code, 254))
     below = tl.load(middles_ptr + tl.maximum(code - 1, 0))
     moved = code + (ratio > above).to(tl.int32) - (ratio <= below).to(tl.int32)
@@ -314,7 +314,9 @@ def _trust_tile(
     if TRUST != "lars":
         codes1, scales1 = tl.load(entry + 5), tl.load(entry + 6)
         s1 = _decode(codes1, scales1, left, values1_ptr, start, STORAGE, True, ALIGNED, MASKED, TILE, BLOCK)
-        decay, beta1, rest1 = tl.load(c + 1), tl.load(c + 6), tl.load(c + 7)
+        decay = tl.load(c + 1)
+        beta1 = tl.load(c + 6)
+        rest1 = tl.load(c + 7)
         if RULE == "adamw":
             codes2, scales2 = tl.load(entry + 7), tl.load(entry + 8)
             s2 = _decode(codes2, scales2, left, values2_ptr, start, STORAGE, False, ALIGNED, MASKED, TILE, BLOCK)
@@ -360,32 +362,35 @@ def _ratio(partial_ptr, ends_ptr, table_ptr, coefficients_ptr, out_ptr, TRUST: t
     first = tl.load(ends_ptr + tl.program_id(0))
     last = tl.load(ends_ptr + tl.program_id(0) + 1)
     weights = tl.zeros((BLOCK,), tl.float32)
-    others = tl.zeros((BLOCK,), tl.float32)
+    updates = tl.zeros((BLOCK,), tl.float32)
     for start in range(first, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
         weights += tl.load(partial_ptr + at * 2, mask=at < last, other=0.0)
-        others += tl.load(partial_ptr + at * 2 + 1, mask=at < last, other=0.0)
+        updates += tl.load(partial_ptr + at * 2 + 1, mask=at < last, other=0.0)
     row = tl.load(table_ptr + tl.program_id(0) * COLUMNS + 1)
     weight = tl.sum(weights)
-    other = tl.sum(others)
+    update = tl.sum(updates)
     tl.store(out_ptr + row * 2, weight)
-    tl.store(out_ptr + row * 2 + 1, other)
+    tl.store(out_ptr + row * 2 + 1, update)
     weight = tl.sqrt(weight)
-    other = tl.sqrt(other)
+    update = tl.sqrt(update)
     c = coefficients_ptr + row * COEFFICIENTS
-    scale, decay, rate, alpha = tl.load(c), tl.load(c + 1), tl.load(c + 2), tl.load(c + 5)
+    scale = tl.load(c)
+    decay = tl.load(c + 1)
+    rate = tl.load(c + 2)
+    alpha = tl.load(c + 5)
     if TRUST == "clip":
-        most = alpha * weight
-        clips = other > most
-        ratio = tl.where(clips, most / tl.where(clips, other, 1.0), 1.0)
+        limit = alpha * weight
+        clips = update > limit
+        ratio = tl.where(clips, limit / tl.where(clips, update, 1.0), 1.0)
     else:
         if TRUST == "lamb":
             ratio = rate / tl.load(c + 12) * weight
-            under = other
+            under = update
         else:
             ratio = alpha * weight
-            under = other + decay * weight
-        compares = (weight > 0) & (other > 0)
+            under = update + decay * weight
+        compares = (weight > 0) & (update > 0)
         ratio = tl.where(compares, ratio / tl.where(compares, under, 1.0), 1.0)
     if TRUST == "lars":
         tl.store(c, scale * ratio)
@@ -414,7 +419,10 @@ def _update_tile(
     SQUARE1: tl.constexpr = RULE == "rmsprop" or RULE == "adagrad"
     s1 = _decode(codes1, scales1, left, values1_ptr, start, STORAGE, True, ALIGNED, MASKED, TILE, BLOCK)
     if RULE == "adamw" or RULE == "ademamix":
-        beta2, rest2, root, eps = tl.load(c + 8), tl.load(c + 9), tl.load(c + 3), tl.load(c + 4)
+        beta2 = tl.load(c + 8)
+        rest2 = tl.load(c + 9)
+        root = tl.load(c + 3)
+        eps = tl.load(c + 4)
         codes2, scales2 = tl.load(entry + 7), tl.load(entry + 8)
         p -= decay * p
         s1 = beta1 * s1 + rest1 * g
@@ -511,9 +519,9 @@ _update_launcher = Launcher(_update, enable_fp_fusion=False)
 def gradient_norm(coefficients: Tensor, parameters: Sequence[Parameters], max_norm: float) -> Tensor:
     device = coefficients.device
     partial = torch.empty(len(parameters), PROGRAMS, device=device)
-    for some, sums in zip(parameters, partial, strict=True):
-        tiles, table, aligned = tables(some, device)
-        dtype = DTYPES[some.gradients[0].dtype]
+    for group, sums in zip(parameters, partial, strict=True):
+        tiles, table, aligned = tables(group, device)
+        dtype = DTYPES[group.gradients[0].dtype]
         _squares_launcher(PROGRAMS, (tiles, table, sums), (len(tiles),), (dtype, aligned, PROGRAMS, TILE), WARPS)
     out = torch.empty(2, device=device)
     clips = math.isfinite(max_norm)
@@ -550,10 +558,10 @@ def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
 def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> Tensor:
     device = coefficients.device
     squares = torch.zeros(len(coefficients), 2, device=device)
-    for some in parameters:
-        storage = STORAGES[some.storage]
-        tiles, table, aligned = tables(some, device)
-        ends = ends_of_tiles(some, device)
+    for group in parameters:
+        storage = STORAGES[group.storage]
+        tiles, table, aligned = tables(group, device)
+        ends = ends_of_tiles(group, device)
         partial = torch.empty(len(tiles), 2, device=device)
         values1, _, values2, _ = _code_tables(device)
         if len(tiles):
@@ -562,15 +570,15 @@ def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust
                 (tiles, table, coefficients, values1, values2, partial),
                 (),
                 (
-                    *(some.rule, trust, some.storage, some.rounding),
-                    *(DTYPES[some.weights[0].dtype], DTYPES[some.gradients[0].dtype]),
+                    *(group.rule, trust, group.storage, group.rounding),
+                    *(DTYPES[group.weights[0].dtype], DTYPES[group.gradients[0].dtype]),
                     *(aligned, TILE, storage.block or 256),
                 ),
                 WARPS,
             )
-        if some.weights:
+        if group.weights:
             tensors = (partial, ends, table, coefficients, squares)
-            _ratio_launcher(len(some.weights), tensors, (), (trust, 256), WARPS)
+            _ratio_launcher(len(group.weights), tensors, (), (trust, 256), WARPS)
     bump_versions(coefficients)
     return squares
 

@@ -31,7 +31,10 @@ from .launch import Launcher, layouts
 
 VALUES_PER_THREAD = 32
 PROGRAMS = 528  # programs with partial sums of a weight's gradient: four for each of 132 multiprocessors
-GROUP_VALUES, GROUP_WARPS, STAGES = 2048, 4, 3  # of such a program; the best of a sweep on an H200
+# of such a program; the best of a sweep on an H200
+GROUP_VALUES = 2048
+GROUP_WARPS = 4
+STAGES = 3
 
 
 @triton.jit
@@ -99,14 +102,14 @@ def _rope_store(
     K_BLOCK: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """LIMIT: largest value of an FP8 cache; 0 for other caches."""
-    place = tl.program_id(0).to(tl.int64)
-    batch, token = place // tokens, place % tokens
+    program = tl.program_id(0).to(tl.int64)
+    batch, token = program // tokens, program % tokens
     col = tl.arange(0, BLOCK)
     q_offset, q_mask = _heads(batch * qb + token * qt, qh, col, HALF, Q_HEADS, Q_BLOCK)
     k_offset, mask = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
     v_offset, _ = _heads(batch * vb + token * vt, vh, col, HALF, K_HEADS, K_BLOCK)
     cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, False)
-    first = tl.load(pages_ptr + place) * (K_HEADS * PAGE * 2 * HALF) + tl.load(slots_ptr + place) * (2 * HALF)
+    first = tl.load(pages_ptr + program) * (K_HEADS * PAGE * 2 * HALF) + tl.load(slots_ptr + program) * (2 * HALF)
     to, _ = _heads(first, PAGE * 2 * HALF, col, HALF, K_HEADS, K_BLOCK)
     q1, q2 = _load(q_ptr, q_offset, q_mask, HALF)
     k1, k2 = _load(k_ptr, k_offset, mask, HALF)
@@ -221,9 +224,9 @@ def _norm_rope_backward(
     dw1, dw2 = tl.zeros((GROUP, BLOCK), dtype=tl.float32), tl.zeros((GROUP, BLOCK), dtype=tl.float32)
     groups: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     for i in tl.range(tl.cdiv(all_tokens - first, step) * groups, num_stages=STAGES):
-        place = first + (i // groups) * step
-        batch = place // tokens
-        token = place % tokens
+        position = first + (i // groups) * step
+        batch = position // tokens
+        token = position % tokens
         cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, True)
         mine = (i % groups) * GROUP + head
         mask = (mine < HEADS)[:, None] & (col < HALF)[None, :]
@@ -273,7 +276,9 @@ _qk_norm_rope_backward_sums_launcher = Launcher(_qk_norm_rope_backward_sums)
 def _shape(q: Tensor, k: Tensor, rotated: int) -> tuple[tuple[int, ...], int]:
     """The kernels' constants (half, heads of q and k, each with its power of two), and warps."""
     half = rotated // 2
-    block, q_heads, k_heads = power_of_2(half), q.shape[1], k.shape[1]
+    block = power_of_2(half)
+    q_heads = q.shape[1]
+    k_heads = k.shape[1]
     q_block, k_block = power_of_2(q_heads), power_of_2(k_heads)
     warps = max(q_block, k_block) * block * 2 // (32 * VALUES_PER_THREAD)
     return (half, block, q_heads, q_block, k_heads, k_block), min(max(warps, 2), 16)
@@ -309,12 +314,12 @@ def _weight_gradients(sums: Tensor, q_programs: int, q_weight: Tensor, k_weight:
 
 @reference.rope_.kernel("cuda", "xpu")
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
-    given = (q, k, cos, sin)
-    key = (backward, *layouts(*given))
-    if _rope_launcher.repeat(key, given):
+    operands = (q, k, cos, sin)
+    key = (backward, *layouts(*operands))
+    if _rope_launcher.repeat(key, operands):
         bump_versions(q, k)
         return
-    reference.check_rope(*given)
+    reference.check_rope(*operands)
     batch, _, tokens, _ = q.shape
     constants, warps = _shape(q, k, cos.shape[2])
     if not batch * tokens * constants[0]:
@@ -324,7 +329,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
     _rope_launcher(
         batch * tokens, (*used, cos, sin),
         (tokens, *used[0].stride()[:3], *used[1].stride()[:3], *angle_strides),
-        (*constants, backward), warps, key if all_same((*used, cos, sin), given) else None,
+        (*constants, backward), warps, key if all_same((*used, cos, sin), operands) else None,
     )  # fmt: skip
     copy_back((q, k), used)
 
@@ -365,12 +370,12 @@ def rope_store(
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: bool
 ) -> tuple[Tensor, Tensor]:
-    given = (q, k, q_weight, k_weight, cos, sin)
-    key = (eps, offset, *layouts(*given))
+    operands = (q, k, q_weight, k_weight, cos, sin)
+    key = (eps, offset, *layouts(*operands))
     results = torch.empty_like(q), torch.empty_like(k)
     if _qk_norm_rope_launcher.repeat(key, (q, k, *results, q_weight, k_weight, cos, sin)):
         return results
-    reference.check_qk_norm_rope(*given)
+    reference.check_qk_norm_rope(*operands)
     q, k = _with_unit_stride(q, k)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, _, tokens, _ = q.shape
@@ -381,7 +386,7 @@ def qk_norm_rope(
     _qk_norm_rope_launcher(
         batch * tokens, (q, k, q_out, k_out, q_weight, k_weight, cos, sin),
         (tokens, *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides, eps),
-        (*constants, offset), warps, key if all_same((q, k, q_weight, k_weight, cos, sin), given) else None,
+        (*constants, offset), warps, key if all_same((q, k, q_weight, k_weight, cos, sin), operands) else None,
     )  # fmt: skip
     return q_out, k_out
 
@@ -400,12 +405,12 @@ def qk_norm_rope_backward_(
     offset: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    given = (grad_q, grad_k, q, k, q_weight, k_weight, cos, sin)
-    key = (eps, offset, *layouts(*given))
-    if not need_weight and _qk_norm_rope_backward_launcher.repeat(key, given):
+    operands = (grad_q, grad_k, q, k, q_weight, k_weight, cos, sin)
+    key = (eps, offset, *layouts(*operands))
+    if not need_weight and _qk_norm_rope_backward_launcher.repeat(key, operands):
         bump_versions(grad_q, grad_k)
         return None
-    reference.check_qk_norm_rope(*given[2:])
+    reference.check_qk_norm_rope(*operands[2:])
     check_same("qk_norm_rope_backward", "grad_q", grad_q, "q", q)
     check_same("qk_norm_rope_backward", "grad_k", grad_k, "k", k)
     batch, _, tokens, size = q.shape
@@ -419,7 +424,7 @@ def qk_norm_rope_backward_(
     if not need_weight:
         _qk_norm_rope_backward_launcher(
             batch * tokens, used, (tokens, *strides, eps), (half, block, q_heads, q_block, k_heads, k_block, offset),
-            warps, key if all_same(used, given) else None,
+            warps, key if all_same(used, operands) else None,
         )  # fmt: skip
         copy_back((grad_q, grad_k), used[:2])
         return None

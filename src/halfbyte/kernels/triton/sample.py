@@ -24,7 +24,7 @@ def _exponential(words):
 
 @triton.jit
 def _blocks(
-    logits_ptr, places_ptr, seed_ptr, kept_ptr, top_ptr, total_ptr, best_ptr, where_ptr, vocabulary, temperature,
+    logits_ptr, positions_ptr, seed_ptr, allowed_ptr, top_ptr, total_ptr, best_ptr, token_ptr, vocabulary, temperature,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -35,35 +35,38 @@ def _blocks(
     scores = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32) / temperature
     top = tl.max(scores, axis=0)
     total = tl.sum(tl.exp(scores - tl.where(top == -float("inf"), 0.0, top)), axis=0)
-    wanted = scores
+    candidates = scores
     if DRAWN:
-        prompt, generation = tl.load(places_ptr + 3 * row).to(tl.int32), tl.load(places_ptr + 3 * row + 1).to(tl.int32)
-        position = tl.load(places_ptr + 3 * row + 2).to(tl.int32)
+        prompt, generation = (
+            tl.load(positions_ptr + 3 * row).to(tl.int32),
+            tl.load(positions_ptr + 3 * row + 1).to(tl.int32),
+        )
+        position = tl.load(positions_ptr + 3 * row + 2).to(tl.int32)
         quarter = begin // 4 + tl.arange(0, BLOCK // 4)
         w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), quarter, position, generation, prompt)
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-        wanted = scores - tl.log(_exponential(words))
+        candidates = scores - tl.log(_exponential(words))
     if KEPT:
-        inside = inside & (tl.load(kept_ptr + at, mask=inside, other=0) != 0)
-    wanted = tl.where(inside, wanted, -float("inf"))
+        inside = inside & (tl.load(allowed_ptr + at, mask=inside, other=0) != 0)
+    candidates = tl.where(inside, candidates, -float("inf"))
     tl.store(top_ptr + program, top)
     tl.store(total_ptr + program, total)
-    tl.store(best_ptr + program, tl.max(wanted, axis=0))
-    tl.store(where_ptr + program, begin + tl.argmax(wanted, axis=0))
+    tl.store(best_ptr + program, tl.max(candidates, axis=0))
+    tl.store(token_ptr + program, begin + tl.argmax(candidates, axis=0))
 
 
 @triton.jit
 def _rows(
-    logits_ptr, top_ptr, total_ptr, best_ptr, where_ptr, tokens_ptr, log_probs_ptr, vocabulary, temperature,
+    logits_ptr, top_ptr, total_ptr, best_ptr, token_ptr, tokens_ptr, log_probs_ptr, vocabulary, temperature,
     BLOCKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row, b = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    at, there = row * BLOCKS + b, b < BLOCKS
-    tops = tl.load(top_ptr + at, mask=there, other=-float("inf"))
+    at, valid = row * BLOCKS + b, b < BLOCKS
+    tops = tl.load(top_ptr + at, mask=valid, other=-float("inf"))
     top = tl.max(tops, axis=0)
-    total = tl.sum(tl.load(total_ptr + at, mask=there, other=0.0) * tl.exp(tops - top), axis=0)
-    best = tl.load(best_ptr + at, mask=there, other=-float("inf"))
-    token = tl.load(where_ptr + row * BLOCKS + tl.argmax(best, axis=0))
+    total = tl.sum(tl.load(total_ptr + at, mask=valid, other=0.0) * tl.exp(tops - top), axis=0)
+    best = tl.load(best_ptr + at, mask=valid, other=-float("inf"))
+    token = tl.load(token_ptr + row * BLOCKS + tl.argmax(best, axis=0))
     score = tl.load(logits_ptr + row * vocabulary + token).to(tl.float32) / temperature
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(log_probs_ptr + row, score - top - tl.log(total))
@@ -74,20 +77,20 @@ _by_block, _by_row = Launcher(_blocks), Launcher(_rows)
 
 @draw_tokens.kernel("cuda", "xpu")
 def draw(
-    logits: Tensor, places: Tensor, seed: Tensor, temperature: float, kept: Tensor | None
+    logits: Tensor, positions: Tensor, seed: Tensor, temperature: float, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
-    logits, places = logits.contiguous(), places.contiguous()
-    mask = logits if kept is None else kept.contiguous().view(torch.uint8)
+    logits, positions = logits.contiguous(), positions.contiguous()
+    mask = logits if allowed is None else allowed.contiguous().view(torch.uint8)
     blocks = -(-vocabulary // BLOCK)
     tops, totals, bests = (torch.empty(rows, blocks, dtype=torch.float32, device=logits.device) for _ in range(3))
-    wheres = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    best_tokens = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     by = temperature or 1.0
-    sums = tops, totals, bests, wheres
-    constants = blocks, BLOCK, temperature > 0, kept is not None
-    _by_block(rows * blocks, (logits, places, seed, mask, *sums), (vocabulary, by), constants, warps=8)
+    sums = tops, totals, bests, best_tokens
+    constants = blocks, BLOCK, temperature > 0, allowed is not None
+    _by_block(rows * blocks, (logits, positions, seed, mask, *sums), (vocabulary, by), constants, warps=8)
     results = tokens, log_probs
     _by_row(rows, (logits, *sums, *results), (vocabulary, by), (blocks, power_of_2(blocks)), warps=4)
     return results
