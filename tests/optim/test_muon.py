@@ -149,7 +149,7 @@ def test_the_rest_steps_by_the_given_optimizer():
     shapes = [(9, 7), (7,), (11, 7), ()]
     given, expected = parameters(*shapes), parameters(*shapes)
     groups = [{"params": given[:2]}, {"params": given[2:], "use_muon": False, "lr": 0.1, "weight_decay": 0.0}]
-    optimizer = Muon(groups, rest=partial(torch.optim.AdamW, betas=(0.8, 0.9), fused=True), **KEYS)
+    optimizer = Muon(groups, auxiliary=partial(torch.optim.AdamW, betas=(0.8, 0.9), fused=True), **KEYS)
     adamw = torch.optim.AdamW(
         [{"params": [expected[1]]}, {"params": expected[2:], "lr": 0.1, "weight_decay": 0.0}],
         lr=KEYS["lr"],

@@ -67,8 +67,8 @@ class Blocks:
             return [[*trained]] * math.ceil(1 / self.update_ratio - 1e-9)
         layers: dict[str, list[str]] = {}
         for name in trained:
-            if found := LAYER.match(name):
-                layers.setdefault(found[0], []).append(name)
+            if layer := LAYER.match(name):
+                layers.setdefault(layer[0], []).append(name)
         return [*layers.values()] or [[*trained]]
 
     def elements(self, parameter: Tensor, block: int, count: int) -> Tensor:
@@ -87,11 +87,11 @@ class Blocks:
         if self.switch_mode == "fixed":
             return start or 0
         if self.switch_mode == "random":
-            turn, place = divmod(switches, count)
+            turn, position = divmod(switches, count)
             order = random.Random(f"{seed}/{turn}").sample(range(count), count)
             if turn == 0 and start is not None:
                 order.insert(0, order.pop(order.index(start)))
-            return order[place]
+            return order[position]
         if self.switch_mode == "ascending":
             return ((start or 0) + switches) % count
         return ((count - 1 if start is None else start) - switches) % count
@@ -144,12 +144,15 @@ class BAdam(Optimizer):
     ):  # fmt: skip
         self._numbered: list[tuple[int, nn.Parameter]] = []
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-        self.blocks, self.seed, self._make_inner, self._trained = blocks, seed, make_inner, dict(trained)
+        self.blocks = blocks
+        self.seed = seed
+        self._make_inner = make_inner
+        self._trained = dict(trained)
         self._numbered = [
             (number, parameter) for number, group in enumerate(self.param_groups) for parameter in group["params"]
         ]
-        places = {id(parameter): place for place, (_, parameter) in enumerate(self._numbered)}
-        self._members = [{places[id(trained[name])] for name in names} for names in blocks.names(trained)]
+        positions = {id(parameter): position for position, (_, parameter) in enumerate(self._numbered)}
+        self._members = [{positions[id(trained[name])] for name in names} for names in blocks.names(trained)]
         blocks.check_start(len(self._members))
         blocks.check_elements(self._trained)
         self.steps = 0
@@ -181,22 +184,22 @@ class BAdam(Optimizer):
     def _activate(self, switches: int) -> None:
         """Make the block after this number of switches active, with a new inner optimizer."""
         self._switches = switches
-        # place → elements of the weight, and the parameter that the inner optimizer steps
-        self._parts: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        # position → elements of the weight, and the parameter that the inner optimizer steps
+        self._active_elements: dict[int, tuple[Tensor, nn.Parameter]] = {}
         self._outer: list[int] = []
         active, count = self.active, len(self._members)
         groups: dict[int, list[nn.Parameter]] = {}
         chosen = self._members[active]
-        for place, (number, parameter) in enumerate(self._numbered):
+        for position, (number, parameter) in enumerate(self._numbered):
             if self.blocks.mode == "layer":
-                parameter.requires_grad_(place in chosen)
-            if place not in chosen:
+                parameter.requires_grad_(position in chosen)
+            if position not in chosen:
                 parameter.grad = None
                 continue
-            part = self.blocks.elements(parameter.detach(), active, count)
-            if part.numel():
-                stepped = nn.Parameter(part if _is_direct(part) else part.float().clone().contiguous())
-                self._parts[place] = part, stepped
+            elements = self.blocks.elements(parameter.detach(), active, count)
+            if elements.numel():
+                stepped = nn.Parameter(elements if _is_direct(elements) else elements.float().clone().contiguous())
+                self._active_elements[position] = elements, stepped
                 groups.setdefault(number, []).append(stepped)
         self._outer = list(groups)
         self.inner = self._make_inner(
@@ -215,13 +218,13 @@ class BAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for place in self._parts:
-            self._check(place)
-        for place, (_, stepped) in self._parts.items():
-            gradient = self._numbered[place][1].grad
+        for position in self._active_elements:
+            self._check(position)
+        for position, (_, stepped) in self._active_elements.items():
+            gradient = self._numbered[position][1].grad
             if gradient is not None:
-                own = self.blocks.elements(gradient.contiguous(), self.active, len(self._members))
-                stepped.grad = own.to(stepped.dtype).contiguous()
+                block_gradient = self.blocks.elements(gradient.contiguous(), self.active, len(self._members))
+                stepped.grad = block_gradient.to(stepped.dtype).contiguous()
         if self._step_supports_amp_scaling:
             self.inner.grad_scale = getattr(self, "grad_scale", None)  # type: ignore[attr-defined]
             self.inner.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
@@ -229,9 +232,9 @@ class BAdam(Optimizer):
             for key in ("lr", "weight_decay"):
                 group[key] = self.param_groups[number][key]
         self.inner.step()
-        for part, stepped in self._parts.values():
-            if not _is_direct(part):
-                part.copy_(stepped)
+        for elements, stepped in self._active_elements.values():
+            if not _is_direct(elements):
+                elements.copy_(stepped)
             stepped.grad = None
         self.steps += 1
         switches = len(self._members) > 1 and self.blocks.switch_mode != "fixed"
@@ -239,39 +242,44 @@ class BAdam(Optimizer):
             self._activate(self._switches + 1)
         return loss
 
-    def _check(self, place: int) -> None:
+    def _check(self, position: int) -> None:
         """Take a parameter's elements again if its data is another tensor, and check its gradient.
 
         Raises:
             TrainingError: the gradient is sparse, or the parameter has another shape or dtype than before.
         """
-        (part, stepped), parameter = self._parts[place], self._numbered[place][1]
+        (elements, stepped), parameter = self._active_elements[position], self._numbered[position][1]
         if parameter.grad is not None:
-            check_gradient(parameter, parameter.grad, f"parameter {place}")
-        now = self.blocks.elements(parameter.detach(), self.active, len(self._members))
-        if (now.shape, now.dtype, now.device) != (part.shape, part.dtype, part.device):
+            check_gradient(parameter, parameter.grad, f"parameter {position}")
+        current = self.blocks.elements(parameter.detach(), self.active, len(self._members))
+        if (current.shape, current.dtype, current.device) != (elements.shape, elements.dtype, elements.device):
             raise TrainingError(
-                f"parameter {place} is now {parameter.dtype} {[*parameter.shape]} on {parameter.device}, which its"
+                f"parameter {position} is now {parameter.dtype} {[*parameter.shape]} on {parameter.device}, which its"
                 " optimizer state does not fit",
                 "change parameters before the first step, or make a new optimizer",
             )
-        if now.data_ptr() != part.data_ptr():
-            self._parts[place] = now, stepped
-            stepped.data = now if _is_direct(now) else now.float().clone().contiguous()
+        if current.data_ptr() != elements.data_ptr():
+            self._active_elements[position] = current, stepped
+            stepped.data = current if _is_direct(current) else current.float().clone().contiguous()
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 
-    def _places(self) -> list[int]:
-        """Places of the active parameters in the order of the inner optimizer's parameters."""
-        return [place for number in self._outer for place in self._parts if self._numbered[place][0] == number]
+    def _positions(self) -> list[int]:
+        """Positions of the active parameters in the order of the inner optimizer's parameters."""
+        return [
+            position
+            for number in self._outer
+            for position in self._active_elements
+            if self._numbered[position][0] == number
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the active block by parameter, with its master weights, and the position in the order."""
         packed, inner = super().state_dict(), self.inner.state_dict()["state"]
-        states = {place: dict(inner.get(index, {})) for index, place in enumerate(self._places())}
-        for place, (part, stepped) in self._parts.items():
-            if not _is_direct(part):
-                states[place][MASTER] = stepped.detach().clone()
+        states = {position: dict(inner.get(index, {})) for index, position in enumerate(self._positions())}
+        for position, (elements, stepped) in self._active_elements.items():
+            if not _is_direct(elements):
+                states[position][MASTER] = stepped.detach().clone()
         return {**packed, "state": {key: value for key, value in states.items() if value},
                 "steps": self.steps, "switches": self._switches}  # fmt: skip
 
@@ -284,37 +292,39 @@ class BAdam(Optimizer):
         check_saved_groups(state_dict, self.param_groups)
         if "switches" not in state_dict:
             raise CheckpointError("the optimizer state has no blocks", "resume with the optimizer that saved it")
-        for group, other in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
+        for group, saved_group in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
         self.steps = state_dict["steps"]
         self._activate(state_dict["switches"])
         inner: dict[int, Any] = {}
-        places = self._places()
-        if others := state_dict["state"].keys() - {*places}:
-            raise _other_blocks(min(others))
-        for index, place in enumerate(places):
-            found = dict(state_dict["state"].get(place, {}))
-            part, stepped = self._parts[place]
-            if any(isinstance(each, Tensor) and each.dim() and each.shape != part.shape for each in found.values()):
-                raise _other_blocks(place)
-            if found and (MASTER in found) == _is_direct(part):
-                raise _other_blocks(place)
-            if (master := found.pop(MASTER, None)) is not None:
+        positions = self._positions()
+        if surplus := state_dict["state"].keys() - {*positions}:
+            raise _other_blocks(min(surplus))
+        for index, position in enumerate(positions):
+            saved = dict(state_dict["state"].get(position, {}))
+            elements, stepped = self._active_elements[position]
+            if any(
+                isinstance(value, Tensor) and value.dim() and value.shape != elements.shape for value in saved.values()
+            ):
+                raise _other_blocks(position)
+            if saved and (MASTER in saved) == _is_direct(elements):
+                raise _other_blocks(position)
+            if (master := saved.pop(MASTER, None)) is not None:
                 stepped.data.copy_(master)
-            if found:
-                inner[index] = found
+            if saved:
+                inner[index] = saved
         self.inner.load_state_dict({"state": inner, "param_groups": self.inner.state_dict()["param_groups"]})
 
 
-def _other_blocks(place: int) -> CheckpointError:
+def _other_blocks(position: int) -> CheckpointError:
     return CheckpointError(
-        f"the saved state of parameter {place} is of other blocks", "resume with the badam_* options that saved it"
+        f"the saved state of parameter {position} is of other blocks", "resume with the badam_* options that saved it"
     )
 
 
-def _is_direct(part: Tensor) -> bool:
+def _is_direct(elements: Tensor) -> bool:
     """Return whether the inner optimizer steps these elements in place, without an fp32 copy."""
-    return part.dtype in (torch.float32, torch.float64) and part.is_contiguous()
+    return elements.dtype in (torch.float32, torch.float64) and elements.is_contiguous()
 
 
 def badam_bytes(trained: Mapping[str, Tensor], blocks: Blocks, copies: int = 2) -> int:
@@ -327,7 +337,7 @@ def badam_bytes(trained: Mapping[str, Tensor], blocks: Blocks, copies: int = 2) 
     names = blocks.names(trained)
 
     def bytes_of(block: int) -> int:
-        parts = [blocks.elements(trained[name].detach(), block, len(names)) for name in names[block]]
-        return sum(part.numel() * (copies * max(part.itemsize, 4) + (0 if _is_direct(part) else 4)) for part in parts)
+        views = [blocks.elements(trained[name].detach(), block, len(names)) for name in names[block]]
+        return sum(view.numel() * (copies * max(view.itemsize, 4) + (0 if _is_direct(view) else 4)) for view in views)
 
     return max((bytes_of(block) for block in range(len(names))), default=0)

@@ -327,7 +327,7 @@ class MuonFamily:
         ]
         adamw = partial(AdamW, **adam_keywords(settings))
         splits = fused_projections(model)
-        return Muon(groups, settings.learning_rate, momentum_bits=self.bits, splits=splits, rest=adamw)
+        return Muon(groups, settings.learning_rate, momentum_bits=self.bits, splits=splits, auxiliary=adamw)
 
     def state_bytes(self, model: nn.Module, settings: Settings) -> int:
         from .muon import BLOCK, ids_outside_muon

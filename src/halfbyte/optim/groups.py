@@ -83,18 +83,26 @@ def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any
       `create_loraplus_optimizer`: A, embedding adapters, B with weight decay, B without.
     - With `embedding_learning_rate`, a last group of the input and output embeddings that are trained in full.
     """
-    trained, special = trained_parameters(model), []
+    trained = trained_parameters(model)
+    special = []
     if (rate := settings.embedding_learning_rate) is not None:
         embeddings = _full_embeddings(model)
         special = [name for name, parameter in trained.items() if id(parameter) in embeddings]
-    rest = {name: parameter for name, parameter in trained.items() if name not in special}
+    ordinary = {name: parameter for name, parameter in trained.items() if name not in special}
     if settings.loraplus_lr_ratio is None:
-        groups = _decay_groups(model, rest, settings.weight_decay)
+        norms = _norm_parameters(model)
+        by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in ordinary.items():
+            by_decay[id(parameter) not in norms and WITHOUT_DECAY.search(name.lower()) is None].append(parameter)
+        groups = [
+            {"params": by_decay[True], "weight_decay": settings.weight_decay},
+            {"params": by_decay[False], "weight_decay": 0.0},
+        ]
     else:
-        groups = _lora_plus_groups(model, rest, settings)
+        groups = _lora_plus_groups(model, ordinary, settings)
     if special:
-        own = [trained[name] for name in special]
-        groups.append({"params": own, "weight_decay": settings.weight_decay, "lr": rate})
+        special_parameters = [trained[name] for name in special]
+        groups.append({"params": special_parameters, "weight_decay": settings.weight_decay, "lr": rate})
     return groups
 
 
@@ -102,14 +110,6 @@ def _norm_parameters(model: nn.Module) -> set[int]:
     from torch import nn
 
     return {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
-
-
-def _decay_groups(model: nn.Module, trained: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    norms = _norm_parameters(model)
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in trained.items():
-        groups[id(parameter) not in norms and WITHOUT_DECAY.search(name.lower()) is None].append(parameter)
-    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
 
 
 def _lora_plus_groups(
@@ -139,11 +139,11 @@ def backward_parts(model: nn.Module) -> list[list[nn.Parameter]]:
 
     Other parameters are parts of their own.
     """
-    parts: dict[str, list[nn.Parameter]] = {}
+    by_layer: dict[str, list[nn.Parameter]] = {}
     for name, parameter in trained_parameters(model).items():
-        found = LAYER.match(name)
-        parts.setdefault(found[0] if found else name, []).append(parameter)
-    return [*parts.values()][::-1]
+        layer = LAYER.match(name)
+        by_layer.setdefault(layer[0] if layer else name, []).append(parameter)
+    return [*by_layer.values()][::-1]
 
 
 def backward_gradient_bytes(model: nn.Module) -> int:
@@ -152,11 +152,14 @@ def backward_gradient_bytes(model: nn.Module) -> int:
     The gradient of a weight that is both head and embedding is held from the start of the backward to its end.
     """
     heads, tables = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("output", "input"))
-    held = None
+    tied = None
     if heads is not None and tables is not None and heads.weight is tables.weight and heads.weight.requires_grad:
-        held = heads.weight
-    others = (sum(each.nbytes for each in part if each is not held) for part in backward_parts(model))
-    return max(others, default=0) + (held.nbytes if held is not None else 0)
+        tied = heads.weight
+    layer_bytes = (
+        sum(parameter.nbytes for parameter in parameters if parameter is not tied)
+        for parameters in backward_parts(model)
+    )
+    return max(layer_bytes, default=0) + (tied.nbytes if tied is not None else 0)
 
 
 def matched(name: str, patterns: Mapping[str, str]) -> str | None:
@@ -171,12 +174,12 @@ def matched_groups(model: nn.Module, groups: list[dict[str, Any]], patterns: Map
     that all stages of a pipeline have the same number.
     """
     names = {id(parameter): name for name, parameter in trained_parameters(model).items()}
-    found = []
+    divided = []
     for storage in (None, *dict.fromkeys(patterns.values())):
         for group in groups:
-            own = [each for each in group["params"] if matched(names[id(each)], patterns) == storage]
-            found.append({**group, "params": own} | ({} if storage is None else {"storage": storage}))
-    return found
+            members = [parameter for parameter in group["params"] if matched(names[id(parameter)], patterns) == storage]
+            divided.append({**group, "params": members} | ({} if storage is None else {"storage": storage}))
+    return divided
 
 
 def embedding_weights(model: nn.Module) -> list[Tensor]:
@@ -188,11 +191,11 @@ def embedding_weights(model: nn.Module) -> list[Tensor]:
 
 def _full_embeddings(model: nn.Module) -> set[int]:
     """Identities of the weights of embedding modules and of the output head."""
-    found = {id(weight) for weight in embedding_weights(model)}
+    ids = {id(weight) for weight in embedding_weights(model)}
     find = getattr(model, "get_output_embeddings", None)
     if (head := find() if find else None) is not None:
-        found.update(id(parameter) for name, parameter in head.named_parameters() if "lora_" not in name)
-    return found
+        ids.update(id(parameter) for name, parameter in head.named_parameters() if "lora_" not in name)
+    return ids
 
 
 def selects(targets: str | list[str], name: str) -> bool:

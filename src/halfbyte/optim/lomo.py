@@ -37,7 +37,7 @@ class Lomo(Optimizer):
         inner: the optimizer of lomo_optim.
     """
 
-    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], kind: Callable[..., Any], lr: float):
+    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], cls: Callable[..., Any], lr: float):
         super().__init__(groups, {"lr": lr})
         self._begun = False
         self._squares: list[Tensor] = []
@@ -45,7 +45,7 @@ class Lomo(Optimizer):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(before_update)  # hooks run in the order of registration
-        self.inner = kind(model, lr=lr)
+        self.inner = cls(model, lr=lr)
         self.inner.loss_scale = None  # AdaLomo divides gradients by it, as its own backward multiplies the loss by it
 
     def _before_update(self, gradient: Tensor) -> None:
@@ -80,8 +80,8 @@ class Lomo(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, and AdaLomo's moments and number of steps under the key "lomo"."""
-        own = {name: dict(getattr(self.inner, name)) for name in MOMENTS if hasattr(self.inner, name)}
-        return super().state_dict() | {INNER: own | {STEPS: getattr(self.inner, STEPS, 0)}}
+        moments = {name: dict(getattr(self.inner, name)) for name in MOMENTS if hasattr(self.inner, name)}
+        return super().state_dict() | {INNER: moments | {STEPS: getattr(self.inner, STEPS, 0)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
@@ -90,13 +90,13 @@ class Lomo(Optimizer):
             CheckpointError: it is of another optimizer or model.
         """
         saved = state_dict.get(INNER)
-        own = {name: getattr(self.inner, name) for name in MOMENTS if hasattr(self.inner, name)}
-        if saved is None or any(saved.get(name, {}).keys() != tensors.keys() for name, tensors in own.items()):
+        moments = {name: getattr(self.inner, name) for name in MOMENTS if hasattr(self.inner, name)}
+        if saved is None or any(saved.get(name, {}).keys() != tensors.keys() for name, tensors in moments.items()):
             raise CheckpointError(
                 "the saved state is not LOMO's of this model", "resume with the optimizer that saved it"
             )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != INNER})
-        for name, tensors in own.items():
+        for name, tensors in moments.items():
             for key, tensor in tensors.items():
                 tensor.copy_(saved[name][key])
         if hasattr(self.inner, STEPS):

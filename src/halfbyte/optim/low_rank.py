@@ -163,7 +163,7 @@ class _Matrix:
         return self.options.random or "next" in self.state
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def stack_key(self) -> tuple[Any, ...]:
         """Shape, dtype, device and options, which all matrices of a stack share."""
         return self.weight.shape, self.weight.dtype, self.weight.device, self.options
 
@@ -179,11 +179,11 @@ class _Matrix:
 
     def stored(self, side: str, dtype: torch.dtype) -> Tensor:
         """Return the basis of a side [length of the side, r]."""
-        found, options = self.state[side], self.options
+        basis, options = self.state[side], self.options
         if options.bits:
             shape = self.weight.shape[side == "right"], self.rank
-            found = dequantize_basis(found, options.bits, options.group, shape)
-        return found.to(dtype)
+            basis = dequantize_basis(basis, options.bits, options.group, shape)
+        return basis.to(dtype)
 
     def store(self, side: str, basis: Tensor) -> None:
         """Store the basis [length of the side, r] of a side, quantized if the options say so."""
@@ -193,27 +193,29 @@ class _Matrix:
 
     def check(self, state: Mapping[str, Any], number: int) -> None:
         """Raise a CheckpointError if `state`, saved for parameter `number`, is not of these options and this shape."""
-        options, wanted = self.options, dict[str, Any]()
+        options, expected = self.options, dict[str, Any]()
         for side in () if options.random else self.sides:
             elements = self.rank * self.shape[side == "right"]
             if options.bits:
-                wanted[f"{side}.codes"] = [math.ceil(elements * options.bits / 8)]
-                wanted[f"{side}.scales"] = [2, math.ceil(elements / options.group)]
+                expected[f"{side}.codes"] = [math.ceil(elements * options.bits / 8)]
+                expected[f"{side}.scales"] = [2, math.ceil(elements / options.group)]
             else:
-                wanted[side] = [self.shape[side == "right"], self.rank]
+                expected[side] = [self.shape[side == "right"], self.rank]
         if options.scaling:
-            wanted["norm"] = []
-        found: dict[str, Any] = {}
+            expected["norm"] = []
+        shapes: dict[str, Any] = {}
         for key, value in state.items():
-            parts = (
-                {f"{key}.{part}": each for part, each in value.items()} if isinstance(value, Mapping) else {key: value}
+            tensors = (
+                {f"{key}.{suffix}": tensor for suffix, tensor in value.items()}
+                if isinstance(value, Mapping)
+                else {key: value}
             )
-            found.update({name: [*each.shape] for name, each in parts.items() if isinstance(each, Tensor)})
-        found[SHAPE], wanted[SHAPE] = state.get(SHAPE), [*self.virtual.shape]
+            shapes.update({name: [*tensor.shape] for name, tensor in tensors.items() if isinstance(tensor, Tensor)})
+        shapes[SHAPE], expected[SHAPE] = state.get(SHAPE), [*self.virtual.shape]
         plan = set() if options.random else {"next", "gap"}
-        if state and (found != wanted or not plan <= state.keys()):
+        if state and (shapes != expected or not plan <= state.keys()):
             raise CheckpointError(
-                f"the saved low-rank state of parameter {number} has {found}, and its options need {wanted}",
+                f"the saved low-rank state of parameter {number} has {shapes}, and its options need {expected}",
                 "resume with the optimizer and the optim_args that saved it",
             )
 
@@ -235,7 +237,7 @@ class _Stack:
         matrices: all of them; a step takes those that have a gradient.
 
     Attributes:
-        present: places in `matrices` of those that a step takes, from `begin` to `end`.
+        present: indices in `matrices` of the ones that a step takes, from `begin` to `end`.
         used: for each of `matrices`, side → basis that the step projects with.
         projected, moved: gradients and values of the virtual parameters of `present`, stacked.
     """
@@ -243,7 +245,10 @@ class _Stack:
     def __init__(self, matrices: list[_Matrix]):
         self.matrices = matrices
         first = matrices[0]
-        self.options, self.sides, self.rank, self.shape = first.options, first.sides, first.rank, first.weight.shape
+        self.options = first.options
+        self.sides = first.sides
+        self.rank = first.rank
+        self.shape = first.weight.shape
         self.dtype = product_dtype(first.weight)
 
     def bases(self, step: int) -> list[dict[str, Tensor]]:
@@ -253,39 +258,41 @@ class _Stack:
                 {side: matrix.stored(side, self.dtype) for side in self.sides} if matrix.has_bases else {}
                 for matrix in self.matrices
             ]
-        first, found = self.matrices[0], [dict[str, Tensor]() for _ in self.matrices]
+        first, bases = self.matrices[0], [dict[str, Tensor]() for _ in self.matrices]
         for side in self.sides:
             key = first.seed, first.index, side == "right", step // self.options.update_proj_gap
             length = self.shape[side == "right"]
             drawn = gaussian(length, self.rank, first.weight, *key, count=len(self.matrices)) / math.sqrt(self.rank)
-            for each, basis in zip(found, drawn.to(self.dtype).unbind(), strict=True):
-                each[side] = basis
-        return found
+            for by_side, basis in zip(bases, drawn.to(self.dtype).unbind(), strict=True):
+                by_side[side] = basis
+        return bases
 
     def begin(self, step: int, skipped: Tensor | None) -> None:
         """Refresh the bases that are due, and give the virtual parameters the projected gradients."""
         self.present = [
-            place
-            for place, matrix in enumerate(self.matrices)
+            index
+            for index, matrix in enumerate(self.matrices)
             if matrix.weight.grad is not None and matrix.weight.numel()
         ]
         if not self.present:
             return
         if not self.options.random:
-            due = [self.matrices[at] for at in self.present if step >= self.matrices[at].state.get("next", step)]
+            due = [
+                self.matrices[index] for index in self.present if step >= self.matrices[index].state.get("next", step)
+            ]
             old, new = ([matrix for matrix in due if matrix.has_bases is has] for has in (True, False))
             count = max(REFRESH_ELEMENTS // self.shape.numel(), 1)
-            for some in (old, new):
-                for at in range(0, len(some), count):
-                    self._refresh(some[at : at + count], step, skipped, first=some is new)
+            for matrices in (old, new):
+                for index in range(0, len(matrices), count):
+                    self._refresh(matrices[index : index + count], step, skipped, first=matrices is new)
         self.used = self.bases(step)
         like = self.matrices[0].weight
         shape = len(self.present), *self.options.virtual_shape(self.shape)
         self.projected, self.moved = like.new_empty(shape), like.new_zeros(shape)
-        for at, projected, moved in zip(self.present, self.projected, self.moved, strict=True):
-            matrix = self.matrices[at]
+        for index, projected, moved in zip(self.present, self.projected, self.moved, strict=True):
+            matrix = self.matrices[index]
             product = self._gradient(matrix).to(self.dtype)
-            for side, basis in self.used[at].items():
+            for side, basis in self.used[index].items():
                 product = basis.T @ product if side == "left" else product @ basis
             projected.copy_(product)
             matrix.virtual.data, matrix.virtual.grad = moved, projected
@@ -302,21 +309,21 @@ class _Stack:
             gradients = gradients.masked_fill(skipped, 0.0)
         similarities = []
         for side in self.sides:
-            own = gradients if side == "left" else gradients.mT
+            oriented = gradients if side == "left" else gradients.mT
             if first:
                 columns = min(self.rank + OVERSAMPLED, *self.shape)
                 keys = ((matrix.seed, matrix.index, side == "right", step) for matrix in matrices)
-                start = torch.stack([gaussian(own.shape[1], columns, own, *key) for key in keys])
-                basis = refresh_basis(own, start, self.rank, FIRST_SWEEPS)
+                start = torch.stack([gaussian(oriented.shape[1], columns, oriented, *key) for key in keys])
+                basis = refresh_basis(oriented, start, self.rank, FIRST_SWEEPS)
             else:
                 start = torch.stack([matrix.stored(side, gradients.dtype) for matrix in matrices])
-                basis = refresh_basis(own, start, self.rank, sweeps=1, align=True)
+                basis = refresh_basis(oriented, start, self.rank, sweeps=1, align=True)
                 if skipped is not None:
                     basis = torch.where(skipped, start, basis)
                 if self.options.bits:
                     similarities.append(nn.functional.cosine_similarity(basis, start, dim=1).mean(1))
-            for matrix, each in zip(matrices, basis, strict=True):
-                matrix.store(side, each)
+            for matrix, matrix_basis in zip(matrices, basis, strict=True):
+                matrix.store(side, matrix_basis)
         means: list[Any] = torch.stack(similarities).mean(0).tolist() if similarities else [None] * len(matrices)
         for matrix, similarity in zip(matrices, means, strict=True):
             matrix.plan_refresh(step, similarity)
@@ -330,8 +337,8 @@ class _Stack:
         if not self.present:
             return
         factors = self._factors(skipped) if self.options.scaling else self.moved.to(self.dtype)
-        for at, factor in zip(self.present, factors, strict=True):
-            matrix = self.matrices[at]
+        for index, factor in zip(self.present, factors, strict=True):
+            matrix = self.matrices[index]
             group = group_of[id(matrix.weight)]
             rate, weight_decay = group["lr"], group["weight_decay"]
             if weight_decay:
@@ -344,7 +351,7 @@ class _Stack:
                 gradient = gradient if skipped is None else gradient.masked_fill(skipped, 0.0)  # 0·NaN is NaN
                 matrix.weight.addcmul_(gradient, factor, value=-rate * math.sqrt(self.options.scale))
             else:
-                self._add_product(matrix.weight, self.used[at], factor, rate * self.options.scale)
+                self._add_product(matrix.weight, self.used[index], factor, rate * self.options.scale)
             matrix.free()
         del self.projected, self.moved, self.used
 
@@ -369,23 +376,23 @@ class _Stack:
         moved, projected = _wide(self.moved), _wide(self.projected)
         rows, columns = projected.shape[1:]
         dims = (1, 2) if self.options.scaling == "tensor" else (2,) if rows >= columns else (1,)
-        of_moved, of_projected = (torch.linalg.vector_norm(each, dim=dims, keepdim=True) for each in (moved, projected))
+        of_moved, of_projected = (torch.linalg.vector_norm(t, dim=dims, keepdim=True) for t in (moved, projected))
         factors = of_moved / (of_projected + TINY)
-        present, within = [self.matrices[at] for at in self.present], tuple(dim - 1 for dim in dims)
+        present, matrix_dims = [self.matrices[index] for index in self.present], tuple(dim - 1 for dim in dims)
         norms = torch.stack(
             [
-                torch.linalg.vector_norm(self._gradient(matrix), dim=within, keepdim=True, dtype=factors.dtype)
+                torch.linalg.vector_norm(self._gradient(matrix), dim=matrix_dims, keepdim=True, dtype=factors.dtype)
                 for matrix in present
             ]
         )
         norm = torch.linalg.vector_norm(factors * norms, dim=(1, 2))
-        before = torch.stack([matrix.state.get("norm", norm.new_zeros(())) for matrix in present])
-        limited = torch.where(before > 0, (GROWTH * before / (norm + TINY)).clamp(max=1.0), 1.0)
+        previous = torch.stack([matrix.state.get("norm", norm.new_zeros(())) for matrix in present])
+        limited = torch.where(previous > 0, (GROWTH * previous / (norm + TINY)).clamp(max=1.0), 1.0)
         factors, norm = factors * limited[:, None, None], norm * limited
         if skipped is not None:
-            factors, norm = factors.masked_fill(skipped, 0.0), torch.where(skipped, before, norm)
-        for matrix, each in zip(present, norm, strict=True):
-            matrix.state["norm"] = each.clone()
+            factors, norm = factors.masked_fill(skipped, 0.0), torch.where(skipped, previous, norm)
+        for matrix, matrix_norm in zip(present, norm, strict=True):
+            matrix.state["norm"] = matrix_norm.clone()
         return factors
 
 
@@ -421,7 +428,7 @@ class _Unit:
     def __post_init__(self) -> None:
         alike: dict[tuple[Any, ...], list[_Matrix]] = {}
         for matrix in self.matrices.values():
-            alike.setdefault(matrix.kind, []).append(matrix)
+            alike.setdefault(matrix.stack_key, []).append(matrix)
         self.stacks = [_Stack(matrices) for matrices in alike.values()]
 
 
@@ -454,26 +461,31 @@ class LowRankOptimizer(Optimizer):
         self.units: list[_Unit] = []
         super().__init__([{key: value for key, value in group.items() if key != "low_rank"} for group in groups],
                          {"lr": lr, "weight_decay": 0.0})  # fmt: skip
-        self.layerwise, self.steps, self._make_inner, self.seed = layerwise, 0, make_inner, seed
+        self.layerwise = layerwise
+        self.steps = 0
+        self._make_inner = make_inner
+        self.seed = seed
         self._updated: set[int] = set()  # ids of the parameters that the backward has updated in this step
         self._check = BackwardCheck(self)  # of the gradients that the backward frees
         self._options = options = [group.get("low_rank") for group in groups]
-        count = sum(len(g["params"]) for g, own in zip(self.param_groups, options, strict=True) if own is not None)
+        count = sum(
+            len(g["params"]) for g, low_rank in zip(self.param_groups, options, strict=True) if low_rank is not None
+        )
         members: list[_Member] = []
         index = 0
-        for number, (group, own) in enumerate(zip(self.param_groups, options, strict=True)):
+        for number, (group, low_rank) in enumerate(zip(self.param_groups, options, strict=True)):
             for parameter in group["params"]:
                 matrix = None
-                if own is not None:
+                if low_rank is not None:
                     if parameter.ndim != 2:
                         raise TrainingError(
                             f"a parameter of shape {[*parameter.shape]} cannot be projected", "select matrices only"
                         )
-                    matrix = _Matrix(parameter, own, index, index * own.update_proj_gap // count, seed)
+                    matrix = _Matrix(parameter, low_rank, index, index * low_rank.update_proj_gap // count, seed)
                     index += 1
                 members.append(_Member(len(members), number, parameter, matrix))
-        parts = [[each] for each in members] if layerwise else [members]
-        self.units = [self._unit(part, make_inner) for part in parts]
+        units = [[member] for member in members] if layerwise else [members]
+        self.units = [self._unit(unit_members, make_inner) for unit_members in units]
         self._step_supports_amp_scaling = not layerwise and all(
             getattr(unit.inner, "_step_supports_amp_scaling", False) for unit in self.units
         )
@@ -483,7 +495,9 @@ class LowRankOptimizer(Optimizer):
                 unit.parameters[0].register_post_accumulate_grad_hook(partial(update, number))
 
     def __getstate__(self) -> dict[str, Any]:
-        groups = [group | {"low_rank": own} for group, own in zip(self.param_groups, self._options, strict=True)]
+        groups = [
+            group | {"low_rank": low_rank} for group, low_rank in zip(self.param_groups, self._options, strict=True)
+        ]
         arguments = {"make_inner": self._make_inner, "layerwise": self.layerwise, "seed": self.seed}
         return {"groups": groups, "lr": self.defaults["lr"], **arguments, "saved": self.state_dict()}
 
@@ -507,9 +521,9 @@ class LowRankOptimizer(Optimizer):
         outer = sorted({member.group for member in members})
         groups, projected = list[dict[str, Any]](), list[bool]()
         for number in outer:
-            own = [member for member in members if member.group == number]
-            params = [each.parameter if each.matrix is None else each.matrix.virtual for each in own]
-            projected.append(own[0].matrix is not None)
+            group_members = [member for member in members if member.group == number]
+            params = [member.parameter if member.matrix is None else member.matrix.virtual for member in group_members]
+            projected.append(group_members[0].matrix is not None)
             options = {"lr": 1.0, "weight_decay": 0.0} if projected[-1] else self.param_groups[number]
             groups.append({"params": params, "lr": options["lr"], "weight_decay": options["weight_decay"]})
         return _Unit(
@@ -603,12 +617,12 @@ class LowRankOptimizer(Optimizer):
         states: dict[int, dict[str, Any]] = {}
         for unit in self.units:
             inner = unit.inner.state_dict()["state"]
-            for place, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
-                matrix, own = unit.matrices.get(id(parameter)), dict(inner.get(place, {}))
+            for position, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
+                matrix, state = unit.matrices.get(id(parameter)), dict(inner.get(position, {}))
                 if matrix is not None and matrix.state:
-                    own[STATE] = {**_copied(matrix.state), SHAPE: [*matrix.virtual.shape]}
-                if own:
-                    states[number] = own
+                    state[STATE] = {**_copied(matrix.state), SHAPE: [*matrix.virtual.shape]}
+                if state:
+                    states[number] = state
         return {**packed, "state": states, "steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -624,22 +638,22 @@ class LowRankOptimizer(Optimizer):
         inner: list[dict[int, Any]] = []
         for unit in self.units:
             inner.append({})
-            for place, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
-                found = dict(state_dict["state"].get(number, {}))
-                own, matrix = found.pop(STATE, {}), unit.matrices.get(id(parameter))
+            for position, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
+                saved = dict(state_dict["state"].get(number, {}))
+                projection, matrix = saved.pop(STATE, {}), unit.matrices.get(id(parameter))
                 if matrix is not None:
-                    matrix.check(own, number)
-                    copied = _copied(own, parameter.device)
+                    matrix.check(projection, number)
+                    copied = _copied(projection, parameter.device)
                     copied.pop(SHAPE, None)
                     loaded.append((matrix, copied))
-                if found:
-                    inner[-1][place] = found
+                if saved:
+                    inner[-1][position] = saved
         for unit, states in zip(self.units, inner, strict=True):
             unit.inner.load_state_dict({"state": states, "param_groups": unit.inner.state_dict()["param_groups"]})
-        for matrix, own in loaded:
-            matrix.state = own
-        for group, other in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
+        for matrix, projection in loaded:
+            matrix.state = projection
+        for group, saved_group in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
         self.steps = state_dict["steps"]
 
 
@@ -669,10 +683,12 @@ def low_rank_groups(
     projected = {id(parameter) for parameter in chosen.values()}
     plain, low = [], []
     for group in groups:
-        parts = {inside: [p for p in group["params"] if (id(p) in projected) is inside] for inside in (False, True)}
-        plain.append({**group, "params": parts[False]})
-        if parts[True]:
-            low.append({**group, "params": parts[True], "low_rank": options})
+        by_projection = {
+            inside: [p for p in group["params"] if (id(p) in projected) is inside] for inside in (False, True)
+        }
+        plain.append({**group, "params": by_projection[False]})
+        if by_projection[True]:
+            low.append({**group, "params": by_projection[True], "low_rank": options})
     return [*plain, *low]
 
 

@@ -135,7 +135,7 @@ class Muon(torch.optim.Optimizer):
         momentum_bits: 32 (fp32), or 8 (`quantize_momentum`).
         splits: parameter → sizes along the rows of its matrices (q, k and v; gate and up), which are orthogonalized
             separately.
-        rest: constructor of the optimizer for the other parameters, from a list of groups. Its state dict must have
+        auxiliary: constructor of the optimizer of the other parameters, from a list of groups. Its state dict must have
             torch's layout. `found_inf` reaches it; if it does not support that, GradScaler checks on the host.
         capturable: whether a CUDA graph may capture the step; sets the key of that name in the groups.
 
@@ -147,7 +147,7 @@ class Muon(torch.optim.Optimizer):
             parameter has changed.
     """
 
-    rest: torch.optim.Optimizer | None
+    auxiliary: torch.optim.Optimizer | None
 
     def __init__(
         self,
@@ -164,38 +164,38 @@ class Muon(torch.optim.Optimizer):
         method: Method = "newton_schulz",
         momentum_bits: Literal[8, 32] = 32,
         splits: Mapping[Tensor, Sequence[int]] | None = None,
-        rest: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = FUSED_ADAMW,
+        auxiliary: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = FUSED_ADAMW,
         capturable: bool = False,
     ):
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "method": method}
         defaults |= {"adjust_lr_fn": adjust_lr_fn, "momentum_bits": momentum_bits, "capturable": capturable}
         self._splits = {parameter: list(sizes) for parameter, sizes in (splits or {}).items()}
-        self._make_rest, self.rest = rest, None
+        self._make_auxiliary, self.auxiliary = auxiliary, None
         self._held: dict[tuple[Any, ...], tuple[Parameters, list[int]]] = {}  # of the last step, with addresses
         groups = list(params)
         if groups and not isinstance(groups[0], dict):
             groups = [{"params": groups}]
         super().__init__(groups, {**defaults, "use_muon": True})
         self._step_supports_amp_scaling = True
-        if self.rest is not None:
-            self._step_supports_amp_scaling = getattr(self.rest, "_step_supports_amp_scaling", False)
+        if self.auxiliary is not None:
+            self._step_supports_amp_scaling = getattr(self.auxiliary, "_step_supports_amp_scaling", False)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("rest", "_make_rest", "_splits", "_step_supports_amp_scaling")
-        return {**super().__getstate__(), **{key: vars(self)[key] for key in own}, "_held": {}}
+        names = ("auxiliary", "_make_auxiliary", "_splits", "_step_supports_amp_scaling")
+        return {**super().__getstate__(), **{key: vars(self)[key] for key in names}, "_held": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, or one for Muon and one for the rest; see the class."""
-        given = param_group["params"]
-        parameters = [given] if isinstance(given, Tensor) else list(given)
+        members = param_group["params"]
+        parameters = [members] if isinstance(members, Tensor) else list(members)
         check_unique(self.param_groups, parameters)
         if "use_muon" in param_group:
             routes = [(bool(param_group["use_muon"]), parameters)]
         else:
             matrices = [parameter for parameter in parameters if parameter.dim() in (2, 3)]
-            others = [parameter for parameter in parameters if parameter.dim() not in (2, 3)]
-            routes = [(True, matrices), (False, others)] if others else [(True, matrices)]
+            vectors = [parameter for parameter in parameters if parameter.dim() not in (2, 3)]
+            routes = [(True, matrices), (False, vectors)] if vectors else [(True, matrices)]
         for use_muon, chosen in routes:
             group = {**param_group, "params": chosen, "use_muon": use_muon}
             if use_muon:
@@ -203,20 +203,17 @@ class Muon(torch.optim.Optimizer):
                 for parameter in chosen:
                     self._check_parameter(parameter)
                 super().add_param_group(group)
+                continue
+            shared = {key: self.defaults[key] for key in ("lr", "weight_decay")}
+            shared |= {"capturable": True} if self.defaults["capturable"] else {}
+            group = {**shared, **{key: value for key, value in group.items() if key not in OWN_OPTIONS}}
+            if self.auxiliary is None:
+                self.auxiliary = self._make_auxiliary([group])
+                self.state.update(self.auxiliary.state)
+                self.auxiliary.state = self.state
             else:
-                self._add_to_rest(group)
-
-    def _add_to_rest(self, group: dict[str, Any]) -> None:
-        shared = {key: self.defaults[key] for key in ("lr", "weight_decay")}
-        shared |= {"capturable": True} if self.defaults["capturable"] else {}
-        group = {**shared, **{key: value for key, value in group.items() if key not in OWN_OPTIONS}}
-        if self.rest is None:
-            self.rest = self._make_rest([group])
-            self.state.update(self.rest.state)
-            self.rest.state = self.state
-        else:
-            self.rest.add_param_group(group)
-        self.param_groups.append(self.rest.param_groups[-1])
+                self.auxiliary.add_param_group(group)
+            self.param_groups.append(self.auxiliary.param_groups[-1])
 
     def _check_parameter(self, parameter: Tensor) -> None:
         if parameter.dim() not in (2, 3) or parameter.is_complex():
@@ -245,8 +242,14 @@ class Muon(torch.optim.Optimizer):
             parameters = self._parameters(group, weights, last)
             self._step_batch(group, parameters, **scaling)
             parameters.gradients = []  # so that zero_grad frees them
-        if self.rest is not None:
-            self._step_rest(self.rest, scaling)
+        if self.auxiliary is not None:  # it has `found_inf` and `grad_scale` as attributes meanwhile
+            attributes = {key: value for key, value in scaling.items() if value is not None}
+            vars(self.auxiliary).update(attributes)
+            try:
+                self.auxiliary.step()
+            finally:
+                for key in attributes:
+                    delattr(self.auxiliary, key)
         return loss
 
     def _check_step(self, group: dict[str, Any], parameter: Tensor, name: str) -> None:
@@ -260,32 +263,21 @@ class Muon(torch.optim.Optimizer):
                 "change parameters before the first step, or make a new optimizer",
             )
 
-    @staticmethod
-    def _step_rest(rest: torch.optim.Optimizer, scaling: dict[str, Tensor | None]) -> None:
-        """Step the other optimizer, which has `found_inf` and `grad_scale` as attributes meanwhile."""
-        given = {key: value for key, value in scaling.items() if value is not None}
-        vars(rest).update(given)
-        try:
-            rest.step()
-        finally:
-            for key in given:
-                delattr(rest, key)
-
     def _batches(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """Yield groups with parameters that are computed together: of one shape, dtype, device and split."""
         for group in self.param_groups:
             if not group["use_muon"]:
                 continue
-            alike = defaultdict(list)
+            by_shape = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is None or not parameter.numel():
                     continue
                 sizes = tuple(self._splits.get(parameter, ()))
-                kind = parameter.dtype, parameter.grad.dtype, parameter.device
-                alike[(parameter.shape, *kind, sizes)].append(parameter)
-            for (shape, *_), weights in alike.items():
-                most = BATCH_ELEMENTS * (1 if weights[0].device.type == "cpu" else ACCELERATED)
-                batches = -(-len(weights) // max(most // shape.numel(), 1))
+                dtypes = parameter.dtype, parameter.grad.dtype, parameter.device
+                by_shape[(parameter.shape, *dtypes, sizes)].append(parameter)
+            for (shape, *_), weights in by_shape.items():
+                limit = BATCH_ELEMENTS * (1 if weights[0].device.type == "cpu" else ACCELERATED)
+                batches = -(-len(weights) // max(limit // shape.numel(), 1))
                 count = -(-len(weights) // batches)
                 yield from ((group, weights[at : at + count]) for at in range(0, len(weights), count))
 
@@ -301,8 +293,8 @@ class Muon(torch.optim.Optimizer):
         key = weights[0].dtype, *map(id, weights), *(id(codes) for codes, _ in momenta)
         addresses = [*map(Tensor.data_ptr, weights), *map(Tensor.data_ptr, gradients)]  # type: ignore[arg-type]
         if key in last:
-            parameters, before = last[key]
-            parameters.version += addresses != before
+            parameters, last_addresses = last[key]
+            parameters.version += addresses != last_addresses
         else:
             rows = torch.arange(len(weights), dtype=torch.int32)
             storage = f"{group['momentum_bits']} bits"
@@ -331,9 +323,7 @@ class Muon(torch.optim.Optimizer):
         """Step matrices of one shape: momenta, orthogonalization, weights."""
         weights = parameters.weights
         device, exact = weights[0].device, torch.promote_types(weights[0].dtype, torch.float32)
-        grad_scale, found_inf = (
-            each if each is None else each.to(device, non_blocking=True) for each in (grad_scale, found_inf)
-        )
+        grad_scale, found_inf = (t if t is None else t.to(device, non_blocking=True) for t in (grad_scale, found_inf))
         lr = group["lr"]
         if isinstance(lr, Tensor):
             lr = lr.to(device, exact, non_blocking=True)
@@ -358,11 +348,11 @@ class Muon(torch.optim.Optimizer):
         largest = max(scales.values())
         if len(sizes) == 1:
             return orthogonalize(matrices, **options).view(update.shape), largest
-        parts = matrices.split(sizes, dim=1)
+        split = matrices.split(sizes, dim=1)
         for size, scale in scales.items():
-            same = [part for part in parts if part.shape[1] == size]
-            found = orthogonalize(torch.cat(same), **options) * (scale / largest)
-            torch._foreach_copy_(same, found.split(len(matrices)))
+            same = [matrix for matrix in split if matrix.shape[1] == size]
+            orthogonal = orthogonalize(torch.cat(same), **options) * (scale / largest)
+            torch._foreach_copy_(same, orthogonal.split(len(matrices)))
         return update, largest
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -375,29 +365,35 @@ class Muon(torch.optim.Optimizer):
         check_saved_groups(state_dict, self.param_groups)
         saved_groups = copy.deepcopy(state_dict["param_groups"])
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        rest: dict[str, Any] = {"state": {}, "param_groups": []}
+        auxiliary: dict[str, Any] = {"state": {}, "param_groups": []}
         loaded = []
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             options = {**group, **saved, "params": group["params"], "use_muon": group["use_muon"]}
             loaded.append(options)
             pairs = [(p, n) for p, n in zip(group["params"], saved["params"], strict=True) if n in state_dict["state"]]
             if group["use_muon"]:
-                _check_saved_options(group, saved)
+                bits = saved.get("momentum_bits", 32)
+                if "momentum" not in saved or bits != group["momentum_bits"]:
+                    origin = f"Muon's with {bits}-bit momentum" if "momentum" in saved else "not Muon's"
+                    raise CheckpointError(
+                        f"the optimizer state is {origin}, and the optimizer has {group['momentum_bits']}-bit momentum",
+                        "resume with the optimizer of the checkpoint",
+                    )
                 state.update((p, _load_momentum(group, p, state_dict["state"][number])) for p, number in pairs)
             else:
-                rest["state"].update((number, state_dict["state"][number]) for _, number in pairs)
-                rest["param_groups"].append({**options, "params": saved["params"]})
-        if self.rest is not None:
-            held, self.rest.state = self.rest.state, defaultdict(dict)
+                auxiliary["state"].update((number, state_dict["state"][number]) for _, number in pairs)
+                auxiliary["param_groups"].append({**options, "params": saved["params"]})
+        if self.auxiliary is not None:
+            held, self.auxiliary.state = self.auxiliary.state, defaultdict(dict)
             try:
-                self.rest.load_state_dict(rest)
+                self.auxiliary.load_state_dict(auxiliary)
             except BaseException:
-                self.rest.state = held
+                self.auxiliary.state = held
                 raise
-            state.update(self.rest.state)
-            of_rest = iter(self.rest.param_groups)
-            loaded = [group if group["use_muon"] else next(of_rest) for group in loaded]
-            self.rest.state = state
+            state.update(self.auxiliary.state)
+            auxiliary_groups = iter(self.auxiliary.param_groups)
+            loaded = [group if group["use_muon"] else next(auxiliary_groups) for group in loaded]
+            self.auxiliary.state = state
         self.state, self.param_groups = state, loaded
 
 
@@ -414,22 +410,11 @@ def _check_options(options: dict[str, Any]) -> None:
     lr = options["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ModelError(f"Muon: lr is a tensor of shape {list(lr.shape)}", "pass a float or a 1-element tensor")
-    least = {"weight_decay": 0.0, "momentum": 0.0, "ns_steps": 1, "eps": 0.0}
-    least |= {} if isinstance(lr, Tensor) else {"lr": 0.0}
-    for key, value in least.items():
+    minima = {"weight_decay": 0.0, "momentum": 0.0, "ns_steps": 1, "eps": 0.0}
+    minima |= {} if isinstance(lr, Tensor) else {"lr": 0.0}
+    for key, value in minima.items():
         if not options[key] >= value:
             raise ModelError(f"Muon: {key} is {options[key]}", f"pass {value} or more")
-
-
-def _check_saved_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise a CheckpointError if a saved group is not Muon's, or its momentum has other bits."""
-    bits = saved.get("momentum_bits", 32)
-    if "momentum" not in saved or bits != group["momentum_bits"]:
-        kind = f"Muon's with {bits}-bit momentum" if "momentum" in saved else "not Muon's"
-        raise CheckpointError(
-            f"the optimizer state is {kind}, and the optimizer has {group['momentum_bits']}-bit momentum",
-            "resume with the optimizer of the checkpoint",
-        )
 
 
 def _load_momentum(group: dict[str, Any], parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
@@ -442,18 +427,18 @@ def _load_momentum(group: dict[str, Any], parameter: Tensor, saved: dict[str, An
     expected = {"momentum_buffer": (parameter.shape, torch.promote_types(parameter.dtype, torch.float32))}
     if group["momentum_bits"] == 8:
         expected = {"momentum_buffer": (parameter.shape, torch.int8), "momentum_scale": (blocks, torch.float32)}
-    found = {}
+    loaded = {}
     for key, (shape, dtype) in expected.items():
         value = saved.get(key)
         if value is None or value.shape != shape or value.is_floating_point() != dtype.is_floating_point:
-            held = "missing" if value is None else f"{value.dtype} {list(value.shape)}"
+            actual = "missing" if value is None else f"{value.dtype} {list(value.shape)}"
             raise CheckpointError(
-                f"the optimizer state's {key} of a parameter {list(parameter.shape)} is {held}, not {dtype}"
+                f"the optimizer state's {key} of a parameter {list(parameter.shape)} is {actual}, not {dtype}"
                 f" {list(shape)} (blocks of {BLOCK})",
                 "resume with the optimizer and the model of the checkpoint",
             )
-        found[key] = value.to(device=parameter.device, dtype=dtype, copy=True)
-    return found
+        loaded[key] = value.to(device=parameter.device, dtype=dtype, copy=True)
+    return loaded
 
 
 def _scale(adjust: str, rows: int, columns: int) -> float:

@@ -47,20 +47,20 @@ class _Component:
     """One component of the state of all parameters of a launch.
 
     Attributes:
-        each: elements per entry.
+        entry_elements: elements per entry.
         offsets, sizes: first byte and bytes of each parameter's tensor in `host`.
         host: uint8, pinned.
     """
 
     dtype: torch.dtype
-    each: int
+    entry_elements: int
     offsets: list[int]
     sizes: list[int]
     host: Tensor
 
     def span(self, piece: _Piece) -> tuple[int, int]:
         """First byte of a piece in `host`, and the byte after its last."""
-        begin, end = (at // self.each * self.dtype.itemsize for at in (piece.start, piece.stop))
+        begin, end = (at // self.entry_elements * self.dtype.itemsize for at in (piece.start, piece.stop))
         offset = self.offsets[piece.at]
         return offset + begin, offset + (self.sizes[piece.at] if piece.is_last else end)
 
@@ -96,7 +96,7 @@ class Windows:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._taken = 0  # windows so far
+        self._count = 0  # windows so far
         self._nbytes = [0, 0]
         self._buffers: list[Tensor | None] = [None, None]
         self._fetched: list[_Window | None] = [None, None]  # whose state a buffer receives, until it is updated
@@ -112,7 +112,7 @@ class Windows:
 
     def take(self, nbytes: int) -> int:
         """Return the number of the buffer for a new window of `nbytes`."""
-        slot, self._taken = self._taken % 2, self._taken + 1
+        slot, self._count = self._count % 2, self._count + 1
         self._nbytes[slot] = max(self._nbytes[slot], nbytes)
         return slot
 
@@ -136,25 +136,34 @@ class Windows:
         Args:
             following: the state whose first window is fetched meanwhile, since it is probably stepped next.
         """
-        own = [(host, window) for window in host.windows]
-        after = [*own[1:], (following, following.windows[0]) if following and following.windows else None][: len(own)]
-        for (_, window), later in zip(own, after, strict=True):
+        current = [(host, window) for window in host.windows]
+        following_window = (following, following.windows[0]) if following and following.windows else None
+        successors = [*current[1:], following_window][: len(current)]
+        for (_, window), successor in zip(current, successors, strict=True):
             self._fetch(host, window)
             if self.asynchronous:
                 torch.cuda.current_stream(self.device).wait_event(self._arrived[window.slot])
-            if later is not None and later[1].slot != window.slot:
-                self._fetch(*later)
+            if successor is not None and successor[1].slot != window.slot:
+                self._fetch(*successor)
             update(window.parameters)
-            self._write_back(host, window)
-            if later is not None and later[1].slot == window.slot:
-                self._fetch(*later)
+            self._fetched[window.slot] = None
+            buffer = self.buffer(window.slot)
+            if self.asynchronous:
+                self.outward.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(self.outward):
+                    host.copy(window, buffer, inward=False)
+                    self._left[window.slot].record()
+            else:
+                host.copy(window, buffer, inward=False)
+            if successor is not None and successor[1].slot == window.slot:
+                self._fetch(*successor)
 
     def _fetch(self, host: HostState, window: _Window) -> None:
         """Copy a window into its buffer, unless that has been started."""
         buffer = self.buffer(window.slot)
         if self._fetched[window.slot] is window:
             return
-        host.place(window, buffer)
+        host.bind(window, buffer)
         self._fetched[window.slot] = window
         if not self.asynchronous:
             host.copy(window, buffer, inward=True)
@@ -166,17 +175,6 @@ class Windows:
             host.copy(window, buffer, inward=True)
             self._arrived[window.slot].record()
 
-    def _write_back(self, host: HostState, window: _Window) -> None:
-        self._fetched[window.slot] = None
-        buffer = self.buffer(window.slot)
-        if not self.asynchronous:
-            host.copy(window, buffer, inward=False)
-            return
-        self.outward.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.outward):
-            host.copy(window, buffer, inward=False)
-            self._left[window.slot].record()
-
     def synchronize(self) -> None:
         """Block until all copies have ended, so that the host has the state of the last step."""
         if self.asynchronous:
@@ -186,15 +184,15 @@ class Windows:
 
 def pieces_of(sizes: Sequence[int], per_element: float) -> list[list[_Piece]]:
     """Divide parameters of `sizes` elements into windows of at most `WINDOW` bytes of state, in order."""
-    most = max(int(WINDOW / per_element) // CUT * CUT, CUT)
+    limit = max(int(WINDOW / per_element) // CUT * CUT, CUT)
     windows: list[list[_Piece]] = [[]]
-    room = most
+    room = limit
     for at, size in enumerate(sizes):
         start = 0
         while start < size:
             if not room:
                 windows.append([])
-                room = most
+                room = limit
             # whole parameters if they fit; cuts are at multiples of CUT, so a rest of a window may stay empty
             take = size - start if size - start <= room else room // CUT * CUT
             if not take:
@@ -220,35 +218,31 @@ class HostState:
     """
 
     def __init__(self, parameters: Parameters, sizes: Sequence[int], windows: Windows):
-        self.parameters, self.buffers = parameters, windows
+        self.parameters = parameters
+        self.buffers = windows
         self.components: list[_Component] = []
         self.tensors: list[list[Tensor]] = []
         windows.synchronize()  # the state may be in buffers of earlier launches, which receive the last step
-        self._move()
+        for number in range(len(parameters.states[0])):
+            self._add(1, [states[number][0] for states in parameters.states])
+            scales = [scale for states in parameters.states if (scale := states[number][1]) is not None]
+            if scales:
+                self._add(STORAGES[parameters.storage].block, scales)
+        if parameters.corrections:
+            self._add(1, parameters.corrections)
         self.has_scales = bool(parameters.states) and parameters.states[0][0][1] is not None
         self.has_corrections = bool(parameters.corrections)
         total = sum(component.host.nbytes for component in self.components)
         self.windows = [self._window(pieces) for pieces in pieces_of(sizes, total / max(sum(sizes), 1))]
 
-    def _move(self) -> None:
-        """Copy the state into pinned buffers."""
-        own, storage = self.parameters, STORAGES[self.parameters.storage]
-        for number in range(len(own.states[0])):
-            self._add(1, [states[number][0] for states in own.states])
-            scales = [each for states in own.states if (each := states[number][1]) is not None]
-            if scales:
-                self._add(storage.block, scales)
-        if own.corrections:
-            self._add(1, own.corrections)
-
-    def _add(self, each: int, tensors: list[Tensor]) -> None:
-        """Add a component; `each`: elements per entry."""
+    def _add(self, entry_elements: int, tensors: list[Tensor]) -> None:
+        """Copy a component of the state, with `entry_elements` elements per entry, into a pinned buffer."""
         dtype, sizes = tensors[0].dtype, [tensor.nbytes for tensor in tensors]
         ends = [*itertools.accumulate(-(-size // ALIGN) * ALIGN for size in sizes)]
         host = whole_pages(ends[-1] or 1)
         if self.buffers.asynchronous:
             weakref.finalize(self, HOST.unpin, [HOST.pin(host)])
-        component = _Component(dtype, each, [0, *ends[:-1]], sizes, host)
+        component = _Component(dtype, entry_elements, [0, *ends[:-1]], sizes, host)
         views = []
         for offset, tensor in zip(component.offsets, tensors, strict=True):
             views.append(host[offset : offset + tensor.nbytes].view(dtype))
@@ -257,45 +251,45 @@ class HostState:
         self.tensors.append(views)
 
     def _window(self, pieces: list[_Piece]) -> _Window:
-        own = self.parameters
-        rows = own.rows[[piece.at for piece in pieces]]
-        parameters = Parameters(own.rule, own.storage, own.rounding, rows, [], [], [])
-        if own.draws:
-            firsts = [(own.draws[piece.at], piece.start) for piece in pieces]
+        launch = self.parameters
+        rows = launch.rows[[piece.at for piece in pieces]]
+        parameters = Parameters(launch.rule, launch.storage, launch.rounding, rows, [], [], [])
+        if launch.draws:
+            firsts = [(launch.draws[piece.at], piece.start) for piece in pieces]
             parameters.draws = [(number, first + start) for (number, first), start in firsts]
-        ranges = [(each.span(pieces[0])[0], each.span(pieces[-1])[1]) for each in self.components]
+        ranges = [(component.span(pieces[0])[0], component.span(pieces[-1])[1]) for component in self.components]
         ends = [*itertools.accumulate(-(-(end - begin) // ALIGN) * ALIGN for begin, end in ranges)]
         return _Window(pieces, parameters, ranges, [0, *ends[:-1]], ends[-1], self.buffers.take(ends[-1]))
 
-    def place(self, window: _Window, buffer: Tensor) -> None:
+    def bind(self, window: _Window, buffer: Tensor) -> None:
         """Make the states of a window's launch views of a buffer on the device."""
         if window.placed is buffer:
             return
-        own, window.placed = window.parameters, buffer
-        own.states, own.corrections = [], []
-        own.launch.clear()  # has addresses of the states
-        own.version += 1
+        launch, window.placed = window.parameters, buffer
+        launch.states, launch.corrections = [], []
+        launch.launch.clear()  # has addresses of the states
+        launch.version += 1
         for piece in window.pieces:
             views: list[Tensor] = []
             for component, (first, _), offset in zip(self.components, window.ranges, window.offsets, strict=True):
                 begin, end = (at - first + offset for at in component.span(piece))
                 views.append(buffer[begin:end].view(component.dtype))
             if self.has_corrections:
-                own.corrections.append(views.pop())
+                launch.corrections.append(views.pop())
             pairs: Any = (
-                zip(views[::2], views[1::2], strict=True) if self.has_scales else ((each, None) for each in views)
+                zip(views[::2], views[1::2], strict=True) if self.has_scales else ((view, None) for view in views)
             )
-            own.states.append([*pairs])
+            launch.states.append([*pairs])
 
     def read(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], same: bool) -> None:
         """Take the weights and gradients of the next step, contiguous and in the launch's order; see `Batch.read`."""
         flat = [weight.view(-1) for weight in weights], [gradient.view(-1) for gradient in gradients]
         for window in self.windows:
-            own = window.parameters
-            own.weights, own.gradients = (
+            launch = window.parameters
+            launch.weights, launch.gradients = (
                 [tensors[piece.at][piece.start : piece.stop] for piece in window.pieces] for tensors in flat
             )
-            own.version += not same
+            launch.version += not same
 
     def release(self) -> None:
         """Drop the references to gradients."""

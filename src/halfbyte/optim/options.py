@@ -18,14 +18,14 @@ class Option:
         default: value of the option if it is not given; its type is the option's type. None: an optional integer.
         optional: `default` gives the type only; an option that is not given is None.
         choices: allowed values; empty: any.
-        above, least, most: limits of a number; `above` excludes its bound.
+        above, minimum, maximum: limits of a number; `above` excludes its bound.
     """
 
     default: Value | None
     choices: tuple[Value, ...] = ()
     above: float | None = None
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     optional: bool = False
 
     def accepts(self, value: Any) -> bool:
@@ -37,7 +37,11 @@ class Option:
         if not isinstance(value, int | float if isinstance(self.default, float) else int):
             return False
         above = self.above is None or value > self.above
-        return above and (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+        return (
+            above
+            and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+        )
 
     def allowed(self) -> str:
         """Return the allowed values in words."""
@@ -45,7 +49,7 @@ class Option:
             return "true or false"
         if self.choices:
             return " or ".join(map(str, self.choices))
-        limits = (("above", self.above), ("from", self.least), ("to", self.most))
+        limits = (("above", self.above), ("from", self.minimum), ("to", self.maximum))
         number = "a number" if isinstance(self.default, float) else "a whole number"
         return " ".join([number, *(f"{word} {limit:g}" for word, limit in limits if limit is not None)])
 
@@ -56,87 +60,88 @@ def parse_options(text: str) -> dict[str, Value]:
     Raises:
         ValueError: an entry is not `key=value`.
     """
-    found: dict[str, Value] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in entry.partition("="))
+    options: dict[str, Value] = {}
+    for entry in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = (p.strip() for p in entry.partition("="))
         if not (key and equals and value):
             raise ValueError(entry)
-        found[key] = _scalar(value)
-    return found
+        options[key] = _scalar(value)
+    return options
 
 
 def _scalar(text: str) -> Value:
     if text.lower() in (*TRUE, *FALSE):
         return text.lower() in TRUE
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
     return text
 
 
-def option_values(declared: Mapping[str, Option], given: Mapping[str, Any] | None) -> dict[str, Any]:
+def option_values(declared: Mapping[str, Option], options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the value of every declared option, with numbers as floats where the default is one."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, option in declared.items():
-        value = (given or {}).get(name, None if option.optional else option.default)
-        found[name] = float(value) if isinstance(option.default, float) and value is not None else value
-    return found
+        value = (options or {}).get(name, None if option.optional else option.default)
+        values[name] = float(value) if isinstance(option.default, float) and value is not None else value
+    return values
 
 
 # --- options of the rows, by the names and with the defaults of transformers, q-galore-torch and LLaMA-Factory -------
 
-SGD_OPTIONS = {"momentum": Option(0.0, least=0), "dampening": Option(0.0), "nesterov": Option(False)}
-ADAGRAD_OPTIONS = {"lr_decay": Option(0.0, least=0), "eps": Option(1e-10, least=0)}
+SGD_OPTIONS = {"momentum": Option(0.0, minimum=0), "dampening": Option(0.0), "nesterov": Option(False)}
+ADAGRAD_OPTIONS = {"lr_decay": Option(0.0, minimum=0), "eps": Option(1e-10, minimum=0)}
 RMSPROP_OPTIONS = {
-    "momentum": Option(0.0, least=0), "alpha": Option(0.99, least=0), "eps": Option(1e-8, least=0),
+    "momentum": Option(0.0, minimum=0), "alpha": Option(0.99, minimum=0), "eps": Option(1e-8, minimum=0),
     "centered": Option(False),
 }  # fmt: skip
-LAMB_OPTIONS = {"eps": Option(1e-6, least=0)}
-LARS_OPTIONS = {"momentum": Option(0.9, least=0, most=1), "trust_coefficient": Option(1e-3, above=0)}
+LAMB_OPTIONS = {"eps": Option(1e-6, minimum=0)}
+LARS_OPTIONS = {"momentum": Option(0.9, minimum=0, maximum=1), "trust_coefficient": Option(1e-3, above=0)}
 ADEMAMIX_OPTIONS = {
-    "beta3": Option(0.9999, least=0, most=1), "alpha": Option(5.0), "eps": Option(1e-8, least=0),
-    "t_alpha": Option(None, least=1), "t_beta3": Option(None, least=1),
+    "beta3": Option(0.9999, minimum=0, maximum=1), "alpha": Option(5.0), "eps": Option(1e-8, minimum=0),
+    "t_alpha": Option(None, minimum=1), "t_beta3": Option(None, minimum=1),
 }  # fmt: skip
 PROJECTION_OPTIONS = {
-    "rank": Option(128, least=1),
-    "update_proj_gap": Option(200, least=1),
+    "rank": Option(128, minimum=1),
+    "update_proj_gap": Option(200, minimum=1),
     "scale": Option(0.25, above=0),
     "proj_type": Option("std", ("std", "reverse_std", "right", "left", "full")),
 }
 Q_GALORE_OPTIONS = PROJECTION_OPTIONS | {
     "quant_n_bit": Option(4, choices=(4, 8)),
-    "quant_group_size": Option(256, least=1),
-    "cos_threshold": Option(0.4, least=-1, most=1),
-    "gamma_proj": Option(2.0, least=1),
-    "queue_size": Option(5, least=1),
+    "quant_group_size": Option(256, minimum=1),
+    "cos_threshold": Option(0.4, minimum=-1, maximum=1),
+    "gamma_proj": Option(2.0, minimum=1),
+    "queue_size": Option(5, minimum=1),
 }
 APOLLO_OPTIONS = {
-    "rank": Option(128, least=1),
-    "update_proj_gap": Option(200, least=1),
+    "rank": Option(128, minimum=1),
+    "update_proj_gap": Option(200, minimum=1),
     "scale": Option(1.0, above=0),
     "proj": Option("random", ("random", "svd")),
     "proj_type": Option("std", ("std", "reverse_std", "right", "left")),
     "scale_type": Option("channel", ("channel", "tensor")),
 }
 APOLLO_MINI_OPTIONS = APOLLO_OPTIONS | {
-    "rank": Option(1, least=1), "scale": Option(128.0, above=0), "scale_type": Option("tensor", ("channel", "tensor")),
+    "rank": Option(1, minimum=1), "scale": Option(128.0, above=0),
+    "scale_type": Option("tensor", ("channel", "tensor")),
 }  # fmt: skip
 LOW_RANK_NAMES = {"scale_type": "scaling", "quant_n_bit": "bits", "quant_group_size": "group"}
 BADAM_OPTIONS = {
     "badam_mode": Option("layer", ("layer", "ratio")),
     "badam_switch_mode": Option("ascending", ("ascending", "descending", "random", "fixed")),
-    "badam_switch_interval": Option(50, least=1),
-    "badam_start_block": Option(None, least=0),
-    "badam_update_ratio": Option(0.05, above=0, most=1),
+    "badam_switch_interval": Option(50, minimum=1),
+    "badam_start_block": Option(None, minimum=0),
+    "badam_update_ratio": Option(0.05, above=0, maximum=1),
     "badam_mask_mode": Option("adjacent", ("adjacent", "scatter")),
 }
-SCHEDULE_FREE_OPTIONS = {"weight_lr_power": Option(2.0, least=0), "r": Option(0.0, least=0)}
-TORCHAO_OPTIONS = {"block_size": Option(256, least=1), "bf16_stochastic_round": Option(False)}
+SCHEDULE_FREE_OPTIONS = {"weight_lr_power": Option(2.0, minimum=0), "r": Option(0.0, minimum=0)}
+TORCHAO_OPTIONS = {"block_size": Option(256, minimum=1), "bf16_stochastic_round": Option(False)}
 GROKADAMW_OPTIONS = {
-    "alpha_init": Option(0.98, least=0, most=1), "lamb": Option(2.0), "gamma": Option(0.1),
-    "grokking_signal_decay_rate": Option(0.1), "gradient_clipping": Option(1.0, least=0),
+    "alpha_init": Option(0.98, minimum=0, maximum=1), "lamb": Option(2.0), "gamma": Option(0.1),
+    "grokking_signal_decay_rate": Option(0.1), "gradient_clipping": Option(1.0, minimum=0),
 }  # fmt: skip
 STABLE_ADAMW_OPTIONS = {
     "decouple_lr": Option(False), "max_lr": Option(1.0, above=0, optional=True),
@@ -159,8 +164,8 @@ STORAGE_OF_BITS = {8: "dynamic8", 16: "bf16", 32: "fp32"}  # storage by `optim_b
 SLICED = {"fp32": 1, "weight": 1, "bf16": 1, "dynamic8": 256, "companded8": 256}  # storage → where `shard` may cut
 
 
-def fused_options(kind: str, storage: str) -> dict[str, Option]:
+def fused_options(name: str, storage: str) -> dict[str, Option]:
     """Return the options that all rows of `fused` have, with the default `storage` of the state."""
-    choices = (*(() if storage in STORAGES[kind] else (storage,)), *STORAGES[kind])
+    choices = (*(() if storage in STORAGES[name] else (storage,)), *STORAGES[name])
     roundings = ("nearest", "stochastic", "correction8", "correction16")
     return {"storage": Option(storage, choices), "rounding": Option("nearest", roundings)}

@@ -15,12 +15,12 @@ DAMPING = 1e-2  # added to the diagonals, as in PEFT's `create_riemannian_optimi
 
 def lora_pairs(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Trained factors A [r, n] and B [m, r] of each adapted linear layer; embeddings are left out, as in PEFT."""
-    parameters, found = dict(model.named_parameters()), []
+    parameters, pairs = dict(model.named_parameters()), []
     for name, down in parameters.items():
         up = parameters.get(name.replace(f".{LORA_A}.", f".{LORA_B}."))
         if up is not None and up is not down and down.ndim == up.ndim == 2 and down.requires_grad and up.requires_grad:
-            found.append((down, up))
-    return found
+            pairs.append((down, up))
+    return pairs
 
 
 @torch.no_grad()
@@ -30,16 +30,16 @@ def precondition(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
     Computed in fp32, or in fp64 for such factors. A factor without a gradient is skipped. No value is read on the host.
     NaN and Inf in a gradient remain.
     """
-    small: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor, bool]]] = {}
+    by_rank: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor, bool]]] = {}
     for down, up in pairs:
         dtype = torch.promote_types(down.dtype, torch.float32)
         a, b = down.detach().to(dtype), up.detach().to(dtype)
-        kind = small.setdefault((len(a), dtype, a.device), [])
+        equations = by_rank.setdefault((len(a), dtype, a.device), [])
         if down.grad is not None:
-            kind.append((down.grad, b.T @ b, False))
+            equations.append((down.grad, b.T @ b, False))
         if up.grad is not None:
-            kind.append((up.grad, a @ a.T, True))
-    for (rank, dtype, device), entries in small.items():
+            equations.append((up.grad, a @ a.T, True))
+    for (rank, dtype, device), entries in by_rank.items():
         if not entries:
             continue
         damping = DAMPING * torch.eye(rank, dtype=dtype, device=device)
@@ -54,7 +54,7 @@ def precondition_before(optimizer: Optimizer, model: nn.Module) -> None:
     """Precondition the gradients of the model's adapters at the start of each `optimizer.step()`, after clipping."""
     pairs = lora_pairs(model)
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         precondition(pairs)
 
-    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_pre_hook(hook)

@@ -9,35 +9,35 @@ from .groups import Settings
 from .options import Option
 
 CYCLES = {"num_cycles": Option(0.5, above=0)}
-MIN_LR = {"min_lr": Option(0.0, least=0), "min_lr_rate": Option(0.0, least=0, most=1)}
+MIN_LR = {"min_lr": Option(0.0, minimum=0), "min_lr_rate": Option(0.0, minimum=0, maximum=1)}
 SHAPES = ("linear", "cosine", "1-sqrt")
 FOLLOWING = {  # of schedules that follow the metric of the evaluations
-    "mode": Option("min", ("min", "max")), "factor": Option(0.1, above=0, most=0.999999),
-    "patience": Option(10, least=0), "threshold": Option(1e-4, least=0),
-    "threshold_mode": Option("rel", ("rel", "abs")), "cooldown": Option(0, least=0),
-    "min_lr": Option(0.0, least=0), "eps": Option(1e-8, least=0),
+    "mode": Option("min", ("min", "max")), "factor": Option(0.1, above=0, maximum=0.999999),
+    "patience": Option(10, minimum=0), "threshold": Option(1e-4, minimum=0),
+    "threshold_mode": Option("rel", ("rel", "abs")), "cooldown": Option(0, minimum=0),
+    "min_lr": Option(0.0, minimum=0), "eps": Option(1e-8, minimum=0),
 }  # fmt: skip
 SCHEDULES: dict[str, Mapping[str, Option]] = {
     "linear": {},
     "cosine": CYCLES,
-    "cosine_with_restarts": {"num_cycles": Option(1, least=1)},
+    "cosine_with_restarts": {"num_cycles": Option(1, minimum=1)},
     "cosine_with_min_lr": CYCLES | MIN_LR,
-    "cosine_warmup_with_min_lr": CYCLES | MIN_LR | {"warmup_lr_rate": Option(0.0, least=0, most=1)},
-    "polynomial": {"lr_end": Option(1e-7, least=0), "power": Option(1.0, above=0)},
+    "cosine_warmup_with_min_lr": CYCLES | MIN_LR | {"warmup_lr_rate": Option(0.0, minimum=0, maximum=1)},
+    "polynomial": {"lr_end": Option(1e-7, minimum=0), "power": Option(1.0, above=0)},
     "constant": {},
     "constant_with_warmup": {},
-    "inverse_sqrt": {"timescale": Option(None, least=1)},
+    "inverse_sqrt": {"timescale": Option(None, minimum=1)},
     "warmup_stable_decay": CYCLES | {
-        "num_decay_steps": Option(1, least=1), "num_stable_steps": Option(0, least=0),
+        "num_decay_steps": Option(1, minimum=1), "num_stable_steps": Option(0, minimum=0),
         "warmup_type": Option("linear", SHAPES), "decay_type": Option("cosine", SHAPES),
-        "min_lr_ratio": Option(0.0, least=0, most=1),
+        "min_lr_ratio": Option(0.0, minimum=0, maximum=1),
     },
     "reduce_lr_on_plateau": FOLLOWING,
     "greedy": FOLLOWING | {
-        "factor": Option(0.95, above=0, most=0.999999), "threshold": Option(1e-6, least=0),
-        "threshold_mode": Option("abs", ("rel", "abs")), "min_lr": Option(1e-3, least=0),
-        "warmup": Option(0, least=0), "max_lr": Option(1.0, above=0), "smooth": Option(False),
-        "window_size": Option(50, least=1), "reset_start": Option(500, least=0), "verbose": Option(False),
+        "factor": Option(0.95, above=0, maximum=0.999999), "threshold": Option(1e-6, minimum=0),
+        "threshold_mode": Option("abs", ("rel", "abs")), "min_lr": Option(1e-3, minimum=0),
+        "warmup": Option(0, minimum=0), "max_lr": Option(1.0, above=0), "smooth": Option(False),
+        "window_size": Option(50, minimum=1), "reset_start": Option(500, minimum=0), "verbose": Option(False),
     },
 }  # fmt: skip
 FOLLOW_METRIC = ("reduce_lr_on_plateau", "greedy")  # they step with an evaluation, not with the optimizer

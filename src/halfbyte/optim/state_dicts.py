@@ -116,7 +116,8 @@ class StateLayout:
             tensors = [saved[key] for key in keys if key in saved]
             if not self.storage.block and not (isinstance(saved.get(name), Tensor) and saved[name].is_floating_point()):
                 tensors = []
-            if len(tensors) != len(keys) or not self._has_shape(tensors[0], weight):
+            fits = len(tensors) == len(keys) and tensors[0].numel() == self.elements
+            if not fits or (self.elements == weight.numel() and tensors[0].shape != weight.shape):
                 raise CheckpointError(
                     f"the saved state of parameter {number} has {', '.join(key for key in saved if key != WRAPPED)};"
                     f" rule {self.rule} with storage {self.storage.name} needs {', '.join(keys)} of"
@@ -142,11 +143,6 @@ class StateLayout:
                     raise CheckpointError(wrong, f"resume with the model that saved it: {[*weight.shape]}")
                 state[CORRECTION].copy_(saved[CORRECTION])
         return state
-
-    def _has_shape(self, codes: Tensor, weight: Tensor) -> bool:
-        if codes.numel() != self.elements:
-            return False
-        return self.elements != weight.numel() or codes.shape == weight.shape
 
 
 def state_keys(rule: str, storage: str, number: int) -> tuple[str, ...]:
