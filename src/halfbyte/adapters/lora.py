@@ -36,7 +36,15 @@ from peft.utils.transformers_weight_conversion import convert_peft_adapter_state
 from safetensors.torch import save_file
 from torch import nn
 
-from ..adapter_kinds import PREFIX, AdapterKind, Header, adapter_kind, adapter_types, find_adapter_kind
+from ..adapter_kinds import (
+    PREFIX,
+    AdapterKind,
+    Header,
+    adapter_kind,
+    adapter_types,
+    find_adapter_kind,
+    peft_type_of,
+)
 from ..config import Adapter
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
@@ -99,6 +107,10 @@ def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | No
         raise ConfigError("use_peft: false describes no adapter", "set use_peft: true")
     if adapter.adapter_path:
         wide = getattr(torch, adapter.adapter_dtype)
+        saved_type = peft_type_of(vars(saved_adapter_config(Path(adapter.adapter_path)))).lower()
+        if saved_type != adapter.peft_type.lower():
+            wrong = f"peft_type: {adapter.peft_type}, but {adapter.adapter_path} has an adapter of type {saved_type}"
+            raise ConfigError(wrong, f"set peft_type: {saved_type}, or name another adapter_path")
         peft_model = load_adapter(model, Path(adapter.adapter_path), adapter.origin.name, trainable=wide)
         _report_saved_settings(peft_model.peft_config["default"], adapter)
     else:

@@ -225,8 +225,9 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> tuple
     lora.inference_mode = False
     if init_key := adapter_kind(lora).init_key:
         setattr(lora, init_key, False)
+    base = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     peft_model = create_adapter(model, lora, folder, autocast=False)
-    _materialize(peft_model, device)
+    _materialize(peft_model, base, device)
     return peft_model, load_adapter_weights(peft_model, folder)
 
 
@@ -249,11 +250,19 @@ def _check_mergeable(lora: Any, folder: Path) -> None:
         raise CheckpointError(wrong, "merge it with PEFT (merge_and_unload)")
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate fp32 memory for the trained parameters only; their values are then read from the adapter's file."""
-    made: dict[int, nn.Parameter] = {}
+def _materialize(model: nn.Module, base: set[int], device: torch.device) -> None:
+    """Allocate fp32 memory for the adapter's tensors only; their values are then read from the adapter's file.
+
+    Args:
+        base: ids of the parameters and buffers that stay on the meta device.
+    """
+    allocated: dict[int, Tensor] = {}
     for module in model.modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.requires_grad:
-                empty = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-                module._parameters[key] = made.setdefault(id(parameter), nn.Parameter(empty))
+        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in holders:
+            for key, tensor in list(tensors.items()):
+                if tensor is None or id(tensor) in base:
+                    continue
+                empty = torch.empty(tensor.shape, dtype=torch.float32, device=device)
+                trained = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+                tensors[key] = allocated.setdefault(id(tensor), trained)

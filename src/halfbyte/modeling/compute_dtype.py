@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from peft.helpers import disable_input_dtype_casting
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 
@@ -17,8 +18,18 @@ def no_input_casts(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
     The context must include backward, since activation checkpointing reruns forwards there. In float32 there is no
     autocast, and PEFT's casts stay.
     """
-    with disable_input_dtype_casting(model, active=(dtype or compute_dtype_of(model)) != torch.float32):
+    if (dtype or compute_dtype_of(model)) == torch.float32:
         yield
+        return
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    switches = [getattr(layer, "cast_input_dtype_enabled", True) for layer in layers]  # not all of PEFT's layers set it
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False
+    try:
+        yield
+    finally:
+        for layer, switch in zip(layers, switches, strict=True):
+            layer.cast_input_dtype_enabled = switch
 
 
 @contextlib.contextmanager
