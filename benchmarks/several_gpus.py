@@ -81,25 +81,34 @@ class Training:
 
     def __init__(self, mesh: Mesh, name: str, rows: int, length: int, graphs: bool):
         import halfbyte
-        from halfbyte.modeling.head import causal_lm_loss
 
         self.mesh, self.model = mesh, build(name, mesh.kind)
         halfbyte.patch(self.model)
         self.batch = random_batch(name, rows, length, mesh.kind)
-
-        def sums(batch: Any) -> dict[str, Tensor]:
-            return {"loss": causal_lm_loss(self.model, batch)[0]}
-
         self.trained = self.trained_parameters()
-        self.stepper: Stepper = GraphedStepper(sums, self.trained) if graphs else Stepper(sums)
+        self.stepper: Stepper = GraphedStepper(self.trained) if graphs else Stepper()
         self.optimizer = torch.optim.AdamW(self.trained, lr=2e-4, weight_decay=0.0, fused=True)
         self.count = torch.full((), float(rows * (length - 1) * mesh.size), device=mesh.kind)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def forward(self, batch: Any, count: Tensor) -> tuple[Tensor, Tensor]:
+        from halfbyte.modeling.head import causal_lm_loss
+
+        loss_sum = causal_lm_loss(self.model, batch)[0]
+        return loss_sum / count, loss_sum.detach()[None]
+
+    def forward_backward(self) -> Tensor:
+        """Run the batch as the training loop does; return its sums [1]."""
+        if not self.stepper.is_eager:
+            return self.stepper.forward_backward(self.forward, [self.batch], self.count, may_capture=True)
+        loss, sums = self.forward(self.batch, self.count)
+        loss.backward()
+        return sums
+
     def step(self, together: bool) -> Tensor:
-        sums = self.stepper([self.batch], self.count, may_capture=True)
+        sums = self.forward_backward()
         if together:
             sums = sum_gradients(self.mesh, self.trained, sums)
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
@@ -184,7 +193,7 @@ def _repeated_step(training: Training, mesh: Mesh, together: bool, steps: int = 
     norms: list[float] = []
     for event in events:
         event.record()
-        sums = training.stepper([training.batch], training.count, may_capture=True)
+        sums = training.forward_backward()
         if together:
             sums = sum_gradients(mesh, training.trained, sums)
         norm = clip_gradients(mesh if together else SINGLE_PROCESS, training.trained, 1.0)
@@ -212,7 +221,7 @@ class Sharded(Training):
         free_memory()
 
     def step(self, together: bool) -> Tensor:
-        sums = self.stepper([self.batch], self.count, may_capture=True)
+        sums = self.forward_backward()
         sums = self.units.reduce(sums) if together else sums
         self.units.clip(1.0)
         self.optimizer.step()

@@ -28,14 +28,13 @@ from halfbyte.runs import checkpoints
 from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train import loop as loops
 from halfbyte.train.run import train
-from halfbyte.train.stepper import Stepper
 from tests.helpers.run_records import lines, timeless
 
 # What is counted, and where a run is killed: as the n-th of these begins (or has been asked for, of rewards).
 MOMENTS: dict[str, list[tuple[Any, str]]] = {
     "rollout": [(PagedDecoder, "step"), (PagedDecoder, "prefill")],
     "reward": [(RewardProcess, "answer")],
-    "step": [(Stepper, "micro_batch"), (loops.TrainingLoop, "_update_weights"), (loops.TrainingLoop, "evaluate")],
+    "step": [(loops.TrainingLoop, "forward"), (loops, "next_rate"), (loops.TrainingLoop, "evaluate")],
     "record": [(MetricsFile, "append")],
     "save": [(loops, name) for name in ("save_weights", "save_optimizer", "save_random", "write_manifest")]
     + [(checkpoints, "keep_newest")],

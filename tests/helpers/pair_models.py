@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from halfbyte.config import RunConfig
 from halfbyte.data.collate_answers import as_documents
 from halfbyte.methods import METHODS
-from halfbyte.train.stepper import LookAhead
+from halfbyte.train.stepper import SharedNumbers
 from tests.helpers.patch_models import tiny
 
 VOCABULARY = 101
@@ -63,7 +63,7 @@ def mean_loss(asked, model, batches):
     """The loss of a step over these micro-batches, as the loop and the stepper have it, and all sums and counts."""
     counts = [asked.counts(batch) for batch in batches]
     counts = {name: sum(each[name] for each in counts) for name in counts[0]}
-    sums = [asked.sums(model, batch) for batch in LookAhead(asked, model).add_numbers(batches, counts)]
+    sums = [asked.sums(model, batch) for batch in SharedNumbers(asked, model).add(batches, counts)]
     sums = {name: sum(each[name] for each in sums) for name in sums[0]}
     return sums["loss"] / counts[asked.numbers.trained[0].over], sums, counts
 

@@ -73,27 +73,22 @@ def breaks_on_one():
     import torch
 
     from halfbyte.cli import main
-    from halfbyte.train import setup
+    from halfbyte.train.loop import TrainingLoop
 
-    calls, make = [], setup.sums_of
+    calls, inner = [], TrainingLoop.sums
 
-    def sums_of(method, model, dtype):
-        inner = make(method, model, dtype)
+    def sums(loop, batch):
+        calls.extend([1] * loop.model.training)
+        values = inner(loop, batch)
+        if RANK != 1 or len(calls) != 3 or not loop.model.training:
+            return values
+        if sys.argv[3] == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if sys.argv[3] == "bug":
+            raise KeyError("nobody foresaw this")
+        return {name: value * float("nan") for name, value in values.items()}
 
-        def sums(batch):
-            calls.extend([1] * model.training)
-            found = inner(batch)
-            if RANK != 1 or len(calls) != 3 or not model.training:
-                return found
-            if sys.argv[3] == "memory":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            if sys.argv[3] == "bug":
-                raise KeyError("nobody foresaw this")
-            return {name: value * float("nan") for name, value in found.items()}
-
-        return sums
-
-    with mock.patch.object(setup, "sums_of", sums_of):
+    with mock.patch.object(TrainingLoop, "sums", sums):
         main(["train", str(FOLDER / "run.yaml")])
 
 

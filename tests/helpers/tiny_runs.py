@@ -11,13 +11,12 @@ from halfbyte.config import RunConfig
 from halfbyte.data.collate import PaddedCollator
 from halfbyte.data.rows import RowTable
 from halfbyte.mesh.mesh import SINGLE_PROCESS
-from halfbyte.methods import method_of
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
 from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train.callbacks import training_arguments
 from halfbyte.train.loop import TrainingLoop, seed_process
-from halfbyte.train.stepper import GraphedStepper, Stepper, sums_of
+from halfbyte.train.stepper import GraphedStepper, Stepper
 from halfbyte.utils.hardware import chosen_device
 
 VOCABULARY = 64
@@ -71,12 +70,8 @@ def make_loop(config, train=None, held_out=None, model=None, graphs=None, recipe
     if on_gpu:
         patch(model)
     scaling = patch(model, recipe=recipe).scaling if recipe else None
-    method = method_of(config)
-    sums = sums_of(method, model, dtype)
-    if on_gpu if graphs is None else graphs:
-        stepper = GraphedStepper(sums, list(trained_parameters(model).values()))
-    else:
-        stepper = Stepper(sums, scaler)
+    captures = on_gpu if graphs is None else graphs
+    stepper = GraphedStepper(list(trained_parameters(model).values())) if captures else Stepper()
     train = train if train is not None else rows(12)
     seed_process(config, SINGLE_PROCESS)
     return TrainingLoop(
@@ -91,7 +86,8 @@ def make_loop(config, train=None, held_out=None, model=None, graphs=None, recipe
         held_out=held_out,
         collate=PaddedCollator(0, fused=True) if on_gpu else collate,
         stepper=stepper,
-        scaling=scaling,
+        grad_scaler=scaler,
+        fp8_scales=scaling,
     )
 
 

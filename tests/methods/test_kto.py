@@ -14,7 +14,7 @@ from halfbyte.data.collate_answers import MISMATCHED, answer_collator, as_docume
 from halfbyte.data.prepare_answers import prepare_answers
 from halfbyte.methods.answers import reference_log_probs
 from halfbyte.modeling import shared_prefix
-from halfbyte.train.stepper import LookAhead, with_numbers
+from halfbyte.train.stepper import SharedNumbers, with_numbers
 from halfbyte.utils import notices
 from tests.helpers.pair_models import (
     assert_same_gradients,
@@ -145,9 +145,9 @@ def test_joined_mismatched_answers_give_the_same_losses(layout, rounded, checkpo
         assert float(found) == pytest.approx(float(expected), rel=2e-6)
         assert float(found_sums["kl"]) == pytest.approx(float(sums["kl"]), rel=1e-5)
         assert_same_gradients(gradients(found, policy), wanted, 5e-6)
-    ahead = LookAhead(asked, policy)
+    ahead = SharedNumbers(asked, policy)
     with torch.no_grad():
-        evaluated = asked.sums(policy, with_numbers(batch, ahead.numbers([batch])))
+        evaluated = asked.sums(policy, with_numbers(batch, ahead.of_evaluation([batch])))
     assert float(evaluated["loss"]) == pytest.approx(float(sums["loss"]), rel=2e-6)
 
 

@@ -45,16 +45,16 @@ def test_failure_of_one_rank_is_reported_once(place, tmp_path, kind, said):
 def one_is_slow(mesh, place, output):
     from unittest import mock
 
-    from halfbyte.train.stepper import Stepper
+    from halfbyte.train.loop import TrainingLoop
 
-    inner = Stepper.__call__
+    inner = TrainingLoop.forward
 
-    def slow(self, batches, count, **keys):
+    def slow(loop, *arguments):
         time.sleep(0.1 * mesh.rank)
-        return inner(self, batches, count, **keys)
+        return inner(loop, *arguments)
 
     keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2}, "sample_prompts": 0, "max_steps": 3}
-    with mock.patch.object(Stepper, "__call__", slow):
+    with mock.patch.object(TrainingLoop, "forward", slow):
         train(configured(place, output, **keys))
 
 

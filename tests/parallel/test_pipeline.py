@@ -27,6 +27,7 @@ from halfbyte.train.pipeline_stepper import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 from halfbyte.utils.errors import HalfbyteError, ModelError
 from tests.helpers import rank_runs
+from tests.helpers.steps import run_step
 
 pytestmark = pytest.mark.dist
 
@@ -72,13 +73,17 @@ def count_of(batches) -> torch.Tensor:
     return torch.tensor(float(sum(SFT.counts(batch)["trained_tokens"] for batch in batches)))
 
 
+def sums_of(model):
+    return lambda batch: SFT.sums(model, batch)
+
+
 def three_steps(stepper, model, window, mesh=SINGLE_PROCESS):
     """Return sums, gradients and weights of three steps of `window` micro-batches, the last one incomplete."""
     trained = trained_parameters(model)
     found = []
     for number, size in enumerate((window, window, max(window - 3, 1))):
         batches = batches_of(size, seed=number)
-        sums = sum_gradients(mesh, [*trained.values()], stepper(batches, count_of(batches)))
+        sums = sum_gradients(mesh, [*trained.values()], run_step(stepper, sums_of(model), batches, count_of(batches)))
         loss = float(sums[0]) / float(count_of(batches))
         gradients = {name: p.grad.clone() for name, p in trained.items()}
         clip_gradients(mesh, [*trained.values()], 0.1)
@@ -87,7 +92,7 @@ def three_steps(stepper, model, window, mesh=SINGLE_PROCESS):
             parameter.grad = None
         found.append((loss, gradients))
     with torch.no_grad():
-        held_out = [float(sums["loss"]) for sums in stepper.evaluate(batches_of(3, seed=9))]
+        held_out = [float(sums["loss"]) for sums in stepper.evaluate(sums_of(model), batches_of(3, seed=9))]
     return found, held_out, {name: p.detach().clone() for name, p in trained.items()}
 
 
@@ -95,7 +100,7 @@ def whole(family, keys, layers, window, activations):
     model = model_of(family, layers, **keys)
     if activations is not None:
         patch(model, activations)
-    return three_steps(Stepper(lambda batch: SFT.sums(model, batch)), model, window)
+    return three_steps(Stepper(), model, window)
 
 
 def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahead):
@@ -111,9 +116,8 @@ def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahe
     stages = LocalStages(model, parts, pipeline.own)
     if activations is not None:
         patch(model, activations)
-    stepper = PipelinedStepper(
-        lambda batch: SFT.sums(model, batch), ["loss"], SFT.blank, contextlib.nullcontext, pipeline, stages
-    )
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    stepper = PipelinedStepper(["loss"], SFT.blank, contextlib.nullcontext, pipeline, stages, scaler)
     return three_steps(stepper, model, window, mesh)
 
 

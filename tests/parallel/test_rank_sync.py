@@ -17,6 +17,7 @@ from halfbyte.train import stepper
 from halfbyte.train.graph import WARMUP
 from tests.helpers.graph_stand_in import StandIn
 from tests.helpers.patch_models import quantize, tiny
+from tests.helpers.steps import run_step
 
 pytestmark = pytest.mark.dist
 
@@ -90,12 +91,16 @@ def trains(model, make, mesh=SINGLE_PROCESS):
     """Return losses and gradients of each SGD step, and the synced shapes that have a graph at the end."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     halfbyte.patch(model)
-    steps, record = make(lambda batch: {"loss": causal_lm_loss(model, batch)[0]}, trained), []
+    steps, record = make(trained), []
+
+    def sums_of(batch):
+        return {"loss": causal_lm_loss(model, batch)[0]}
+
     window = [micro_batch(lengths, True) for lengths in LENGTHS]
     count = sum((each["labels"][:, 1:] != -100).sum() for each in window).float()
     for _ in range(WINDOWS):
         own = copy.deepcopy(window[mesh.coordinate("shard") :: mesh.degree("shard")])
-        sums = mesh.sum(steps(steps.pad_across_ranks(own), count, may_capture=True))
+        sums = mesh.sum(run_step(steps, sums_of, steps.pad_across_ranks(own), count, may_capture=True))
         record.append((sums, [mesh.sum(parameter.grad.clone()) for parameter in trained]))
         for parameter, gradient in zip(trained, record[-1][1], strict=True):
             parameter.data.sub_(0.1 * gradient)
@@ -111,8 +116,8 @@ def case_trains(mesh, free):
         stand_in = StandIn(free=free[mesh.coordinate("shard")]).install(patched)
         patched.setattr(stepper, "GraphedBackward", stand_in.backwards)
 
-        def graphed(sums, trained):
-            return stepper.GraphedStepper(sums, trained, RankSync(mesh))
+        def graphed(trained):
+            return stepper.GraphedStepper(trained, RankSync(mesh))
 
         return trains(model, graphed, mesh)
 
@@ -122,7 +127,7 @@ def case_trains(mesh, free):
 def test_graphs_are_captured_on_all_ranks_or_none(two, free):
     """Each of two warm shapes has a graph, unless one rank lacks memory for it."""
     results = two.run(case_trains, free, layout={"shard": 2})
-    expected, _ = trains(model_of(), lambda sums, trained: stepper.Stepper(sums))
+    expected, _ = trains(model_of(), lambda trained: stepper.Stepper())
     for record, captured in results:
         assert len(captured) == (2 if free == (10, 10) else 0)
         assert captured == results[0][1]

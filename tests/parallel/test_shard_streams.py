@@ -20,6 +20,7 @@ from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.graph import WARMUP
 from halfbyte.train.stepper import GraphedStepper, Stepper
 from tests.helpers.patch_models import batch, quantize, tiny
+from tests.helpers.steps import run_step
 
 LAYERS = 6
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS, "head_dim": 64}
@@ -71,17 +72,21 @@ def windows():
     return [[batch(length=length), batch(length=12)] for length in [12, 24] * (2 * WARMUP + 2)]
 
 
-def eager(sums, _):
-    return Stepper(sums)
+def eager(_):
+    return Stepper()
 
 
 def trained(model, stepper, device):
     """Return losses and gradients of steps, with an evaluation after every fourth."""
     parameters, record = [p for p in model.parameters() if p.requires_grad], []
-    steps = stepper(lambda batch: {"loss": causal_lm_loss(model, batch)[0]}, parameters)
+    steps = stepper(parameters)
+
+    def sums(batch):
+        return {"loss": causal_lm_loss(model, batch)[0]}
+
     for number, window in enumerate(windows()):
         on_device = [{name: value.to(device) for name, value in each.items()} for each in window]
-        loss = steps(on_device, torch.ones((), device=device), may_capture=True)
+        loss = run_step(steps, sums, on_device, torch.ones((), device=device), may_capture=True)
         record.append((loss, [p.grad.clone() for p in parameters]))
         for parameter in parameters:
             parameter.data.sub_(1e-3 * parameter.grad)
@@ -118,10 +123,7 @@ def test_layers_read_their_own_bytes(monkeypatch, one_of_two, device, stays, lat
         block.register_forward_pre_hook(lambda *_: delay())
         block.register_full_backward_pre_hook(lambda *_: delay())
 
-    def graphed(sums, parameters):
-        return GraphedStepper(sums, parameters)
-
-    found, held = trained(model, graphed if device == "cuda" else eager, device)
+    found, held = trained(model, GraphedStepper if device == "cuda" else eager, device)
     assert held == (device == "cuda")
     assert share.stats.count
     for (loss, gradients), (its, theirs) in zip(found, expected, strict=True):

@@ -18,7 +18,7 @@ from halfbyte.rl.rollout_batch import pass_rates
 from halfbyte.rl.rollouts import ImportanceCorrection, PolicyRollouts
 from halfbyte.rl.sampler import AnswerSampler
 from halfbyte.runs import checkpoints
-from halfbyte.train import setup
+from halfbyte.train import run as runs
 from halfbyte.train.run import finetune, train
 from halfbyte.train.stepper import GraphedStepper
 from halfbyte.utils import notices
@@ -208,8 +208,8 @@ def test_rollouts_while_graphs_are_held(prompts, tmp_path, monkeypatch):
     run(prompts, tmp_path / "eager", max_steps=8)
     stand_in, graphs, held, generate = StandIn().install(monkeypatch), [], [], Rollouts.generate
 
-    def in_graphs(run, model, sums, scaler, captured):
-        stepper = GraphedStepper(sums, list(trained_parameters(model).values()))
+    def in_graphs(run, model, captured):
+        stepper = GraphedStepper(list(trained_parameters(model).values()))
         graphs.append(stepper.graphs)
         stand_in.gradients = stepper.graphs.gradients
         return stepper
@@ -220,7 +220,7 @@ def test_rollouts_while_graphs_are_held(prompts, tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return generate(engine, *arguments, **keys)
 
-    monkeypatch.setattr(setup, "make_stepper", in_graphs)
+    monkeypatch.setattr(runs, "make_stepper", in_graphs)
     monkeypatch.setattr(Rollouts, "generate", short)
     run(prompts, tmp_path / "graphed", max_steps=8)
     assert held == [False] * 2 + [True] * 5 + [False] * 2  # captured in the second step, freed in the seventh

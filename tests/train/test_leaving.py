@@ -42,7 +42,7 @@ def uninterrupted(tmp_path_factory):
 def interrupted(output, moment, number=signal.SIGTERM):
     """A run that is asked at its `moment`-th batch, resumed until its end; and the checkpoint it was resumed from."""
     loop, count = loop_of(output), 0
-    inner = loop.stepper.sums
+    inner = loop.sums
 
     def sums(batch):
         nonlocal count
@@ -51,7 +51,7 @@ def interrupted(output, moment, number=signal.SIGTERM):
             signal.raise_signal(number)
         return inner(batch)
 
-    loop.stepper.sums = sums
+    loop.sums = sums
     with pytest.raises(Stopped) as stopped:
         loop.train()
     assert stopped.value.number == number
@@ -105,8 +105,8 @@ def test_a_signal_in_the_first_step_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(loops, "LEAVE_TIMEOUT", 0.0)
     loop = loop_of(tmp_path)
     loop.metrics.listeners.append(lambda record: pytest.fail("a step was done"))
-    inner = loop.stepper.sums
-    loop.stepper.sums = lambda batch: signal.raise_signal(signal.SIGTERM) or inner(batch)
+    inner = loop.sums
+    loop.sums = lambda batch: signal.raise_signal(signal.SIGTERM) or inner(batch)
     with pytest.raises(Stopped):
         loop.train()
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from transformers import Trainer, set_seed
 
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.mesh.mesh import SINGLE_PROCESS
-from halfbyte.train import stepper, update
+from halfbyte.train import stepper
 from halfbyte.train.callbacks import total_steps, training_arguments
 from halfbyte.train.graph import Gradients
 from halfbyte.train.sampler import batches
@@ -223,7 +223,7 @@ class EagerOptimizer:
 def graphed(monkeypatch):
     """Makes a loop with such graphs, and an eager optimizer."""
     monkeypatch.setattr(stepper, "GraphedBackward", Graphs)
-    monkeypatch.setattr(update, "GraphedOptimizer", EagerOptimizer)
+    monkeypatch.setattr(stepper, "GraphedOptimizer", EagerOptimizer)
 
     def make(config, **keys):
         loop = make_loop(config, graphs=True, **keys)

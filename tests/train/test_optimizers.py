@@ -178,7 +178,7 @@ def test_a_broken_gradient_stops_the_backwards_updates_and_is_named(broken, tmp_
 def test_a_broken_loss_updates_nothing_in_the_backward(keys, value, tmp_path):
     """Also if all gradients are finite."""
     loop = make_loop(run_config(tmp_path, **FULL, **keys))
-    before, states, sums = {}, [], loop.stepper.sums
+    before, states, sums = {}, [], loop.sums
 
     def broken(batch):
         found = sums(batch)
@@ -189,7 +189,7 @@ def test_a_broken_loss_updates_nothing_in_the_backward(keys, value, tmp_path):
             before.update(trained(loop))
             states[:] = tensors(loop.optimizer.state_dict())
 
-    loop.stepper.sums = broken
+    loop.sums = broken
     loop.add_callback(Keep())
     with pytest.raises(TrainingError, match="step 3: "):
         loop.train()

@@ -25,13 +25,9 @@ class Happenings(TrainerCallback):
         self.loop, self.list, self.held, self.logged = loop, [], {}, []
         loop.add_callback(self)
         loop.metrics.listeners.append(lambda record: self.list.append(f"{record['kind']} {record['step']}"))
-        backward = loop.stepper.micro_batch
 
-        def micro_batch(batch):
-            self.list.append(f"backward {loop.state.global_step + 1}")
-            return backward(batch)
-
-        loop.stepper.micro_batch = micro_batch
+    def on_step_begin(self, args, state, control, **_):
+        self.list.append(f"launch {state.global_step + 1}")
 
     def on_step_end(self, args, state, control, **_):
         self.held[state.global_step] = self.everything()
@@ -80,7 +76,7 @@ def test_a_broken_step_changes_no_weight_and_no_moment(loop_on, optim, launched)
     with pytest.raises(TrainingError, match="step 6:") as stopped:
         loop.train()
     assert "checkpoint-4" in stopped.value.fix
-    assert [event for event in happened.list if "backward" in event][-1] == f"backward {launched}"
+    assert [event for event in happened.list if "launch" in event][-1] == f"launch {launched}"
     assert len(losses(loop)) == 5
     before, after = happened.held[5], happened.everything()
     assert len(before) == len(after) > len(loop.trained)
@@ -103,9 +99,9 @@ def test_records_are_written_a_step_late_and_before_what_depends_on_them(tmp_pat
     loop = make_loop(run_config(tmp_path, max_steps=6, save_steps=4, eval_steps=3, optim=optim), None, held_out)
     happened = Happenings(loop)
     loop.train()
-    until_evaluation = ["backward 1", "backward 2", "train 1", "backward 3", "train 2", "train 3", "eval 3"]
-    until_checkpoint = ["backward 4", "train 4"]
-    until_end = ["backward 5", "backward 6", "train 5", "train 6", "eval 6"]
+    until_evaluation = ["launch 1", "launch 2", "train 1", "launch 3", "train 2", "train 3", "eval 3"]
+    until_checkpoint = ["launch 4", "train 4"]
+    until_end = ["launch 5", "launch 6", "train 5", "train 6", "eval 6"]
     assert happened.list == until_evaluation + until_checkpoint + until_end
     trained = [record for record in loop.metrics.records() if record["kind"] == "train"]
     assert happened.logged == [(record["step"], record["epoch"], record["loss"]) for record in trained]
@@ -115,14 +111,14 @@ def test_records_are_written_a_step_late_and_before_what_depends_on_them(tmp_pat
 
 def test_a_run_that_raises_has_written_the_steps_before(tmp_path):
     loop = make_loop(run_config(tmp_path, max_steps=6))
-    backward = loop.stepper.micro_batch
+    forward = loop.forward
 
-    def failing(batch):
+    def failing(*arguments):
         if loop.state.global_step == 3:
             raise KeyboardInterrupt
-        return backward(batch)
+        return forward(*arguments)
 
-    loop.stepper.micro_batch = failing
+    loop.forward = failing
     with pytest.raises(KeyboardInterrupt):
         loop.train()
     assert len(losses(loop)) == 3
@@ -134,17 +130,17 @@ def test_step_seconds_exclude_evaluations(tmp_path, monkeypatch):
     loop = make_loop(run_config(tmp_path, max_steps=6, eval_steps=2), None, held_out)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(metrics_log, "perf_counter", lambda: clock.now)
-    backward, evaluation = loop.stepper.micro_batch, loop.evaluate
+    one_forward, evaluation = loop.forward, loop.evaluate
 
-    def micro_batch(batch):
+    def forward(*arguments):
         clock.now += 1
-        return backward(batch)
+        return one_forward(*arguments)
 
     def evaluate():
         clock.now += 100
         return evaluation()
 
-    loop.stepper.micro_batch, loop.evaluate = micro_batch, evaluate
+    loop.forward, loop.evaluate = forward, evaluate
     loop.train()
     assert clock.now == 306
     assert [r["step_seconds"] for r in loop.metrics.records() if r["kind"] == "train"] == [1.0] * 6

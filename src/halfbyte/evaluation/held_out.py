@@ -124,7 +124,7 @@ def measure(
 
     from ..modeling.compute_dtype import compute_autocast, no_input_casts
     from ..modeling.routers import track_routers
-    from ..train.stepper import LookAhead, with_numbers
+    from ..train.stepper import SharedNumbers, with_numbers
 
     device, metrics = next(model.parameters()).device, method.numbers.trained
     sums = dict.fromkeys((metric.name for metric in metrics), 0.0)
@@ -140,7 +140,7 @@ def measure(
         sums_of: Callable[[Any], Any] = partial(method.sums, model)
         if balanced and routers is not None:
             sums_of = routers.counted(sums_of)
-        shared = LookAhead(method, model).numbers(batches())
+        shared = SharedNumbers(method, model).of_evaluation(batches())
         for batch in batches():
             counted = method.counts(batch)
             counts = {name: count + counted[name] for name, count in counts.items()}

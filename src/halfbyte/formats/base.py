@@ -409,9 +409,7 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
             raise CheckpointError(f"{label} is missing from the checkpoint", DAMAGED)
         tensor = parts[part]
         if tuple(tensor.shape) != size or tensor.dtype != dtype:
-            raise CheckpointError(
-                f"{label} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {size}", DAMAGED
-            )
+            raise CheckpointError(f"{label} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {size}", DAMAGED)
 
 
 def check_finite(parts: Parts, labels: Mapping[str, str]) -> None:

@@ -89,6 +89,7 @@ class Method(ABC):
             model generates nothing.
         looks_ahead: whether its losses need sums over the complete step first, see `ahead`.
         reference: whether its losses compare the model with its state before training.
+        shares_numbers: whether its losses need numbers of the complete step, see `shared`.
         shares: whether the answers of a row can share their prompt, see `data.shared_prefix`.
         columns: for text, number columns of the data; a prepared row has them as lists, one number per document.
     """
@@ -97,6 +98,7 @@ class Method(ABC):
     numbers = Numbers()
     reference = False
     looks_ahead = False
+    shares_numbers = False
     scores: str | None = None
     shares = False
     columns: tuple[str, ...] = ()

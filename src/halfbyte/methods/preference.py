@@ -63,6 +63,7 @@ class PairedMethod(Method):
 
     rows = "pairs"
     shares = True
+    shares_numbers = True
     nll_of_prompts = False
 
     def of(self, config: RunKeys) -> Self:
@@ -339,6 +340,7 @@ class KahnemanTverskyOptimization(Method):
 
     rows = "unpaired"
     shares = True
+    shares_numbers = True
     reference = True
     numbers = Numbers(KTO_METRICS, (*KTO_METRICS, MARGINS))
 

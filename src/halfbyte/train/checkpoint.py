@@ -74,11 +74,11 @@ def load_weights(model: Any, folder: Path, skip: Callable[[str], bool] | None = 
             own[name].copy_(tensor)
 
 
-def save_optimizer(folder: Path, optimizer: State, schedule: Any, scaler: torch.amp.GradScaler | None) -> None:
+def save_optimizer(folder: Path, optimizer: State, schedule: Any, grad_scaler: torch.amp.GradScaler) -> None:
     _save(optimizer, folder / OPTIMIZER)
     _save(schedule.state_dict(), folder / SCHEDULE)
-    if scaler is not None:
-        _save(scaler.state_dict(), folder / SCALER)
+    if grad_scaler.is_enabled():
+        _save(grad_scaler.state_dict(), folder / SCALER)
 
 
 def _save(state: Any, path: Path) -> None:
@@ -91,7 +91,7 @@ def load_optimizer(
     folder: Path,
     optimizer: Any,
     schedule: Any,
-    scaler: torch.amp.GradScaler | None,
+    grad_scaler: torch.amp.GradScaler,
     local_part: Callable[[State], State],
 ) -> None:
     """Load the states that `save_optimizer` saved.
@@ -108,8 +108,8 @@ def load_optimizer(
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             _restore_dtypes(optimizer, state)
         schedule.load_state_dict(read_state(folder / SCHEDULE, EARLIER))
-        if scaler is not None and (folder / SCALER).is_file():
-            scaler.load_state_dict(read_state(folder / SCALER, EARLIER))
+        if grad_scaler.is_enabled() and (folder / SCALER).is_file():
+            grad_scaler.load_state_dict(read_state(folder / SCALER, EARLIER))
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: State) -> None:

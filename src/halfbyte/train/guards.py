@@ -61,20 +61,18 @@ class StepGuards:
         self.first_broken: Callable[[], str | None] | None = None
         self._skipped = 0  # consecutive steps that float16's scaler skipped
 
-    def check_count(self, step: int, count: float, micro_batches: int) -> float:
-        """Return the divisor of a step's loss; raise if the step has nothing to train on.
+    def check_empty(self, step: int, micro_batches: int) -> float:
+        """Return the divisor of the loss of a step that has nothing to train on, if that may happen; else raise.
 
         A step of sampled completions of which none ended (`mask_truncated_completions`) has the loss 0, as in TRL.
         """
-        if not count and self.sampled:
+        if self.sampled:
             notice("nothing-ended", f"step {step}: no answer ended within max_completion_length, so it teaches nothing")
             return 1.0
-        if not count:
-            raise TrainingError(
-                f"step {step} has no {self.count_name} in its {micro_batches} micro-batches",
-                "look at the masks with `halfbyte preview`; rows cut by max_length may have lost their answers",
-            )
-        return count
+        raise TrainingError(
+            f"step {step} has no {self.count_name} in its {micro_batches} micro-batches",
+            "look at the masks with `halfbyte preview`; rows cut by max_length may have lost their answers",
+        )
 
     def check_held_out(self, step: int, loss_sum: float, count: float) -> None:
         """Raise if the held-out rows have nothing to evaluate, or their loss is NaN or Inf."""

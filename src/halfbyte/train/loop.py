@@ -1,8 +1,4 @@
-"""The training loop: the story of a step, and of the run around it.
-
-A step takes its micro-batches (`_next_micro_batches`); the stepper runs their forwards and backwards and returns the
-sums of the method's metrics; gradients are reduced and clipped; guards stop a broken step; the optimizer and the
-schedule step; the step's numbers are read and recorded while the next step is launched.
+"""The training loop: one optimizer step (`TrainingLoop.train_step`), and the run around it.
 
 - The loss of a step is its sum over the whole accumulation window divided by the count over that window (for
   supervised fine-tuning: trained tokens). So gradient accumulation equals the large batch.
@@ -19,24 +15,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_utils import speed_metrics
 
-from ..batch import take_counts, to_device
+from ..batch import Batch, take_counts, to_device
 from ..config import RunConfig
 from ..data.rows import RowTable, TrainingRows
 from ..mesh.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..mesh.sharded_linears import full_parameters
 from ..methods import method_of
-from ..methods.base import Batch, Collate, Rows
+from ..methods.base import Collate, Rows
 from ..modeling.cast_cache import cast_replacements
+from ..modeling.compute_dtype import compute_autocast
 from ..ops.fp8_scaling import DelayedScaling
 from ..optim import (
     FOLLOW_METRIC,
@@ -50,7 +50,7 @@ from ..optim import (
 from ..parallel.context import context_shard
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..parallel.shard.model import has_static_gradients
-from ..parallel.shard.optimizer import shard_optimizer
+from ..parallel.shard.optimizer import ReplicatedOptimizer, shard_optimizer
 from ..runs import checkpoints
 from ..runs.layout import TRAINER_STATE, checkpoint_folder
 from ..runs.manifest import write_manifest
@@ -74,12 +74,9 @@ from .checkpoint import (
     save_weights,
 )
 from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal, skip_if_not_finite
-from .metrics_log import MetricsLog, SampledRows, StepNumbers
+from .metrics_log import MetricsLog, SampledRows
 from .sampler import CountingCollator, batches
-from .stepper import LookAhead, Stepper, free_stream_caches, with_numbers
-from .update import make_update
-
-Part = TypeVar("Part")
+from .stepper import SharedNumbers, Stepper, free_stream_caches, with_numbers
 
 
 def seed_process(config: RunConfig, mesh: Mesh) -> None:
@@ -101,12 +98,21 @@ class TrainingLoop:
         rows: the training rows.
         held_out: rows to evaluate on.
         collate: the method's collator, rows → a batch.
-        stepper: runs the micro-batches of a step: eager, as CUDA graphs or through a pipeline.
+        stepper: what CUDA graphs or a pipeline replace in a step.
+        grad_scaler: the loss scaler of float16; default: disabled.
+        count_experts: returns the context of a forward that counts the experts of a mixture; default: counts nothing.
         mesh: the ranks that train.
-        scaling: delayed scales of the fp8 recipe.
+        fp8_scales: delayed scales of the fp8 recipe.
         rollouts: samples the rows of each step; None: `rows` are trained on as they are.
         pipeline_state: gathers weights and optimizer state from the stages of a pipeline; None: one stage.
     """
+
+    # Set by `train`, after the weights of a checkpoint are loaded.
+    optimizer: torch.optim.Optimizer
+    optimizer_shards: ReplicatedOptimizer
+    schedule: LRScheduler
+    clip_gradients: Callable[[], Tensor]  # returns the norm before clipping, 0-d
+    skips_on_device: bool  # whether the optimizer skips a step with NaN or Inf itself, so that the host need not wait
 
     def __init__(
         self,
@@ -122,32 +128,51 @@ class TrainingLoop:
         held_out: Rows | None = None,
         collate: Collate,
         stepper: Stepper,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        count_experts: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
         mesh: Mesh = SINGLE_PROCESS,
-        scaling: DelayedScaling | None = None,
+        fp8_scales: DelayedScaling | None = None,
         rollouts: SampledRows | None = None,
         pipeline_state: PipelineState | None = None,
     ):
-        self.config, self.identity, self.metrics, self.compute_dtype = config, identity, metrics, compute_dtype
-        self.model, self.args, self.device, self.mesh = model, args, device, mesh
-        self.rows, self.held_out, self.method = rows, held_out, method_of(config)
+        self.config = config
+        self.identity = identity
+        self.metrics = metrics
+        self.compute_dtype = compute_dtype
+        self.model = model
+        self.args = args
+        self.device = device
+        self.mesh = mesh
+        self.rows = rows
+        self.held_out = held_out
+        self.method = method_of(config)
         self.collate = CountingCollator(self.method, collate)
-        self.look_ahead = LookAhead(self.method, model, compute_dtype, mesh)
+        self.shared_numbers = SharedNumbers(self.method, model, compute_dtype, mesh)
         self.loss_count = self.method.numbers.trained[0].over
-        self.output, self.optimizer_row = Path(config.output_dir), optimizer_row(config)
+        self.output = Path(config.output_dir)
+        self.optimizer_row = optimizer_row(config)
         self.trained = list(trained_parameters(model).values())
-        self.stepper, self.scaler, self.scaling = stepper, stepper.scaler, scaling
-        self.rollouts, self.pipeline_state = rollouts, pipeline_state
-        self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), StopRequest()
+        self.stepper = stepper
+        self.grad_scaler = grad_scaler or torch.amp.GradScaler(device.type, enabled=False)
+        self.count_experts = count_experts
+        self.fp8_scales = fp8_scales
+        self.rollouts = rollouts
+        self.pipeline_state = pipeline_state
+        self.callbacks = Callbacks(args, model, reports=mesh.is_main)
+        self.request = StopRequest()
         self.best = BestEvaluation.of(config, self.method)
-        self._evaluation_pending = False  # whether the checkpoint was saved before its step's evaluation
-        self.optimizer: Any = None
-        self.units: Any = None
-        self.update: Any = None
-        self.schedule: Any = None
         self.guards = StepGuards(config, self.loss_count, sampled=rollouts is not None)
-        numbers, scaled = self.method.numbers, self.scaler is not None
-        self.log = MetricsLog(metrics, self.callbacks, numbers, self.guards, device, mesh, scaled, rollouts)
-        self.ways = mesh.degree(*DATA_AXES)  # ranks that rows are distributed to
+        self.metrics_log = MetricsLog(
+            metrics, self.callbacks, self.method.numbers, self.guards, device, mesh, self.grad_scaler, rollouts
+        )  # fmt: skip
+        self.data_parallel_degree = mesh.degree(*DATA_AXES)
+        self.context_degree = mesh.degree("context")
+        self._evaluation_pending = False  # whether the checkpoint was saved before its step's evaluation
+        # Hooks that `train` replaces for optimizers that update in the backward, and for schedule-free ones, whose
+        # training weights differ from the weights to evaluate and save and are exchanged in place.
+        self.loss_hooks: list[Callable[[Tensor], object]] = []  # called with a micro-batch's loss before its backward
+        self.use_training_weights: Callable[[], object] = _keep_weights
+        self.use_evaluation_weights: Callable[[], object] = _keep_weights
 
     @property
     def state(self) -> TrainerState:
@@ -156,14 +181,140 @@ class TrainingLoop:
     def add_callback(self, callback: TrainerCallback) -> None:
         self.callbacks.handler.add_callback(callback)
 
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def train_step(self, micro_batches: Sequence[dict[str, Any]], epoch: float) -> None:
+        """Run one optimizer step; `epoch` is the position of the run after it, in epochs."""
+        number = self.state.global_step + 1
+        self.callbacks("on_step_begin")
+        self._use_training_mode()
+
+        # Micro-batches. The step's loss is divided by its count over all of them, on all ranks.
+        batches = self._to_device(micro_batches)
+        counts = take_counts(batches)
+        if self.data_parallel_degree > 1:
+            counts = self.mesh.sum(counts)
+        divisor = counts[self.loss_count] or self.guards.check_empty(number, len(batches) * self.data_parallel_degree)
+        loss_count = torch.full((), divisor, device=self.device)  # a kernel launch; a copy from the host could block
+        if self.method.shares_numbers:
+            batches = self.shared_numbers.add(batches, counts)
+
+        # Forward and backward: gradients add up in `.grad`, the method's metrics in `sums`, fp32 [n].
+        remaining = self._stop_when_late(batches, random_states() if len(batches) > 1 else None)
+        with self.metrics_log.breakdown.step(number):
+            if self.stepper.is_eager:
+                sums = torch.zeros(len(self.method.numbers.trained), device=self.device)
+                for batch in remaining:
+                    loss, batch_sums = self.forward(batch, loss_count)
+                    loss.backward()
+                    sums = sums + batch_sums
+            else:  # CUDA graphs, or the stages of a pipeline
+                sums = self.stepper.forward_backward(self.forward, remaining, loss_count, self.may_capture)
+
+        # Reduction over ranks: gradients and sums are added, or gradients reduce-scattered to the optimizer's shards.
+        sums = self.optimizer_shards.reduce(sums)
+        self.metrics_log.read()  # raises if the step before was broken, before this one changes a weight
+
+        # Clipping, and the guard: with a NaN or Inf the optimizer skips the step, or the host raises before it.
+        if self.stepper.captures_optimizer:
+            numbers = self.stepper.clip_and_step(sums, self.may_capture)
+        else:
+            self.grad_scaler.unscale_(self.optimizer)
+            numbers = torch.cat([sums, self.clip_gradients().to(sums).reshape(1)])
+            if self.skips_on_device:
+                skip_if_not_finite(self.optimizer, numbers)
+        self.metrics_log.launch(number, counts, numbers, check=number == 1 or not self.skips_on_device)
+
+        # Optimizer and schedule
+        rate = next_rate(self.schedule)
+        if not self.stepper.captures_optimizer:
+            self.callbacks("on_pre_optimizer_step")
+            self.grad_scaler.step(self.optimizer)
+            self.grad_scaler.update()
+        self.callbacks("on_optimizer_step")
+        if self._schedule_counts_step:
+            self.schedule.step()
+        self.optimizer_shards.after_step()
+
+        # Record. Its numbers are read while the next step is launched.
+        self.state.global_step = number
+        self.state.epoch = epoch
+        self.callbacks("on_step_end")
+        self.metrics_log.finish(rate)
+
+    def forward(self, batch: Batch, loss_count: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of a micro-batch to differentiate, 0-d, and the sums of the method's metrics, fp32 [n].
+
+        CUDA graphs capture it with its backward.
+
+        Args:
+            loss_count: 0-d, on the device: the divisor of the step's summed loss.
+        """
+        sums = self.sums(batch)
+        loss = sums["loss"] / loss_count
+        for hook in self.loss_hooks:
+            hook(loss.detach())
+        return self.grad_scaler.scale(loss), torch.stack([value.detach() for value in sums.values()])
+
+    def sums(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Run the model; return the method's named sums of a batch, 0-d, of which "loss" is differentiable."""
+        with self.count_experts(batch), compute_autocast(self.model, self.compute_dtype):
+            return self.method.sums(self.model, batch)
+
+    def _to_device(self, micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Copy a step's micro-batches to the device, with the shapes that all ranks compute."""
+        batches = [to_device(batch, self.device) for batch in micro_batches]
+        if self.stepper.captures:
+            batches = self.stepper.pad_across_ranks(batches)
+        if self.context_degree > 1:
+            batches = [context_shard(batch, self.mesh) for batch in batches]
+        return batches
+
+    def _use_training_mode(self) -> None:
+        if not self.model.training:  # after an evaluation; `train()` walks all modules
+            self.model.train()
+        self.use_training_weights()
+
     @property
-    def _may_capture(self) -> bool:
-        """Whether a step may be captured.
+    def may_capture(self) -> bool:
+        """Whether CUDA graphs may capture a step.
 
         The optimizer's state is allocated in the first step, before the graphs' memory. A graph replays the branch that
         it was captured in, so the recipe's scales must be set.
         """
-        return self.state.global_step > 0 and (self.scaling is None or any(self.scaling.settled))
+        return self.state.global_step > 0 and (self.fp8_scales is None or any(self.fp8_scales.settled))
+
+    @property
+    def _schedule_counts_step(self) -> bool:
+        """Whether the schedule counts the step.
+
+        It does not count a step that float16's scaler skips. A fused optimizer skips it on the device, where the host
+        does not see it, so the schedule counts it.
+        """
+        if self.config.lr_scheduler_type in FOLLOW_METRIC:
+            return False
+        is_seen = self.grad_scaler.is_enabled() and not self.optimizer_row.guarded
+        return not is_seen or math.isfinite(self.metrics_log.norm)
+
+    def _after_step(self) -> None:
+        """Advance the fp8 scales; evaluate and save if a callback or the end of training requests it."""
+        if self.fp8_scales is not None:
+            self.fp8_scales.roll(partial(self.mesh.max, axes=TOKEN_AXES))
+        control = self.callbacks.control
+        ends = self.state.global_step >= self.state.max_steps or control.should_training_stop
+        if self.best is not None and ends:
+            control.should_evaluate = True
+        if ends or control.should_evaluate or control.should_save:
+            self.metrics_log.read()
+        self._evaluate_and_save()
+
+    def _evaluate_and_save(self) -> None:
+        """Evaluate and save a checkpoint, if the callbacks request it."""
+        if self.callbacks.control.should_evaluate:
+            self.evaluate()
+        if self.callbacks.control.should_save:
+            self._save()
+            self.callbacks("on_save")
 
     # --- a run -------------------------------------------------------------------------------------------------------
 
@@ -177,8 +328,16 @@ class TrainingLoop:
             CheckpointError: `checkpoint` cannot be read.
             Stopped: the process received a signal; a checkpoint of the last step is saved.
         """
-        steps = total_steps(self.config, self.rows.row_count, self.ways)
-        self._set_up(checkpoint, steps)
+        steps = total_steps(self.config, self.rows.row_count, self.data_parallel_degree)
+        if checkpoint is not None:
+            self._load_weights(checkpoint)
+        self._make_optimizer(steps)
+        if checkpoint is not None:
+            self._load_optimizer(checkpoint, steps)
+        by_steps = self.config.max_steps > 0
+        epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
+        saved = None if checkpoint is None else checkpoint / TRAINER_STATE
+        self.callbacks.begin(saved, steps=steps, epochs=epochs, optimizer=self.optimizer, schedule=self.schedule)
         if self.state.global_step >= steps or (self.best and self.best.is_exhausted):
             if self.mesh.is_main:  # the run may have been killed between its last save and the removal of older ones
                 checkpoints.keep_newest(self.output, self.config.save_total_limit)
@@ -190,75 +349,91 @@ class TrainingLoop:
             ):
                 self._run(checkpoint)
         except BaseException:
-            self.log.flush()
+            self.metrics_log.flush()
             raise
         finally:
-            self.update.close()
             self.stepper.close()
 
-    def _set_up(self, checkpoint: Path | None, steps: int) -> None:
-        """Create weights, optimizer, schedule and state, or load them from `checkpoint`."""
+    def _load_weights(self, checkpoint: Path) -> None:
+        """Load weights, fp8 scales, rollouts, and the positions in metrics, evaluations and rows."""
         split = self.pipeline_state
-        if checkpoint is not None:
-            with full_parameters(self.trained):
-                load_weights(self.model, checkpoint, split.stages.is_remote if split else None)
-            load_scaling(checkpoint, self.scaling, split.local_scaling if split else dict)
-            state = checkpoints.read_state(checkpoint)
-            if self.rollouts is not None:
-                self.rollouts.load(checkpoint)
-            self.log.window = Window.of_dict(state["window"])
-            self._evaluation_pending = state.get("owes_evaluation", False)
-            if self.best is not None:
-                self.best.load(state.get("best"))
-                self._forget_missing(self.best)
-            self.rows.resume(state.get("stream"))
-        self.optimizer = make_optimizer(self.model, self.config)
-        block = self.optimizer_row.block_of(self.config) if self.scaler is None else 0
+        with full_parameters(self.trained):
+            load_weights(self.model, checkpoint, split.stages.is_remote if split else None)
+        load_scaling(checkpoint, self.fp8_scales, split.local_scaling if split else dict)
+        state = checkpoints.read_state(checkpoint)
+        if self.rollouts is not None:
+            self.rollouts.load(checkpoint)
+        self.metrics_log.window = Window.of_dict(state["window"])
+        self._evaluation_pending = state.get("owes_evaluation", False)
+        if self.best is not None:
+            self.best.load(state.get("best"))
+            self._forget_missing(self.best)
+        self.rows.resume(state.get("stream"))
+
+    def _make_optimizer(self, steps: int) -> None:
+        """Create the optimizer, its shards and the schedule; set the hooks of a step that the optimizer needs."""
+        optimizer: Any = make_optimizer(self.model, self.config)
+        self.optimizer = optimizer
+        scales_loss = self.grad_scaler.is_enabled()
         static_gradients = (
             self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
         )
-        narrow = partial(cast_replacements, self.model, self.compute_dtype)
-        self.units = shard_optimizer(
-            self.mesh, self.trained, block=block, static_gradients=static_gradients, narrow=narrow
+        self.optimizer_shards = shard_optimizer(
+            self.mesh,
+            self.trained,
+            block=0 if scales_loss else self.optimizer_row.block_of(self.config),
+            static_gradients=static_gradients,
+            narrow=partial(cast_replacements, self.model, self.compute_dtype),
         )
-        self.units.adopt(self.optimizer)
-        most, before = self.config.max_grad_norm or math.inf, partial(self.callbacks, "on_pre_optimizer_step")
-        self.update = make_update(self.optimizer, self.optimizer_row, self.units, most, self.stepper, before)
-        if self.optimizer_row.updates == "backward" and hasattr(self.optimizer, "first_broken"):
-            self.stepper.before_backward = partial(skip_if_not_finite, self.optimizer)
-            self.guards.first_broken = self._first_broken
+        self.optimizer_shards.adopt(optimizer)
+        max_norm = self.config.max_grad_norm or math.inf
+        self.clip_gradients = partial(self.optimizer_shards.clip, max_norm)
+        self.skips_on_device = self.optimizer_row.guarded and not scales_loss
+        if self.optimizer_row.has_modes:
+            self.use_training_weights = optimizer.train
+            self.use_evaluation_weights = optimizer.eval
+        if self.optimizer_row.updates == "backward":
+            self.clip_gradients = optimizer.gradient_norm
+            if hasattr(optimizer, "first_broken"):
+                names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+                self.loss_hooks.append(partial(skip_if_not_finite, optimizer))
+                self.guards.first_broken = lambda: names.get(id(optimizer.first_broken()))
+        before_step = partial(self.callbacks, "on_pre_optimizer_step")
+        self.stepper.capture_optimizer(optimizer, self.optimizer_shards, max_norm, before_step)
         warmup = self.args.get_warmup_steps(steps)
-        greater = self.best is not None and self.best.greater
-        self.schedule = make_schedule(self.config, self.optimizer, warmup, steps, greater)
-        if checkpoint is not None:
-            local_part = partial(split.local_optimizer_state, self.optimizer) if split else self.units.local_state
-            with full_parameters(self.trained, self.optimizer):
-                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, local_part)
-            if (planned := checkpoints.planned_steps(checkpoint)) < steps:
-                continue_over(self.schedule, self.optimizer)
-                rate = f"{self.config.written('lr_scheduler_type')} continues over {steps}"
-                next_step = f"the next step has a learning rate of {next_rate(self.schedule):.2e}"
-                notice("longer-run", f"the run has {steps} steps instead of {planned}; {rate}, and {next_step}")
-        by_steps = self.config.max_steps > 0
-        epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
-        saved = None if checkpoint is None else checkpoint / TRAINER_STATE
-        self.callbacks.begin(saved, steps=steps, epochs=epochs, optimizer=self.optimizer, schedule=self.schedule)
+        self.schedule = make_schedule(
+            self.config, optimizer, warmup, steps, greater_is_better=self.best is not None and self.best.greater
+        )
+
+    def _load_optimizer(self, checkpoint: Path, steps: int) -> None:
+        """Load the states of optimizer, schedule and loss scale; a run may have become longer."""
+        split = self.pipeline_state
+        local_part = self.optimizer_shards.local_state
+        if split is not None:
+            local_part = partial(split.local_optimizer_state, self.optimizer)
+        with full_parameters(self.trained, self.optimizer):
+            load_optimizer(checkpoint, self.optimizer, self.schedule, self.grad_scaler, local_part)
+        if (planned := checkpoints.planned_steps(checkpoint)) < steps:
+            continue_over(self.schedule, self.optimizer)
+            rate = f"{self.config.written('lr_scheduler_type')} continues over {steps}"
+            next_step = f"the next step has a learning rate of {next_rate(self.schedule):.2e}"
+            notice("longer-run", f"the run has {steps} steps instead of {planned}; {rate}, and {next_step}")
 
     def _forget_missing(self, best: BestEvaluation) -> None:
         """Forget the best evaluation so far if its checkpoint is needed and does not exist any more."""
         if not self.config.load_best_model_at_end or best.step is None:
             return
         folder = self.output / checkpoint_folder(best.step)
-        if (wrong := self.mesh.from_main(checkpoints.damage(folder))) is not None:
+        if (damage := self.mesh.from_main(checkpoints.damage(folder))) is not None:
             notice(
-                "best-checkpoint", f"{folder}, the best checkpoint so far, cannot be used: {wrong}. Later ones compete"
+                "best-checkpoint", f"{folder}, the best checkpoint so far, cannot be used: {damage}. Later ones compete"
             )
             best.value = best.step = None
 
     @property
     def _micro_batches_per_step(self) -> int:
         """Micro-batches of a step on all ranks."""
-        return self.config.gradient_accumulation_steps * self.ways
+        return self.config.gradient_accumulation_steps * self.data_parallel_degree
 
     @property
     def _rows_per_step(self) -> int:
@@ -267,65 +442,72 @@ class TrainingLoop:
 
     @property
     def _steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.config, self.rows.row_count, self.ways)
+        return steps_per_epoch(self.config, self.rows.row_count, self.data_parallel_degree)
 
     def _run(self, checkpoint: Path | None) -> None:
         """Train epochs until a callback requests a stop; DefaultFlowCallback does so at the last step."""
-        began, first = time.time(), self.state.global_step
-        self.units.drop_gradients()
-        self.log.start(self.model, self.stepper)
+        start = time.time()
+        first_step = self.state.global_step
+        self.optimizer_shards.drop_gradients()
+        self.metrics_log.start(self.model, self.stepper)
         self.model.train()
         self.callbacks("on_train_begin")
-        epoch, done = divmod(first, self._steps_per_epoch)
+        epoch, finished_steps = divmod(first_step, self._steps_per_epoch)
         while not self.callbacks.control.should_training_stop:
             self.callbacks("on_epoch_begin")
-            self._epoch(epoch, done, checkpoint)
+            self._epoch(epoch, finished_steps, checkpoint)
             self.callbacks("on_epoch_end")
             self._evaluate_and_save()
             self._stop_if_requested()
-            epoch, done, checkpoint = epoch + 1, 0, None
-        self._set_optimizer_mode(training=False)
-        steps = self.state.global_step - first
-        rows = steps * self._rows_per_step
-        summary = {"total_flos": 0, "train_loss": self.log.mean_losses / max(steps, 1)}
-        self.callbacks.log(speed_metrics("train", began, rows, steps) | summary)
+            epoch += 1
+            finished_steps = 0
+            checkpoint = None
+        self.use_evaluation_weights()
+        steps = self.state.global_step - first_step
+        summary = {"total_flos": 0, "train_loss": self.metrics_log.mean_losses / max(steps, 1)}
+        self.callbacks.log(speed_metrics("train", start, steps * self._rows_per_step, steps) | summary)
         self.callbacks("on_train_end")
 
-    def _epoch(self, epoch: int, done: int, checkpoint: Path | None) -> None:
-        """Run the steps of an epoch after the first `done`.
+    def _epoch(self, epoch: int, finished_steps: int, checkpoint: Path | None) -> None:
+        """Run the remaining steps of an epoch.
 
         A DataLoader draws a random number when its iteration starts. In the middle of an epoch the checkpoint's random
         states are restored after that; a checkpoint of an epoch's end was saved before it, so they are restored before.
         """
-        if checkpoint is not None and not done:
+        if checkpoint is not None and not finished_steps:
             self._restore_random_states(checkpoint)
             if self.callbacks.control.should_training_stop:
                 return
-        config = self.config
-        size, skip = config.per_device_train_batch_size, done * self._micro_batches_per_step
-        order, pinned = config.seed + epoch, self.device.type != "cpu"
+        skip = finished_steps * self._micro_batches_per_step
         source: Any
         if self.rollouts is not None:
-            source = self.rollouts.micro_batches(epoch, skip, self.state, settle=self.log.read)
-            micro_batches = self.method.micro_batches(config, self.rows.row_count)
+            source = self.rollouts.micro_batches(epoch, skip, self.state, settle=self.metrics_log.read)
+            total = self.method.micro_batches(self.config, self.rows.row_count)
         else:
-            source = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
-            micro_batches = skip + source.total
-        seen = skip
-        iterator = iter(source)
-        while taken := self._next_micro_batches(iterator):
-            if checkpoint is not None and done:
+            source = batches(
+                self.rows, self.config.per_device_train_batch_size, self.collate, self.mesh,
+                shuffled=self.config.seed + epoch, skip=skip, pinned=self.device.type != "cpu",
+            )  # fmt: skip
+            total = skip + source.total
+        position = skip  # in micro-batches of all ranks
+        loader = iter(source)
+        self.metrics_log.begin_step()
+        while micro_batches := list(islice(loader, self.config.gradient_accumulation_steps)):
+            if checkpoint is not None and finished_steps:
                 self._restore_random_states(checkpoint)
                 checkpoint = None
                 if self.callbacks.control.should_training_stop:
                     return
-            seen = min(seen + len(taken) * self.ways, micro_batches)  # the last ones of some ranks may be blank
-            self._step(taken, epoch + seen / micro_batches)
+            # the last micro-batches of some ranks may be blank
+            position = min(position + len(micro_batches) * self.data_parallel_degree, total)
+            self.train_step(micro_batches, epoch + position / total)
+            self._after_step()
             control = self.callbacks.control
             if control.should_epoch_stop or control.should_training_stop:
                 return
-            if seen < micro_batches:  # after an epoch's last step `_run` evaluates and saves first
+            if position < total:  # after an epoch's last step `_run` evaluates and saves first
                 self._stop_if_requested()
+            self.metrics_log.begin_step()
 
     def _restore_random_states(self, checkpoint: Path) -> None:
         """Load the random states of `checkpoint`, and run the evaluation that it was saved before."""
@@ -333,97 +515,6 @@ class TrainingLoop:
         if self._evaluation_pending:
             self.evaluate()
             self._evaluation_pending = False
-
-    # --- a step ------------------------------------------------------------------------------------------------------
-
-    def _next_micro_batches(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the micro-batches of the next step, being copied to the device; empty at the end of the epoch."""
-        self.log.begin_step()
-        taken = [to_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
-        return [context_shard(batch, self.mesh) for batch in self.stepper.pad_across_ranks(taken)]
-
-    def _to_device(self, batch: dict[str, Any]) -> Batch:
-        """Return this rank's context-parallel shard of a batch, on the device."""
-        return context_shard(to_device(batch, self.device), self.mesh)
-
-    def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
-        """Run one optimizer step on these micro-batches.
-
-        Args:
-            epoch: position of the run after the step, in epochs.
-        """
-        self.callbacks("on_step_begin")
-        number, counts = self.state.global_step + 1, self.mesh.sum(take_counts(taken))
-        divisor = self.guards.check_count(number, counts[self.loss_count], len(taken) * self.ways)
-        if not self.model.training:  # after an evaluation; `train()` walks all modules
-            self.model.train()
-        self._set_optimizer_mode(training=True)
-        count = torch.full((), divisor, device=self.device)  # a kernel launch; a copy from the host could block
-        taken = self.look_ahead.add_numbers(taken, counts)
-        before = random_states() if len(taken) > 1 else None
-        with self.log.breakdown.step(number):
-            sums = self.stepper(self._stop_when_late(taken, before), count, may_capture=self._may_capture)
-        sums = self.units.reduce(sums)
-        self.log.read()  # raises for a broken step before a later one changes a weight
-        numbers = self.update.numbers(sums, self._may_capture)
-        step = StepNumbers(number, counts, numbers, self.log.breakdown.last_step)
-        self.log.launch(step)
-        if not self.update.skips_on_device or number == 1:
-            self.log.check(step)
-        if self.scaler is not None:
-            self.guards.check_scale(number, self.log.norm, self.scaler.get_scale())
-        self._finish_step(self._update_weights(), epoch)
-
-    def _first_broken(self) -> str | None:
-        """Return the name of the first parameter whose gradient in this step's backward has NaN or Inf, or None."""
-        broken = self.optimizer.first_broken()
-        return next((name for name, each in self.model.named_parameters() if each is broken), None)
-
-    def _update_weights(self) -> float:
-        """Step the optimizer and the schedule; return the learning rate of this step."""
-        rate = next_rate(self.schedule)
-        self.update.step()
-        self.callbacks("on_optimizer_step")
-        # If the scaler skips a step, the schedule does not count it. A fused optimizer skips it on the device, where
-        # the host does not see it, so the schedule counts it.
-        counts = self.scaler is None or math.isfinite(self.log.norm) or self.optimizer_row.guarded
-        if counts and self.config.lr_scheduler_type not in FOLLOW_METRIC:
-            self.schedule.step()
-        self.units.after_step()
-        return rate
-
-    def _finish_step(self, rate: float, epoch: float) -> None:
-        """Count the step, schedule its record, then evaluate and save if requested."""
-        state = self.state
-        state.global_step, state.epoch = state.global_step + 1, epoch
-        self.callbacks("on_step_end")
-        control = self.callbacks.control
-        last = state.global_step >= state.max_steps  # its record may span fewer than logging_steps
-        if self.best is not None and (last or control.should_training_stop):
-            control.should_evaluate = True
-        self.log.finish(rate if control.should_log or last else None)
-        if self.scaling is not None:
-            self.scaling.roll(partial(self.mesh.max, axes=TOKEN_AXES))
-        if last or control.should_training_stop or control.should_evaluate or control.should_save:
-            self.log.read()
-        self._evaluate_and_save()
-
-    def _evaluate_and_save(self) -> None:
-        """Evaluate and save a checkpoint, if the callbacks request it."""
-        if self.callbacks.control.should_evaluate:
-            self.evaluate()
-        if self.callbacks.control.should_save:
-            self._save()
-            self.callbacks("on_save")
-
-    def _set_optimizer_mode(self, training: bool) -> None:
-        """Exchange the weights that a schedule-free optimizer trains with those that it evaluates and saves, in place.
-
-        Steps need the former. After an evaluation or a checkpoint the latter stay until the next step, so that a run
-        resumed from the checkpoint computes the same.
-        """
-        if self.optimizer_row.has_modes and self.optimizer is not None:
-            (self.optimizer.train if training else self.optimizer.eval)()
 
     # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
@@ -435,17 +526,20 @@ class TrainingLoop:
             TrainingError: the loss is NaN or Inf, or there is nothing to evaluate.
         """
         assert self.held_out is not None
-        self.log.read()
-        self._set_optimizer_mode(training=False)
-        began, size = time.time(), self.args.per_device_eval_batch_size
-        rows, answers = self.held_out, self.rollouts
-        numbers = answers.evaluate(rows, self.state) if answers else self._held_out_numbers(rows, size)
-        numbers["seconds"] = time.time() - began
-        self.log.write("eval", numbers)
-        named = {f"eval_{name}": value for name, value in numbers.items()}
-        named |= speed_metrics("eval", began, len(self.held_out), math.ceil(len(self.held_out) / size))
-        self.callbacks.log(named)
-        self.callbacks("on_evaluate", metrics=named)
+        self.metrics_log.read()
+        self.use_evaluation_weights()
+        start = time.time()
+        size = self.args.per_device_eval_batch_size
+        if self.rollouts is not None:
+            numbers = self.rollouts.evaluate(self.held_out, self.state)
+        else:
+            numbers = self._held_out_numbers(self.held_out, size)
+        numbers["seconds"] = time.time() - start
+        self.metrics_log.write("eval", numbers)
+        metrics = {f"eval_{name}": value for name, value in numbers.items()}
+        metrics |= speed_metrics("eval", start, len(self.held_out), math.ceil(len(self.held_out) / size))
+        self.callbacks.log(metrics)
+        self.callbacks("on_evaluate", metrics=metrics)
         if self.best is not None and self.state.global_step:
             self._compare(self.best, numbers)
         return numbers
@@ -462,7 +556,7 @@ class TrainingLoop:
             return
         is_best = best.add(self.state.global_step, value)
         if self.config.lr_scheduler_type in FOLLOW_METRIC:
-            self.schedule.step(value)
+            self.schedule.step(value)  # type: ignore[arg-type]  # it takes the metric
         if best.is_exhausted:
             control.should_training_stop = True
         if best.is_exhausted or (is_best and self.config.load_best_model_at_end):
@@ -480,27 +574,32 @@ class TrainingLoop:
         if not (self.config.load_best_model_at_end and best and best.step not in (None, self.state.global_step)):
             return
         split, folder = self.pipeline_state, self.output / checkpoint_folder(best.step)
-        self.units = self.units.replicated()
+        self.optimizer_shards = self.optimizer_shards.replicated()
         with full_parameters(self.trained):
             load_weights(self.model, folder, split.stages.is_remote if split else None)
 
     def _held_out_numbers(self, rows: Rows, size: int) -> dict[str, float]:
         """Return the method's numbers over `rows`, `size` per batch."""
-        found, random = Window.of(self.method.numbers.trained), random_states()
+        window = Window.of(self.method.numbers.trained)
+        random = random_states()
         self.model.eval()
         source = batches(RowTable(rows), size, self.collate, self.mesh, pinned=self.device.type != "cpu")
+
+        def on_device(batch: dict[str, Any]) -> dict[str, Any]:
+            return context_shard(to_device(batch, self.device), self.mesh)
+
         with free_stream_caches(self.stepper, self.device), torch.no_grad():
-            shared = self.look_ahead.numbers(map(self._to_device, source))
+            shared = self.shared_numbers.of_evaluation(map(on_device, source))
             remaining = iter(self._stop_when_late(source, random, evaluates=True))
-            while some := list(islice(remaining, self.stepper.evaluation_batches)):
-                counted = [take_counts([batch]) for batch in some]
-                ready: list[Batch] = [with_numbers(self._to_device(batch), shared) for batch in some]
-                for counts, sums in zip(counted, self.stepper.evaluate(ready), strict=True):
-                    found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
-        found = found.over(self.mesh)
-        totals = {name: count for name, count in found.counts.items() if name != TOKENS}
-        self.guards.check_held_out(self.state.global_step, found.sums["loss"], totals[self.loss_count])
-        return self.method.evaluation(found.means(self.method.numbers.trained), totals)
+            while evaluated := list(islice(remaining, self.stepper.evaluation_batches)):
+                counts = [take_counts([batch]) for batch in evaluated]
+                ready: list[Batch] = [with_numbers(on_device(batch), shared) for batch in evaluated]
+                for batch_counts, sums in zip(counts, self.stepper.evaluate(self.sums, ready), strict=True):
+                    window.add({name: float(value) for name, value in sums.items()}, batch_counts, 0.0)
+        window = window.over(self.mesh)
+        totals = {name: count for name, count in window.counts.items() if name != TOKENS}
+        self.guards.check_held_out(self.state.global_step, window.sums["loss"], totals[self.loss_count])
+        return self.method.evaluation(window.means(self.method.numbers.trained), totals)
 
     @waiting("saving a checkpoint")
     def _save(self, random: dict[str, Any] | None = None, evaluation_pending: bool = False) -> None:
@@ -513,14 +612,14 @@ class TrainingLoop:
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
-        self._set_optimizer_mode(training=False)
+        self.use_evaluation_weights()
         states = self.mesh.gather(random or random_states())
         with full_parameters(self.trained, self.optimizer):
             split = self.pipeline_state
             weights = split.weights() if split else None
-            optimizer = (split.optimizer_state if split else self.units.full_state)(self.optimizer)
-            scaling = scaling_state(self.scaling, split)
-            with self.units.full():
+            optimizer = (split.optimizer_state if split else self.optimizer_shards.full_state)(self.optimizer)
+            scaling = scaling_state(self.fp8_scales, split)
+            with self.optimizer_shards.full():
                 if self.mesh.is_main:
                     self._write_checkpoint(weights, optimizer, scaling, states, evaluation_pending)
 
@@ -541,7 +640,7 @@ class TrainingLoop:
         try:
             with new_directory(self._checkpoint_folder()) as folder:
                 save_weights(self.model, folder, weights)
-                save_optimizer(folder, optimizer, self.schedule, self.scaler)
+                save_optimizer(folder, optimizer, self.schedule, self.grad_scaler)
                 save_random(folder, random)
                 save_scaling(folder, scaling)
                 if self.rollouts is not None:
@@ -551,9 +650,9 @@ class TrainingLoop:
                     folder,
                     self.config,
                     self.identity(),
-                    self.log.window,
+                    self.metrics_log.window,
                     evaluation_pending,
-                    self.ways,
+                    self.data_parallel_degree,
                     best=self.best.document() if self.best else None,
                     stream=self.rows.position(self.state.global_step * self._rows_per_step),
                 )
@@ -575,18 +674,19 @@ class TrainingLoop:
             self._save_and_stop()
 
     def _stop_when_late(
-        self, parts: Iterable[Part], random: dict[str, Any] | None, evaluates: bool = False
-    ) -> Iterator[Part]:
-        """Yield the `parts` of a step or an evaluation; stop between them `LEAVE_TIMEOUT` seconds after a signal.
+        self, batches: Iterable[dict[str, Any]], random: dict[str, Any] | None, evaluates: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the batches of a step or an evaluation; stop between them `LEAVE_TIMEOUT` seconds after a signal.
 
         Args:
-            random: random states from before the first part.
+            random: random states from before the first batch.
         """
-        for part in parts:
-            # The first part changes a recipe's scales, and with several ranks the others would block in a collective.
-            if self.request.seconds > LEAVE_TIMEOUT and self.scaling is None and self.mesh.size == 1:
+        for batch in batches:
+            is_late = self.request.number and self.request.seconds > LEAVE_TIMEOUT
+            # The first batch changes a recipe's scales, and with several ranks the others would block in a collective.
+            if is_late and self.fp8_scales is None and self.mesh.size == 1:
                 self._save_and_stop(random, evaluates)
-            yield part
+            yield batch
 
     def _save_and_stop(self, random: dict[str, Any] | None = None, evaluation_pending: bool = False) -> None:
         """Save a checkpoint of the last step, if there is none, and end the run.
@@ -594,7 +694,11 @@ class TrainingLoop:
         Raises:
             Stopped: always.
         """
-        self.log.read()
+        self.metrics_log.read()
         if self.state.global_step and self.mesh.from_main(checkpoints.damage(self._checkpoint_folder())) is not None:
             self._save(random, evaluation_pending)
         raise Stopped(self.request.number)
+
+
+def _keep_weights() -> None:
+    """Do nothing: an optimizer without modes trains the weights that are evaluated and saved."""

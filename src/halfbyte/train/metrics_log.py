@@ -69,11 +69,16 @@ class MetricsLog:
         guards: StepGuards,
         device: torch.device,
         mesh: Mesh,
-        scaled: bool,
+        grad_scaler: torch.amp.GradScaler,
         rollouts: SampledRows | None = None,
     ):
-        self.file, self.callbacks, self.numbers, self.guards = file, callbacks, numbers, guards
-        self.device, self.mesh, self.scaled = device, mesh, scaled
+        self.file = file
+        self.callbacks = callbacks
+        self.numbers = numbers
+        self.guards = guards
+        self.device = device
+        self.mesh = mesh
+        self.grad_scaler = grad_scaler
         self.window = Window.of(numbers.trained)
         self.norm = math.nan
         self.mean_losses = 0.0
@@ -95,31 +100,37 @@ class MetricsLog:
         if self._unread is None:
             self._since = TimeMark(self.device)
 
-    def launch(self, step: StepNumbers) -> None:
-        """Take a step that is being launched; the one before has been read."""
-        assert self._unread is None
-        self._launched = step
-
-    def finish(self, rate: float | None) -> None:
-        """End the launched step, after its optimizer.
+    def launch(self, number: int, counts: Mapping[str, float], values: Tensor, check: bool) -> None:
+        """Take a step that is being launched; the one before has been read. Arguments as in `StepNumbers`.
 
         Args:
-            rate: its learning rate, if a record is due.
-        """
-        assert self._launched is not None
-        self._launched.finish()
-        self._unread, self._launched, self._due = self._launched, None, rate
-        if rate is not None:  # before the next rows are sampled
-            self._rollout_numbers = self.rollouts.take_numbers() if self.rollouts else {}
-
-    def check(self, step: StepNumbers) -> list[float]:
-        """Return the step's sums; blocks until they are on the host.
+            check: whether to block until the values are on the host, and check them.
 
         Raises:
-            TrainingError: see `StepGuards.check_numbers`.
+            TrainingError: see `StepGuards.check_numbers` and `StepGuards.check_scale`.
         """
+        assert self._unread is None
+        self._launched = StepNumbers(number, counts, values, self.breakdown.last_step)
+        if check:
+            self._check(self._launched)
+            if self.grad_scaler.is_enabled():
+                self.guards.check_scale(number, self.norm, self.grad_scaler.get_scale())
+
+    def finish(self, rate: float) -> None:
+        """End the launched step, after its optimizer with the learning rate `rate`."""
+        assert self._launched is not None
+        self._launched.finish()
+        self._unread = self._launched
+        self._launched = None
+        state = self.callbacks.state
+        if self.callbacks.control.should_log or state.global_step >= state.max_steps:
+            self._due = rate
+            # before the next rows are sampled
+            self._rollout_numbers = self.rollouts.take_numbers() if self.rollouts else {}
+
+    def _check(self, step: StepNumbers) -> list[float]:
         *sums, self.norm = step.read()
-        self.guards.check_numbers(step.number, sums[0], self.norm, self.scaled)
+        self.guards.check_numbers(step.number, sums[0], self.norm, self.grad_scaler.is_enabled())
         return sums
 
     def read(self) -> None:
@@ -131,7 +142,7 @@ class MetricsLog:
         self._unread = self._due = None
         metrics = self.numbers.trained
         if step is not None:
-            sums = dict(zip((metric.name for metric in metrics), self.check(step), strict=True))
+            sums = dict(zip((metric.name for metric in metrics), self._check(step), strict=True))
             self.mean_losses += sums[metrics[0].name] / (step.counts[metrics[0].over] or 1)
             if self.rollouts:
                 self.rollouts.add_step(sums, step.counts)

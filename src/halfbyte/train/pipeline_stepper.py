@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..parallel.pipeline.model import LocalStages
 from ..parallel.pipeline.runtime import Pipeline
-from .stepper import Batch, Stepper
+from .stepper import Forward, Stepper, Sums
 
 Read = Callable[[Batch], Tensor]  # micro-batch → numbers [n], float32; called with the last stage installed
 
@@ -22,73 +24,76 @@ class PipelinedStepper(Stepper):
     other ranks. Blank micro-batches pad a window to a number that the schedule supports.
 
     Args:
-        sums: micro-batch → named sums, 0-d.
         names: of the sums.
         blank: micro-batch → the same without trained tokens.
-        around: returns the context manager of a forward.
-        scaler: of the loss, in float16.
+        autocast: returns the context manager of a forward.
+        grad_scaler: of the loss, in float16.
     """
+
+    is_eager = False
+    has_all_layers = False
+    pipeline: Pipeline
 
     def __init__(
         self,
-        sums: Callable[[Batch], Mapping[str, Tensor]],
         names: Sequence[str],
         blank: Callable[[Batch], dict[str, Any]],
-        around: Callable[[], Any],
+        autocast: Callable[[], AbstractContextManager[Any]],
         pipeline: Pipeline,
         stages: LocalStages,
-        scaler: torch.amp.GradScaler | None = None,
+        grad_scaler: torch.amp.GradScaler,
     ):
-        super().__init__(sums, scaler)
-        self.names, self.blank, self.around = tuple(names), blank, around
-        self.pipeline, self.stages, self.evaluation_batches = pipeline, stages, 4 * pipeline.schedule.ranks
+        self.names = tuple(names)
+        self.blank = blank
+        self.autocast = autocast
+        self.pipeline = pipeline
+        self.stages = stages
+        self.grad_scaler = grad_scaler
+        self.evaluation_batches = 4 * pipeline.schedule.ranks
 
-    has_all_layers = False
-
-    def __call__(self, batches: Iterable[Batch], count: Tensor, may_capture: bool = False) -> Tensor:
+    def forward_backward(
+        self, forward: Forward, batches: Iterable[Batch], loss_count: Tensor, may_capture: bool = False
+    ) -> Tensor:
         window = list(batches)
         window += [self.blank(window[-1])] * (self.pipeline.schedule.next_accepted(len(window)) - len(window))
         total = torch.zeros(len(self.names), device=self.pipeline.device)
 
-        def forward(stage: int, batch: Batch, x: Tensor | None) -> Tensor:
+        def stage_forward(stage: int, batch: Batch, x: Tensor | None) -> Tensor:
             if stage < self.stages.last:
                 return self._hidden(stage, batch, x)
             with self.stages.installed(stage, x):
-                sums = self.sums(batch)
-            total.add_(torch.stack([sums[name].detach() for name in self.names]))
-            loss = sums["loss"] / count
-            return loss if self.scaler is None else self.scaler.scale(loss)
+                loss, sums = forward(batch, loss_count)
+            total.add_(sums)
+            return loss
 
-        self.pipeline.step(window, forward)
-        if self.scaler is not None and not self.pipeline.has_last:
-            self.scaler.scale(
-                torch.zeros((), device=self.pipeline.device)
-            )  # creates the scale, which other ranks create with their first loss
+        self.pipeline.step(window, stage_forward)
+        if not self.pipeline.has_last:  # creates float16's scale, which other ranks create with their first loss
+            self.grad_scaler.scale(torch.zeros((), device=self.pipeline.device))
         return total
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
+    def evaluate(self, sums: Sums, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
         def read(batch: Batch) -> Tensor:
-            sums = self.sums(batch)
-            return torch.stack([sums[name] for name in self.names])
+            values = sums(batch)
+            return torch.stack([values[name] for name in self.names])
 
-        found = self.map_last_stage(batches, read, len(self.names))
-        return [dict(zip(self.names, sums.unbind(), strict=True)) for sums in found]
+        rows = self.map_last_stage(batches, read, len(self.names))
+        return [dict(zip(self.names, row.unbind(), strict=True)) for row in rows]
 
     @torch.no_grad()
-    def map_last_stage(self, batches: Sequence[Batch], read: Read, numbers: int) -> Tensor:
-        """Apply `read` to each micro-batch in the last stage; returns float32 [batches, numbers] on all ranks."""
-        found = torch.zeros(len(batches), numbers, device=self.pipeline.device)
-        rows = iter(found)
+    def map_last_stage(self, batches: Sequence[Batch], read: Read, count: int) -> Tensor:
+        """Apply `read` to each micro-batch in the last stage; returns float32 [batches, count] on all ranks."""
+        numbers = torch.zeros(len(batches), count, device=self.pipeline.device)
+        rows = iter(numbers)
 
-        def forward(stage: int, batch: Batch, x: Tensor | None) -> Tensor:
+        def stage_forward(stage: int, batch: Batch, x: Tensor | None) -> Tensor:
             if stage < self.stages.last:
                 return self._hidden(stage, batch, x)
             with self.stages.installed(stage, x):
                 return next(rows).copy_(read(batch))
 
-        self.pipeline.evaluate(batches, forward)
-        return self.pipeline.mesh.sum(found, ("pipeline",))
+        self.pipeline.evaluate(batches, stage_forward)
+        return self.pipeline.mesh.sum(numbers, ("pipeline",))
 
     def _hidden(self, stage: int, batch: Batch, x: Tensor | None) -> Tensor:
-        with self.around():
+        with self.autocast():
             return self.stages.forward(stage, batch, x)

@@ -65,7 +65,7 @@ def make_rollouts(
     """
     collate = CountingCollator(method, method.collator(config, tokenizer, device))
     autocast = partial(compute_autocast, model, compute_dtype)
-    stepper = stepper or Stepper(lambda batch: {})
+    stepper = stepper or Stepper()
     policy = TrainedPolicy(config, method, model, tokenizer, device, autocast, collate, stepper)
     engine = engine_of(config, model, config.answers_per_generation, plan)
     stops = answer_stop_tokens(tokenizer, model, data)

@@ -24,6 +24,7 @@ from ..mesh.mesh import present_mesh
 from ..modeling.compute_dtype import no_input_casts
 from ..modeling.packing import remove_isolation
 from ..modeling.patch import unpatch
+from ..parallel.context import context_parallel
 from ..parallel.launch.agreement import check_agreement, check_shared
 from ..parallel.launch.launcher import notice_idle_gpus
 from ..parallel.pipeline.full_state import PipelineState
@@ -63,13 +64,15 @@ from .run_folder import (
 )
 from .setup import (
     autocast_of,
+    counted_experts,
     load_trainable_model,
+    loss_scaler,
+    make_stepper,
     patch_and_verify,
     patch_and_verify_stages,
     pipelined_stepper,
     process_settings,
     shard_for_rank,
-    training_stepper,
 )
 from .stepper import Stepper
 
@@ -196,7 +199,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     models = _digests_of_models(run)
     model = load_trainable_model(run, measured)
     stages = shard_for_rank(run, model)
-    pipelined = None if stages is None else pipelined_stepper(run, model, stages)
+    grad_scaler = loss_scaler(run)
+    pipelined = None if stages is None else pipelined_stepper(run, model, stages, grad_scaler)
     seed_process(run.config, run.mesh)
     ids = torch.tensor([run.data.train[0]["input_ids"][: checks.TOKENS]], device=device)
     rows, held_out = run.data.train, run.data.eval
@@ -209,8 +213,10 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         if run.method.reference:
             rows, held_out, results["reference"] = add_reference(run, model, console)
         before = _answers(run, model, pipelined)
+        stepper = pipelined or make_stepper(run, model, verified.graphs)
         with (
-            training_stepper(job, model, pipelined, verified.graphs, console) as stepper,
+            context_parallel(model, run.mesh),
+            counted_experts(job, model, console) as count_experts,
             sampled_rollouts(job, model, stepper) as rollouts,
         ):
             loop = TrainingLoop(
@@ -225,8 +231,10 @@ def _run(job: OpenRun, console: Console) -> RunResult:
                 held_out=held_out,
                 collate=run.method.collator(run.config, run.tokenizer, device),
                 stepper=stepper,
+                grad_scaler=grad_scaler,
+                count_experts=count_experts,
                 mesh=run.mesh,
-                scaling=verified.scaling,
+                fp8_scales=verified.fp8_scales,
                 rollouts=rollouts,
                 pipeline_state=None if stages is None else PipelineState(run.mesh, stages),
             )

@@ -218,7 +218,7 @@ def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[st
     if not run.config.use_peft and run.config.storage.qat_scheme is None:
         # Save in the base model's dtype. With QAT `halfbyte merge` rounds the trained weights, so they keep theirs.
         model.to(run.files.config.dtype or torch.float32)
-    with full_parameters(trained_parameters(model).values()), loop.units.full():
+    with full_parameters(trained_parameters(model).values()), loop.optimizer_shards.full():
         if run.mesh.is_main:
             with new_directory(folder) as temporary:
                 save_weights(model, temporary, weights)

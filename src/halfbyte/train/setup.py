@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from ..adapters.lora import add_adapter, reads_base_weights
-from ..batch import to_device
+from ..batch import Batch, to_device
 from ..data.collate import make_collator
 from ..data.collate_answers import answer_collator, first_prompt, with_own_prompts
 from ..layers.plain import multiply_by_onednn
@@ -51,7 +52,7 @@ from .metrics_log import current_memory, reset_peak_memory
 from .pipeline_stepper import PipelinedStepper
 from .preflight import PreparedRun, planned_lengths
 from .run_folder import OpenRun
-from .stepper import Batch, GraphedStepper, Stepper, Sums, loss_scaler, sums_of
+from .stepper import GraphedStepper, Stepper
 
 
 @contextlib.contextmanager
@@ -118,21 +119,25 @@ def shard_for_rank(run: PreparedRun, model: Any) -> LocalStages | None:
     return stages
 
 
-def pipelined_stepper(run: PreparedRun, model: Any, stages: LocalStages) -> PipelinedStepper:
+def pipelined_stepper(
+    run: PreparedRun, model: Any, stages: LocalStages, grad_scaler: torch.amp.GradScaler
+) -> PipelinedStepper:
     """Return the stepper that runs micro-batches through the stages of a run's model."""
     assert run.cut is not None
-    device, dtype = run.machine.device, run.machine.compute_dtype
-    width = stages.causal_lm.config.get_text_config().hidden_size
-    how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": device}
-    how["ahead"] = (
-        0 if run.mesh.degree("shard") > 1 else len(stages.layers)
-    )  # sharded weights are gathered per backward
-    if device.type == "cuda":
-        how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
-    pipeline = Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how)
+    device = run.machine.device
+    pipeline = Pipeline(
+        run.mesh,
+        run.cut.schedule,
+        run.cut.seconds,
+        width=stages.causal_lm.config.get_text_config().hidden_size,
+        dtype=stages.dtype,
+        device=device,
+        # sharded weights are gathered per backward
+        ahead=0 if run.mesh.degree("shard") > 1 else len(stages.layers),
+        spare=max(run.plan.capacity_bytes - run.plan.total, 0) if device.type == "cuda" else None,
+    )
     names = [metric.name for metric in run.method.numbers.trained]
-    sums, scaler, around = sums_of(run.method, model, dtype), loss_scaler(device, dtype), autocast_of(run, model)
-    return PipelinedStepper(sums, names, run.method.blank, around, pipeline, stages, scaler)
+    return PipelinedStepper(names, run.method.blank, autocast_of(run, model), pipeline, stages, grad_scaler)
 
 
 def autocast_of(run: PreparedRun, model: Any) -> Callable[[], Any]:
@@ -140,43 +145,35 @@ def autocast_of(run: PreparedRun, model: Any) -> Callable[[], Any]:
     return partial(compute_autocast, model, run.machine.compute_dtype)
 
 
-@contextlib.contextmanager
-def training_stepper(
-    job: OpenRun, model: Any, pipelined: PipelinedStepper | None, graphs: bool, console: Console
-) -> Iterator[Stepper]:
-    """Yield the stepper of a run, inside context parallelism and with the chosen experts of a mixture counted.
+def loss_scaler(run: PreparedRun) -> torch.amp.GradScaler:
+    """Return the loss scaler of a run, which is disabled unless it computes in float16."""
+    return torch.amp.GradScaler(run.machine.device.type, enabled=run.machine.compute_dtype == torch.float16)
 
-    Args:
-        graphs: whether steps may be captured in CUDA graphs.
+
+def make_stepper(run: PreparedRun, model: Any, graphs: bool) -> Stepper:
+    """Return the stepper of a run without pipeline; it captures CUDA graphs if `graphs`."""
+    return GraphedStepper(list(trained_parameters(model).values()), RankSync(run.mesh)) if graphs else Stepper()
+
+
+@contextlib.contextmanager
+def counted_experts(
+    job: OpenRun, model: Any, console: Console
+) -> Iterator[Callable[[Batch], AbstractContextManager[Any]]]:
+    """Yield the context of a forward that counts the experts of a mixture; write and print the counts afterwards.
+
+    Ranks of a pipeline have different layers, so they count no experts.
     """
-    run, device, dtype = job.prepared, job.prepared.machine.device, job.prepared.machine.compute_dtype
-    with context_parallel(model, run.mesh):
-        if pipelined is not None:  # ranks of a pipeline have different layers, so experts are not counted
-            yield pipelined
-            return
-        with _counted_experts(job, model, sums_of(run.method, model, dtype), console) as sums:
-            yield make_stepper(run, model, sums, loss_scaler(device, dtype), graphs)
-
-
-def make_stepper(
-    run: PreparedRun, model: Any, sums: Sums, scaler: torch.amp.GradScaler | None, graphs: bool
-) -> Stepper:
-    """Return the stepper of a run without pipeline."""
-    if not graphs:
-        return Stepper(sums, scaler)
-    return GraphedStepper(sums, list(trained_parameters(model).values()), RankSync(run.mesh))
-
-
-@contextlib.contextmanager
-def _counted_experts(job: OpenRun, model: Any, sums: Sums, console: Console) -> Iterator[Sums]:
-    """Yield `sums`, which for a mixture also count the chosen experts; write and print the counts afterwards."""
-    with track_routers(model, balanced=bool(job.prepared.config.router_aux_loss_coef)) as routers:
-        yield sums if routers is None else routers.counted(sums)
+    run = job.prepared
+    if run.cut is not None:
+        yield contextlib.nullcontext
+        return
+    with track_routers(model, balanced=bool(run.config.router_aux_loss_coef)) as routers:
+        yield contextlib.nullcontext if routers is None else routers.forward
         if routers is not None:
-            found = routers.usage(job.prepared.mesh)
-            if job.prepared.mesh.is_main:
-                write_json(job.output / EXPERTS, found)
-            console.print(expert_usage_line(found))
+            usage = routers.usage(run.mesh)
+            if run.mesh.is_main:
+                write_json(job.output / EXPERTS, usage)
+            console.print(expert_usage_line(usage))
 
 
 # --- patch and verify ------------------------------------------------------------------------------------------------
@@ -189,13 +186,13 @@ class Verified:
     Attributes:
         results: for checks.json.
         report: report of `patch`; None if the model runs transformers' forwards.
-        scaling: delayed scales of the fp8 recipe.
+        fp8_scales: delayed scales of the fp8 recipe.
         graphs: whether steps may be captured in CUDA graphs.
     """
 
     results: dict[str, Any]
     report: PatchReport | None
-    scaling: DelayedScaling | None = None
+    fp8_scales: DelayedScaling | None = None
     graphs: bool = False
 
 
@@ -209,7 +206,9 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
     Raises:
         TrainingError: losses differ by more than rounding.
     """
-    report, scaling, device, dtype = None, None, run.machine.device, run.machine.compute_dtype
+    report = fp8_scales = None
+    device = run.machine.device
+    dtype = run.machine.compute_dtype
     results = {"first_step": checks.loss_check(model, ids, dtype)}
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, run.plan.levels or None)
@@ -233,8 +232,8 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways read the batch's values
     if run.config.precision.recipe != "bf16":  # on a CPU too
-        scaling = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
-    return Verified(results, report, scaling, run.plan.use_graphs and by_positions)
+        fp8_scales = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
+    return Verified(results, report, fp8_scales, run.plan.use_graphs and by_positions)
 
 
 def _first_prompt_batches(run: PreparedRun, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -253,15 +252,16 @@ def patch_and_verify_stages(run: PreparedRun, model: Any, stepper: PipelinedStep
     """
     device, around = run.machine.device, autocast_of(run, model)
     loss, reference = _pipeline_losses(stepper, ids, around)
-    results, report, scaling = {"first_step": checks.compare_first_loss(loss, reference, ids.shape[1] - 1)}, None, None
+    results = {"first_step": checks.compare_first_loss(loss, reference, ids.shape[1] - 1)}
+    report = fp8_scales = None
     assert run.cut is not None
     levels = _stage_levels(run.plan.levels, run.cut, run.mesh.coordinate("pipeline")) or None
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, levels)
         results["fused"] = checks.compare_fused_loss(_pipeline_losses(stepper, ids, around)[0], loss)
     if run.config.precision.recipe != "bf16":
-        scaling = patch(model, levels, configured_recipe(run.config.precision)).scaling
-    return Verified(results, report, scaling)
+        fp8_scales = patch(model, levels, configured_recipe(run.config.precision)).scaling
+    return Verified(results, report, fp8_scales)
 
 
 def _pipeline_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[], Any]) -> tuple[float, float]:

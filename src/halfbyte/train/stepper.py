@@ -1,130 +1,191 @@
-"""The forwards and backwards of one optimizer step: eager, or replayed as CUDA graphs."""
+"""What CUDA graphs and pipelines replace in a training step, and the numbers that a step's micro-batches share.
+
+`TrainingLoop.train_step` runs a step eagerly, unless its stepper does: `GraphedStepper` replays forwards, backwards and
+the optimizer as CUDA graphs, and `train.pipeline_stepper.PipelinedStepper` runs them through the stages of a model.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import LOOK_AHEAD, LOSS_COUNT, SYNCED_SHAPE, Batch
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
+from ..mesh.reduction import is_norm_distributed
 from ..methods.base import Method
 from ..modeling.compute_dtype import compute_autocast
+from ..optim.fused import FusedOptimizer
 from ..parallel.rank_sync import RankSync
+from ..parallel.shard.optimizer import ReplicatedOptimizer
 from ..utils.hardware import free_cached_memory, is_out_of_memory
-from .graph import SINGLE_RANK, GraphedBackward
+from ..utils.notices import notice
+from .graph import SINGLE_RANK, GraphedBackward, GraphedOptimizer
+from .guards import skip_if_not_finite
 
-Sums = Callable[[Batch], Mapping[str, Tensor]]  # micro-batch → named sums, 0-d; "loss" is differentiated
+if TYPE_CHECKING:
+    from ..parallel.pipeline.runtime import Pipeline
+
+Sums = Callable[[Batch], Mapping[str, Tensor]]  # micro-batch → named sums, 0-d
+Forward = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]  # see `TrainingLoop.forward`
 Result = TypeVar("Result")
 
 
-def sums_of(method: Method, model: Any, compute_dtype: torch.dtype) -> Sums:
-    """Return the function that computes the method's named sums of a micro-batch, in `compute_dtype`."""
-
-    def sums(batch: Batch) -> Mapping[str, Tensor]:
-        with compute_autocast(model, compute_dtype):
-            return method.sums(model, batch)
-
-    return sums
-
-
-def loss_scaler(device: torch.device, compute_dtype: torch.dtype) -> torch.amp.GradScaler | None:
-    """Return the loss scaler that float16 needs, or None."""
-    return torch.amp.GradScaler(device.type) if compute_dtype == torch.float16 else None
-
-
 class Stepper:
-    """Runs the micro-batches of a step eagerly.
+    """The hook of CUDA graphs and pipelines; this one replaces nothing, so that the loop runs a step eagerly."""
 
-    Args:
-        sums: micro-batch → named sums, 0-d; the sum called "loss" is differentiated.
-        scaler: loss scaler of float16.
-
-    Call with the micro-batches, the count (0-d, on their device) that the step's summed loss is divided by, and
-    whether the step may be captured. Gradients of that mean are added to `.grad`. Returns the sums over all
-    micro-batches [n], in the order of the names.
-    """
-
-    evaluation_batches = 1  # number of batches that `evaluate` takes in one call
+    is_eager = True  # whether the loop runs forwards and backwards itself; else it calls `forward_backward`
     captures = False  # whether steps are captured in CUDA graphs
-    has_all_layers = True  # False: this rank has some stages of a pipeline
-    pipeline: Any = None  # the pipeline that steps run through
+    captures_optimizer = False  # whether the loop calls `clip_and_step` in place of clipping, guard and optimizer
     holds_graphs = False
     peak_graph_bytes = 0  # peak device memory of captured graphs, bytes; set by `close`
-    sync = SINGLE_RANK  # the ranks that share this rank's collectives
+    evaluation_batches = 1  # number of batches that `evaluate` takes in one call
+    has_all_layers = True  # False: this rank has some stages of a pipeline
+    pipeline: Pipeline | None = None  # the pipeline that steps run through
 
-    def __init__(self, sums: Sums, scaler: torch.amp.GradScaler | None = None):
-        self.sums, self.scaler, self.may_capture = sums, scaler, False
-        self.before_backward: Callable[[Tensor], None] | None = None  # takes the loss, 0-d
+    def forward_backward(
+        self, forward: Forward, batches: Iterable[Batch], loss_count: Tensor, may_capture: bool = False
+    ) -> Tensor:
+        """Add the gradients of a step's micro-batches to `.grad`; return the sums of `forward` over them, fp32 [n].
 
-    def __call__(self, batches: Iterable[Batch], count: Tensor, may_capture: bool = False) -> Tensor:
-        self.may_capture = may_capture
-        first, *others = (self.micro_batch({**batch, LOSS_COUNT: count}) for batch in batches)
-        for sums in others:
-            first = first + sums
-        return first
+        Args:
+            forward: the same function in all steps.
+            loss_count: 0-d, on the device: the divisor of the step's summed loss.
+            may_capture: whether the step may be captured in CUDA graphs.
+        """
+        raise NotImplementedError
 
-    def micro_batch(self, batch: Batch) -> Tensor:
-        return self.backward(batch)
+    def clip_and_step(self, sums: Tensor, may_capture: bool) -> Tensor:
+        """Clip the gradients, step the optimizer unless a number is NaN or Inf, and zero the gradients.
 
-    def backward(self, batch: Batch) -> Tensor:
-        """Run forward and backward of a micro-batch and return its sums [n]. A CUDA graph can capture this."""
-        sums = self.sums({key: value for key, value in batch.items() if key not in (LOSS_COUNT, SYNCED_SHAPE)})
-        loss = sums["loss"] / batch[LOSS_COUNT]
-        if self.before_backward is not None:
-            self.before_backward(loss.detach())
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        return torch.stack([value.detach() for value in sums.values()])
+        Returns:
+            The reduced `sums` [n] and the gradients' norm before clipping, fp32 [n + 1].
+        """
+        raise NotImplementedError
+
+    def capture_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_shards: ReplicatedOptimizer,
+        max_norm: float,
+        before_step: Callable[[], object],
+    ) -> None:
+        """Let `clip_and_step` end the steps of a run from here on, if graphs can hold the optimizer.
+
+        Args:
+            max_norm: 2-norm to clip to; math.inf: the norm is only computed.
+            before_step: called at the beginning of each `clip_and_step`.
+        """
 
     def pad_across_ranks(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return a step's micro-batches, on the device, with the shapes that all ranks compute; a collective."""
         return list(batches)
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
+    def evaluate(self, sums: Sums, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
         """Return the sums of each batch, without gradients."""
-        return [self.sums(batch) for batch in batches]
+        return [sums(batch) for batch in batches]
 
     def retry_without_graphs(self, work: Callable[[], Result]) -> Result:
         """Run `work` (evaluation or sampling). On out-of-memory, free the captured CUDA graphs and retry once."""
         return work()
 
     def close(self) -> None:
-        """Free what training held."""
+        """Free the memory that is needed for training only."""
 
 
 class GraphedStepper(Stepper):
-    """Runs the micro-batches of a step as CUDA graphs, without loss scaling.
+    """Runs the micro-batches of a step as CUDA graphs, and the end of a step as another one, without loss scaling.
+
+    Several hundred adapter matrices would cost the host a millisecond at the end of a step. Its graph is apart from
+    those of micro-batches, so that each of their shapes is captured once, however a step combines them.
 
     Args:
-        sums: as in `Stepper`; its forward and backward can be captured.
         parameters: the trained parameters.
         sync: the ranks that share this rank's collectives.
     """
 
+    is_eager = False
     captures = True
 
-    def __init__(self, sums: Sums, parameters: Sequence[Tensor], sync: RankSync = SINGLE_RANK):
-        super().__init__(sums)
+    def __init__(self, parameters: Sequence[Tensor], sync: RankSync = SINGLE_RANK):
         self.sync = sync
-        self.graphs = GraphedBackward(self.backward, parameters, sync)
+        self.graphs = GraphedBackward(self._micro_batch, parameters, sync)
+        self.optimizer_graph: GraphedOptimizer | None = None
+        self._forward: Forward
+        self._before_step: Callable[[], object]
+
+    def forward_backward(
+        self, forward: Forward, batches: Iterable[Batch], loss_count: Tensor, may_capture: bool = False
+    ) -> Tensor:
+        self._forward = forward
+        # the capture stream also runs eager micro-batches: another stream would cache as much memory again
+        results = (self.graphs({**batch, LOSS_COUNT: loss_count}, may_capture) for batch in batches)
+        total = next(results)
+        for sums in results:
+            total = total + sums
+        return total
+
+    def _micro_batch(self, batch: Batch) -> Tensor:
+        """Run forward and backward of a micro-batch and return its sums [n]. A CUDA graph can capture this."""
+        columns = {key: value for key, value in batch.items() if key not in (LOSS_COUNT, SYNCED_SHAPE)}
+        loss, sums = self._forward(columns, batch[LOSS_COUNT])
+        loss.backward()
+        return sums
+
+    @property
+    def captures_optimizer(self) -> bool:  # type: ignore[override]
+        return self.optimizer_graph is not None
+
+    def capture_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_shards: ReplicatedOptimizer,
+        max_norm: float,
+        before_step: Callable[[], object],
+    ) -> None:
+        self._before_step = before_step
+        if not isinstance(optimizer, FusedOptimizer):
+            reason = f"{type(optimizer).__name__} needs memory or numbers that a graph cannot hold"
+        elif any(group["offload"] for group in optimizer.param_groups):
+            reason = "its state is in host memory"
+        elif type(optimizer_shards) is not ReplicatedOptimizer or is_norm_distributed(
+            optimizer_shards.mesh, optimizer_shards.parameters
+        ):
+            reason = "its state or gradients are divided among processes"
+        else:
+
+            def clip_and_step(sums: Tensor) -> Tensor:
+                numbers = torch.cat([sums, optimizer_shards.clip(max_norm).to(sums).reshape(1)])
+                skip_if_not_finite(optimizer, numbers)
+                optimizer.step()
+                optimizer.found_inf = None  # type: ignore[attr-defined]  # it must not keep memory of the graph alive
+                self.graphs.gradients.zero()
+                return numbers
+
+            self.optimizer_graph = GraphedOptimizer(clip_and_step, optimizer)
+            return
+        notice("optimizer-graph", f"the optimizer runs outside of the CUDA graphs of a step: {reason}")
+
+    def clip_and_step(self, sums: Tensor, may_capture: bool) -> Tensor:
+        assert self.optimizer_graph is not None
+        self._before_step()
+        numbers = self.optimizer_graph(sums, may_capture)
+        self.graphs.gradients.are_zero = True
+        return numbers
 
     def pad_across_ranks(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return self.sync.pad(batches)
-
-    def micro_batch(self, batch: Batch) -> Tensor:
-        # runs on the capture stream even if eager: another stream would cache as much memory again
-        return self.graphs(batch, self.may_capture)
 
     @property
     def holds_graphs(self) -> bool:  # type: ignore[override]
         return self.graphs.holds_graphs
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
-        return self.retry_without_graphs(partial(super().evaluate, batches))
+    def evaluate(self, sums: Sums, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
+        return self.retry_without_graphs(partial(super().evaluate, sums, batches))
 
     def retry_without_graphs(self, work: Callable[[], Result]) -> Result:
         try:
@@ -136,6 +197,8 @@ class GraphedStepper(Stepper):
         return work()
 
     def close(self) -> None:
+        if self.optimizer_graph is not None:
+            self.optimizer_graph.drop()
         self.peak_graph_bytes = self.graphs.peak_pool_bytes
         self.graphs.close()
 
@@ -155,7 +218,7 @@ def free_stream_caches(stepper: Stepper, device: torch.device) -> Iterator[None]
             free_cached_memory(device)
 
 
-class LookAhead:
+class SharedNumbers:
     """Computes the numbers that a method shares among the micro-batches of a step, from counts or an extra forward.
 
     Args:
@@ -166,25 +229,25 @@ class LookAhead:
     def __init__(self, method: Method, model: nn.Module, dtype: torch.dtype | None = None, mesh: Mesh = SINGLE_PROCESS):
         self.method, self.model, self.dtype, self.mesh = method, model, dtype, mesh
 
-    def add_numbers(self, taken: list[dict[str, Any]], counts: Mapping[str, float]) -> list[dict[str, Any]]:
+    def add(self, batches: list[dict[str, Any]], counts: Mapping[str, float]) -> list[dict[str, Any]]:
         """Return a step's micro-batches with its numbers, without the columns that only the look-ahead reads."""
-        looks = self.method.looks_ahead and (self.mesh.size > 1 or self.method.needs_ahead(taken))
-        numbers = self.method.shared(counts, self._forward(taken) if looks else {})
-        return [with_numbers(batch, numbers) for batch in taken]
+        looks_ahead = self.method.looks_ahead and (self.mesh.size > 1 or self.method.needs_ahead(batches))
+        numbers = self.method.shared(counts, self._look_ahead(batches) if looks_ahead else {})
+        return [with_numbers(batch, numbers) for batch in batches]
 
-    def numbers(self, batches: Iterable[Batch]) -> dict[str, float | Tensor]:
+    def of_evaluation(self, batches: Iterable[Batch]) -> dict[str, float | Tensor]:
         """Return the numbers of an evaluation over `batches`; methods without look-ahead consume no batch."""
-        return self.method.shared({}, self._forward(batches)) if self.method.looks_ahead else {}
+        return self.method.shared({}, self._look_ahead(batches)) if self.method.looks_ahead else {}
 
     @torch.no_grad()
-    def _forward(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
+    def _look_ahead(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Sum the results of the method's `ahead` over the batches of all ranks."""
-        found: dict[str, Tensor] = {}
+        totals: dict[str, Tensor] = {}
         for batch in batches:
             with compute_autocast(self.model, self.dtype):
                 sums = self.method.ahead(self.model, batch)
-            found = {name: found.get(name, 0) + value for name, value in sums.items()}
-        return {name: self.mesh.sum(value) for name, value in found.items()}
+            totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
+        return {name: self.mesh.sum(value) for name, value in totals.items()}
 
 
 def with_numbers(batch: Batch, numbers: Mapping[str, float | Tensor]) -> dict[str, Any]:
@@ -192,7 +255,7 @@ def with_numbers(batch: Batch, numbers: Mapping[str, float | Tensor]) -> dict[st
     if not numbers:
         return dict(batch)
     device = next(value for value in batch.values() if isinstance(value, Tensor)).device
-    found = {key: value for key, value in batch.items() if not key.startswith(LOOK_AHEAD)}
+    columns = {key: value for key, value in batch.items() if not key.startswith(LOOK_AHEAD)}
     for name, value in numbers.items():  # torch.full is a kernel launch; a copy from the host could block
-        found[name] = value if isinstance(value, Tensor) else torch.full((), value, device=device)
-    return found
+        columns[name] = value if isinstance(value, Tensor) else torch.full((), value, device=device)
+    return columns
