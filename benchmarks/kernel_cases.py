@@ -25,7 +25,7 @@ from halfbyte.kernels.device import device_of
 from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.attention import Scores
 from halfbyte.ops.cross_entropy import Objective
-from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
+from halfbyte.ops.decode import DecoderLayer, Projections, Stack, Weight4
 from halfbyte.ops.experts import LowRank, StackedWeight, Unit
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
@@ -44,9 +44,8 @@ bitplane, blockwise4, e2m1 = map(on_gpu, ("formats.bitplane", "formats.blockwise
 float8_weights, hqq, int4, int8 = map(on_gpu, ("formats.float8", "formats.hqq", "formats.int4", "formats.int8"))
 attention, blockwise_cuda, causal_conv = map(on_gpu, ("ops.attention", "ops.blockwise_cuda", "ops.causal_conv"))
 chunk_scan, losses, delta_net = map(on_gpu, ("ops.chunk_scan", "ops.cross_entropy", "ops.delta_net"))
-decode_attention, decode_layers = map(on_gpu, ("ops.decode_attention", "ops.decode_layers"))
-divergence, experts, float8, glu = map(on_gpu, ("ops.divergence", "ops.experts", "ops.float8", "ops.glu"))
-lora_glu, lora_read, muon, norms = map(on_gpu, ("ops.lora_glu", "ops.lora_read", "ops.muon", "ops.norms"))
+decode, divergence, experts, float8 = map(on_gpu, ("ops.decode", "ops.divergence", "ops.experts", "ops.float8"))
+glu, lora_glu, muon, norms = map(on_gpu, ("ops.glu", "ops.lora_glu", "ops.muon", "ops.norms"))
 optimizer, paged_attention = map(on_gpu, ("ops.optimizer", "ops.paged_attention"))
 rope, sample = map(on_gpu, ("ops.rope", "ops.sample"))
 
@@ -219,10 +218,10 @@ def attend_call(dtype, size, cache=None, window=None, softcap=None):
     q, keys = empty(2, 32, 1, size, dtype=dtype), empty(2, 8, 1024, size, dtype=cache)
     first, last = empty(2, dtype=torch.int32), empty(1, dtype=torch.int64)
     for sinks in sinks_of(dtype, window):
-        decode_attention.decode_attention(q, keys, keys, first, last, 0.1, window, softcap, sinks)
+        decode.decode_attention(q, keys, keys, first, last, 0.1, window, softcap, sinks)
     new = empty(2, 8, 1, size, dtype=dtype)
     if cache is dtype:
-        decode_attention.store_both_(new, new, keys, keys, last)
+        decode.store_both_(new, new, keys, keys, last)
 
 
 @cases("rollouts", "decoding over pages, heads of {1} in an 8-bit cache", EIGHT_BITS)
@@ -435,7 +434,7 @@ STACKS = apart((FP16, BF16), (1, 8), (128, 64, 256), (False, True))
 
 @cases("decoder", "decoder layers, heads of {2}", STACKS, [(BF16, 1, 128, False)])
 def decoder_layers(dtype, batch, size, eight):
-    decode_layers.one_launch(*decoder_stack(batch, dtype, size, eight))
+    decode.one_launch(*decoder_stack(batch, dtype, size, eight))
 
 
 PRODUCTS = list(itertools.product(DTYPES, (1, 4, 16, 64)))
@@ -474,17 +473,7 @@ def plane_products(dtype, batch):
 
 @cases("products", "adapters' products, {1} rows", PRODUCTS)
 def adapter_products(dtype, batch):
-    lora_read.low_rank_rows(empty(batch, HIDDEN, dtype=dtype), empty(16, HIDDEN, dtype=dtype), None)
-
-
-READS = itertools.product((FP16, BF16), (8, 16), (False, True), (None, E4M3, E5M2))
-
-
-@cases("products", "adapters' gradients, rank {1}", READS)
-def adapter_gradients(dtype, rank, learn, kind):
-    x, b = empty(ROWS, HIDDEN, dtype=dtype), empty(HIDDEN, rank, dtype=dtype)
-    low_rows, stored = empty(ROWS, rank, dtype=dtype) if learn else None, None if kind is None else slot(kind)
-    lora_read.lora_read(x, (), (b,), (1.5,), low_rows, FP32, stored, None)
+    decode.low_rank_rows(empty(batch, HIDDEN, dtype=dtype), empty(16, HIDDEN, dtype=dtype), None)
 
 
 def packed_experts(count: int, rows: int, columns: int, format_: Format | None = None) -> StackedWeight:

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4, decode_layers
+from halfbyte.ops.decode import DecoderLayer, Projections, Stack, Weight4, decode_layers
 from tests.helpers.linear_cases import arguments
 
 

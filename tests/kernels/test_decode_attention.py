@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.ops.decode_attention import decode_attention, store_both_
+from halfbyte.ops.decode import decode_attention, store_both_
 from tests.helpers import parity
 from tests.helpers.parity import DEVICE, INTERPRETED, dtypes, random
 

@@ -5,7 +5,7 @@ import torch
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.kernels import device
-from halfbyte.ops.decode_layers import one_launch
+from halfbyte.ops.decode import one_launch
 from halfbyte.utils import notices
 from tests.helpers import decode_cases
 from tests.helpers.kernel_backends import backends, cases, loaded

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.ops.lora_read import low_rank_rows
+from halfbyte.ops.decode import low_rank_rows
 from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")

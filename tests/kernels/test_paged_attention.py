@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfbyte.dispatch import Unavailable
-from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.ops.decode import decode_attention
 from halfbyte.ops.paged_attention import paged_attention, store_paged
 from tests.helpers.paged_cases import LENGTHS, VARIANTS, case, check_store, exact
 

@@ -44,9 +44,7 @@ HOPPER = {
     "low_rank_rows": [*["cuda.low_rank.gemm"] * 2, REFERENCE, REFERENCE],
     "one_launch": [*["cuda.decode_layers.compile_layers"] * 2, REFERENCE, REFERENCE],
     "float8_of_blockwise4": [*["cuda.float8.of_blockwise4"] * 2, "triton.blockwise4.float8"],
-    "transpose_float8": ["cuda.float8.transpose", "triton.float8.transpose_float8"],
     "lora_glu": ["cuda.lora_glu.forward", *["triton.lora_glu.lora_glu"] * 2],
-    "lora_read": ["cuda.lora_read.read", REFERENCE],
     # 1, 32 and 512 rows an expert, forward and transposed
     "grouped_product": [
         *["cuda.experts4.grouped_small", "triton.grouped.grouped_product"] * 2,

@@ -5,7 +5,7 @@ import torch
 
 from halfbyte.formats.float8 import E4M3
 from halfbyte.ops import lora_glu as ops
-from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.ops.decode import decode_attention
 from halfbyte.utils import notices
 from tests.helpers.lora_glu_cases import assert_close_to, case, moved, run_backward, run_forward, slot_of
 from tests.helpers.parity import DEVICE, DTYPES, INTERPRETED, dtypes, mark, poisoned, random  # noqa: F401

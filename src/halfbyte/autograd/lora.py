@@ -42,7 +42,6 @@ from torch.autograd.function import once_differentiable
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats.base import Weight, is_quantized
 from ..ops.fp8_scaling import Codes, Slot
-from ..ops.lora_read import lora_read, summed
 from ..utils.errors import ModelError
 
 
@@ -206,6 +205,15 @@ def product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None)
     return out.addmm_(a, b, beta=0, alpha=scale)
 
 
+def summed(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """scale · a·b, accumulated in fp32 and rounded once to `dtype` where the device's GEMM supports it."""
+    half = a.dtype in (torch.float16, torch.bfloat16)
+    if a.is_cuda and torch.version.hip is None and dtype is torch.float32 and half:  # ROCm's GEMM has no out_dtype
+        result = torch.mm(a, b, out_dtype=torch.float32)
+        return result if scale == 1.0 else result.mul_(scale)
+    return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale).to(dtype)
+
+
 class State(NamedTuple):
     """Tensors that projections of one input save for backward; R is the sum of the adapters' ranks."""
 
@@ -278,8 +286,8 @@ class Projections:
         self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], State]:
         """Outputs [*leading, Nᵢ] for x [M, K], and the state to save for backward in addition to x."""
-        state, codes = self.low_rank(x, a, b)
-        return self.outputs(x, leading, biases, state, codes), state
+        state = self.low_rank(x, a, b)
+        return self.outputs(x, leading, biases, state), state
 
     def outputs(
         self,
@@ -309,24 +317,20 @@ class Projections:
                 out.add_(bias)
         return tuple(outputs)
 
-    def low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[State, Codes | None]:
-        """The state to save for backward; and x [M, K] cast by the recipe, if one kernel computes both, else None."""
+    def low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> State:
+        """The state to save for backward, for x [M, K]."""
         if not a:
-            return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ()), None
+            return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ())
         stacked, copies = self.factors(a, b, x.dtype)
         if not self.dropout:
-            slot = None if self.recipe is None else self.recipe.slot_of_input(x)
-            if slot is None:
-                return State(stacked, copies, product(x, stacked.t()), ()), None
-            found = lora_read(x, (), (stacked.t(),), (1.0,), None, self.dtype, slot, None)
-            return State(stacked, copies, found.low, ()), slot.of(found.codes)
+            return State(stacked, copies, product(x, stacked.t()), ())
         ranks, masks = [factor.shape[0] for factor in a], []
         u = x.new_empty(x.shape[0], sum(ranks))
         for factor, out in zip(stacked.split(ranks), u.split(ranks, dim=1), strict=True):
             dropped, mask = torch.native_dropout(x, self.dropout, True)
             product(dropped, factor.t(), out=out)
             masks.append(mask)
-        return State(stacked, copies, u, tuple(masks)), None
+        return State(stacked, copies, u, tuple(masks))
 
     def factors(
         self, a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype
@@ -349,31 +353,18 @@ class Projections:
             torch.addmm(bias, term.u, term.factor, alpha=term.scale, out=out)
         out.addmm_(x, dense(weight, x.dtype).t())
 
-    def read(
-        self, grads: Sequence[Tensor], state: State, needed: Sequence[bool], product_follows: bool = True
-    ) -> tuple[Tensor, list[Tensor | None], Codes | None]:
-        """v, dB and the FP8 cast of `grads` [M, Nᵢ] in one pass over them.
-
-        Args:
-            needed: whether each adapter's B requires a gradient.
-            product_follows: whether `input_gradient` will be called.
-
-        Returns:
-            [v₁, v₂, …] [M, R]; dBᵢ [Nᵢ, rᵢ] in the factors' own dtype, None if not needed; and `grads` cast by the
-            recipe, None if `input_gradient` must cast them.
-        """
-        if not state.b:
-            return grads[0].new_empty(grads[0].shape[0], 0), [], None
-        slot = columns = None
-        if self.recipe is not None and product_follows:
-            slot, columns = self.recipe.slot_of_gradients(self.weights, grads[0].dtype)
-        b = dict(zip([i for i, _ in self.adapters], state.b, strict=True))
-        factors, scalings = [b.get(i) for i in range(len(grads))], [scaling for _, scaling in self.adapters]
-        low = state.u if any(needed) else None
-        found = lora_read(grads[0], grads[1:], factors, scalings, low, self.dtype, slot, columns)
-        gradients = found.gradients or [None] * len(needed)
-        codes = None if slot is None else slot.of(found.codes)
-        return found.low, [grad if need else None for grad, need in zip(gradients, needed, strict=True)], codes
+    def low_rank_gradients(
+        self, grads: Sequence[Tensor], state: State, needed: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """[v₁, v₂, …] [M, R] for dyᵢ [M, Nᵢ]; and dBᵢ [Nᵢ, rᵢ] in the factors' own dtype, None if not needed."""
+        v = grads[0].new_empty(grads[0].shape[0], sum(state.ranks))
+        b_gradients: list[Tensor | None] = [None] * len(needed)
+        v_parts, u_parts = v.split(state.ranks, dim=1), state.u.split(state.ranks, dim=1)
+        for i, (index, scaling) in enumerate(self.adapters):
+            v_parts[i].addmm_(grads[index], state.b[i], beta=0, alpha=scaling)
+            if needed[i]:
+                b_gradients[i] = summed(grads[index].t(), u_parts[i], scaling, self.dtype)
+        return v, b_gradients
 
     def input_gradient(
         self, grads: Sequence[Tensor], v: Tensor | None, state: State, codes: Codes | None = None
@@ -473,8 +464,8 @@ class _LoRA(torch.autograd.Function):
         need_biases, need_a, need_b = needs[2 : 2 + n], needs[2 + n : 2 + n + adapters], needs[2 + n + adapters :]
         rows, *saved = ctx.saved_tensors
         state, grads = State.unflat(saved, adapters), tuple(rows_of(grad) for grad in grads)
-        v, db, codes = projections.read(grads, state, need_b, needs[0])
+        v, db = projections.low_rank_gradients(grads, state, need_b)
         da = projections.a_gradients(rows, v, state, need_a)
-        dx = projections.input_gradient(grads, v, state, codes).view(ctx.shape) if needs[0] else None
+        dx = projections.input_gradient(grads, v, state).view(ctx.shape) if needs[0] else None
         biases = [grad.sum(0) if need else None for grad, need in zip(grads, need_biases, strict=True)]
         return dx, None, *biases, *da, *db

@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler, to_compute_dtype
 from ..ops import glu as ops
-from ..ops.fp8_scaling import Codes
 from ..ops.lora_glu import (
     Factors,
     in_one_pass,
@@ -140,15 +139,6 @@ def _factors(first: Projections, first_state: State, a_down: Tensor) -> Factors:
     return Factors(b_gate, b_up, a_down, gate_scale, up_scale)
 
 
-def _forward_in_one_pass(ctx, gate: Tensor, up: Tensor, low: Tensor, factors: Factors) -> tuple[Tensor | Codes, Tensor]:
-    """h, in FP8 if down's GEMM reads it in FP8, and u = h·Aᵀ of down."""
-    slot = None if ctx.second.recipe is None else ctx.second.recipe.slot_of_input(gate)
-    if slot is None:
-        return lora_glu(gate, up, low, factors, ctx.activation)
-    codes, u_down = lora_glu_float8(gate, up, low, factors, ctx.activation, slot)
-    return slot.of(codes), u_down
-
-
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, second, activation, needed, *tensors):
@@ -156,17 +146,23 @@ class _MLP(torch.autograd.Function):
         biases, a, b = tensors[:3], tensors[3 : 3 + n + m], tensors[3 + n + m :]
         ctx.first, ctx.second, ctx.activation, ctx.shape = first, second, activation, x.shape
         rows = rows_of(x)
-        first_state, codes = first.low_rank(rows, a[:n], b[:n])
+        first_state = first.low_rank(rows, a[:n], b[:n])
         ctx.in_one_pass = _in_one_pass(x, first, second, a)
-        gate, up = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state, codes)
+        gate, up = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state)
+        codes = None
         if ctx.in_one_pass:
             a_down, b_down = second.factors(a[n:], b[n:], x.dtype)
-            hidden, low = _forward_in_one_pass(ctx, gate, up, first_state.u, _factors(first, first_state, a_down))
-            second_state = State(a_down, b_down, low, ())
-            hidden, codes = (gate, hidden) if isinstance(hidden, Codes) else (hidden, None)
+            operands = gate, up, first_state.u, _factors(first, first_state, a_down), activation
+            slot = None if second.recipe is None else second.recipe.slot_of_input(gate)
+            if slot is None:
+                hidden, u_down = lora_glu(*operands)
+            else:  # h in FP8 only, which down's GEMM reads
+                values, u_down = lora_glu_float8(*operands, slot)
+                hidden, codes = gate, slot.of(values)
+            second_state = State(a_down, b_down, u_down, ())
         else:
             hidden = ops.glu(gate, up, activation)
-            second_state, codes = second.low_rank(hidden, a[n:], b[n:])
+            second_state = second.low_rank(hidden, a[n:], b[n:])
         if needed:
             (output,) = second.outputs(hidden, x.shape[:-1], biases[2:], second_state, codes)
         else:
@@ -186,30 +182,31 @@ class _MLP(torch.autograd.Function):
         rows, gate, up = saved[:3]
         first_state, second_state = State.unflat(saved[3 : ctx.split], n), State.unflat(saved[ctx.split :], m)
         grad = rows_of(grad)
-        v_down, db_down, codes = second.read([grad], second_state, need_b[n:])
+        v_down, db_down = second.low_rank_gradients([grad], second_state, need_b[n:])
+        codes = None
         # From here on gate and up hold their gradients; in FP8, `codes` holds these instead.
         if ctx.in_one_pass:
-            dh = second.input_gradient([grad], None, second_state, codes)
+            dh = second.input_gradient([grad], None, second_state)
             factors, low = _factors(first, first_state, second_state.a), first_state.u
-            slot = columns = codes = None
+            slot = columns = None
             if first.recipe is not None and not any(need_biases[:2]):
                 slot, columns = first.recipe.slot_of_gradients(first.weights, dh.dtype)
             if slot is None:
-                found = lora_glu_backward_(dh, gate, up, low, v_down, factors, ctx.activation)
+                gradients = lora_glu_backward_(dh, gate, up, low, v_down, factors, ctx.activation)
             else:
-                found, values = lora_glu_backward_float8(
+                gradients, values = lora_glu_backward_float8(
                     dh, gate, up, low, v_down, factors, ctx.activation, slot, columns
                 )
                 codes = slot.of(values)
-            v, (*db, da_down) = found.v, [factor.to(first.dtype) for factor in found[1:]]
+            v, (*db, da_down) = gradients.v, [factor.to(first.dtype) for factor in gradients[1:]]
             da_down = [da_down]
             del dh
         else:
-            hidden = second.input_gradient([grad], v_down, second_state, codes)
+            hidden = second.input_gradient([grad], v_down, second_state)
             ops.glu_backward_(hidden, gate, up, ctx.activation, any(need_a[n:]))  # overwrites dh by h
             da_down = second.a_gradients(hidden, v_down, second_state, need_a[n:])
             del hidden
-            v, db, codes = first.read([gate, up], first_state, need_b[:n], needs[0])
+            v, db = first.low_rank_gradients([gate, up], first_state, need_b[:n])
         da = first.a_gradients(rows, v, first_state, need_a[:n])
         dx = first.input_gradient([gate, up], v, first_state, codes).view(ctx.shape) if needs[0] else None
         biases = [grad.sum(0) if need else None for grad, need in zip((gate, up, grad), need_biases, strict=True)]

@@ -21,8 +21,7 @@ from ..modeling.families import SILU, config_scale
 from ..modeling.head import head_from_config
 from ..modeling.layer import Attention, Block, Half, LayerView, TokenMixer, causal_lm_of, epsilon, layer_view
 from ..ops.attention import Scores, Spans
-from ..ops.decode_attention import softmax
-from ..ops.decode_layers import DecoderLayer
+from ..ops.decode import DecoderLayer, softmax
 from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
 from ..parallel.shard.model import sharded
@@ -116,7 +115,7 @@ class AttentionLayer(Layer):
         return attention.rotates and attention.head_norms is None and self.family.rope_pairs == "halves"
 
     def one_launch(self, keys: Tensor, values: Tensor) -> DecoderLayer | None:
-        """Return the layer and its cache [B, Hk, S, D] for the persistent decode kernel of `ops.decode_layers`.
+        """Return the layer and its cache [B, Hk, S, D] for the persistent decode kernel of `ops.decode`.
 
         None unless the layer has Llama's structure and 4-bit weights.
         """

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..modeling.layer import epsilon
 from ..ops.attention import Spans
-from ..ops.decode_attention import decode_attention, store, store_both_
-from ..ops.decode_layers import Run, Stack, one_launch
+from ..ops.decode import Run, Stack, decode_attention, one_launch, store, store_both_
 from ..utils.errors import ModelError
 from ..utils.hardware import capture_stream
 from ..utils.notices import notice

@@ -14,8 +14,7 @@ from ..formats import Blockwise4
 from ..formats.blockwise4 import linears_blockwise4
 from ..formats.linear import add_term, linear_rows
 from ..layers.plain import PlainLinear, read_linear
-from ..ops.decode_layers import Projections, Weight4
-from ..ops.lora_read import low_rank_rows
+from ..ops.decode import Projections, Weight4, low_rank_rows
 from ..tensor import QuantizedTensor
 from .adapters import Unsupported, module_of
 
@@ -72,7 +71,7 @@ def _linear_plus(x: Tensor, weight: Tensor, bias: Tensor | None, term: tuple[Ten
 
 
 def _weight4(linear: PlainLinear, plain: _LinearWeights) -> Weight4 | None:
-    """Return a 4-bit linear's weight for `ops.decode_layers`, or None."""
+    """Return a 4-bit linear's weight for `ops.decode`, or None."""
     weight, bias = plain
     if not isinstance(weight, QuantizedTensor) or not isinstance(weight.format, Blockwise4):
         return None
@@ -88,7 +87,7 @@ def _weight4(linear: PlainLinear, plain: _LinearWeights) -> Weight4 | None:
     )
 
 
-RANKS, ALL_RANKS = 8, 16  # rank multiples of one linear and of all linears with one input; see ops.decode_layers
+RANKS, ALL_RANKS = 8, 16  # rank multiples of one linear and of all linears with one input; see ops.decode
 
 
 class Linears:
@@ -214,7 +213,7 @@ class Linears:
         return out
 
     def projections(self) -> Projections | None:
-        """Return these linears for `ops.decode_layers`, or None unless all weights are 4-bit."""
+        """Return these linears for `ops.decode`, or None unless all weights are 4-bit."""
         weights = [weight for weight in self.weights if weight is not None]
         if len(weights) < len(self.weights):
             return None

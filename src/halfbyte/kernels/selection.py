@@ -18,7 +18,7 @@ from ..dispatch import Op
 from ..formats import Blockwise4
 from ..formats.float8 import E4M3, E5M2
 from ..ops.cross_entropy import Objective
-from ..ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
+from ..ops.decode import DecoderLayer, Projections, Stack, Weight4
 from ..ops.experts import Routing, StackedWeight
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..ops.lora_glu import Factors
@@ -149,11 +149,6 @@ def _float8_of_blockwise4() -> Iterator[Example]:
         yield words, (*weight4(SIZE, SIZE, blocksize, True), (SIZE, SIZE), empty(), transposed)
 
 
-def _transpose() -> Iterator[Example]:
-    for rows in (SIZE, 1001):
-        yield f"[{rows}, {SIZE}]", (empty(rows, SIZE, dtype=E4M3),)
-
-
 def _cast() -> Iterator[Example]:
     yield f"[{ROWS}, {SIZE}]", (empty(), [empty(ROWS, SIZE, dtype=BF16)], None, empty(), empty(), E4M3)
 
@@ -186,12 +181,6 @@ def _lora_glu_backward(*options: Any) -> Iterator[Example]:
 
 def _in_one_pass() -> Iterator[Example]:
     yield "r = 16, bf16", (empty(0, dtype=BF16), 16)
-
-
-def _lora_read() -> Iterator[Example]:
-    for rank in (16, 32):
-        x, b, low = (empty(*shape, dtype=BF16) for shape in ((ROWS, SIZE), (SIZE, rank), (ROWS, rank)))
-        yield f"[{ROWS}, {SIZE}], r = {rank}", (x, (), (b,), (1.5,), low, FP32, None, None)
 
 
 def _rms_norm_float8() -> Iterator[Example]:
@@ -280,7 +269,6 @@ EXAMPLES: dict[str, Callable[[], Iterator[Example]]] = {
     "one_launch": _one_launch,
     "dequantize_bitplane": _dequantize_bitplane,
     "float8_of_blockwise4": _float8_of_blockwise4,
-    "transpose_float8": _transpose,
     "cast_float8": _cast,
     "cross_entropy_": _cross_entropy,
     "in_one_pass": _in_one_pass,
@@ -288,7 +276,6 @@ EXAMPLES: dict[str, Callable[[], Iterator[Example]]] = {
     "lora_glu_float8": lambda: _lora_glu(slot(E4M3)),
     "lora_glu_backward_": _lora_glu_backward,
     "lora_glu_backward_float8": lambda: _lora_glu_backward(slot(E5M2), None),
-    "lora_read": _lora_read,
     "grouped_product": _grouped_product,
     "rms_norm_float8": _rms_norm_float8,
     "fp8_product": _fp8_product,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from .decode_attention import softmax
+from .decode import softmax
 from .rope import rope_
 
 PAGE = 64  # tokens per page
@@ -37,7 +37,7 @@ def store_paged(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, k: T
     """Write new keys and values into a cache, in place.
 
     Args:
-        keys, values: [P, H, PAGE, D]; float8_e4m3fn saturates as in `decode_attention.store`.
+        keys, values: [P, H, PAGE, D]; float8_e4m3fn saturates as in `decode.store`.
         pages, slots: int64 [N], the destination of each token.
         k, v: [N, H, D], in the cache's dtype if that has 16 bits or more.
     """

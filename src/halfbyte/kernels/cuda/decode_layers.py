@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...formats.codebooks import codebook4
-from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
+from ...ops.decode import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
 from . import Image, Kernel, cubin, remembered

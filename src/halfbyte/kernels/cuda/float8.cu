@@ -1,12 +1,11 @@
-// Conversion of 4-bit weights to E4M3 in either orientation, and transposition of E4M3 codes. Bytes moved: 1.5 a
-// weight, and 2; instructions: about 4 a weight, and 1.
+// Conversion of 4-bit weights to E4M3 in either orientation. Bytes moved: 1.5 a weight; instructions: about 4.
 //
 // The sixteen values of a scale are cast once, into a table of sixteen bytes in four registers. A word of eight codes
 // then needs no arithmetic: PRMT selects four of eight bytes by four selectors of three bits, and the codes' nibbles
 // are the selectors. Two PRMTs, for the halves of the table, and a mask from the fourth bits give four values.
 //
-// Constants: NESTED, SHIFT (log2 of the block size, at least 5). K is a multiple of 32 (16 for transposition of codes),
-// N a multiple of 4 if the result is transpose.
+// Constants: NESTED, SHIFT (log2 of the block size, at least 5). K is a multiple of 32, N a multiple of 4
+// if the result is transposed.
 
 #include "warp.cuh"
 
@@ -135,27 +134,5 @@ extern "C" __global__ void __launch_bounds__(128) to_e4m3_transposed(Weight weig
             for (int j = 0; j < 4; j++) *(u32*)(column + (j ^ 1) * (u64)stride) = columns[j];  // 1, 0, 3, 2 in order
             column += 4 * (u64)stride;
         }
-    }
-}
-
-// A thread transposes four rows of 16 codes, a warp 128 rows, a block 128 columns.
-extern "C" __global__ void __launch_bounds__(256)
-transpose(const u8* codes, u8* out, u32 rows, u32 columns, u32 stride) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    const u32 across = (columns + 127) / 128;
-    const u32 first = blockIdx.x % across * 128 + threadIdx.x / 32 * 16;
-    const u64 row = (u64)(blockIdx.x / across) * 128 + threadIdx.x % 32 * 4;
-    if (row >= rows || first >= columns) return;
-    u32 words[4][4];
-    for (int i = 0; i < 4; i++) {
-        const uint4 part = *(const uint4*)(codes + (row + i) * columns + first);
-        words[0][i] = part.x, words[1][i] = part.y, words[2][i] = part.z, words[3][i] = part.w;
-    }
-    u8* column = out + (u64)first * stride + row;
-#pragma unroll
-    for (int word = 0; word < 4; word++) {
-        u32 column_words[4];
-        transpose_bytes(words[word], column_words);
-        for (int j = 0; j < 4; j++, column += stride) *(u32*)column = column_words[j];
     }
 }

@@ -1,4 +1,4 @@
-"""`cuda/float8.cu`: conversion of 4-bit weights to E4M3 in either orientation, and transposition of E4M3 codes.
+"""`cuda/float8.cu`: conversion of 4-bit weights to E4M3 in either orientation.
 
 Measured on an H200, average over the weights of an 8B model: 19 µs transposed and 17 straight; Triton takes 55 and 49.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...formats.codebooks import codebook4
 from ...formats.float8 import E4M3
-from ...ops.float8 import emulated, float8_of_blockwise4, fp8_product, transpose_float8
+from ...ops.float8 import emulated, float8_of_blockwise4, fp8_product
 from ...utils.notices import notice
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of
 from ..tiling import ceil_div
@@ -92,22 +92,6 @@ def of_blockwise4(
         arguments,
         out,
     )
-    return out
-
-
-def transpose_obstacle(codes: Tensor, out: Tensor | None = None) -> str | None:
-    rows, width = codes.shape
-    return _obstacle(codes, (rows, width), 16, out, rows) if rows * width else "needs values"
-
-
-@transpose_float8.kernel("cuda", unless=transpose_obstacle, rank=1)
-def transpose(codes: Tensor, out: Tensor | None = None) -> Tensor:
-    rows, width = codes.shape
-    out = torch.empty(width, rows, dtype=codes.dtype, device=codes.device) if out is None else out
-    codes = codes.contiguous()
-    places = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, out)]
-    numbers = [ctypes.c_uint32(number) for number in (rows, width, out.stride(0))]
-    _launch("transpose", False, 64, ceil_div(rows, 128) * ceil_div(width, 128), 256, [*places, *numbers], out)
     return out
 
 

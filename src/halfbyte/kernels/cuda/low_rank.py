@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...ops.lora_read import low_rank_rows
+from ...ops.decode import low_rank_rows
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, remembered

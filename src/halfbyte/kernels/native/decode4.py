@@ -15,7 +15,7 @@ from torch import Tensor
 from ...formats.blockwise4 import linear_blockwise4
 from ...formats.codebooks import codebook4
 from ...formats.linear import add_term
-from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
+from ...ops.decode import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
 from . import library
 from .blockwise4 import CPU
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats.float8 import FP8_MAX
-from ...ops.decode_attention import decode_attention, store_both_
+from ...ops.decode import decode_attention, store_both_
 from ...ops.paged_attention import BUNDLE, PAGE, Shared, paged_attention, store_paged
 from ..device import Device, device_of
 from ..tiling import power_of_2

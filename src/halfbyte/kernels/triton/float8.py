@@ -195,7 +195,7 @@ def _transpose(codes_ptr, out_ptr, rows, width, out_stride, SIDE: tl.constexpr):
 _transpose_launcher = Launcher(_transpose)
 
 
-@reference.transpose_float8.kernel("cuda", "xpu", rank=2)
+@reference.transpose_float8.kernel("cuda", "xpu")
 def transpose_float8(codes: Tensor, out: Tensor | None = None) -> Tensor:
     rows, width = codes.shape
     out = torch.empty(width, rows, dtype=codes.dtype, device=codes.device) if out is None else out
