@@ -188,7 +188,7 @@ class TestTalking:
     def test_without_a_template_prompts_are_as_in_training(self, run_folder, format, prompt, monkeypatch):
         loaded = saved.load_saved(str(run_folder))
         monkeypatch.setattr(loaded.tokenizer, "chat_template", None)
-        monkeypatch.setattr(conversation, "_data_report", lambda place: {"sources": [{"format": format}]})
+        monkeypatch.setattr("halfbyte.runs.stop_tokens.data_report", lambda folder: {"sources": [{"format": format}]})
         talk = conversation.Conversation(loaded, Sampling())
         assert talk.prompt("Hi") == prompt
         assert "chat" in notices.notices_so_far()

@@ -9,8 +9,9 @@ import pytest
 from halfbyte.cli import main
 from halfbyte.cli.answers import answer_file, chat
 from halfbyte.generation import Sampling
-from halfbyte.runs.saved import Place, load_saved
-from halfbyte.serve.conversation import Conversation, _data_report
+from halfbyte.runs.saved import load_saved
+from halfbyte.runs.stop_tokens import data_report
+from halfbyte.serve.conversation import Conversation
 from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
 from tests.helpers.serve_tiny import CONTEXT
 
@@ -185,4 +186,4 @@ def test_files_that_hold_no_prompts(base_folder, tmp_path, content, message):
 def test_a_damaged_data_report(base_folder, tmp_path, report):
     (tmp_path / "data_report.json").write_text(report)
     with pytest.raises(CheckpointError, match=r"data_report\.json"):
-        _data_report(Place("", None, tmp_path / "config.resolved.yaml"))
+        data_report(tmp_path)

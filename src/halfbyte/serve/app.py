@@ -58,9 +58,11 @@ class Deadlines:
                     self.timeouts.discard(timeout)
         except TimeoutError:
             if self.stopping:
-                raise RequestError(503, "the server is shutting down", kind="server_error") from None
-            kind = "server_error" if status >= 500 else "invalid_request_error"
-            raise RequestError(status, f"the request ran out of time {when}", code="timeout", kind=kind) from None
+                raise RequestError(503, "the server is shutting down", error_type="server_error") from None
+            error_type = "server_error" if status >= 500 else "invalid_request_error"
+            raise RequestError(
+                status, f"the request ran out of time {when}", code="timeout", error_type=error_type
+            ) from None
 
     def stop(self) -> None:
         """Expire all current and future deadlines."""
@@ -81,7 +83,7 @@ class RequestQueue:
         """Raise RequestError 429 if the queue is full."""
         if self.lock.locked() and self.waiting >= self.limit:
             message = f"{self.waiting} requests are queued already; try again later"
-            raise RequestError(429, message, code="queue_full", kind="rate_limit_error")
+            raise RequestError(429, message, code="queue_full", error_type="rate_limit_error")
 
     @contextlib.asynccontextmanager
     async def turn(self, deadline: float) -> AsyncIterator[None]:
@@ -103,7 +105,9 @@ class Endpoints:
     """The handlers of the routes."""
 
     def __init__(self, served: Served):
-        self.served, self.limits, self.deadlines = served, served.limits, Deadlines()
+        self.served = served
+        self.limits = served.limits
+        self.deadlines = Deadlines()
         self.queue = RequestQueue(served.limits.queue, self.deadlines)
         self.thread = ThreadPoolExecutor(1, "model")
         self.created = int(time.time())
@@ -145,19 +149,19 @@ class Endpoints:
     async def completions(self, request: HttpRequest) -> Response:
         return await self._complete(request, CompletionRequest)
 
-    async def _complete(self, request: HttpRequest, kind: type[Request]) -> Response:
+    async def _complete(self, request: HttpRequest, request_type: type[Request]) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         self.queue.check()
-        asked = parse(kind, await self._body(request))
-        work = await run_in_threadpool(self.served.prepare, asked)
-        scored = asked.likeliest is not None
-        reply = Reply(kind is ChatRequest, asked.model, work.prompt_tokens, work.rows, scored)
+        parsed = parse(request_type, await self._body(request))
+        work = await run_in_threadpool(self.served.prepare, parsed)
+        scored = parsed.likeliest is not None
+        reply = Reply(request_type is ChatRequest, parsed.model, work.prompt_tokens, work.rows, scored)
         pieces = self._pieces(work, deadline)
-        if not asked.stream:
+        if not parsed.stream:
             drawn = await _cancel_on_disconnect(request, _collect(pieces))
             return JSONResponse(reply.full(work.best(drawn), tokens_of(drawn)))
         first = await _cancel_on_disconnect(request, anext(pieces))  # early errors keep their HTTP status
-        return EventStream(_events(reply, first, pieces, asked.stream_options.include_usage), deadline)
+        return EventStream(_events(reply, first, pieces, parsed.stream_options.include_usage), deadline)
 
     async def _body(self, request: HttpRequest) -> bytes:
         # Any web page may post text/plain to localhost; for JSON a browser sends a CORS preflight, which is refused.
@@ -184,35 +188,35 @@ class Endpoints:
             try:
                 while True:
                     async with self.deadlines.until(deadline, f"after {new_tokens} tokens"):
-                        some = await loop.run_in_executor(self.thread, _next_few, pieces)
-                    if not some:
+                        batch = await loop.run_in_executor(self.thread, _next_few, pieces)
+                    if not batch:
                         return
-                    yield some
-                    new_tokens += tokens_of(some)
+                    yield batch
+                    new_tokens += tokens_of(batch)
             except HalfbyteError as error:
-                raise RequestError(500, error.message, kind="server_error") from None
+                raise RequestError(500, error.message, error_type="server_error") from None
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 message = f"out of memory with {len(work.prompts)} prompts of {work.prompt_tokens} tokens in all"
-                raise RequestError(503, message, code="out_of_memory", kind="server_error") from None
+                raise RequestError(503, message, code="out_of_memory", error_type="server_error") from None
             finally:
                 self.thread.submit(pieces.close)  # type: ignore[attr-defined]  # queued before the next request's first step
 
 
 def _next_few(pieces: Iterator[Piece]) -> list[Piece]:
     """Return the pieces of the next `HOP_SECONDS`, at least one; none at the end."""
-    until, found = time.perf_counter() + HOP_SECONDS, []
+    until, batch = time.perf_counter() + HOP_SECONDS, []
     for piece in pieces:
-        found.append(piece)
+        batch.append(piece)
         if time.perf_counter() >= until:
             break
-    return found
+    return batch
 
 
 async def _collect(pieces: AsyncGenerator[list[Piece], None]) -> list[Piece]:
     async with contextlib.aclosing(pieces):
-        return [piece async for some in pieces for piece in some]
+        return [piece async for batch in pieces for piece in batch]
 
 
 async def _events(
@@ -221,13 +225,12 @@ async def _events(
     """Yield the server-sent events of an answer; an error after the first pieces becomes the last event."""
     new_tokens = 0
     async with contextlib.aclosing(pieces):
-        some: list[Piece] | None = first
         yield "".join(chain(reply.opening(), map(reply.event, first)))
         new_tokens += tokens_of(first)
         try:
-            async for some in pieces:
-                new_tokens += tokens_of(some)
-                yield "".join(map(reply.event, some))
+            async for batch in pieces:
+                new_tokens += tokens_of(batch)
+                yield "".join(map(reply.event, batch))
         except RequestError as error:
             yield event(error.body)
             return
@@ -280,23 +283,15 @@ def _request_error(_: HttpRequest, error: Exception) -> Response:
 
 def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    asked = cut(visible(f"{request.method} {request.url.path}"), 120)
-    message = f"{asked}: {error.detail}; there are {', '.join(sorted(each.path for each in request.app.routes))}"
+    target = cut(visible(f"{request.method} {request.url.path}"), 120)
+    message = f"{target}: {error.detail}; there are {', '.join(sorted(route.path for route in request.app.routes))}"
     refused = RequestError(error.status_code, message)
     return JSONResponse(refused.body, error.status_code, error.headers)
 
 
-def _internal_error(_: HttpRequest, __: Exception) -> Response:
-    """Return a 500 response; Starlette then raises the exception again, so the log has its traceback."""
-    return JSONResponse(RequestError(500, "internal error; see the server's log", kind="server_error").body, 500)
-
-
-def _client_closed(_: HttpRequest, __: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
 def application(endpoints: Endpoints, access: Access = LOCAL) -> Starlette:
     """Return the ASGI application."""
+    internal_error = RequestError(500, "internal error; see the server's log", error_type="server_error")
     return Starlette(
         middleware=[Middleware(DrainBody), *access.middleware()],
         routes=[
@@ -310,7 +305,8 @@ def application(endpoints: Endpoints, access: Access = LOCAL) -> Starlette:
         exception_handlers={
             RequestError: _request_error,
             HTTPException: _http_error,
-            ClientDisconnect: _client_closed,
-            Exception: _internal_error,
+            ClientDisconnect: lambda *_: Response(status_code=CLIENT_CLOSED_REQUEST),
+            # Starlette raises the exception again after this response, so the log has its traceback.
+            Exception: lambda *_: JSONResponse(internal_error.body, 500),
         },
     )

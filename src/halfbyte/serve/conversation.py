@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..generation import Penalties, Sampling
-    from ..runs.saved import Place, Saved
+    from ..runs.saved import Saved
 
 Message = dict[str, str]
 Style = Literal["template", "instruction", "text"]
@@ -30,12 +30,14 @@ class Conversation:
         penalties: Penalties | None = None,
     ):
         from ..generation.sampling import stop_tokens
-        from ..runs.stop_tokens import trained_stop_tokens
+        from ..runs.stop_tokens import data_report, trained_stop_tokens
 
-        self.saved, self.max_new_tokens = saved, max_new_tokens
-        self.sampling, self.penalties = sampling, penalties
+        self.saved = saved
+        self.sampling = sampling
+        self.max_new_tokens = max_new_tokens
+        self.penalties = penalties
         self.messages: list[Message] = []
-        report = _data_report(saved.place)
+        report = data_report(saved.place.run_dir)
         self.style = _style(saved.tokenizer, report)
         learned = trained_stop_tokens(report, saved.tokenizer)
         self.stops = sorted({*stop_tokens(saved.tokenizer, saved.model, ()), *learned})
@@ -96,10 +98,3 @@ def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
     if formats == {"text"} or not (formats or tokenizer.chat_template):
         return "text"
     return "template" if tokenizer.chat_template else "instruction"
-
-
-def _data_report(place: Place) -> dict[str, Any]:
-    """Return the run's data report; empty without a run."""
-    from ..runs.stop_tokens import data_report
-
-    return data_report(place.run_dir)

@@ -57,14 +57,17 @@ class Access:
             return False
         if host is None:
             return False
-        host = f"[{host}]" if ":" in host else host
-        return any(each in ("*", host) or (each.startswith("*.") and host.endswith(each[1:])) for each in self.hosts)
+        host = url_host(host)
+        return any(
+            allowed in ("*", host) or (allowed.startswith("*.") and host.endswith(allowed[1:]))
+            for allowed in self.hosts
+        )
 
     def allows_key(self, authorization: str) -> bool:
         """Return whether the header holds the key, in constant time."""
-        kind, _, given = authorization.partition(" ")
-        same = hmac.compare_digest(given.encode("latin-1"), (self.api_key or "").encode())
-        return self.api_key is None or (kind.lower() == "bearer" and same)
+        scheme, _, token = authorization.partition(" ")
+        same = hmac.compare_digest(token.encode("latin-1"), (self.api_key or "").encode())
+        return self.api_key is None or (scheme.lower() == "bearer" and same)
 
 
 LOCAL = Access()
@@ -87,12 +90,12 @@ def access_to(host: str, address: str, hosts: Sequence[str], api_key: str | None
     for name in hosts:
         if "*" in name[1:] or (name.startswith("*") and name != "*" and not name.startswith("*.")) or "/" in name:
             raise UsageError(f"--allowed-host {name}: not a host", "write a name, *.example.com, or *")
-    known = dict.fromkeys([*LOOPBACK, *(_in_url(each) for each in (host, *hosts))])
-    return Access(tuple(each.lower() for each in known), api_key)
+    names = dict.fromkeys([*LOOPBACK, *map(url_host, (host, *hosts))])
+    return Access(tuple(name.lower() for name in names), api_key)
 
 
-def _in_url(host: str) -> str:
-    """Put IPv6 addresses in brackets."""
+def url_host(host: str) -> str:
+    """Return a host as URLs write it: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 

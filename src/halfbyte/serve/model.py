@@ -15,7 +15,7 @@ from ..generation.adapters import check_kinds
 from ..generation.decoder import context_length
 from ..generation.engine import forget
 from ..generation.sampling import Penalties
-from ..generation.text import Piece, TokenScore, continue_texts
+from ..generation.text import Piece, continue_texts
 from ..loading.load import read_chat_template
 from ..reading import look
 from ..runs.saved import Saved, find, find_adapter, load_saved
@@ -90,25 +90,24 @@ class PreparedRequest:
         """Select each prompt's answers with the highest mean log-probability per token, best first."""
         if self.samples == self.answers:
             return list(pieces)
-        own: list[list[Piece]] = [[] for _ in self.prompts]
+        by_row: list[list[Piece]] = [[] for _ in self.prompts]
         for piece in pieces:
-            own[piece.row].append(piece)
-        found: list[Piece] = []
-        for first in range(0, len(own), self.samples):
-            ranked = sorted(own[first : first + self.samples], key=_mean_log_prob, reverse=True)
-            for place, answer in enumerate(ranked[: self.answers], first // self.samples * self.answers):
-                found += [piece._replace(row=place, scored=self._requested_scores(piece)) for piece in answer]
-        return found
-
-    def _requested_scores(self, piece: Piece) -> TokenScore | None:
-        return None if self.likeliest is None else piece.scored
+            by_row[piece.row].append(piece)
+        selected: list[Piece] = []
+        for first in range(0, len(by_row), self.samples):
+            ranked = sorted(by_row[first : first + self.samples], key=_mean_log_prob, reverse=True)
+            for row, answer in enumerate(ranked[: self.answers], first // self.samples * self.answers):
+                for piece in answer:
+                    scored = None if self.likeliest is None else piece.scored
+                    selected.append(piece._replace(row=row, scored=scored))
+        return selected
 
 
 def _mean_log_prob(answer: Sequence[Piece]) -> float:
     """Return the mean over an answer's new tokens without an end token; -inf for an empty answer."""
-    own = [piece.scored.log_prob for piece in answer if piece.tokens and piece.scored is not None]
-    known = [each for each in own if each is not None]
-    return sum(known) / len(known) if known else -math.inf
+    scores = [piece.scored for piece in answer if piece.tokens and piece.scored is not None]
+    log_probs = [score.log_prob for score in scores if score.log_prob is not None]
+    return sum(log_probs) / len(log_probs) if log_probs else -math.inf
 
 
 class Served:
@@ -120,7 +119,9 @@ class Served:
     """
 
     def __init__(self, saved: Saved, names: Mapping[str, str | None], limits: Limits = Limits()):
-        self.saved, self.names, self.limits = saved, dict(names), limits
+        self.saved = saved
+        self.names = dict(names)
+        self.limits = limits
         self.conversation = Conversation(saved, Sampling())
         self.ends: dict[str, list[int]] = {}  # per adapter, in addition to the loaded model's
         self.template = ChatTemplate(saved.tokenizer) if self.conversation.style == "template" else None
@@ -144,12 +145,15 @@ class Served:
         else:
             assert isinstance(request, CompletionRequest)
             field, prompts = "prompt", self._completion_prompts(request)
-            echoed = self._echoed(request, prompts) if request.echo else []
+            if request.echo:
+                decode = self.saved.tokenizer.decode
+                pairs = zip(request.prompt, prompts, strict=True)
+                echoed = [prompt if isinstance(prompt, str) else str(decode(ids)) for prompt, ids in pairs]
         several = request.samples
         if len(prompts) * several > self.limits.answers:
-            asked = f"{several} answers to {len(prompts)} prompts" if several > 1 else f"{len(prompts)} prompts"
+            demand = f"{several} answers to {len(prompts)} prompts" if several > 1 else f"{len(prompts)} prompts"
             name = field if several == 1 else "n" if several == request.n else "best_of"
-            raise RequestError(400, f"{name}: {asked}; this server gives {self.limits.answers} at once", name)
+            raise RequestError(400, f"{name}: {demand}; this server gives {self.limits.answers} at once", name)
         outside = next((token for token in request.logit_bias if token >= self.vocabulary), None)
         if outside is not None:
             raise RequestError(400, f"logit_bias: {self._no_token(outside)}", "logit_bias")
@@ -157,7 +161,7 @@ class Served:
         scored = bool(echoed) and request.likeliest is not None
         return PreparedRequest(
             rows,
-            self._new_tokens(list(map(len, rows)), request, field, least=int(scored)),
+            self._new_tokens(list(map(len, rows)), request, field, min_tokens=int(scored)),
             sum(map(len, prompts)),
             Sampling(
                 request.temperature, request.top_k or 0, max(request.top_p, LEAST_TOP_P), request.seed, request.min_p
@@ -175,15 +179,15 @@ class Served:
             self._grammar(request.response_format, names[request.model]),
         )
 
-    def _grammar(self, asked: ResponseFormat, adapter: str | None) -> Grammar | None:
+    def _grammar(self, response_format: ResponseFormat, adapter: str | None) -> Grammar | None:
         """Return the grammar of a response format, or None for any text.
 
         Raises:
             RequestError: llguidance is not installed, or refuses the schema or the tokenizer.
         """
-        if asked.type == "text":
+        if response_format.type == "text":
             return None
-        schema = None if asked.json_schema is None else asked.json_schema.content
+        schema = None if response_format.json_schema is None else response_format.json_schema.content
         try:
             return Grammar(self.saved.tokenizer, self._ends(adapter), schema)
         except ConfigError as error:
@@ -269,42 +273,41 @@ class Served:
             message = f"{len(prompts)} prompts; this server takes {self.limits.answers} at once"
             raise RequestError(400, f"prompt: {message}", "prompt")
         tokenizer: Any = self.saved.tokenizer
-        found = [tokenizer(one, verbose=False)["input_ids"] if isinstance(one, str) else one for one in prompts]
-        for ids in found:
+        prompt_ids = [
+            tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
+        for ids in prompt_ids:
             wrong = next((token for token in ids if not 0 <= token < self.vocabulary), None)
             if wrong is not None:
                 raise RequestError(400, f"prompt: {self._no_token(wrong)}", "prompt")
-        return found
+        return prompt_ids
 
     def _no_token(self, token: int) -> str:
         return f"token {brief(token)} is outside the model's vocabulary of {self.vocabulary}"
 
-    def _echoed(self, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
-        """Return the text of each prompt."""
-        tokenizer: Any = self.saved.tokenizer
-        each = zip(request.prompt, prompts, strict=True)
-        return [one if isinstance(one, str) else str(tokenizer.decode(ids)) for one, ids in each]
-
-    def _new_tokens(self, lengths: Sequence[int], request: Request, field: str, least: int = 0) -> list[int]:
-        """Return the maximum new tokens of each row for prompts of these lengths; `least` must fit."""
-        asked, limits, longest = request.new_tokens, self.limits, max(lengths)
+    def _new_tokens(self, lengths: Sequence[int], request: Request, field: str, min_tokens: int = 0) -> list[int]:
+        """Return the maximum new tokens of each row for prompts of these lengths; `min_tokens` must fit."""
+        max_new_tokens, limits = request.new_tokens, self.limits
+        longest = max(lengths)
         if min(lengths) == 0:
             raise RequestError(400, f"{field}: the text has no tokens", field)
         if longest > limits.prompt_tokens:
             message = f"{field}: {longest} tokens; this server takes {limits.prompt_tokens}"
             raise RequestError(400, message, field)
-        if asked is not None and asked > limits.max_tokens:
-            name = "max_tokens" if request.max_tokens == asked else "max_completion_tokens"
-            raise RequestError(400, f"{name}: {asked}; this server generates {limits.max_tokens} at most", name)
-        least = 1 if asked is None else max(asked, least)
-        if self.context is not None and longest + least > self.context:
+        if max_new_tokens is not None and max_new_tokens > limits.max_tokens:
+            name = "max_tokens" if request.max_tokens == max_new_tokens else "max_completion_tokens"
+            raise RequestError(
+                400, f"{name}: {max_new_tokens}; this server generates {limits.max_tokens} at most", name
+            )
+        min_tokens = 1 if max_new_tokens is None else max(max_new_tokens, min_tokens)
+        if self.context is not None and longest + min_tokens > self.context:
             message = (
-                f"the model's context is {self.context} tokens, and you asked for {longest + least}"
-                f" ({longest} in {field}, {'at least 1' if asked is None else asked} to generate)"
+                f"the model's context is {self.context} tokens, and you asked for {longest + min_tokens}"
+                f" ({longest} in {field}, {'at least 1' if max_new_tokens is None else max_new_tokens} to generate)"
             )
             raise RequestError(400, message, field, "context_length_exceeded")
-        most = limits.max_tokens if asked is None else asked
-        return [most if self.context is None else min(most, self.context - length) for length in lengths]
+        limit = limits.max_tokens if max_new_tokens is None else max_new_tokens
+        return [limit if self.context is None else min(limit, self.context - length) for length in lengths]
 
 
 def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trust_remote_code: bool = False) -> Served:
@@ -321,17 +324,21 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
         ModelError: halfbyte cannot generate with an adapter.
         UsageError: a name is used twice.
     """
-    found = {key: _adapter(path) for key, path in adapters.items()}
+    folders = {key: _adapter(path) for key, path in adapters.items()}
     ends: dict[str, list[int]] = {}
     saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
     names: dict[str, str | None] = {_name(name): "default" if saved.place.adapter else None}
     if saved.place.adapter:
         names.setdefault(_name(saved.config.model_name_or_path), None)
-    for key, folder in found.items():
+    for key, folder in folders.items():
         if key in names:
             raise UsageError(f"--adapter {key}: the model has this name already", "choose another name")
         names[key] = f"adapter_{len(names)}"
-        _attach(saved, folder, names[key])
+        template = folder / "chat_template.jinja"
+        if look(template, CheckpointError) and read_chat_template(template) != saved.tokenizer.chat_template:
+            notice(f"serve {folder}", f"{folder} was trained with another chat template; the server uses its own")
+        adapter_name: Any = names[key]
+        saved.model = load_adapter(saved.model, folder, saved.config.model_name_or_path, adapter_name)
         ends[str(names[key])] = known_stop_tokens(data_report(find(adapters[key]).run_dir), saved.tokenizer)
     check_kinds(saved.model, list(names.values()))
     saved.model.eval()
@@ -340,18 +347,11 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
     return served
 
 
-def _name(place: str) -> str:
-    return Path(place).resolve().name if Path(place).is_dir() else place
+def _name(path: str) -> str:
+    return Path(path).resolve().name if Path(path).is_dir() else path
 
 
 def _adapter(path: str) -> Path:
     folder = find_adapter(path)
     check_adapter_files(folder)
     return folder
-
-
-def _attach(saved: Saved, folder: Path, name: Any) -> None:
-    path = folder / "chat_template.jinja"
-    if look(path, CheckpointError) and read_chat_template(path) != saved.tokenizer.chat_template:
-        notice(f"serve {folder}", f"{folder} was trained with another chat template; the server uses its own")
-    saved.model = load_adapter(saved.model, folder, saved.config.model_name_or_path, name)

@@ -27,7 +27,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > CONNECTIONS:
-            self._refuse(RequestError(503, "too many connections; try again later", kind="server_error"))
+            self._refuse(RequestError(503, "too many connections; try again later", error_type="server_error"))
         else:
             self._await_head()
 

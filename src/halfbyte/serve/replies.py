@@ -23,7 +23,11 @@ class Reply:
     """
 
     def __init__(self, chat: bool, model: str, prompt_tokens: int, rows: int, scored: bool):
-        self.chat, self.model, self.prompt_tokens, self.rows, self.scored = chat, model, prompt_tokens, rows, scored
+        self.chat = chat
+        self.model = model
+        self.prompt_tokens = prompt_tokens
+        self.rows = rows
+        self.scored = scored
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.offsets = [0] * rows  # characters of the tokens so far
@@ -32,13 +36,13 @@ class Reply:
         """Return the complete response; `new_tokens` is for its usage."""
         choices = []
         for row in range(self.rows):
-            own = [piece for piece in pieces if piece.row == row]
-            text, finish = "".join(piece.text for piece in own), own[-1].finish
-            scores = [piece.scored for piece in own if piece.scored is not None]
+            row_pieces = [piece for piece in pieces if piece.row == row]
+            text, finish = "".join(piece.text for piece in row_pieces), row_pieces[-1].finish
+            scores = [piece.scored for piece in row_pieces if piece.scored is not None]
             content = {"role": "assistant", "content": text} if self.chat else text
             choices.append(self._choice(row, content, finish, "message", scores))
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._object(kind, choices), "usage": self._usage(new_tokens)}
+        object_type = "chat.completion" if self.chat else "text_completion"
+        return {**self._object(object_type, choices), "usage": self._usage(new_tokens)}
 
     def opening(self) -> Iterator[str]:
         """Yield the events before the first token, which set the role."""
@@ -58,29 +62,32 @@ class Reply:
         usage = self._event([], usage=self._usage(new_tokens)) if include_usage else ""
         return f"{usage}data: [DONE]\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return event({**self._object("chat.completion.chunk" if self.chat else "text_completion", choices), **more})
+    def _event(self, choices: list[dict[str, Any]], **fields: Any) -> str:
+        return event({**self._object("chat.completion.chunk" if self.chat else "text_completion", choices), **fields})
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+    def _object(self, object_type: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": object_type, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(
         self, row: int, content: Any, finish: str | None, key: str, scores: Sequence[TokenScore] = ()
     ) -> dict[str, Any]:
-        found = None
+        log_probs = None
         if self.scored and (scores or key == "message" or not self.chat):
-            found = _chat_scores(scores) if self.chat else self._text_scores(row, scores)
-        return {"index": row, key if self.chat else "text": content, "logprobs": found, "finish_reason": finish}
+            if self.chat:
+                log_probs = {"content": [_chat_score(score) for score in scores], "refusal": None}
+            else:
+                log_probs = self._text_scores(row, scores)
+        return {"index": row, key if self.chat else "text": content, "logprobs": log_probs, "finish_reason": finish}
 
     def _text_scores(self, row: int, scores: Sequence[TokenScore]) -> dict[str, Any]:
         offsets = []
-        for each in scores:
+        for score in scores:
             offsets.append(self.offsets[row])
-            self.offsets[row] += len(each.token.text)
+            self.offsets[row] += len(score.token.text)
         return {
-            "tokens": [each.token.text for each in scores],
-            "token_logprobs": [each.log_prob for each in scores],
-            "top_logprobs": [_by_text(each) for each in scores],
+            "tokens": [score.token.text for score in scores],
+            "token_logprobs": [score.log_prob for score in scores],
+            "top_logprobs": [_by_text(score) for score in scores],
             "text_offset": offsets,
         }
 
@@ -100,14 +107,8 @@ def _by_text(score: TokenScore) -> dict[str, float] | None:
     return {score.token.text: score.log_prob, **likeliest}
 
 
-def _chat_scores(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    return {
-        "content": [
-            {**_token(each.token, each.log_prob), "top_logprobs": [_token(*pair) for pair in each.likeliest]}
-            for each in scores
-        ],
-        "refusal": None,
-    }
+def _chat_score(score: TokenScore) -> dict[str, Any]:
+    return {**_token(score.token, score.log_prob), "top_logprobs": [_token(*pair) for pair in score.likeliest]}
 
 
 def _token(token: TokenText, log_prob: float | None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class RequestError(Exception):
         message: the problem, with its numbers.
         param: the invalid field.
         code: OpenAI's error code, if there is one.
-        kind: OpenAI's error type.
+        error_type: OpenAI's error type.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class RequestError(Exception):
         message: str,
         param: str | None = None,
         code: str | None = None,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
     ):
         super().__init__(message)
         self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
 def _no_effect(key: str, value: Any, body: dict[str, Any]) -> bool:
@@ -59,44 +59,41 @@ def _no_effect(key: str, value: Any, body: dict[str, Any]) -> bool:
         return True
     if key in ("tools", "functions") and body.get("tool_choice" if key == "tools" else "function_call") == "none":
         return True
-    return any((isinstance(value, bool), value) == (isinstance(ours, bool), ours) for ours in NEUTRAL.get(key, ()))
+    return any(
+        (isinstance(value, bool), value) == (isinstance(neutral, bool), neutral) for neutral in NEUTRAL.get(key, ())
+    )
 
 
 def _content(value: Any) -> Any:
     """Return the text of a message: a string, or a list of OpenAI's text parts."""
     if not isinstance(value, list):
         return value
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    for content_part in value:
+        if (
+            not isinstance(content_part, dict)
+            or content_part.get("type") != "text"
+            or not isinstance(content_part.get("text"), str)
+        ):
             raise ValueError('only text is supported: a string, or parts {"type": "text", "text": "..."}')
-    return "".join(part["text"] for part in value)
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _without_minus_one(value: Any) -> Any:
-    """Map -1, which clients of llama.cpp and vLLM send for no limit, to None."""
-    return None if type(value) is int and value == -1 else value
+    return "".join(content_part["text"] for content_part in value)
 
 
 def _biases(value: Any) -> Any:
     """Parse logit_bias (token id → number added to its logit); a bias of 0 is dropped."""
     if not isinstance(value, dict):
         return value
-    asked = {key: bias for key, bias in value.items() if bias != 0 or isinstance(bias, bool)}
-    wrong = next((key for key in asked if not (isinstance(key, str) and key.isascii() and key.isdigit())), None)
+    biases = {key: bias for key, bias in value.items() if bias != 0 or isinstance(bias, bool)}
+    wrong = next((key for key in biases if not (isinstance(key, str) and key.isascii() and key.isdigit())), None)
     if wrong is not None:
         raise ValueError(f"{brief(wrong)} is not a token id")
-    return {int(key[:20]): float(bias) if type(bias) is int else bias for key, bias in asked.items()}
+    return {int(key[:20]): float(bias) if type(bias) is int else bias for key, bias in biases.items()}
 
 
 def _prompts(value: Any) -> Any:
     """Return OpenAI's four kinds of prompt as a list: a text, token ids, several texts, several lists of ids."""
     several = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
-    texts = all(isinstance(one, str) and one for one in several)
-    ids = all(isinstance(one, list) and one and all(type(item) is int for item in one) for one in several)
+    texts = all(isinstance(prompt, str) and prompt for prompt in several)
+    ids = all(isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt) for prompt in several)
     if not (texts or ids):
         raise ValueError("give a text, a list of texts, token ids, or a list of lists of token ids; none of them empty")
     return several
@@ -112,8 +109,8 @@ class Strict(BaseModel):
     def _drop_neutral_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = cls.model_fields
-        return {key: v for key, v in data.items() if v is not None and (key in known or not _no_effect(key, v, data))}
+        fields = cls.model_fields
+        return {key: v for key, v in data.items() if v is not None and (key in fields or not _no_effect(key, v, data))}
 
 
 class Function(Strict):
@@ -195,7 +192,9 @@ class ResponseFormat(Strict):
         return self
 
 
-Length = Annotated[int | None, BeforeValidator(_without_minus_one)]
+# Clients of llama.cpp and vLLM send -1 for no limit.
+Length = Annotated[int | None, BeforeValidator(lambda value: None if type(value) is int and value == -1 else value)]
+StopSequence = Annotated[str, Field(min_length=1, max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
@@ -217,8 +216,8 @@ class Request(Strict):
     presence_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_biases)] = Field(default={}, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], BeforeValidator(_as_list)] = Field(
-        default=[], max_length=4
+    stop: Annotated[list[StopSequence], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = (
+        Field(default=[], max_length=4)
     )
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -296,29 +295,25 @@ class CompletionRequest(Request):
         return max(self.best_of, self.n)
 
 
-Kind = TypeVar("Kind", bound=Strict)
+Parsed = TypeVar("Parsed", bound=Strict)
 
 
-def parse(kind: type[Kind], body: bytes) -> Kind:
+def parse(request_type: type[Parsed], body: bytes) -> Parsed:
     """Parse `body` as a request.
 
     Raises:
         RequestError: 400, naming the first invalid field.
     """
     try:
-        return kind.model_validate_json(body)
+        return request_type.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param, reason = _path(first["loc"]), first["msg"].removeprefix("Value error, ")
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])
+        param = path.removeprefix(".")[:200]  # such as "messages[0].content"
+        reason = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             reason = "this server does not support it"
         elif first["type"] == "value_error" and ": " in reason and " " not in reason.partition(": ")[0]:
             field, _, reason = reason.partition(": ")  # set by validators of several fields
             param = f"{param}.{field}" if param else field
         raise RequestError(400, f"{param or 'body'}: {reason}", param or None) from None
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """Return a field's path, such as "messages[0].content"."""
-    spelled = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return spelled.removeprefix(".")[:200]

@@ -16,7 +16,7 @@ from ..utils.errors import ConfigError, explain_os_error
 from ..utils.notices import notice
 from ..utils.text import visible
 from .app import Endpoints, application
-from .guard import LOOPBACK, Access, access_to
+from .guard import LOOPBACK, Access, access_to, url_host
 from .model import Limits, load
 from .protocol import Protocol
 
@@ -65,22 +65,21 @@ def serve(
         access = access_to(host, listener.getsockname()[0], hosts, api_key)
         served = load(name, adapters, limits, trust_remote_code)
         if ipaddress.ip_address(listener.getsockname()[0]).is_unspecified and not hosts:
-            known = ", ".join(LOOPBACK)
-            notice("serve", f"only requests to {known} are accepted; add the names clients use with --allowed-host")
+            names = ", ".join(LOOPBACK)
+            notice("serve", f"only requests to {names} are accepted; add the names clients use with --allowed-host")
         endpoints = Endpoints(served)
         server = Server(configured(endpoints, access), endpoints)
         listener.listen()
-        where = f"[{host}]" if ":" in host else host
-        address = f"http://{where}:{listener.getsockname()[1]}/v1"
+        address = f"http://{url_host(host)}:{listener.getsockname()[1]}/v1"
         print(visible(f"serving {', '.join(served.names)} at {address}; Ctrl-C stops"), flush=True)
         # After its shutdown uvicorn raises the signal again for the previous handler; install no-op handlers.
-        before = {sign: signal.signal(sign, lambda *_: None) for sign in (signal.SIGINT, signal.SIGTERM)}
+        previous_handlers = {sign: signal.signal(sign, lambda *_: None) for sign in (signal.SIGINT, signal.SIGTERM)}
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
-            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, server.handle_exit)
+            previous_handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, server.handle_exit)
         try:
             server.run(sockets=[listener])
         finally:
-            for sign, handler in before.items():
+            for sign, handler in previous_handlers.items():
                 signal.signal(sign, handler)
         if not endpoints.idle(STEP_SECONDS):  # e.g. a long prefill on a CPU, which Python's exit would block on
             sys.stdout.flush()
