@@ -6,7 +6,7 @@ from halfbyte.rewards.specs import RewardSpec, check_columns, read_specs
 from halfbyte.utils.errors import ConfigError, DataError
 
 TEST = {"input": "1", "output": "2"}
-CODE = [RewardSpec("code", options={"column": "tests"}, kind="code")]
+CODE = [RewardSpec("code", options={"column": "tests"}, function_name="code")]
 
 
 def rows(*tests):

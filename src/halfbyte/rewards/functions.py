@@ -34,8 +34,8 @@ def text_of(completion: Completion) -> str:
 
 def matches(pattern: str, completions: Sequence[Completion], **_: Any) -> Rewards:
     """Return 1 if `pattern` is found in the stripped answer, else 0."""
-    found = re.compile(pattern)
-    return [float(found.search(text_of(each).strip()) is not None) for each in completions]
+    matcher = re.compile(pattern)
+    return [float(matcher.search(text_of(completion).strip()) is not None) for completion in completions]
 
 
 def think(completions: Sequence[Completion], prompts: Sequence[Any] = (), **_: Any) -> Rewards:
@@ -45,43 +45,38 @@ def think(completions: Sequence[Completion], prompts: Sequence[Any] = (), **_: A
         prompts: as the texts that the model reads. If a prompt ends with <think>, because the chat template opens a
             thought, the answer continues from there. TRL 1.16 returns 0 for such answers (trl#6966).
     """
-    opened = [_opened(prompt) for prompt in prompts] or [""] * len(completions)
-    texts = (start + text_of(each) for start, each in zip(opened, completions, strict=True))
+    openings = [OPENED.search(prompt) if isinstance(prompt, str) else None for prompt in prompts]
+    starts = [opening[0] if opening else "" for opening in openings] or [""] * len(completions)
+    texts = (start + text_of(completion) for start, completion in zip(starts, completions, strict=True))
     return [float(THINK.match(text) is not None) for text in texts]
-
-
-def _opened(prompt: Any) -> str:
-    """Return the <think> at the end of a prompt, or ""."""
-    found = OPENED.search(prompt) if isinstance(prompt, str) else None
-    return found[0] if found else ""
 
 
 def exact(column: str, completions: Sequence[Completion], **columns: Any) -> Rewards:
     """Return 1 for an answer equal to `column`, ignoring white space at both ends, else 0."""
     return [
-        None if wanted is None else float(text_of(each).strip() == str(wanted).strip())
-        for each, wanted in zip(completions, columns[column], strict=True)
+        None if solution is None else float(text_of(completion).strip() == str(solution).strip())
+        for completion, solution in zip(completions, columns[column], strict=True)
     ]
 
 
-def length(most: int, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
+def length(limit: int, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
     """Return 0 for an answer of up to `most` tokens, −1 for a longer one."""
-    return [-float(len(ids) > most) for ids in completion_ids]
+    return [-float(len(ids) > limit) for ids in completion_ids]
 
 
 def soft_overlong(longest: int, cache: int, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
     """Return a penalty from 0 down to −1 over the last `cache` of `longest` tokens (DAPO, arXiv:2503.14476, equation
     13)."""
     over = [max(len(ids) - (longest - cache), 0) for ids in completion_ids]
-    return [-min(each / cache, 1.0) if cache else -float(each > 0) for each in over]
+    return [-min(excess / cache, 1.0) if cache else -float(excess > 0) for excess in over]
 
 
-def repetition(size: int, most: float, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
+def repetition(size: int, max_penalty: float, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
     """Return `most` (at most 0) times the share of repeated `size`-grams in the answer (arXiv:2502.03373, C.2)."""
     rewards: Rewards = []
     for ids in completion_ids:
         grams = [tuple(ids[at : at + size]) for at in range(len(ids) - size + 1)]
-        rewards.append((1 - len(set(grams)) / len(grams)) * most if grams else 0.0)
+        rewards.append((1 - len(set(grams)) / len(grams)) * max_penalty if grams else 0.0)
     return rewards
 
 
@@ -93,9 +88,9 @@ def math(column: str, completions: Sequence[Completion], **columns: Any) -> Rewa
     from math_verify import parse, verify
 
     rewards: Rewards = []
-    for each, wanted in zip(completions, columns[column], strict=True):
-        gold = parse(_boxed(str(wanted)))
-        rewards.append(float(verify(gold, parse(_boxed(text_of(each))))) if gold else None)
+    for completion, solution in zip(completions, columns[column], strict=True):
+        gold = parse(_boxed(str(solution)))
+        rewards.append(float(verify(gold, parse(_boxed(text_of(completion))))) if gold else None)
     return rewards
 
 
@@ -106,8 +101,8 @@ def has_result(text: str) -> bool:
 
 def _boxed(text: str) -> str:
     """Return `text` with its last #### result as a box."""
-    found = GSM8K.findall(text)
-    return f"\\boxed{{{found[-1].strip().replace(',', '')}}}" if found else text
+    results = GSM8K.findall(text)
+    return f"\\boxed{{{results[-1].strip().replace(',', '')}}}" if results else text
 
 
 def code(column: str, seconds: int, completions: Sequence[Completion], **columns: Any) -> Rewards:
@@ -118,9 +113,11 @@ def code(column: str, seconds: int, completions: Sequence[Completion], **columns
     """
     limits = sandbox.Limits(seconds=seconds)
     rewards: Rewards = []
-    for each, given in zip(completions, columns[column], strict=True):
-        tests = parse_json(given, f"column {column!r}", DataError) if isinstance(given, str) else given
-        programs = FENCED.findall(text_of(each))
+    for completion, column_tests in zip(completions, columns[column], strict=True):
+        tests = (
+            parse_json(column_tests, f"column {column!r}", DataError) if isinstance(column_tests, str) else column_tests
+        )
+        programs = FENCED.findall(text_of(completion))
         passed = [bool(programs) and _passes(programs[-1], test, limits) for test in tests]
         rewards.append(sum(passed) / len(passed) if passed else None)
     return rewards
@@ -169,26 +166,26 @@ SHORT = {
 }
 
 
-def options_of(name: str, given: Any) -> dict[str, Any]:
-    """Return the options given with a name of `OPTIONS`: a mapping, or just the value of the first option.
+def options_of(name: str, entry: Any) -> dict[str, Any]:
+    """Return the options of an entry of `reward_funcs`: a mapping, or just the value of the first option.
 
     Raises:
         ConfigError: an option is unknown, or its value has another type or is out of range.
     """
-    options: dict[str, Any] = (
-        given if isinstance(given, dict) else {} if given is None else {SHORT.get(name, "max"): given}
-    )
+    options: dict[str, Any] = {} if entry is None else {SHORT.get(name, "max"): entry}
+    if isinstance(entry, dict):
+        options = entry
     for key, value in options.items():
         types = OPTIONS[name].get(key)
         if types is None:
-            known = ", ".join(OPTIONS[name])
-            raise ConfigError(f"reward_funcs: {name} has no option {brief(key)}", f"it has: {known}")
+            names = ", ".join(OPTIONS[name])
+            raise ConfigError(f"reward_funcs: {name} has no option {brief(key)}", f"it has: {names}")
         if not isinstance(value, types) or isinstance(value, bool):
             raise ConfigError(f"reward_funcs: {key} of {name} is {brief(value)}", f"give {KINDS[types[-1]]}")
-        least, most = RANGES.get((name, key), (None, None))
+        lowest, highest = RANGES.get((name, key), (None, None))
         number: Any = value
-        if (least is not None and not number >= least) or (most is not None and not number <= most):
-            bound = f"{least} or more" if least is not None else f"at most {most}"
+        if (lowest is not None and not number >= lowest) or (highest is not None and not number <= highest):
+            bound = f"{lowest} or more" if lowest is not None else f"at most {highest}"
             raise ConfigError(f"reward_funcs: {key} of {name} is {brief(value)}", f"give {KINDS[types[-1]]}, {bound}")
     if name == "soft_overlong" and options.get("cache", 0) > options.get("max", options.get("cache", 0)):
         wrong = f"reward_funcs: soft_overlong: cache {options['cache']} is more than max {options['max']}"
@@ -217,6 +214,6 @@ def built_in(name: str, options: Mapping[str, Any], longest: int) -> Function:
         case "length":
             return partial(length, options["max"])
         case "soft_overlong":
-            most = options.get("max", longest)
-            return partial(soft_overlong, most, options.get("cache", most // 5))
+            limit = options.get("max", longest)
+            return partial(soft_overlong, limit, options.get("cache", limit // 5))
     return partial(repetition, options.get("ngram_size", 3), options.get("max_penalty", -1.0))

@@ -21,11 +21,26 @@ import struct
 import sys
 
 # linux/sched.h, linux/mount.h, linux/prctl.h
-NEW_NS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
-    0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
-READ_ONLY, NO_SUID, NO_DEV, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
-DETACH, DEATH_SIGNAL, DUMPABLE, NO_NEW_PRIVILEGES, KILL = 2, 1, 4, 38, 9
+NEW_NS = 0x00020000
+NEW_CGROUP = 0x02000000
+NEW_UTS = 0x04000000
+NEW_IPC = 0x08000000
+NEW_USER = 0x10000000
+NEW_PID = 0x20000000
+NEW_NET = 0x40000000
+READ_ONLY = 1
+NO_SUID = 2
+NO_DEV = 4
+NO_EXEC = 8
+REMOUNT = 32
+BIND = 4096
+RECURSIVE = 16384
+PRIVATE = 1 << 18
+DETACH = 2
+DEATH_SIGNAL = 1
+DUMPABLE = 4
+NO_NEW_PRIVILEGES = 38
+KILL = 9
 NOBODY = 65534
 REFUSED = 125  # exit code if no sandbox can be built
 ROOT = "/tmp"  # mount point of the new root: exists on every machine
@@ -65,18 +80,31 @@ CLONE3 = 435
 NEW_ANY = 0x7E020080  # CLONE_NEW* of clone's flags
 SHARED_ANONYMOUS = 0x01 | 0x20  # MAP_SHARED (or MAP_SHARED_VALIDATE) and MAP_ANONYMOUS
 # linux/bpf_common.h, linux/seccomp.h
-LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-KILL_PROCESS, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+LOAD = 0x20
+AND = 0x54
+EQUAL = 0x15
+AT_LEAST = 0x35
+ANY_BIT = 0x45
+RETURN = 0x06
+KILL_PROCESS = 0x80000000
+ERRNO = 0x00050000
+ALLOW = 0x7FFF0000
 SET_SECCOMP, SECCOMP_FILTER = 22, 2
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40  # offsets in seccomp_data (low 32 bits)
+# offsets in seccomp_data (low 32 bits)
+NUMBER = 0
+ARCHITECTURE = 4
+FIRST_ARGUMENT = 16
+FOURTH_ARGUMENT = 40
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name, *arguments):
     """Call a function of the C library; raises OSError with its name."""
-    made = [a.encode() if isinstance(a, str) else ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
-    if getattr(libc, name)(*made) != 0:
+    converted = [
+        a.encode() if isinstance(a, str) else ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments
+    ]
+    if getattr(libc, name)(*converted) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
@@ -107,10 +135,10 @@ def enter(process):
 def bind(source, target, flags):
     """Bind-mount `source` at `target`; mount flags of its file system cannot be removed here, so they are repeated."""
     call("mount", source, target, None, BIND | RECURSIVE, None)
-    there = os.statvfs(source).f_flag & (NO_SUID | NO_DEV | NO_EXEC | READ_ONLY)
+    mount_flags = os.statvfs(source).f_flag & (NO_SUID | NO_DEV | NO_EXEC | READ_ONLY)
     relatime = os.statvfs(source).f_flag & (1024 | 2048 | 4096)  # ST_NOATIME, ST_NODIRATIME, ST_RELATIME
     atime = (relatime & 1024) | (relatime & 2048) | ((1 << 21) if relatime & 4096 else 0)
-    call("mount", source, target, None, BIND | REMOUNT | there | atime | flags, None)
+    call("mount", source, target, None, BIND | REMOUNT | mount_flags | atime | flags, None)
 
 
 def build(folders, temporary_bytes):
@@ -139,7 +167,7 @@ def build(folders, temporary_bytes):
 
 def limit(limits):
     """Set the limits of each process of the program; `processes` counts all of them."""
-    for kind, most in (
+    for limit_type, bound in (
         (resource.RLIMIT_CPU, limits["seconds"]),
         (resource.RLIMIT_AS, limits["memory"]),
         (resource.RLIMIT_NPROC, limits["processes"] + 1),  # plus this process
@@ -148,7 +176,7 @@ def limit(limits):
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(limit_type, (bound, bound))
 
 
 def filter_of(machine):
@@ -215,19 +243,19 @@ def begin(command, limits):
     os.execve(command[0], [*command, PROGRAM], {})
 
 
-def run_init(asked):
+def run_init(request):
     """Run as the init process: set up, run the program, and return its wait status."""
     call("prctl", DEATH_SIGNAL, KILL, 0, 0, 0)
     call("prctl", DUMPABLE, 0, 0, 0, 0)  # the program has the same user, and must not inspect this process
-    build(asked["folders"], asked["temporary_bytes"])
+    build(request["folders"], request["temporary_bytes"])
     os.umask(0o022)
     with open(PROGRAM, "w", encoding="utf-8", errors="replace") as file:
-        file.write(asked["program"])
+        file.write(request["program"])
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         try:
-            begin(asked["command"], asked["limits"])
+            begin(request["command"], request["limits"])
         except OSError as error:
             print(f"sandbox: {error}", file=sys.stderr)
         finally:
@@ -238,7 +266,7 @@ def run_init(asked):
             return status
 
 
-def run_inside(asked, leaving, entered):
+def run_inside(request, leaving, entered):
     """Create the namespaces, run the program in them and return its exit code."""
     call("unshare", NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS | NEW_CGROUP)
     os.write(leaving, b"u")
@@ -248,7 +276,7 @@ def run_inside(asked, leaving, entered):
     if child == 0:
         code = REFUSED
         try:
-            code = exit_code(run_init(asked))
+            code = exit_code(run_init(request))
         except BaseException as error:
             print(f"sandbox: {error}", file=sys.stderr)
         os._exit(code)
@@ -262,9 +290,9 @@ def exit_code(status):
 def main():
     call("prctl", DEATH_SIGNAL, KILL, 0, 0, 0)
     with open(int(sys.argv[1]), encoding="utf-8") as file:
-        asked = json.load(file)
-    if asked["group"]:
-        write(asked["group"] + "/cgroup.procs", "0")
+        request = json.load(file)
+    if request["group"]:
+        write(request["group"] + "/cgroup.procs", "0")
     left, leaving = os.pipe()
     entered, entering = os.pipe()
     child = os.fork()
@@ -272,7 +300,7 @@ def main():
         code = REFUSED
         try:
             call("prctl", DEATH_SIGNAL, KILL, 0, 0, 0)
-            code = run_inside(asked, leaving, entered)
+            code = run_inside(request, leaving, entered)
         except OSError as error:
             print(f"sandbox: {error}", file=sys.stderr)
         os._exit(code)

@@ -46,13 +46,13 @@ def check_reward_model_compatibility(
     Raises:
         HalfbyteError: a check fails.
     """
-    for found in find_reward_models(config, rewards.specs):
-        name = key_of(str(found.spec.options["path"]))
+    for files in find_reward_models(config, rewards.specs):
+        name = key_of(str(files.spec.options["path"]))
         with attribute_to_key(name):
-            found.check(name, config, model_config, tokenizer, stored=found.adapter is not None)
-        where = "it shares the model's weights" if found.files is None else f"on {found.files.name}"
-        what = "scores answers" if found.scores == "SEQ_CLS" else "scores steps; the reward is their product"
-        console.print(one_line(f"{name} {what}; {where}"), soft_wrap=True)
+            files.check(name, config, model_config, tokenizer, stored=files.adapter is not None)
+        weights = "it shares the model's weights" if files.files is None else f"on {files.files.name}"
+        output = "scores answers" if files.scores == "SEQ_CLS" else "scores steps; the reward is their product"
+        console.print(one_line(f"{name} {output}; {weights}"), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -74,13 +74,13 @@ def loaded_reward_models(
         HalfbyteError: one cannot be loaded.
     """
     with ExitStack() as stack:
-        for number, found in enumerate(find_reward_models(config, rewards.specs)):
-            loaded = stack.enter_context(_loaded_scorer(config, found, model, device, dtype, f"reward-{number}"))
+        for number, files in enumerate(find_reward_models(config, rewards.specs)):
+            loaded = stack.enter_context(_loaded_scorer(config, files, model, device, dtype, f"reward-{number}"))
             size = config.per_device_eval_batch_size or config.per_device_train_batch_size
             texts = TextScorer(*loaded, size, device, *answer_suffix(tokenizer))
-            rewards.models[found.spec.name] = texts.score_answers
-            if found.scores == "TOKEN_CLS":
-                rewards.models[found.spec.name] = partial(texts.score_steps, tokenizer, found.separator)
+            rewards.models[files.spec.name] = texts.score_answers
+            if files.scores == "TOKEN_CLS":
+                rewards.models[files.spec.name] = partial(texts.score_steps, tokenizer, files.separator)
         try:
             yield
         finally:
@@ -93,18 +93,18 @@ Scorer = Callable[[dict[str, Tensor]], Tensor]
 
 @contextlib.contextmanager
 def _loaded_scorer(
-    config: RunConfig, found: RewardModelFiles, model: Any, device: torch.device, dtype: torch.dtype, name: str
+    config: RunConfig, files: RewardModelFiles, model: Any, device: torch.device, dtype: torch.dtype, name: str
 ) -> Iterator[tuple[Scorer, Around]]:
     """Yield the function that scores a batch, and the context of its forward."""
-    if found.adapter is None:
-        yield partial(_classify, _load_classifier(found, device, dtype)), contextlib.nullcontext
+    if files.adapter is None:
+        yield partial(_classify, _load_classifier(files, device, dtype)), contextlib.nullcontext
         return
-    if found.files is not None:
-        other = found.load(config, device, dtype)
-        yield partial(score, other), partial(compute_autocast, other, dtype)
+    if files.files is not None:
+        reward_model = files.load(config, device, dtype)
+        yield partial(score, reward_model), partial(compute_autocast, reward_model, dtype)
         return
     try:
-        with additional_adapter(config, model, found.adapter, name):
+        with additional_adapter(config, model, files.adapter, name):
             _freeze(model, name)
             yield partial(score, model), partial(_as_reward_model, model, name, dtype)
     finally:
@@ -126,18 +126,18 @@ def _as_reward_model(model: Any, name: str, dtype: torch.dtype) -> Iterator[None
     _freeze(model, name)
 
 
-def _load_classifier(found: RewardModelFiles, device: torch.device, dtype: torch.dtype) -> Any:
+def _load_classifier(files: RewardModelFiles, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a classification model with transformers, in the run's dtype."""
-    assert found.files is not None
-    place = found.files.place
-    problem, fix = f"cannot load {found.files.name}", "check the reward model's files"
+    assert files.files is not None
+    location = files.files.place
+    problem, fix = f"cannot load {files.files.name}", "check the reward model's files"
     with answered(problem, fix, ModelError), quiet_transformers():
         return (
-            getattr(transformers, SCORES[found.scores][1])
+            getattr(transformers, SCORES[files.scores][1])
             .from_pretrained(
-                place.name,
-                revision=place.revision,
-                trust_remote_code=place.trust_remote_code,
+                location.name,
+                revision=location.revision,
+                trust_remote_code=location.trust_remote_code,
                 dtype=dtype,
                 device_map={"": device},
             )
@@ -196,7 +196,7 @@ class TextScorer:
             [*prompt, *answer, *(self.suffix if answer and answer[-1] == self.end else ())]
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        return [float(found[0, 0]) for found in self._scored(texts, [[len(text) - 1] for text in texts])]
+        return [float(scores[0, 0]) for scores in self._scored(texts, [[len(text) - 1] for text in texts])]
 
     def score_steps(
         self,
@@ -214,34 +214,34 @@ class TextScorer:
         for prompt, answer in zip(prompts, answers, strict=True):
             decoded = str(tokenizer.decode(list(answer), skip_special_tokens=True))
             steps = [step for step in decoded.split(separator) if step.strip()]
-            text, places = list(prompt), []
+            text, step_ends = list(prompt), []
             for ids in tokenizer([separator, *steps], add_special_tokens=False, verbose=False)["input_ids"][1:]:
                 text += [*ids, *tokenizer(separator, add_special_tokens=False)["input_ids"]]
-                places.append(len(text) - 1)
+                step_ends.append(len(text) - 1)
             texts.append(text)
-            ends.append(places)
-        found = self._scored(texts, ends)
-        return [float(each.softmax(-1)[:, 1].prod()) if len(each) else None for each in found]
+            ends.append(step_ends)
+        scores = self._scored(texts, ends)
+        return [float(step_scores.softmax(-1)[:, 1].prod()) if len(step_scores) else None for step_scores in scores]
 
     @torch.no_grad()
     def _scored(self, texts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return each text's scores at its `ends`, fp32 [len(ends), labels], on the CPU."""
-        found: dict[int, Tensor] = {}
+        by_index: dict[int, Tensor] = {}
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))  # little padding
         for begin in range(0, len(order), self.size):
-            some = order[begin : begin + self.size]
-            width = len(texts[some[0]])
-            ids = torch.full((len(some), width), PAD)
-            for row, index in enumerate(some):
+            indices = order[begin : begin + self.size]
+            width = len(texts[indices[0]])
+            ids = torch.full((len(indices), width), PAD)
+            for row, index in enumerate(indices):
                 ids[row, : len(texts[index])] = torch.tensor(texts[index])
             # padding is on the right, which causal attention of the text does not read
-            places = [row * width + end for row, index in enumerate(some) for end in ends[index]]
-            if not places:
+            positions = [row * width + end for row, index in enumerate(indices) for end in ends[index]]
+            if not positions:
                 continue
-            batch = {"input_ids": ids, "ends": torch.tensor(places)}
+            batch = {"input_ids": ids, "ends": torch.tensor(positions)}
             with self.around():
                 scores = self.scorer({name: value.to(self.device) for name, value in batch.items()}).cpu()
-            parts = scores.split([len(ends[index]) for index in some])
-            found |= zip(some, parts, strict=True)
+            by_text = scores.split([len(ends[index]) for index in indices])
+            by_index |= zip(indices, by_text, strict=True)
         empty = torch.empty(0, 2)
-        return [found.get(index, empty) for index in range(len(texts))]
+        return [by_index.get(index, empty) for index in range(len(texts))]

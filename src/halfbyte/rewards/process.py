@@ -36,11 +36,11 @@ class RewardProcess:
     """Client of a reward function's process, which starts at the first request, and again after a failure.
 
     Args:
-        asked: the function to load, as `load` takes it.
+        description: of the function to load, as `load` takes it.
     """
 
-    def __init__(self, asked: Mapping[str, Any]):
-        self.asked = asked
+    def __init__(self, description: Mapping[str, Any]):
+        self.description = description
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -52,27 +52,23 @@ class RewardProcess:
         """
         if self._process is not None:
             return None
-        own, other = Pipe()
-        self._connection = own
+        parent_end, child_end = Pipe()
+        python_path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH", "")]))
+        self._connection = parent_end
         self._process = subprocess.Popen(
-            [sys.executable, "-B", "-c", BEGIN, str(other.fileno())],
+            [sys.executable, "-B", "-c", BEGIN, str(child_end.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=2,  # a function's output goes to the log
-            pass_fds=[other.fileno()],
+            pass_fds=[child_end.fileno()],
             start_new_session=True,
-            env={**os.environ, LAUNCHER: str(os.getpid()), "PYTHONPATH": self._path()},
+            env={**os.environ, LAUNCHER: str(os.getpid()), "PYTHONPATH": python_path},
         )
-        other.close()
-        own.send_bytes(json.dumps(self.asked).encode())
+        child_end.close()
+        parent_end.send_bytes(json.dumps(self.description).encode())
         answer = self._answer(time.monotonic() + LOADING, "importing it")
         if "refused" in answer:
             self.close()
         return answer.get("refused")
-
-    @staticmethod
-    def _path() -> str:
-        """Return a PYTHONPATH with this package."""
-        return os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH", "")]))
 
     def ask(self, request: Mapping[str, Any]) -> None:
         """Send a request; `answer` receives the result.
@@ -96,12 +92,12 @@ class RewardProcess:
         """
         return self._answer(end, "its batch")
 
-    def _answer(self, end: float, what: str) -> dict[str, Any]:
+    def _answer(self, end: float, stage: str) -> dict[str, Any]:
         assert self._connection is not None
         try:
             if not self._connection.poll(max(end - time.monotonic(), 0)):
                 self.close()
-                raise Failed(f"{what} took too long")
+                raise Failed(f"{stage} took too long")
             return json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise self._gone() from None
@@ -132,17 +128,17 @@ class RewardProcess:
 # --- in the function's process ----------------------------------------------------------------------------------------
 
 
-def load(asked: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function that `asked` describes.
+def load(description: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function that `description` names: a user's file and function, or halfbyte's function and options.
 
     Raises:
         Exception: whatever its file raises, or a ValueError about the file or the function.
     """
-    if "file" not in asked:
+    if "file" not in description:
         from .functions import built_in
 
-        return built_in(asked["name"], asked["options"], asked["longest"])
-    path, name = Path(asked["file"]), asked["name"]
+        return built_in(description["name"], description["options"], description["longest"])
+    path, name = Path(description["file"]), description["name"]
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -151,8 +147,8 @@ def load(asked: dict[str, Any]) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        there = ", ".join(sorted(key for key, each in vars(module).items() if inspect.isfunction(each)))
-        raise ValueError(f"{path} has no function {name!r}; it has: {there or 'none'}")
+        functions = ", ".join(sorted(key for key, member in vars(module).items() if inspect.isfunction(member)))
+        raise ValueError(f"{path} has no function {name!r}; it has: {functions or 'none'}")
     return function
 
 
@@ -173,35 +169,31 @@ def call(function: Callable[..., Any], arguments: dict[str, Any], state: Any) ->
     logged."""
     extra: dict[str, list[Any]] = {}
     metrics: dict[str, list[float]] = {}
-    found = function(
+    rewards = function(
         **arguments,
         trainer_state=state,
         log_extra=lambda column, values: extra.setdefault(column, []).extend(values),
         log_metric=lambda name, value: metrics.setdefault(name, []).append(float(value)),
     )
-    if inspect.isawaitable(found):
-        found = asyncio.run(_awaited(found))
-    return {"rewards": numbers(found, len(arguments["completions"])), "extra": extra, "metrics": metrics}
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
+    if inspect.isawaitable(rewards):
+        rewards = asyncio.run(asyncio.wait_for(rewards, None))
+    return {"rewards": numbers(rewards, len(arguments["completions"])), "extra": extra, "metrics": metrics}
 
 
 class WrongRewards(ValueError):
     """A reward function returned something else than a list of rewards."""
 
 
-def numbers(found: Any, rows: int) -> list[float | None]:
+def numbers(rewards: Any, rows: int) -> list[float | None]:
     """Return `found` as a number or None for each of `rows` completions; NaN becomes None.
 
     Raises:
         WrongRewards: `found` is something else.
     """
     try:
-        values = list(found)
+        values = list(rewards)
     except TypeError:
-        raise WrongRewards(f"gave a {type(found).__name__}, not a list of {rows} rewards") from None
+        raise WrongRewards(f"gave a {type(rewards).__name__}, not a list of {rows} rewards") from None
     if len(values) != rows:
         raise WrongRewards(f"gave {len(values)} rewards for {rows} completions")
     return [_number(value, at) for at, value in enumerate(values)]
@@ -225,10 +217,10 @@ def serve(connection: Connection) -> None:
         sys.stdout.flush()  # the function's output must precede the run's messages about it
         connection.send_bytes(json.dumps(answer).encode())
 
-    asked = json.loads(connection.recv_bytes())
+    description = json.loads(connection.recv_bytes())
     try:
-        function = load(asked)
-        check_arguments(function, asked["names"])
+        function = load(description)
+        check_arguments(function, description["names"])
     except BaseException as error:
         reply(refused=f"{type(error).__name__}: {error}")
         return
@@ -244,8 +236,8 @@ def serve(connection: Connection) -> None:
         except WrongRewards as error:
             reply(wrong=str(error))
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            reply(failed=f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            reply(failed=f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})")
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def check_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
         HalfbyteError: a model is missing or damaged, or is an adapter without a score head.
     """
     for spec in specs:
-        if spec.kind != MODEL:
+        if spec.function_name != MODEL:
             continue
         path = str(spec.options["path"])
         with attribute_to_key(key_of(path)):
@@ -67,36 +67,38 @@ def find_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> list[R
         HalfbyteError: a model is missing or damaged, or has no score head; or two models on the training weights have
             heads of different kinds.
     """
-    found = [_find(config, spec) for spec in specs if spec.kind == MODEL]
-    kinds = {each.scores for each in found if each.files is None}
-    if len(kinds) > 1:
+    models = []
+    for spec in specs:
+        if spec.function_name != MODEL:
+            continue
+        path = str(spec.options["path"])
+        adapter = adapter_in(path)
+        with attribute_to_key(key_of(path)):
+            if adapter is None:
+                models.append(_find_checkpoint(config, spec, path))
+                continue
+            origin = origin_of(config, path, adapter)
+            base = None if origin is None else find_model(origin)
+            models.append(RewardModelFiles(adapter, base, spec, _task_type(adapter)))
+    scores = {model.scores for model in models if model.files is None}
+    if len(scores) > 1:
         raise ConfigError(
             "reward_funcs: one model scores answers and one scores steps, but both share the training model's weights,"
             " which have one head",
             "remove one of them",
         )
-    return found
-
-
-def _find(config: RunConfig, spec: RewardSpec) -> RewardModelFiles:
-    path = str(spec.options["path"])
-    adapter = adapter_in(path)
-    with attribute_to_key(key_of(path)):
-        if adapter is None:
-            return _find_checkpoint(config, spec, path)
-        kind, origin = _task_type(adapter), origin_of(config, path, adapter)
-        return RewardModelFiles(adapter, None if origin is None else find_model(origin), spec, kind)
+    return models
 
 
 def _task_type(adapter: Path) -> str:
     """Return the task type of an adapter's head, a key of `SCORES`."""
-    kind = read_adapter_config(adapter).get("task_type")
-    if kind not in SCORES:
+    task_type = read_adapter_config(adapter).get("task_type")
+    if task_type not in SCORES:
         raise ConfigError(
-            f"{adapter} has no score head (its task_type is {kind})",
+            f"{adapter} has no score head (its task_type is {task_type})",
             "give an adapter trained with method: reward or method: prm",
         )
-    return str(kind)
+    return str(task_type)
 
 
 def _model_origin(config: RunConfig, path: str) -> Origin:
@@ -105,15 +107,15 @@ def _model_origin(config: RunConfig, path: str) -> Origin:
 
 def _find_checkpoint(config: RunConfig, spec: RewardSpec, path: str) -> RewardModelFiles:
     origin = _model_origin(config, path)
-    place, model_config = local_origin(origin), read_model_config(origin)
+    location, model_config = local_origin(origin), read_model_config(origin)
     classes = getattr(model_config, "architectures", None) or [""]
-    kind = next((scores for end, scores in CLASSES.items() if str(classes[0]).endswith(end)), None)
-    if kind is None:
+    task_type = next((scores for end, scores in CLASSES.items() if str(classes[0]).endswith(end)), None)
+    if task_type is None:
         raise ConfigError(
             f"{path} is a {classes[0] or 'model'}, which has no score head",
             f"give a model for {' or '.join(CLASSES)}, or one trained with method: reward or method: prm",
         )
-    labels, wanted = model_config.num_labels, SCORES[kind][0]
-    if labels != wanted:
-        raise ConfigError(f"{path} has {labels} labels", f"give a model with {wanted}")
-    return RewardModelFiles(None, ModelFiles(path, place, model_config), spec, kind)
+    labels, label_count = model_config.num_labels, SCORES[task_type][0]
+    if labels != label_count:
+        raise ConfigError(f"{path} has {labels} labels", f"give a model with {label_count}")
+    return RewardModelFiles(None, ModelFiles(path, location, model_config), spec, task_type)

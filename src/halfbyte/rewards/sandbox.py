@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
     code: int
 
 
-def run(program: str, given: bytes = b"", limits: Limits | None = None) -> Outcome:
+def run(program: str, stdin: bytes = b"", limits: Limits | None = None) -> Outcome:
     """Run a Python program (standard library only) with `given` on its standard input.
 
     Raises:
@@ -75,7 +75,7 @@ def run(program: str, given: bytes = b"", limits: Limits | None = None) -> Outco
     """
     if why := unsupported_reason():
         raise ConfigError(f"reward_funcs: code runs programs only in a sandbox, but {why}", FIX)
-    return _run(program, given, limits or Limits())
+    return _run(program, stdin, limits or Limits())
 
 
 FIX = "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1), or remove code from reward_funcs"
@@ -98,35 +98,32 @@ def unsupported_reason() -> str | None:
 
 
 @contextlib.contextmanager
-def control_group(limits: Limits, own: Path | None = None) -> Iterator[Path | None]:
+def control_group(limits: Limits, own_group: Path | None = None) -> Iterator[Path | None]:
     """Create a sibling cgroup v2 that bounds memory and processes; yields None if that is not permitted.
 
     Args:
         limits: its bounds; /tmp counts as memory.
-        own: this process' group; default: from /proc/self/cgroup.
+        own_group: this process' group; default: from /proc/self/cgroup.
     """
-    made = None
+    group = None
     try:
-        parent = (own or _own_group()).parent
+        if own_group is None:  # the folder does not exist on machines without cgroup v2
+            lines = Path("/proc/self/cgroup").read_text().splitlines()
+            name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+            own_group = Path("/sys/fs/cgroup") / name
+        parent = own_group.parent
         if {"memory", "pids"} <= set((parent / "cgroup.subtree_control").read_text().split()):
-            made = Path(tempfile.mkdtemp(prefix="halfbyte-", dir=parent))
-            (made / "memory.max").write_text(str(limits.memory + limits.temporary_bytes))
-            (made / "memory.swap.max").write_text("0")
-            (made / "pids.max").write_text(str(limits.processes + 4))  # plus the processes of `jail`
+            group = Path(tempfile.mkdtemp(prefix="halfbyte-", dir=parent))
+            (group / "memory.max").write_text(str(limits.memory + limits.temporary_bytes))
+            (group / "memory.swap.max").write_text("0")
+            (group / "pids.max").write_text(str(limits.processes + 4))  # plus the processes of `jail`
     except OSError:  # most users may not create one; the other bounds apply anyway
-        _remove(made)
-        made = None
+        _remove(group)
+        group = None
     try:
-        yield made
+        yield group
     finally:
-        _remove(made)
-
-
-def _own_group() -> Path:
-    """Return the folder of this process' cgroup v2; it does not exist on machines without cgroup v2."""
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    named = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    return Path("/sys/fs/cgroup") / named
+        _remove(group)
 
 
 def _remove(group: Path | None) -> None:
@@ -138,52 +135,40 @@ def _remove(group: Path | None) -> None:
         time.sleep(POLL_SECONDS / 10)
 
 
-def _request_file(program: str, limits: Limits, group: Path | None) -> int:
-    """Return a descriptor of an in-memory file with the request to `jail`."""
+def _run(program: str, stdin: bytes, limits: Limits) -> Outcome:
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     folders = [folder for folder in FOLDERS if os.path.isdir(folder)]
     if not python.startswith("/usr/"):
         folders.append(os.path.realpath(sys.base_prefix))
-    bounds = {name: value for name, value in asdict(limits).items() if name in jail.LIMITS}
-    asked = {
-        "program": program,
-        "folders": folders,
-        "command": [python, "-I", "-S"],
-        "limits": bounds,
-        "group": group and str(group),
-        "temporary_bytes": limits.temporary_bytes,
-    }
-    descriptor = os.memfd_create("asked", 0)
-    os.write(descriptor, json.dumps(asked).encode())
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
-
-
-def _run(program: str, given: bytes, limits: Limits) -> Outcome:
     with control_group(limits) as group:
-        return _run_in(group, program, given, limits)
-
-
-def _run_in(group: Path | None, program: str, given: bytes, limits: Limits) -> Outcome:
-    asked = _request_file(program, limits, group)
-    python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    try:
-        process = subprocess.Popen(
-            [python, "-I", "-S", "-c", inspect.getsource(jail), str(asked)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[asked],
-            start_new_session=True,
-            env={},
-            cwd="/",
-        )
-    finally:
-        os.close(asked)
-    try:
-        return _watch(process, given, limits)
-    finally:
-        _end(process)
+        request = {
+            "program": program,
+            "folders": folders,
+            "command": [python, "-I", "-S"],
+            "limits": {name: value for name, value in asdict(limits).items() if name in jail.LIMITS},
+            "group": group and str(group),
+            "temporary_bytes": limits.temporary_bytes,
+        }
+        descriptor = os.memfd_create("request", 0)
+        try:
+            os.write(descriptor, json.dumps(request).encode())
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            process = subprocess.Popen(
+                [python, "-I", "-S", "-c", inspect.getsource(jail), str(descriptor)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[descriptor],
+                start_new_session=True,
+                env={},
+                cwd="/",
+            )
+        finally:
+            os.close(descriptor)
+        try:
+            return _watch(process, stdin, limits)
+        finally:
+            _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -196,11 +181,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _watch(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> Outcome:
+def _watch(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> Outcome:
     """Write the input and read the output of a program until it ends or exceeds a limit."""
     assert process.stdin is not None
     assert process.stdout is not None
-    output, waiting = bytearray(), memoryview(given)
+    output, waiting = bytearray(), memoryview(stdin)
     end = time.monotonic() + limits.seconds
     os.set_blocking(process.stdin.fileno(), False)
     with selectors.DefaultSelector() as selector:
@@ -220,7 +205,8 @@ def _watch(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> Ou
             if len(output) > limits.output_bytes:
                 return Outcome(bytes(output[: limits.output_bytes]), "output", 0)
             if process.poll() is not None:
-                return Outcome(bytes(output) + _rest(process, limits), "exit", process.returncode)
+                unread = process.stdout.read(limits.output_bytes)  # all its writers have ended
+                return Outcome(bytes(output) + unread, "exit", process.returncode)
             if time.monotonic() > end:
                 return Outcome(bytes(output), "time", 0)
             if _used_memory(process.pid) > limits.memory:
@@ -236,12 +222,6 @@ def _feed(descriptor: int, waiting: memoryview) -> memoryview:
         return waiting
 
 
-def _rest(process: subprocess.Popen[bytes], limits: Limits) -> bytes:
-    """Return the unread output, after all its writers have ended."""
-    assert process.stdout is not None
-    return process.stdout.read(limits.output_bytes)
-
-
 def _used_memory(pid: int) -> int:
     """Return the resident and swapped bytes of a process and its descendants."""
     import psutil
@@ -251,13 +231,10 @@ def _used_memory(pid: int) -> int:
         processes = [first, *first.children(recursive=True)]
     except psutil.NoSuchProcess:
         return 0
-    return sum(_used_by(process.pid) for process in processes)
-
-
-def _used_by(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # it has ended
-        return 0
-    lines = (line.split() for line in status.splitlines() if line.startswith(("VmRSS:", "VmSwap:")))
-    return sum(int(kibibytes) * 1024 for _, kibibytes, _ in lines)
+    used = 0
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+                if line.startswith(("VmRSS:", "VmSwap:")):
+                    used += int(line.split()[1]) * 1024
+    return used

@@ -49,14 +49,16 @@ class Rewards:
     """
 
     def __init__(self, specs: Sequence[RewardSpec], columns: Sequence[str], timeout: float, longest: int):
-        self.specs, self.columns, self.timeout = specs, columns, timeout
+        self.specs = specs
+        self.columns = columns
+        self.timeout = timeout
         names = [*CALLED_WITH, *columns]
         self._processes = {
             spec.name: RewardProcess(_request(spec, longest) | {"names": names})
             for spec in specs
-            if spec.function is None and spec.kind != MODEL
+            if spec.function is None and spec.function_name != MODEL
         }
-        self._on_texts = {spec.name for spec in specs if spec.kind == "format" and spec.file is None}
+        self._on_texts = {spec.name for spec in specs if spec.function_name == "format" and spec.file is None}
         self.models: dict[str, RewardModel] = {}
         self._failures = {spec.name: deque[int]([], BATCHES) for spec in specs}
 
@@ -72,7 +74,7 @@ class Rewards:
             ConfigError: a function does not load, or does not take the columns.
         """
         for spec in self.specs:
-            if spec.kind == MODEL:
+            if spec.function_name == MODEL:
                 continue
             try:
                 if spec.function is not None:
@@ -82,8 +84,8 @@ class Rewards:
             except (Failed, ValueError) as error:
                 wrong = str(error)
             if wrong is not None:
-                where = f"{spec.file}:{spec.name}" if spec.file else spec.name
-                raise ConfigError(f"reward_funcs: {where}: {wrong}", FIX)
+                function_name = f"{spec.file}:{spec.name}" if spec.file else spec.name
+                raise ConfigError(f"reward_funcs: {function_name}: {wrong}", FIX)
 
     @waiting("scoring answers")
     def score(
@@ -107,22 +109,22 @@ class Rewards:
         Raises:
             TrainingError: a function returned something else than rewards, or has failed for too many completions.
         """
-        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         scored = Scored({})
         sent: dict[str, str] = {}
         for name, process in self._processes.items():
             try:
                 read = {"prompts": list(prompt_texts)} if prompt_texts and name in self._on_texts else {}
-                process.ask({"arguments": given | read, "trainer_state": state})
+                process.ask({"arguments": arguments | read, "trainer_state": state})
             except Failed as error:
                 sent[name] = str(error)
         end = time.monotonic() + self.timeout
         for spec in self.specs:
-            if spec.kind == MODEL:
+            if spec.function_name == MODEL:
                 answer = {"rewards": self.models[spec.name](prompt_ids, completion_ids)}
             else:
                 in_process = spec.function is None
-                answer = self._receive(spec.name, sent, end) if in_process else self._call(spec, given, state)
+                answer = self._receive(spec.name, sent, end) if in_process else self._call(spec, arguments, state)
             self._add(spec, answer, len(completions), scored)
         return scored
 
@@ -134,10 +136,10 @@ class Rewards:
         except Failed as error:
             return {"failed": str(error)}
 
-    def _call(self, spec: RewardSpec, given: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, spec: RewardSpec, arguments: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
         assert spec.function is not None
         try:
-            return call(spec.function, dict(given), SimpleNamespace(**state))
+            return call(spec.function, dict(arguments), SimpleNamespace(**state))
         except WrongRewards as error:
             return {"wrong": str(error)}
         except Exception as error:  # fails the batch for this function only, as in a process
@@ -174,5 +176,5 @@ class Rewards:
 
 def _request(spec: RewardSpec, longest: int) -> dict[str, Any]:
     if spec.file is not None:
-        return {"file": str(spec.file), "name": spec.kind}
-    return {"name": spec.kind, "options": dict(spec.options), "longest": longest}
+        return {"file": str(spec.file), "name": spec.function_name}
+    return {"name": spec.function_name, "options": dict(spec.options), "longest": longest}

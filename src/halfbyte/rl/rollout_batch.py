@@ -48,14 +48,19 @@ class RolloutBatch:
         total = combined(self.rewards, torch.tensor(weights))
         return without_spread(total, group).nonzero().flatten().tolist()
 
-    def replace_group(self, own: int, other: RolloutBatch, theirs: int, group: int) -> None:
-        """Replace group `own` with group `theirs` of `other`; `numbers` do not change."""
-        mine, at = slice(own * group, (own + 1) * group), slice(theirs * group, (theirs + 1) * group)
-        self.prompts[mine], self.completions[mine] = other.prompts[at], other.completions[at]
-        self.texts[mine] = other.texts[at]
-        for values, others in ((self.scored.rewards, other.scored.rewards), (self.scored.extra, other.scored.extra)):
-            for name in values.keys() & others.keys():
-                values[name][mine] = others[name][at]
+    def replace_group(self, target: int, source: RolloutBatch, source_group: int, group_size: int) -> None:
+        """Replace group `target` with a group of `source`; `numbers` do not change."""
+        target_rows = slice(target * group_size, (target + 1) * group_size)
+        source_rows = slice(source_group * group_size, (source_group + 1) * group_size)
+        self.prompts[target_rows] = source.prompts[source_rows]
+        self.completions[target_rows] = source.completions[source_rows]
+        self.texts[target_rows] = source.texts[source_rows]
+        for columns, source_columns in (
+            (self.scored.rewards, source.scored.rewards),
+            (self.scored.extra, source.scored.extra),
+        ):
+            for name in columns.keys() & source_columns.keys():
+                columns[name][target_rows] = source_columns[name][source_rows]
 
 
 class RewardMonitor:
@@ -70,18 +75,18 @@ class RewardMonitor:
 
     def add(self, batch: RolloutBatch) -> None:
         for name, values in batch.scored.rewards.items():
-            known = {value for value in values if value is not None}
+            distinct = {value for value in values if value is not None}
             example = f"such as {brief(batch.texts[0])} to {brief(batch.prompts[0]['prompt'])}"
-            if not known:
+            if not distinct:
                 if name not in batch.scored.failed:
                     problem = f"reward function {name} returns None for all {len(values)} answers of a generation"
                     notice(f"reward-none:{name}", f"{problem}, {example}")
-            elif len(known) > 1:
+            elif len(distinct) > 1:
                 self.seen.pop(name, None)
             else:
-                (value,) = known
-                before, times = self.seen.get(name, (value, 0))
-                self.seen[name] = value, times + 1 if value == before else 1
+                (value,) = distinct
+                last_value, times = self.seen.get(name, (value, 0))
+                self.seen[name] = value, times + 1 if value == last_value else 1
                 if self.seen[name][1] >= CONSTANT_GENERATIONS:
                     problem = f"reward function {name} returned {value:g} for each answer"
                     during = f"of {CONSTANT_GENERATIONS} generations, {example}"
@@ -99,19 +104,19 @@ def rollout_numbers(
     Args:
         group: number of answers to a prompt, which are adjacent.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, values in scored.rewards.items():
-        known = [value for value in values if value is not None]
-        found[f"rewards/{name}/mean"] = _mean(known)
-        found[f"rewards/{name}/std"] = _deviation(known)
+        rewards = [value for value in values if value is not None]
+        numbers[f"rewards/{name}/mean"] = _mean(rewards)
+        numbers[f"rewards/{name}/std"] = _deviation(rewards)
         if failed := scored.failed.get(name):
-            found[f"rewards/{name}/failed"] = failed
+            numbers[f"rewards/{name}/failed"] = failed
     total = combined(_reward_columns(scored), torch.tensor(weights))
-    known = [value for value in total.tolist() if not math.isnan(value)]
-    found |= {"reward": _mean(known), "reward_std": _deviation(known)}
-    found["frac_reward_zero_std"] = float(without_spread(total, group).float().mean()) if group > 1 else math.nan
-    found |= completion_lengths(completions) | scored.metrics
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    rewards = [value for value in total.tolist() if not math.isnan(value)]
+    numbers |= {"reward": _mean(rewards), "reward_std": _deviation(rewards)}
+    numbers["frac_reward_zero_std"] = float(without_spread(total, group).float().mean()) if group > 1 else math.nan
+    numbers |= completion_lengths(completions) | scored.metrics
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _reward_columns(scored: Scored) -> Tensor:
@@ -120,7 +125,7 @@ def _reward_columns(scored: Scored) -> Tensor:
     return torch.tensor(columns, dtype=torch.float32).T
 
 
-def pass_rates(rewards: Sequence[float | None], each: int) -> dict[str, float]:
+def pass_rates(rewards: Sequence[float | None], n: int) -> dict[str, float]:
     """Return pass@1 and pass@k, with k = `each` adjacent answers to a prompt; an answer passes if its reward is 1.
 
     Empty for rewards outside 0 to 1, which do not tell right from wrong. pass@k is the share of prompts with an answer
@@ -130,25 +135,25 @@ def pass_rates(rewards: Sequence[float | None], each: int) -> dict[str, float]:
     if not all(0 <= value <= 1 for value in values):
         return {}
     right = [value == 1 for value in values]
-    some = [any(right[at : at + each]) for at in range(0, len(right), each)]
-    return {"pass@1": _mean(right), f"pass@{each}": _mean(some)}
+    passed = [any(right[at : at + n]) for at in range(0, len(right), n)]
+    return {"pass@1": _mean(right), f"pass@{n}": _mean(passed)}
 
 
 def completion_lengths(completions: Sequence[Completion]) -> dict[str, float]:
     """Return the lengths of answers in tokens; NaN for finished answers if none finished."""
-    every = [len(each.ids) for each in completions]
-    ended = [len(each.ids) for each in completions if each.ended]
-    found = {"completions/clipped_ratio": 1 - len(ended) / len(every)}
+    every = [len(completion.ids) for completion in completions]
+    ended = [len(completion.ids) for completion in completions if completion.ended]
+    numbers = {"completions/clipped_ratio": 1 - len(ended) / len(every)}
     for name, lengths in (("", every), ("terminated_", ended)):
-        for kind, of in (("mean", _mean), ("min", min), ("max", max)):
-            found[f"completions/{kind}_{name}length"] = float(of(lengths)) if lengths else math.nan
-    return found
+        for statistic, of in (("mean", _mean), ("min", min), ("max", max)):
+            numbers[f"completions/{statistic}_{name}length"] = float(of(lengths)) if lengths else math.nan
+    return numbers
 
 
 def mean_numbers(several: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each number over the dicts that have it."""
-    names = dict.fromkeys(name for each in several for name in each)
-    return {name: _mean([each[name] for each in several if name in each]) for name in names}
+    names = dict.fromkeys(name for numbers in several for name in numbers)
+    return {name: _mean([numbers[name] for numbers in several if name in numbers]) for name in names}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,35 +60,32 @@ def check_server(config: RunConfig, data: PreparedData, tokenizer: PreTrainedTok
         )
     prompt = data.train[0]["prompt_ids"]
     special = set(tokenizer.all_special_ids)
-    ids = [each for each in prompt if each not in special][:COMPARED_IDS]
-    there, here = server.text_of(served, ids), str(tokenizer.decode(ids))
-    if there is not None and "".join(there.split()) != "".join(here.split()):
+    ids = [token for token in prompt if token not in special][:COMPARED_IDS]
+    served_text, local_text = server.text_of(served, ids), str(tokenizer.decode(ids))
+    if served_text is not None and "".join(served_text.split()) != "".join(local_text.split()):
         raise ConfigError(
-            f"{KEY}: {server.url} has another vocabulary: it decodes the first prompt as {brief(there)}, and"
-            f" {config.model_name_or_path} as {brief(here)}",
+            f"{KEY}: {server.url} has another vocabulary: it decodes the first prompt as {brief(served_text)}, and"
+            f" {config.model_name_or_path} as {brief(local_text)}",
             f"serve {config.model_name_or_path}",
         )
-    _check_log_probs(config, server, server.counts_temperature(served, prompt))
-    if Path(served.root).name != Path(config.model_name_or_path).name:
-        notice("vllm-model", f"{server.url} serves {served.root}, and this run trains {config.model_name_or_path}:"
-               " their log-probabilities of the first answers are compared before the first step")  # fmt: skip
-    version = f"vLLM {served.version}".strip()
-    console.print(one_line(f"rollouts: {version} at {server.url} serves {served.root}"), soft_wrap=True)
-
-
-def _check_log_probs(config: RunConfig, server: VllmServer, processed: bool) -> None:
-    if config.temperature != 1 and not processed:
+    counts_temperature = server.counts_temperature(served, prompt)
+    if config.temperature != 1 and not counts_temperature:
         raise ConfigError(
             f"{KEY}: {server.url} returns log-probabilities at temperature 1, and this run samples at"
             f" {config.temperature:g}",
             "start it with --logprobs-mode processed_logprobs, or set temperature: 1",
         )
-    if processed and (config.top_p < 1 or config.top_k or config.min_p):
+    if counts_temperature and (config.top_p < 1 or config.top_k or config.min_p):
         raise ConfigError(
             f"{KEY}: {server.url} returns log-probabilities over the tokens that top_p, top_k and min_p leave, and"
             " training's are over all tokens",
             "start it without --logprobs-mode, or remove top_p, top_k and min_p",
         )
+    if Path(served.root).name != Path(config.model_name_or_path).name:
+        notice("vllm-model", f"{server.url} serves {served.root}, and this run trains {config.model_name_or_path}:"
+               " their log-probabilities of the first answers are compared before the first step")  # fmt: skip
+    version = f"vLLM {served.version}".strip()
+    console.print(one_line(f"rollouts: {version} at {server.url} serves {served.root}"), soft_wrap=True)
 
 
 class ServedRollouts:
@@ -100,9 +98,9 @@ class ServedRollouts:
     def __init__(self, config: RunConfig, model: Any):
         self.server = server_of(config)
         self.config, self.model = config, model
-        place = config.output_path if config.output_path.is_dir() else Path(tempfile.gettempdir())
+        folder = config.output_path if config.output_path.is_dir() else Path(tempfile.gettempdir())
         self.name = f"halfbyte-{hashlib.sha256(str(config.output_path.resolve()).encode()).hexdigest()[:8]}"
-        self.folder = temporary_path(place.resolve() / self.name)  # after a kill the next run removes it
+        self.folder = temporary_path(folder.resolve() / self.name)  # after a kill the next run removes it
         self._adapter: ServedAdapter | None = None
         self._loaded = b""  # digest of the adapter on the server
 
@@ -136,16 +134,18 @@ class ServedRollouts:
         """
         try:
             self._send_adapter()
-            found = self.server.complete(
+            completions = self.server.complete(
                 self.name, prompts, n, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops, keys=keys
             )
         except ConfigError as error:
             raise TrainingError(error.message, error.fix) from error
-        known = self.model.get_input_embeddings().weight.shape[0]
-        for token in (each for completion in found for each in completion.ids):
-            if not 0 <= token < known:
-                raise self.other_weights_error(f"it sampled token {token}, and this run's vocabulary has {known:,}")
-        return found
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        for token in chain.from_iterable(completion.ids for completion in completions):
+            if not 0 <= token < vocabulary:
+                raise self.other_weights_error(
+                    f"it sampled token {token}, and this run's vocabulary has {vocabulary:,}"
+                )
+        return completions
 
     def _send_adapter(self) -> None:
         """Load the current adapter into the server, unless it has it."""
@@ -153,28 +153,30 @@ class ServedRollouts:
             layers = AdapterLayers(self.config, None, torch.device("cpu"), trained=self.model)
             self._adapter = ServedAdapter(layers, self.config.origin, "the adapter")
         tensors = self._adapter.tensors()
-        digest = _digest(tensors)
-        if digest != self._loaded:
-            self._loaded = digest
+        hasher = hashlib.sha256()
+        for tensor in tensors.values():
+            hasher.update(tensor.numpy().data)
+        if hasher.digest() != self._loaded:
+            self._loaded = hasher.digest()
             self.server.load(self.name, self._adapter.write(tensors, self.folder))
 
-    def check_same_model(self, there: Tensor, here: Tensor) -> bool:
+    def check_same_model(self, served: Tensor, trained: Tensor) -> bool:
         """Compare log-probabilities of the server and of the training forward; return whether there are enough tokens.
 
         Args:
-            there: log-probabilities [N] of tokens by the server.
-            here: log-probabilities [N] of the same tokens by the training forward.
+            served: log-probabilities [N] of tokens by the server.
+            trained: log-probabilities [N] of the same tokens by the training forward.
 
         Raises:
             TrainingError: the server has other weights.
         """
-        outside = float(((here - there).exp() - 1).abs().gt(0.1).float().mean())
-        if len(here) >= MIN_TOKENS and outside > OTHER_WEIGHTS_SHARE:
+        outside = float(((trained - served).exp() - 1).abs().gt(0.1).float().mean())
+        if len(trained) >= MIN_TOKENS and outside > OTHER_WEIGHTS_SHARE:
             raise self.other_weights_error(
-                f"the tokens of its first answers have a mean log-probability of {there.mean():.3f} on the"
-                f" server and of {here.mean():.3f} here, and {outside:.0%} of their ratios are outside 0.9 to 1.1"
+                f"the tokens of its first answers have a mean log-probability of {served.mean():.3f} on the"
+                f" server and of {trained.mean():.3f} here, and {outside:.0%} of their ratios are outside 0.9 to 1.1"
             )
-        return len(here) >= MIN_TOKENS
+        return len(trained) >= MIN_TOKENS
 
     def other_weights_error(self, reason: str) -> TrainingError:
         return TrainingError(
@@ -191,10 +193,3 @@ def engine_of(config: RunConfig, model: Any, rows: int, plan: RolloutPlan | None
     weights = config.rollout_weights if plan is None else plan.weights
     memory_gib = None if plan is None else plan.pages / 2**30
     return Rollouts(model, rows=rows, memory_gib=memory_gib, kv_cache=config.kv_cache, weights=weights)
-
-
-def _digest(tensors: dict[str, Tensor]) -> bytes:
-    found = hashlib.sha256()
-    for tensor in tensors.values():
-        found.update(tensor.numpy().data)
-    return found.digest()

@@ -66,7 +66,7 @@ def model_reader(config: RunConfig, files: ModelFiles) -> Callable[[], dict[str,
         return {
             "model_name_or_path": files.digest(),
             "teacher_model_name_or_path": None if teacher is None else teacher.digest(),
-            "reward_funcs": [next(digests) if spec.kind == MODEL else spec.sha256 for spec in specs],
+            "reward_funcs": [next(digests) if spec.function_name == MODEL else spec.sha256 for spec in specs],
         }
 
     return read
