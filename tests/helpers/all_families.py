@@ -77,11 +77,10 @@ def build(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: the way its documents are kept apart ("refused", "does not build"), and what else there is
-    to say."""
+    """A row of the table: the method that isolates documents (or "refused", "does not build"), and measurements."""
 
     name: str
-    way: str
+    method: str
     fused: str = ""
     leak: str = ""
     error: float = 0.0
@@ -99,7 +98,7 @@ def row_of(name: str) -> Row:
         isolation = isolate_documents(model, PackedCollator(0), key="packing", length=512, tokens=TOKENS)
     except ConfigError as error:
         return Row(name, "refused", fused, error.message.partition("each other in ")[2].partition(")")[0])
-    return Row(name, isolation.way, fused, isolation.leak or "", alone_error(model))
+    return Row(name, isolation.method, fused, isolation.leak or "", alone_error(model))
 
 
 @torch.no_grad()
@@ -167,11 +166,11 @@ and 4.
 
 
 def page(rows: list[Row]) -> str:
-    ways = Counter(row.way for row in rows)
+    ways = Counter(row.method for row in rows)
     counts = ", ".join(
         f"{ways[way]} {way}" for way in ("positions", "bounds", "masks", "unpacked", "refused", "does not build")
     )
-    lines = [f"| {row.name} | {row.way} | {row.fused} | {row.leak.replace('|', ' ')} |" for row in rows]
+    lines = [f"| {row.name} | {row.method} | {row.fused} | {row.leak.replace('|', ' ')} |" for row in rows]
     return ABOUT.format(version=transformers.__version__, counts=counts) + "\n".join(lines) + "\n"
 
 

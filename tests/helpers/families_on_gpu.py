@@ -32,10 +32,10 @@ def line_of(name: str) -> str:
     except ConfigError as error:
         return f"{name} refused {fused}: {error.message}"
     ways = {way: str(found) for way, found in found.tried.items()}
-    taken = found.tried[found.way]
+    taken = found.tried[found.method]
     sums = f"typical {taken.typical:.1e}, separate rows {taken.order_of_sums:.1e}" if taken.change else "equal in bits"
     alone = all_families.alone_error(model.to("cuda"))
-    return f"{name} {found.way} {fused} ({sums}; alone {alone:.1e}) {ways if found.way != 'positions' else ''}"
+    return f"{name} {found.method} {fused} ({sums}; alone {alone:.1e}) {ways if found.method != 'positions' else ''}"
 
 
 if __name__ == "__main__":

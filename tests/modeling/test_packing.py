@@ -67,7 +67,7 @@ def asked(model, collate=None, **keys):
 @pytest.mark.parametrize(("name", "way"), SOME.items())
 def test_isolation_method_of_each_family(name, way):
     row = all_families.row_of(name)
-    assert (row.way, row.error < 1e-4) == (way, True)
+    assert (row.method, row.error < 1e-4) == (way, True)
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_no_causal_lm_of_transformers_leaks():
     found = all_families.table(all_families.NAMES)
     # ProphetNet's logits depend on the length of the row, in transformers itself and in padded rows, too.
     assert [row for row in found if row.name != "prophetnet" and not row.error < 1e-4] == []
-    assert sum(row.way == "does not build" for row in found) <= 10
+    assert sum(row.method == "does not build" for row in found) <= 10
     page = all_families.PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__} " in page:
         assert page == all_families.page(found)
@@ -113,7 +113,7 @@ def test_loss_and_gradients_are_the_documents_own(name, one_row):
     alone = measure(model.eval(), list(documents()), collate, 1).loss
     assert abs(float(causal_lm_loss(model, collate(rows()))[0]) / float(expected) - 1) > 1e-4  # it would leak
 
-    assert asked(model.train(), collate).way == SOME[name]
+    assert asked(model.train(), collate).method == SOME[name]
     model.zero_grad()
     loss, _ = causal_lm_loss(model, collate(rows()))
     loss.backward()
@@ -143,8 +143,8 @@ def test_packed_documents_are_isolated_in_patched_models(family):
     patch(model)
     found = asked(model, length=64, tokens=range(10, 100))
     ways = dict.fromkeys((*HYBRIDS, *STATES), "bounds") | OTHERWISE
-    assert found.way == ways.get(family, "positions")
-    assert found.tried[found.way].isolated
+    assert found.method == ways.get(family, "positions")
+    assert found.tried[found.method].isolated
 
 
 def test_a_noncausal_model_is_refused():
@@ -175,7 +175,7 @@ def test_kernels_that_take_bounds_get_them(fused):
     model = all_families.build("gpt_oss")
     model.config._attn_implementation = "test_bounds"
     found = asked(model, PackedCollator(0, fused=fused))
-    assert found.way == ("positions" if fused else "bounds")
+    assert found.method == ("positions" if fused else "bounds")
     assert fused or all_families.alone_error(model) < 1e-5
 
 
@@ -185,7 +185,7 @@ def test_isolated_documents_with_wrong_positions_are_unpacked(monkeypatch):
     own = model.transformer.wpe.forward
     monkeypatch.setattr(model.transformer.wpe, "forward", lambda ids: own(torch.arange(ids.shape[-1]).expand_as(ids)))
     found = asked(model)
-    assert (found.way, found.tried["positions"].change) == ("unpacked", 0.0)
+    assert (found.method, found.tried["positions"].change) == ("unpacked", 0.0)
     assert found.tried["positions"].alone > 0.1 > 1e-4 > found.tried["unpacked"].alone
 
 
@@ -199,7 +199,7 @@ def test_a_leak_of_one_token_is_detected():
     model = LlamaForCausalLM(LlamaConfig(**all_families.tiny_config(LlamaConfig()).to_dict())).eval()
     model.model.norm = torch.nn.Sequential(model.model.norm, Shift())
     found = asked(model)
-    assert (found.way, found.leak) == ("unpacked", "model.norm.1, a Shift")
+    assert (found.method, found.leak) == ("unpacked", "model.norm.1, a Shift")
 
 
 def test_the_probe_changes_no_state():
@@ -236,8 +236,9 @@ def test_on_a_gpu_in_16_bits(name):
     model = all_families.build(name).to("cuda", torch.bfloat16)
     patch(model)
     found = asked(model, PackedCollator(0, fused=True))
-    assert found.way in (("positions",) if SOME[name] == "positions" else ("positions", "bounds", "masks", "unpacked"))
-    assert found.tried[found.way].isolated
+    methods = ("positions",) if SOME[name] == "positions" else ("positions", "bounds", "masks", "unpacked")
+    assert found.method in methods
+    assert found.tried[found.method].isolated
 
 
 PARTS = 8

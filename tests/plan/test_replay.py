@@ -67,8 +67,8 @@ def test_attention_saves_what_its_kernels_save():
 def test_tiled_attention_stays_within_its_plan():
     """At least half of the plan; halfbyte's own backward needs none of FlashAttention's accumulators."""
     peaks, query = [], torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16)
-    for found in (Implementation("", False, False, tiles=CACHED_BYTES), Implementation("", False, False, own=True)):
-        extra = AttentionBytes.of(found, query, query[:, :4], capped=True)
+    for memory in ({"tiles": CACHED_BYTES}, {"own_backward": True}):
+        extra = AttentionBytes.of(Implementation("", False, False, **memory), query, query[:, :4], capped=True)
         peaks.append(peak_of(lambda *x, extra=extra: _Attention.apply(*x, extra)))
     for scores in (Scores(0.2, None, 50.0), Scores(0.2, 100)):
         assert 0.5 * peaks[0] <= peak_of(lambda *x, scores=scores: tiled_attention(*x, scores)) <= peaks[0]

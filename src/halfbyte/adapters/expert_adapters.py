@@ -73,17 +73,17 @@ def read_expert_adapters(wrapper: Any) -> dict[str, Adapter]:
     Raises:
         ModelError: several adapters are active on a stack, or one is not plain LoRA.
     """
-    found = {}
+    adapters = {}
     while isinstance(wrapper, ParamWrapper):
         active = [] if wrapper.merged else read_adapters(wrapper)
         if isinstance(active, str) or len(active) > 1:
             reason = active if isinstance(active, str) else "several of its adapters are active"
             raise ModelError(f"{wrapper.parameter_name} of the experts: {reason}", "activate one plain LoRA at a time")
-        for each in active:
-            a, b = by_expert(each.a, each.b, wrapper.num_experts)
-            found[wrapper.parameter_name] = each._replace(a=a, b=b)
+        for adapter in active:
+            a, b = by_expert(adapter.a, adapter.b, wrapper.num_experts)
+            adapters[wrapper.parameter_name] = adapter._replace(a=a, b=b)
         wrapper = wrapper.base_layer
-    return found
+    return adapters
 
 
 def by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:

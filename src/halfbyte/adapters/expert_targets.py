@@ -43,10 +43,10 @@ def adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
     routers = router_weights(model)
     for target in targets:
         if not any(named_by(name, target) for name in (*stacks, *routers)):
-            known = ", ".join(expert_targets(model))
+            names = ", ".join(expert_targets(model))
             raise ModelError(
                 f"target_parameters: no stack of experts or router is named {target!r}",
-                f"this model's stacks: {known}" if known else "remove it: this model has no stacked experts",
+                f"this model's stacks: {names}" if names else "remove it: this model has no stacked experts",
             )
     if targets and refused:
         raise ModelError(f"target_parameters: {refused}", adapter_kind(adapter).without)
@@ -63,16 +63,16 @@ def adapted_routers(model: nn.Module, adapter: Adapter, named: set[str]) -> set[
         ModelError: the adapter takes no parameters.
     """
     targets = adapter.target_parameters or ()
-    found = {
+    adapted = {
         name
         for name in router_weights(model)
         if name.removesuffix(WEIGHT) in named or any(named_by(name, target) for target in targets)
     }
     row = adapter_kind(adapter)
-    if found and (refused := row.refused.get("target_parameters")):
-        reason = f"{row.key}: {min(found)} is a router's parameter: {refused}"
+    if adapted and (refused := row.refused.get("target_parameters")):
+        reason = f"{row.key}: {min(adapted)} is a router's parameter: {refused}"
         raise ModelError(reason, f"leave the router out of the targets, or {row.without}")
-    return found
+    return adapted
 
 
 def target_by_weight_name(lora: Any, model: nn.Module, linears: set[str]) -> None:
@@ -93,11 +93,11 @@ def target_by_weight_name(lora: Any, model: nn.Module, linears: set[str]) -> Non
             return
         read.target_modules = lora.target_modules = targets = set(linears)
         _convert(read, model)
-    taken = set(targets) - set(read.target_modules or ())
-    if not taken:
+    converted = set(targets) - set(read.target_modules or ())
+    if not converted:
         return
-    lora.target_modules = set(targets) - taken
-    lora.target_parameters = sorted({*(lora.target_parameters or ()), *(f"{name}{WEIGHT}" for name in taken)})
+    lora.target_modules = set(targets) - converted
+    lora.target_parameters = sorted({*(lora.target_parameters or ()), *(f"{name}{WEIGHT}" for name in converted)})
     for patterns in (lora.rank_pattern, lora.alpha_pattern):  # PEFT matches these against the parameter's name
         patterns |= {rf"({name})\{WEIGHT}": value for name, value in patterns.items()}
 
@@ -117,7 +117,7 @@ def weights_as_modules(lora: Any, model: Any) -> Iterator[None]:
         model: the model; PEFT also compares the configs of its existing adapters with `lora`.
     """
     routers = router_weights(model)
-    configs = [each for each in (lora, *getattr(model, "peft_config", {}).values()) if _weights(each, routers)]
+    configs = [config for config in (lora, *getattr(model, "peft_config", {}).values()) if _weights(config, routers)]
     if not configs:
         yield
         return
@@ -146,7 +146,8 @@ def report_adapter_sizes(model: PeftModel) -> None:
     """Report how many trained weights are on experts and on routers."""
     routers = [module for _, module in router_wrappers(model)]
     if routers:
-        weights = sum(p.numel() for wrapper in routers for part in factor_holders(wrapper) for p in part.parameters())
+        holders = [holder for wrapper in routers for holder in factor_holders(wrapper)]
+        weights = sum(p.numel() for holder in holders for p in holder.parameters())
         notice(
             "routers-adapted",
             f"trained: {weights / 1e6:.3g}M weights on {len(routers)} routers named by the targets (without dropout:"
@@ -155,6 +156,6 @@ def report_adapter_sizes(model: PeftModel) -> None:
     holders = [holder for _, wrapper in expert_wrappers(model) for holder in factor_holders(wrapper)]
     on_experts = sum(p.numel() for holder in holders for p in holder.parameters())
     if on_experts:
-        others = sum(p.numel() for p in model.parameters() if p.requires_grad) - on_experts
-        counts = f"trained: {on_experts / 1e6:.3g}M weights on experts, {others / 1e6:.3g}M on other modules"
+        remaining = sum(p.numel() for p in model.parameters() if p.requires_grad) - on_experts
+        counts = f"trained: {on_experts / 1e6:.3g}M weights on experts, {remaining / 1e6:.3g}M on other modules"
         notice("experts-adapted", f"{counts} (target_parameters: [] leaves experts out)")

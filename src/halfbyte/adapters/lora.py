@@ -175,18 +175,18 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
     names = {name for name, _ in model.named_modules() if name} | experts | routers
     check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_trainable(model, adapter.modules_to_save or ())
-    for wanted, held in itertools.product(adapter.modules_to_save or (), sorted(experts | routers)):
-        if named_by(held.rpartition(".")[0], wanted):
-            wrong = f"modules_to_save: {brief(wanted)} would train all of {held}, which gets an adapter"
-            raise ModelError(wrong, f"remove it, or exclude {held} from the adapters (target_parameters: [])")
+    for module_name, parameter_name in itertools.product(adapter.modules_to_save or (), sorted(experts | routers)):
+        if named_by(parameter_name.rpartition(".")[0], module_name):
+            wrong = f"modules_to_save: {brief(module_name)} would train all of {parameter_name}, which gets an adapter"
+            raise ModelError(wrong, f"remove it, or exclude {parameter_name} from the adapters (target_parameters: [])")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
-            found = matching(key, pattern, names, rf"(.*\.)?({pattern})")
-            if not found:
+            matched = matching(key, pattern, names, rf"(.*\.)?({pattern})")
+            if not matched:
                 raise ModelError(*unknown(key, pattern, adapted))
-            if not found & adapted:
+            if not matched & adapted:
                 raise ModelError(
-                    f"{key}: {pattern!r} matches only modules without an adapter ({brief(min(found))})",
+                    f"{key}: {pattern!r} matches only modules without an adapter ({brief(min(matched))})",
                     "add the module to target_modules, or remove the pattern",
                 )
     row = adapter_kind(adapter)
@@ -207,19 +207,19 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
     return peft_config
 
 
-def _exact_names(wanted: list[str] | None, names: Collection[str]) -> list[str] | None:
+def _exact_names(requested: list[str] | None, names: Collection[str]) -> list[str] | None:
     """Lengthen names of `modules_to_save` until PEFT, which compares name suffixes, matches the intended modules only.
 
     For example, `gate` would also match shared_expert_gate.
     """
-    if wanted is None:
+    if requested is None:
         return None
-    found: list[str] = []
-    for each in wanted:
-        meant = sorted(name for name in names if named_by(name, each))
-        exact = all(name in meant for name in names if name.endswith(each))
-        found += [each] if exact else [".".join(name.split(".")[-2 - each.count(".") :]) for name in meant]
-    return list(dict.fromkeys(found))
+    exact_names: list[str] = []
+    for suffix in requested:
+        meant = sorted(name for name in names if named_by(name, suffix))
+        exact = all(name in meant for name in names if name.endswith(suffix))
+        exact_names += [suffix] if exact else [".".join(name.split(".")[-2 - suffix.count(".") :]) for name in meant]
+    return list(dict.fromkeys(exact_names))
 
 
 def reads_base_weights(adapter: Adapter) -> bool:
@@ -271,28 +271,28 @@ def _adapted_modules(model: nn.Module, targets: str | list[str]) -> set[str]:
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if targets == ALL_LINEAR:
         listed = all_linear(model)
-        return {name for name in names if any(named_by(name, each) for each in listed)}
+        return {name for name in names if any(named_by(name, target) for target in listed)}
     if isinstance(targets, list):
         check_names("target_modules", targets, names, suggest=linears)
-        found = {name for name in names if any(named_by(name, each) for each in targets)}
-    elif not (found := matching("target_modules", targets, names)):
+        adapted = {name for name in names if any(named_by(name, target) for target in targets)}
+    elif not (adapted := matching("target_modules", targets, names)):
         raise ModelError(*unknown("target_modules", targets, linears))
-    for name in sorted(found):
+    for name in sorted(adapted):
         module = model.get_submodule(name)
         if not is_linear(module) and not is_router(module):
             wrong = f"target_modules: {name} is a {type(module).__name__}, which computes no x·Wᵀ that LoRA can adapt"
             raise ModelError(wrong, "remove it, or use all-linear")
-    return found
+    return adapted
 
 
-def _check_trainable(model: nn.Module, wanted: Collection[str]) -> None:
+def _check_trainable(model: nn.Module, targets: Collection[str]) -> None:
     """Raise if a module of `modules_to_save` has weights that cannot be trained: packed codes, not floating point."""
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in wanted or name in wanted:
-            for part, parameter in module.named_parameters():
+        if name.rpartition(".")[2] in targets or name in targets:
+            for parameter_name, parameter in module.named_parameters():
                 if type(parameter.data) is not torch.Tensor or not parameter.is_floating_point():
                     raise ModelError(
-                        f"modules_to_save: {name}.{part} is stored quantized and cannot be trained",
+                        f"modules_to_save: {name}.{parameter_name} is stored quantized and cannot be trained",
                         "name it in target_modules instead, or set load_in_4bit: false",
                     )
 
@@ -489,22 +489,23 @@ def resize_vocabulary(model: Any, folder: Path) -> None:
     """
     rows = _vocabulary_size(model)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    own = base.get_input_embeddings()
-    names = [name.rpartition(".")[2] for name, module in base.named_modules() if module is own]
+    embedding = base.get_input_embeddings()
+    names = [name.rpartition(".")[2] for name, module in base.named_modules() if module is embedding]
     header = read_header(folder / ADAPTER, ADAPTER_AGAIN)
     saved = (
         entry["shape"][0]
         for key, entry in header.items()
         if any(key.replace(".base_layer.", ".").endswith(f".{name}.weight") for name in names)
     )
-    if (wanted := max(saved, default=0)) <= rows:
+    if (needed_rows := max(saved, default=0)) <= rows:
         return
-    base.resize_token_embeddings(wanted, mean_resizing=False)
+    base.resize_token_embeddings(needed_rows, mean_resizing=False)
     for name, parameter in base.named_parameters(remove_duplicate=False):
         for key in (f"{PREFIX}{name}", f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight"):
-            if key in header and parameter.shape[0] == wanted and type(parameter.data) is torch.Tensor:
+            if key in header and parameter.shape[0] == needed_rows and type(parameter.data) is torch.Tensor:
                 parameter.data[rows:] = read_tensor(folder / ADAPTER, key)[rows:].to(parameter)
-    notice(f"grown {folder}", f"the adapter in {folder} adds {wanted - rows} tokens: resizing the base's embeddings")
+    added = needed_rows - rows
+    notice(f"grown {folder}", f"the adapter in {folder} adds {added} tokens: resizing the base's embeddings")
 
 
 def _convert_names(

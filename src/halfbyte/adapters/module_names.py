@@ -19,7 +19,7 @@ def named_by(module: str, target: str) -> bool:
     return module == target or module.endswith(f".{target}")
 
 
-def check_names(key: str, wanted: Iterable[str], names: Collection[str], suggest: Collection[str] = ()) -> None:
+def check_names(key: str, targets: Iterable[str], names: Collection[str], suggest: Collection[str] = ()) -> None:
     """Check that each wanted name matches a module (see `named_by`).
 
     Args:
@@ -30,13 +30,13 @@ def check_names(key: str, wanted: Iterable[str], names: Collection[str], suggest
     Raises:
         ModelError: a name matches no module.
     """
-    for name in wanted:
-        if not any(named_by(known, name) for known in names):
+    for name in targets:
+        if not any(named_by(module_name, name) for module_name in names):
             raise ModelError(*unknown(key, name, suggest or names))
 
 
-def matching(key: str, pattern: str, names: Iterable[str], whole: str = "") -> set[str]:
-    """The names that a regular expression matches; `whole`, if given, is the expression that PEFT derives from it.
+def matching(key: str, pattern: str, names: Iterable[str], full_pattern: str = "") -> set[str]:
+    """The names that a regular expression matches; `full_pattern` is the expression that PEFT derives from it, if any.
 
     Matching runs in a process with a timeout, since some expressions backtrack without end, in PEFT as well.
 
@@ -46,26 +46,26 @@ def matching(key: str, pattern: str, names: Iterable[str], whole: str = "") -> s
     fix = "correct it, or name modules as in a list"
     try:
         re.compile(pattern)
-        compiled = re.compile(whole or pattern)
+        compiled = re.compile(full_pattern or pattern)
     except re.error as error:
         raise ConfigError(f"{key}: {pattern!r} is not a regular expression ({error})", fix) from error
-    matched: Bounded[list[str], set[str]] = Bounded(lambda given: {name for name in given if compiled.fullmatch(name)})
-    [found] = matched([list(names)])
-    if isinstance(found, Failure):
-        raise ConfigError(f"{key}: to match {brief(pattern)} against the names of modules, {found.said}", fix)
-    assert isinstance(found, set)
-    return found
+    match: Bounded[list[str], set[str]] = Bounded(lambda listed: {name for name in listed if compiled.fullmatch(name)})
+    [matches] = match([list(names)])
+    if isinstance(matches, Failure):
+        raise ConfigError(f"{key}: to match {brief(pattern)} against the names of modules, {matches.said}", fix)
+    assert isinstance(matches, set)
+    return matches
 
 
-def unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
+def unknown(key: str, target: str, names: Collection[str]) -> tuple[str, str]:
     """Message and fix for a name that matches no module: close matches, or else the names in the model."""
-    message, parts = f"{key}: no module of this model matches {wanted!r}", re.split(r"[\s,]+", wanted.strip())
-    if wanted == ALL_LINEAR and key == "target_modules":
+    message, words = f"{key}: no module of this model matches {target!r}", re.split(r"[\s,]+", target.strip())
+    if target == ALL_LINEAR and key == "target_modules":
         return message, f"write {key}: {ALL_LINEAR} without other names, or remove it from the list"
-    if key == "target_modules" and len(parts) > 1 and all(any(named_by(n, part) for n in names) for part in parts):
-        return message, f"write several names as a list: {key}: [{', '.join(parts)}]"
+    if key == "target_modules" and len(words) > 1 and all(any(named_by(n, word) for n in names) for word in words):
+        return message, f"write several names as a list: {key}: [{', '.join(words)}]"
     leaves = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
-    known = [*leaves, ALL_LINEAR] if key == "target_modules" else leaves
-    close = difflib.get_close_matches(wanted.rpartition(".")[2], known, n=3, cutoff=0.5)
+    candidates = [*leaves, ALL_LINEAR] if key == "target_modules" else leaves
+    close = difflib.get_close_matches(target.rpartition(".")[2], candidates, n=3, cutoff=0.5)
     fix = f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:MOST_NAMED])}"
     return message, fix

@@ -26,7 +26,7 @@ WEIGHT = ".weight"
 
 def router_weights(model: nn.Module) -> set[str]:
     """Names of the weights of a model's routers, with or without adapters."""
-    return {f"{name.replace('.base_layer', '')}{WEIGHT}" for name, each in model.named_modules() if is_router(each)}
+    return {f"{name.replace('.base_layer', '')}{WEIGHT}" for name, module in model.named_modules() if is_router(module)}
 
 
 def name_routers(lora: Any, model: nn.Module, linears: set[str], routers: set[str]) -> None:
@@ -39,16 +39,15 @@ def name_routers(lora: Any, model: nn.Module, linears: set[str], routers: set[st
     if not routers:
         return
     modules = {name.removesuffix(WEIGHT) for name in routers}
-    targets, held = lora.target_modules, [name for name, _ in model.named_parameters()]
-    kept = set() if isinstance(targets, str) else {
-        each for each in targets if not any(named_by(name, each) for name in modules)
-    }  # fmt: skip
-    lora.target_modules = kept | {name for name in linears if not any(named_by(name, each) for each in kept)}
-    others = {each for each in lora.target_parameters or () if not any(named_by(name, each) for name in routers)}
+    targets = set() if isinstance(lora.target_modules, str) else set(lora.target_modules)
+    targets = {target for target in targets if not any(named_by(name, target) for name in modules)}
+    lora.target_modules = targets | {name for name in linears if not any(named_by(name, t) for t in targets)}
+    weights = {target for target in lora.target_parameters or () if not any(named_by(name, target) for name in routers)}
+    parameter_names = [name for name, _ in model.named_parameters()]
     for name in routers:
         short = ".".join(name.split(".")[-3:])  # mlp.gate.weight, if it matches only routers
-        others.add(short if all(each in routers for each in held if named_by(each, short)) else name)
-    lora.target_parameters = sorted(others)
+        weights.add(short if all(n in routers for n in parameter_names if named_by(n, short)) else name)
+    lora.target_parameters = sorted(weights)
     for patterns in (lora.rank_pattern, lora.alpha_pattern):  # PEFT matches these against the parameter's name
         patterns |= {rf"({name})\{WEIGHT}": value for name, value in patterns.items()}
 
@@ -82,7 +81,7 @@ def _forward(wrapper: Any, *arguments: Any, **keywords: Any) -> Any:
 def folded_weight(weight: Tensor, adapters: list[Adapter]) -> Tensor:
     """`weight` [E, K] plus the adapters' s·B·A, in fp32 or wider."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    found = weight.to(dtype)
-    for each in adapters:
-        found = torch.addmm(found, each.b.to(dtype), each.a.to(dtype), alpha=each.scaling)
-    return found
+    total = weight.to(dtype)
+    for adapter in adapters:
+        total = torch.addmm(total, adapter.b.to(dtype), adapter.a.to(dtype), alpha=adapter.scaling)
+    return total

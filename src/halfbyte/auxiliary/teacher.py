@@ -52,7 +52,7 @@ def check_teacher(
         found = find_teacher(config)
         if found.files is not None:
             name, trust = f"the teacher {found.files.name}", config.trust_remote_code
-            check_positions(found.files.config, longest, trust_remote_code=trust, who=name)
+            check_positions(found.files.config, longest, trust_remote_code=trust, name=name)
         found.check(KEY, config, model_config, tokenizer)
     console.print(one_line(f"teacher: {_describe(found)}"), soft_wrap=True)
 
@@ -119,7 +119,7 @@ def _load(
     if config.use_kernels and device.type != "cpu":
         patch(model)
     isolation = isolate_for_run(model, config, make_collator(config, tokenizer, device), rows, dtype)
-    if isolation is not None and isolation.way != "positions":
+    if isolation is not None and isolation.method != "positions":
         assert found.files is not None
         raise ModelError(
             f"padding_free: true: documents would see each other in the teacher {found.files.name}",

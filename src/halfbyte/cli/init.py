@@ -139,10 +139,10 @@ def _with_packing(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunC
             f"# No packing: the test for attention between documents failed for a tiny {model_config.model_type}",
             f"# ({reason}). With packing: true the run repeats the test.",
         ]
-    if found.way == "positions":
+    if found.method == "positions":
         return packed, []
     reason = found.leak or str(found.tried["positions"])
-    return packed, [f"# Packed documents would attend to each other ({reason}), so {NOTICES[found.way]}."]
+    return packed, [f"# Packed documents would attend to each other ({reason}), so {NOTICES[found.method]}."]
 
 
 def _with_layout(

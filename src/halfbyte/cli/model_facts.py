@@ -67,7 +67,7 @@ def _decoding(model: Any) -> str:
 def _packing(model: Any) -> str:
     tokens = range(10, model.get_input_embeddings().weight.shape[0])
     try:
-        return PACKING[isolate_documents(model, PackedCollator(0), key="packing", length=256, tokens=tokens).way]
+        return PACKING[isolate_documents(model, PackedCollator(0), key="packing", length=256, tokens=tokens).method]
     except HalfbyteError as error:
         return f"no: {error.message}"
     except Exception as error:  # as above

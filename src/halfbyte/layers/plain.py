@@ -88,13 +88,13 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainL
     if isinstance(module, BaseTunerLayer):
         if not is_plain_lora(module):
             return getattr(type(module), "own_forward", _own_forward(module))
-        found = read_adapters(module, names)
-        if isinstance(found, str):
-            return found
+        read = read_adapters(module, names)
+        if isinstance(read, str):
+            return read
         a, b = factor_holders(module)
-        if hooked(module) or any(hooked(a[each.name]) or hooked(b[each.name]) for each in found):
+        if hooked(module) or any(hooked(a[adapter.name]) or hooked(b[adapter.name]) for adapter in read):
             return "it has hooks"
-        base, adapters = module.base_layer, found
+        base, adapters = module.base_layer, read
     stored = type(base).forward not in FORWARDS and is_bnb_linear(base)
     if not isinstance(base, nn.Linear) or not (stored or type(base).forward in FORWARDS):
         return _own_forward(base)
@@ -174,4 +174,4 @@ def multiply_by_onednn(model: nn.Module) -> int:
 def _is_frozen(linear: nn.Linear) -> bool:
     """Whether all parameters are frozen float32 on the CPU."""
     parameters = [parameter for parameter in (linear.weight, linear.bias) if parameter is not None]
-    return all(each.is_cpu and each.dtype is torch.float32 and not each.requires_grad for each in parameters)
+    return all(p.is_cpu and p.dtype is torch.float32 and not p.requires_grad for p in parameters)

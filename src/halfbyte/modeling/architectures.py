@@ -82,22 +82,22 @@ def is_linear(module: Any) -> bool:
     import torch
     from torch import nn
 
-    own = type(module)
-    if not isinstance(module, nn.Linear) or own.forward is nn.Linear.forward:
+    layer_class = type(module)
+    if not isinstance(module, nn.Linear) or layer_class.forward is nn.Linear.forward:
         return True
-    if not own.__module__.startswith("transformers"):  # true also for code of the hub (transformers_modules)
+    if not layer_class.__module__.startswith("transformers"):  # true also for code of the hub (transformers_modules)
         return True
     weights: dict[str, torch.Tensor] = {}
     if getattr(module.weight, "template", None) is not None:  # a shard (`parallel.shard.placement`): use its full shape
-        held = dict(module.named_parameters()) | dict(module.named_buffers())
-        weights = {name: getattr(tensor, "template", tensor).to("meta") for name, tensor in held.items()}
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        weights = {name: getattr(tensor, "template", tensor).to("meta") for name, tensor in tensors.items()}
     try:
         with torch.no_grad():
             rows = weights.get("weight", module.weight).new_zeros(2, module.in_features)
-            found = torch.func.functional_call(module, weights, (rows,))
+            output = torch.func.functional_call(module, weights, (rows,))
     except RuntimeError:  # the forward does not accept rows
         return False
-    return isinstance(found, torch.Tensor) and found.shape == (2, module.out_features)
+    return isinstance(output, torch.Tensor) and output.shape == (2, module.out_features)
 
 
 def is_plain_linear(module: Any) -> bool:
@@ -186,8 +186,11 @@ def conv1d_layers(model: Any, skip_modules: list[str] | None = None) -> dict[str
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     skip = unquantized_modules(model, skip_modules)
-    found = {name: module for name, module in model.named_modules() if type(module) is Conv1D}
-    return {name: module for name, module in found.items() if should_convert_module(name, skip)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is Conv1D and should_convert_module(name, skip)
+    }
 
 
 def refuse_conv1d(model: Any, layers: Collection[str]) -> None:
@@ -211,18 +214,18 @@ def per_layer_tables(model: Any, skip_modules: list[str] | None = None, stored: 
 
     text = model.config.get_text_config()
     width = (getattr(text, "hidden_size_per_layer_input", None) or 0) * text.num_hidden_layers
-    found = {
+    tables = {
         name: module
         for name, module in model.named_modules()
         if width and isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
         if module.embedding_dim == width and (stored is None or name in stored)
     }
-    return {name: module for name, module in found.items() if not _is_named(name, skip_modules or ())}
+    return {name: module for name, module in tables.items() if not _is_named(name, skip_modules or ())}
 
 
 def _is_named(name: str, patterns: Any) -> bool:
     """Return whether a module is one of `patterns` or inside one; a pattern is a full name or its last parts."""
-    return any(f"{name}.".startswith(f"{each}.") or name.endswith(f".{each}") for each in patterns)
+    return any(f"{name}.".startswith(f"{pattern}.") or name.endswith(f".{pattern}") for pattern in patterns)
 
 
 def expert_stacks(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:
@@ -258,10 +261,13 @@ def runs_experts(module: Any) -> bool:
 def count_unquantized_stacks(model: Any, stacked: Any = ()) -> int:
     """Count the language model's weights in parameters of 3 dimensions, except `stacked` names and convolutions."""
     non_text = tuple(non_text_modules(model))
-    text = ((name, part) for name, part in model.named_modules() if not name.startswith(non_text))
-    holders = ((name, part) for name, part in text if not type(part).__name__.startswith("Conv"))
-    own = ((f"{name}.{leaf}", each) for name, part in holders for leaf, each in part.named_parameters(recurse=False))
-    return sum(parameter.numel() for name, parameter in own if parameter.dim() > 2 and name not in stacked)
+    return sum(
+        parameter.numel()
+        for name, module in model.named_modules()
+        if not name.startswith(non_text) and not type(module).__name__.startswith("Conv")
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 2 and f"{name}.{leaf}" not in stacked
+    )
 
 
 def check_token_ids(model: Any, largest: Mapping[str, int | None]) -> None:
@@ -274,9 +280,9 @@ def check_token_ids(model: Any, largest: Mapping[str, int | None]) -> None:
         ModelError: an id is beyond the embeddings.
     """
     count = model.get_input_embeddings().weight.shape[0]
-    for what, index in largest.items():
+    for tokens, index in largest.items():
         if index is not None and index >= count:
             raise ModelError(
-                f"the tokenizer gives {what} the id {index}, but the model has embeddings for 0 to {count - 1} only",
+                f"the tokenizer gives {tokens} the id {index}, but the model has embeddings for 0 to {count - 1} only",
                 "put the tokenizer that the model was trained with into the model's folder",
             )

@@ -69,7 +69,7 @@ class Implementation:
         mask: whether it reads a T × T mask per row of the batch.
         obstacle: why halfbyte's attention is not used; "" if it is.
         tiles: bytes of the scores materialized at a time (`autograd.tiled_attention`); 0 for other implementations.
-        own: whether halfbyte's own backward runs, which needs no fp32 buffers to accumulate dq, dk and dv.
+        own_backward: whether halfbyte's own backward runs, which needs no fp32 buffers to accumulate dq, dk and dv.
         repeatable: whether full rows may use cuDNN's deterministic backward (`autograd.attention.has_repeatable_rows`).
     """
 
@@ -78,7 +78,7 @@ class Implementation:
     mask: bool
     obstacle: str = ""
     tiles: int = 0
-    own: bool = False
+    own_backward: bool = False
     repeatable: bool = False
 
 
@@ -100,7 +100,7 @@ def implementation(
     if not obstacle and not padded:
         if has_sinks(config) or (is_capped(config) and not causal.supports_softcap(device, dtype)):
             if causal.supports_scores(device, dtype, max_layer_sizes(config).head_dim):
-                return Implementation("halfbyte's kernel", False, False, own=True)
+                return Implementation("halfbyte's kernel", False, False, own_backward=True)
             return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
             return Implementation("FlashAttention 3" if causal.flash3() else "variable lengths", False, False)
@@ -122,18 +122,18 @@ def _implementation_name(config: Any) -> str:
 
 def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether SDPA supports grouped keys without materializing scores; on CUDA, this is FlashAttention."""
-    found = causal.capability(device)
-    return found is None or (dtype in causal.DTYPES and found >= causal.AMPERE)
+    capability = causal.capability(device)
+    return capability is None or (dtype in causal.DTYPES and capability >= causal.AMPERE)
 
 
 def _reason_unbound(config: Any, device: torch.device) -> str:
     """Return why a model keeps transformers' attention for all batches, or ""."""
-    own, chosen = has_custom_scores(config), _implementation_name(config)
-    if device.type != "cuda" and not own:
+    custom, chosen = has_custom_scores(config), _implementation_name(config)
+    if device.type != "cuda" and not custom:
         return f"on {device.type}"
     if getattr(config, "use_bidirectional_attention", False):
         return "this model's attention is not causal"
-    if chosen != ("eager" if own else "sdpa"):
+    if chosen != ("eager" if custom else "sdpa"):
         return "as the model was loaded with"
     return ""
 
@@ -156,9 +156,9 @@ def bind_attention(backbone: Any) -> str:
     config, device = backbone.config, next(backbone.parameters()).device
     flash = "FlashAttention 3" if causal.flash3() else "variable lengths"
     if config._attn_implementation == SCORES_NAME:
-        what = "its heads have sinks" if has_sinks(config) else "its scores are capped"
-        found = implementation(config, device, next(backbone.parameters()).dtype, packed=True)
-        return f"halfbyte: {found.name}, {what}; no mask"
+        reason = "its heads have sinks" if has_sinks(config) else "its scores are capped"
+        chosen = implementation(config, device, next(backbone.parameters()).dtype, packed=True)
+        return f"halfbyte: {chosen.name}, {reason}; no mask"
     if config._attn_implementation == ATTENTION_NAME:
         if (causal.capability(device) or causal.AMPERE) < causal.AMPERE:
             return "halfbyte: PyTorch's memory-efficient attention, with transformers' masks: no FlashAttention here"
@@ -194,8 +194,8 @@ def with_shared_prefixes(
         record(backbone).implementation = backbone.config._attn_implementation
         backbone.config._attn_implementation = ATTENTION_NAME
     mask = torch.empty(NO_MASK, dtype=torch.bool, device=inputs[shared_prefix.BRANCHES].device)
-    rest = {name: value for name, value in inputs.items() if name not in shared_prefix.SHARING_KEYWORDS}
-    return rest | {"attention_mask": mask, "sharing": shared_prefix.Sharing.of(inputs, cache)}
+    model_inputs = {name: value for name, value in inputs.items() if name not in shared_prefix.SHARING_KEYWORDS}
+    return model_inputs | {"attention_mask": mask, "sharing": shared_prefix.Sharing.of(inputs, cache)}
 
 
 def register() -> None:
@@ -212,9 +212,9 @@ def register() -> None:
 
 def unbind_attention(backbone: Any) -> None:
     """Undo `bind_attention`."""
-    own = existing_record(backbone)
-    if own is not None and own.implementation is not None:
-        backbone.config._attn_implementation, own.implementation = own.implementation, None
+    patched = existing_record(backbone)
+    if patched is not None and patched.implementation is not None:
+        backbone.config._attn_implementation, patched.implementation = patched.implementation, None
 
 
 def backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,16 +234,16 @@ def multimodal_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_with_metadata(model: Any, backbone: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    own = functools.partial(type(model).forward, model)
+    forward = functools.partial(type(model).forward, model)
     if args or given_cache(kwargs) or kwargs.get("use_cache"):
-        return own(*args, **kwargs)
+        return forward(*args, **kwargs)
     if model.training:
         kwargs["use_cache"] = False  # unless requested: a cache in training only costs memory
     chosen = backbone.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME) and kwargs.get("use_cache") is False
     if chosen and not _has_images(kwargs):
         inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         kwargs |= metadata(backbone, inputs.shape[0], inputs.shape[1], inputs.device, kwargs)
-    return own(**kwargs)
+    return forward(**kwargs)
 
 
 def _has_images(kwargs: dict[str, Any]) -> bool:
@@ -261,8 +261,8 @@ def metadata(backbone: Any, rows: int, length: int, device: torch.device, kwargs
         rows, length: shape of the batch that attention sees.
         kwargs: the batch's `attention_mask`, `position_ids`, `cu_seq_lens_q` and related keywords, if present.
     """
-    own = backbone.config._attn_implementation == SCORES_NAME
-    if kwargs.get("attention_mask") is not None or (own and on_compiler()):
+    custom_scores = backbone.config._attn_implementation == SCORES_NAME
+    if kwargs.get("attention_mask") is not None or (custom_scores and on_compiler()):
         return {}
     dtype = next(backbone.parameters()).dtype
     dtype = autocast_dtype(device.type) or dtype
@@ -276,9 +276,9 @@ def _document_metadata(
     backbone: Any, rows: int, length: int, device: torch.device, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     no_mask = {"attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device=device)}
-    own = backbone.config._attn_implementation == SCORES_NAME
+    custom_scores = backbone.config._attn_implementation == SCORES_NAME
     if kwargs.get("cu_seq_lens_q") is not None:
-        return no_mask | _span_keywords(kwargs, rows * length, own)
+        return no_mask | _span_keywords(kwargs, rows * length, custom_scores)
     position_ids = kwargs.get("position_ids")
     if position_ids is not None and position_ids.dim() == 3:  # M-RoPE: (text,) time, height, width
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
@@ -287,11 +287,11 @@ def _document_metadata(
             return {}
         packed = document_bounds(position_ids.expand(rows, -1))
         if packed is not None:
-            return no_mask | packed | _span_keywords(packed, rows * length, own)
+            return no_mask | packed | _span_keywords(packed, rows * length, custom_scores)
     window = getattr(backbone.config, "sliding_window", None)
-    if (window is not None and window < length) or own or not (_takes_cudnn(length) or on_compiler()):
-        found = _length_keywords(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
-        return no_mask | found | _span_keywords(found, rows * length, own)
+    if (window is not None and window < length) or custom_scores or not (_takes_cudnn(length) or on_compiler()):
+        lengths = _length_keywords(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+        return no_mask | lengths | _span_keywords(lengths, rows * length, custom_scores)
     return no_mask
 
 
@@ -314,10 +314,10 @@ def document_bounds(position_ids: Tensor) -> dict[str, Any] | None:
     return _length_keywords(bounds.to(torch.int32).to(position_ids.device, non_blocking=True), int(bounds.diff().max()))
 
 
-def _span_keywords(places: Mapping[str, Any], tokens: int, own: bool) -> dict[str, Any]:
+def _span_keywords(lengths: Mapping[str, Any], tokens: int, custom_scores: bool) -> dict[str, Any]:
     """Return the document spans that halfbyte's kernels read, computed once a batch instead of once a layer."""
-    bounds = places["cu_seq_lens_q"]
-    if on_compiler() or not (causal.is_hopper(bounds.device) or (own and bounds.is_cuda)):
+    bounds = lengths["cu_seq_lens_q"]
+    if on_compiler() or not (causal.is_hopper(bounds.device) or (custom_scores and bounds.is_cuda)):
         return {}
     return {"document_spans": spans(bounds, tokens)}
 
@@ -386,8 +386,10 @@ def attend(
     if cu_seq_lens_q is None or (full_rows and _takes_cudnn(length)):
         return causal.row_attention(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    how = max_length_q or length, scaling, window, softcap, document_spans
-    return causal.varlen_attention(query, key, value, cu_seq_lens_q, *how).unflatten(0, (rows, length)), None
+    out = causal.varlen_attention(
+        query, key, value, cu_seq_lens_q, max_length_q or length, scaling, window, softcap, document_spans
+    )
+    return out.unflatten(0, (rows, length)), None
 
 
 def _wide_attention(
@@ -404,12 +406,12 @@ def _wide_attention(
     if begins is None and window is None:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
         return out.transpose(1, 2)
-    places = torch.arange(length, device=query.device)
-    seen = places[:, None] >= places
+    positions = torch.arange(length, device=query.device)
+    seen = positions[:, None] >= positions
     if window is not None:
-        seen = seen & (places[:, None] - places < window)
+        seen = seen & (positions[:, None] - positions < window)
     if begins is not None:
-        seen = seen & (places >= begins[:, :, None])
+        seen = seen & (positions >= begins[:, :, None])
     mask = seen.expand(rows, 1, length, length) if begins is None else seen[:, None]
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).transpose(1, 2)
 
@@ -428,8 +430,8 @@ def _custom_score_attention(
     rows, _, length, size = query.shape
     if cu_seq_lens_q is not None and causal.supports_scores(query.device, query.dtype, size):
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        found = document_spans or spans(cu_seq_lens_q, rows * length)
-        return causal.score_mod_attention(query, key, value, s_aux, found, scores).unflatten(0, (rows, length))
+        bounds = document_spans or spans(cu_seq_lens_q, rows * length)
+        return causal.score_mod_attention(query, key, value, s_aux, bounds, scores).unflatten(0, (rows, length))
     begins = None if cu_seq_lens_q is None else _document_starts(cu_seq_lens_q, rows, length)
     return tiled_attention(query, key, value, scores, s_aux, begins, max_length_q).transpose(1, 2)
 
@@ -458,8 +460,8 @@ def _document_starts(bounds: Tensor, rows: int, length: int) -> Tensor | None:
     """Return int64 [B, T], the start of each token's document within its row; None if every row is one document."""
     if bounds.numel() == rows + 1:
         return None
-    places = torch.arange(rows * length, device=bounds.device)
-    begins = bounds[torch.searchsorted(bounds, places, right=True) - 1]
+    tokens = torch.arange(rows * length, device=bounds.device)
+    begins = bounds[torch.searchsorted(bounds, tokens, right=True) - 1]
     return begins.view(rows, length) - torch.arange(0, rows * length, length, device=bounds.device)[:, None]
 
 
@@ -480,8 +482,8 @@ def cudnn_lengths(lengths: Collection[int] | None) -> Iterator[None]:
     afterwards cuDNN is 1.5 to 1.8 times as fast.
     """
     global _cudnn_lengths
-    before, _cudnn_lengths = _cudnn_lengths, lengths
+    previous, _cudnn_lengths = _cudnn_lengths, lengths
     try:
         yield
     finally:
-        _cudnn_lengths = before
+        _cudnn_lengths = previous

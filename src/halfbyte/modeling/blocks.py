@@ -173,9 +173,9 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Run projections with adapters, RoPE (and norms of q and k), transformers' attention, and output projection."""
     if given_cache(kwargs):
-        own: dict[str, Any] = {} if position_embeddings is None else {"position_embeddings": position_embeddings}
-        own |= {"shared_kv_states": shared_kv_states} if _family(self).shares_keys else {}
-        return type(self).forward(self, hidden_states, attention_mask=attention_mask, **own, **kwargs)
+        kwargs |= {} if position_embeddings is None else {"position_embeddings": position_embeddings}
+        kwargs |= {"shared_kv_states": shared_kv_states} if _family(self).shares_keys else {}
+        return type(self).forward(self, hidden_states, attention_mask=attention_mask, **kwargs)
     check_keywords(self, kwargs, ATTENTION_KEYWORDS)
     view, recipes = Attention.of(self, _family(self)), recipe_products(self)
     outputs = project(hidden_states, *view.inputs, recipe=recipes[0])
@@ -187,8 +187,8 @@ def attention_forward(
         if view.query_scale is not None:
             query = view.scale_queries(query, kwargs["position_ids"])
         query, key = _rotate(view, query, key, position_embeddings)
-    own = {"sliding_window": view.window, "softcap": view.softcap, "s_aux": view.sinks}
-    kwargs |= {name: value for name, value in own.items() if value is not None}
+    scores = {"sliding_window": view.window, "softcap": view.softcap, "s_aux": view.sinks}
+    kwargs |= {name: value for name, value in scores.items() if value is not None}
     eager = sys.modules[type(self).__module__].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
     dropout = view.dropout if self.training else 0.0
@@ -207,11 +207,11 @@ def _shared_keys_values(
         outputs: outputs of q_proj; of k_proj, if the layer has its own keys; of v_proj, if values differ from keys.
         states: layer type (or number) → k and v of the last layer of its own keys; layers that own keys write to it.
     """
-    query, *own = (x.unflatten(-1, (-1, view.head_dim)).transpose(1, 2) for x in outputs)
+    query, *key_values = (x.unflatten(-1, (-1, view.head_dim)).transpose(1, 2) for x in outputs)
     numbered = hasattr(module, "kv_shared_layer_index")  # transformers 5.17 indexes Gemma 3n's by layer number
-    if own:
-        value = module.v_norm(own[-1])
-        query, key = _rotate(view, query, own[0], angles)
+    if key_values:
+        value = module.v_norm(key_values[-1])
+        query, key = _rotate(view, query, key_values[0], angles)
     else:
         query, _ = _rotate(view, query, query[:, :0], angles)
         key, value = states[module.kv_shared_layer_index if numbered else module.layer_type]
@@ -244,12 +244,12 @@ def _rotate(view: Attention, query: Tensor, key: Tensor, angles: Any) -> tuple[T
 class _ModuleView:
     """View of a module that its own forward can run on, with some submodules replaced."""
 
-    def __init__(self, module: Any, parts: dict[str, Any]):
-        self._module, self._parts = module, parts
+    def __init__(self, module: Any, replacements: dict[str, Any]):
+        self._module, self._parts = module, replacements
 
     def __getattr__(self, name: str) -> Any:
-        parts = self.__dict__["_parts"]
-        return parts[name] if name in parts else getattr(self.__dict__["_module"], name)
+        replacements = self.__dict__["_parts"]
+        return replacements[name] if name in replacements else getattr(self.__dict__["_module"], name)
 
 
 def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -259,21 +259,21 @@ def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     forward = recurrent.document_forward(type(self), recurrent.documents_from(kwargs, *hidden_states.shape[:2]))
     view, recipes = TokenMixer.of(self, _family(self)), recipe_products(self)
     *inputs, output = view.linears
-    made: dict[str, Tensor] = {}
+    projected_inputs: dict[str, Tensor] = {}
 
     def projected(name: str, x: Tensor) -> Tensor:
-        if not made:  # transformers' forward may zero padding first, so x is known only here
-            made.update(zip(inputs, project(x, *view.inputs, recipe=recipes[0]), strict=True))
-        return made.pop(name)
+        if not projected_inputs:  # transformers' forward may zero padding first, so x is known only here
+            projected_inputs.update(zip(inputs, project(x, *view.inputs, recipe=recipes[0]), strict=True))
+        return projected_inputs.pop(name)
 
     def gated_norm(x: Tensor, gate: Tensor) -> Tensor:
         return glu(gate, rms_norm(x, view.norm.weight, epsilon(view.norm)), "silu")
 
-    parts: dict[str, Any] = {name: partial(projected, name) for name in inputs}
-    parts[output] = lambda x: project(x, view.output, recipe=recipes[1])[0]
+    replacements: dict[str, Any] = {name: partial(projected, name) for name in inputs}
+    replacements[output] = lambda x: project(x, view.output, recipe=recipes[1])[0]
     if not hooked(view.norm):
-        parts[view.norm_name] = gated_norm
-    return forward(_ModuleView(self, parts), hidden_states, **recurrent.drop_packed_keywords(kwargs))
+        replacements[view.norm_name] = gated_norm
+    return forward(_ModuleView(self, replacements), hidden_states, **recurrent.drop_packed_keywords(kwargs))
 
 
 def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:
@@ -286,6 +286,6 @@ def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor
         return _drop_output(self, project(hidden, view.output, recipe=recipes[1])[0])
     (gate, up, down), biases, loras, _ = zip(*read, strict=True)
     dropout, named, x = shared_dropout(read), view.activation, hidden_states
-    given = x.to(gemm_dtype(x, linears))
-    out = lora_mlp(given, gate, up, down, biases, loras, named, dropout, output, recipes)
-    return _drop_output(self, out if given is x else out.to(x.dtype))
+    gemm_input = x.to(gemm_dtype(x, linears))
+    out = lora_mlp(gemm_input, gate, up, down, biases, loras, named, dropout, output, recipes)
+    return _drop_output(self, out if gemm_input is x else out.to(x.dtype))

@@ -53,7 +53,7 @@ def use_cast_cache(backbone: Any) -> contextlib.AbstractContextManager[None]:
 
 def _build_cast_cache(backbone: Any, dtype: torch.dtype, device: torch.device) -> CastCache:
     """Allocate casts for all trained factors of another dtype, and record them on layers and LoRA modules."""
-    found = [
+    adapted = [
         (module, name)
         for module in backbone.modules()
         if is_plain_lora(module)
@@ -61,29 +61,31 @@ def _build_cast_cache(backbone: Any, dtype: torch.dtype, device: torch.device) -
         if name in (a := factor_holders(module)[0]) and name not in module.lora_variant
         if _needs_cast(a[name].weight, dtype, device)
     ]
-    holders = _factor_holders(found)
+    holders = _factor_holders(adapted)
     factors: list[Tensor] = [holder[name].weight for holder, name in holders]
     casts = _contiguous_like(factors, dtype, device)
     cache = CastCache(dtype, device, holders, factors, casts)
     for layer in backbone.layers:
         record(layer).cast_cache = cache
-    for index, (module, name) in enumerate(found):
-        own = record(module)
-        own.cast_cache, own.casts[name] = cache, (casts[index], casts[index + len(found)])
+    for index, (module, name) in enumerate(adapted):
+        patched = record(module)
+        patched.cast_cache, patched.casts[name] = cache, (casts[index], casts[index + len(adapted)])
     return cache
 
 
 def clear_cast_cache(backbone: nn.Module) -> None:
     """Drop the cast cache of `use_cast_cache`."""
     for module in backbone.modules():
-        if (own := existing_record(module)) is not None:
-            own.cast_cache, own.casts = None, {}
+        if (patched := existing_record(module)) is not None:
+            patched.cast_cache, patched.casts = None, {}
 
 
 def cast_factors(module: nn.Module, adapter: str) -> tuple[Tensor, Tensor] | None:
     """Return the cast A and B of an adapter of a LoRA module, or None outside of a forward that has cast them."""
-    own = existing_record(module)
-    return own.casts.get(adapter) if own is not None and own.cast_cache is not None and own.cast_cache.is_open else None
+    patched = existing_record(module)
+    if patched is None or patched.cast_cache is None or not patched.cast_cache.is_open:
+        return None
+    return patched.casts.get(adapter)
 
 
 def with_open_cache(layer: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,28 +107,27 @@ def cast_replacements(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Par
 
     These are the factors of plain LoRA: variants (DoRA) and quantization-aware training compute with fp32 factors.
     """
-    found = []
+    adapted = []
     for module in model.modules():
         read = read_linear(module) if is_plain_lora(module) else ""
         if not isinstance(read, str):
-            own = [(module, each.name) for each in read.adapters if _needs_cast(each.a, dtype, each.a.device)]
-            found += own
-    factors = [holder[name].weight for holder, name in _factor_holders(found)]
+            adapted += [(module, lora.name) for lora in read.adapters if _needs_cast(lora.a, dtype, lora.a.device)]
+    factors = [holder[name].weight for holder, name in _factor_holders(adapted)]
     return list(zip(factors, _contiguous_like(factors, dtype, factors[0].device), strict=True)) if factors else []
 
 
-def _factor_holders(found: Sequence[tuple[Any, str]]) -> list[tuple[Any, str]]:
+def _factor_holders(adapted: Sequence[tuple[Any, str]]) -> list[tuple[Any, str]]:
     """Return the holders of all A, then of all B, for (module, adapter name) pairs."""
-    pairs = [factor_holders(module) for module, _ in found]
-    names = [name for _, name in found]
+    pairs = [factor_holders(module) for module, _ in adapted]
+    names = [name for _, name in adapted]
     return [*zip([a for a, _ in pairs], names, strict=True), *zip([b for _, b in pairs], names, strict=True)]
 
 
 def _contiguous_like(factors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Allocate tensors shaped like `factors` in one buffer."""
     sizes = [-(-factor.numel() // ALIGNED) * ALIGNED for factor in factors]
-    parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
-    return [part[: f.numel()].view(f.shape) for part, f in zip(parts, factors, strict=True)]
+    buffers = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
+    return [buffer[: f.numel()].view(f.shape) for buffer, f in zip(buffers, factors, strict=True)]
 
 
 def _needs_cast(factor: Any, dtype: torch.dtype, device: torch.device) -> bool:

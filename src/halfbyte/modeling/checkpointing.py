@@ -99,8 +99,8 @@ def set_activations(layers: Sequence[Any], levels: str | Sequence[str]) -> None:
         else:
             notice("offload", f"activation offload is disabled on {device}: saved activations stay on this device")
     for layer, level in zip(layers, named, strict=True):
-        own = offload if level in OFFLOADED else None
-        record(layer).activations = Activations(cast(Level, level), own)
+        layer_offload = offload if level in OFFLOADED else None
+        record(layer).activations = Activations(cast(Level, level), layer_offload)
 
 
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +128,8 @@ def _halves(self: Any, x: Tensor, store: Store | None, output: bool = True, **kw
     return _add_halves(mlp_half(self, stream, None, store, output)), attended
 
 
-def _add_halves(parts: tuple[Tensor, Tensor]) -> Tensor:
-    return parts[0] + parts[1]
+def _add_halves(halves: tuple[Tensor, Tensor]) -> Tensor:
+    return halves[0] + halves[1]
 
 
 def _run_level(self: Any, activations: Activations, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:

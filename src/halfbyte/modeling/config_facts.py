@@ -53,14 +53,14 @@ def layer_sizes(text_config: Any) -> list[LayerSizes]:
 def max_layer_sizes(text_config: Any) -> LayerSizes:
     """Return the maximum of each size over the layers."""
     sizes = layer_sizes(text_config)
-    columns = ((each.heads, each.key_heads, each.head_dim, each.mlp_width) for each in sizes)
+    columns = ((layer.heads, layer.key_heads, layer.head_dim, layer.mlp_width) for layer in sizes)
     return LayerSizes(*map(max, zip(*columns, strict=True)))
 
 
 def _sizes(config: Any, index: int) -> LayerSizes:
     def size(key: str) -> int:
-        found = getattr(config, key, None) or 0
-        return int(found[index] if isinstance(found, Sequence) else found)
+        value = getattr(config, key, None) or 0
+        return int(value[index] if isinstance(value, Sequence) else value)
 
     heads = size("num_attention_heads")
     head_dim = size("head_dim") or (config.hidden_size // heads if heads else 0)

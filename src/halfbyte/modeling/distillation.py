@@ -68,22 +68,22 @@ def teacher_divergence(
         raise ModelError("the model has no teacher here", "call teacher_divergence inside use_teacher")
     teacher = _teachers[model]
     with torch.no_grad(), teacher.forwards():
-        theirs, their_head = outputs_at(teacher.model, inputs, at)
-    own, own_head = outputs_at(model, inputs, at)
-    if own_head is None or their_head is None:
-        logits = _logits(model, own, own_head)
+        teacher_rows, teacher_head = outputs_at(teacher.model, inputs, at)
+    student_rows, student_head = outputs_at(model, inputs, at)
+    if student_head is None or teacher_head is None:
+        logits = _logits(model, student_rows, student_head)
         return _full_logits_divergence(
-            logits, _logits(teacher.model, theirs, their_head), beta=beta, temperature=temperature
+            logits, _logits(teacher.model, teacher_rows, teacher_head), beta=beta, temperature=temperature
         )
     return linear_generalized_jsd(
-        own,
+        student_rows,
         _weight(model),
-        theirs,
+        teacher_rows,
         _weight(teacher.model),
         beta=beta,
         temperature=temperature,
-        head=_head_arguments(own_head),
-        teacher_head=_head_arguments(their_head),
+        head=_head_arguments(student_head),
+        teacher_head=_head_arguments(teacher_head),
     )
 
 
@@ -104,10 +104,10 @@ def _logits(model: nn.Module, rows: Tensor, head: Head | None) -> Tensor:
 
 
 def _full_logits_divergence(
-    logits: Tensor, theirs: Tensor, *, beta: float, temperature: float
+    logits: Tensor, teacher_logits: Tensor, *, beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Compute `linear_generalized_jsd` from full logits; the gradient comes from a term whose value is 0."""
     with torch.no_grad():
         gradient, objective = logits.clone(), Objective(temperature=temperature)
-        divergence, entropy = divergence_(gradient, theirs, (objective, objective), beta, True)
+        divergence, entropy = divergence_(gradient, teacher_logits, (objective, objective), beta, True)
     return ((logits - logits.detach()) * gradient).sum() + divergence.sum(), entropy.sum()

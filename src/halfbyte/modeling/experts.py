@@ -28,7 +28,7 @@ from .families import ACTIVATIONS
 NAME = "halfbyte"
 HOST_STACKS = "held_on_host"  # attribute of a module whose stacks are offloaded: name → HostStack
 
-_ACTIVATIONS: dict[type, Activation] = {type(ACT2FN[name]): each for name, each in ACTIVATIONS.items()}
+_ACTIVATIONS: dict[type, Activation] = {type(ACT2FN[name]): activation for name, activation in ACTIVATIONS.items()}
 
 
 def _clamped(interleaved: bool, limit: str, alpha: str) -> Callable[[Any], Unit]:
@@ -81,9 +81,9 @@ def unit_of(module: Any) -> Unit | Gate:
     """The activation that an experts module computes between its two GEMMs."""
     if not module.has_gate:
         return module.act_fn
-    known = GATES.get(type(module).__name__)
-    if known is not None:
-        return known(module)
+    make_unit = GATES.get(type(module).__name__)
+    if make_unit is not None:
+        return make_unit(module)
     activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)))
     if activation is not None and type(module)._apply_gate is _default_apply_gate:
         return Unit(activation)
@@ -128,10 +128,10 @@ def experts_forward(
         fix = "set experts_implementation: grouped_mm, with experts in 16 bits"
         raise ModelError(f"experts_implementation: {NAME} does not run {type(module).__name__}: {reason}", fix)
     first, second = names_of(module)
-    found = adapters or {}
+    loras = adapters or {}
     result = experts(
-        hidden_states, top_k_index, top_k_weights, weights_of(module), _lora(found.get(first)),
-        _lora(found.get(second)), max([0.0, *(each.dropout for each in found.values())]),
+        hidden_states, top_k_index, top_k_weights, weights_of(module), _lora(loras.get(first)),
+        _lora(loras.get(second)), max([0.0, *(lora.dropout for lora in loras.values())]),
     )  # fmt: skip
     return result.to(hidden_states.dtype)
 
@@ -144,10 +144,10 @@ def names_of(module: Any) -> tuple[str, str]:
 def weights_of(module: Any) -> ExpertWeights:
     """The weights, biases and activation of a supported experts module."""
     first, second = names_of(module)
-    held = module.__dict__.get(HOST_STACKS, {})
+    host_stacks = module.__dict__.get(HOST_STACKS, {})
     return ExpertWeights(
-        held.get(first) or matrices_of(module, first),
-        held.get(second) or matrices_of(module, second),
+        host_stacks.get(first) or matrices_of(module, first),
+        host_stacks.get(second) or matrices_of(module, second),
         unit_of(module),
         bias_of(module, first),
         bias_of(module, second),

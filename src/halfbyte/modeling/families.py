@@ -451,13 +451,13 @@ def family_of(cls: type) -> tuple[Family, str] | None:
     Only classes of the family's own module count, since a derived class may compute something else. FSDP2's wrapper
     classes are skipped, and so is "Text" after the family's name.
     """
-    cls = next(each for each in cls.__mro__ if not each.__module__.startswith("torch.distributed.fsdp"))
+    cls = next(base for base in cls.__mro__ if not base.__module__.startswith("torch.distributed.fsdp"))
     for family in FAMILIES:
         if family.patched and cls.__module__ == family.module:
             if family.experts is not None and cls.__name__ == family.experts.mixture:
                 return family, "Mixture"
-            kind = cls.__name__.removeprefix(family.name).removeprefix("Text")
-            return family, "MLP" if cls.__name__ == family.mlp else kind
+            role = cls.__name__.removeprefix(family.name).removeprefix("Text")
+            return family, "MLP" if cls.__name__ == family.mlp else role
     return None
 
 

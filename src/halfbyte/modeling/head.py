@@ -245,14 +245,14 @@ def log_probs_with_extra(
         fp32 log-probabilities [N] and [M].
     """
     cache = PrefixCache()
-    found, head = _outputs(model, inputs, cache)
+    outputs, head = _outputs(model, inputs, cache)
     cache.is_filled = True
     with torch.no_grad():
-        behind, _ = _outputs(model, extra, cache)
-        rows = _select_rows(torch.cat([x.detach().flatten(0, -2) for x in (found, behind)]), extra_selection[0])
-        others, _ = _log_probs(model, rows, head, extra_selection[1])
-    own, _ = _log_probs(model, _select_rows(found, selection[0]), head, selection[1])
-    return own, others
+        extra_outputs, _ = _outputs(model, extra, cache)
+        joined = torch.cat([x.detach().flatten(0, -2) for x in (outputs, extra_outputs)])
+        extra_log_probs, _ = _log_probs(model, _select_rows(joined, extra_selection[0]), head, extra_selection[1])
+    log_probs, _ = _log_probs(model, _select_rows(outputs, selection[0]), head, selection[1])
+    return log_probs, extra_log_probs
 
 
 def _log_probs(
@@ -291,10 +291,10 @@ def aligned_log_probs_at(
     """
     hidden, head = outputs_at(model, inputs, at)
     if head is None:
-        found = [
+        log_probs_at_temperatures = [
             -F.cross_entropy(hidden.float() * t, targets, reduction="none", ignore_index=IGNORE_INDEX) for t in (1, 2)
         ]
-        return found[0], (found[1] - found[0]).detach()
+        return log_probs_at_temperatures[0], (log_probs_at_temperatures[1] - log_probs_at_temperatures[0]).detach()
     weight, vocabulary = (
         causal_lm_of(model).get_output_embeddings().weight,
         _sharded_vocabularies.get(causal_lm_of(model)),
@@ -321,8 +321,8 @@ def hidden_states_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) ->
 
 def outputs_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:
     """Return hidden states [N, H] at these positions and the head for them; or logits [N, V] and None."""
-    found, head = _outputs(model, inputs)
-    return _select_rows(found, at), head
+    outputs, head = _outputs(model, inputs)
+    return _select_rows(outputs, at), head
 
 
 def _outputs(
@@ -350,8 +350,8 @@ def _select_rows(x: Tensor, at: Tensor) -> Tensor:
 
 def _entropies(logits: Tensor, differentiable: bool) -> Tensor:
     """Return the entropies [N] in nats of logits [N, V]."""
-    found = torch.distributions.Categorical(logits=logits).entropy()
-    return found if differentiable else found.detach()
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
+    return entropies if differentiable else entropies.detach()
 
 
 def shard_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None:
@@ -386,8 +386,8 @@ def vocabulary_unsupported_reason(model: nn.Module) -> str | None:
     if isinstance(head := expected_head(model), str):
         return head
     causal_lm = causal_lm_of(model)
-    parts = {"head": causal_lm.get_output_embeddings(), "embedding": causal_lm.get_input_embeddings()}
-    for name, module in parts.items():
+    ends = {"head": causal_lm.get_output_embeddings(), "embedding": causal_lm.get_input_embeddings()}
+    for name, module in ends.items():
         if not isinstance(module, nn.Linear if name == "head" else nn.Embedding):
             return f"its {name} is a {type(module).__name__}"
         if type(module.weight.data) is not Tensor:
@@ -396,7 +396,7 @@ def vocabulary_unsupported_reason(model: nn.Module) -> str | None:
             return f"its {name} is trained"
         if "forward" in module.__dict__:
             return f"something else has replaced the forward of its {name}"
-    sizes = {len(module.weight) for module in parts.values()}
+    sizes = {len(module.weight) for module in ends.values()}
     return f"its head and its embedding have {' and '.join(map(str, sizes))} rows" if len(sizes) > 1 else None
 
 
@@ -473,7 +473,7 @@ def _probe(causal_lm: Any, head: Head, inputs: dict[str, Any]) -> Head | str:
     tokens = inputs.get("input_ids")
     if tokens is None:
         return "the inputs are not token ids"
-    few = {
+    first_tokens = {
         key: value[:1, :PROBE_TOKENS]
         for key, value in inputs.items()
         if isinstance(value, Tensor) and value.shape == tokens.shape and key != "attention_mask"
@@ -488,7 +488,7 @@ def _probe(causal_lm: Any, head: Head, inputs: dict[str, Any]) -> Head | str:
     cuda = [tokens.device] if tokens.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=cuda):  # the probe must not advance the RNG: resume is exact
-            logits = causal_lm(**few, use_cache=False).logits
+            logits = causal_lm(**first_tokens, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()

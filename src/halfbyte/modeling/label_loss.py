@@ -39,17 +39,17 @@ def bind_label_loss(model: nn.Module) -> str | None:
         Why training computes full logits at present, or None. Each call checks the head again.
     """
     causal_lm = causal_lm_of(model)
-    kind: Any = type(causal_lm)
+    model_class: Any = type(causal_lm)
     holder = _place(causal_lm)
-    found = causal_lm.__dict__.get(holder)
+    bound = causal_lm.__dict__.get(holder)
     if _is_on(causal_lm):
         return _reason(causal_lm)
-    if found is not None and not is_ours(found) and getattr(found, "__func__", None) is not kind.forward:
+    if bound is not None and not is_ours(bound) and getattr(bound, "__func__", None) is not model_class.forward:
         return "something else has replaced its forward"
-    stock = inspect.unwrap(kind.forward)
+    stock = inspect.unwrap(model_class.forward)
     if "labels" not in inspect.signature(stock).parameters or "loss_function" not in stock.__code__.co_names:
-        return f"{kind.__name__} computes no loss through its loss_function"
-    setattr(causal_lm, holder, MethodType(_forward_of(kind), causal_lm))
+        return f"{model_class.__name__} computes no loss through its loss_function"
+    setattr(causal_lm, holder, MethodType(_forward_of(model_class), causal_lm))
     record(causal_lm).label_loss = True
     return _reason(causal_lm)
 
@@ -66,8 +66,8 @@ def _reason(causal_lm: Any) -> str | None:
 
 def _is_on(module: nn.Module) -> bool:
     """Return whether the bound forward may fuse: a wrapper of another library may still call it after `unpatch`."""
-    own = existing_record(module)
-    return own is not None and own.label_loss
+    patched = existing_record(module)
+    return patched is not None and patched.label_loss
 
 
 def has_label_head(model: nn.Module) -> bool:
@@ -78,8 +78,8 @@ def has_label_head(model: nn.Module) -> bool:
 
 def unbind_label_loss(module: nn.Module) -> None:
     """Undo `bind_label_loss`; does nothing on a module without that forward. Wrappers set since then stay."""
-    if (own := existing_record(module)) is not None:
-        own.label_loss = False
+    if (patched := existing_record(module)) is not None:
+        patched.label_loss = False
     if is_ours(module.__dict__.get("_old_forward")):
         setattr(module, "_old_forward", MethodType(type(module).forward, module))  # noqa: B010
     if is_ours(module.__dict__.get("forward")):
@@ -97,42 +97,44 @@ def _place(module: Any) -> str:
 
 
 @functools.cache
-def _forward_of(kind: Any) -> Callable[..., Any]:
+def _forward_of(model_class: Any) -> Callable[..., Any]:
     """Return the forward for models of a class; its signature is the class's own, which trainers read."""
-    stock = kind.forward
+    stock = model_class.forward
     names = [*inspect.signature(stock).parameters][1:]
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        arguments = dict(zip(names, args, strict=False)) | kwargs
         is_fused = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_on(self)
-        fused = _fused_loss(self, given) if is_fused else None
+        fused = _fused_loss(self, arguments) if is_fused else None
         return stock(self, *args, **kwargs) if fused is None else fused
 
     forward._computes_label_loss = True  # type: ignore[attr-defined]
     return forward
 
 
-def _fused_loss(model: Any, given: Mapping[str, Any]) -> Any:
+def _fused_loss(model: Any, arguments: Mapping[str, Any]) -> Any:
     """Return the model's output with the loss and without logits, or None if its own forward must run."""
-    if given.get("labels") is None or given.get("input_ids") is None or given.get("return_dict") is False:
+    if arguments.get("labels") is None or arguments.get("input_ids") is None or arguments.get("return_dict") is False:
         return None
-    if any(_is_set(given.get(name)) for name in UNFUSED) or given.get("ignore_index") not in (None, IGNORE_INDEX):
+    if any(_is_set(arguments.get(name)) for name in UNFUSED):
         return None
-    inputs = {name: value for name, value in given.items() if value is not None and name not in NOT_FOR_THE_BACKBONE}
-    inputs = backbone_inputs(model, inputs)
-    head = _verified(model, inputs, given)
+    if arguments.get("ignore_index") not in (None, IGNORE_INDEX):
+        return None
+    passed = {key: value for key, value in arguments.items() if value is not None and key not in NOT_FOR_THE_BACKBONE}
+    inputs = backbone_inputs(model, passed)
+    head = _verified(model, inputs, arguments)
     if isinstance(head, str):
         notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
         return None
-    return _output(model, head, inputs, given)
+    return _output(model, head, inputs, arguments)
 
 
 def _is_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, int) and value == 0)  # False is 0
 
 
-def _verified(model: Any, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Head | str:
+def _verified(model: Any, inputs: Mapping[str, Any], arguments: Mapping[str, Any]) -> Head | str:
     """Return the head with which the fused loss equals the model's, or why the model's own is needed."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -144,33 +146,33 @@ def _verified(model: Any, inputs: Mapping[str, Any], given: Mapping[str, Any]) -
     if isinstance(head, str):
         return head
     if model not in _checked:
-        _checked[model] = _is_cross_entropy(model, given["input_ids"])
+        _checked[model] = _is_cross_entropy(model, arguments["input_ids"])
     return head if _checked[model] else f"{type(model).__name__} adds to the cross-entropy"
 
 
-def _output(model: Any, head: Head, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+def _output(model: Any, head: Head, inputs: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    found = model.base_model(**inputs, use_cache=False)
-    labels = given.get("shift_labels")
-    labels = F.pad(given["labels"][..., 1:], (0, 1), value=IGNORE_INDEX) if labels is None else labels
-    labels, count = labels.to(found.last_hidden_state.device), given.get("num_items_in_batch")
-    loss = hidden_loss(model, head, found.last_hidden_state, labels)
+    output = model.base_model(**inputs, use_cache=False)
+    labels = arguments.get("shift_labels")
+    labels = F.pad(arguments["labels"][..., 1:], (0, 1), value=IGNORE_INDEX) if labels is None else labels
+    labels, count = labels.to(output.last_hidden_state.device), arguments.get("num_items_in_batch")
+    loss = hidden_loss(model, head, output.last_hidden_state, labels)
     if count is None:  # as in torch, the mean of no tokens is NaN, and its gradients are zero
         trained = (labels != IGNORE_INDEX).sum()
         loss = torch.where(trained > 0, loss / trained.clamp(min=1), torch.nan)
     else:
         loss = loss / (count.to(labels.device) if isinstance(count, Tensor) else count)
-    return CausalLMOutputWithPast(loss=loss, hidden_states=found.hidden_states, attentions=found.attentions)
+    return CausalLMOutputWithPast(loss=loss, hidden_states=output.hidden_states, attentions=output.attentions)
 
 
 @torch.no_grad()
 def _is_cross_entropy(model: Any, tokens: Tensor) -> bool:
     """Return whether the loss of the class's forward is the cross-entropy of its logits, for the first tokens."""
-    few = tokens[:1, :PROBE_TOKENS]
-    cuda = [few.device] if few.device.type == "cuda" else []
+    ids = tokens[:1, :PROBE_TOKENS]
+    cuda = [ids.device] if ids.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):  # the probe must not advance the RNG: resume is exact
-        output = type(model).forward(model, input_ids=few, labels=few.long(), num_items_in_batch=3, use_cache=False)
-    logits, labels = output.logits[0, :-1].float(), few[0, 1:].long()
+        output = type(model).forward(model, input_ids=ids, labels=ids.long(), num_items_in_batch=3, use_cache=False)
+    logits, labels = output.logits[0, :-1].float(), ids[0, 1:].long()
     expected = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / 3
     return bool((output.loss - expected).abs() <= 1e-4 * expected)

@@ -84,7 +84,7 @@ class Block(ABC):
         if len(outputs) > 1:
             return outputs
         unit = outputs[0].shape[-1] // sum(self.parts)
-        return outputs[0].split([part * unit for part in self.parts], dim=-1)
+        return outputs[0].split([ratio * unit for ratio in self.parts], dim=-1)
 
 
 @dataclass
@@ -171,10 +171,10 @@ class Attention(Block):
             *outputs, gate = outputs
         query, key, value = self.split(outputs)
         if self.family.gated_attention == "q_proj":
-            query, gate = (part.flatten(-2) for part in query.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
+            query, gate = (x.flatten(-2) for x in query.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
         if self.norms is not None and self.family.qk_norm == "all":
             query, key = (apply_norm(norm, x) for norm, x in zip(self.norms, (query, key), strict=True))
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (query, key, value))
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (query, key, value))
         return query, key, value, gate
 
     @property
@@ -361,8 +361,8 @@ class LayerView:
 
 def layer_view(layer: nn.Module) -> LayerView | str:
     """Return the view of a decoder layer, or the reason why there is none."""
-    family, kind = family_of(type(layer)) or (None, "")
-    if family is None or kind != "DecoderLayer":
+    family, role = family_of(type(layer)) or (None, "")
+    if family is None or role != "DecoderLayer":
         return f"halfbyte does not know the family of {type(layer).__name__}"
     if family.own_layer:
         return f"{type(layer).__name__} has its own forward"
@@ -404,8 +404,8 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 def cache_keyword(model: Any) -> str:
     """Return the name under which a model takes and returns its key-value cache."""
-    taken = inspect.signature(model.forward).parameters
-    return next((name for name in CACHE_KEYWORDS[:2] if name in taken), "past_key_values")
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_KEYWORDS[:2] if name in parameters), "past_key_values")
 
 
 def given_cache(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -413,7 +413,7 @@ def given_cache(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {name: keywords[name] for name in CACHE_KEYWORDS if keywords.get(name) is not None}
 
 
-def check_keywords(module: Any, keywords: Mapping[str, Any], known: frozenset[str] = frozenset()) -> None:
+def check_keywords(module: Any, keywords: Mapping[str, Any], read_keywords: frozenset[str] = frozenset()) -> None:
     """Raise on a keyword that transformers' forward reads and a fused forward does not know.
 
     Ignoring it could compute something else silently. Keywords that transformers' forward only passes on, to functions
@@ -422,15 +422,15 @@ def check_keywords(module: Any, keywords: Mapping[str, Any], known: frozenset[st
     Args:
         module: the module whose forward was called.
         keywords: the remaining arguments; None counts as not given.
-        known: further keywords that the forward reads.
+        read_keywords: further keywords that the forward reads.
 
     Raises:
         ModelError: names the keyword, the class and the version of transformers.
     """
-    kind: Any = type(module)
+    module_class: Any = type(module)
     for name, value in keywords.items():
-        unknown = value is not None and name not in IGNORED_KEYWORDS and name not in known
-        if unknown and name not in CACHE_KEYWORDS and _reads(kind, name):
+        unknown = value is not None and name not in IGNORED_KEYWORDS and name not in read_keywords
+        if unknown and name not in CACHE_KEYWORDS and _reads(module_class, name):
             raise ModelError(
                 f"transformers {transformers.__version__} passes {type(module).__name__} the argument {name!r}, which"
                 " halfbyte's fused forward does not know",
@@ -440,12 +440,12 @@ def check_keywords(module: Any, keywords: Mapping[str, Any], known: frozenset[st
 
 
 @functools.cache
-def _reads(kind: Any, name: str) -> bool:
+def _reads(module_class: Any, name: str) -> bool:
     """Return whether the forward of a class, or one of the attention functions that it may call, names an argument.
 
     A forward without `**kwargs` counts as reading all: it would not accept an argument that it does not name.
     """
-    forward = inspect.unwrap(kind.forward)
+    forward = inspect.unwrap(module_class.forward)
     eager = forward.__globals__.get("eager_attention_forward")
     attention = [*ALL_ATTENTION_FUNCTIONS.values(), *([eager] if eager is not None else [])]
     functions = [forward, *(each for each in attention if not each.__module__.startswith(__package__))]

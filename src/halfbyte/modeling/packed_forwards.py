@@ -48,10 +48,10 @@ def wrap(module: nn.Module, forward: Forward) -> None:
 def unwrap(module: nn.Module) -> None:
     """Undo `wrap`; does nothing on a module that is not wrapped."""
     if is_wrapped(module):
-        before = module.__dict__.pop(WRAPPED)
+        bound_forward = module.__dict__.pop(WRAPPED)
         del module.__dict__["forward"]
-        if before is not None:
-            module.forward = before
+        if bound_forward is not None:
+            module.forward = bound_forward
 
 
 def is_wrapped(module: nn.Module) -> bool:
@@ -60,13 +60,13 @@ def is_wrapped(module: nn.Module) -> bool:
 
 def forward_with_bounds(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the module's own forward with document bounds: cu_seq_lens_q and _k, max_length_q and _k, seq_idx."""
-    own, kwargs = wrapped_forward(self, args, kwargs)
+    forward, kwargs = wrapped_forward(self, args, kwargs)
     positions = _packed_positions(kwargs)
-    found = None if positions is None else document_bounds(positions)
-    if positions is None or found is None:
-        return own(**kwargs)
+    bounds = None if positions is None else document_bounds(positions)
+    if positions is None or bounds is None:
+        return forward(**kwargs)
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0))
-    return own(**kwargs | found, seq_idx=begins.cumsum(-1).to(torch.int32))
+    return forward(**kwargs | bounds, seq_idx=begins.cumsum(-1).to(torch.int32))
 
 
 def forward_with_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,20 +75,20 @@ def forward_with_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ValueError: the backbone has layer types without a known mask.
     """
-    own, kwargs = wrapped_forward(self, args, kwargs)
+    forward, kwargs = wrapped_forward(self, args, kwargs)
     positions = _packed_positions(kwargs)
-    if positions is None or (found := document_bounds(positions)) is None:
-        return own(**kwargs)
-    kinds = set(getattr(self.config, "layer_types", None) or ())
-    if not kinds or kinds - MASKS.keys():
-        raise ValueError(f"no masks are known for layers of {', '.join(sorted(kinds)) or 'no kind'}")
+    if positions is None or (bounds := document_bounds(positions)) is None:
+        return forward(**kwargs)
+    layer_types = set(getattr(self.config, "layer_types", None) or ())
+    if not layer_types or layer_types - MASKS.keys():
+        raise ValueError(f"no masks are known for layers of {', '.join(sorted(layer_types)) or 'no kind'}")
     weight = self.get_input_embeddings().weight
     like = torch.empty(*positions.shape, 1, dtype=weight.dtype, device=weight.device)  # only its shape is read
     # the cache is the argument before the positions; its name differs between versions of transformers
-    given = (self.config, like, None, None)
-    makers = {kind: MASKS[kind] for kind in kinds}
-    masks = {kind: make and make(*given, position_ids=positions) for kind, make in makers.items()}
-    return own(**kwargs | found | {"attention_mask": masks})
+    arguments = (self.config, like, None, None)
+    makers = {layer_type: MASKS[layer_type] for layer_type in layer_types}
+    masks = {layer_type: make and make(*arguments, position_ids=positions) for layer_type, make in makers.items()}
+    return forward(**kwargs | bounds | {"attention_mask": masks})
 
 
 def unpacked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,33 +100,33 @@ def unpacked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ModelError: the model adds a loss of its own, computed over the full batch.
     """
-    own, kwargs = wrapped_forward(self, args, kwargs)
+    forward, kwargs = wrapped_forward(self, args, kwargs)
     positions = _packed_positions(kwargs)
-    found = None if positions is None else document_bounds(positions)
-    if positions is None or found is None:
-        return own(**kwargs)
+    bounds = None if positions is None else document_bounds(positions)
+    if positions is None or bounds is None:
+        return forward(**kwargs)
     shape = tuple(positions.shape)
     plain = {key: value for key, value in kwargs.items() if key not in PACKED_KEYWORDS}
     if any(entry_counts(plain)):
         wrong = "documents are unpacked in another order than the arrays that the batch has for them"
         raise ModelError(wrong, "set packing: false and padding_free: false")
-    outputs, places = [], []
-    for index, real in length_groups(found["cu_seq_lens_q"].tolist()):
+    outputs, token_indices = [], []
+    for index, real in length_groups(bounds["cu_seq_lens_q"].tolist()):
         index, real = index.to(positions.device), real.to(positions.device)
         rows = {
             key: value.flatten(0, 1)[index] if is_per_token(key, value, *shape) else value
             for key, value in plain.items()
         }
-        outputs.append((own(**rows), real))
-        places.append(index[real])
-    return _join_outputs(outputs, torch.cat(places).argsort(), shape)
+        outputs.append((forward(**rows), real))
+        token_indices.append(index[real])
+    return _join_outputs(outputs, torch.cat(token_indices).argsort(), shape)
 
 
 def wrapped_forward(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Forward, dict[str, Any]]:
     """Return the forward that a wrapped `module` had, and all arguments by name."""
-    own = getattr(module, WRAPPED) or functools.partial(type(module).forward, module)
+    forward = getattr(module, WRAPPED) or functools.partial(type(module).forward, module)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return own, dict(zip(names, args, strict=False)) | kwargs
+    return forward, dict(zip(names, args, strict=False)) | kwargs
 
 
 def _packed_positions(kwargs: dict[str, Any]) -> Tensor | None:
@@ -173,7 +173,7 @@ def _join_outputs(outputs: list[tuple[Any, Tensor]], order: Tensor, shape: tuple
 def _join_values(values: list[Any], reals: list[Tensor], order: Tensor, shape: tuple[int, ...]) -> Any:
     """Merge `values` [D, L, ...] to [*shape, ...], or [D·L, ...] (a router's) to [B·T, ...]; None for other values."""
     if all(isinstance(value, tuple | list) and value for value in values):
-        return tuple(_join_values(list(each), reals, order, shape) for each in zip(*values, strict=True))
+        return tuple(_join_values(list(columns), reals, order, shape) for columns in zip(*values, strict=True))
     if not all(isinstance(value, Tensor) and value.dim() > 1 for value in values):
         return None
     if all(value.shape[:2] == real.shape for value, real in zip(values, reals, strict=True)):

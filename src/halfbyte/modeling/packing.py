@@ -90,20 +90,20 @@ class Isolation:
     """Method that isolates the documents of a packed row.
 
     Attributes:
-        way: "positions": the batch as it is; "bounds", "masks" and "unpacked": the forwards of `packed_forwards`.
+        method: "positions": the batch as it is; "bounds", "masks" and "unpacked": the forwards of `packed_forwards`.
         tried: method → result of the probe, up to the selected method.
         leak: the first module that mixes documents of an unmodified batch, or None.
     """
 
-    way: str
+    method: str
     tried: dict[str, ProbeResult]
     leak: str | None = None
 
     def document(self) -> dict[str, Any]:
         """Return the entry of checks.json: the selected method's measurements, and why earlier methods failed."""
-        numbers = {key: value for key, value in asdict(self.tried[self.way]).items() if key != "error"}
-        without = {f"not_by_{way}": str(found) for way, found in self.tried.items() if way != self.way}
-        return {"way": self.way, "leak": self.leak, **numbers, **without}
+        numbers = {key: value for key, value in asdict(self.tried[self.method]).items() if key != "error"}
+        without = {f"not_by_{name}": str(measured) for name, measured in self.tried.items() if name != self.method}
+        return {"way": self.method, "leak": self.leak, **numbers, **without}
 
 
 def isolate_documents(
@@ -136,7 +136,7 @@ def isolate_documents(
     backbone = getattr(causal_lm, "base_model", causal_lm)
     tried: dict[str, ProbeResult] = {}
     leak = None
-    for way, modules in (
+    for method, modules in (
         ("positions", []),
         ("bounds", [backbone]),
         ("masks", [backbone]),
@@ -144,19 +144,19 @@ def isolate_documents(
         ("unpacked", [backbone, causal_lm]),  # a causal LM may pass its backbone no positions, or use a part of it
     ):
         for module in dict.fromkeys(modules):
-            wrap(module, FORWARDS[way])
-        for module in list(recurrent.recurrent_layers(model)) if way in ("bounds", "masks") else ():
+            wrap(module, FORWARDS[method])
+        for module in list(recurrent.recurrent_layers(model)) if method in ("bounds", "masks") else ():
             wrap(module, recurrent.isolated_forward)
-        tried[way] = probe()
-        if tried[way].isolated:
-            return _notify(model, Isolation(way, tried, leak))
-        if way == "positions" and tried[way].error is None:
+        tried[method] = probe()
+        if tried[method].isolated:
+            return _notify(model, Isolation(method, tried, leak))
+        if method == "positions" and tried[method].error is None:
             leak = probe.first_leak()
         remove_isolation(model)
-    where = f" (they see each other in {leak})" if leak else ""
-    names = "; ".join(f"{way}: {found}" for way, found in tried.items())
+    location = f" (they see each other in {leak})" if leak else ""
+    names = "; ".join(f"{method}: {measured}" for method, measured in tried.items())
     raise ConfigError(
-        f"{key}: documents of a row cannot be isolated in {type(causal_lm).__name__}{where}. Tried: {names}",
+        f"{key}: documents of a row cannot be isolated in {type(causal_lm).__name__}{location}. Tried: {names}",
         f"set {key}: false",
     )
 
@@ -203,10 +203,10 @@ def remove_isolation(model: nn.Module) -> None:
 
 def _notify(model: nn.Module, isolation: Isolation) -> Isolation:
     """Log the isolation method if the model needs one."""
-    if isolation.way != "positions":
+    if isolation.method != "positions":
         name = type(causal_lm_of(model)).__name__
         reason = isolation.leak or isolation.tried["positions"]
-        message = f"packed documents would see each other in {name} ({reason}): {NOTICES[isolation.way]}"
+        message = f"packed documents would see each other in {name} ({reason}): {NOTICES[isolation.method]}"
         notice(f"isolation-{name}", message)
     return isolation
 
@@ -226,14 +226,16 @@ class _Probe:
         self.model, self.collate, self.dtype, self.mesh = model, collate, dtype, mesh
         self.tokens = torch.tensor(sorted({*tokens} if len({*tokens}) > 1 else {0, 1}))
         scale = min(1.0, length / sum(LENGTHS))
-        self.lengths = [max(1, int(scale * each)) for each in LENGTHS]
+        self.lengths = [max(1, int(scale * n)) for n in LENGTHS]
 
     @torch.no_grad()
     def __call__(self) -> ProbeResult:
         try:
             with self._modes_restored():
-                found = self._in_mode(training=True)
-                return found if not found.isolated else max(found, self._in_mode(training=False), key=_severity)
+                training = self._in_mode(training=True)
+                if not training.isolated:
+                    return training
+                return max(training, self._in_mode(training=False), key=lambda run: (not run.isolated, run.change))
         except (ArithmeticError, AssertionError, LookupError, NotImplementedError, RuntimeError, TypeError,
                 AttributeError, ImportError, ValueError) as error:  # fmt: skip
             if isinstance(error, torch.OutOfMemoryError):
@@ -253,23 +255,24 @@ class _Probe:
 
     def _in_mode(self, *, training: bool) -> ProbeResult:
         self.model.train(training)
-        batch, other, documents, untouched = self._batches()
-        before = self._run(batch)
-        changes = _relative_changes(before, self._run(other))
-        of_each = [changes[documents == document] for document in documents[untouched].unique()]
+        batch, replaced_batch, documents, untouched = self._batches()
+        hidden = self._run(batch)
+        changes = _relative_changes(hidden, self._run(replaced_batch))
+        document_changes = [changes[documents == document] for document in documents[untouched].unique()]
         # ranks may round differently: they must agree on the forwards that run next
-        change = self.mesh.max(max(float(each.max()) for each in of_each))
-        typical = self.mesh.max(max(float(each.median()) for each in of_each))
+        change = self.mesh.max(max(float(moved.max()) for moved in document_changes))
+        typical = self.mesh.max(max(float(moved.median()) for moved in document_changes))
         order_of_sums = self.mesh.max(self._order_of_sums()) if change else 0.0
-        return ProbeResult(change, typical, order_of_sums, 0.0 if training else self.mesh.max(self._alone(before)))
+        return ProbeResult(change, typical, order_of_sums, 0.0 if training else self.mesh.max(self._alone(hidden)))
 
     def _batches(self) -> tuple[dict[str, Any], dict[str, Any], Tensor, Tensor]:
         """Return two collated batches, the second with some documents replaced, and per token [B, T]: its document, and
         whether that document is untouched."""
-        batch, other = (dict(self.collate(self._rows(replaced))) for replaced in ((), REPLACED))
+        batch, replaced_batch = (dict(self.collate(self._rows(replaced))) for replaced in ((), REPLACED))
         positions = batch["position_ids"]
         documents = ((positions == 0).flatten().cumsum(0) - 1).view(positions.shape)
-        return batch, other, documents, ~torch.isin(documents, documents[batch["input_ids"] != other["input_ids"]])
+        changed = documents[batch["input_ids"] != replaced_batch["input_ids"]]
+        return batch, replaced_batch, documents, ~torch.isin(documents, changed)
 
     def _rows(self, replaced: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Return two rows; documents whose index over both rows is in `replaced` get other tokens."""
@@ -310,18 +313,19 @@ class _Probe:
         rows = self._run({"input_ids": nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=ids[0])})
         worst = 0.0
         first_row = packed.flatten(0, 1)[: len(ids)]
-        for found, row in zip(first_row.split(self.lengths)[1:], rows, strict=True):
-            found, own = (x.nan_to_num(0.0, 0.0, 0.0) for x in (found, row[: len(found)]))
-            worst = max(worst, float(((found - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-30)).median()))
+        for in_row, row in zip(first_row.split(self.lengths)[1:], rows, strict=True):
+            in_row, alone = (x.nan_to_num(0.0, 0.0, 0.0) for x in (in_row, row[: len(in_row)]))
+            worst = max(worst, float(((in_row - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-30)).median()))
         return worst
 
     def _order_of_sums(self) -> float:
         """Return the noise: the median change of a row's tokens if another row is replaced, or nothing is."""
         generator = torch.Generator().manual_seed(1)
         picked = torch.randint(len(self.tokens), (4, max(self.lengths)), generator=generator)
-        other = picked.clone()
-        other[0] += 1
-        runs = [self._run({"input_ids": self.tokens[each % len(self.tokens)]}) for each in (picked, picked, other)]
+        replaced_row = picked.clone()
+        replaced_row[0] += 1
+        batches = (picked, picked, replaced_row)
+        runs = [self._run({"input_ids": self.tokens[indices % len(self.tokens)]}) for indices in batches]
         return max(float(_relative_changes(runs[0][1:], run[1:]).median()) for run in runs[1:])
 
     @torch.no_grad()
@@ -332,9 +336,9 @@ class _Probe:
             self.model.eval()
             *batches, _, untouched = self._batches()
             for batch in batches:
-                seen: dict[str, tuple[float, float]] = {}
+                batch_sums: dict[str, tuple[float, float]] = {}
                 handles = [
-                    module.register_forward_hook(_record_sums(name, untouched, seen), with_kwargs=True)
+                    module.register_forward_hook(_record_sums(name, untouched, batch_sums), with_kwargs=True)
                     for name, module in self.model.named_modules()
                 ]
                 try:
@@ -342,16 +346,12 @@ class _Probe:
                 finally:
                     for handle in handles:
                         handle.remove()
-                sums.append(seen)
+                sums.append(batch_sums)
         for name, (inputs, output) in sums[0].items():
-            other = sums[1].get(name)
-            if other is not None and other[0] == inputs and other[1] != output:
+            replaced_sums = sums[1].get(name)
+            if replaced_sums is not None and replaced_sums[0] == inputs and replaced_sums[1] != output:
                 return f"{name}, a {type(self.model.get_submodule(name)).__name__}"
         return None
-
-
-def _severity(found: ProbeResult) -> tuple[bool, float]:
-    return not found.isolated, found.change
 
 
 def _record_sums(name: str, untouched: Tensor, seen: dict[str, tuple[float, float]]) -> Callable[..., None]:
@@ -361,8 +361,8 @@ def _record_sums(name: str, untouched: Tensor, seen: dict[str, tuple[float, floa
         if isinstance(values, Tensor):
             if values.shape[:2] != untouched.shape or not values.is_floating_point():
                 return 0.0
-            own = values[untouched.to(values.device)].double()
-            return float(own.abs().sum() + (own * torch.arange(own.shape[-1], device=own.device)).sum())
+            x = values[untouched.to(values.device)].double()
+            return float(x.abs().sum() + (x * torch.arange(x.shape[-1], device=x.device)).sum())
         values = values.values() if isinstance(values, Mapping) else values
         return sum(map(total, values)) if isinstance(values, list | tuple | type({}.values())) else 0.0
 
@@ -372,9 +372,9 @@ def _record_sums(name: str, untouched: Tensor, seen: dict[str, tuple[float, floa
     return hook
 
 
-def _relative_changes(before: Tensor, after: Tensor) -> Tensor:
+def _relative_changes(first: Tensor, second: Tensor) -> Tensor:
     """Return [B, T]: the change of each token's values, relative to its maximum."""
-    moved = torch.where(before != after, (before - after).abs(), 0.0).amax(-1)
+    moved = torch.where(first != second, (first - second).abs(), 0.0).amax(-1)
     if not moved.isfinite().all():
         raise ArithmeticError("hidden states or logits are NaN")
-    return moved / before.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1).clamp(min=1e-30)
+    return moved / first.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1).clamp(min=1e-30)

@@ -90,8 +90,9 @@ class PatchReport:
 
     def __str__(self) -> str:
         lines = [f"{self.family or 'unknown family'}: {'patched' if self.fused else 'nothing fused'}"]
-        lines += [f"  fused      {count:4} × {what}" for what, count in self.fused.items()]
-        lines += [f"  not fused  {count:4} × {what}: {why}" for (what, why), count in self.unfused.items()]
+        lines += [f"  fused      {count:4} × {operation}" for operation, count in self.fused.items()]
+        for (operation, reason), count in self.unfused.items():
+            lines.append(f"  not fused  {count:4} × {operation}: {reason}")
         return "\n".join([*lines, f"  attention  {self.attention}"])
 
 
@@ -129,8 +130,8 @@ def patch(
         ConfigError: the model's device does not support the recipe.
     """
     options = recipe_by_name(recipe)
-    known = list(_known_modules(model))
-    families = [family for _, family, kind in known if kind in BACKBONES]
+    modules = list(_known_modules(model))
+    families = [family for _, family, role in modules if role in BACKBONES]
     scans = Counter({MAMBA2_SCAN: recurrent.bind_mamba2_scans(model)})
     if not families:
         reason = f"halfbyte does not know the family of {type(causal_lm_of(model)).__name__}"
@@ -142,12 +143,12 @@ def patch(
             notice("activations", f"layers follow transformers' gradient checkpointing: {reason}")
         return PatchReport(None, +scans, Counter({(type(causal_lm_of(model)).__name__, reason): 1}))
     report = PatchReport(families[0].name, +scans)
-    for module, family, kind in known:
-        if kind == "RMSNorm" and not hasattr(module, "weight"):
+    for module, family, role in modules:
+        if role == "RMSNorm" and not hasattr(module, "weight"):
             continue  # norms of heads or routers
-        if kind in FORWARDS and not (kind == "DecoderLayer" and family.own_layer):
-            _bind(module, family, kind, report)
-        elif kind == "Experts" and not _uses_halfbyte_experts(module):
+        if role in FORWARDS and not (role == "DecoderLayer" and family.own_layer):
+            _bind(module, family, role, report)
+        elif role == "Experts" and not _uses_halfbyte_experts(module):
             report.unfused[EXPERTS, UNFUSED_EXPERTS] += 1
     if not fused_loss:
         unbind_label_loss(causal_lm_of(model))
@@ -163,13 +164,13 @@ def patch(
     if families[0].mixer is not None:
         recurrent.notify_slow_scans(next(model.parameters()).device)
     if activations is not None and not families[0].own_layer:
-        set_activations(_bound(known, "DecoderLayer"), activations)
+        set_activations(_bound(modules, "DecoderLayer"), activations)
     elif activations is not None:
         notice("activations", f"layers follow transformers' gradient checkpointing: {UNFUSED_LAYER}")
-    report.scaling = set_recipe(_bound(known, *VIEWS), options, next(model.parameters()).device)
-    for reason in {why for _, why in report.unfused}:
-        parts = ", ".join(what for what, why in report.unfused if why == reason)
-        notice(f"unfused: {reason}", f"not fused: {parts}: {reason}")
+    report.scaling = set_recipe(_bound(modules, *VIEWS), options, next(model.parameters()).device)
+    for reason in {cause for _, cause in report.unfused}:
+        operations = ", ".join(operation for operation, cause in report.unfused if cause == reason)
+        notice(f"unfused: {reason}", f"not fused: {operations}: {reason}")
     return report
 
 
@@ -182,8 +183,8 @@ def patch_attention(model: nn.Module) -> str:
         Description of the attention; "" if nothing was bound.
     """
     description = ""
-    for module, family, kind in list(_known_modules(model)):
-        if kind in BACKBONES and has_custom_scores(module.config) and _obstacle(module, family, kind) is None:
+    for module, family, role in list(_known_modules(model)):
+        if role in BACKBONES and has_custom_scores(module.config) and _obstacle(module, family, role) is None:
             if not is_bound(module):
                 record(module).family = family
                 module.forward = MethodType(metadata_forward, module)
@@ -206,42 +207,42 @@ def unpatch(model: nn.Module) -> None:
 def _known_modules(model: nn.Module) -> Iterator[KnownModule]:
     """Yield modules of known families with row and kind; for a multimodal model, its text part's and itself."""
     for outer in model.modules():
-        found = family_of(type(outer))
-        if found is None or found[1] not in BACKBONES:
+        row = family_of(type(outer))
+        if row is None or row[1] not in BACKBONES:
             continue
         if not hasattr(outer, "layers"):
-            if found[0].bidirectional_images:
-                yield outer, found[0], MULTIMODAL
+            if row[0].bidirectional_images:
+                yield outer, row[0], MULTIMODAL
             continue
         for module in outer.modules():
-            if found := family_of(type(module)):
-                yield module, *found
+            if row := family_of(type(module)):
+                yield module, *row
 
 
-def _bound(known: Sequence[KnownModule], *kinds: str) -> list[nn.Module]:
+def _bound(modules: Sequence[KnownModule], *roles: str) -> list[nn.Module]:
     """Return the patched modules of these kinds."""
-    return [module for module, _, kind in known if kind in kinds and is_bound(module)]
+    return [module for module, _, role in modules if role in roles and is_bound(module)]
 
 
-def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> None:
+def _bind(module: nn.Module, family: Family, role: str, report: PatchReport) -> None:
     """Bind one module's forward unless it has an obstacle, and add it to the report."""
-    forward, fused = FORWARDS[kind]
-    if obstacle := _obstacle(module, family, kind):
+    forward, fused = FORWARDS[role]
+    if obstacle := _obstacle(module, family, role):
         report.unfused[fused, obstacle] += 1
         return
     if not is_bound(module):
         record(module).family = family
         module.forward = MethodType(forward, module)
-    if kind != "MLP" or family.gated_mlp:  # in a plain MLP, only the projections are fused
+    if role != "MLP" or family.gated_mlp:  # in a plain MLP, only the projections are fused
         report.fused[fused] += 1
-    if kind in BACKBONES:
+    if role in BACKBONES:
         report.attention = bind_attention(module)
-    for role, linear in VIEWS[kind].of(module, family).linears.items() if kind in VIEWS else ():
+    for name, linear in VIEWS[role].of(module, family).linears.items() if role in VIEWS else ():
         read = read_projection(linear)
         if isinstance(read, str):
-            report.unfused[role, read] += 1
+            report.unfused[name, read] += 1
         elif read.lora is not None:
-            report.fused[f"LoRA of {role}"] += 1
+            report.fused[f"LoRA of {name}"] += 1
         if not isinstance(read, str) and is_quantized(read.weight) and isinstance(read.weight.format, Int8):
             notice("patched-int8", "8-bit linears multiply unquantized inputs by the dequantized weight while patched")
 
@@ -251,9 +252,9 @@ def _notify_upcast(model: nn.Module) -> None:
     causal_lm = causal_lm_of(model)
     ends = (getattr(causal_lm, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
     weights = {id(weight): weight for end in ends if (weight := getattr(end, "weight", None)) is not None}
-    wide = [each for each in weights.values() if each.dtype == torch.float32 and not each.requires_grad]
+    wide = [weight for weight in weights.values() if weight.dtype == torch.float32 and not weight.requires_grad]
     if wide and any(map(is_bnb_linear, causal_lm.modules())):
-        gib = sum(2 * each.numel() for each in wide) / 2**30
+        gib = sum(2 * weight.numel() for weight in wide) / 2**30
         notice(
             "upcast-head",
             f"the frozen embedding and head are stored in float32: {gib:.2f} GiB more than in bfloat16. Patched models "
@@ -268,10 +269,10 @@ def _uses_halfbyte_experts(experts: Any) -> bool:
     return runs_experts(experts) and chosen == EXPERTS_NAME
 
 
-def _obstacle(module: Any, family: Family, kind: str) -> str | None:
+def _obstacle(module: Any, family: Family, role: str) -> str | None:
     """Return why a module cannot be patched, or None."""
     if not is_bound(module) and "forward" in module.__dict__:
         return "something else has replaced its forward"
-    if kind == "MLP" and not hasattr(module, "down_proj"):
+    if role == "MLP" and not hasattr(module, "down_proj"):
         return "its linears have other names"  # GraniteMoeHybrid's shared MLP
-    return VIEWS[kind].of(module, family).obstacle if kind in VIEWS else None
+    return VIEWS[role].of(module, family).obstacle if role in VIEWS else None

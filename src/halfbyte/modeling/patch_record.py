@@ -62,11 +62,11 @@ class CastCache:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Allow reads of the casts inside the context."""
-        before, self.is_open = self.is_open, True
+        was_open, self.is_open = self.is_open, True
         try:
             yield
         finally:
-            self.is_open = before
+            self.is_open = was_open
 
 
 @dataclass
@@ -101,13 +101,13 @@ def existing_record(module: nn.Module) -> PatchRecord | None:
 
 def record(module: Any) -> PatchRecord:
     """Return a module's record, creating it if there is none."""
-    found = existing_record(module)
-    if found is None:  # no setdefault: Dynamo cannot trace it before torch 2.13
-        found = module.__dict__[RECORD] = PatchRecord()
-    return found
+    patched = existing_record(module)
+    if patched is None:  # no setdefault: Dynamo cannot trace it before torch 2.13
+        patched = module.__dict__[RECORD] = PatchRecord()
+    return patched
 
 
 def is_bound(module: nn.Module) -> bool:
     """Return whether a module runs one of halfbyte's forwards."""
-    found = existing_record(module)
-    return found is not None and found.family is not None
+    patched = existing_record(module)
+    return patched is not None and patched.family is not None

@@ -93,13 +93,13 @@ def project(x: Tensor, *modules: nn.Module, recipe: GemmRecipe | None = None) ->
         notify_unfused_recipe(recipe)
         # Hooks may keep references to outputs, and RoPE and GLU modify them in place.
         return tuple(module(x).clone() if hooked(module) else module(x) for module in modules)
-    given = x.to(gemm_dtype(x, modules))
+    gemm_input = x.to(gemm_dtype(x, modules))
     if len(read) == 1:
-        outputs: tuple[Tensor, ...] = (lora_linear(given, *read[0], recipe),)
+        outputs: tuple[Tensor, ...] = (lora_linear(gemm_input, *read[0], recipe),)
     else:
         weights, biases, loras, _ = zip(*read, strict=True)
-        outputs = lora_qkv(given, weights, biases, loras, shared_dropout(read), recipe)
-    return outputs if given is x else tuple(output.to(x.dtype) for output in outputs)
+        outputs = lora_qkv(gemm_input, weights, biases, loras, shared_dropout(read), recipe)
+    return outputs if gemm_input is x else tuple(output.to(x.dtype) for output in outputs)
 
 
 def gemm_dtype(x: Tensor, modules: Sequence[nn.Module]) -> torch.dtype:
@@ -139,8 +139,8 @@ def recipe_by_name(recipe: str | Recipe) -> Recipe:
 
 def configured_recipe(precision: Precision) -> Recipe:
     """Return the recipe of a run's config."""
-    made = {"fp8-hybrid": ScalingOptions, "nvfp4": Nvfp4Recipe}.get(precision.recipe)
-    return made(**precision.recipe_options) if made else None
+    options_class = {"fp8-hybrid": ScalingOptions, "nvfp4": Nvfp4Recipe}.get(precision.recipe)
+    return options_class(**precision.recipe_options) if options_class else None
 
 
 def check_recipe(recipe: Recipe, device: torch.device) -> None:
@@ -153,9 +153,9 @@ def check_recipe(recipe: Recipe, device: torch.device) -> None:
         return
     if device.type != "cuda" or torch.version.hip:
         raise ConfigError(f"recipe: fp8-hybrid does not run on {device.type} devices here", "set recipe: bf16")
-    found = torch.cuda.get_device_capability(device)
-    if found < FP8_CAPABILITY:
-        name = f"{torch.cuda.get_device_name(device)} (compute capability {found[0]}.{found[1]})"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        name = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
         raise ConfigError(f"recipe: fp8-hybrid needs FP8 units, and {name} has none", "set recipe: bf16")
 
 
@@ -184,12 +184,12 @@ def set_recipe(modules: Sequence[nn.Module], recipe: Recipe, device: torch.devic
 
 def scaling_indices(modules: Iterable[nn.Module]) -> list[int]:
     """Return the indices of the modules' tensors in the scaling state of `set_recipe`."""
-    products = [found.products[True] for module in modules if (found := existing_record(module)) and found.products]
-    both = [each for pair in products for each in pair if isinstance(each, Fp8Gemms)]
-    return [slot.index for each in both for slot in (each.x, each.grad)]
+    records = [patched for module in modules if (patched := existing_record(module)) and patched.products]
+    recipes = [gemms for patched in records for gemms in patched.products[True] if isinstance(gemms, Fp8Gemms)]
+    return [slot.index for gemms in recipes for slot in (gemms.x, gemms.grad)]
 
 
 def recipe_products(module: nn.Module) -> tuple[GemmRecipe | None, GemmRecipe | None]:
     """Return the recipe's functions for both GEMMs of an attention or MLP in its current mode; None: x's dtype."""
-    found = existing_record(module)
-    return (None, None) if found is None else found.products.get(module.training, (None, None))
+    patched = existing_record(module)
+    return (None, None) if patched is None else patched.products.get(module.training, (None, None))

@@ -72,8 +72,8 @@ class DocumentLayout:
     def gapped(self, gap: int) -> Tensor:
         """int64 [N]: index of each token if `gap` positions are inserted before each document."""
         lengths = self.bounds.diff()
-        before = torch.arange(1, len(lengths) + 1, device=self.device) * gap
-        return torch.arange(self.starts[-1], device=self.device) + before.repeat_interleave(
+        inserted = torch.arange(1, len(lengths) + 1, device=self.device) * gap
+        return torch.arange(self.starts[-1], device=self.device) + inserted.repeat_interleave(
             lengths, output_size=self.starts[-1]
         )
 
@@ -126,10 +126,10 @@ def documents_from(kwargs: Mapping[str, Any], rows: int, length: int) -> Documen
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is None or bounds.numel() == rows + 1:  # one document per row
         return None
-    found = Documents(bounds, rows * length, kwargs.get("document_spans"))
-    if bounds.is_cpu and (len(found.layout.starts) == rows + 1 or found.layout.starts[-1] != rows * length):
+    documents = Documents(bounds, rows * length, kwargs.get("document_spans"))
+    if bounds.is_cpu and (len(documents.layout.starts) == rows + 1 or documents.layout.starts[-1] != rows * length):
         return None
-    return found
+    return documents
 
 
 @functools.cache
@@ -169,11 +169,11 @@ def _uses_fla(x: Tensor) -> bool:
     return x.is_cuda and not avoids_device_sync()
 
 
-def _gated_delta_rule(own: Function, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _gated_delta_rule(function: Function, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Gated delta rule of full rows: flash-linear-attention's kernel, else halfbyte's, else transformers'."""
     if _uses_fla(query):
-        return own(query, *args, **kwargs)
-    return (_delta_rule if _is_supported(kwargs) else inspect.unwrap(own))(query, *args, **kwargs)
+        return function(query, *args, **kwargs)
+    return (_delta_rule if _is_supported(kwargs) else inspect.unwrap(function))(query, *args, **kwargs)
 
 
 def _is_supported(kwargs: Mapping[str, Any]) -> bool:
@@ -189,7 +189,12 @@ def _delta_rule(
 
 
 def _convolve(
-    own: Function, documents: Documents | None, x: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any
+    function: Function,
+    documents: Documents | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor:
     """Causal convolution of x [B, C, T] with weight [C, K], isolated by document; None: over full rows."""
     rows, channels, length = x.shape
@@ -200,17 +205,17 @@ def _convolve(
         flat = x.transpose(1, 2).reshape(rows * length, channels)
         return causal_conv(flat, weight, bias, begins, activation is not None).view(rows, length, channels).mT
     if documents is None:
-        return own(x, weight, bias, **kwargs)
+        return function(x, weight, bias, **kwargs)
     flat, gap = x.transpose(1, 2).reshape(rows * length, channels), weight.shape[-1] - 1
-    places = documents.layout.gapped(gap)
-    wide = x.new_zeros(places.numel() + gap * (len(documents.layout.starts) - 1), channels)
-    wide = wide.index_copy(0, places, flat)
-    out = own(wide.T[None], weight, bias, **drop_packed_keywords(kwargs))
-    return out[0].T.index_select(0, places).view(rows, length, channels).transpose(1, 2)
+    indices = documents.layout.gapped(gap)
+    wide = x.new_zeros(indices.numel() + gap * (len(documents.layout.starts) - 1), channels)
+    wide = wide.index_copy(0, indices, flat)
+    out = function(wide.T[None], weight, bias, **drop_packed_keywords(kwargs))
+    return out[0].T.index_select(0, indices).view(rows, length, channels).transpose(1, 2)
 
 
-def _convolve_rows(own: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _convolve(own, None, x, *args, **kwargs)
+def _convolve_rows(function: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _convolve(function, None, x, *args, **kwargs)
 
 
 def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
@@ -220,7 +225,7 @@ def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
 
 
 def _mamba2_scan(
-    own: Function,
+    function: Function,
     documents: Documents | None,
     x: Tensor,
     dt: Tensor,
@@ -241,7 +246,7 @@ def _mamba2_scan(
     Parameter names are transformers'. Its own function runs where a state continues, or with torch.compile.
     """
     if initial_states is not None or kwargs.get("z") is not None or on_compiler() or (D is not None and D.dim() > 1):
-        return (own if documents is None else functools.partial(_Scan(), own, documents))(
+        return (function if documents is None else functools.partial(_Scan(), function, documents))(
             x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, initial_states=initial_states, dt_softplus=dt_softplus,
             dt_limit=dt_limit, return_final_states=return_final_states, **kwargs,
         )  # fmt: skip
@@ -256,8 +261,8 @@ def _mamba2_scan(
     return (y, None if documents is not None else final.mT) if return_final_states else y
 
 
-def _mamba2_scan_of_rows(own: Function, *args: Any, **kwargs: Any) -> Any:
-    return _mamba2_scan(own, None, *args, **kwargs)
+def _mamba2_scan_of_rows(function: Function, *args: Any, **kwargs: Any) -> Any:
+    return _mamba2_scan(function, None, *args, **kwargs)
 
 
 class _Scan:
@@ -272,7 +277,7 @@ class _Scan:
     def __init__(self, tokens: int = 1, bounded: bool = False, gated: bool = False):
         self.tokens, self.bounded, self.gated = tokens, bounded, gated
 
-    def __call__(self, own: Function, documents: Documents, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Function, documents: Documents, *args: Any, **kwargs: Any) -> Any:
         rows, length = args[0].shape[0], args[0].shape[self.tokens]
         kwargs = {key: value for key, value in kwargs.items() if key not in ("cu_seqlens", *PACKED_KEYWORDS)}
 
@@ -282,13 +287,13 @@ class _Scan:
                 return _FlatTokens(x.transpose(1, self.tokens).flatten(0, 1))
             return x
 
-        given, named = [flat(x) for x in args], {key: flat(x) for key, x in kwargs.items()}
+        arguments, named = [flat(x) for x in args], {key: flat(x) for key, x in kwargs.items()}
 
-        function: Function = functools.partial(_gated_delta_rule, own) if self.gated else own
+        scan: Function = functools.partial(_gated_delta_rule, function) if self.gated else function
 
-        def called(cut: Function, **more: Any) -> tuple[Tensor, bool]:
-            parts = [self._cut(x, cut) for x in given]
-            out = function(*parts, **{key: self._cut(x, cut) for key, x in named.items()}, **more)
+        def called(cut: Function, **keywords: Any) -> tuple[Tensor, bool]:
+            cut_arguments = [self._cut(x, cut) for x in arguments]
+            out = scan(*cut_arguments, **{key: self._cut(x, cut) for key, x in named.items()}, **keywords)
             state = isinstance(out, tuple)
             return (out[0] if state else out).transpose(1, self.tokens), state
 
@@ -319,7 +324,7 @@ class _FlatTokens:
     tokens: Tensor
 
 
-def _unavailable(own: Function, documents: Documents, *args: Any, **kwargs: Any) -> None:
+def _unavailable(function: Function, documents: Documents, *args: Any, **kwargs: Any) -> None:
     """Stand in for a kernel that fuses convolution and scan: None makes transformers call the separate functions."""
 
 
@@ -354,15 +359,15 @@ def document_forward(cls: Any, documents: Documents | None) -> Function:
     }  # fmt: skip
     if documents is None and not full_rows.keys() & set(_replaced_calls(cls)):
         return cls.forward
-    function: Any = inspect.unwrap(cls.forward)
-    names = function.__globals__
+    stock: Any = inspect.unwrap(cls.forward)
+    names, calls = stock.__globals__, _replaced_calls(cls)
     if documents is None:
-        own = {n: functools.partial(full_rows[n], names[n]) for n in _replaced_calls(cls) if n in full_rows}
+        replacements = {name: functools.partial(full_rows[name], names[name]) for name in calls if name in full_rows}
     else:
-        own = {name: functools.partial(REPLACEMENTS[name], names[name], documents) for name in _replaced_calls(cls)}
-    made = FunctionType(function.__code__, names | own, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+        replacements = {name: functools.partial(REPLACEMENTS[name], names[name], documents) for name in calls}
+    forward = FunctionType(stock.__code__, names | replacements, stock.__name__, stock.__defaults__, stock.__closure__)
+    forward.__kwdefaults__ = stock.__kwdefaults__
+    return forward
 
 
 def drop_packed_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:

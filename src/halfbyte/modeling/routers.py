@@ -116,16 +116,16 @@ class Routers:
         counts = mesh.sum(counts, TOKEN_AXES)
         layers = {}
         for name, used in self.used.items():
-            own = [int(counts[name, at]) for at in range(len(used))]
-            shares = [count / max(sum(own), 1) for count in own if count]
-            entropy = -sum(share * math.log(share) for share in shares) / math.log(max(len(own), 2))
-            dead = [at for at, count in enumerate(own) if not count]
-            layers[_plain_name(name)] = {"used": own, "entropy": entropy, "dead": dead}
-        found: list[Any] = list(layers.values())
+            tokens = [int(counts[name, at]) for at in range(len(used))]
+            shares = [count / max(sum(tokens), 1) for count in tokens if count]
+            entropy = -sum(share * math.log(share) for share in shares) / math.log(max(len(tokens), 2))
+            dead = [at for at, count in enumerate(tokens) if not count]
+            layers[_plain_name(name)] = {"used": tokens, "entropy": entropy, "dead": dead}
+        usages: list[Any] = list(layers.values())
         return {
-            "entropy": sum(each["entropy"] for each in found) / len(found),
-            "dead": sum(len(each["dead"]) for each in found),
-            "experts": sum(len(each["used"]) for each in found),
+            "entropy": sum(usage["entropy"] for usage in usages) / len(usages),
+            "dead": sum(len(usage["dead"]) for usage in usages),
+            "experts": sum(len(usage["used"]) for usage in usages),
             "layers": layers,
         }
 
@@ -133,9 +133,9 @@ class Routers:
         """Return the loss's gradient with respect to some rows of a router's logits [n, E]."""
         exact = torch.promote_types(logits.dtype, torch.float32)
         probabilities = logits.to(exact).softmax(-1)
-        each = (self.upstream * len(self.chosen) / self.rows**2 * self.chosen).to(exact)
-        found = probabilities * (each - (probabilities @ each)[:, None])
-        return (found if mask is None else found * mask[:, None]).to(logits.dtype)
+        weight = (self.upstream * len(self.chosen) / self.rows**2 * self.chosen).to(exact)
+        gradient = probabilities * (weight - (probabilities @ weight)[:, None])
+        return (gradient if mask is None else gradient * mask[:, None]).to(logits.dtype)
 
     def _part(self, name: str, rows: int) -> Tensor | None:
         """Return the mask of a module's next rows; a module may run its tokens in several calls."""
@@ -155,10 +155,10 @@ class Routers:
             self._count(logits.detach(), mask)
         if not (torch.is_grad_enabled() and logits.requires_grad and self.model.training):
             return None
-        used = [at for at, each in enumerate(outputs) if at != index and _differentiable(each)] or [index]
+        used = [at for at, value in enumerate(outputs) if at != index and _differentiable(value)] or [index]
         changed = iter(_AttachGradient.apply(self, mask, outputs[index], *(outputs[at] for at in used)))
-        found = [next(changed) if at in used else each for at, each in enumerate(outputs)]
-        return found[0] if isinstance(output, Tensor) else type(output)(found)
+        values = [next(changed) if at in used else value for at, value in enumerate(outputs)]
+        return values[0] if isinstance(output, Tensor) else type(output)(values)
 
     def _count(self, logits: Tensor, mask: Tensor | None) -> None:
         probabilities = logits.float().softmax(-1)
@@ -195,8 +195,8 @@ class _AttachGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         logits, mask = ctx.saved_tensors
-        found = ctx.routers.gradient(logits.reshape(-1, logits.shape[-1]), mask).view_as(logits)
-        return None, None, found, *gradients
+        gradient = ctx.routers.gradient(logits.reshape(-1, logits.shape[-1]), mask).view_as(logits)
+        return None, None, gradient, *gradients
 
 
 class _BalancingLoss(torch.autograd.Function):
@@ -220,8 +220,8 @@ def _differentiable(value: Any) -> bool:
 
 def _plain_name(name: str) -> str:
     """Return a module's name in the model without adapters."""
-    for part in (".base_layer", ".original_module", ".modules_to_save.default"):
-        name = name.replace(part, "")
+    for wrapper in (".base_layer", ".original_module", ".modules_to_save.default"):
+        name = name.replace(wrapper, "")
     return name.removeprefix("base_model.model.")
 
 
@@ -230,8 +230,8 @@ def _find_routers(model: nn.Module) -> dict[str, tuple[Any, int]]:
     specs = []
     for module in model.modules():
         recorded = getattr(type(module), "_can_record_outputs", None) or {}
-        found = recorded.get("router_logits", [])
-        specs += found if isinstance(found, list) else [found]
+        recorded_logits = recorded.get("router_logits", [])
+        specs += recorded_logits if isinstance(recorded_logits, list) else [recorded_logits]
     return {
         name: (module, spec.index)
         for name, module in model.named_modules()
@@ -247,17 +247,17 @@ def _expert_count(experts: Any) -> int:
 def _top_k(model: nn.Module) -> int:
     causal_lm: Any = causal_lm_of(model)
     config = causal_lm.config.get_text_config()
-    return next(getattr(each, key) for each in (causal_lm, config) for key in TOP_K if hasattr(each, key))
+    return next(getattr(holder, key) for holder in (causal_lm, config) for key in TOP_K if hasattr(holder, key))
 
 
 def balancing_unsupported_reason(causal_lm: Any) -> str | None:
     """Return why a causal LM has no balancing loss, or None."""
-    own = sys.modules[type(causal_lm).__module__]
-    kind = causal_lm.config.model_type
+    module = sys.modules[type(causal_lm).__module__]
+    model_type = causal_lm.config.model_type
     if not any(map(runs_experts, causal_lm.modules())):
-        return f"a {kind} has no experts that halfbyte runs"
-    if not hasattr(own, "load_balancing_loss_func") or not _find_routers(causal_lm):
-        return f"transformers has no balancing loss for a {kind}"
+        return f"a {model_type} has no experts that halfbyte runs"
+    if not hasattr(module, "load_balancing_loss_func") or not _find_routers(causal_lm):
+        return f"transformers has no balancing loss for a {model_type}"
     return None
 
 
@@ -288,7 +288,7 @@ def track_routers(model: nn.Module, *, balanced: bool) -> Iterator[Routers | Non
         yield None
         return
     config: Any = causal_lm_of(model).config.get_text_config()
-    own = getattr(config, "output_router_logits", None)
+    outputs_logits = getattr(config, "output_router_logits", None)
     hooks = [
         module.register_forward_hook(partial(routers.record_logits, _plain_name(name), index))
         for name, (module, index) in routers.logits.items()
@@ -298,13 +298,13 @@ def track_routers(model: nn.Module, *, balanced: bool) -> Iterator[Routers | Non
     if balanced:  # `head` probes a model on a few tokens before its first loss
         hooks.append(causal_lm_of(model).base_model.register_forward_pre_hook(routers._begin))
     _tracked[model] = routers
-    if balanced and own:
+    if balanced and outputs_logits:
         config.output_router_logits = False
     try:
         yield routers
     finally:
         del _tracked[model]
-        if balanced and own:
-            config.output_router_logits = own
+        if balanced and outputs_logits:
+            config.output_router_logits = outputs_logits
         for hook in hooks:
             hook.remove()

@@ -111,54 +111,54 @@ class Sharing:
     def of(cls, batch: Mapping[str, Any], cache: PrefixCache | None = None) -> Sharing:
         """Read the tensors of a batch of `data.shared_prefix`."""
         begins, lasts, openings, closings = batch[BRANCHES].unbind()
-        places = (batch[name] for name in (KEY_POSITIONS, *BOUNDS, *LONGEST))
-        return cls(Branches((begins, lasts), (openings, closings), *places), cache)
+        bounds = (batch[name] for name in (KEY_POSITIONS, *BOUNDS, *LONGEST))
+        return cls(Branches((begins, lasts), (openings, closings), *bounds), cache)
 
     @cached_property
     def segments(self) -> Segments:
         """Layout for `padded_attention`; synchronizes with the device."""
         bounds, documents, prompts = self.branches.bounds, self.branches.documents, self.branches.prompts
-        parts = [(begin, end) for begin, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False) if begin < end]
-        firsts = torch.tensor([begin for begin, _ in parts], device=bounds.device)
+        spans = [(begin, end) for begin, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False) if begin < end]
+        firsts = torch.tensor([begin for begin, _ in spans], device=bounds.device)
         lasts = documents[1][firsts].tolist()
-        openings, closings = (each[firsts].tolist() for each in prompts)
-        answers = [(*part, *prompt) for part, *prompt in zip(parts, openings, closings, strict=True) if prompt[1]]
-        before = int(documents[0][0])  # tokens of the preceding batch
+        openings, closings = (x[firsts].tolist() for x in prompts)
+        answers = [(*span, *prompt) for span, *prompt in zip(spans, openings, closings, strict=True) if prompt[1]]
+        preceding = int(documents[0][0])  # tokens of the preceding batch
         # a part that no answer follows is padding
-        roots = [part for part, last, ends in zip(parts, lasts, closings, strict=True)
-                 if not ends and last > before + part[1]]  # fmt: skip
-        return _segments(roots, answers, len(documents[0]), before, bounds.device)
+        roots = [span for span, last, ends in zip(spans, lasts, closings, strict=True)
+                 if not ends and last > preceding + span[1]]  # fmt: skip
+        return _segments(roots, answers, len(documents[0]), preceding, bounds.device)
 
 
 def _segments(
-    roots: list[tuple[int, int]], answers: list[tuple[int, ...]], tokens: int, before: int, device: torch.device
+    roots: list[tuple[int, int]], answers: list[tuple[int, ...]], tokens: int, preceding: int, device: torch.device
 ) -> Segments:
     """Build segments from prompts (begin, end) and answers (begin, end, prompt's begin and end).
 
-    Indices of answers' keys are offset by `before` tokens of a preceding batch.
+    Indices of answers' keys are offset by `preceding` tokens of a preceding batch.
     """
     longest = max((closing - opening for *_, opening, closing in answers), default=0)
     longest = max([longest, *(end - begin for begin, end in roots)])
-    most = max((end - begin for begin, end, *_ in answers), default=0)
-    prompts, own = (
+    longest_answer = max((end - begin for begin, end, *_ in answers), default=0)
+    prompts, answer_rows = (
         torch.zeros(len(roots), longest, dtype=torch.int64),
-        torch.zeros(len(answers), most, dtype=torch.int64),
+        torch.zeros(len(answers), longest_answer, dtype=torch.int64),
     )
-    keys = torch.zeros(len(answers), longest + most, dtype=torch.int64)
+    keys = torch.zeros(len(answers), longest + longest_answer, dtype=torch.int64)
     missing = torch.zeros(len(answers), 1, 1, 1, dtype=torch.int64)
     order = torch.zeros(tokens, dtype=torch.int64)
     for row, (begin, end) in enumerate(roots):
         prompts[row, : end - begin] = torch.arange(begin, end)
         order[begin:end] = row * longest + torch.arange(end - begin)
     for row, (begin, end, opening, closing) in enumerate(answers):
-        own[row, : end - begin] = torch.arange(begin, end)
-        keys[row, longest : longest + end - begin] = before + own[row, : end - begin]
+        answer_rows[row, : end - begin] = torch.arange(begin, end)
+        keys[row, longest : longest + end - begin] = preceding + answer_rows[row, : end - begin]
         keys[row, longest - (closing - opening) : longest] = torch.arange(opening, closing)
         missing[row] = longest - (closing - opening)
-        order[begin:end] = prompts.numel() + row * most + torch.arange(end - begin)
-    places = torch.arange(longest + most)
-    seen = (places >= missing) & (places <= torch.arange(longest, longest + most).unsqueeze(-1))
-    return Segments(*(each.to(device) for each in (prompts, own, keys, seen, order)))
+        order[begin:end] = prompts.numel() + row * longest_answer + torch.arange(end - begin)
+    columns = torch.arange(longest + longest_answer)
+    seen = (columns >= missing) & (columns <= torch.arange(longest, longest + longest_answer).unsqueeze(-1))
+    return Segments(*(tensor.to(device) for tensor in (prompts, answer_rows, keys, seen, order)))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, scale: float | None) -> Tensor:
@@ -179,8 +179,8 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
 
     def attended(queries: Tensor, keys: Tensor, seen: Tensor | None) -> Tensor:
         q, k, v = (
-            x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
-            for x, places in ((query, queries), (key, keys), (value, keys))
+            x.index_select(0, indices.flatten()).unflatten(0, indices.shape).transpose(1, 2)
+            for x, indices in ((query, queries), (key, keys), (value, keys))
         )
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=grouped)

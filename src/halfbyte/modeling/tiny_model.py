@@ -66,8 +66,8 @@ def tiny_config(config: Any) -> Any:
         Exception: the config's class rejects the sizes.
     """
     small = copy.deepcopy(config)
-    for part in _parts(small):
-        _shrink(part)
+    for section in _parts(small):
+        _shrink(section)
     return small
 
 
@@ -91,35 +91,35 @@ def tiny_model(config: Any, *, trust_remote_code: bool = False) -> Any:
         torch.random.set_rng_state(rng)
 
 
-def check_positions(config: Any, length: int, *, trust_remote_code: bool = False, who: str = "the model") -> None:
+def check_positions(config: Any, length: int, *, trust_remote_code: bool = False, name: str = "the model") -> None:
     """Check that a model of transformers' `config` can run rows of `length` tokens.
 
     If `length` exceeds the trained context, a tiny model of the same architecture shows whether positions are bounded;
-    if they are not, the excess is logged, naming the model as `who`.
+    if they are not, the excess is logged, naming the model as `name`.
 
     Raises:
         ConfigError: the model has no positions beyond its context.
     """
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(most, int) or length <= most:
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(context, int) or length <= context:
         return
-    message = f"max_length: rows have up to {length} tokens, but {who} was made for {most}"
+    message = f"max_length: rows have up to {length} tokens, but {name} was made for {context}"
     if _has_position_limit(config, trust_remote_code):
-        raise ConfigError(f"{message}: it has no further positions", f"set max_length: {most}")
-    notice(f"positions of {who}", message)
+        raise ConfigError(f"{message}: it has no further positions", f"set max_length: {context}")
+    notice(f"positions of {name}", message)
 
 
 def _has_position_limit(config: Any, trust_remote_code: bool) -> bool:
     """Return whether a model rejects rows longer than `max_position_embeddings`."""
     small = tiny_config(config)
-    most = small.get_text_config().max_position_embeddings
+    context = small.get_text_config().max_position_embeddings
     try:
         model = tiny_model(config, trust_remote_code=trust_remote_code)
     except Exception:  # the model's code may reject sizes that it was not made for
         return False
     try:
         with torch.no_grad():
-            model(input_ids=torch.ones(1, most + 1, dtype=torch.int64), use_cache=False)
+            model(input_ids=torch.ones(1, context + 1, dtype=torch.int64), use_cache=False)
     except (IndexError, RuntimeError, ValueError):
         return True
     return False
@@ -130,7 +130,7 @@ def _parts(config: Any) -> list[Any]:
     from transformers import PretrainedConfig
 
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-    return [config, *(part for each in inner for part in _parts(each))]
+    return [config, *(section for child in inner for section in _parts(child))]
 
 
 def _shrink(config: Any) -> None:
@@ -139,8 +139,8 @@ def _shrink(config: Any) -> None:
     for name, value in fields.items():
         if name in TINY and isinstance(value, int) and not isinstance(value, bool) and value > TINY[name]:
             setattr(config, name, TINY[name])
-        elif name in TINY and isinstance(value, list) and all(isinstance(each, int) for each in value):  # per layer
-            setattr(config, name, [min(each, TINY[name]) for each in value])
+        elif name in TINY and isinstance(value, list) and all(isinstance(n, int) for n in value):  # per layer
+            setattr(config, name, [min(n, TINY[name]) for n in value])
     if same_heads and fields.get("num_attention_heads"):
         config.num_key_value_heads = config.num_attention_heads
     if "head_dim" in fields and fields["head_dim"] is None:
@@ -168,11 +168,11 @@ def _select_layers(config: Any, fields: dict[str, Any]) -> None:
         lists = {key: list(value) for key, value in fields.items()
                  if isinstance(value, list | tuple) and len(value) == count}  # fmt: skip
         selected: list[int] = []
-        kinds: Counter[tuple[str, ...]] = Counter()
+        counts: Counter[tuple[str, ...]] = Counter()
         for index in range(count):
-            kind = tuple(str(value[index]) for value in lists.values())
-            kinds[kind] += 1
-            if kinds[kind] <= LAYERS_PER_KIND and len(selected) < MAX_LAYERS:
+            layer_kind = tuple(str(value[index]) for value in lists.values())
+            counts[layer_kind] += 1
+            if counts[layer_kind] <= LAYERS_PER_KIND and len(selected) < MAX_LAYERS:
                 selected.append(index)
         setattr(config, name, len(selected))
         for key, value in lists.items():

@@ -251,7 +251,7 @@ class AttentionBytes:
         """Bytes of the implementation `found` for `query` [B, Hq, T, D] and `key` [B, Hk, T, D]."""
         rows, heads, length, _ = query.shape
         square, size = rows * length * length, query.element_size()
-        if found.own:
+        if found.own_backward:
             return cls(accumulates=False)
         if found.repeatable and has_repeatable_rows(query):
             at_once, keys = parts_of_rows(query, key) or (0, 0)

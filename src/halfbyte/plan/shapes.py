@@ -217,7 +217,7 @@ class ModelShapes:
             with silent():
                 return isolate_tiny_model(
                     self.causal_lm.config, PackedCollator(0), key=key, trust_remote_code=trust
-                ).way
+                ).method
         except ConfigError:
             raise
         except Exception:  # the model's own code may fail on the test's sizes; the run tests again

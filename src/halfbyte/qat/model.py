@@ -74,14 +74,14 @@ class QATLoraLinear(LoraLinear):
         """
         if self.disable_adapters or self.merged:
             return None
-        found = read_adapters(self)
-        if isinstance(found, str):
-            raise ModelError(f"{found}: it has no merged weight to round", "use plain LoRA")
-        if len(found) > 1:
+        adapters = read_adapters(self)
+        if isinstance(adapters, str):
+            raise ModelError(f"{adapters}: it has no merged weight to round", "use plain LoRA")
+        if len(adapters) > 1:
             raise ModelError(
-                f"{len(found)} adapters are active at once", "activate one: its sum with the weight is rounded"
+                f"{len(adapters)} adapters are active at once", "activate one: its sum with the weight is rounded"
             )
-        return LoRA(found[0].a, found[0].b, found[0].scaling) if found else None
+        return LoRA(adapters[0].a, adapters[0].b, adapters[0].scaling) if adapters else None
 
 
 def qat_format(scheme: str) -> Format:
@@ -149,7 +149,7 @@ def _obstacle(module: Any) -> tuple[str, str] | None:
     """Why an adapter cannot be merged in every forward, and the fix; None if it can."""
     if type(module) is not LoraLinear:
         return f"its adapter is a {type(module).__name__}", "use plain LoRA"
-    if any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.lora_dropout.values()):
+    if any(isinstance(dropout, nn.Dropout) and dropout.p > 0 for dropout in module.lora_dropout.values()):
         return "it has dropout on its adapter's input", "set lora_dropout: 0 (adapter_path: in adapter_config.json)"
     adapters = read_adapters(module, factor_holders(module)[0])
     return (adapters, "use plain LoRA") if isinstance(adapters, str) else None

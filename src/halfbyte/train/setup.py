@@ -230,7 +230,7 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
         loss = results.get("fused", results["first_step"])["loss"]
         with context_parallel(model, run.mesh):
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
-    by_positions = isolation is None or isolation.way == "positions"  # other ways read the batch's values
+    by_positions = isolation is None or isolation.method == "positions"  # other methods read the batch's values
     if run.config.precision.recipe != "bf16":  # on a CPU too
         fp8_scales = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
     return Verified(results, report, fp8_scales, run.plan.use_graphs and by_positions)
