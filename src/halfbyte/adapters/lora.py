@@ -424,7 +424,12 @@ def load_adapter_weights(
     tensors, copies = _split_base_weights(model, tensors, expected, path)
     held = tensors
     if tensors.keys() != expected.keys():
-        held, renamed = _split_base_weights(model, _convert_names(model, name, tensors, path), expected, path)
+        with answered(f"{path}: its tensors cannot be given this model's names", WRONG_BASE):
+            # older versions of transformers had other module names, and a name for each expert's factors
+            converted = convert_peft_adapter_state_dict_for_transformers(
+                model, model.peft_config[name], dict(tensors), name
+            )
+        held, renamed = _split_base_weights(model, converted, expected, path)
         copies |= renamed
     pattern = adapter_kind(model.peft_config[name]).tensors
     _check_weights(model, pattern, held, expected, path)
@@ -506,17 +511,6 @@ def resize_vocabulary(model: Any, folder: Path) -> None:
                 parameter.data[rows:] = read_tensor(folder / ADAPTER, key)[rows:].to(parameter)
     added = needed_rows - rows
     notice(f"grown {folder}", f"the adapter in {folder} adds {added} tokens: resizing the base's embeddings")
-
-
-def _convert_names(
-    model: PeftModel, name: str, tensors: dict[str, torch.Tensor], path: Path
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file under the names of the installed transformers version, as PEFT loads them.
-
-    Older versions had other module names, and saved experts' factors under each expert's own name.
-    """
-    with answered(f"{path}: its tensors cannot be given this model's names", WRONG_BASE):
-        return convert_peft_adapter_state_dict_for_transformers(model, model.peft_config[name], dict(tensors), name)
 
 
 def check_base_unchanged(folder: Path, *, quantized: bool) -> None:

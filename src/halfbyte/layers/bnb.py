@@ -118,7 +118,8 @@ def _key_4bit(linear: Any) -> Key:
 
 
 def _view_4bit(linear: Any) -> QuantizedTensor | str:
-    weight, state, shape = _weight(linear), _state_4bit(linear), (linear.out_features, linear.in_features)
+    weight, state = _weight(linear), _state_4bit(linear)
+    shape = linear.out_features, linear.in_features
     if state is None:
         return "its 4-bit weight is not quantized yet"
     if getattr(state, "packing_format_for_cpu", False):
@@ -146,7 +147,8 @@ def _key_8bit(linear: Any) -> Key:
 
 
 def _view_8bit(linear: Any) -> QuantizedTensor | str:
-    weight, scales, shape = _weight(linear), _scales_8bit(linear), (linear.out_features, linear.in_features)
+    weight, scales = _weight(linear), _scales_8bit(linear)
+    shape = linear.out_features, linear.in_features
     if linear.state.has_fp16_weights or weight.dtype != torch.int8 or scales is None:
         return "its 8-bit weight is not quantized yet"
     if tuple(weight.shape) != shape:

@@ -131,7 +131,8 @@ def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapt
             continue
         if name in module.lora_variant:
             return f"its LoRA is a variant ({type(module.lora_variant[name]).__name__})"
-        a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+        a, b = module.lora_A[name], module.lora_B[name]
+        dropout = module.lora_dropout[name]
         if b.bias is not None:
             return "its lora_B has a bias"
         if not isinstance(dropout, (nn.Dropout, nn.Identity)):
@@ -165,13 +166,12 @@ def multiply_by_onednn(model: nn.Module) -> int:
     if not onednn_beats_mkl():
         return 0
     bases = [module.get_base_layer() for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    linears = [base for base in bases if type(base) is nn.Linear and "forward" not in vars(base) and _is_frozen(base)]
-    for linear in linears:
+    linears = [base for base in bases if type(base) is nn.Linear and "forward" not in vars(base)]
+    frozen = [
+        linear
+        for linear in linears
+        if all(p.is_cpu and p.dtype is torch.float32 and not p.requires_grad for p in linear.parameters())
+    ]
+    for linear in frozen:
         linear.__class__ = FrozenLinear
-    return len(linears)
-
-
-def _is_frozen(linear: nn.Linear) -> bool:
-    """Whether all parameters are frozen float32 on the CPU."""
-    parameters = [parameter for parameter in (linear.weight, linear.bias) if parameter is not None]
-    return all(p.is_cpu and p.dtype is torch.float32 and not p.requires_grad for p in parameters)
+    return len(frozen)

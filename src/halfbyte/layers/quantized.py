@@ -130,19 +130,15 @@ def hold_table(embedding: nn.Embedding) -> None:
     The embedding's own forward still runs, and `F.embedding` dequantizes the rows that are looked up. The class of the
     embedding is replaced by a subclass that saves and loads quantized weights.
     """
-    embedding.__class__ = _quantized_class(type(embedding))
-    embedding.weight.requires_grad_(False)
-
-
-_quantized_classes: dict[type, type] = {}
-
-
-def _quantized_class(cls: type[nn.Embedding]) -> type:
-    """The subclass of an embedding class that saves and loads quantized weights."""
+    cls = type(embedding)
     if cls not in _quantized_classes:
         name, bases = f"Quantized{cls.__name__}", (QuantizedWeight, cls)
         _quantized_classes[cls] = type(name, bases, {"__module__": cls.__module__})
-    return _quantized_classes[cls]
+    embedding.__class__ = _quantized_classes[cls]
+    embedding.weight.requires_grad_(False)
+
+
+_quantized_classes: dict[type, type] = {}  # class of an embedding → its subclass
 
 
 class QuantizedLinear(QuantizedWeight, nn.Linear):

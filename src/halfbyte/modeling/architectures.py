@@ -53,7 +53,12 @@ def all_linear(model: Any) -> list[str]:
     linears = {name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
     linears -= {"lm_head", *(name for name in linears if name.startswith(tuple(non_text_modules(model))))}
     linears -= {name for name in linears if not is_linear(modules[name])}
-    past = {name for name in linears if name.rpartition(".")[2] in MAMBA_LINEARS and _is_mamba_linear(modules, name)}
+    past = set()
+    for name in linears:
+        parent, _, leaf = name.rpartition(".")
+        # a Mamba layer has A and a skip D; a gated delta net has no D
+        if leaf in MAMBA_LINEARS and hasattr(modules.get(parent), "A_log") and hasattr(modules.get(parent), "D"):
+            past.add(name)
     if past:
         skipped = ", ".join(sorted({name.rpartition(".")[2] for name in past}))
         notice("all-linear-mamba", f"all-linear excludes {skipped} of Mamba layers: kernels read only their weights")
@@ -140,12 +145,6 @@ def _computes_linear(module: Any, training: bool) -> bool:
     return True
 
 
-def _is_mamba_linear(modules: dict[str, Any], name: str) -> bool:
-    """Return whether a linear belongs to a Mamba layer, which has A and a skip D; a gated delta net has no D."""
-    parent = modules.get(name.rpartition(".")[0])
-    return hasattr(parent, "A_log") and hasattr(parent, "D")
-
-
 def unquantized_modules(model: Any, skip_modules: list[str] | None = None, non_text: bool = True) -> list[str]:
     """Return the names of modules that are not quantized: `skip_modules` and modules the model keeps in fp32.
 
@@ -214,18 +213,14 @@ def per_layer_tables(model: Any, skip_modules: list[str] | None = None, stored: 
 
     text = model.config.get_text_config()
     width = (getattr(text, "hidden_size_per_layer_input", None) or 0) * text.num_hidden_layers
-    tables = {
+    return {
         name: module
         for name, module in model.named_modules()
         if width and isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
         if module.embedding_dim == width and (stored is None or name in stored)
+        # a skipped module is named in full or by its last parts, or lies inside a named one
+        if not any(f"{name}.".startswith(f"{skip}.") or name.endswith(f".{skip}") for skip in skip_modules or ())
     }
-    return {name: module for name, module in tables.items() if not _is_named(name, skip_modules or ())}
-
-
-def _is_named(name: str, patterns: Any) -> bool:
-    """Return whether a module is one of `patterns` or inside one; a pattern is a full name or its last parts."""
-    return any(f"{name}.".startswith(f"{pattern}.") or name.endswith(f".{pattern}") for pattern in patterns)
 
 
 def expert_stacks(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:

@@ -240,18 +240,13 @@ def _forward_with_metadata(model: Any, backbone: Any, args: tuple, kwargs: dict[
     if model.training:
         kwargs["use_cache"] = False  # unless requested: a cache in training only costs memory
     chosen = backbone.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME) and kwargs.get("use_cache") is False
-    if chosen and not _has_images(kwargs):
+    types = kwargs.get("token_type_ids")
+    # a batch of text may have token types, which are read with a device synchronisation
+    images = kwargs.get("pixel_values") is not None or (types is not None and (on_compiler() or bool(types.any())))
+    if chosen and not images:
         inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         kwargs |= metadata(backbone, inputs.shape[0], inputs.shape[1], inputs.device, kwargs)
     return forward(**kwargs)
-
-
-def _has_images(kwargs: dict[str, Any]) -> bool:
-    """Return whether a multimodal batch may hold images; synchronizes with the device if token types must be read."""
-    types = kwargs.get("token_type_ids")
-    if kwargs.get("pixel_values") is not None:
-        return True
-    return types is not None and (on_compiler() or bool(types.any()))
 
 
 def metadata(backbone: Any, rows: int, length: int, device: torch.device, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,14 +264,7 @@ def metadata(backbone: Any, rows: int, length: int, device: torch.device, kwargs
     if reason := _reason_masked(backbone.config, device, dtype, backbone.training):
         notice(f"attention-{reason}", f"attention is transformers' own, with a dense mask for packed rows: {reason}")
         return {}
-    return _document_metadata(backbone, rows, length, device, kwargs)
-
-
-def _document_metadata(
-    backbone: Any, rows: int, length: int, device: torch.device, kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
     no_mask = {"attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device=device)}
-    custom_scores = backbone.config._attn_implementation == SCORES_NAME
     if kwargs.get("cu_seq_lens_q") is not None:
         return no_mask | _span_keywords(kwargs, rows * length, custom_scores)
     position_ids = kwargs.get("position_ids")

@@ -135,18 +135,15 @@ def mlp_half(
     """
     half = layer.mlp_half(self, _family(self))
     normed, residual = _norm_input(half, x, residual)
-    options = {} if output or not _may_skip(half) else {"output": False}
+    # only the residual stream reads the MLP's output
+    untouched = not half.dropout and half.output_norm is None and half.scale == 1
+    has_hooks = any(not isinstance(hook, OutputHook) for hook in half.inner._forward_hooks.values())
+    skips = not output and untouched and is_bound(half.inner) and not has_hooks
+    options = {"output": False} if skips else {}
     with _recompute_norm(store, half.norm, normed, residual):
         out = half.inner(normed, **options)
     out = out[0] if isinstance(out, tuple) else out  # mixtures also return router scores
     return residual, _scale_output(half, out)
-
-
-def _may_skip(half: Half) -> bool:
-    """Return whether only the residual stream reads the MLP's output."""
-    untouched = not half.dropout and half.output_norm is None and half.scale == 1
-    has_hooks = any(not isinstance(hook, OutputHook) for hook in half.inner._forward_hooks.values())
-    return untouched and is_bound(half.inner) and not has_hooks
 
 
 def _recompute_norm(
@@ -285,7 +282,6 @@ def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor
         hidden = view.activate(project(hidden_states, *view.inputs, recipe=recipes[0]), glu)
         return _drop_output(self, project(hidden, view.output, recipe=recipes[1])[0])
     (gate, up, down), biases, loras, _ = zip(*read, strict=True)
-    dropout, named, x = shared_dropout(read), view.activation, hidden_states
-    gemm_input = x.to(gemm_dtype(x, linears))
-    out = lora_mlp(gemm_input, gate, up, down, biases, loras, named, dropout, output, recipes)
-    return _drop_output(self, out if gemm_input is x else out.to(x.dtype))
+    x = hidden_states.to(gemm_dtype(hidden_states, linears))
+    out = lora_mlp(x, gate, up, down, biases, loras, view.activation, shared_dropout(read), output, recipes)
+    return _drop_output(self, out if x is hidden_states else out.to(hidden_states.dtype))

@@ -109,7 +109,17 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         return type(self).forward(self, hidden_states, *args, **kwargs)
     activations = record(self).activations
     if activations is not None and self.training and not on_compiler():  # a compiler decides what is saved
-        return _run_level(self, activations, hidden_states, kwargs)
+        level, host = activations.level, activations.offload
+        with contextlib.nullcontext() if host is None else host.hooks():
+            if level == "keep":
+                return _block(self, hidden_states, **kwargs)
+            store, base = host or OnDevice(), OFFLOADED.get(level, level)
+            if base == "checkpoint":
+                with sharded_saved_tensors(mixer_of(self), store):
+                    return _checkpointed(self, hidden_states, level == "tiled", kwargs)
+            if base == "recompute":
+                return _add_halves(_halves(self, hidden_states, store, **kwargs))
+            return _add_mlp(self, *attention_half(self, hidden_states, store, **kwargs))
     if CHECKPOINTS_FORWARD and self.gradient_checkpointing and self.training:
         return self._gradient_checkpointing_func(with_open_cache(self, partial(_block, self, **kwargs)), hidden_states)
     return _block(self, hidden_states, **kwargs)
@@ -130,21 +140,6 @@ def _halves(self: Any, x: Tensor, store: Store | None, output: bool = True, **kw
 
 def _add_halves(halves: tuple[Tensor, Tensor]) -> Tensor:
     return halves[0] + halves[1]
-
-
-def _run_level(self: Any, activations: Activations, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    level, host = activations.level, activations.offload
-    with contextlib.nullcontext() if host is None else host.hooks():
-        if level == "keep":
-            return _block(self, hidden_states, **kwargs)
-        base = OFFLOADED.get(level, level)
-        if base == "checkpoint":
-            with sharded_saved_tensors(mixer_of(self), host or OnDevice()):
-                return _checkpointed(self, hidden_states, level == "tiled", kwargs)
-        store = host or OnDevice()
-        if base == "recompute":
-            return _add_halves(_halves(self, hidden_states, store, **kwargs))
-        return _add_mlp(self, *attention_half(self, hidden_states, store, **kwargs))
 
 
 def _checkpointed(self: Any, hidden_states: Tensor, tiled: bool, kwargs: dict[str, Any]) -> Tensor:

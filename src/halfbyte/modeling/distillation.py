@@ -72,9 +72,12 @@ def teacher_divergence(
     student_rows, student_head = outputs_at(model, inputs, at)
     if student_head is None or teacher_head is None:
         logits = _logits(model, student_rows, student_head)
-        return _full_logits_divergence(
-            logits, _logits(teacher.model, teacher_rows, teacher_head), beta=beta, temperature=temperature
-        )
+        with torch.no_grad():
+            gradient, objective = logits.clone(), Objective(temperature=temperature)
+            teacher_logits = _logits(teacher.model, teacher_rows, teacher_head)
+            divergence, entropy = divergence_(gradient, teacher_logits, (objective, objective), beta, True)
+        # the gradient comes from a term whose value is 0
+        return ((logits - logits.detach()) * gradient).sum() + divergence.sum(), entropy.sum()
     return linear_generalized_jsd(
         student_rows,
         _weight(model),
@@ -101,13 +104,3 @@ def _logits(model: nn.Module, rows: Tensor, head: Head | None) -> Tensor:
         return rows.float()
     weight = _weight(model)
     return head(rows.to(weight.dtype) @ weight.T)
-
-
-def _full_logits_divergence(
-    logits: Tensor, teacher_logits: Tensor, *, beta: float, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Compute `linear_generalized_jsd` from full logits; the gradient comes from a term whose value is 0."""
-    with torch.no_grad():
-        gradient, objective = logits.clone(), Objective(temperature=temperature)
-        divergence, entropy = divergence_(gradient, teacher_logits, (objective, objective), beta, True)
-    return ((logits - logits.detach()) * gradient).sum() + divergence.sum(), entropy.sum()

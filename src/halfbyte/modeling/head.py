@@ -268,7 +268,8 @@ def _log_probs(
     if head is None:
         logits = hidden.float() / temperature
         log_probs = -F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
-        return log_probs, _entropies(logits, entropy_grad) if entropy else None
+        entropies = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+        return log_probs, entropies if entropies is None or entropy_grad else entropies.detach()
     options: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale, "temperature": temperature}
     weight, vocabulary = (
         causal_lm_of(model).get_output_embeddings().weight,
@@ -346,12 +347,6 @@ def _select_rows(x: Tensor, at: Tensor) -> Tensor:
     """
     x = x.flatten(0, -2)
     return x.index_select(0, at) if x.device.type == "cpu" else x[at]
-
-
-def _entropies(logits: Tensor, differentiable: bool) -> Tensor:
-    """Return the entropies [N] in nats of logits [N, V]."""
-    entropies = torch.distributions.Categorical(logits=logits).entropy()
-    return entropies if differentiable else entropies.detach()
 
 
 def shard_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None:

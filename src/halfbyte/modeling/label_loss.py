@@ -123,7 +123,7 @@ def _fused_loss(model: Any, arguments: Mapping[str, Any]) -> Any:
         return None
     passed = {key: value for key, value in arguments.items() if value is not None and key not in NOT_FOR_THE_BACKBONE}
     inputs = backbone_inputs(model, passed)
-    head = _verified(model, inputs, arguments)
+    head = _verified(model, inputs, arguments["input_ids"])
     if isinstance(head, str):
         notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
         return None
@@ -134,7 +134,7 @@ def _is_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, int) and value == 0)  # False is 0
 
 
-def _verified(model: Any, inputs: Mapping[str, Any], arguments: Mapping[str, Any]) -> Head | str:
+def _verified(model: Any, inputs: Mapping[str, Any], tokens: Tensor) -> Head | str:
     """Return the head with which the fused loss equals the model's, or why the model's own is needed."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -146,7 +146,7 @@ def _verified(model: Any, inputs: Mapping[str, Any], arguments: Mapping[str, Any
     if isinstance(head, str):
         return head
     if model not in _checked:
-        _checked[model] = _is_cross_entropy(model, arguments["input_ids"])
+        _checked[model] = _is_cross_entropy(model, tokens)
     return head if _checked[model] else f"{type(model).__name__} adds to the cross-entropy"
 
 

@@ -223,7 +223,10 @@ class _Probe:
         dtype: Any,
         mesh: Mesh = SINGLE_PROCESS,
     ):
-        self.model, self.collate, self.dtype, self.mesh = model, collate, dtype, mesh
+        self.model = model
+        self.collate = collate
+        self.dtype = dtype
+        self.mesh = mesh
         self.tokens = torch.tensor(sorted({*tokens} if len({*tokens}) > 1 else {0, 1}))
         scale = min(1.0, length / sum(LENGTHS))
         self.lengths = [max(1, int(scale * n)) for n in LENGTHS]

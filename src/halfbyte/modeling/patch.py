@@ -148,8 +148,10 @@ def patch(
             continue  # norms of heads or routers
         if role in FORWARDS and not (role == "DecoderLayer" and family.own_layer):
             _bind(module, family, role, report)
-        elif role == "Experts" and not _uses_halfbyte_experts(module):
-            report.unfused[EXPERTS, UNFUSED_EXPERTS] += 1
+        elif role == "Experts":
+            chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+            if chosen != EXPERTS_NAME or not runs_experts(module):
+                report.unfused[EXPERTS, UNFUSED_EXPERTS] += 1
     if not fused_loss:
         unbind_label_loss(causal_lm_of(model))
     elif has_label_head(model):
@@ -261,12 +263,6 @@ def _notify_upcast(model: nn.Module) -> None:
             "do not need it: load the model in bfloat16, and in place of prepare_model_for_kbit_training call "
             "gradient_checkpointing_enable() and enable_input_require_grads()",
         )
-
-
-def _uses_halfbyte_experts(experts: Any) -> bool:
-    """Return whether `modeling.experts` computes a layer's experts."""
-    chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    return runs_experts(experts) and chosen == EXPERTS_NAME
 
 
 def _obstacle(module: Any, family: Family, role: str) -> str | None:

@@ -53,14 +53,14 @@ def read_projection(module: nn.Module) -> Projection | str:
     read = read_linear(module)
     if isinstance(read, str):
         return read
-    weight, bias, adapters = read.weight, read.bias, read.adapters
-    if len(adapters) > 1:
-        return f"{len(adapters)} adapters are active at once"
+    weight, bias = read.weight, read.bias
+    if len(read.adapters) > 1:
+        return f"{len(read.adapters)} adapters are active at once"
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "its own weights are trained"
-    if not adapters:
+    if not read.adapters:
         return Projection(weight, bias, None, 0.0)
-    name, a, b, scaling, dropout = adapters[0]
+    name, a, b, scaling, dropout = read.adapters[0]
     return Projection(weight, bias, LoRA(a, b, scaling, cast_factors(module, name)), dropout)
 
 

@@ -214,10 +214,6 @@ def _convolve(
     return out[0].T.index_select(0, indices).view(rows, length, channels).transpose(1, 2)
 
 
-def _convolve_rows(function: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _convolve(function, None, x, *args, **kwargs)
-
-
 def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
     """Return int32 [B·T]: start of each token's row in the flattened batch."""
     begins = torch.arange(rows, dtype=torch.int32, device=device) * length
@@ -261,10 +257,6 @@ def _mamba2_scan(
     return (y, None if documents is not None else final.mT) if return_final_states else y
 
 
-def _mamba2_scan_of_rows(function: Function, *args: Any, **kwargs: Any) -> Any:
-    return _mamba2_scan(function, None, *args, **kwargs)
-
-
 class _Scan:
     """Replacement for a scan that runs each document separately.
 
@@ -275,7 +267,9 @@ class _Scan:
     """
 
     def __init__(self, tokens: int = 1, bounded: bool = False, gated: bool = False):
-        self.tokens, self.bounded, self.gated = tokens, bounded, gated
+        self.tokens = tokens
+        self.bounded = bounded
+        self.gated = gated
 
     def __call__(self, function: Function, documents: Documents, *args: Any, **kwargs: Any) -> Any:
         rows, length = args[0].shape[0], args[0].shape[self.tokens]
@@ -355,8 +349,10 @@ def _replaced_calls(cls: Any) -> tuple[str, ...]:
 def document_forward(cls: Any, documents: Documents | None) -> Function:
     """Return a class's forward with replaced functions, isolated by document; `documents` None: for full rows."""
     full_rows: dict[str, Function] = {
-        CONVOLUTION: _convolve_rows, DELTA_RULE: _gated_delta_rule, MAMBA2_SCAN: _mamba2_scan_of_rows
-    }  # fmt: skip
+        CONVOLUTION: lambda function, *args, **kwargs: _convolve(function, None, *args, **kwargs),
+        DELTA_RULE: _gated_delta_rule,
+        MAMBA2_SCAN: lambda function, *args, **kwargs: _mamba2_scan(function, None, *args, **kwargs),
+    }
     if documents is None and not full_rows.keys() & set(_replaced_calls(cls)):
         return cls.forward
     stock: Any = inspect.unwrap(cls.forward)

@@ -57,7 +57,9 @@ class Routers:
             for name, module in self.experts.items()
         }
         experts = max(map(len, self.used.values()), default=0)
-        self.top_k = _top_k(model) if balanced else 0
+        causal_lm: Any = causal_lm_of(model)
+        holders = (causal_lm, causal_lm.config.get_text_config()) if balanced else ()
+        self.top_k = next((getattr(holder, key) for holder in holders for key in TOP_K if hasattr(holder, key)), 0)
         self.chosen, self.shares = (torch.zeros(experts, device=device) for _ in range(2))
         self.rows, self.upstream = (torch.zeros((), device=device) for _ in range(2))
         self._counting = False
@@ -155,7 +157,9 @@ class Routers:
             self._count(logits.detach(), mask)
         if not (torch.is_grad_enabled() and logits.requires_grad and self.model.training):
             return None
-        used = [at for at, value in enumerate(outputs) if at != index and _differentiable(value)] or [index]
+        used = [
+            at for at, value in enumerate(outputs) if at != index and isinstance(value, Tensor) and value.requires_grad
+        ] or [index]
         changed = iter(_AttachGradient.apply(self, mask, outputs[index], *(outputs[at] for at in used)))
         values = [next(changed) if at in used else value for at, value in enumerate(outputs)]
         return values[0] if isinstance(output, Tensor) else type(output)(values)
@@ -214,10 +218,6 @@ class _BalancingLoss(torch.autograd.Function):
         return None, None
 
 
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
 def _plain_name(name: str) -> str:
     """Return a module's name in the model without adapters."""
     for wrapper in (".base_layer", ".original_module", ".modules_to_save.default"):
@@ -242,12 +242,6 @@ def _find_routers(model: nn.Module) -> dict[str, tuple[Any, int]]:
 
 def _expert_count(experts: Any) -> int:
     return experts.down_proj.shape[0]
-
-
-def _top_k(model: nn.Module) -> int:
-    causal_lm: Any = causal_lm_of(model)
-    config = causal_lm.config.get_text_config()
-    return next(getattr(holder, key) for holder in (causal_lm, config) for key in TOP_K if hasattr(holder, key))
 
 
 def balancing_unsupported_reason(causal_lm: Any) -> str | None:

@@ -117,7 +117,8 @@ class Sharing:
     @cached_property
     def segments(self) -> Segments:
         """Layout for `padded_attention`; synchronizes with the device."""
-        bounds, documents, prompts = self.branches.bounds, self.branches.documents, self.branches.prompts
+        bounds = self.branches.bounds
+        documents, prompts = self.branches.documents, self.branches.prompts
         spans = [(begin, end) for begin, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False) if begin < end]
         firsts = torch.tensor([begin for begin, _ in spans], device=bounds.device)
         lasts = documents[1][firsts].tolist()
@@ -140,10 +141,8 @@ def _segments(
     longest = max((closing - opening for *_, opening, closing in answers), default=0)
     longest = max([longest, *(end - begin for begin, end in roots)])
     longest_answer = max((end - begin for begin, end, *_ in answers), default=0)
-    prompts, answer_rows = (
-        torch.zeros(len(roots), longest, dtype=torch.int64),
-        torch.zeros(len(answers), longest_answer, dtype=torch.int64),
-    )
+    prompts = torch.zeros(len(roots), longest, dtype=torch.int64)
+    answer_rows = torch.zeros(len(answers), longest_answer, dtype=torch.int64)
     keys = torch.zeros(len(answers), longest + longest_answer, dtype=torch.int64)
     missing = torch.zeros(len(answers), 1, 1, 1, dtype=torch.int64)
     order = torch.zeros(tokens, dtype=torch.int64)

@@ -39,7 +39,8 @@ class QATLinear(nn.Linear):
         """The same layer with the same parameters."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module.in_features, module.out_features, module.format = linear.in_features, linear.out_features, format
+        module.in_features, module.out_features = linear.in_features, linear.out_features
+        module.format = format
         module.weight, module.bias = linear.weight, linear.bias
         return module.train(linear.training)
 
