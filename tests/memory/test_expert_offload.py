@@ -9,9 +9,9 @@ from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.loading.expert_offload import WINDOW, offload_experts
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.checkpointing import enable_checkpointing
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import patch, unpatch
+from halfbyte.modeling.transformers_versions import enable_checkpointing
 from tests.helpers.expert_models import TOKENS, mixture, stacks
 
 LAYERS = 5

@@ -9,10 +9,10 @@ from halfbyte.batch import REAL_TOKENS
 from halfbyte.config import Parallel, RunConfig, load_config
 from halfbyte.config.layouts import unsupported_reason
 from halfbyte.methods import method_of
-from halfbyte.modeling.checkpointing import enable_checkpointing
 from halfbyte.modeling.compute_dtype import no_input_casts
 from halfbyte.modeling.patch import patch, unpatch
 from halfbyte.modeling.routers import check_balancing, track_routers
+from halfbyte.modeling.transformers_versions import enable_checkpointing
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.expert_models import MIXTURES, TOKENS, mixture
 

@@ -14,11 +14,9 @@ Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +47,7 @@ from ..config import Adapter
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
 from ..modeling.architectures import ALL_LINEAR, all_linear, is_linear, is_router
+from ..modeling.transformers_versions import quiet_peft
 from ..qat.model import round_merged
 from ..reading.boundary import answered
 from ..reading.files import same_place
@@ -153,16 +152,6 @@ def add_score_head(model: nn.Module, scores: str) -> None:
     if tokens:
         nn.init.zeros_(head.bias)
     model.score = head.to(device)
-
-
-@contextlib.contextmanager
-def quiet_peft() -> Iterator[None]:
-    """Suppress warnings of PEFT 0.21 that users cannot act on, e.g. about names that transformers 5.23 deprecates."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        # PEFT checks patterns against module names only, not against parameters; `_peft_config` has checked both
-        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
-        yield
 
 
 def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:

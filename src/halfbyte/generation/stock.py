@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from ..modeling.compute_dtype import compute_autocast, no_input_casts
-from ..modeling.layer import causal_lm_of, given_cache
+from ..modeling.layer import causal_lm_of
+from ..modeling.transformers_versions import given_cache
 from ..parallel.shard.model import sharded
 from ..utils.errors import ModelError
 from ..utils.notices import notice
@@ -110,7 +111,7 @@ class StockRows:
             inputs = causal.prepare_inputs_for_generation(self.tokens, **step, **self.keywords)
             cache = given_cache(self.keywords)
             if cache and not given_cache(inputs) and step.get("next_sequence_length"):
-                # The model dropped its cache, e.g. at a switch of RoPE. transformers 5.17 then passes one token.
+                # The model dropped its cache, e.g. at a switch of RoPE: pass all tokens, not the last one.
                 keywords = {key: value for key, value in self.keywords.items() if key not in cache}
                 inputs = causal.prepare_inputs_for_generation(self.tokens, **keywords)
             for attributes, name, state in self.states:

@@ -24,6 +24,7 @@ from ..formats.int4 import Int4
 from ..layers import hold_stacks
 from ..modeling.architectures import expert_stacks
 from ..modeling.experts import NAME
+from ..modeling.transformers_versions import original_codes
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
@@ -328,14 +329,6 @@ def read_entry(entry: Tensor | Callable[[], Tensor]) -> Tensor:
     if isinstance(entry, Tensor):
         return entry
     return entry() if callable(entry) else entry.result()
-
-
-def original_codes(codes: Tensor) -> Tensor:
-    """Undo transformers 5.17's cast of E4M3 codes to the model's dtype, which is exact; later versions do not cast."""
-    if codes.dtype not in FLOATS:
-        return codes
-    cast = codes.to(torch.float8_e4m3fn)
-    return cast if torch.equal(cast.to(codes.dtype), codes) else codes
 
 
 def stacking_converter(conversion: Any, hf_quantizer: StackQuantizer) -> Any:

@@ -35,13 +35,13 @@ from ..modeling.architectures import (
     unquantized_modules,
 )
 from ..modeling.layer import decoder_layers
+from ..modeling.transformers_versions import original_codes
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, HalfbyteError, ModelError
 from ..utils.notices import notice
 from .assignment import format_assignment, skipped_modules
 from .expert_stacks import (
     is_stacking,
-    original_codes,
     prepare_stacks,
     prequantized_converter,
     stacked_parameter,

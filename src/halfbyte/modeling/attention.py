@@ -46,8 +46,9 @@ from ..utils.notices import notice
 from . import shared_prefix
 from .cast_cache import use_cast_cache
 from .config_facts import has_custom_scores, has_sinks, is_capped, max_layer_sizes
-from .layer import causal_lm_of, check_keywords, given_cache
+from .layer import causal_lm_of, check_keywords
 from .patch_record import existing_record, record
+from .transformers_versions import given_cache
 
 # Names registered with transformers. A name fixes the fallback and the kind of mask: SDPA's, or eager for models with
 # caps or sinks. The last two are for forwards of context-parallel shards (`parallel.context`).

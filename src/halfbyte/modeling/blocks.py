@@ -27,18 +27,17 @@ from ..mesh.sharded_linears import OutputHook
 from . import layer, recurrent
 from .families import Family
 from .layer import (
-    CACHE_KEYWORDS,
     MLP,
     Attention,
     Half,
     TokenMixer,
     check_keywords,
     epsilon,
-    given_cache,
     token_mixer,
 )
 from .patch_record import RECORD, is_bound
 from .projections import gemm_dtype, project, read_projections, recipe_products, shared_dropout
+from .transformers_versions import CACHE_KEYWORDS, given_cache, shared_states_keys
 
 # Keyword arguments that `attend` or transformers' attention functions read.
 ATTENTION_KEYWORDS = frozenset({
@@ -205,15 +204,15 @@ def _shared_keys_values(
         states: layer type (or number) → k and v of the last layer of its own keys; layers that own keys write to it.
     """
     query, *key_values = (x.unflatten(-1, (-1, view.head_dim)).transpose(1, 2) for x in outputs)
-    numbered = hasattr(module, "kv_shared_layer_index")  # transformers 5.17 indexes Gemma 3n's by layer number
+    read_key, written_key = shared_states_keys(module)
     if key_values:
         value = module.v_norm(key_values[-1])
         query, key = _rotate(view, query, key_values[0], angles)
     else:
         query, _ = _rotate(view, query, query[:, :0], angles)
-        key, value = states[module.kv_shared_layer_index if numbered else module.layer_type]
+        key, value = states[read_key]
     if module.store_full_length_kv:
-        states[module.layer_idx if numbered else module.layer_type] = key, value
+        states[written_key] = key, value
     return query, key, value
 
 

@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any, cast, get_args
 
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..autograd.checkpointing import OnDevice, Store, recompute
 from ..config import Level
@@ -36,8 +35,8 @@ from ..utils.errors import ModelError
 from ..utils.notices import notice
 from .blocks import attention_half, mixer_of, mlp_half, runs_parallel
 from .cast_cache import with_open_cache
-from .layer import given_cache
 from .patch_record import Activations, record
+from .transformers_versions import CHECKPOINTS_FORWARD, given_cache
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 OFFLOADED: dict[str, Level] = {  # level → the level whose saved tensors it moves to the host
@@ -47,22 +46,6 @@ OFFLOADED: dict[str, Level] = {  # level → the level whose saved tensors it mo
     "tiled": "checkpoint",
 }
 TILE_ROWS = 8192  # tokens
-
-# transformers 5.17 checkpoints in __call__, 5.23 in a wrapper of the class's forward, which a bound forward replaces.
-CHECKPOINTS_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Enable transformers' own checkpointing of all layers, non-reentrant, so gradients reach adapters.
-
-    transformers also hooks the embeddings to require gradients. The hook is removed: it would compute an unused
-    gradient, and make generation run transformers' own forward.
-    """
-    # transformers 5.23 renamed the method; 5.17 has only the old name
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    model.disable_input_require_grads()
-
 
 # Attributes of modules that draw random numbers in training if nonzero, in addition to nn.Dropout.
 RANDOM_ATTRIBUTES = (

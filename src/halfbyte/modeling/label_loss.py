@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
 from .head import PROBE_TOKENS, Head, backbone_inputs, expected_head, hidden_loss, verified_head
-from .layer import CACHE_KEYWORDS, causal_lm_of
+from .layer import causal_lm_of
 from .patch_record import existing_record, record
+from .transformers_versions import CACHE_KEYWORDS
 
 NOT_FOR_THE_BACKBONE = ("logits_to_keep", "num_items_in_batch", "return_dict", "use_cache")
 # Arguments for which the forward that was replaced runs, if they are neither None, False nor 0.

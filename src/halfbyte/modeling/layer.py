@@ -26,9 +26,8 @@ from ..ops.rope import halves
 from ..utils.errors import ModelError
 from .architectures import non_text_modules
 from .families import ACTIVATIONS, Family, config_scale, family_of
+from .transformers_versions import CACHE_KEYWORDS
 
-# transformers 5.24 renamed the keywords `past_key_values` and `cache_params` to `cache`.
-CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 # Keywords that transformers passes through all layers and fused forwards do not need: outputs collected by hooks,
 # counts for losses, document bounds under transformers' names, positions that are already in the rotary angles.
 IGNORED_KEYWORDS = frozenset({
@@ -400,17 +399,6 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == depth and not name.startswith(towers):
             return name, module
     raise ModelError(f"{type(causal_lm).__name__} has no list of {depth} decoder layers", "check config.json")
-
-
-def cache_keyword(model: Any) -> str:
-    """Return the name under which a model takes and returns its key-value cache."""
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in CACHE_KEYWORDS[:2] if name in parameters), "past_key_values")
-
-
-def given_cache(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {keyword: key-value cache} for the cache among `keywords`; empty if there is none."""
-    return {name: keywords[name] for name in CACHE_KEYWORDS if keywords.get(name) is not None}
 
 
 def check_keywords(module: Any, keywords: Mapping[str, Any], read_keywords: frozenset[str] = frozenset()) -> None:

@@ -21,7 +21,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from ..batch import entry_counts, is_per_token
 from ..utils.errors import ModelError
 from .attention import document_bounds
-from .layer import given_cache
+from .transformers_versions import given_cache
 
 WRAPPED = "_halfbyte_own_forward"  # attribute of a wrapped module: the forward it had in its __dict__, or None
 MIN_LENGTH_RATIO = 0.75  # documents share a forward if each has at least this share of the longest one's length

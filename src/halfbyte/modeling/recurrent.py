@@ -33,9 +33,9 @@ from ..autograd.recurrent import causal_conv, chunk_scan, delta_rule
 from ..dispatch import on_compiler
 from ..ops.attention import Spans, spans
 from ..utils.notices import notice
-from .layer import given_cache
 from .packed_forwards import PACKED_KEYWORDS, length_groups
 from .patch_record import existing_record, record
+from .transformers_versions import given_cache
 
 Function = Callable[..., Any]
 

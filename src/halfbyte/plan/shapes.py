@@ -35,13 +35,14 @@ from ..modeling.architectures import (
 )
 from ..modeling.attention import Implementation, implementation
 from ..modeling.cast_cache import cast_replacements
-from ..modeling.checkpointing import TILE_ROWS, enable_checkpointing
+from ..modeling.checkpointing import TILE_ROWS
 from ..modeling.config_facts import has_sinks
 from ..modeling.experts import names_of
 from ..modeling.families import family_of_config
 from ..modeling.layer import causal_lm_of, decoder_layers
 from ..modeling.packing import isolate_tiny_model
 from ..modeling.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
+from ..modeling.transformers_versions import enable_checkpointing
 from ..parallel.tensor import sharded_dims
 from ..qat.model import fake_quantize_linears, qat_format
 from ..tensor import QuantizedTensor

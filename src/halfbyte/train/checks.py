@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..adapter_kinds import adapter_kind
 from ..adapters.expert_adapters import attach_adapter_forwards, changed_experts
 from ..adapters.expert_targets import weights_as_modules
-from ..adapters.lora import adapter_weights, load_adapter_weights, quiet_peft, saved_adapter_config
+from ..adapters.lora import adapter_weights, load_adapter_weights, saved_adapter_config
 from ..autograd.attention import DIFFERS
 from ..batch import model_inputs
 from ..config import RunConfig
@@ -28,6 +28,7 @@ from ..modeling.architectures import expert_stacks
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.head import causal_lm_loss, hidden_states_at
 from ..modeling.patch import PatchReport
+from ..modeling.transformers_versions import quiet_peft
 from ..ops import IGNORE_INDEX
 from ..optim import trained_parameters
 from ..parallel.context import context_shard

@@ -25,7 +25,6 @@ from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_fr
 from ..mesh.mesh import SHARD_AXES
 from ..methods.answers import turn_dropout_off
 from ..modeling.attention import cudnn_lengths
-from ..modeling.checkpointing import enable_checkpointing
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.head import causal_lm_loss
 from ..modeling.layer import decoder_layers
@@ -33,6 +32,7 @@ from ..modeling.packing import isolate_for_run
 from ..modeling.patch import PatchReport, patch, patch_attention
 from ..modeling.projections import configured_recipe
 from ..modeling.routers import track_routers
+from ..modeling.transformers_versions import enable_checkpointing
 from ..ops.fp8_scaling import DelayedScaling
 from ..optim import trained_parameters
 from ..parallel.context import context_parallel
