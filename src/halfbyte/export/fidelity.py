@@ -25,26 +25,15 @@ The merged model keeps the checkpoint's values, so the noisy model uses the cast
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from ..modeling.architectures import runs_experts
-from ..modeling.layer import decoder_layers
-from ..tensor import QuantizedTensor
+from torch import Tensor
 
 MARGIN = 2.0
 FLOAT32_ERROR = 2e-5  # relative to the largest logit: x·W + (x·A)·B and x·(W + A·B) sum in different orders
-Document = tuple[Tensor, Tensor]  # int64 [T] ids; bool [T], the counted tokens
-Choices = list[tuple[Tensor, Tensor]]  # per layer: experts int [T, k] and weights [T, k]
-SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # including the implied bit
 DRAWS = 2  # noise draws; the larger effect counts
 MAX_MOVED_SHARE = 0.01  # share of expert choices that may differ in addition to those moved by the noise
 
@@ -112,8 +101,7 @@ class RetainedUpdate:
         ⟨stored(base + ΔW) - stored(base), ΔW⟩ / ⟨ΔW, ΔW⟩
 
     over all weights that the adapter changes: 1 if rounding is unbiased, 0 if nothing is left. Rounding errors of
-        single
-    weights add noise, whose standard error is `error`.
+    single weights add noise, whose standard error is `error`.
 
     Attributes:
         along, total: sums of stored·ΔW and of ΔW².
@@ -135,9 +123,9 @@ class RetainedUpdate:
         )
 
     @classmethod
-    def sum(cls, parts: Iterable[RetainedUpdate]) -> RetainedUpdate:
-        found = list(parts)
-        return cls(*(math.fsum(getattr(each, name) for each in found) for name in ("along", "total", "spread")))
+    def sum(cls, updates: Iterable[RetainedUpdate]) -> RetainedUpdate:
+        weights = list(updates)
+        return cls(*(math.fsum(getattr(weight, name) for weight in weights) for name in ("along", "total", "spread")))
 
     @property
     def share(self) -> float:
@@ -194,8 +182,8 @@ class Fidelity:
     @property
     def explained(self) -> bool:
         """Whether rounding explains `exact` (False for NaN)."""
-        own, noise, choices = self.moved
-        routed = own <= MARGIN**2 * noise + MAX_MOVED_SHARE * choices
+        moved, moved_by_noise, choices = self.moved
+        routed = moved <= MARGIN**2 * moved_by_noise + MAX_MOVED_SHARE * choices
         return routed and self.exact.max_logit_difference <= self.bound and self.exact.kl <= self.kl_bound
 
 
@@ -211,216 +199,5 @@ def distance(first: Tensor, second: Tensor) -> Distance:
 
 def elementwise_max(distances: Iterable[Distance]) -> Distance:
     """Return the maximum of each measure."""
-    found = list(distances)
-    return Distance(max(each.kl for each in found), max(each.max_logit_difference for each in found))
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """Differences to reproduce between a merged model's weights and those of its reference.
-
-    Attributes:
-        noise_on: names of the rounded parameters, to perturb by up to half an ulp.
-        cast: parameter name → dtype that the reference casts it to.
-        errors: stack of experts → fp32 [E, N], RMS quantization error of each row.
-    """
-
-    noise_on: Collection[str] = ()
-    cast: Mapping[str, torch.dtype] = field(default_factory=dict)
-    errors: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-NO_ROUNDING = Rounding()
-
-
-@torch.no_grad()
-def logits(model: nn.Module, ids: Tensor, rounding: Rounding = NO_ROUNDING, seed: int = 0) -> Tensor:
-    """Return fp32 logits [rows, T, vocabulary] of `ids` [rows, T], on the CPU.
-
-    Args:
-        rounding: differences to apply to the weights; `seed` is for its noise.
-    """
-    device = next(model.parameters()).device
-    with in_float32(model.eval(), rounding, seed):
-        return model(input_ids=ids.to(device), use_cache=False).logits.float().cpu()
-
-
-@torch.no_grad()
-def token_losses(model: nn.Module, documents: Iterable[Document]) -> Tensor:
-    """Return the loss of each counted token of `documents`, fp64 [tokens] on the CPU, one document at a time."""
-    device, found = next(model.parameters()).device, []
-    with in_float32(model.eval()):
-        for ids, counts in documents:
-            predicted = model(input_ids=ids[None].to(device), use_cache=False).logits[0, :-1].float()
-            losses = F.cross_entropy(predicted, ids[1:].to(device), reduction="none").cpu()
-            found.append(losses[counts[1:]].double())
-    return torch.cat(found)
-
-
-@contextlib.contextmanager
-def in_float32(model: nn.Module, rounding: Rounding = NO_ROUNDING, seed: int = 0) -> Iterator[None]:
-    """Compute in fp32 inside this context; each module's weights are widened only while it runs.
-
-    Layers of hybrids read weights of modules that they do not call (a convolution's weight, a norm's dtype), so all
-    weights of such a layer are widened while it runs.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    stored: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
-    packed: dict[tuple[nn.Module, str], Any] = {}
-
-    def widen(module: nn.Module, _inputs: Any) -> None:
-        inside = module.modules() if module in layers else [module]
-        inside = [] if module in in_layers else inside
-        stored[module] = [(parameter, parameter.data) for each in inside for parameter in _parameters_to_widen(each)]
-        for parameter, data in stored[module]:
-            name = names.get(id(parameter), "")
-            values = data.to(rounding.cast.get(name, data.dtype)).float()
-            parameter.data = values + _half_ulp_noise(data, generator) if name in rounding.noise_on else values
-
-        for key, parameter in _stacks(module):
-            if (name := names.get(id(parameter), "")) in rounding.noise_on and name in rounding.errors:
-                packed[module, key] = parameter
-                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-                values = parameter.data.dequantize(torch.float32).add_(noise.mul_(rounding.errors[name][..., None]))
-                setattr(module, key, nn.Parameter(values, requires_grad=False))
-
-    def restore(module: nn.Module, _inputs: Any, _output: Any) -> None:
-        for owner, key in [each for each in packed if each[0] is module]:
-            setattr(module, key, packed.pop((owner, key)))
-        for parameter, data in stored.pop(module, ()):
-            parameter.data = data
-
-    hooks = []
-    hybrid = any(isinstance(module, nn.Conv1d) for module in model.modules())
-    layers = set(decoder_layers(model)[1]) if hybrid else set()
-    in_layers = {each for layer in layers for each in layer.modules()} - layers
-    for module in model.modules():
-        if isinstance(module, StoredLinear):
-            module.generator = generator if f"{module.name}.weight" in rounding.noise_on else None
-        elif module in layers or any(True for _ in _parameters_to_widen(module)) or _stacks(module):
-            if module in in_layers and not _stacks(module):
-                continue
-            hooks.append(module.register_forward_pre_hook(widen))
-            hooks.append(module.register_forward_hook(restore, always_call=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class StoredLinear(nn.Module):
-    """A linear layer of another module, computed in fp32 from its stored values.
-
-    Args:
-        name: of the layer in its model.
-        values: returns the weight [N, K], fp32; called in every forward.
-        error: fp32 [N], RMS quantization error of each row.
-        bias: of the layer.
-    """
-
-    def __init__(self, name: str, values: Callable[[], Tensor], error: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.name, self._values, self._error, self._bias = name, values, error, bias
-        self.generator: torch.Generator | None = None  # noise source; None: no noise
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self._values()
-        if self.generator is not None:
-            noise = torch.randn(weight.shape, generator=self.generator, device=weight.device)
-            weight = weight + self._error[:, None] * noise
-        return F.linear(x.float(), weight, None if self._bias is None else self._bias.float())
-
-
-def _parameters_to_widen(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the floating-point parameters; quantized ones dequantize themselves in the input's dtype, fp32."""
-    for parameter in module.parameters(recurse=False):
-        if not isinstance(parameter.data, QuantizedTensor) and parameter.is_floating_point():
-            yield parameter
-
-
-def _stacks(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the quantized stacks of experts among a module's own parameters, with their names."""
-    own = module.named_parameters(recurse=False)
-    return [(key, each) for key, each in own if isinstance(each.data, QuantizedTensor) and each.dim() == 3]
-
-
-def _half_ulp_noise(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Return fp32 noise, uniform within half the spacing of `weight`'s dtype at each value."""
-    _, exponent = torch.frexp(weight.float())
-    ulp = torch.exp2((exponent - SIGNIFICAND_BITS[weight.dtype]).float())
-    return ulp * (torch.rand(weight.shape, generator=generator, device=weight.device) - 0.5)
-
-
-# --- routing of experts -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Routing:
-    """The expert choices of the tokens of one forward, per layer.
-
-    Attributes:
-        chosen: choices of the reference model, on the CPU.
-        own: choices that tokens would have made in the last forward inside `held`, as `chosen`.
-    """
-
-    chosen: Choices = field(default_factory=list)
-    own: Choices = field(default_factory=list)
-
-    @property
-    def choices(self) -> int:
-        """Number of tokens times layers."""
-        return sum(len(index) for index, _ in self.chosen)
-
-    @contextlib.contextmanager
-    def recorded(self, model: nn.Module) -> Iterator[None]:
-        """Record the choices of a forward of the reference model."""
-
-        def note(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            self.chosen.append((inputs[1].cpu(), inputs[2].cpu()))
-
-        self.chosen.clear()
-        with _hooked(_experts(model), [note] * len(_experts(model))):
-            yield
-
-    @contextlib.contextmanager
-    def held(self, model: nn.Module) -> Iterator[None]:
-        """Apply the recorded choices to a forward of another model on the same tokens."""
-
-        def hold(layer: int, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden, index, weights, *rest = inputs
-            self.own.append((index.cpu(), weights.cpu()))
-            theirs, their_weights = (each.to(index.device) for each in self.chosen[layer])
-            other = _differ(index, theirs)[:, None]
-            own = torch.where(other, theirs.to(index.dtype), index)
-            return hidden, own, torch.where(other, their_weights.to(weights), weights), *rest
-
-        self.own = []
-        modules = _experts(model) if self.chosen else []
-        with _hooked(modules, [partial(hold, layer) for layer in range(len(modules))]):
-            yield
-
-
-def count_moved(one: Choices, other: Choices) -> int:
-    """Count the tokens with different experts, over all layers."""
-    return sum(int(_differ(mine, theirs).sum()) for (mine, _), (theirs, _) in zip(one, other, strict=True))
-
-
-def _differ(index: Tensor, other: Tensor) -> Tensor:
-    """Return bool [T]: whether index and other, int [T, k], differ as sets."""
-    return (index.sort(1).values != other.to(index.dtype).sort(1).values).any(1)
-
-
-def _experts(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if runs_experts(module)]
-
-
-@contextlib.contextmanager
-def _hooked(modules: list[nn.Module], hooks: list[Any]) -> Iterator[None]:
-    handles = [module.register_forward_pre_hook(hook) for module, hook in zip(modules, hooks, strict=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    kls, differences = zip(*((distance.kl, distance.max_logit_difference) for distance in distances), strict=True)
+    return Distance(max(kls), max(differences))

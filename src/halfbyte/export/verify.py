@@ -35,20 +35,15 @@ from ..utils.hardware import free_cached_memory
 from ..utils.notices import notice, silent
 from ..utils.streams import no_loading_bars
 from ..utils.waiting import waiting
-from .fidelity import (
-    DRAWS,
+from .fidelity import DRAWS, Distance, Fidelity, Loss, distance, elementwise_max
+from .logits import (
     NO_ROUNDING,
     Choices,
-    Distance,
     Document,
-    Fidelity,
-    Loss,
     Rounding,
     Routing,
     StoredLinear,
     count_moved,
-    distance,
-    elementwise_max,
     logits,
     token_losses,
 )  # fmt: skip
@@ -272,7 +267,7 @@ class Verifier:
         for seed, (rounding, around) in enumerate(forwards):
             with around(model):
                 found.append(logits(model, self._ids, rounding, seed))
-            chosen.append([] if routing is None else routing.own)
+            chosen.append([] if routing is None else routing.preferred)
         losses = token_losses(model, self._documents) if self._documents else torch.empty(0)
         if with_bare:
             with model.disable_adapter():
