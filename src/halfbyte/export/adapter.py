@@ -52,27 +52,27 @@ class Piece:
 
     Attributes:
         expert: index of the expert.
-        part: which of `parts` equal row ranges it holds, in the order gate, up.
+        index: which of `count` equal row ranges it holds, in the order gate, up.
     """
 
     expert: int
-    part: int
-    parts: int
+    index: int
+    count: int
 
     @classmethod
     def of(cls, key: str, pattern: str, sources: Sequence[str]) -> Piece | None:
         """Return the piece for tensor `key`, which matched `pattern` among `sources`; None if it names no expert."""
-        found = EXPERT.search(key)
-        return cls(int(found[1]), list(sources).index(pattern), len(sources)) if found else None
+        match = EXPERT.search(key)
+        return cls(int(match[1]), list(sources).index(pattern), len(sources)) if match else None
 
-    def rows(self, count: int) -> slice:
-        """Return the piece's rows among an expert's `count` rows."""
-        each = count // self.parts
-        return slice(self.part * each, (self.part + 1) * each)
+    def rows(self, expert_rows: int) -> slice:
+        """Return the piece's rows among the rows of its expert."""
+        size = expert_rows // self.count
+        return slice(self.index * size, (self.index + 1) * size)
 
     def shape(self, stack: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor, given the stack's shape [E, N, K]."""
-        return (stack[1] // self.parts, stack[2])
+        return (stack[1] // self.count, stack[2])
 
 
 @torch.no_grad()
@@ -121,8 +121,8 @@ class AdapterLayers:
         self.transposed = {name for name, module in expert_stacks(model, []).items() if module.is_transposed}
         self._prefix = model.base_model_prefix
         transforms = get_model_conversion_mapping(model)
-        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        self._converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
         self.quantized, self.stacks = _formats(run.origin, run.storage) if run.storage.quantized else ({}, {})
         with_adapter, self._base_weights = trained, dict[str, Tensor]()
         if folder is not None:
@@ -143,8 +143,8 @@ class AdapterLayers:
             elif isinstance(module, BaseTunerLayer):
                 self.layers[f"{name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
-                for part, parameter in module.modules_to_save["default"].named_parameters():
-                    self.replaced[f"{name}.{part}"] = parameter.detach()
+                for key, parameter in module.modules_to_save["default"].named_parameters():
+                    self.replaced[f"{name}.{key}"] = parameter.detach()
 
     @property
     def changed(self) -> set[str]:
@@ -168,14 +168,13 @@ class AdapterLayers:
         Returns:
             The parameter's name; whether the tensor is all of it; otherwise the piece of a stack, if it is one.
         """
-        known: Any = self.shapes
-        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, known)
-        if name not in known and key in known:
+        shapes: Any = self.shapes
+        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, shapes)
+        if name not in shapes and key in shapes:
             name, pattern = key, None
         if pattern is None:
             return name, True, None
-        stacking = (each for each in self._converters if pattern in each.source_patterns and only_stacks(each))
-        converter = next(stacking, None)
+        converter = next((c for c in self._converters if pattern in c.source_patterns and only_stacks(c)), None)
         return name, False, Piece.of(key, pattern, converter.source_patterns) if converter else None
 
     @torch.no_grad()
@@ -213,9 +212,9 @@ def _formats(origin: Origin, storage: Storage) -> tuple[dict[str, Format], dict[
     quantization = HalfbyteConfig(storage)
     quantizer = HalfbyteQuantizer(quantization, pre_quantized=False)
     quantizer.preprocess_model(meta_model(origin, load_model_config(origin)))
-    found = quantization.formats
-    linears = {f"{name}.weight": format_ for name, format_ in found.items() if name not in quantizer.stacks}
-    return linears, {name: found[name] for name in quantizer.stacks}
+    formats = quantization.formats
+    linears = {f"{name}.weight": format_ for name, format_ in formats.items() if name not in quantizer.stacks}
+    return linears, {name: formats[name] for name in quantizer.stacks}
 
 
 def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> tuple[PeftModel, dict[str, Tensor]]:

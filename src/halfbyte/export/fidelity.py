@@ -50,6 +50,9 @@ class Distance:
     kl: float
     max_logit_difference: float
 
+    def __str__(self) -> str:
+        return f"{self.max_logit_difference:.3g} (KL {self.kl:.3g})"
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -152,7 +155,6 @@ class Fidelity:
         adapter: effect of the unmerged adapter: distance between the base with and without it.
         lost: share of the update that rounding dropped or added.
         largest_logit: scale of the logits.
-        kept: the retained update.
         loss: of a quantized merge, compared with the 16-bit merge.
         moved: for mixtures: number of expert choices that differed in `exact`; the maximum that a noise draw changes;
             and the number of choices.
@@ -164,7 +166,6 @@ class Fidelity:
     adapter: Distance
     lost: float
     largest_logit: float
-    kept: RetainedUpdate
     loss: Loss | None = None
     moved: tuple[int, int, int] = (0, 0, 0)
 

@@ -43,16 +43,16 @@ def export_adapter(
     type_ = Type.__members__.get(mix.upper())
     if type_ not in FLOATS:
         raise ConfigError(f"--gguf {mix}: an adapter is written as f32, f16 or bf16", "use f16")
-    place = find(str(run))
-    if place.adapter is None:
+    saved = find(str(run))
+    if saved.adapter is None:
         raise CheckpointError(f"{run} has no adapter", "export it without --adapter-only")
-    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
+    config = saved_config(saved, [f"trust_remote_code={trust_remote_code}"])
     path = output_path(run, out, f"adapter-{mix.lower()}.gguf")
     with new_file(path) as aside:
         writer = GGUFWriter(aside, checked_family(text_config(config.origin)).gguf.arch)
         writer.add_type("adapter")
         writer.add_string(Keys.Adapter.TYPE, "lora")
-        alpha, tensors = _tensors(config, place.adapter)
+        alpha, tensors = _tensors(config, saved.adapter)
         writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
         for name, tensor in tensors.items():
             stored = quantize(tensor, type_).numpy()
@@ -61,15 +61,15 @@ def export_adapter(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    _report_ends(config, place)
+    _report_ends(config, saved)
     return path
 
 
-def _report_ends(config: RunKeys, place: Place) -> None:
+def _report_ends(config: RunKeys, saved: Place) -> None:
     """Report the trained end tokens that the base's file does not declare, where llama.cpp would not stop."""
-    tokenizer, base = trained_tokenizer(place.adapter, config), BaseCheckpoint(config.origin).folder
-    known = {tokenizer.eos_token_id, *declared_stop_tokens(base)}
-    missing = [index for index in known_stop_tokens(data_report(place.run_dir), tokenizer) if index not in known]
+    tokenizer, base = trained_tokenizer(saved.adapter, config), BaseCheckpoint(config.origin).folder
+    declared = {tokenizer.eos_token_id, *declared_stop_tokens(base)}
+    missing = [index for index in known_stop_tokens(data_report(saved.run_dir), tokenizer) if index not in declared]
     if missing:
         names = " ".join(f"--reverse-prompt '{name}'" for name in tokenizer.convert_ids_to_tokens(missing))
         message = "llama.cpp uses the stop tokens of the base's file, and this adapter ends its answers with others"
@@ -93,8 +93,8 @@ def _tensors(config: RunKeys, folder: Path) -> tuple[float, dict[str, torch.Tens
         if isinstance(factors, str):
             raise CheckpointError(f"{folder}: {parameter}: --lora cannot apply {factors}", "export the merged model")
         if parameter in adapter.tied:  # the base's file has no tensor of this name
-            what = f"an adapter of {parameter}, which is the base's {adapter.tied[parameter]}"
-            raise CheckpointError(f"{folder}: --lora cannot apply {what}", "export the merged model")
+            refused = f"an adapter of {parameter}, which is the base's {adapter.tied[parameter]}"
+            raise CheckpointError(f"{folder}: --lora cannot apply {refused}", "export the merged model")
         name = layout.name(parameter)
         a, b, scaling = factors
         tensors[f"{name}.lora_a"] = layout.columns_in_file(name, a)

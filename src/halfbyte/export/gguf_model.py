@@ -131,25 +131,23 @@ def export_gguf(
         sum(file.nbytes + METADATA + TOKEN * file.tokens for file in files),
         "free some space, name a file on another disk (--out), or choose a smaller type",
     )
-    weighed = _importances(importances, run_or_model, mix, path, source, files[0].planned, console)
-    described = (
-        path.with_suffix(".Modelfile"),
-        modelfile(
-            [file.path.name for file in files], source.tokenizer, source.end_ids, source.config.max_position_embeddings
-        ),
+    matrix = _importances(importances, run_or_model, mix, path, source, files[0].planned, console)
+    ollama = path.with_suffix(".Modelfile")
+    ollama_text = modelfile(
+        [file.path.name for file in files], source.tokenizer, source.end_ids, source.config.max_position_embeddings
     )
-    errors = _write_files(files, described, source.device, weighed, console)
+    errors = _write_files(files, (ollama, ollama_text), source.device, matrix, console)
     return ExportReport(
         path,
         mix,
-        path.stat().st_size,
-        files[0].numel,
-        dict(Counter(type_.name for type_ in files[0].types.values()).most_common()),
-        errors,
-        source.merged,
-        described[0],
-        time.perf_counter() - started,
-        files[1].path if source.vision else None,
+        nbytes=path.stat().st_size,
+        parameters=files[0].numel,
+        types=dict(Counter(type_.name for type_ in files[0].types.values()).most_common()),
+        errors=errors,
+        merged=source.merged,
+        modelfile=ollama,
+        seconds=time.perf_counter() - started,
+        mmproj=files[1].path if source.vision else None,
     )
 
 
@@ -193,49 +191,51 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     Raises:
         CheckpointError, ConfigError, ModelError: it cannot be exported.
     """
-    place = find(run_or_model)
-    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
-    whole, model_config = read_model_config(config.origin), text_config(config.origin)
+    saved = find(run_or_model)
+    config = saved_config(saved, [f"trust_remote_code={trust_remote_code}"])
+    model_config = text_config(config.origin)
     family = checked_family(model_config)
     base = BaseCheckpoint(config.origin)
     name = config.origin.name.rstrip("/").split("/")[-1]
     target = chosen_device(device or config.device)
     transposed = bool(family.experts and family.experts.interleaved)  # codes are [N, K] in any case
-    merged, weights = "", {}
-    for each in base.weights:
-        weights[each.name] = Weight(each.shape, partial(base.read, each), transposed and not each.parts)
-    if place.adapter:
-        both = MergedWeights(config, base, AdapterLayers(config, place.adapter, target))
+    merged = ""
+    weights = {
+        stored.name: Weight(stored.shape, partial(base.read, stored), transposed and not stored.parts)
+        for stored in base.weights
+    }
+    if saved.adapter:
+        merged_weights = MergedWeights(config, base, AdapterLayers(config, saved.adapter, target))
         goal: Target = "dequantized" if config.storage.quantized or base.quantized else "original"
-        outputs = [output for shard in both.shards.values() for output in shard]
         weights = {
-            each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal), transposed) for each in outputs
+            output.entry.name: Weight(output.entry.shape, partial(merged_weights.tensor, output, goal), transposed)
+            for output in merged_weights.outputs
         }
-        model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
-        merged, name = goal, Path(run_or_model).resolve().name
-    tokenizer, vision = trained_tokenizer(place.adapter, config), vision_of(whole, base.folder, list(weights))
-    learned = known_stop_tokens(data_report(place.run_dir), tokenizer)
-    end_ids = joined_stop_tokens(learned, declared_stop_tokens(base.folder), [tokenizer.eos_token_id])
+        model_config.tie_word_embeddings = model_config.tie_word_embeddings and not merged_weights.untied
+        merged = goal
+        name = Path(run_or_model).resolve().name
+    tokenizer = trained_tokenizer(saved.adapter, config)
+    learned = known_stop_tokens(data_report(saved.run_dir), tokenizer)
     return Source(
         name,
         weights,
         model_config,
         family,
         tokenizer,
-        end_ids,
-        target,
-        merged,
-        vision,
-        config.origin.trust_remote_code,
-        read_generation_config(base.folder),
+        end_ids=joined_stop_tokens(learned, declared_stop_tokens(base.folder), [tokenizer.eos_token_id]),
+        device=target,
+        merged=merged,
+        vision=vision_of(read_model_config(config.origin), base.folder, list(weights)),
+        trusted=config.origin.trust_remote_code,
+        generation=read_generation_config(base.folder),
     )
 
 
 def text_config(origin: Origin) -> Any:
     """Return the language model's config with `tie_word_embeddings` always set."""
-    whole = read_model_config(origin)
-    text = whole.get_text_config()
-    text.tie_word_embeddings = whole.tie_word_embeddings
+    config = read_model_config(origin)
+    text = config.get_text_config()
+    text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
 
@@ -255,28 +255,33 @@ def output_path(source: Path | str, out: Path | str | None, name: str) -> Path:
 
 
 def _importances(
-    given: Path | str | None, run_or_model: Path | str, mix: str, path: Path, source: Source, planned: list[Planned],
+    importances: Path | str | None,
+    run_or_model: Path | str,
+    mix: str,
+    path: Path,
+    source: Source,
+    planned: list[Planned],
     console: Console | None,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return tensor name → importances, read from the file `given`, or computed on the text `given` and saved.
+) -> dict[str, Tensor]:
+    """Return tensor name → importances, read from a matrix, or computed on calibration text and saved.
 
     Raises:
         ConfigError: nothing is quantized, or the file to save to exists.
     """
-    if given is None:
+    if importances is None:
         return {}
     if MIXES[mix][0] in FLOATS:
         raise ConfigError(f"--importance weighs quantization, and {mix} is not quantized", "leave it out")
-    matrix = matrix_path(given)
+    matrix = matrix_path(importances)
     if matrix is None:
         matrix = path.with_name(f"{source.name}.imatrix.gguf")
         if matrix.exists():
             raise ConfigError(f"{matrix} exists already", f"use it (--importance {matrix})")
-        names = {each.name for each in planned if each.is_matrix}
+        names = {tensor.name for tensor in planned if tensor.is_matrix}
         with progress_bars("measuring importances", console) as progress:
             task = progress.add_task("importances", total=None)
             collect(
-                str(run_or_model), str(given), matrix, names, source.family, source.device, source.trusted,
+                str(run_or_model), str(importances), matrix, names, source.family, source.device, source.trusted,
                 lambda done, total: progress.update(task, completed=done, total=total),
             )  # fmt: skip
     return read_importances(matrix)

@@ -100,15 +100,15 @@ def _observe_experts(
     x, chosen = args[0], args[1]
     adapter = (kwargs.get("adapters") or {}).get("gate_up_proj")
     for expert in chosen.unique().tolist():
-        own = x[(chosen == expert).any(-1)]
+        rows = x[(chosen == expert).any(-1)]
         weight = module.gate_up_proj[expert]
-        first = own @ weight if module.is_transposed else functional.linear(own, weight)
+        first = rows @ weight if module.is_transposed else functional.linear(rows, weight)
         if module.has_bias:
             first = first + module.gate_up_proj_bias[expert]
         if adapter is not None:
-            first = first + adapter.scaling * (own.to(adapter.a.dtype) @ adapter.a[expert].mT @ adapter.b[expert].mT)
-        for part, inputs in (("gate", own), ("up", own), ("down", module._apply_gate(first))):
-            name = experts_name(layer, part)
+            first = first + adapter.scaling * (rows.to(adapter.a.dtype) @ adapter.a[expert].mT @ adapter.b[expert].mT)
+        for matrix, inputs in (("gate", rows), ("up", rows), ("down", module._apply_gate(first))):
+            name = experts_name(layer, matrix)
             _entry(seen, name, len(module.gate_up_proj), inputs).add(expert, inputs)
 
 

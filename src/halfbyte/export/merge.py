@@ -93,16 +93,16 @@ class MergeReport:
     def as_dict(self) -> dict[str, object]:
         """Return the contents of merge.json; `kl` and `max_logit_difference` are distances from the trained model."""
         targets = {
-            name: asdict(each.trained) | {"from_unrounded": asdict(each.exact), "noise": asdict(each.noise)}
-            | {"bound": each.bound, "kl_bound": each.kl_bound, "explained_by_rounding": each.explained}
-            | {"choices_held": each.moved[0], "choices": each.moved[2]}
-            | {"lost_update": each.lost, "adapter": asdict(each.adapter)}
-            | {"loss": asdict(each.loss) | {"excess": each.loss.excess} if each.loss else None}
-            for name, each in self.targets.items()
+            name: asdict(fidelity.trained) | {"from_unrounded": asdict(fidelity.exact), "noise": asdict(fidelity.noise)}
+            | {"bound": fidelity.bound, "kl_bound": fidelity.kl_bound, "explained_by_rounding": fidelity.explained}
+            | {"choices_held": fidelity.moved[0], "choices": fidelity.moved[2]}
+            | {"lost_update": fidelity.lost, "adapter": asdict(fidelity.adapter)}
+            | {"loss": asdict(fidelity.loss) | {"excess": fidelity.loss.excess} if fidelity.loss else None}
+            for name, fidelity in self.targets.items()
         }  # fmt: skip
         return {
             "targets": targets,
-            "update_kept": {name: {"share": each.share, "error": each.error} for name, each in self.kept.items()},
+            "update_kept": {name: {"share": update.share, "error": update.error} for name, update in self.kept.items()},
             "closer": self.closer,
             **({"experts_changed": self.experts[0], "experts": self.experts[1]} if self.experts else {}),
             "written": self.target,
@@ -123,14 +123,14 @@ class MergeReport:
     def __str__(self) -> str:
         stored = self.dtype if self.quantize == SIXTEEN else self.quantize
         lines = [f"merged onto the {self.target} base in {stored}: {self.reason}"]
-        for name, each in self.targets.items():
+        for name, fidelity in self.targets.items():
             mark = "  closer" if name == self.closer and len(self.targets) > 1 else ""
             lines.append(
-                f"  {name:<11} KL {each.trained.kl:.3g} nats per token, largest logit difference "
-                f"{each.trained.max_logit_difference:.3g} from the base with its adapter{mark}"
+                f"  {name:<11} KL {fidelity.trained.kl:.3g} nats per token, largest logit difference "
+                f"{fidelity.trained.max_logit_difference:.3g} from the base with its adapter{mark}"
             )
-        for name, kept in self.kept.items():
-            lines.append(f"  {name:<11} {kept}" if kept.total else f"  {name:<11} no adapter")
+        for name, retained in self.kept.items():
+            lines.append(f"  {name:<11} {retained}" if retained.total else f"  {name:<11} no adapter")
         if self.experts:
             lines.append(f"  of {self.experts[1]} experts' tensors that the adapter changes, {self.experts[0]} changed")
         if self.targets:
@@ -213,14 +213,29 @@ def merge(
     job = _prepare(Path(run_or_adapter_dir), out, base, quantize, verify, trust_remote_code)
     with progress_bars("merging", console) as progress, new_directory(out) as aside:
         _write_side_files(job, aside)
-        found, written, tokens = (_write_closest if verify else _write_unverified)(job, aside, progress)
-    dtype, stored = str(job.weights.config()["dtype"]), job.weights.packing.name
-    kept = {target: kept for target in job.targets if (kept := job.weights.kept(target)).total}
-    seconds = time.perf_counter() - started
+        fidelities, written, tokens = (_write_closest if verify else _write_unverified)(job, aside, progress)
+    retained = {target: job.weights.retained(target) for target in job.targets}
+    if len(fidelities) > 1:
+        reason = "it is closer to the trained model"
+    elif fidelities and len(job.targets) > 1:
+        reason = "in this format the other base loses the update"
+    else:
+        reason = job.reason
     report = MergeReport(
-        out, written, _reason(job, found), dtype, stored, job.weights.nbytes, found, kept,
-        job.weights.changed_experts(written), _closest(found), tokens, seconds, run_dir=job.run_dir,
-    )  # fmt: skip
+        out,
+        written,
+        reason,
+        dtype=str(job.weights.config()["dtype"]),
+        quantize=job.weights.packing.name,
+        nbytes=job.weights.nbytes,
+        targets=fidelities,
+        kept={target: update for target, update in retained.items() if update.total},
+        experts=job.weights.changed_experts(written),
+        closer=_closest(fidelities),
+        tokens=tokens,
+        seconds=time.perf_counter() - started,
+        run_dir=job.run_dir,
+    )
     if verify and job.run_dir:
         with report_failure_is_a_notice(out):
             write_json(job.run_dir / report.file_name, report.as_dict())
@@ -257,12 +272,12 @@ def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
 
 def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool, trust_remote_code: bool) -> _Job:
     find_trained(source)
-    place, config = look_up(str(source), [f"trust_remote_code={trust_remote_code}"])
+    saved, config = look_up(str(source), [f"trust_remote_code={trust_remote_code}"])
     scheme = config.storage.qat_scheme
     quantize = quantize or scheme
-    if place.adapter is None and quantize in (None, SIXTEEN):
+    if saved.adapter is None and quantize in (None, SIXTEEN):
         raise CheckpointError(
-            f"{source} has no adapter: {place.base} is a whole model, and there is nothing to merge",
+            f"{source} has no adapter: {saved.base} is a whole model, and there is nothing to merge",
             "use that folder as it is",
         )
     device = chosen_device(config.device)
@@ -278,14 +293,14 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
         notice("merge-qat", f"{message}: stored as {stored.name}, the model differs from the trained one")
     if verify:
         check_loader(stored.loader)
-    weights = MergedWeights(config, checkpoint, AdapterLayers(config, place.adapter, device), stored)
+    weights = MergedWeights(config, checkpoint, AdapterLayers(config, saved.adapter, device), stored)
     check_space(out, weights.nbytes, "free some space, or name a folder on another disk")
-    run_dir = place.run_dir
-    return _Job(config, config, place.adapter, run_dir, out, device, weights, targets, preferred, reason)
+    run_dir = saved.run_dir
+    return _Job(config, config, saved.adapter, run_dir, out, device, weights, targets, preferred, reason)
 
 
 def _targets(
-    trained_quantized: bool, base: BaseCheckpoint, wanted: str, quantized: bool
+    trained_quantized: bool, checkpoint: BaseCheckpoint, base_choice: str, quantized: bool
 ) -> tuple[tuple[Target, ...], Target, str]:
     """Return the bases to try, the one to write unless another measures closer, and the reason.
 
@@ -294,22 +309,22 @@ def _targets(
         quantized: whether the merged weights are quantized; the dequantized base may then lie on their grid, which
             snaps the update back.
     """
-    if base.quantized:
-        if wanted == "original":
+    if checkpoint.quantized:
+        if base_choice == "original":
             raise ConfigError(
-                f"base: original: {base.folder} itself is stored quantized", "use base: dequantized, or auto"
+                f"base: original: {checkpoint.folder} itself is stored quantized", "use base: dequantized, or auto"
             )
         return ("dequantized",), "dequantized", "the base checkpoint itself is stored quantized"
     if not trained_quantized:
         return ("original",), "original", "training did not quantize the base, so both bases are the same"
-    if wanted == "original":
+    if base_choice == "original":
         return ("original",), "original", "as asked"
-    if wanted == "dequantized":
+    if base_choice == "dequantized":
         return ("dequantized",), "dequantized", "as asked"
-    both: tuple[Target, ...] = ("original", "dequantized")
     if quantized:
-        return both, "original", "a quantization grid would drop the update, and its weights are on none (not measured)"
-    return both, "dequantized", "the adapter was trained on it (not measured: verify is off)"
+        reason = "a quantization grid would drop the update, and its weights are on none (not measured)"
+        return ("original", "dequantized"), "original", reason
+    return ("original", "dequantized"), "dequantized", "the adapter was trained on it (not measured: verify is off)"
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -322,21 +337,21 @@ def _write_closest(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Tar
         ConfigError: every target loses the update or has a higher loss.
     """
     verifier = Verifier(job.run, job.adapter_dir, job.weights, aside, job.run_dir, progress)
-    found: dict[Target, Fidelity] = {}
+    fidelities: dict[Target, Fidelity] = {}
     refusals: dict[Target, ConfigError] = {}
     order = sorted(job.targets, key=lambda target: target == job.preferred)
     for target in order:
-        measured = _write_and_verify(job, aside, target, verifier, progress)
-        if isinstance(measured, ConfigError):
-            refusals[target] = measured
+        result = _write_and_verify(job, aside, target, verifier, progress)
+        if isinstance(result, ConfigError):
+            refusals[target] = result
         else:
-            found[target] = measured
-    written = _closest(found)
+            fidelities[target] = result
+    written = _closest(fidelities)
     if written is None:
         raise refusals[job.preferred]
     if written != order[-1]:
         _write_and_verify(job, aside, written, verifier, progress)
-    return found, written, verifier.tokens
+    return fidelities, written, verifier.tokens
 
 
 def _write_unverified(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Target, Fidelity], Target, int]:
@@ -348,15 +363,8 @@ def _write_unverified(job: _Job, aside: Path, progress: Progress) -> tuple[dict[
     return {}, job.preferred, 0
 
 
-def _reason(job: _Job, found: Mapping[Target, Fidelity]) -> str:
-    """Return the reason for choosing the base."""
-    if len(found) > 1:
-        return "it is closer to the trained model"
-    return "in this format the other base loses the update" if found and len(job.targets) > 1 else job.reason
-
-
-def _closest(found: Mapping[Target, Fidelity]) -> Target | None:
-    return min(found, key=lambda target: found[target].trained.kl, default=None)
+def _closest(measured: Mapping[Target, Fidelity]) -> Target | None:
+    return min(measured, key=lambda target: measured[target].trained.kl, default=None)
 
 
 def _write_and_verify(
@@ -375,7 +383,7 @@ def _update_refusal(job: _Job, target: Target) -> ConfigError | None:
     weights = job.weights
     if weights.as_trained:  # quantization-aware training: the update is measured after rounding
         return None
-    return lost_update_error(weights.kept(target), weights.packing, target, original=not weights.base.quantized)
+    return lost_update_error(weights.retained(target), weights.packing, target, original=not weights.base.quantized)
 
 
 def _write(job: _Job, aside: Path, target: Target, progress: Progress) -> dict[str, dict[str, int]]:
@@ -406,14 +414,14 @@ def required_share(packing: Packing) -> float:
     return next(share for bits, share in MIN_RETAINED.items() if packing.bits >= bits)
 
 
-def lost_update_error(kept: RetainedUpdate, packing: Packing, target: Target, original: bool) -> ConfigError | None:
+def lost_update_error(retained: RetainedUpdate, packing: Packing, target: Target, original: bool) -> ConfigError | None:
     """Return the error for a merge that lost its update, or None.
 
     Args:
         original: whether there is an original base to merge onto.
     """
     needed = required_share(packing)
-    if not packing.formats or kept.share + STANDARD_ERRORS * kept.error >= needed:
+    if not packing.formats or retained.share + STANDARD_ERRORS * retained.error >= needed:
         return None
     if target == "dequantized" and original:
         fix = "merge onto the original base (--base original, or auto)"
@@ -422,7 +430,7 @@ def lost_update_error(kept: RetainedUpdate, packing: Packing, target: Target, or
     else:
         fix = f"{IN_16_BITS}, or into 8 bits (--quantize fp8-block)"
     return ConfigError(
-        f"quantize: in {packing.name} on the {target} base {kept}, and {needed:.0%} is required: rounding to the"
+        f"quantize: in {packing.name} on the {target} base {retained}, and {needed:.0%} is required: rounding to the"
         " format's grid takes back what training changed",
         fix,
     )

@@ -87,8 +87,8 @@ def modelfile(file_names: Sequence[str], tokenizer: Any, end_ids: Sequence[int],
             if pieces.system and not pieces.writes_system:
                 lines.append(f'SYSTEM """{pieces.system}"""')
             if pieces.result:
-                what = "Ollama writes the JSON of tools and calls without spaces, and the run was trained with them"
-                notice("ollama-tools", f"{what}: for exact prompts, serve the GGUF file with llama.cpp")
+                message = "Ollama writes the JSON of tools and calls without spaces, and the run was trained with them"
+                notice("ollama-tools", f"{message}: for exact prompts, serve the GGUF file with llama.cpp")
     ends = dict.fromkeys([tokenizer.eos_token_id, *end_ids])
     for index in ends:
         lines.append(f'PARAMETER stop "{tokenizer.convert_ids_to_tokens(index)}"')
@@ -141,8 +141,9 @@ def _around_result(tokenizer: Any, pieces: Pieces) -> tuple[str, str] | None:
     except REFUSALS:
         return None
     plain = [("system", tool_text([tool])), ("user", "a"), ("assistant", call_text([call])), ("tool", "b")]
-    before, after = pieces.around["user"]
-    for around in ((before, after), (before.replace("user", "tool"), after)):  # a user turn, or a role of its own
+    user_prefix, user_suffix = pieces.around["user"]
+    as_tool_role = user_prefix.replace("user", "tool"), user_suffix
+    for around in (pieces.around["user"], as_tool_role):
         if replace(pieces, around={**pieces.around, "tool": around}).compose(plain) == text:
             return around
     return None
@@ -160,12 +161,14 @@ def _without_bos(tokenizer: Any, text: str) -> str:
 
 def _cut(rendered: Mapping[tuple[str, ...], str]) -> Pieces | None:
     """Split the rendered probes into the text around each role's content."""
-    user, system, assistant = MARKS["user"], MARKS["system"], MARKS["assistant"]
+    user = MARKS["user"]
+    system = MARKS["system"]
+    assistant = MARKS["assistant"]
     first_user, alone = rendered[("user",)].split(user, 1)
-    before_system, rest = rendered[("system", "user")].split(system, 1)
-    after_system = rest.split(user, 1)[0].removesuffix(first_user)
-    between_ua, rest = rendered[("user", "assistant", "user")].split(user, 1)[1].split(assistant, 1)
-    after_assistant = rest.split(user, 1)[0].removesuffix(first_user)
+    before_system, following = rendered[("system", "user")].split(system, 1)
+    after_system = following.split(user, 1)[0].removesuffix(first_user)
+    between_ua, following = rendered[("user", "assistant", "user")].split(user, 1)[1].split(assistant, 1)
+    after_assistant = following.split(user, 1)[0].removesuffix(first_user)
     # text after a user message is its end if it also ends a system message, otherwise the start of what follows
     after_user = after_system if alone.startswith(after_system) and between_ua.startswith(after_system) else ""
     around = {
@@ -179,8 +182,8 @@ def _cut(rendered: Mapping[tuple[str, ...], str]) -> Pieces | None:
 def _cut_after_default(rendered: Mapping[tuple[str, ...], str]) -> Pieces | None:
     """Split the probes of a template that writes a default system message into conversations without one."""
     user, system = MARKS["user"], MARKS["system"]
-    before_system, rest = rendered[("system", "user")].split(system, 1)
-    between, tail = rest.split(user, 1)
+    before_system, following = rendered[("system", "user")].split(system, 1)
+    between, tail = following.split(user, 1)
     alone = rendered[("user",)]
     if not alone.startswith(before_system) or not alone.endswith(between + user + tail):
         return None
@@ -209,8 +212,8 @@ def go_template(pieces: Pieces) -> str:
     if pieces.writes_system:
         messages, first = "$i, $message := .Messages", _without_system(pieces)
     roles = "".join(
-        f'{{{{ if eq .Role "{role}" }}}}{_go(before)}{{{{ .Content }}}}{inside.get(role, "")}{_go(after)}{{{{ end }}}}'
-        for role, (before, after) in around.items()
+        f'{{{{ if eq .Role "{role}" }}}}{_go(prefix)}{{{{ .Content }}}}{inside.get(role, "")}{_go(suffix)}{{{{ end }}}}'
+        for role, (prefix, suffix) in around.items()
     )
     text = f"{{{{ range {messages} }}}}{first}{roles}{{{{ end }}}}{_go(pieces.generation)}".replace('"""', QUOTES)
     return text[:-1] + QUOTE if text.endswith('"') else text
@@ -218,10 +221,10 @@ def go_template(pieces: Pieces) -> str:
 
 def _without_system(pieces: Pieces) -> str:
     """Return Go text that writes a system message if the conversation has none: the tools, or the default text."""
-    before, after = map(_go, pieces.around["system"])
-    default = f"{before}{_go(pieces.system)}{after}" if pieces.system else ""
-    others = f"{{{{ else }}}}{default}" if default else ""
-    shown = f"{{{{ if $.Tools }}}}{before}{TOOLS}{after}{others}{{{{ end }}}}" if pieces.result else default
+    prefix, suffix = map(_go, pieces.around["system"])
+    default = f"{prefix}{_go(pieces.system)}{suffix}" if pieces.system else ""
+    otherwise = f"{{{{ else }}}}{default}" if default else ""
+    shown = f"{{{{ if $.Tools }}}}{prefix}{TOOLS}{suffix}{otherwise}{{{{ end }}}}" if pieces.result else default
     return f'{{{{ if and (eq $i 0) (ne .Role "system") }}}}{shown}{{{{ end }}}}'
 
 

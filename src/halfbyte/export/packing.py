@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import SIXTEEN, Origin, Storage
@@ -83,8 +84,8 @@ class Packing:
     @property
     def bits(self) -> float:
         """Bits per weight, scales included, of the layers with the fewest bits."""
-        of_each = (each.matrix_format if isinstance(each, Stack) else each for each in self.formats.values())
-        return min((each.bits_per_weight(TYPICAL_SHAPE) for each in of_each), default=16.0)
+        matrices = (f.matrix_format if isinstance(f, Stack) else f for f in self.formats.values())
+        return min((format_.bits_per_weight(TYPICAL_SHAPE) for format_ in matrices), default=16.0)
 
     def entries(self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Entry, ...]:
         """Return the checkpoint entries of a quantized parameter that the checkpoint calls `name`.
@@ -93,11 +94,11 @@ class Packing:
             ModelError: the format cannot store the shape.
         """
         try:
-            found = _state_entries(self.formats[parameter], shape, dtype)
+            entries = _state_entries(self.formats[parameter], shape, dtype)
         except ModelError as error:
             raise ModelError(f"{self.name} cannot hold {name}: {error.message}", error.fix) from error
-        suffixed = found | ({INPUT_SCALE: ("F32", (), 4)} if self.calibrated else {})
-        return tuple(Entry(entry_name(name, suffix), *each) for suffix, each in suffixed.items())
+        entries = entries | ({INPUT_SCALE: ("F32", (), 4)} if self.calibrated else {})
+        return tuple(Entry(entry_name(name, suffix), *entry) for suffix, entry in entries.items())
 
 
 def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Packing:
@@ -117,11 +118,11 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
     try:
         chosen = FOREIGN[str(quantize)] if foreign else quantize
         patterns = chosen.items() if isinstance(chosen, Mapping) else [("*", chosen)]
-        ours = HalfbyteConfig(Storage(tuple(patterns)))
+        quantization = HalfbyteConfig(Storage(tuple(patterns)))
         model = meta_model(origin, load_model_config(origin))
         linears = quantizable(model)
         stacks = expert_stacks(model) if experts and not foreign else {}
-        formats = ours.assign(model, [*linears, *stacks])
+        formats = quantization.assign(model, [*linears, *stacks])
     except ModelError as error:
         fix = f"{error.fix}; for other tools: {', '.join(FOREIGN)}"
         raise ConfigError(error.message.replace("quantization:", "quantize:"), fix) from error
@@ -133,94 +134,85 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
                 f"quantize: {format_.spec} needs calibration, which halfbyte does not do",
                 f"use one of {', '.join(sorted(names()))}",
             )
-    packed = ours.stacks = frozenset(supported_stacks(model, stacks, formats))
+    packed = quantization.stacks = frozenset(supported_stacks(model, stacks, formats))
     parameters = {f"{name}.weight": formats[name] for name in linears if name in formats}
     parameters |= {name: formats[name].stacked() for name in packed}
     if not foreign:
-        return Packing(_name(quantize), parameters, ours.to_dict(), stacks=packed)
+        name = quantize if isinstance(quantize, str) else ",".join(f"{key}={value}" for key, value in quantize.items())
+        return Packing(name, parameters, quantization.to_dict(), stacks=packed)
     skipped = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in linears]
     return _foreign(str(quantize), parameters, {name: tuple(linears[name].weight.shape) for name in linears}, skipped)
-
-
-def _name(quantize: str | Mapping[str, str]) -> str:
-    if isinstance(quantize, str):
-        return quantize
-    return ",".join(f"{pattern}={format_}" for pattern, format_ in quantize.items())
 
 
 def _foreign(
     name: str, formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]], skipped: list[str]
 ) -> Packing:
+    """Return the packing of `FOREIGN` layout `name`; `skipped` modules keep 16 bits.
+
+    Raises:
+        ConfigError: a weight has a shape that the layout cannot store.
+    """
+    config: dict[str, Any]
     if name == "fp8-block":
         # transformers splits a side evenly among its scales; one scale covers any side up to a tile
         _check_sides(name, shapes, {module: [n for n in size if n > TILE] for module, size in shapes.items()}, TILE)
-        return Packing(name, formats, _fp8_config(skipped), "fp8")
+        config = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [TILE, TILE],
+            "modules_to_not_convert": skipped,
+        }
+        return Packing(name, formats, config, "fp8")
     if name == "nvfp4-modelopt":
         _check_sides(name, shapes, shapes, BLOCK)
-        return Packing(name, formats, _modelopt_config(skipped), peers=_peers(formats), calibrated=True)
-    return Packing(name, formats, _bitsandbytes_config(name, skipped), "bitsandbytes")
-
-
-def _check_sides(
-    name: str, shapes: Mapping[str, tuple[int, ...]], sides: Mapping[str, Sequence[int]], unit: int
-) -> None:
-    for module, own in sides.items():
-        if any(side % unit for side in own):
-            raise ConfigError(
-                f"quantize: {name} cannot hold {module}.weight {shapes[module]}: it takes sides in multiples of {unit}",
-                "use fp8 or nf4",
-            )
-
-
-def _bitsandbytes_config(name: str, skipped: list[str]) -> dict[str, Any]:
-    config: dict[str, Any] = {
+        values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+        config = {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "kv_cache_scheme": None,
+            "group_size": BLOCK,
+            "ignore": skipped,
+            "config_groups": {"group_0": {"input_activations": values, "weights": values, "targets": ["Linear"]}},
+        }
+        return Packing(name, formats, config, peers=_peers(formats), calibrated=True)
+    config = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": name != "bnb-int8",
         "load_in_8bit": name == "bnb-int8",
         "llm_int8_skip_modules": skipped,
         "llm_int8_threshold": 6.0,
     }
-    if name == "bnb-int8":
-        return config
-    return config | {
-        "bnb_4bit_quant_type": name.removeprefix("bnb-"),
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_compute_dtype": "bfloat16",
-    }
+    if name != "bnb-int8":
+        config |= {
+            "bnb_4bit_quant_type": name.removeprefix("bnb-"),
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_compute_dtype": "bfloat16",
+        }
+    return Packing(name, formats, config, "bitsandbytes")
 
 
-def _fp8_config(skipped: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [TILE, TILE],
-        "modules_to_not_convert": skipped,
-    }
-
-
-def _modelopt_config(skipped: list[str]) -> dict[str, Any]:
-    values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "kv_cache_scheme": None,
-        "group_size": BLOCK,
-        "ignore": skipped,
-        "config_groups": {"group_0": {"input_activations": values, "weights": values, "targets": ["Linear"]}},
-    }
+def _check_sides(
+    name: str, shapes: Mapping[str, tuple[int, ...]], sides: Mapping[str, Sequence[int]], unit: int
+) -> None:
+    for module, sizes in sides.items():
+        if any(side % unit for side in sizes):
+            raise ConfigError(
+                f"quantize: {name} cannot hold {module}.weight {shapes[module]}: it takes sides in multiples of {unit}",
+                "use fp8 or nf4",
+            )
 
 
 def _peers(formats: Mapping[str, Format]) -> dict[str, tuple[str, ...]]:
     """Return parameter → the parameters that a server fuses with it, including itself."""
-    found = {}
+    peers = {}
     for parameter in formats:
-        parent, _, own = parameter.removesuffix(".weight").rpartition(".")
+        parent, _, name = parameter.removesuffix(".weight").rpartition(".")
         for group in FUSED:
-            if own in group:
-                siblings = (f"{parent}.{each}.weight" for each in group)
-                found[parameter] = tuple(each for each in siblings if each in formats)
-    return found
+            if name in group:
+                siblings = (f"{parent}.{sibling}.weight" for sibling in group)
+                peers[parameter] = tuple(sibling for sibling in siblings if sibling in formats)
+    return peers
 
 
 def check_loader(loader: Loader) -> None:
@@ -240,17 +232,16 @@ def quantize_together(weight: Tensor, format: Format, amax: Tensor) -> dict[str,
 
     The factor follows from the largest value, so a row with that value is appended, and dropped again.
     """
-    parts = format.quantize(torch.cat([weight, amax.expand(1, weight.shape[1])]))
-    return {"packed": parts["packed"][:-1], "scale": parts["scale"][:-1], "factor": parts["factor"]}
+    stored = format.quantize(torch.cat([weight, amax.expand(1, weight.shape[1])]))
+    return {"packed": stored["packed"][:-1], "scale": stored["scale"][:-1], "factor": stored["factor"]}
 
 
 def padded_state(state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """Pad the JSON entries of `state` with spaces to their announced sizes, in bytes."""
-    return {name: _padded(tensor, sizes[name]) if "quant_state" in name else tensor for name, tensor in state.items()}
-
-
-def _padded(text: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.pad(text, (0, size - len(text)), value=ord(" "))
+    return {
+        name: F.pad(tensor, (0, sizes[name] - len(tensor)), value=ord(" ")) if "quant_state" in name else tensor
+        for name, tensor in state.items()
+    }
 
 
 @functools.cache
@@ -260,9 +251,9 @@ def _state_entries(
     """Return suffix → safetensors dtype, shape and bytes of the entries that store a tensor."""
     specs = format.part_specs(shape)
     parts = {part: torch.zeros(size, dtype=part_dtype) for part, (size, part_dtype) in specs.items()}
-    found = {}
+    entries = {}
     for suffix, value in format.to_state(parts, shape, dtype).items():
         spare = JSON_NUMBER_BYTES if "quant_state" in suffix else 0
         size = (value.numel() + spare,) if spare else tuple(value.shape)
-        found[suffix] = (NAMES[value.dtype], size, value.nbytes + spare)
-    return found
+        entries[suffix] = (NAMES[value.dtype], size, value.nbytes + spare)
+    return entries

@@ -50,16 +50,16 @@ def export_served(run: Path | str, out: Path | str | None = None, *, trust_remot
         ConfigError: the folder exists.
         CheckpointError: no adapter, or one that servers cannot apply (DoRA, full layers, experts without names).
     """
-    place = find(str(run))
-    if place.adapter is None:
+    saved = find(str(run))
+    if saved.adapter is None:
         raise CheckpointError(f"{run} has no adapter", "serve the model itself")
     path = Path(out) if out is not None else Path(run) / NAME
     if path.exists():
         raise ConfigError(f"{path} exists already", "remove it, or name another folder with --out")
-    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
-    adapter = AdapterLayers(config, place.adapter, torch.device("cpu"))
-    served = ServedAdapter(adapter, config.origin, str(place.adapter))
-    tokenizer, report = trained_tokenizer(place.adapter, config), data_report(place.run_dir)
+    config = saved_config(saved, [f"trust_remote_code={trust_remote_code}"])
+    adapter = AdapterLayers(config, saved.adapter, torch.device("cpu"))
+    served = ServedAdapter(adapter, config.origin, str(saved.adapter))
+    tokenizer, report = trained_tokenizer(saved.adapter, config), data_report(saved.run_dir)
     keys = generation_keys(served.base, tokenizer, report)
     return served.write(served.tensors(), path, keys)
 
@@ -80,14 +80,16 @@ class ServedAdapter:
             raise CheckpointError(f"{name}: servers cannot replace {min(adapter.replaced)}", MERGE)
         if adapter.routers:
             raise CheckpointError(f"{name}: servers do not support adapters on routers ({min(adapter.routers)})", MERGE)
-        self.adapter, self.origin, self.name = adapter, origin.name, name
+        self.adapter = adapter
+        self.origin = origin.name
+        self.name = name
         base = BaseCheckpoint(origin)
         self.base = base.folder
-        self._places = [(stored.name, *adapter.parameter_of(stored.name)) for stored in base.weights]
-        known = {name for _, name, whole, piece in self._places if whole or (piece and name in adapter.experts)}
-        if left := sorted(adapter.changed - known):
+        self._parameters = [(stored.name, *adapter.parameter_of(stored.name)) for stored in base.weights]
+        stored = {name for _, name, full, piece in self._parameters if full or (piece and name in adapter.experts)}
+        if absent := sorted(adapter.changed - stored):
             raise CheckpointError(
-                f"{base.folder} lacks {left[0]}, which {name} changes",
+                f"{base.folder} lacks {absent[0]}, which {name} changes",
                 f"correct base_model_name_or_path in {name}/{ADAPTER_CONFIG}",
             )
         self.rank = max(a.shape[0] for _, a, _, _ in self._factors())
@@ -95,18 +97,18 @@ class ServedAdapter:
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
         """Return the current factors, fp32 on the CPU: A [r, K] and B [N, r] of each matrix."""
-        found: dict[str, Tensor] = {}
+        factors: dict[str, Tensor] = {}
         for module, a, b, scaling in self._factors():
-            missing, prefix = self.rank - a.shape[0], f"base_model.model.{module}"
-            both = {"A": functional.pad(a, (0, 0, 0, missing)), "B": functional.pad(b * scaling, (0, missing))}
-            found |= {f"{prefix}.lora_{side}.weight": each.cpu().contiguous() for side, each in both.items()}
-        return found
+            padding, prefix = self.rank - a.shape[0], f"base_model.model.{module}"
+            factors[f"{prefix}.lora_A.weight"] = functional.pad(a, (0, 0, 0, padding)).cpu().contiguous()
+            factors[f"{prefix}.lora_B.weight"] = functional.pad(b * scaling, (0, padding)).cpu().contiguous()
+        return factors
 
     @torch.no_grad()
     def _factors(self) -> Iterator[Factors]:
         """Yield the factors of each matrix that the adapter changes, by the checkpoint's names."""
         layers, experts = self.adapter.layers, self.adapter.experts
-        for stored, parameter, is_whole, piece in self._places:
+        for stored, parameter, is_whole, piece in self._parameters:
             module, layer = stored.removesuffix(".weight"), layers.get(parameter)
             if wrapper := experts.get(parameter):
                 if piece is None:

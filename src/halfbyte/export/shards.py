@@ -67,9 +67,9 @@ def write_shard(
     with open(path, "wb") as file:
         start = file.write(len(text).to_bytes(8, "little") + text)
         for group in groups:
-            made = make(group)
+            tensors = make(group)
             for entry in group:
-                raw = _bytes(made[entry.name])
+                raw = _bytes(tensors[entry.name])
                 if raw.nbytes != entry.nbytes:
                     raise AssertionError(f"{entry.name}: {raw.nbytes} bytes made, {entry.nbytes} announced")
                 file.seek(start + starts[entry.name])

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from ..utils.hardware import free_cached_memory
 from ..utils.notices import notice, silent
 from ..utils.streams import no_loading_bars
 from ..utils.waiting import waiting
-from .fidelity import DRAWS, Distance, Fidelity, Loss, distance, elementwise_max
+from .fidelity import DRAWS, Fidelity, Loss, distance, elementwise_max
 from .logits import (
     NO_ROUNDING,
     Choices,
@@ -81,16 +82,19 @@ class Verifier:
         run_dir: Path | None,
         progress: Progress,
     ):
-        self._run, self._adapter, self._weights, self._progress = run, adapter, weights, progress
+        self._run = run
+        self._adapter = adapter
+        self._weights = weights
+        self._progress = progress
         self._device = _device_for(weights)
         self._ids = text_ids(tokenizer, run_dir).to(self._device)
         self._documents, self._held_out = loss_documents(run_dir, self._ids) if weights.packing.formats else ([], False)
         observe = self._observe if weights.packing.calibrated else None
-        self._routing, self._routing_of_original = Routing(), Routing()
+        self._routing = Routing()
+        self._routing_of_original = Routing()
         self._trained, self._bare, self._losses = self._measure_base(
             weights.trained_dtype, run.storage.quantized, self._routing, observe
         )
-        self._unquantized: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def tokens(self) -> int:
@@ -105,36 +109,39 @@ class Verifier:
                 explain the difference of the logits.
         """
         rounded_before = self._rounded_before(target)
-        exact, bare, before = (self._trained, self._bare, self._losses) if rounded_before else self._original()
+        exact, bare, exact_losses = (self._trained, self._bare, self._losses) if rounded_before else self._original
         routing = self._routing if rounded_before else self._routing_of_original
-        found, losses, chosen = self._measure_merged(folder, target, routing)
-        merged, (held, *noisy), (own, *by_noise) = found[0], found[-1 - DRAWS :], chosen[-1 - DRAWS :]
-        kept, quantized = self._weights.kept(target), bool(self._weights.packing.formats)
+        all_logits, merged_losses, choices = self._measure_merged(folder, target, routing)
+        held, *noisy = all_logits[-1 - DRAWS :]
+        preferred, *preferred_with_noise = choices[-1 - DRAWS :]
+        retained, quantized = self._weights.retained(target), bool(self._weights.packing.formats)
+        moved_by_noise = max(count_moved(noisy_choices, preferred) for noisy_choices in preferred_with_noise)
         fidelity = Fidelity(
-            trained=distance(self._trained, merged),
+            trained=distance(self._trained, all_logits[0]),
             exact=distance(exact, held),
-            noise=elementwise_max(distance(held, each) for each in noisy),
+            noise=elementwise_max(distance(held, logits) for logits in noisy),
             adapter=distance(bare, exact),
-            lost=abs(1 - kept.share),
+            lost=abs(1 - retained.share),
             largest_logit=float(exact.abs().max()),
-            kept=kept,
-            loss=Loss.between(losses, (before, self._losses), self._held_out) if quantized else None,
-            moved=(count_moved(own, routing.chosen), max(count_moved(each, own) for each in by_noise), routing.choices),
+            loss=Loss.between(merged_losses, (exact_losses, self._losses), self._held_out) if quantized else None,
+            moved=(count_moved(preferred, routing.chosen), moved_by_noise, routing.choices),
         )
         if not fidelity.explained:
-            raise CheckpointError(_unexplained(fidelity, target), NOTHING_WRITTEN)
+            raise CheckpointError(
+                f"the model merged onto the {target} base computes something else than base and adapter: logits differ "
+                f"by up to {fidelity.exact}, where rounding explains {fidelity.bound:.3g} (KL {fidelity.kl_bound:.3g})",
+                NOTHING_WRITTEN,
+            )
         return fidelity
 
     def _rounded_before(self, target: Target) -> bool:
         """Return whether the base merged onto is the trained base, quantized as in training."""
         return target == "dequantized" or self._weights.as_trained
 
+    @functools.cached_property
     def _original(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results of `_measure_base` for the base's stored weights."""
-        if self._unquantized is None:
-            dtype = DTYPES[self._weights.base.dtype]
-            self._unquantized = self._measure_base(dtype, False, self._routing_of_original)
-        return self._unquantized
+        """Results of `_measure_base` for the base's stored weights."""
+        return self._measure_base(DTYPES[self._weights.base.dtype], False, self._routing_of_original)
 
     @waiting("measuring the trained model")
     def _measure_base(
@@ -166,25 +173,20 @@ class Verifier:
         bits = "quantized base" if quantized else "base"
         description = f"measuring the {bits}" + (" with its adapter" if self._adapter else "")
         with_bare = self._adapter is not None
-        found, losses, _ = self._measure(description, load, [(NO_ROUNDING, routing.recorded)], with_bare=with_bare)
-        return found[0], found[-1], losses
+        all_logits, losses, _ = self._measure(description, load, [(NO_ROUNDING, routing.recorded)], with_bare=with_bare)
+        return all_logits[0], all_logits[-1], losses
 
     def _observe(self, model: nn.Module) -> None:
         """Make the layers that will be quantized record their largest input."""
-        found = self._weights.input_amax
+        input_amax = self._weights.input_amax
 
         def record(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            found[name] = max(found.get(name, 0.0), float(inputs[0].abs().max()))
+            input_amax[name] = max(input_amax.get(name, 0.0), float(inputs[0].abs().max()))
 
-        for parameter, peers in self._peers().items():
-            for each in peers:
-                module = model.get_submodule(each.removesuffix(".weight"))
+        for parameter in self._weights.packing.formats:
+            for peer in self._weights.packing.peers.get(parameter, (parameter,)):
+                module = model.get_submodule(peer.removesuffix(".weight"))
                 module.register_forward_pre_hook(partial(record, parameter.removesuffix(".weight")))
-
-    def _peers(self) -> Mapping[str, tuple[str, ...]]:
-        """Return parameter → the parameters whose inputs determine its scale."""
-        packing = self._weights.packing
-        return {parameter: packing.peers.get(parameter, (parameter,)) for parameter in packing.formats}
 
     def _measure_merged(
         self, folder: Path, target: Target, routing: Routing
@@ -195,8 +197,9 @@ class Verifier:
             Logits with its own routing (mixtures only), with `routing` held, and with noise; its losses; and the
             experts that tokens would have chosen in each forward.
         """
-        weights, packing, before = self._weights, self._weights.packing, self._rounded_before(target)
-        cast = weights.cast(weights.trained_dtype if before else DTYPES[weights.base.dtype], before)
+        weights, packing = self._weights, self._weights.packing
+        rounded_before = self._rounded_before(target)
+        cast = weights.cast(weights.trained_dtype if rounded_before else DTYPES[weights.base.dtype], rounded_before)
         errors: dict[str, Tensor] = {}
         rounding = Rounding(weights.rounded(target), cast, errors)
 
@@ -204,41 +207,42 @@ class Verifier:
             dtype = str(self._weights.config()["dtype"])
             model = reload(folder, packing, dtype, self._device, self._run.origin.trust_remote_code)
             for output in self._weights.outputs if packing.formats else ():
-                if output.parts:
+                if output.sources:
                     errors[output.parameter] = self._check_stack(model, output, target)
                 else:
                     self._check_weight(model, output, target)
             return model
 
-        held = [(each, routing.held) for each in (NO_ROUNDING, *[rounding] * DRAWS)]
+        held = [(noise, routing.held) for noise in (NO_ROUNDING, *[rounding] * DRAWS)]
         alone = [(NO_ROUNDING, Routing().held)] if routing.chosen else []
         return self._measure("reloading the merged model", load, [*alone, *held], routing)
 
     @torch.no_grad()
     def _check_weight(self, model: Any, output: Output, target: Target) -> None:
         """Compare a loaded weight with the merged one; a quantized layer then computes from its stored values."""
-        name, _, kind = output.parameter.rpartition(".")
+        name, _, key = output.parameter.rpartition(".")
         if output.parameter not in self._weights.adapter.shapes or not self._weights.is_whole(output):
             return
         module = model.get_submodule(name)
         if not output.packed:
-            found, expected = getattr(module, kind).data.float(), self._weights.tensor(output, target).float()
-            _check_same(found, expected.to(found.device), output)
+            loaded, expected = getattr(module, key).data.float(), self._weights.tensor(output, target).float()
+            _check_same(loaded, expected.to(loaded.device), output)
             return
-        found = stored_values(module)
-        _check_same(found, self._weights.quantized(output, target).dequantize(torch.float32).to(found.device), output)
-        error = (found - self._weights.values(output, target).to(found.device)).square().mean(1).sqrt()
+        loaded = stored_values(module)
+        _check_same(loaded, self._weights.quantized(output, target).dequantize(torch.float32).to(loaded.device), output)
+        error = (loaded - self._weights.values(output, target).to(loaded.device)).square().mean(1).sqrt()
         model.set_submodule(name, StoredLinear(name, partial(stored_values, module), error, module.bias))
 
     @torch.no_grad()
     def _check_stack(self, model: Any, output: Output, target: Target) -> Tensor:
         """Compare a loaded stack of experts with the merged one; return each row's error, fp32 [E, N]."""
-        found, expected = model.get_parameter(output.parameter), self._weights.stack(output, target)
+        loaded_stack: Any = model.get_parameter(output.parameter)
+        expected_stack: Any = self._weights.stack(output, target)
         errors = []
-        for at, (weight, _) in enumerate(self._weights.experts(output, target)):
-            one, other = (_expert(stack, at) for stack in (found, expected))
-            _check_same(one, other.to(one.device), output)
-            errors.append((one - weight.to(one.device)).square().mean(1).sqrt())
+        for index, (weight, _) in enumerate(self._weights.experts(output, target)):
+            loaded = loaded_stack[index].dequantize(torch.float32)
+            _check_same(loaded, expected_stack[index].dequantize(torch.float32).to(loaded.device), output)
+            errors.append((loaded - weight.to(loaded.device)).square().mean(1).sqrt())
         return torch.stack(errors)
 
     def _measure(
@@ -263,41 +267,26 @@ class Verifier:
         task = self._progress.add_task(description, total=None)
         with no_loading_bars():
             model = load()
-        found, chosen = [], []
+        all_logits, chosen = [], []
         for seed, (rounding, around) in enumerate(forwards):
             with around(model):
-                found.append(logits(model, self._ids, rounding, seed))
+                all_logits.append(logits(model, self._ids, rounding, seed))
             chosen.append([] if routing is None else routing.preferred)
         losses = token_losses(model, self._documents) if self._documents else torch.empty(0)
         if with_bare:
             with model.disable_adapter():
-                found.append(logits(model, self._ids))
+                all_logits.append(logits(model, self._ids))
         del model
         gc.collect()  # modules and hooks form reference cycles
         free_cached_memory(self._device)
         self._progress.remove_task(task)
-        return found, losses, chosen
+        return all_logits, losses, chosen
 
 
-def _check_same(found: Tensor, expected: Tensor, output: Output) -> None:
+def _check_same(loaded: Tensor, expected: Tensor, output: Output) -> None:
     bound = RELATIVE_TOLERANCE * expected.abs()
-    if found.shape != expected.shape or not bool(((found - expected).abs() <= bound).all()):
+    if loaded.shape != expected.shape or not bool(((loaded - expected).abs() <= bound).all()):
         raise CheckpointError(f"{output.parameter} reads back other values than were merged", NOTHING_WRITTEN)
-
-
-def _expert(stack: Any, at: int) -> Tensor:
-    """Return an expert of a packed stack, fp32 [N, K]."""
-    return stack[at].dequantize(torch.float32)
-
-
-def _unexplained(fidelity: Fidelity, target: Target) -> str:
-    def words(each: Distance) -> str:
-        return f"{each.max_logit_difference:.3g} (KL {each.kl:.3g})"
-
-    return (
-        f"the model merged onto the {target} base computes something else than base and adapter: logits differ by up "
-        f"to {words(fidelity.exact)}, where rounding explains {fidelity.bound:.3g} (KL {fidelity.kl_bound:.3g})"
-    )
 
 
 def _device_for(weights: MergedWeights) -> torch.device:
@@ -322,12 +311,9 @@ def text_ids(tokenizer: Path, run_dir: Path | None) -> Tensor:
 
 def loss_documents(run_dir: Path | None, ids: Tensor) -> tuple[list[Document], bool]:
     """Return the run's held-out documents and True; without any, `ids` [rows, T] with all tokens counted, and False."""
-    found = [
-        (torch.tensor(each["input_ids"]), torch.tensor(each["trained"]))
-        for each in _data_report(run_dir).get("held_out", ())
-    ]
-    if found:
-        return found, True
+    rows = _data_report(run_dir).get("held_out", ())
+    if rows:
+        return [(torch.tensor(row["input_ids"]), torch.tensor(row["trained"])) for row in rows], True
     return [(row.cpu(), torch.ones(len(row), dtype=torch.bool)) for row in ids], False
 
 
@@ -366,9 +352,9 @@ def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, tru
     with answered("the merged model does not load", REPORT):
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
     model, info = loaded
-    wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in sorted(info[kind], key=str)]
-    if wrong:
-        raise CheckpointError(f"the merged model lacks {wrong[0]}", REPORT)
+    missing = [str(name) for key in ("missing_keys", "mismatched_keys") for name in sorted(info[key], key=str)]
+    if missing:
+        raise CheckpointError(f"the merged model lacks {missing[0]}", REPORT)
     return model
 
 
@@ -377,8 +363,8 @@ def stored_values(module: nn.Module) -> Tensor:
     weight: Any = module.weight
     if isinstance(weight.data, QuantizedTensor):
         return weight.data.dequantize(torch.float32)
-    kind = type(weight).__name__
-    if kind == "Params4bit":
+    weight_type = type(weight).__name__
+    if weight_type == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit
 
         state = copy.copy(weight.quant_state)
@@ -389,7 +375,7 @@ def stored_values(module: nn.Module) -> Tensor:
             return format_.dequantize(parts, shape, torch.float32)
         state.dtype = torch.float32
         return dequantize_4bit(weight.data, state)
-    if kind == "Int8Params":
+    if weight_type == "Int8Params":
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         return int8_vectorwise_dequant(weight.data, weight.SCB)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +42,7 @@ class Output:
         entry: the weight in 16 bits (or as the base stores it).
         packed: entries written instead of `entry` if the weight is quantized.
         piece: the expert and rows it holds, if `parameter` is a stack of experts.
-        parts: for a stack written as one packed tensor: the base's tensors that form it.
+        sources: for a stack written as one packed tensor: the base's tensors that form it.
     """
 
     entry: Entry
@@ -50,11 +50,20 @@ class Output:
     parameter: str
     packed: tuple[Entry, ...] = ()
     piece: Piece | None = None
-    parts: tuple[Output, ...] = ()
+    sources: tuple[Output, ...] = ()
 
     @property
     def written(self) -> tuple[Entry, ...]:
         return self.packed or (self.entry,)
+
+
+def _pieces_by_expert(outputs: Sequence[Output]) -> dict[int, list[Output]]:
+    """Expert → its pieces in the order of their rows; empty if the base stores stacks."""
+    rows = sorted((output.piece.index, output.piece.expert, at) for at, output in enumerate(outputs) if output.piece)
+    pieces: dict[int, list[Output]] = {}
+    for _, expert, at in rows:
+        pieces.setdefault(expert, []).append(outputs[at])
+    return pieces
 
 
 class PackedStacks:
@@ -98,7 +107,9 @@ class MergedWeights:
     """
 
     def __init__(self, run: RunKeys, base: BaseCheckpoint, adapter: AdapterLayers, packing: Packing | None = None):
-        self.base, self.adapter, self.packing = base, adapter, packing or Packing()
+        self.base = base
+        self.adapter = adapter
+        self.packing = packing or Packing()
         self.input_amax: dict[str, float] = {}
         self._group_amax: dict[tuple[Target, tuple[str, ...]], Tensor] = {}
         self._formats = {} if base.quantized and not base.in_part else dict(adapter.quantized)
@@ -108,7 +119,7 @@ class MergedWeights:
         self.trained_dtype = DTYPES[base.dtype] if adapter.is_full_model else resolve_dtype(computed, adapter.device)
         self.as_trained = self.packing.is_scheme(run.storage.qat_scheme)
         self.untied = False
-        self._kept: dict[Target, dict[str, RetainedUpdate]] = {}
+        self._retained: dict[Target, dict[str, RetainedUpdate]] = {}
         self.shards: dict[str, list[Output]] = {file: [] for file in base.headers}
         self._pieces: set[str] = set()
         for stored in base.weights:
@@ -135,18 +146,21 @@ class MergedWeights:
     def _with_packed(self, output: Output) -> Output:
         if output.parameter not in self.packing.formats:
             return output
-        name, shape, dtype = output.entry.name, output.entry.shape, self._packed_dtype(output)
-        return replace(output, packed=self.packing.entries(name, output.parameter, shape, dtype))
+        entries = self.packing.entries(
+            output.entry.name, output.parameter, output.entry.shape, self._packed_dtype(output)
+        )
+        return replace(output, packed=entries)
 
     def _join(self, name: str) -> None:
         """Replace a stack's tensors by one, under the stack's name, at the position of the first."""
-        parts = tuple(output for output in self.outputs if output.parameter == name)
-        first, shape = parts[0], self._stored_shape(name)
+        joined = tuple(output for output in self.outputs if output.parameter == name)
+        first = joined[0]
         for shard in self.shards.values():
             if first in shard:
-                entry = Entry(name, first.entry.dtype, shape, sum(output.entry.nbytes for output in parts))
-                shard[shard.index(first)] = Output(entry, first.source, name, parts=parts)
-            shard[:] = [output for output in shard if output not in parts]
+                nbytes = sum(output.entry.nbytes for output in joined)
+                entry = Entry(name, first.entry.dtype, self._stored_shape(name), nbytes)
+                shard[shard.index(first)] = Output(entry, first.source, name, sources=joined)
+            shard[:] = [output for output in shard if output not in joined]
 
     def _stored_shape(self, stack: str) -> tuple[int, ...]:
         """Return the shape [E, N, K] of a stack."""
@@ -189,10 +203,10 @@ class MergedWeights:
             if name not in outputs:
                 raise CheckpointError(f"{self.base.folder} lacks {name}", "re-download the checkpoint")
             output = outputs[name]
-            found, expected = output.entry.shape, output.piece.shape(expected) if output.piece else expected
-            if found != expected:
+            shape, expected = output.entry.shape, output.piece.shape(expected) if output.piece else expected
+            if shape != expected:
                 raise CheckpointError(
-                    f"{self.base.folder}: {name} has shape {found}, its config.json says {expected}",
+                    f"{self.base.folder}: {name} has shape {shape}, its config.json says {expected}",
                     "check that config.json belongs to these weights",
                 )
 
@@ -203,7 +217,7 @@ class MergedWeights:
 
     def is_whole(self, output: Output) -> bool:
         """Return whether `output` is all of its parameter (experts are stacked from several outputs)."""
-        return output.parameter not in self._pieces and output.piece is None and not output.parts
+        return output.parameter not in self._pieces and output.piece is None and not output.sources
 
     def rounded(self, target: Target) -> set[str]:
         """Return the parameters whose values the merge rounds."""
@@ -250,7 +264,7 @@ class MergedWeights:
         """Return entry name → tensor for one weight of the merged model."""
         if not output.packed:
             return {output.entry.name: self.tensor(output, target)}
-        packed = self.stack(output, target) if output.parts else self._packed_and_counted(output, target)
+        packed = self.stack(output, target) if output.sources else self._packed_and_counted(output, target)
         state = packed.format.to_state(packed.parts, tuple(packed.shape), packed.dtype)
         if self.packing.calibrated:
             amax = self.input_amax[output.parameter.removesuffix(".weight")]
@@ -278,70 +292,74 @@ class MergedWeights:
         """Return a quantized weight, and record how much of its update is retained."""
         if output.parameter not in self.adapter.changed:
             return self.quantized(output, target)
-        before = self._base_values(output, target)
-        weight = self.adapter.merged(output.parameter, before.clone())
-        packed, without = (self._packed(each, output, target) for each in (weight, before))
-        stored, unchanged = packed.dequantize(torch.float32), without.dequantize(torch.float32)
-        self._kept.setdefault(target, {})[output.entry.name] = RetainedUpdate.of(stored, unchanged, weight - before)
+        base_weight = self._base_values(output, target)
+        weight = self.adapter.merged(output.parameter, base_weight.clone())
+        packed = self._packed(weight, output, target)
+        stored = packed.dequantize(torch.float32)
+        stored_base = self._packed(base_weight, output, target).dequantize(torch.float32)
+        update = RetainedUpdate.of(stored, stored_base, weight - base_weight)
+        self._retained.setdefault(target, {})[output.entry.name] = update
         return packed
 
     @torch.no_grad()
     def stack(self, output: Output, target: Target) -> QuantizedTensor:
         """Return a packed stack of experts, and record how much of each expert's update is retained."""
-        format_, shape, name = self.packing.formats[output.parameter], output.entry.shape, output.parameter
-        each = format_.matrix_format if isinstance(format_, Stack) else format_
-        found = self._kept.setdefault(target, {})
+        name, shape = output.parameter, output.entry.shape
+        format_ = self.packing.formats[name]
+        matrix_format = format_.matrix_format if isinstance(format_, Stack) else format_
+        retained = self._retained.setdefault(target, {})
+
+        def rounded(matrix: Tensor) -> Tensor:
+            return QuantizedTensor.quantize(matrix, matrix_format).dequantize(torch.float32)
 
         def experts() -> Iterator[Tensor]:
-            for at, (weight, before) in enumerate(self.experts(output, target)):
+            for index, (weight, base) in enumerate(self.experts(output, target)):
                 if name in self.adapter.changed:
-                    both = (QuantizedTensor.quantize(matrix, each) for matrix in (weight, before))
-                    stored, without = (matrix.dequantize(torch.float32) for matrix in both)
-                    found[f"{name}.{at}"] = RetainedUpdate.of(stored, without, weight - before)
+                    retained[f"{name}.{index}"] = RetainedUpdate.of(rounded(weight), rounded(base), weight - base)
                 yield weight
 
         try:
-            parts = format_.quantize_stack(experts(), shape)
+            stored = format_.quantize_stack(experts(), shape)
         except ModelError as error:
             raise CheckpointError(f"the merged {name}: {error.message}", error.fix) from error
-        return QuantizedTensor(format_, parts, shape, self._packed_dtype(output))
+        return QuantizedTensor(format_, stored, shape, self._packed_dtype(output))
 
     @torch.no_grad()
     def experts(self, output: Output, target: Target) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each expert of a stack with and without the adapter, before rounding, fp32 [N, K]."""
-        name, parts = output.parameter, output.parts
-        pieces = {(each.piece.expert, each.piece.part): each for each in parts if each.piece}
+        name = output.parameter
+        pieces = _pieces_by_expert(output.sources)
         if not pieces:
-            before = self._base_values(parts[0], target)
-            weight = self.adapter.merged(name, before.clone()) if name in self.adapter.changed else before
-            transposed = name in self.adapter.transposed
-            yield from zip(*((each.mT if transposed else each).contiguous() for each in (weight, before)), strict=True)
-        for at in range(output.entry.shape[0]) if pieces else ():
-            own = [pieces[key] for key in sorted(pieces) if key[0] == at]
-            before = torch.cat([self._base_values(each, target) for each in own])
-            yield torch.cat([self.values(each, target) for each in own]), before
+            base = self._base_values(output.sources[0], target)
+            weight = self.adapter.merged(name, base.clone()) if name in self.adapter.changed else base
+            if name in self.adapter.transposed:
+                weight, base = weight.mT, base.mT
+            yield from zip(weight.contiguous(), base.contiguous(), strict=True)
+        for expert in range(output.entry.shape[0]) if pieces else ():
+            base = torch.cat([self._base_values(piece, target) for piece in pieces[expert]])
+            yield torch.cat([self.values(piece, target) for piece in pieces[expert]]), base
 
     def _amax(self, parameters: tuple[str, ...], target: Target) -> Tensor:
         """Return the largest magnitude in a group of merged weights, fp32 []; computes the weights once more."""
         key = (target, parameters)
         if key not in self._group_amax:
             group = [output for output in self.outputs if output.parameter in parameters]
-            self._group_amax[key] = torch.stack([self.values(each, target).abs().amax() for each in group]).amax()
+            self._group_amax[key] = torch.stack([self.values(member, target).abs().amax() for member in group]).amax()
         return self._group_amax[key]
 
     @torch.no_grad()
     def values(self, output: Output, target: Target) -> Tensor:
         """Return one weight of the merged model before rounding, fp32."""
-        before = self._base_values(output, target)
+        base_weight = self._base_values(output, target)
         if output.parameter not in self.adapter.changed:
-            return before
-        return self.adapter.merged(output.parameter, before, output.piece)
+            return base_weight
+        return self.adapter.merged(output.parameter, base_weight, output.piece)
 
     def _base_values(self, output: Output, target: Target) -> Tensor:
         """Return a weight of the base without the adapter, fp32, owned by the caller."""
         name = output.parameter
         if target == "dequantized" and name in self._stacks.formats:
-            return self._packed_stack(output)
+            return self._quantized_experts(output)
         weight = self.base.read(output.source).to(self.adapter.device)
         if self._is_transposed(output.source, name):
             weight = weight.mT
@@ -353,36 +371,36 @@ class MergedWeights:
             weight = weight.to(self.trained_dtype)
         return weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
-    def _packed_stack(self, output: Output) -> Tensor:
+    def _quantized_experts(self, output: Output) -> Tensor:
         """Return experts, or a piece of one, quantized as in training, fp32."""
         shape = self.adapter.shapes[output.parameter]
         if output.piece is not None:
             matrix = self._stacks.expert(output.parameter, output.piece.expert, shape)
             return matrix[output.piece.rows(shape[1])].clone()
-        transposed, stored = output.parameter in self.adapter.transposed, self._stored_shape(output.parameter)
-        whole = torch.stack([self._stacks.expert(output.parameter, at, stored) for at in range(shape[0])])
-        return whole.mT.contiguous() if transposed else whole
+        stored_shape = self._stored_shape(output.parameter)
+        experts = [self._stacks.expert(output.parameter, index, stored_shape) for index in range(shape[0])]
+        stack = torch.stack(experts)
+        return stack.mT.contiguous() if output.parameter in self.adapter.transposed else stack
 
     def _experts(self, parameter: str) -> Iterator[Tensor]:
         """Yield each expert [N, K] of the base's checkpoint, in the dtype that transformers casts it to."""
-        parts = self._of_stack[parameter]
-        pieces = {(each.piece.expert, each.piece.part): each.source for each in parts if each.piece}
-        whole = None if pieces else self.base.read(parts[0].source)
-        for at in range(self.adapter.shapes[parameter][0]):
-            if whole is not None:
-                weight = whole[at].mT if parameter in self.adapter.transposed else whole[at]
+        pieces = _pieces_by_expert(self._of_stack[parameter])
+        stacked = None if pieces else self.base.read(self._of_stack[parameter][0].source)
+        for expert in range(self.adapter.shapes[parameter][0]):
+            if stacked is not None:
+                weight = stacked[expert].mT if parameter in self.adapter.transposed else stacked[expert]
             else:
-                weight = torch.cat([self.base.read(pieces[key]) for key in sorted(pieces) if key[0] == at])
+                weight = torch.cat([self.base.read(piece.source) for piece in pieces[expert]])
             yield weight.to(self.adapter.device, self.trained_dtype)
 
     @functools.cached_property
     def _of_stack(self) -> dict[str, list[Output]]:
         """Stack name → the tensors that form it."""
-        found: dict[str, list[Output]] = {}
+        outputs: dict[str, list[Output]] = {}
         for output in self.outputs:
             if output.parameter in self._stacks.formats:
-                found.setdefault(output.parameter, []).extend(output.parts or [output])
-        return found
+                outputs.setdefault(output.parameter, []).extend(output.sources or [output])
+        return outputs
 
     @torch.no_grad()
     def tensor(self, output: Output, target: Target) -> Tensor:
@@ -391,24 +409,26 @@ class MergedWeights:
         if not self._is_computed(output, target):
             weight = self.base.read(output.source)
             return weight if dtype == output.source.dtype else weight.to(DTYPES[dtype])
-        before = self._base_values(output, target)
+        base = self._base_values(output, target)
         if name not in self.adapter.changed:
-            return self._finite(before, before.to(DTYPES[dtype]), output)
-        weight = self.adapter.merged(name, before.clone(), output.piece)
+            return self._finite(base, base.to(DTYPES[dtype]), output)
+        weight = self.adapter.merged(name, base.clone(), output.piece)
         rounded = self._finite(weight, weight.to(DTYPES[dtype]), output)
-        without = before.to(DTYPES[dtype]).float()
-        found = {output.entry.name: (rounded.float(), without, weight - before)}
+        compared = rounded.float(), base.to(DTYPES[dtype]).float(), weight - base
+        retained = self._retained.setdefault(target, {})
         if name in self.adapter.experts and output.piece is None:  # a stack: count each expert
-            found = {f"{name}.{at}": each for at, each in enumerate(zip(*found.popitem()[1], strict=True))}
-        self._kept.setdefault(target, {}).update({each: RetainedUpdate.of(*values) for each, values in found.items()})
+            for expert, tensors in enumerate(zip(*compared, strict=True)):
+                retained[f"{name}.{expert}"] = RetainedUpdate.of(*tensors)
+        else:
+            retained[output.entry.name] = RetainedUpdate.of(*compared)
         return rounded
 
-    def kept(self, target: Target) -> RetainedUpdate:
+    def retained(self, target: Target) -> RetainedUpdate:
         """Return the update retained in the weights written onto `target`.
 
         Near zero if ΔW is below half a step of a base that is exact in the written dtype, otherwise near one.
         """
-        return RetainedUpdate.sum(self._kept.get(target, {}).values())
+        return RetainedUpdate.sum(self._retained.get(target, {}).values())
 
     def changed_experts(self, target: Target) -> tuple[int, int] | None:
         """Count the single-expert tensors that the adapter changes.
@@ -417,10 +437,10 @@ class MergedWeights:
             The number stored with a change and the total; None without adapters on experts.
         """
         stacks = tuple(f"{name}." for name in self.adapter.experts)
-        pieces = {each.entry.name for each in self.outputs if each.piece and each.parameter in self.adapter.experts}
-        own = [each for name, each in self._kept.get(target, {}).items() if name in pieces or name.startswith(stacks)]
-        trained = [each for each in own if each.total]
-        return (sum(bool(each.along) for each in trained), len(trained)) if stacks else None
+        pieces = {o.entry.name for o in self.outputs if o.piece and o.parameter in self.adapter.experts}
+        updates = self._retained.get(target, {}).items()
+        trained = [u for name, u in updates if u.total and (name in pieces or name.startswith(stacks))]
+        return (sum(bool(update.along) for update in trained), len(trained)) if stacks else None
 
     def cast(self, dtype: torch.dtype, trained: bool) -> dict[str, torch.dtype]:
         """Return parameter name → `dtype` for the 16-bit weights that a base loaded in `dtype` casts.
@@ -430,21 +450,21 @@ class MergedWeights:
         Args:
             trained: whether that base is the trained one, whose quantized weights were cast before quantization.
         """
-        before = self._formats | self._stacks.formats if trained else {}
+        quantized = self._formats | self._stacks.formats if trained else {}
         return {
             output.parameter: dtype
             for output in self.outputs
             if DTYPES.get(output.entry.dtype, dtype) != dtype
             and not output.packed
-            and output.parameter not in before
+            and output.parameter not in quantized
             and output.parameter not in self.adapter.replaced
         }
 
     @staticmethod
     def _finite(weight: Tensor, rounded: Tensor, output: Output) -> Tensor:
         if not bool(torch.isfinite(rounded).all()):
-            what = "does not fit float16" if bool(torch.isfinite(weight).all()) else "has NaN or Inf"
-            raise CheckpointError(f"the merged {output.entry.name} {what}", "train with a lower learning rate")
+            problem = "does not fit float16" if bool(torch.isfinite(weight).all()) else "has NaN or Inf"
+            raise CheckpointError(f"the merged {output.entry.name} {problem}", "train with a lower learning rate")
         return rounded
 
     def config(self) -> dict[str, object]:
