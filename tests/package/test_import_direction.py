@@ -1,9 +1,10 @@
-"""Imports of the package: leaf rooms import no room above them, kernels are loaded by name, and no files form a cycle.
+"""Imports of the package: folders import from lower floors only, kernels are loaded by name, no files form a cycle.
 
-Imports inside functions and under TYPE_CHECKING count.
+Imports inside functions and under TYPE_CHECKING count. A module of the root is a room like a folder.
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,9 +13,22 @@ import pytest
 import halfbyte
 
 PACKAGE = Path(halfbyte.__file__).parent
-LEAVES = {"utils", "reading", "dispatch", "ops", "formats", "autograd", "tensor", "layers", "adapter_kinds"}
-KERNELS_IMPORT = {"kernels", "dispatch", "ops", "formats", "utils"}
-KERNELS_IMPORTED_BY = {"kernels", "dispatch", "cli"}  # the command line prints the table of kernels
+# A room imports from lower floors, and from rooms before it on its own floor.
+FLOORS = (
+    ("utils", "reading", "adapter_kinds"),
+    ("dispatch", "formats", "ops", "kernels"),
+    ("autograd", "tensor", "layers", "functional", "batch"),
+    ("memory", "optim"),
+    ("config", "mesh", "data"),
+    ("modeling", "qat", "adapters", "gguf"),
+    ("methods", "parallel", "loading", "generation"),
+    ("auxiliary", "rewards"),
+    ("plan", "runs"),
+    ("report", "export", "serve", "rl"),
+    ("train", "evaluation"),
+    ("demo", "cli", "lm_eval", "bitsandbytes", "__main__"),
+)
+KERNELS_IMPORTED_BY = {"kernels", "cli"}  # the command line prints the table of kernels
 
 Graph = Mapping[str, set[str]]  # module → modules that it imports, by names below the package
 
@@ -48,17 +62,15 @@ def imported_names(node: ast.AST, folder: list[str]) -> Iterator[str]:
 
 
 def upward_imports(graph: Graph) -> list[str]:
-    """Imports that the rooms of both modules do not allow."""
-    wrong = []
-    for name, targets in graph.items():
-        room = name.partition(".")[0]
-        for target in sorted(targets):
-            other = target.partition(".")[0]
-            refused = room in LEAVES and other not in LEAVES | {"kernels"}
-            refused |= room == "kernels" and other not in KERNELS_IMPORT
-            if refused or (other == "kernels" and room not in KERNELS_IMPORTED_BY):
-                wrong.append(f"{name} imports {target}")
-    return wrong
+    """Imports of rooms that are not below the importing one, and of kernels by name."""
+    height = {room: index for index, room in enumerate(room for floor in FLOORS for room in floor)}
+    rooms = {name: name.partition(".")[0] for name in graph if name}
+    return [
+        f"{name} imports {target}"
+        for name, room in rooms.items()
+        for target in sorted(graph[name])
+        if height[rooms[target]] > height[room] or (rooms[target] == "kernels" and room not in KERNELS_IMPORTED_BY)
+    ]
 
 
 def import_cycle(graph: Graph) -> list[str]:
@@ -70,8 +82,8 @@ def import_cycle(graph: Graph) -> list[str]:
             return path[path.index(name) :]
         if name not in done:
             for target in sorted(graph[name]):
-                if found := visit(target, [*path, name]):
-                    return found
+                if cycle := visit(target, [*path, name]):
+                    return cycle
             done.add(name)
         return []
 
@@ -83,8 +95,15 @@ def graph() -> Graph:
     return import_graph(PACKAGE)
 
 
-def test_rooms_import_only_what_they_may(graph):
+def test_rooms_import_from_lower_floors_only(graph):
     assert upward_imports(graph) == []
+
+
+def test_map_names_the_floor_of_each_room():
+    page = (PACKAGE.parents[1] / "docs" / "design" / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)(?:/|\.py)[^|]*\| (\d+) \|", page, re.MULTILINE)
+    floors = {room: number for number, floor in enumerate(FLOORS, 1) for room in floor if room != "__main__"}
+    assert {room: int(floor) for room, floor in rows if room != "__init__"} == floors
 
 
 def test_imports_within_the_package_are_relative():

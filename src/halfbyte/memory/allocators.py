@@ -21,9 +21,9 @@ import contextlib
 import ctypes
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psutil
 
@@ -38,6 +38,8 @@ STATUS, CLEAR_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 M_MMAP_THRESHOLD = -3  # malloc.h
 LARGE = 1 << 20  # bytes; size of blocks that glibc returns to the system when they are freed
 HEAP_WASTE = 2.7  # largest measured ratio of the heap to live tensors
+
+Result = TypeVar("Result")
 FIRST_KERNELS = 256 * 2**20  # device bytes outside torch's allocator for lazily loaded kernels; 0.17 GiB measured
 
 
@@ -124,3 +126,28 @@ def memory_cap(device: torch.device, limit: int | None) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+class GraphMemory:
+    """Device memory of captured training steps, which evaluation and sampling may need; here, nothing is captured."""
+
+    holds_graphs = False
+
+    def retry_without_graphs(self, work: Callable[[], Result]) -> Result:
+        """Run `work` (evaluation or sampling). On out-of-memory, free the captured CUDA graphs and retry once."""
+        return work()
+
+
+@contextlib.contextmanager
+def free_stream_caches(graphs: GraphMemory, device: torch.device) -> Iterator[None]:
+    """Free torch's cached memory before and after the block, while CUDA graphs are held.
+
+    The allocator caches memory per stream, so the capture stream and the current stream cannot use each other's.
+    """
+    if graphs.holds_graphs:
+        free_cached_memory(device)
+    try:
+        yield
+    finally:
+        if graphs.holds_graphs:
+            free_cached_memory(device)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..batch import Batch
+from ..batch import COUNTS, Batch
 from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
 
@@ -53,6 +53,7 @@ class Metric:
 
 
 LOSS = Metric("loss", "loss")
+TOKENS = "tokens"  # count of processed tokens, without padding
 
 
 @dataclass(frozen=True)
@@ -210,3 +211,19 @@ class Method(ABC):
     def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers of an evaluation from the means and counts over all its rows."""
         return {**means, **counts}
+
+
+class CountingCollator:
+    """A collator that adds the counts of its rows as Python numbers, which stay on the host."""
+
+    def __init__(self, method: Method, collate: Collate):
+        self.method, self.collate = method, collate
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collate(rows)
+        return {**batch, COUNTS: {TOKENS: self.method.tokens(rows), **self.method.counts(batch)}}
+
+    def blank(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch of the same shapes without trained tokens, whose counts are 0."""
+        batch = self.method.blank(batch)
+        return {**batch, COUNTS: {TOKENS: 0, **self.method.counts(batch)}}

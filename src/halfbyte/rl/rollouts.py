@@ -14,10 +14,10 @@ from ..batch import BONUS, CORRECTS
 from ..config import RunConfig
 from ..data.shared_prefix import GIVEN
 from ..generation import Completion
+from ..memory.allocators import free_stream_caches
 from ..methods.answers import as_reference
 from ..methods.grpo import WEIGHT, PolicyOptimization
 from ..rewards.score import Rewards
-from ..train.stepper import free_stream_caches
 from ..utils.notices import notice
 from .rollout_batch import RolloutBatch, pass_rates, rollout_numbers
 from .sampler import AnswerSampler, Row, as_row
@@ -155,7 +155,7 @@ class PolicyRollouts:
         repeated = [row for row in prompts for _ in range(n)]
         prompt_texts = [str(self.policy.tokenizer.decode(row["prompt_ids"])) for row in prompts]
         pairs = zip(repeated, answers.texts, strict=True)
-        with free_stream_caches(self.policy.stepper, self.policy.device):  # reward models need memory
+        with free_stream_caches(self.policy.graphs, self.policy.device):  # reward models need memory
             scored = self.rewards.score(
                 [row["prompt"] for row in repeated],
                 [

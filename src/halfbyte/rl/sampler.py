@@ -15,11 +15,11 @@ from torch import nn
 from ..batch import CORRECTS, to_device
 from ..config import RunConfig
 from ..generation import Completion, Rollouts, Sampling
+from ..memory.allocators import GraphMemory, free_stream_caches
+from ..methods.base import CountingCollator
 from ..methods.grpo import PolicyOptimization
 from ..ops import IGNORE_INDEX
 from ..plan.memory_plan import RolloutPlan
-from ..train.sampler import CountingCollator
-from ..train.stepper import Stepper, free_stream_caches
 from ..utils.waiting import waiting
 from .served import ServedRollouts
 
@@ -45,7 +45,7 @@ class TrainedPolicy:
     Attributes:
         autocast: returns the context of a training forward.
         collate: rows → micro-batch.
-        stepper: the stepper of the run, whose CUDA graphs are freed if other work runs out of memory.
+        graphs: the captured steps of the run, which are freed if other work runs out of memory.
     """
 
     config: RunConfig
@@ -55,12 +55,12 @@ class TrainedPolicy:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[Any]]
     collate: CountingCollator
-    stepper: Stepper
+    graphs: GraphMemory
 
     def between_steps(self, work: Callable[[], Result]) -> Result:
         """Run `work` in the memory of a step. On out-of-memory, free the captured CUDA graphs and retry once."""
-        with free_stream_caches(self.stepper, self.device):
-            return self.stepper.retry_without_graphs(work)
+        with free_stream_caches(self.graphs, self.device):
+            return self.graphs.retry_without_graphs(work)
 
     @torch.no_grad()
     def log_probs(self, rows: list[Row]) -> list[list[float]]:

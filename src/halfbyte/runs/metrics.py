@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..methods.base import TOKENS
 from ..reading import look, parse_json, read_text
 from ..utils.errors import ConfigError
 from ..utils.files import write_text, writing
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
     from ..methods import Metric
 
-TOKENS = "tokens"  # count of processed tokens, without padding
 SUM = "_sum"  # suffix of a sum's name in a checkpoint
 Listener = Callable[[dict[str, Any]], None]
 

@@ -31,10 +31,11 @@ from transformers.trainer_utils import speed_metrics
 from ..batch import Batch, take_counts, to_device
 from ..config import RunConfig
 from ..data.rows import RowTable, TrainingRows
+from ..memory.allocators import free_stream_caches
 from ..mesh.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..mesh.sharded_linears import full_parameters
 from ..methods import method_of
-from ..methods.base import Collate, Rows
+from ..methods.base import TOKENS, Collate, CountingCollator, Rows
 from ..modeling.cast_cache import cast_replacements
 from ..modeling.compute_dtype import compute_autocast
 from ..ops.fp8_scaling import DelayedScaling
@@ -54,7 +55,7 @@ from ..parallel.shard.optimizer import ReplicatedOptimizer, shard_optimizer
 from ..runs import checkpoints
 from ..runs.layout import TRAINER_STATE, checkpoint_folder
 from ..runs.manifest import write_manifest
-from ..runs.metrics import TOKENS, MetricsFile, Window
+from ..runs.metrics import MetricsFile, Window
 from ..utils.errors import TrainingError
 from ..utils.files import new_directory
 from ..utils.notices import notice
@@ -75,8 +76,8 @@ from .checkpoint import (
 )
 from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal, skip_if_not_finite
 from .metrics_log import MetricsLog, SampledRows
-from .sampler import CountingCollator, batches
-from .stepper import SharedNumbers, Stepper, free_stream_caches, with_numbers
+from .sampler import batches
+from .stepper import SharedNumbers, Stepper, with_numbers
 
 
 def seed_process(config: RunConfig, mesh: Mesh) -> None:

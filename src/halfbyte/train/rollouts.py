@@ -16,6 +16,8 @@ from ..config import RunConfig
 from ..config.policy import DISTILLING
 from ..data.prepare import PreparedData
 from ..generation.sampling import stop_tokens
+from ..memory.allocators import GraphMemory
+from ..methods.base import CountingCollator
 from ..methods.grpo import PolicyOptimization
 from ..modeling.compute_dtype import compute_autocast
 from ..plan.memory_plan import RolloutPlan
@@ -30,7 +32,6 @@ from ..rl.served import engine_of
 from ..runs.checkpoints import step_of
 from ..runs.layout import COMPLETIONS
 from ..runs.metrics import MetricsFile
-from .sampler import CountingCollator
 from .stepper import Stepper
 
 if TYPE_CHECKING:
@@ -54,19 +55,18 @@ def make_rollouts(
     *,
     device: torch.device,
     compute_dtype: torch.dtype,
-    stepper: Stepper | None = None,
+    graphs: GraphMemory | None = None,
     plan: RolloutPlan | None = None,
 ) -> PolicyRollouts | DistillationRollouts:
     """Return the rollouts of a run's method.
 
     Args:
-        stepper: the stepper of the run; default: nothing is trained.
+        graphs: the stepper of the run; default: nothing is trained.
         plan: the planned memory of rollouts; default: the engine takes free memory.
     """
     collate = CountingCollator(method, method.collator(config, tokenizer, device))
     autocast = partial(compute_autocast, model, compute_dtype)
-    stepper = stepper or Stepper()
-    policy = TrainedPolicy(config, method, model, tokenizer, device, autocast, collate, stepper)
+    policy = TrainedPolicy(config, method, model, tokenizer, device, autocast, collate, graphs or GraphMemory())
     engine = engine_of(config, model, config.answers_per_generation, plan)
     stops = answer_stop_tokens(tokenizer, model, data)
     sampler = AnswerSampler(policy, engine, stops, plan)
@@ -99,7 +99,7 @@ def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper) -> Iterator[Rol
         rewards,
         device=device,
         compute_dtype=dtype,
-        stepper=stepper,
+        graphs=stepper,
         plan=run.plan.answering,
     )
     # The reference policy is a frozen copy of the adapter that training continues from, or the model without adapter.

@@ -1,31 +1,13 @@
-"""The micro-batches of a rank, and the counts that go with each of them."""
+"""The micro-batches of a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from ..batch import COUNTS
 from ..data.rows import RankLoader, TrainingRows
 from ..mesh.mesh import DATA_AXES, Mesh
-from ..methods.base import Collate, Method
-from ..runs.metrics import TOKENS
-
-
-class CountingCollator:
-    """A collator that adds the counts of its rows as Python numbers, which stay on the host."""
-
-    def __init__(self, method: Method, collate: Collate):
-        self.method, self.collate = method, collate
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.collate(rows)
-        return {**batch, COUNTS: {TOKENS: self.method.tokens(rows), **self.method.counts(batch)}}
-
-    def blank(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch of the same shapes without trained tokens, whose counts are 0."""
-        batch = self.method.blank(batch)
-        return {**batch, COUNTS: {TOKENS: 0, **self.method.counts(batch)}}
+from ..methods.base import CountingCollator
 
 
 class RankBatches:

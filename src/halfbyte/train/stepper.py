@@ -6,15 +6,15 @@ the optimizer as CUDA graphs, and `train.pipeline_stepper.PipelinedStepper` runs
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import LOOK_AHEAD, LOSS_COUNT, SYNCED_SHAPE, Batch
+from ..memory.allocators import GraphMemory, Result
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..mesh.reduction import is_norm_distributed
 from ..methods.base import Method
@@ -22,7 +22,7 @@ from ..modeling.compute_dtype import compute_autocast
 from ..optim.fused import FusedOptimizer
 from ..parallel.rank_sync import RankSync
 from ..parallel.shard.optimizer import ReplicatedOptimizer
-from ..utils.hardware import free_cached_memory, is_out_of_memory
+from ..utils.hardware import is_out_of_memory
 from ..utils.notices import notice
 from .graph import SINGLE_RANK, GraphedBackward, GraphedOptimizer
 from .guards import skip_if_not_finite
@@ -32,16 +32,14 @@ if TYPE_CHECKING:
 
 Sums = Callable[[Batch], Mapping[str, Tensor]]  # micro-batch → named sums, 0-d
 Forward = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]  # see `TrainingLoop.forward`
-Result = TypeVar("Result")
 
 
-class Stepper:
+class Stepper(GraphMemory):
     """The hook of CUDA graphs and pipelines; this one replaces nothing, so that the loop runs a step eagerly."""
 
     is_eager = True  # whether the loop runs forwards and backwards itself; else it calls `forward_backward`
     captures = False  # whether steps are captured in CUDA graphs
     captures_optimizer = False  # whether the loop calls `clip_and_step` in place of clipping, guard and optimizer
-    holds_graphs = False
     peak_graph_bytes = 0  # peak device memory of captured graphs, bytes; set by `close`
     evaluation_batches = 1  # number of batches that `evaluate` takes in one call
     has_all_layers = True  # False: this rank has some stages of a pipeline
@@ -88,10 +86,6 @@ class Stepper:
     def evaluate(self, sums: Sums, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
         """Return the sums of each batch, without gradients."""
         return [sums(batch) for batch in batches]
-
-    def retry_without_graphs(self, work: Callable[[], Result]) -> Result:
-        """Run `work` (evaluation or sampling). On out-of-memory, free the captured CUDA graphs and retry once."""
-        return work()
 
     def close(self) -> None:
         """Free the memory that is needed for training only."""
@@ -201,21 +195,6 @@ class GraphedStepper(Stepper):
             self.optimizer_graph.drop()
         self.peak_graph_bytes = self.graphs.peak_pool_bytes
         self.graphs.close()
-
-
-@contextlib.contextmanager
-def free_stream_caches(stepper: Stepper, device: torch.device) -> Iterator[None]:
-    """Free torch's cached memory before and after the block, while CUDA graphs are held.
-
-    The allocator caches memory per stream, so the capture stream and the current stream cannot use each other's.
-    """
-    if stepper.holds_graphs:
-        free_cached_memory(device)
-    try:
-        yield
-    finally:
-        if stepper.holds_graphs:
-            free_cached_memory(device)
 
 
 class SharedNumbers:
