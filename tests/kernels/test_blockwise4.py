@@ -108,11 +108,11 @@ def test_quantize(kernels, backend, blocksize, dtypes, counts):
 )
 def test_quantize_as_bitsandbytes_cuda_kernels(backend, blocksize, dtypes, counts):
     """Zeros, partial blocks and numbers below the smallest normal one among the values."""
-    kernel = importlib.import_module("halfbyte.kernels.triton.blockwise_cuda")
+    kernel = importlib.import_module("halfbyte.kernels.triton.blockwise4")
     for count, kind, dtype in itertools.product(counts, KINDS, dtypes):
         weight = weight_of(count, dtype).to(DEVICES[backend])
         weight[5:7] = 1e-39
-        found = kernel.quantize(weight, blocksize, kind)
+        found = kernel.quantize_cuda(weight, blocksize, kind)
         expected = blockwise_cuda.quantize_blockwise4_cuda.reference(weight, blocksize, kind)
         assert all(map(torch.equal, found, expected)), (count, kind, dtype)
         scales = expected[1].float()

@@ -47,16 +47,16 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether the device is a Hopper GPU, on which the deterministic backward kernels were measured."""
-    found = capability(device)
-    return found is not None and found[0] == HOPPER and torch.version.hip is None
+    version = capability(device)
+    return version is not None and version[0] == HOPPER and torch.version.hip is None
 
 
-def warn_unrepeatable(query: Tensor, what: str) -> None:
-    """Notify once that results are not bit-reproducible, if a backward of `what` on `query`'s device follows."""
+def warn_unrepeatable(query: Tensor, kernel_name: str) -> None:
+    """Notify once that results are not bit-reproducible, if a backward of `kernel_name` on `query`'s device follows."""
     if query.is_cuda and torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled():
         notice(
             DIFFERS,
-            f"two runs with one seed may differ in the last bits: the backward of {what} accumulates atomically",
+            f"two runs with one seed may differ in the last bits: the backward of {kernel_name} accumulates atomically",
         )
 
 
@@ -84,8 +84,8 @@ def supports_shared_prefix(query: Tensor) -> bool:
     if query.is_cpu:
         kernels = attention.choices("cpu", query, query, query, (), Scores(1.0))
         return not on_compiler() and any(obstacle is None for _, obstacle in kernels)
-    found = capability(query.device)
-    return found is not None and found >= AMPERE and torch.version.hip is None and has_repeatable_varlen(query)
+    version = capability(query.device)
+    return version is not None and version >= AMPERE and torch.version.hip is None and has_repeatable_varlen(query)
 
 
 def has_repeatable_rows(query: Tensor) -> bool:
@@ -110,10 +110,10 @@ def supports_scores(device: torch.device, dtype: torch.dtype, width: int) -> boo
     window of 4,096 and a softcap, µs of forward and backward: 1,494 and 6,820; `tiled_attention` 24,546 and 38,687;
     transformers' eager attention 19,458 and 21,875.
     """
-    found = capability(device)
-    if found is None or dtype not in DTYPES or width > 2 * WIDEST:
+    version = capability(device)
+    if version is None or dtype not in DTYPES or width > 2 * WIDEST:
         return False
-    return (found >= AMPERE or torch.version.hip is not None) and _has_triton()
+    return (version >= AMPERE or torch.version.hip is not None) and _has_triton()
 
 
 class _VarlenAttention(OnceFunction):
@@ -137,7 +137,7 @@ class _SharedPrefixAttention(OnceFunction):
     @staticmethod
     def forward(ctx, query, key, value, branches, scale):
         # Copies of the prompt's keys and values next to each answer's; the backward reads the originals.
-        copies = [x.index_select(0, branches.places) for x in (key, value)]
+        copies = [x.index_select(0, branches.attended) for x in (key, value)]
         lengths = branches.bounds, branches.key_bounds, branches.longest, branches.longest_keys
         out, logsumexp = torch.ops.aten._flash_attention_forward(
             query, *copies, *lengths, 0.0, True, False, scale=scale
@@ -173,8 +173,8 @@ class _CudnnAttention(OnceFunction):
     @staticmethod
     def forward(ctx, query, key, value, scale):
         options = True, 0.0, True, False
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, *options, scale=scale)
-        out, logsumexp = found[:2]
+        results = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, *options, scale=scale)
+        out, logsumexp = results[:2]
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.scale = scale
         return out

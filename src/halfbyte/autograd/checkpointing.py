@@ -96,7 +96,9 @@ def recompute(
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, rows, random, output, x, *parameters):
-        ctx.function, ctx.rows, ctx.context = function, rows, _Context.of(x.device, random)
+        ctx.function = function
+        ctx.rows = rows
+        ctx.context = _Context.of(x.device, random)
         ctx.save_for_backward(x)
         # An attribute, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.parameters = parameters
@@ -116,20 +118,22 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         need_x = ctx.needs_input_grad[4]
-        wanted = [p for p, need in zip(ctx.parameters, ctx.needs_input_grad[5:], strict=True) if need]
+        parameters = [p for p, need in zip(ctx.parameters, ctx.needs_input_grad[5:], strict=True) if need]
         with ctx.context.restored():
             if ctx.rows is None:
                 graph, ctx.graph = ctx.graph or _graph(ctx.function, ctx.saved_tensors[0], need_x), None
-                dx, found = _gradients(graph, grad, need_x, wanted)
+                dx, parameter_gradients = _gradients(graph, grad, need_x, parameters)
             else:
-                dx, found = _tiled_gradients(ctx.function, ctx.saved_tensors[0], grad, need_x, wanted, ctx.rows)
-        gradients = iter(found)
-        rest = [next(gradients) if need else None for need in ctx.needs_input_grad[5:]]
-        return None, None, None, None, dx, *rest
+                dx, parameter_gradients = _tiled_gradients(
+                    ctx.function, ctx.saved_tensors[0], grad, need_x, parameters, ctx.rows
+                )
+        gradients = iter(parameter_gradients)
+        gradients_by_input = [next(gradients) if need else None for need in ctx.needs_input_grad[5:]]
+        return None, None, None, None, dx, *gradients_by_input
 
 
-def _sum(parts: tuple[Tensor, ...]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.add(*parts)
+def _sum(terms: tuple[Tensor, ...]) -> Tensor:
+    return terms[0] if len(terms) == 1 else torch.add(*terms)
 
 
 def _tiles(x: Tensor, rows: int) -> tuple[Tensor, ...]:
@@ -142,26 +146,26 @@ Graph = tuple[Tensor, list[Tensor]]  # input of a recomputation, and its summand
 def _graph(function: Parts, x: Tensor, need_x: bool) -> Graph:
     x = x.detach().requires_grad_(need_x)
     with torch.enable_grad():
-        return x, [part for part in function(x, False) if part.requires_grad]
+        return x, [term for term in function(x, False) if term.requires_grad]
 
 
-def _gradients(graph: Graph, grad: Tensor, need_x: bool, wanted: list[Tensor]):
+def _gradients(graph: Graph, grad: Tensor, need_x: bool, parameters: list[Tensor]):
     """Gradients of x and of the parameters from one recomputation."""
-    x, parts = graph
-    inputs = [x, *wanted] if need_x else wanted
-    found = torch.autograd.grad(parts, inputs, [grad] * len(parts), allow_unused=True)
-    return (found[0], found[1:]) if need_x else (None, found)
+    x, outputs = graph
+    inputs = [x, *parameters] if need_x else parameters
+    gradients = torch.autograd.grad(outputs, inputs, [grad] * len(outputs), allow_unused=True)
+    return (gradients[0], gradients[1:]) if need_x else (None, gradients)
 
 
-def _tiled_gradients(function: Parts, x: Tensor, grad: Tensor, need_x: bool, wanted: list[Tensor], rows: int):
+def _tiled_gradients(function: Parts, x: Tensor, grad: Tensor, need_x: bool, parameters: list[Tensor], rows: int):
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
-    sums: list[Tensor | None] = [None] * len(wanted)
+    sums: list[Tensor | None] = [None] * len(parameters)
     outs = _tiles(x if dx is None else dx, rows)
     for tile, tile_grad, out in zip(_tiles(x, rows), _tiles(grad, rows), outs, strict=True):
-        tile_dx, found = _gradients(_graph(function, tile, need_x), tile_grad, need_x, wanted)
+        tile_dx, tile_gradients = _gradients(_graph(function, tile, need_x), tile_grad, need_x, parameters)
         if dx is not None:
             out.copy_(tile_dx)
-        pairs = zip(sums, found, strict=True)
+        pairs = zip(sums, tile_gradients, strict=True)
         sums = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
     return dx, sums
 
@@ -173,11 +177,11 @@ _pending: list[Any] | None = None
 def pending_recomputes() -> Iterator[list[Any]]:
     """Collect the pending recomputations of all untiled `recompute` calls within the context, in forward order."""
     global _pending
-    before, _pending = _pending, []
+    outer, _pending = _pending, []
     try:
         yield _pending
     finally:
-        _pending = before
+        _pending = outer
 
 
 def run_ahead(pending: Any) -> None:

@@ -138,12 +138,12 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
         if lora is None:
             continue
         if {lora.a.device, lora.b.device} != {x.device}:  # the kernels do not check the device
-            found = f"A is on {lora.a.device}, B on {lora.b.device}, and x on {x.device}"
-            raise ModelError(f"experts: of the {name} adapter {found}", "move the adapter to the device of x")
+            tensors = f"A is on {lora.a.device}, B on {lora.b.device}, and x on {x.device}"
+            raise ModelError(f"experts: of the {name} adapter {tensors}", "move the adapter to the device of x")
         (count, rows, columns), rank = weight.shape, lora.a.shape[1]
         if tuple(lora.a.shape) != (count, rank, columns) or tuple(lora.b.shape) != (count, rows, rank):
-            found = f"A {list(lora.a.shape)}, B {list(lora.b.shape)}, and the stack is {list(weight.shape)}"
-            raise ModelError(f"experts: the {name} adapter is {found}", "give A [E, r, K] and B [E, N, r]")
+            tensors = f"A {list(lora.a.shape)}, B {list(lora.b.shape)}, and the stack is {list(weight.shape)}"
+            raise ModelError(f"experts: the {name} adapter is {tensors}", "give A [E, r, K] and B [E, N, r]")
 
 
 def stack_of(weight: Any, dtype: torch.dtype, slots: int) -> StackedWeight:
@@ -153,18 +153,18 @@ def stack_of(weight: Any, dtype: torch.dtype, slots: int) -> StackedWeight:
     stack = weight if isinstance(weight, StackedWeight) else _stacked(weight)
     if stack.format is None:
         return StackedWeight.plain(stack.parts["values"].to(dtype))
-    part = next(iter(stack.parts.values()))
+    tensor = next(iter(stack.parts.values()))
     in_tiles = isinstance(stack.format, Blockwise4) or is_mxfp4(stack.format)
-    few = slots <= DECODED_ROWS * stack.shape[0]
-    if not ((few and in_tiles) or multiplies_codes(part, stack, slots, dtype)):
+    few_rows = slots <= DECODED_ROWS * stack.shape[0]
+    if not ((few_rows and in_tiles) or multiplies_codes(tensor, stack, slots, dtype)):
         return StackedWeight.plain(stack.values(dtype))
     return stack
 
 
 def _stacked(weight: Any) -> StackedWeight:
     quantized = is_quantized(weight)
-    parts, format_ = (weight.parts, weight.format) if quantized else ({"values": weight.detach()}, None)
-    return StackedWeight(parts, tuple(weight.shape), format_)
+    tensors, format_ = (weight.parts, weight.format) if quantized else ({"values": weight.detach()}, None)
+    return StackedWeight(tensors, tuple(weight.shape), format_)
 
 
 class _Adapter(NamedTuple):
@@ -176,10 +176,12 @@ class _Adapter(NamedTuple):
     dropout: float
 
     @classmethod
-    def of(cls, a: Tensor | None, b: Tensor | None, how: Applied | None, dtype: torch.dtype) -> _Adapter | None:
-        if a is None or b is None or how is None:
+    def of(cls, a: Tensor | None, b: Tensor | None, applied: Applied | None, dtype: torch.dtype) -> _Adapter | None:
+        if a is None or b is None or applied is None:
             return None
-        return cls(a.detach().to(dtype).contiguous(), b.detach().to(dtype).contiguous(), how.scaling, how.dropout)
+        return cls(
+            a.detach().to(dtype).contiguous(), b.detach().to(dtype).contiguous(), applied.scaling, applied.dropout
+        )
 
     def drop(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x after dropout, and the bool mask of kept values; None without dropout."""
@@ -274,7 +276,7 @@ Factors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # A
 
 def _adapters(factors: Factors, applied: Sequence[Applied | None], dtype: torch.dtype) -> tuple[_Adapter | None, ...]:
     pairs = factors[:2], factors[2:]
-    return tuple(_Adapter.of(*pair, how, dtype) for pair, how in zip(pairs, applied, strict=True))
+    return tuple(_Adapter.of(*pair, adapter, dtype) for pair, adapter in zip(pairs, applied, strict=True))
 
 
 def _forward(
@@ -343,13 +345,17 @@ class _Experts(OnceFunction):
         out, saved = _forward(x, top_k_weights, routing, weights, applied, factors)
         ctx.save_for_backward(x, top_k_weights, index, *saved, *factors, *routing[:4])
         # Attributes, not save_for_backward: hooks that offload saved activations must not offload parameters.
-        ctx.weights, ctx.applied, ctx.sizes = weights, applied, routing[4:]
+        ctx.weights = weights
+        ctx.applied = applied
+        ctx.sizes = routing[4:]
         return out
 
     @staticmethod
     def backward(ctx, grad):
         x, top_k_weights, index, *tensors = ctx.saved_tensors
-        saved, factors, routing = Saved(*tensors[:5]), tuple(tensors[5:9]), Routing(*tensors[9:], *ctx.sizes)
+        saved = Saved(*tensors[:5])
+        factors = tuple(tensors[5:9])
+        routing = Routing(*tensors[9:], *ctx.sizes)
         needs = (*ctx.needs_input_grad[:2], *ctx.needs_input_grad[5:])
         grads = _backward_(
             grad.contiguous(), x, top_k_weights, index, saved, routing, ctx.weights, ctx.applied, factors, needs
@@ -363,10 +369,10 @@ def _outer(wide: Tensor, narrow: Any, routing: Routing, gather: bool, alpha: flo
 
 def _routing_gradient(d_slots: Tensor, grad: Tensor, index: Tensor, bias: Tensor | None, weights: Tensor) -> Tensor:
     """∂L/∂w [T, k], including the term of the second bias."""
-    found = d_slots.view_as(index)
+    gradient = d_slots.view_as(index)
     if bias is not None:
-        found = found + (grad @ bias.to(grad.dtype).t()).gather(1, index.long())
-    return found.to(weights.dtype)
+        gradient = gradient + (grad @ bias.to(grad.dtype).t()).gather(1, index.long())
+    return gradient.to(weights.dtype)
 
 
 # Under torch.compile: two opaque ops, forward and backward. As in `autograd.linear`, a visible dequantize would hold
@@ -400,17 +406,17 @@ def _compiled(
         raise ModelError(
             "torch.compile does not support the gate function of these experts", "run the model uncompiled"
         )
-    if any(each is not None and each.dropout for each in applied):
+    if any(adapter is not None and adapter.dropout for adapter in applied):
         raise ModelError(
             "torch.compile does not support dropout on experts' adapters",
             "set lora_dropout: 0, or run the model uncompiled",
         )
     stacks = weights.first, weights.second
-    parts, specs = zip(*map(_parts_and_spec, stacks), strict=True)
-    scales = [0.0 if each is None else each.scaling for each in applied]
+    tensors, specs = zip(*map(_parts_and_spec, stacks), strict=True)
+    scales = [0.0 if adapter is None else adapter.scaling for adapter in applied]
     shapes = [size for stack in stacks for size in stack.shape]
     return torch.ops.halfbyte.experts(
-        x, routed, index, *parts, weights.first_bias, weights.second_bias, *factors, list(specs), shapes,
+        x, routed, index, *tensors, weights.first_bias, weights.second_bias, *factors, list(specs), shapes,
         unit.activation, unit.interleaved, [*scales, unit.limit, unit.alpha, unit.offset],
     )[0]  # fmt: skip
 
@@ -419,11 +425,11 @@ def _parts_and_spec(stack: Any) -> tuple[list[Tensor], str]:
     return (list(stack.parts.values()), stack.format.spec) if is_quantized(stack) else ([stack], "")
 
 
-def _stack_from_parts(parts: list[Tensor], spec: str, shape: list[int]) -> StackedWeight:
+def _stack_from_parts(tensors: list[Tensor], spec: str, shape: list[int]) -> StackedWeight:
     experts, rows, columns = shape
     format_ = from_spec(spec) if spec else None
     names = ["values"] if format_ is None else format_.part_specs((experts, rows, columns))
-    return StackedWeight(dict(zip(names, parts, strict=True)), (experts, rows, columns), format_)
+    return StackedWeight(dict(zip(names, tensors, strict=True)), (experts, rows, columns), format_)
 
 
 def _unpack(arguments: tuple) -> tuple[Tensor, Tensor, Tensor, ExpertWeights, tuple, tuple]:
@@ -453,7 +459,7 @@ def _backward_op(grad: Tensor, c: Tensor, u1: Tensor, u2: Tensor, *arguments: An
     routing = route(index, weights.first.shape[0])
     needs = [True, True, *(factor is not None for factor in factors)]
     grads = _backward_(grad.contiguous(), x, routed, index, saved, routing, weights, applied, factors, needs)
-    return tuple(_empty(x) if each is None else each.contiguous() for each in grads)
+    return tuple(_empty(x) if gradient is None else gradient.contiguous() for gradient in grads)
 
 
 _library.impl("experts", _forward_op, "CompositeExplicitAutograd")
@@ -462,7 +468,11 @@ _library.impl("experts_backward", _backward_op, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("halfbyte::experts", lib=_library)
 def _(*arguments):
-    x, index, a1, a2, shapes = arguments[0], arguments[2], arguments[7], arguments[9], arguments[_TENSORS + 1]
+    x = arguments[0]
+    index = arguments[2]
+    a1 = arguments[7]
+    a2 = arguments[9]
+    shapes = arguments[_TENSORS + 1]
     slots = index.shape[0] * index.shape[1]
     u = [_empty(x) if a is None else x.new_empty(slots, a.shape[1]) for a in (a1, a2)]
     return x.new_empty(x.shape[0], shapes[4]), x.new_empty(slots, shapes[1]), *u
@@ -470,14 +480,16 @@ def _(*arguments):
 
 @torch.library.register_fake("halfbyte::experts_backward", lib=_library)
 def _(grad, c, u1, u2, *arguments):
-    x, routed, factors = arguments[0], arguments[1], arguments[7:_TENSORS]
+    x = arguments[0]
+    routed = arguments[1]
+    factors = arguments[7:_TENSORS]
     d_factors = [_empty(x) if f is None else torch.empty(f.shape, dtype=f.dtype, device=f.device) for f in factors]
     return torch.empty_like(x), torch.empty(routed.shape, dtype=routed.dtype, device=routed.device), *d_factors
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, parts = inputs[:3], [*inputs[3], *inputs[4]]
-    ctx.save_for_backward(*output[1:], *tensors, *parts, *inputs[5:_TENSORS])
+    tensors, stacks = inputs[:3], [*inputs[3], *inputs[4]]
+    ctx.save_for_backward(*output[1:], *tensors, *stacks, *inputs[5:_TENSORS])
     ctx.counts, ctx.rest = (len(inputs[3]), len(inputs[4])), inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
 
@@ -485,12 +497,12 @@ def _setup_context(ctx, inputs, output):
 def _backward_of_op(ctx, grad, *_):
     c, u1, u2, x, routed, index, *tensors = ctx.saved_tensors
     first, second = ctx.counts
-    parts = tensors[:first], tensors[first : first + second]
-    arguments = x, routed, index, *parts, *tensors[first + second :], *ctx.rest
+    stacks = tensors[:first], tensors[first : first + second]
+    arguments = x, routed, index, *stacks, *tensors[first + second :], *ctx.rest
     dx, d_routed, *grads = torch.ops.halfbyte.experts_backward(grad, c, u1, u2, *arguments)
     d_factors = [None if f is None else g for f, g in zip(tensors[-4:], grads, strict=True)]
-    no_parts = [None] * first, [None] * second
-    return dx, d_routed, None, *no_parts, None, None, *d_factors, *[None] * len(ctx.rest)
+    no_stacks = [None] * first, [None] * second
+    return dx, d_routed, None, *no_stacks, None, None, *d_factors, *[None] * len(ctx.rest)
 
 
 torch.library.register_autograd("halfbyte::experts", _backward_of_op, setup_context=_setup_context, lib=_library)

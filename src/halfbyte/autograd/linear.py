@@ -46,15 +46,15 @@ def quantized_linear(input: Tensor, weight: QuantizedLike, bias: Tensor | None =
 
 
 def _product(
-    input: Tensor, format_: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], bias: Tensor | None
+    input: Tensor, format_: Format, tensors: Mapping[str, Tensor], shape: tuple[int, ...], bias: Tensor | None
 ) -> Tensor:
     """[..., N] without a gradient, by `Format.linear`."""
     rows, columns = shape
     x = input.reshape(-1, columns)
     if input.dtype in FLOATS:
-        product = format_.linear(x, parts, (rows, columns), bias)
+        product = format_.linear(x, tensors, (rows, columns), bias)
     else:
-        product = linear(x, format_.values(parts, shape, input.dtype), bias)
+        product = linear(x, format_.values(tensors, shape, input.dtype), bias)
     return unviewed(product.view(*input.shape[:-1], rows))
 
 
@@ -109,33 +109,33 @@ _library.define("quantized_linear_dx(Tensor grad, Tensor[] parts, str spec, SymI
 _library.define("dequantize(Tensor[] parts, str spec, SymInt[] shape, ScalarType dtype) -> Tensor")
 
 
-def decode(format_: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def decode(format_: Format, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """`format_.values`; under torch.compile, one opaque op."""
     if on_compiler():
-        return torch.ops.halfbyte.dequantize(list(parts.values()), format_.spec, list(shape), dtype)
-    return format_.values(parts, shape, dtype)
+        return torch.ops.halfbyte.dequantize(list(tensors.values()), format_.spec, list(shape), dtype)
+    return format_.values(tensors, shape, dtype)
 
 
-def _named(parts: list[Tensor], spec: str, shape: list[int]) -> tuple[Format, dict[str, Tensor]]:
+def _named(tensors: list[Tensor], spec: str, shape: list[int]) -> tuple[Format, dict[str, Tensor]]:
     format_ = from_spec(spec)
-    return format_, dict(zip(format_.part_specs(tuple(shape)), parts, strict=True))
+    return format_, dict(zip(format_.part_specs(tuple(shape)), tensors, strict=True))
 
 
-def _dequantize(parts: list[Tensor], spec: str, shape: list[int], dtype: torch.dtype) -> Tensor:
-    format_, named = _named(parts, spec, shape)
+def _dequantize(tensors: list[Tensor], spec: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+    format_, named = _named(tensors, spec, shape)
     return format_.values(named, tuple(shape), dtype)
 
 
-def _forward(input, parts, bias, spec, shape):
-    return linear(input, _dequantize(parts, spec, shape, input.dtype), bias)
+def _forward(input, tensors, bias, spec, shape):
+    return linear(input, _dequantize(tensors, spec, shape, input.dtype), bias)
 
 
-def _forward_without_gradient(input, parts, bias, spec, shape):
-    return _product(input, *_named(parts, spec, shape), tuple(shape), bias)
+def _forward_without_gradient(input, tensors, bias, spec, shape):
+    return _product(input, *_named(tensors, spec, shape), tuple(shape), bias)
 
 
-def _backward_input(grad, parts, spec, shape):
-    return linear(grad, _dequantize(parts, spec, shape, grad.dtype).t())
+def _backward_input(grad, tensors, spec, shape):
+    return linear(grad, _dequantize(tensors, spec, shape, grad.dtype).t())
 
 
 _library.impl("quantized_linear", _forward, "CompositeExplicitAutograd")
@@ -146,24 +146,26 @@ _library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("halfbyte::quantized_product", lib=_library)
 @torch.library.register_fake("halfbyte::quantized_linear", lib=_library)
-def _(input, parts, bias, spec, shape):
+def _(input, tensors, bias, spec, shape):
     return input.new_empty((*input.shape[:-1], shape[0]))
 
 
 @torch.library.register_fake("halfbyte::quantized_linear_dx", lib=_library)
-def _(grad, parts, spec, shape):
+def _(grad, tensors, spec, shape):
     return grad.new_empty((*grad.shape[:-1], shape[1]))
 
 
 @torch.library.register_fake("halfbyte::dequantize", lib=_library)
-def _(parts, spec, shape, dtype):
-    return parts[0].new_empty(shape, dtype=dtype)
+def _(tensors, spec, shape, dtype):
+    return tensors[0].new_empty(shape, dtype=dtype)
 
 
 def _setup_context(ctx, inputs, output):
-    _, parts, bias, spec, shape = inputs
-    ctx.save_for_backward(*parts)
-    ctx.spec, ctx.shape, ctx.has_bias = spec, shape, bias is not None
+    _, tensors, bias, spec, shape = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.spec = spec
+    ctx.shape = shape
+    ctx.has_bias = bias is not None
 
 
 def _backward(ctx, grad):

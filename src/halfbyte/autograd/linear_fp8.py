@@ -38,14 +38,14 @@ class _Scales:
     """Scales of the weights of one input.
 
     Attributes:
-        each: fp32 [] or [Nᵢ], dequantization scale of weight i.
-        inverses: reciprocals of `each`, which values are multiplied by before the cast.
+        scales: fp32 [] or [Nᵢ], dequantization scale of weight i.
+        inverses: reciprocals of `scales`, which values are multiplied by before the cast.
         factors: fp32 [ΣNᵢ], multiplied into the columns of dy; None if all weights have the scale `shared`.
         shared: fp32 [], the scale that is applied to dx.
     """
 
     weights: tuple[Weight, ...]
-    each: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
     inverses: tuple[Tensor, ...]
     factors: Tensor | None
     shared: Tensor
@@ -53,16 +53,16 @@ class _Scales:
     @classmethod
     def of(cls, weights: tuple[Weight, ...], dtype: torch.dtype) -> _Scales:
         stored = [_stored_scale(weight) for weight in weights]
-        own = [_magnitude(weight, dtype) for weight, scale in zip(weights, stored, strict=True) if scale is None]
-        if own:
-            common = torch.stack(own).amax().div(FP8_MAX[E4M3]).clamp(min=TINY)
+        magnitudes = [_magnitude(weight, dtype) for weight, scale in zip(weights, stored, strict=True) if scale is None]
+        if magnitudes:
+            common = torch.stack(magnitudes).amax().div(FP8_MAX[E4M3]).clamp(min=TINY)
             stored = [common if scale is None else scale for scale in stored]
-        each = tuple(scale for scale in stored if scale is not None)
-        inverses = tuple(torch.reciprocal(scale) for scale in each)
-        if all(scale is each[0] and not scale.dim() for scale in each):
-            return cls(weights, each, inverses, None, each[0])
-        spread = [scale.expand(weight.shape[0]) for scale, weight in zip(each, weights, strict=True)]
-        return cls(weights, each, inverses, torch.cat(spread), torch.ones_like(spread[0][0]))
+        scales = tuple(scale for scale in stored if scale is not None)
+        inverses = tuple(torch.reciprocal(scale) for scale in scales)
+        if all(scale is scales[0] and not scale.dim() for scale in scales):
+            return cls(weights, scales, inverses, None, scales[0])
+        spread = [scale.expand(weight.shape[0]) for scale, weight in zip(scales, weights, strict=True)]
+        return cls(weights, scales, inverses, torch.cat(spread), torch.ones_like(spread[0][0]))
 
 
 _Identity = tuple[int, int, int, torch.dtype]
@@ -116,7 +116,7 @@ class Fp8Gemms:
         scales = self.scales(weights, outs[0].dtype)
         for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
             values = weight_codes(weight, scales.inverses[i], out.dtype)
-            fp8_product(codes, values, inverse, scales.each[i], out, True)
+            fp8_product(codes, values, inverse, scales.scales[i], out, True)
 
     def input_gradient(self, grads: Sequence[Tensor] | Codes, weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
         """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K]; `grads` are dyᵢ [M, Nᵢ], or the codes of their concatenation."""
@@ -134,10 +134,10 @@ class Fp8Gemms:
 
     def scales(self, weights: Sequence[Weight], dtype: torch.dtype) -> _Scales:
         """Scales of the weights, cached while the weights are the same tensors."""
-        found, weights = self._scales, tuple(weights)
-        if found is None or any(a is not b for a, b in zip(found.weights, weights, strict=True)):
-            self._scales = found = _Scales.of(weights, dtype)
-        return found
+        scales, weights = self._scales, tuple(weights)
+        if scales is None or any(a is not b for a, b in zip(scales.weights, weights, strict=True)):
+            self._scales = scales = _Scales.of(weights, dtype)
+        return scales
 
 
 def _stored_scale(weight: Weight) -> Tensor | None:
@@ -161,9 +161,9 @@ def weight_codes(weight: Weight, inverse: Tensor, dtype: torch.dtype, transposed
     """
     format_, shape = weight.format if is_quantized(weight) else None, tuple(weight.shape)
     if is_quantized(weight) and isinstance(format_, Blockwise4) and shape[1] % 8 == 0:
-        parts = weight.parts
-        options = (format_.nested_parts(parts), format_.blocksize, format_.quant_type, shape, inverse)
-        return float8_of_blockwise4(parts["packed"], parts["absmax"], *options, transposed is not None, transposed)
+        tensors = weight.parts
+        options = (format_.nested_parts(tensors), format_.blocksize, format_.quant_type, shape, inverse)
+        return float8_of_blockwise4(tensors["packed"], tensors["absmax"], *options, transposed is not None, transposed)
     if is_quantized(weight) and _stored_scale(weight) is not None:
         codes = weight.parts["codes"].view(E4M3)
     else:

@@ -113,9 +113,9 @@ def _check_arguments(
         raise ModelError(f"linear_loss: the bias is {list(bias.shape)} and the weight {list(weight.shape)}")
     for position, target in enumerate(targets):
         if not isinstance(target, Tensor) or target.shape[: hidden.dim() - 1] != hidden.shape[:-1]:
-            found = list(target.shape) if isinstance(target, Tensor) else f"a {type(target).__name__}"
+            actual = list(target.shape) if isinstance(target, Tensor) else f"a {type(target).__name__}"
             raise ModelError(
-                f"linear_loss: target {position} is {found}, and hidden is {list(hidden.shape)}",
+                f"linear_loss: target {position} is {actual}, and hidden is {list(hidden.shape)}",
                 "pass tensors with the leading dimensions of hidden, and read constants in loss_fn itself",
             )
 
@@ -130,7 +130,10 @@ class _Call:
     """One call of `linear_loss`: its loss function, rows per chunk, and reduction."""
 
     def __init__(self, loss_fn: LossFunction, chunk: int, reduction: str):
-        self.loss_fn, self.chunk, self.reduction, self.per_row = loss_fn, chunk, reduction, reduction == "none"
+        self.loss_fn = loss_fn
+        self.chunk = chunk
+        self.reduction = reduction
+        self.per_row = reduction == "none"
         self.adds = False  # whether 0-d results are known to be sums
 
     def run(
@@ -148,8 +151,8 @@ class _Call:
             weight = weight.dequantize(x.dtype)
         chunks = (self._traced_chunks if on_compiler() else self._chunks)(x, weight, bias, targets, needed, upstream)
         losses, grad_x, grad_w, grad_bias, grad_targets = chunks
-        loss = torch.cat(losses) if self.per_row else torch.stack([each.sum() for each in losses]).sum()
-        joined = [torch.cat(parts) if wanted else None for parts, wanted in zip(grad_targets, needed[3:], strict=True)]
+        loss = torch.cat(losses) if self.per_row else torch.stack([chunk.sum() for chunk in losses]).sum()
+        joined = [torch.cat(chunks) if need else None for chunks, need in zip(grad_targets, needed[3:], strict=True)]
         return loss, [grad_x, grad_w, grad_bias, *joined]
 
     def _chunks(self, x, weight, bias, targets, needed, upstream):
@@ -164,37 +167,37 @@ class _Call:
             nonlocal connected
             if bias is not None:
                 logits.add_(bias)
-            parts = [target[rows].detach() for target in targets]
+            chunk_targets = [target[rows].detach() for target in targets]
             if not any(needed):
-                result = self.loss_fn(logits, *parts)
+                result = self.loss_fn(logits, *chunk_targets)
                 losses.append(self._checked(result, len(logits), exact))
-                self._check_sum(result, logits, parts)
+                self._check_sum(result, logits, chunk_targets)
                 return
-            leaves = [logits.detach(), *parts]
-            wanted = [any(needed[:3]), *needed[3:]]
-            differentiable = [leaf.requires_grad_() for leaf, want in zip(leaves, wanted, strict=True) if want]
+            leaves = [logits.detach(), *chunk_targets]
+            needs_gradient = [any(needed[:3]), *needed[3:]]
+            differentiable = [leaf.requires_grad_() for leaf, want in zip(leaves, needs_gradient, strict=True) if want]
             with torch.enable_grad():
                 result = self.loss_fn(*leaves)
                 loss = self._checked(result, len(logits), exact)
             if not losses:
                 _check_captured(loss, differentiable)
-            self._check_sum(result, logits, parts)
+            self._check_sum(result, logits, chunk_targets)
             losses.append(loss.detach())
-            found: Sequence[Tensor | None] = [None] * len(differentiable)
+            leaf_gradients: Sequence[Tensor | None] = [None] * len(differentiable)
             if loss.requires_grad:
                 connected = True
-                given = torch.ones_like(loss) if upstream is None else upstream[rows]
-                found = torch.autograd.grad(loss, differentiable, given, allow_unused=True)
-            gradients = iter(found)
-            if wanted[0]:
+                upstream_rows = torch.ones_like(loss) if upstream is None else upstream[rows]
+                leaf_gradients = torch.autograd.grad(loss, differentiable, upstream_rows, allow_unused=True)
+            gradients = iter(leaf_gradients)
+            if needs_gradient[0]:
                 by_logits = next(gradients)
                 logits.zero_() if by_logits is None else logits.copy_(by_logits)
             if grad_bias is not None:
                 grad_bias.add_(logits.sum(0, dtype=exact))
-            for parts_of_one, part, want in zip(grad_targets, parts, needed[3:], strict=True):
+            for chunk_gradients, target, want in zip(grad_targets, chunk_targets, needed[3:], strict=True):
                 if want:
                     gradient = next(gradients)
-                    parts_of_one.append(torch.zeros_like(part) if gradient is None else gradient)
+                    chunk_gradients.append(torch.zeros_like(target) if gradient is None else gradient)
 
         grad_x, grad_w = products_in_chunks(x, weight, None, into_gradient, needed[0], needed[1], self.chunk)
         if not connected:
@@ -214,23 +217,25 @@ class _Call:
         grad_bias = torch.zeros_like(bias, dtype=exact) if needed[2] else None
         for start in range(0, max(len(x), 1), self.chunk):
             rows = slice(start, start + self.chunk)
-            parts = [target[rows] for target in targets]
+            chunk_targets = [target[rows] for target in targets]
             logits = F.linear(x[rows], weight, bias)
             if not any(needed):
-                losses.append(self._checked(self.loss_fn(logits, *parts), len(logits), exact))
+                losses.append(self._checked(self.loss_fn(logits, *chunk_targets), len(logits), exact))
                 self._check_traced(losses[-1])
                 continue
             # Integer targets are no inputs of a vjp, and gradients of unneeded ones are not computed.
-            inputs = [logits, *(part for part, want in zip(parts, needed[3:], strict=True) if want)]
+            inputs = [logits, *(target for target, want in zip(chunk_targets, needed[3:], strict=True) if want)]
 
-            def of_differentiable(logits, *wanted_parts, parts=parts):
-                given = iter(wanted_parts)
-                all_parts = [next(given) if want else part for part, want in zip(parts, needed[3:], strict=True)]
-                return self._checked(self.loss_fn(logits, *all_parts), len(logits), exact)
+            def of_differentiable(logits, *differentiable_targets, chunk_targets=chunk_targets):
+                remaining = iter(differentiable_targets)
+                all_targets = [
+                    next(remaining) if want else target for target, want in zip(chunk_targets, needed[3:], strict=True)
+                ]
+                return self._checked(self.loss_fn(logits, *all_targets), len(logits), exact)
 
             loss, gradients_of = torch.func.vjp(of_differentiable, *inputs)
             self._check_traced(loss)
-            by_logits, *others = gradients_of(torch.ones_like(loss) if upstream is None else upstream[rows])
+            by_logits, *target_gradients = gradients_of(torch.ones_like(loss) if upstream is None else upstream[rows])
             losses.append(loss)
             if needed[0]:
                 rows_of_x.append(by_logits @ weight)
@@ -238,10 +243,10 @@ class _Call:
                 grad_w = grad_w + (by_logits.T @ x[rows]).to(exact)
             if grad_bias is not None:
                 grad_bias = grad_bias + by_logits.sum(0, dtype=exact)
-            given = iter(others)
-            for parts_of_one, want in zip(grad_targets, needed[3:], strict=True):
+            remaining = iter(target_gradients)
+            for chunk_gradients, want in zip(grad_targets, needed[3:], strict=True):
                 if want:
-                    parts_of_one.append(next(given))
+                    chunk_gradients.append(next(remaining))
         grad_x = torch.cat(rows_of_x) if needed[0] else None
         grad_w = None if grad_w is None else grad_w.to(weight.dtype)
         return losses, grad_x, grad_w, None if grad_bias is None else grad_bias.to(bias.dtype), grad_targets
@@ -291,12 +296,12 @@ class _Call:
             return
         rows = torch.arange(0, len(logits), -(-len(logits) // CHECKED_ROWS), device=logits.device)
         total, *halves = (
-            self.loss_fn(*(tensor.detach()[part] for tensor in (logits, *targets))).double()
-            for part in (rows, rows[::2], rows[1::2])
+            self.loss_fn(*(tensor.detach()[subset] for tensor in (logits, *targets))).double()
+            for subset in (rows, rows[::2], rows[1::2])
         )
-        both, size = sum(halves), sum(half.abs() for half in halves)
+        halves_sum, size = sum(halves), sum(half.abs() for half in halves)
         self.adds = bool((total != 0) & total.isfinite())
-        if self.adds and not (total - both).abs() <= 0.1 * size:
+        if self.adds and not (total - halves_sum).abs() <= 0.1 * size:
             raise ModelError(
                 "linear_loss: loss_fn returned one number that is not the sum of its rows' losses (torch's losses"
                 " return the mean by default)",
@@ -306,7 +311,7 @@ class _Call:
 
 def _check_captured(loss: Tensor, leaves: Sequence[Tensor]) -> None:
     """Raise a ModelError if the graph of `loss` reaches a tensor that requires a gradient and is not in `leaves`."""
-    known, seen = {id(leaf) for leaf in leaves}, set()
+    leaf_ids, seen = {id(leaf) for leaf in leaves}, set()
     nodes = [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -314,13 +319,13 @@ def _check_captured(loss: Tensor, leaves: Sequence[Tensor]) -> None:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)  # of AccumulateGrad, the node of a leaf
-        if variable is not None and id(variable) not in known:
+        if variable is not None and id(variable) not in leaf_ids:
             raise ModelError(
                 f"linear_loss: loss_fn reads a tensor of shape {list(variable.shape)} that requires a gradient and is"
                 " not among the targets, so it would get none",
                 "pass it as a target, expanded to one entry per row, or detach it",
             )
-        nodes.extend(before for before, _ in node.next_functions)
+        nodes.extend(producer for producer, _ in node.next_functions)
 
 
 class _Scaled(torch.autograd.Function):
@@ -337,8 +342,8 @@ class _Scaled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss):
         saved = iter(ctx.saved_tensors)
-        found = [_scaled_rows(next(saved), grad_loss) if present else None for present in ctx.present]
-        return None, None, *found, *[None] * ctx.count
+        scaled = [_scaled_rows(next(saved), grad_loss) if present else None for present in ctx.present]
+        return None, None, *scaled, *[None] * ctx.count
 
 
 def _scaled_rows(gradient: Tensor, grad_loss: Tensor) -> Tensor:
@@ -352,7 +357,9 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, needed, autocast, *inputs):
-        ctx.call, ctx.needed, ctx.autocast = call, needed, autocast
+        ctx.call = call
+        ctx.needed = needed
+        ctx.autocast = autocast
         ctx.save_for_backward(*inputs)
         return call.run(inputs, [False] * len(needed))[0]
 

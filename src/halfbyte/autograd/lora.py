@@ -229,8 +229,8 @@ class State(NamedTuple):
     @classmethod
     def unflat(cls, tensors: Sequence[Tensor], adapters: int) -> State:
         """Inverse of `flat`."""
-        a, u, *rest = tensors
-        return cls(a, tuple(rest[:adapters]), u, tuple(rest[adapters:]))
+        a, u, *tensors_left = tensors
+        return cls(a, tuple(tensors_left[:adapters]), u, tuple(tensors_left[adapters:]))
 
     @property
     def ranks(self) -> list[int]:
@@ -389,9 +389,9 @@ class Projections:
         """Add the low-rank terms to dx, or write them if dx is not `written`; does nothing without adapters."""
         if not state.masks:
             return dx.addmm_(v, state.a, beta=int(written)) if state.b else dx
-        parts = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
-        for part, a, mask in parts:
-            term = self._drop(product(part, a), mask)
+        terms = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
+        for v_part, a, mask in terms:
+            term = self._drop(product(v_part, a), mask)
             dx = dx.add_(term) if written else term
             written = True
         return dx
@@ -400,10 +400,10 @@ class Projections:
         """dAᵢ [rᵢ, K] in the factors' own dtype; None if not needed."""
         if not any(needed):
             return [None] * len(needed)
-        parts = v.split(state.ranks, dim=1)
+        v_parts = v.split(state.ranks, dim=1)
         if state.masks:
-            pairs = zip(parts, state.masks, strict=True)
-            grads = [summed(part.t(), self._drop(x, mask), 1.0, self.dtype) for part, mask in pairs]
+            pairs = zip(v_parts, state.masks, strict=True)
+            grads = [summed(v_part.t(), self._drop(x, mask), 1.0, self.dtype) for v_part, mask in pairs]
         else:
             grads = summed(v.t(), x, 1.0, self.dtype).split(state.ranks)
         return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
@@ -447,7 +447,9 @@ class _LoRA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, projections, *tensors):
         n, adapters = len(projections.weights), len(projections.adapters)
-        biases, a, b = tensors[:n], tensors[n : n + adapters], tensors[n + adapters :]
+        biases = tensors[:n]
+        a = tensors[n : n + adapters]
+        b = tensors[n + adapters :]
         rows = rows_of(x)
         outputs, state = projections.forward(rows, x.shape[:-1], biases, a, b)
         need_a = any(ctx.needs_input_grad[2 + n : 2 + n + adapters])
@@ -461,7 +463,9 @@ class _LoRA(torch.autograd.Function):
     def backward(ctx, *grads):
         projections, needs = ctx.projections, ctx.needs_input_grad
         n, adapters = len(projections.weights), len(projections.adapters)
-        need_biases, need_a, need_b = needs[2 : 2 + n], needs[2 + n : 2 + n + adapters], needs[2 + n + adapters :]
+        need_biases = needs[2 : 2 + n]
+        need_a = needs[2 + n : 2 + n + adapters]
+        need_b = needs[2 + n + adapters :]
         rows, *saved = ctx.saved_tensors
         state, grads = State.unflat(saved, adapters), tuple(rows_of(grad) for grad in grads)
         v, db = projections.low_rank_gradients(grads, state, need_b)

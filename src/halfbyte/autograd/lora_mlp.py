@@ -143,8 +143,13 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, second, activation, needed, *tensors):
         n, m = len(first.adapters), len(second.adapters)
-        biases, a, b = tensors[:3], tensors[3 : 3 + n + m], tensors[3 + n + m :]
-        ctx.first, ctx.second, ctx.activation, ctx.shape = first, second, activation, x.shape
+        biases = tensors[:3]
+        a = tensors[3 : 3 + n + m]
+        b = tensors[3 + n + m :]
+        ctx.first = first
+        ctx.second = second
+        ctx.activation = activation
+        ctx.shape = x.shape
         rows = rows_of(x)
         first_state = first.low_rank(rows, a[:n], b[:n])
         ctx.in_one_pass = _in_one_pass(x, first, second, a)
@@ -175,9 +180,13 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        first, second, needs = ctx.first, ctx.second, ctx.needs_input_grad
+        first = ctx.first
+        second = ctx.second
+        needs = ctx.needs_input_grad
         n, m = len(first.adapters), len(second.adapters)
-        need_biases, need_a, need_b = needs[5:8], needs[8 : 8 + n + m], needs[8 + n + m :]
+        need_biases = needs[5:8]
+        need_a = needs[8 : 8 + n + m]
+        need_b = needs[8 + n + m :]
         saved = ctx.saved_tensors
         rows, gate, up = saved[:3]
         first_state, second_state = State.unflat(saved[3 : ctx.split], n), State.unflat(saved[ctx.split :], m)

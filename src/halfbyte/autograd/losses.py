@@ -184,10 +184,10 @@ def _backward_of_log_probs(ctx, grad_log_probs, _logsumexp, grad_entropy, _grad_
         logsumexp = ctx.saved_tensors[3]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(logsumexp)
-        found = _linear_log_probs_backward(
+        gradients = _linear_log_probs_backward(
             *ctx.saved_tensors, grad_log_probs, grad_entropy, *ctx.options, *ctx.needs_input_grad[:2]
         )
-        grads = [grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False)]
+        grads = [grad if needed else None for grad, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
     return *grads, *[None] * 7
 
 
@@ -318,7 +318,7 @@ def _linear_generalized_jsd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(sum of divergences, sum of entropies, dX, dW)."""
     objectives = _objective(head, temperature), _objective(teacher_head, temperature)
-    found = linear_divergence(
+    divergences = linear_divergence(
         hidden,
         weight,
         teacher_hidden,
@@ -328,8 +328,8 @@ def _linear_generalized_jsd(
         grad_hidden=grad_hidden,
         grad_weight=grad_weight,
     )
-    grad_x, grad_w = _or_empty(found.grad_hidden, hidden), _or_empty(found.grad_weight, hidden)
-    return found.divergence.sum(), found.entropy.sum(), grad_x, grad_w
+    grad_x, grad_w = _or_empty(divergences.grad_hidden, hidden), _or_empty(divergences.grad_weight, hidden)
+    return divergences.divergence.sum(), divergences.entropy.sum(), grad_x, grad_w
 
 
 @_linear_generalized_jsd.register_fake

@@ -39,7 +39,9 @@ class _AddRMSNorm(OnceFunction):
         else:
             y, total, rstd = ops.rms_norm(x, residual, weight, eps, offset)
         ctx.save_for_backward(total, rstd)
-        ctx.weight, ctx.offset, ctx.added = weight, offset, residual is not None
+        ctx.weight = weight
+        ctx.offset = offset
+        ctx.added = residual is not None
         ctx.set_materialize_grads(False)
         return y, total
 

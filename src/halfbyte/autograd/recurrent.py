@@ -23,30 +23,30 @@ class _DeltaRule(OnceFunction):
     def forward(ctx, *rows):
         ctx.save_for_backward(*rows)
         with _fp32_matmuls(rows[2]):
-            outs = [ops.delta_rule(part)[0] for part in parts_of(Rows(*rows))]
+            outs = [ops.delta_rule(head_rows)[0] for head_rows in parts_of(Rows(*rows))]
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     @staticmethod
     def backward(ctx, grad):
-        parts = parts_of(Rows(*ctx.saved_tensors))
-        grads = grad.split([part.value.shape[2] for part in parts], 2)
+        groups = parts_of(Rows(*ctx.saved_tensors))
+        grads = grad.split([group.value.shape[2] for group in groups], 2)
         with _fp32_matmuls(grad):
-            found = [ops.delta_rule_backward(each, part) for each, part in zip(grads, parts, strict=True)]
-        by_input = zip(*(each[:5] for each in found), strict=True)
-        return *(each[0] if len(each) == 1 else torch.cat(each, 2) for each in by_input), None
+            gradients = [ops.delta_rule_backward(tensors, group) for tensors, group in zip(grads, groups, strict=True)]
+        by_input = zip(*(tensors[:5] for tensors in gradients), strict=True)
+        return *(tensors[0] if len(tensors) == 1 else torch.cat(tensors, 2) for tensors in by_input), None
 
 
 @contextlib.contextmanager
 def _fp32_matmuls(like: Tensor) -> Iterator[None]:
     """Disable autocast; on a GPU allow TF32 if `like` is 16-bit, since the results are rounded to 16 bits anyway."""
     options = torch.backends.cuda.matmul
-    before = options.allow_tf32
+    allowed = options.allow_tf32
     with torch.autocast(like.device.type, enabled=False):
         try:
-            options.allow_tf32 = before or (like.is_cuda and like.element_size() == 2)
+            options.allow_tf32 = allowed or (like.is_cuda and like.element_size() == 2)
             yield
         finally:
-            options.allow_tf32 = before
+            options.allow_tf32 = allowed
 
 
 def delta_rule(
@@ -86,7 +86,9 @@ class _ChunkScan(OnceFunction):
         ctx.save_for_backward(x, step, decay, b, c, skip, begins)
         outs, finals = [], []
         for heads, groups in _head_parts(x, b):
-            inputs, keys, queries = x[:, :, heads], b[:, :, groups], c[:, :, groups]
+            inputs = x[:, :, heads]
+            keys = b[:, :, groups]
+            queries = c[:, :, groups]
             factors = scan_ops.chunk_factors(step[:, :, heads], decay[:, :, heads], begins)
             states, final = scan_ops.chunk_states(inputs, factors, keys)
             skipped = None if skip is None else skip[heads]
@@ -100,17 +102,21 @@ class _ChunkScan(OnceFunction):
     @staticmethod
     def backward(ctx, grad, _):
         x, step, decay, b, c, skip, begins = ctx.saved_tensors
-        grad_x, grad_step, grad_decay = torch.empty_like(x), torch.empty_like(step), torch.empty_like(decay)
+        grad_x = torch.empty_like(x)
+        grad_step = torch.empty_like(step)
+        grad_decay = torch.empty_like(decay)
         exact = torch.promote_types(b.dtype, torch.float32)
         grad_b, grad_c = (torch.zeros(like.shape, dtype=exact, device=like.device) for like in (b, c))
         for heads, groups in _head_parts(x, b):
-            inputs, keys, queries = x[:, :, heads], b[:, :, groups], c[:, :, groups]
+            inputs = x[:, :, heads]
+            keys = b[:, :, groups]
+            queries = c[:, :, groups]
             factors = scan_ops.chunk_factors(step[:, :, heads], decay[:, :, heads], begins)
             states, _ = scan_ops.chunk_states(inputs, factors, keys)
-            after = scan_ops.chunk_state_gradients(grad[:, :, heads], factors, queries)
+            state_gradients = scan_ops.chunk_state_gradients(grad[:, :, heads], factors, queries)
             skipped = None if skip is None else skip[heads]
             gradients = scan_ops.chunk_gradients(
-                grad[:, :, heads], inputs, factors, keys, queries, skipped, begins, states, after
+                grad[:, :, heads], inputs, factors, keys, queries, skipped, begins, states, state_gradients
             )
             grad_x[:, :, heads], grad_step[:, :, heads], grad_decay[:, :, heads] = gradients[:3]
             grad_b[:, :, groups] += gradients.b
@@ -124,17 +130,20 @@ def _head_parts(x: Tensor, b: Tensor) -> Iterator[tuple[slice, slice]]:
     rows, tokens, heads, width = x.shape
     groups, size = b.shape[2:]
     chunks = -(-tokens // scan_ops.CHUNK)
-    most = max(STATE_BYTES // (rows * chunks * width * size * x.element_size()), 1)
+    heads_at_once = max(STATE_BYTES // (rows * chunks * width * size * x.element_size()), 1)
     in_group = heads // groups
-    if most >= in_group:
-        count = most // in_group
+    if heads_at_once >= in_group:
+        count = heads_at_once // in_group
         for group in range(0, groups, count):
             end = min(group + count, groups)
             yield slice(group * in_group, end * in_group), slice(group, end)
         return
     for head in range(0, heads, in_group):
-        for first in range(head, head + in_group, most):
-            yield slice(first, min(first + most, head + in_group)), slice(head // in_group, head // in_group + 1)
+        for first in range(head, head + in_group, heads_at_once):
+            yield (
+                slice(first, min(first + heads_at_once, head + in_group)),
+                slice(head // in_group, head // in_group + 1),
+            )
 
 
 def chunk_scan(

@@ -39,7 +39,9 @@ class _QKNormRope(OnceFunction):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, offset):
         ctx.save_for_backward(q, k, cos, sin)
-        ctx.weights, ctx.eps, ctx.offset = (q_weight, k_weight), eps, offset
+        ctx.weights = (q_weight, k_weight)
+        ctx.eps = eps
+        ctx.offset = offset
         return ops.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, offset)
 
     @staticmethod

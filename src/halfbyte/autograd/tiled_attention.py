@@ -73,14 +73,14 @@ class _TiledAttention(OnceFunction):
         sums = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         sink = None if sinks is None else sinks.float().view(1, key.shape[1], -1, 1, 1)
         for tile in _tiles(query, reach):
-            found, masked = _tile_scores(query, key, tile, scores, reach, begins)
+            tile_scores, masked = _tile_scores(query, key, tile, scores, reach, begins)
             if scores.softcap is not None:
-                found.mul_(scores.softcap)
-            found.masked_fill_(masked, -torch.inf)
-            total = found.logsumexp(-1, keepdim=True)
+                tile_scores.mul_(scores.softcap)
+            tile_scores.masked_fill_(masked, -torch.inf)
+            total = tile_scores.logsumexp(-1, keepdim=True)
             if sink is not None:
                 total = torch.logaddexp(total, sink)
-            weights = found.sub_(total).exp_().to(value.dtype)
+            weights = tile_scores.sub_(total).exp_().to(value.dtype)
             _of(out, tile).copy_(_ungrouped(weights.flatten(2, 3) @ value[:, :, tile.keys], heads))
             sums[:, :, tile.queries] = total.squeeze(-1).flatten(1, 2)
         ctx.options = scores, reach, begins
@@ -97,9 +97,9 @@ class _TiledAttention(OnceFunction):
         deltas = torch.empty_like(sums) if need_sinks else None
         for tile in _tiles(query, reach):
             q, dout = (_grouped(_of(x, tile), groups) for x in (query, grad))
-            found, masked = _tile_scores(query, key, tile, scores, reach, begins)
+            tile_scores, masked = _tile_scores(query, key, tile, scores, reach, begins)
             total = _grouped(_of(sums, tile).unsqueeze(-1), groups)
-            capped = found if scores.softcap is None else found * scores.softcap
+            capped = tile_scores if scores.softcap is None else tile_scores * scores.softcap
             weights = capped.sub(total).exp_().masked_fill_(masked, 0)
             del capped
             flat = dout.flatten(2, 3)
@@ -110,7 +110,7 @@ class _TiledAttention(OnceFunction):
             change = (flat @ value[:, :, tile.keys].transpose(-1, -2)).view(weights.shape).float().sub_(delta)
             change.mul_(weights).mul_(scores.scale)
             if scores.softcap is not None:
-                change.mul_(found.square_().neg_().add_(1))
+                change.mul_(tile_scores.square_().neg_().add_(1))
             change = change.to(query.dtype).flatten(2, 3)
             _of(dq, tile).copy_(_ungrouped(change @ key[:, :, tile.keys], query.shape[1]))
             dk[:, :, tile.keys] += change.transpose(-1, -2) @ q.flatten(2, 3)
@@ -156,13 +156,13 @@ def _tile_scores(
     """fp32 scores [B, Hk, Hq/Hk, t, keys] of a tile (with a softcap: tanh(score / softcap)), and their mask."""
     q = _grouped(_of(query, tile), key.shape[1])
     products = q.flatten(2, 3) @ key[:, :, tile.keys].transpose(-1, -2)
-    found = products.float().mul_(scores.scale / (scores.softcap or 1.0)).view(*q.shape[:-1], -1)
+    products_ = products.float().mul_(scores.scale / (scores.softcap or 1.0)).view(*q.shape[:-1], -1)
     if scores.softcap is not None:
-        found.tanh_()
+        products_.tanh_()
     at = torch.arange(tile.queries.start, tile.queries.stop, device=query.device).unsqueeze(-1)
     keys = torch.arange(tile.keys.start, tile.keys.stop, device=query.device)
     masked = (keys > at) | (keys <= at - reach)
     if begins is not None:
         masked = masked | (keys < begins[:, tile.queries, None])
         masked = masked[:, None, None]
-    return found, masked
+    return products_, masked

@@ -57,13 +57,13 @@ def gemm_4bit(
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
     rows, columns = shapeB
-    parts = {"packed": _bytes(B).view(-1, 1), "absmax": absmax}
+    tensors = {"packed": _bytes(B).view(-1, 1), "absmax": absmax}
     if absmax_8bit is not None and absmax_code is not None and absmax_offset is not None:
-        parts |= {"absmax": absmax_8bit, "nested_absmax": absmax}
-        parts |= {"nested_code": absmax_code, "nested_offset": absmax_offset.float()}
+        tensors |= {"absmax": absmax_8bit, "nested_absmax": absmax}
+        tensors |= {"nested_code": absmax_code, "nested_offset": absmax_offset.float()}
     format_ = Blockwise4(quant_type, blocksize, absmax_8bit is not None)  # type: ignore[arg-type]
     x = A.reshape(-1, columns)
-    return format_.linear(x, parts, (rows, columns), bias).view(*A.shape[:-1], rows)
+    return format_.linear(x, tensors, (rows, columns), bias).view(*A.shape[:-1], rows)
 
 
 def gemv_4bit(A: Tensor, B: Tensor, shapeB: Sequence[int], absmax: Tensor, code: Tensor, blocksize: int) -> Tensor:
@@ -142,8 +142,8 @@ def int8_mixed_scaled_mm(
 def int8_double_quant(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     rows, row_absmax, columns = int8_vectorwise_quant(A, threshold)
     x = A.reshape(-1, A.shape[-1])
-    kept = x.masked_fill(x.abs() >= threshold, 0) if threshold else x
-    by_column, column_absmax = int8_ops.quantize_rows_int8(kept.t().contiguous(), None, 0.0)
+    inliers = x.masked_fill(x.abs() >= threshold, 0) if threshold else x
+    by_column, column_absmax = int8_ops.quantize_rows_int8(inliers.t().contiguous(), None, 0.0)
     by_column = by_column.t().contiguous()
     if columns is not None:
         by_column[:, columns] = 0
@@ -314,19 +314,19 @@ def define(namespace: str) -> torch.library.Library:
     """Define all operators in a namespace; they are removed with the returned library."""
     library = torch.library.Library(namespace, "FRAGMENT")
     for schema, function, fake in _OPS:
-        name, _, rest = schema.partition("(")
+        name, _, signature = schema.partition("(")
         library.define(schema)
         library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         if name in _WITH_OUT:
-            arguments = rest.rpartition(") ->")[0]
+            arguments = signature.rpartition(") ->")[0]
             library.define(f"{name}.out({arguments}, Tensor! out) -> ()")
             library.impl(f"{name}.out", _into(function), "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{name}.out", lambda *_, **__: None, lib=library)
     return library
 
 
-_own = define(OWN)
+_library = define(OWN)
 _upstream: torch.library.Library | None = None
 
 

@@ -58,15 +58,23 @@ def _on_stream(stream: Any) -> Any:
 
 
 def _dequantize(
-    kind: str, dtype: torch.dtype, code: Any, A: Any, absmax: Any, out: Any, blocksize: int, n: int, stream: Any = None
+    quant_type: str,
+    dtype: torch.dtype,
+    code: Any,
+    A: Any,
+    absmax: Any,
+    out: Any,
+    blocksize: int,
+    n: int,
+    stream: Any = None,
 ) -> None:
     blocksize, n = int(getattr(blocksize, "value", blocksize)), int(getattr(n, "value", n))
     with _on_stream(stream):
         scales = _view("absmax", absmax, -(-n // blocksize), torch.float32)
         result = _view("out", out, n, dtype)
-        if kind:
+        if quant_type:
             packed = _view("A", A, (n + 1) // 2, torch.uint8)
-            result.copy_(_ops.dequantize_4bit(packed, scales, blocksize, kind, (n,), dtype))
+            result.copy_(_ops.dequantize_4bit(packed, scales, blocksize, quant_type, (n,), dtype))
             return
         codes, values = _view("A", A, n, torch.uint8), _view("code", code, 256, torch.float32)
         result.copy_(dequantize_blockwise8(codes, scales, values, blocksize, dtype))
@@ -104,24 +112,26 @@ class Symbol:
     restype: Any = None
 
     def __init__(self, name: str, function: Callable[..., None], argtypes: list[Any]):
-        self.__name__, self._function, self.argtypes = name, function, argtypes
+        self.__name__ = name
+        self._function = function
+        self.argtypes = argtypes
 
     def __call__(self, *arguments: Any) -> None:
         self._function(*arguments)
 
 
 def _symbols() -> dict[str, Symbol]:
-    found = {}
+    symbols = {}
     argtypes: list[Any]
     for short, dtype in _DTYPES.items():
-        for kind in ("", "nf4", "fp4"):
-            name = f"cdequantize_blockwise_{short}" + (f"_{kind}" if kind else "")
+        for quant_type in ("", "nf4", "fp4"):
+            name = f"cdequantize_blockwise_{short}" + (f"_{quant_type}" if quant_type else "")
             argtypes = [_POINTER] * 4 + [_INT, _INT, _POINTER]
-            found[name] = Symbol(name, functools.partial(_dequantize, kind, dtype), argtypes)
+            symbols[name] = Symbol(name, functools.partial(_dequantize, quant_type, dtype), argtypes)
         for name in (f"cgemv_4bit_inference_{short}", f"cgemm_4bit_inference_naive_{short}"):
             argtypes = [_INT] * 3 + [_POINTER] * 5 + [_INT] * 4 + [_POINTER]
-            found[name] = Symbol(name, functools.partial(_gemv, dtype), argtypes)
-    return found
+            symbols[name] = Symbol(name, functools.partial(_gemv, dtype), argtypes)
+    return symbols
 
 
 class BNBNativeLibrary:
@@ -137,7 +147,7 @@ class BNBNativeLibrary:
             return symbols[name]
         if name.startswith("__"):
             raise AttributeError(name)
-        instead = next((call for part, call in _INSTEAD.items() if part in name), "the function of that name")
+        instead = next((call for fragment, call in _INSTEAD.items() if fragment in name), "the function of that name")
         raise RuntimeError(
             f"halfbyte.bitsandbytes has no C symbol {name}: call {instead} of bitsandbytes.functional with tensors"
         )

@@ -86,9 +86,9 @@ def get_4bit_type(typename: str, device: torch.device | str | None = None, block
     raise NotImplementedError(f"unknown 4-bit type {typename!r} for blocks of {blocksize}: use nf4, fp4 or int4")
 
 
-def _check_floats(A: Tensor, what: str) -> None:
+def _check_floats(A: Tensor, operation: str) -> None:
     if A.dtype not in FLOATS:
-        raise ValueError(f"{what} supports tensors in fp32, fp16 and bf16, got {A.dtype}: convert the tensor")
+        raise ValueError(f"{operation} supports tensors in fp32, fp16 and bf16, got {A.dtype}: convert the tensor")
 
 
 def _stored(result: Tensor, out: Tensor | None) -> Tensor:

@@ -41,8 +41,8 @@ class _Distribution(importlib.metadata.Distribution):
 class _Loader(importlib.abc.Loader):
     """Loads a module of this package under its name below `bitsandbytes`: both names are one module object."""
 
-    def __init__(self, own: str):
-        self._own = own
+    def __init__(self, module_name: str):
+        self._own = module_name
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = importlib.import_module(self._own)
@@ -63,15 +63,15 @@ class _Finder(importlib.metadata.DistributionFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname != NAME and not fullname.startswith(f"{NAME}."):
             return None
-        own = OWN + fullname.removeprefix(NAME)
+        module_name = OWN + fullname.removeprefix(NAME)
         try:
-            found = sys.modules.get(own) or importlib.util.find_spec(own)
+            module = sys.modules.get(module_name) or importlib.util.find_spec(module_name)
         except ModuleNotFoundError:
-            found = None
-        if found is None:
+            module = None
+        if module is None:
             return None
-        package = hasattr(found, "__path__") or bool(getattr(found, "submodule_search_locations", None))
-        return importlib.machinery.ModuleSpec(fullname, _Loader(own), origin=own, is_package=package)
+        package = hasattr(module, "__path__") or bool(getattr(module, "submodule_search_locations", None))
+        return importlib.machinery.ModuleSpec(fullname, _Loader(module_name), origin=module_name, is_package=package)
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -92,8 +92,8 @@ def real_package_is_present() -> bool:
     loaded = sys.modules.get(NAME)
     if loaded is not None:
         return loaded is not sys.modules[OWN]
-    others = [finder for finder in sys.meta_path if finder is not _finder]
-    return any(finder.find_spec(NAME, None) for finder in others if hasattr(finder, "find_spec"))
+    finders = [finder for finder in sys.meta_path if finder is not _finder]
+    return any(finder.find_spec(NAME, None) for finder in finders if hasattr(finder, "find_spec"))
 
 
 def install() -> None:
@@ -182,5 +182,5 @@ def _forget_answers() -> None:
     importlib.invalidate_caches()
     for name in _ASKED_BEFORE:
         for key, function in list(vars(sys.modules[name]).items()) if name in sys.modules else []:
-            if any(part in key for part in ("bitsandbytes", "bnb", "_is_package_available")):
+            if any(word in key for word in ("bitsandbytes", "bnb", "_is_package_available")):
                 getattr(function, "cache_clear", lambda: None)()

@@ -52,7 +52,9 @@ def start(real: ModuleType) -> None:
         library._destroy()
         _replace_step(base, _step, real_step)
         raise
-    _library, _base, _real_step = library, base, real_step
+    _library = library
+    _base = base
+    _real_step = real_step
 
 
 def stop() -> None:
@@ -80,8 +82,8 @@ def _replace_step(base: Any, old: Callable[..., Any], new: Callable[..., Any]) -
 
 def _with_subclasses(cls: Any) -> Iterator[Any]:
     yield cls
-    for each in cls.__subclasses__():
-        yield from _with_subclasses(each)
+    for subclass in cls.__subclasses__():
+        yield from _with_subclasses(subclass)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ class QuantState:
     """
 
     valid_quant_types = ("fp4", "nf4")
-    valid_qs_type_keys: ClassVar[list[str]] = [f"bitsandbytes__{kind}" for kind in ("fp4", "nf4")]
+    valid_qs_type_keys: ClassVar[list[str]] = [f"bitsandbytes__{quant_type}" for quant_type in ("fp4", "nf4")]
     valid_qs_keys: ClassVar[list[str]] = [
         "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state", "quant_type", "blocksize", "dtype",
         "shape", "nested_blocksize", "nested_dtype", "nested_offset",
@@ -138,8 +138,8 @@ class QuantState:
         if not packed or self.quant_type not in STATE_KEYS:
             return state
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        rest = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-        return tensors | {STATE_KEYS[self.quant_type]: pack_dict_to_tensor(rest)}
+        numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        return tensors | {STATE_KEYS[self.quant_type]: pack_dict_to_tensor(numbers)}
 
     def to(self, device: torch.device | str) -> None:
         """Move the state's tensors to `device`, in place."""
@@ -153,8 +153,10 @@ class QuantState:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, QuantState):
             return False
-        mine, others = vars(self), vars(other)
-        return mine.keys() == others.keys() and all(_equal(value, others[key]) for key, value in mine.items())
+        attributes, other_attributes = vars(self), vars(other)
+        return attributes.keys() == other_attributes.keys() and all(
+            _equal(value, other_attributes[key]) for key, value in attributes.items()
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -178,8 +180,8 @@ class QuantState:
 
     def as_tensor(self, packed: Tensor) -> QuantizedTensor:
         """Return the 4-bit weight as a `QuantizedTensor` that shares its memory."""
-        format_, parts = self.as_format(packed.detach())
-        return QuantizedTensor(format_, parts, tuple(self.shape), self.dtype)
+        format_, tensors = self.as_format(packed.detach())
+        return QuantizedTensor(format_, tensors, tuple(self.shape), self.dtype)
 
 
 class StoredWeight:
@@ -193,10 +195,10 @@ class StoredWeight:
     format: Format
     requires_grad = False
 
-    def __init__(self, format: Format, parts: dict[str, Tensor], shape: Any, dtype: torch.dtype):
-        self.format, self.parts = format, parts
+    def __init__(self, format: Format, tensors: dict[str, Tensor], shape: Any, dtype: torch.dtype):
+        self.format, self.parts = format, tensors
         self.shape, self.dtype = torch.Size(shape), dtype
-        self.device = next(iter(parts.values())).device
+        self.device = next(iter(tensors.values())).device
 
     @classmethod
     def packed(cls, packed: Tensor, state: QuantState) -> StoredWeight:

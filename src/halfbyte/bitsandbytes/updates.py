@@ -86,11 +86,11 @@ _collected = _Collected()
 @contextlib.contextmanager
 def collected() -> Iterator[list[Update]]:
     """Record this thread's updates in the list inside the context, and do not run them."""
-    before, _collected.updates = _collected.updates, []
+    outer, _collected.updates = _collected.updates, []
     try:
         yield _collected.updates
     finally:
-        _collected.updates = before
+        _collected.updates = outer
 
 
 class _Launch(NamedTuple):
@@ -113,11 +113,11 @@ class UpdateBatch:
         by_kind: dict[tuple[Any, ...], list[Update]] = {}
         for update in updates:
             by_kind.setdefault(update.kind, []).append(update)
-        self._launches = {kind: self._run(kind, some) for kind, some in by_kind.items()}
+        self._launches = {key: self._run(key, updates_of_kind) for key, updates_of_kind in by_kind.items()}
 
-    def _run(self, kind: tuple[Any, ...], updates: Sequence[Update]) -> _Launch:
+    def _run(self, key: tuple[Any, ...], updates: Sequence[Update]) -> _Launch:
         coefficients, steps = _coefficients(updates, updates[0].weight.device)
-        launch = self._launch(kind, updates)
+        launch = self._launch(key, updates)
         if updates[0].is_clipped:
             squares = scale_by_trust(coefficients, [launch.parameters], "clip")
             for update, row in zip(updates, squares, strict=True):
@@ -126,19 +126,25 @@ class UpdateBatch:
         update_parameters(coefficients, steps, launch.parameters, None)
         return launch
 
-    def _launch(self, kind: tuple[Any, ...], updates: Sequence[Update]) -> _Launch:
+    def _launch(self, key: tuple[Any, ...], updates: Sequence[Update]) -> _Launch:
         """Return the launch of the last step with the current weights and gradients, or a new one."""
         weights, gradients = [update.weight for update in updates], [update.gradient for update in updates]
         states = [update.states for update in updates]
-        addresses = [part.data_ptr() for some in states for state in some for part in state if part is not None]
+        addresses = [
+            tensor.data_ptr()
+            for tensors_of_update in states
+            for state in tensors_of_update
+            for tensor in state
+            if tensor is not None
+        ]
         moving = [tensor.data_ptr() for tensor in (*weights, *gradients)]
-        last = self._launches.get(kind)
+        last = self._launches.get(key)
         if last is not None and last.states == addresses:
             parameters = last.parameters
             parameters.weights, parameters.gradients = weights, gradients
             parameters.version += moving != last.moving
             return last._replace(moving=moving)
-        storage, rows = "dynamic8" if kind[1] else "fp32", torch.arange(len(updates), dtype=torch.int32)
+        storage, rows = "dynamic8" if key[1] else "fp32", torch.arange(len(updates), dtype=torch.int32)
         parameters = Parameters(updates[0].rule, storage, "nearest", rows, weights, gradients, states)
         return _Launch(parameters, addresses, moving)
 
@@ -324,5 +330,7 @@ def optimizer_update_8bit_blockwise(
 
 def _is_dynamic_map(qmap: Tensor, signed: bool) -> bool:
     if _known_maps.get(qmap) is None:
-        _known_maps[qmap] = {each: torch.equal(qmap.cpu(), dynamic_map(signed=each)) for each in (True, False)}
+        _known_maps[qmap] = {
+            is_signed: torch.equal(qmap.cpu(), dynamic_map(signed=is_signed)) for is_signed in (True, False)
+        }
     return _known_maps[qmap][signed]

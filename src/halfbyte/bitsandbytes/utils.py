@@ -121,8 +121,8 @@ def outlier_hook(module: nn.Module, input: tuple[Tensor, ...]) -> None:
     if key not in tracer.hvalue2outlier_idx:
         x = input[0].detach().reshape(-1, input[0].shape[-1])
         extreme = (x.abs() > 6).any(0)
-        found = torch.cat([find_outlier_dims(x), extreme.nonzero().view(-1)]).unique()
-        tracer.hvalue2outlier_idx[key] = found
+        dims = torch.cat([find_outlier_dims(x), extreme.nonzero().view(-1)]).unique()
+        tracer.hvalue2outlier_idx[key] = dims
     else:
         for hook in tracer.hooks:
             hook.remove()

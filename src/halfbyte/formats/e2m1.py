@@ -95,7 +95,7 @@ def decode_scales(scales: Tensor, factor: Tensor | None) -> Tensor:
     return decoded * (factor.repeat_interleave(len(scales) // len(factor))[:, None] if factor.dim() else factor)
 
 
-@op("triton.e2m1")
+@op("triton.packed4")
 def dequantize_e2m1(
     packed: Tensor,
     scales: Tensor,

@@ -50,7 +50,7 @@ def _unpack(words: Tensor, shifts: tuple[int, ...], dim: int) -> Tensor:
     return torch.stack(codes, dim=dim + 1).flatten(dim, dim + 1)
 
 
-@op("triton.int4")
+@op("triton.packed4")
 def dequantize_int4(
     qweight: Tensor,
     qzeros: Tensor,

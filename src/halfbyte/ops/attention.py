@@ -45,16 +45,16 @@ class Branches(NamedTuple):
 
     Attributes:
         documents, prompts: per token, as in `attention_backward`.
-        places: int64 [K], the tokens that each document attends to, its prompt's first, concatenated over documents;
+        attended: int64 [K], the tokens that each document attends to, its prompt's first, concatenated over documents;
             then padding.
         bounds: int32 [documents + 1], the first token of each document.
-        key_bounds: int32 [documents + 1], the offset of each document in `places`.
+        key_bounds: int32 [documents + 1], the offset of each document in `attended`.
         longest, longest_keys: upper bounds of a document's queries and keys.
     """
 
     documents: Spans
     prompts: Spans
-    places: Tensor
+    attended: Tensor
     bounds: Tensor
     key_bounds: Tensor
     longest: int
@@ -101,11 +101,11 @@ def attention_mask(
     rows = columns[len(columns) - len(first) :]
     if window is not None:
         first = torch.maximum(first, rows - window + 1)
-    found = (columns <= rows[:, None]) & (columns >= first[:, None])
+    mask = (columns <= rows[:, None]) & (columns >= first[:, None])
     if prompts is None:
-        return found
+        return mask
     begins, ends = prompts
-    return found | ((columns >= begins[:, None]) & (columns < ends[:, None]))
+    return mask | ((columns >= begins[:, None]) & (columns < ends[:, None]))
 
 
 def _scored(products: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
@@ -140,13 +140,13 @@ def attention(
     group = query.shape[1] // key.shape[1]
     q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-    found = _scored(q @ k.mT, scores)[0].masked_fill(
+    masked_scores = _scored(q @ k.mT, scores)[0].masked_fill(
         ~attention_mask(documents, scores.window, prompts, len(key)), -torch.inf
     )
-    total = found.logsumexp(-1)
+    total = masked_scores.logsumexp(-1)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float()[:, None])
-    out = (found - total.unsqueeze(-1)).exp() @ v
+    out = (masked_scores - total.unsqueeze(-1)).exp() @ v
     return out.transpose(0, 1).to(query.dtype).contiguous(), total
 
 
@@ -183,11 +183,13 @@ def attention_backward(
     sees = attention_mask(documents, scores.window, prompts)
     q, do, o = (x.transpose(0, 1).float() for x in (query, dout, out))
     k, v = (x.transpose(0, 1).float().repeat_interleave(group, 0) for x in (key, value))
-    found, slope = _scored(q @ k.mT, scores)
-    p = torch.where(sees, torch.exp(found - logsumexp.unsqueeze(-1)), 0.0)
+    scored, slope = _scored(q @ k.mT, scores)
+    p = torch.where(sees, torch.exp(scored - logsumexp.unsqueeze(-1)), 0.0)
     delta = (do * o).sum(-1)
     ds = p * slope * (do @ v.mT - delta.unsqueeze(-1))
-    dq, dk, dv = scores.scale * (ds @ k), scores.scale * (ds.mT @ q), p.mT @ do
+    dq = scores.scale * (ds @ k)
+    dk = scores.scale * (ds.mT @ q)
+    dv = p.mT @ do
     dk, dv = (x.unflatten(0, (-1, group)).sum(1) for x in (dk, dv))
     dq, dk, dv = (x.transpose(0, 1).to(query.dtype).contiguous() for x in (dq, dk, dv))
     return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, logsumexp, delta)
@@ -202,8 +204,8 @@ def sinks_gradient(sinks: Tensor, logsumexp: Tensor, delta: Tensor) -> Tensor:
     return -((sinks.float()[:, None] - logsumexp).exp() * delta).sum(1)
 
 
-def parts_of_rows(query: Tensor, key: Tensor, most: int = SCRATCH) -> tuple[int, int] | None:
-    """Rows and key heads whose ds fits in `most` bytes, or None where one head's does not fit. cuDNN's deterministic
+def parts_of_rows(query: Tensor, key: Tensor, max_bytes: int = SCRATCH) -> tuple[int, int] | None:
+    """Rows and key heads whose ds fits in `max_bytes`, or None where one head's does not fit. cuDNN's deterministic
     backward writes ds, T × T 16-bit numbers a head.
 
     Args:
@@ -211,12 +213,12 @@ def parts_of_rows(query: Tensor, key: Tensor, most: int = SCRATCH) -> tuple[int,
     """
     rows, heads, length, _ = query.shape
     keys = key.shape[1]
-    fitting = most // (2 * (heads // keys) * length * length)
+    fitting = max_bytes // (2 * (heads // keys) * length * length)
     return (_divisor(rows, fitting // keys), _divisor(keys, fitting)) if fitting else None
 
 
-def _divisor(number: int, most: int) -> int:
-    return next(size for size in range(min(number, max(1, most)), 0, -1) if number % size == 0)
+def _divisor(number: int, limit: int) -> int:
+    return next(size for size in range(min(number, max(1, limit)), 0, -1) if number % size == 0)
 
 
 @op("cuda.cudnn_attention")

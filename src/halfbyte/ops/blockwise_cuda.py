@@ -38,13 +38,13 @@ def thresholds(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
     )
 
 
-@op("triton.blockwise_cuda")
+@op("triton.blockwise4")
 def approximate_reciprocal(x: Tensor) -> Tensor:
     """Return fp32 1/x of x [n], on NVIDIA GPUs as their approximate instruction gives it."""
     return 1.0 / x
 
 
-@op("triton.blockwise_cuda")
+@op("triton.blockwise4")
 def quantize_blockwise4_cuda(weight: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, Tensor]:
     """Quantize a tensor to packed codes and scales; arguments and results as in `blockwise4.quantize_blockwise4`."""
     flat = weight.reshape(-1).float()

@@ -16,7 +16,9 @@ from ..dispatch import op
 def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor) -> Tensor:
     """z [N, C] in fp32 (fp64)."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    x, weight, size = x.to(exact), weight.to(exact), weight.shape[1]
+    x = x.to(exact)
+    weight = weight.to(exact)
+    size = weight.shape[1]
     total = x * weight[:, -1]
     for back in range(1, min(size, len(x))):
         total[back:] += (x[:-back] * weight[:, size - 1 - back]) * _inside(begins, back)
@@ -48,7 +50,9 @@ def causal_conv_backward(
 ) -> Tensor:
     """Gradient of x [N, C] in its dtype, from the gradient of y [N, C] and the forward's arguments."""
     total = _sums(x, weight, bias, begins)
-    grad, weight, size = grad.to(total.dtype), weight.to(total.dtype), weight.shape[1]
+    grad = grad.to(total.dtype)
+    weight = weight.to(total.dtype)
+    size = weight.shape[1]
     if silu:
         gate = total.sigmoid()
         grad = grad * gate * (1 + total * (1 - gate))

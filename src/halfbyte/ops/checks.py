@@ -29,8 +29,8 @@ def check_same(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor)
         raise ModelError(f"{op}: {name} is {list(tensor.shape)}, and {like_name} is {list(like.shape)}",
                          "give them one shape")  # fmt: skip
     if tensor.dtype is not like.dtype or tensor.device != like.device:
-        mine, other = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
-        raise ModelError(f"{op}: {name} is {mine}, and {like_name} {other}", "give them one dtype and device")
+        actual, expected = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
+        raise ModelError(f"{op}: {name} is {actual}, and {like_name} {expected}", "give them one dtype and device")
 
 
 def check_vector(op: str, name: str, tensor: Tensor, size: int, like: Tensor) -> None:

@@ -151,7 +151,9 @@ def chunk_outputs(
         skip: D [H], any float dtype; None: 0.
         begins: as in `chunk_factors`; states: of `chunk_states`, whose arguments the others are.
     """
-    exact, groups, tokens = _exact(x), b.shape[2], x.shape[1]
+    exact = _exact(x)
+    groups = b.shape[2]
+    tokens = x.shape[1]
     columns = _columns(factors)
     pairs = _pairs(columns.sums, _visible(begins)[0].transpose(0, 1).unsqueeze(2))
     by_chunk, queries = _chunked(x, exact), _chunked(c, exact)
@@ -200,24 +202,26 @@ def chunk_gradients(
         grad: gradient of y, [R, T, H, P] in x's dtype.
         states: of `chunk_states`; state_gradients: of `chunk_state_gradients`; the others as there.
     """
-    exact, groups, tokens = _exact(x), b.shape[2], x.shape[1]
+    exact = _exact(x)
+    groups = b.shape[2]
+    tokens = x.shape[1]
     columns, visible = _columns(factors), _visible(begins)[0].transpose(0, 1).unsqueeze(2)
-    grad_y, by_chunk, keys, queries = (_chunked(part, exact) for part in (grad, x, b, c))
-    state, after = _grouped(states.to(exact), groups), _grouped(state_gradients.to(exact), groups)
+    grad_y, by_chunk, keys, queries = (_chunked(tensor, exact) for tensor in (grad, x, b, c))
+    state, later = _grouped(states.to(exact), groups), _grouped(state_gradients.to(exact), groups)
     inputs, pairs = by_chunk * columns.step, _grouped(_pairs(columns.sums, visible), groups)
     scores = ((queries @ keys.mT).unsqueeze(3) * pairs).flatten(2, 3)
     from_state = (queries.unsqueeze(3) @ state).flatten(2, 3) * columns.start
-    to_state = (keys.unsqueeze(3) @ after).flatten(2, 3) * columns.end
+    to_state = (keys.unsqueeze(3) @ later).flatten(2, 3) * columns.end
     grad_inputs = scores.mT @ grad_y + to_state
     grad_scores = grad_y @ inputs.mT
     grad_sums = (grad_scores * scores).sum(-1) - (grad_scores * scores).sum(-2)
     grad_sums += (from_state * grad_y).sum(-1) - (to_state * inputs).sum(-1)
-    through = (state * after).sum((-1, -2)).flatten(2, 3) * columns.through[..., 0, 0]
+    through = (state * later).sum((-1, -2)).flatten(2, 3) * columns.through[..., 0, 0]
     grad_sums[..., -1] += (to_state * inputs).sum((-1, -2)) + through
     grad_decay = (grad_sums.unsqueeze(-1) * visible).sum(-2)
     products = (_grouped(grad_scores, groups) * pairs).sum(3)
     grad_c = (_grouped(grad_y * columns.start, groups) @ state.mT).sum(3) + products @ keys
-    grad_b = (_grouped(by_chunk * columns.end_step, groups) @ after.mT).sum(3) + products.mT @ queries
+    grad_b = (_grouped(by_chunk * columns.end_step, groups) @ later.mT).sum(3) + products.mT @ queries
     grad_x = grad_inputs * columns.step
     if skip is not None:
         grad_x += skip.to(exact)[:, None, None] * grad_y

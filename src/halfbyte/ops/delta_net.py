@@ -96,7 +96,7 @@ def delta_rows(
     Returns:
         [D, L, Hv, Dv] in mixed's dtype, and the final states [D, Hv, Dk, Dv] in fp32 (fp64).
     """
-    decay, beta = (each.where(real.unsqueeze(-1), 0) for each in (decay, beta))
+    decay, beta = (gate.where(real.unsqueeze(-1), 0) for gate in (decay, beta))
     rows = Rows(*heads_of(mixed, key_heads, states), decay, beta)
     outs, behind = zip(*map(delta_rule, parts_of(rows)), strict=True)
     return torch.cat(outs, 2), torch.cat(behind, 1)

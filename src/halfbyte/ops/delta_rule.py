@@ -54,10 +54,10 @@ class Rows(NamedTuple):
 def parts_of(rows: Rows) -> list[Rows]:
     """Split the inputs by heads, so that each part has at most `AT_ONCE` tokens times heads."""
     count, heads = rows.value.shape[:3].numel(), rows.key.shape[2]
-    parts = min(-(-count // AT_ONCE), heads)
+    count_of_groups = min(-(-count // AT_ONCE), heads)
     tensors = rows.query, rows.key, rows.value, rows.decay, rows.beta
-    split = zip(*(x.tensor_split(parts, 2) for x in tensors), strict=True)
-    return [Rows(*part)._replace(first=rows.first) for part in split]
+    split = zip(*(x.tensor_split(count_of_groups, 2) for x in tensors), strict=True)
+    return [Rows(*tensors_of_group)._replace(first=rows.first) for tensors_of_group in split]
 
 
 class _Chunks(NamedTuple):
@@ -118,17 +118,17 @@ def inverse(lower: Tensor) -> Tensor:
         tiled = x.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))
         return tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
-    least = blocks(lower, LEAST)
-    square = least @ least
-    found = (unit_ - least) @ (unit_ + square) @ (unit_ + square @ square)
+    smallest = blocks(lower, LEAST)
+    square = smallest @ smallest
+    inverses = (unit_ - smallest) @ (unit_ + square) @ (unit_ + square @ square)
     width = LEAST
     while width < size:
-        first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+        first, second = inverses.unflatten(-3, (-1, 2)).unbind(-3)
         below_diagonal = blocks(lower, 2 * width)[..., width:, :width]
         below = -(second @ below_diagonal @ first)
-        found = torch.cat([F.pad(first, (0, width)), torch.cat([below, second], -1)], -2)
+        inverses = torch.cat([F.pad(first, (0, width)), torch.cat([below, second], -1)], -2)
         width *= 2
-    return found.squeeze(-3)
+    return inverses.squeeze(-3)
 
 
 def _by_chunk(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -209,8 +209,8 @@ def _chunks(rows: Rows) -> _Chunks:
     u = (t * beta.mT) @ value
     w = ((t * (beta * start_decay).mT).flatten(3, 4) @ key.squeeze(3)).unflatten(3, beta.shape[3:5])
     p, end_key = pair_decay * (query @ key.mT), key * end_decay
-    parts = query, key, value, beta, start_decay, end_decay, pair_decay, key_products, a, t, p
-    return _Chunks(*parts, u, w, end_key, masked, boundaries)
+    tensors = query, key, value, beta, start_decay, end_decay, pair_decay, key_products, a, t, p
+    return _Chunks(*tensors, u, w, end_key, masked, boundaries)
 
 
 def _transitions(chunks: _Chunks) -> Tensor:
@@ -230,9 +230,9 @@ def _states(chunks: _Chunks, matrices: Tensor) -> Tensor:
     return states
 
 
-def _states_backward(given: Tensor, matrices: Tensor) -> Tensor:
-    """Gradients of the states after each chunk; `given` [.., Dk, Dv]: direct gradients of the states before it."""
-    after_chunk = torch.cat([given[1:], torch.zeros_like(given[:1])])
+def _states_backward(direct: Tensor, matrices: Tensor) -> Tensor:
+    """Gradients of the states after each chunk; `direct` [.., Dk, Dv]: direct gradients of the states before it."""
+    after_chunk = torch.cat([direct[1:], torch.zeros_like(direct[:1])])
     for at in reversed(range(1, len(matrices))):
         _product(matrices[at].mT, after_chunk[at], after_chunk[at - 1])
     return after_chunk
@@ -255,13 +255,15 @@ def delta_rule_backward(grad: Tensor, rows: Rows) -> Rows:
     state = _states(chunks, matrices)[:-1]
     grad = _by_chunk(grad, rows.key.shape[2], state.dtype)
     change, direct = _product(chunks.w, state, chunks.u.clone(), -1), chunks.p.mT @ grad
-    after = _states_backward(_product(chunks.w.mT, direct, start_query.mT @ grad, -1), matrices)
+    state_gradients = _states_backward(_product(chunks.w.mT, direct, start_query.mT @ grad, -1), matrices)
     del matrices
-    d_change = _product(chunks.end_key, after, direct)
+    d_change = _product(chunks.end_key, state_gradients, direct)
     d_value, d_w_key = chunks.inverse.mT @ d_change, chunks.inverse.mT @ _product(d_change, state.mT, sign=-1)
-    d_start_query, d_end_key, d_p = grad @ state.mT, change @ after.mT, grad @ change.mT
-    d_chunk = (chunks.chunk_decay * after).mul_(state).sum((-1, -2))
-    del state, after, change, d_change, direct, grad
+    d_start_query = grad @ state.mT
+    d_end_key = change @ state_gradients.mT
+    d_p = grad @ change.mT
+    d_chunk = (chunks.chunk_decay * state_gradients).mul_(state).sum((-1, -2))
+    del state, state_gradients, change, d_change, direct, grad
     d_a = _product(d_value, chunks.u.mT, _product(d_w_key, chunks.w.mT, sign=-1), -1).tril_(-1)
     d_log_decay = (d_a * chunks.a).addcmul_(d_p, chunks.p)
     d_scores = d_p.mul_(chunks.pair_decay).sum(3, keepdim=True)

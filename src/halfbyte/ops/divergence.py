@@ -54,21 +54,23 @@ def divergence_(
     """
     exact = torch.promote_types(student.dtype, torch.float32)
     z, slope = logits_of(student.to(exact), objectives[0])
-    own = torch.log_softmax(z, dim=-1)
-    other = torch.log_softmax(logits_of(teacher.to(exact), objectives[1])[0], dim=-1)
-    p = own.exp()
-    entropy = -(p * own).sum(-1)
+    student_logs = torch.log_softmax(z, dim=-1)
+    teacher_logs = torch.log_softmax(logits_of(teacher.to(exact), objectives[1])[0], dim=-1)
+    p = student_logs.exp()
+    entropy = -(p * student_logs).sum(-1)
     if beta == 0:
-        q = other.exp()
-        divergence, gradient = (q * (other - own)).sum(-1), p.sub_(q)
+        q = teacher_logs.exp()
+        divergence, gradient = (q * (teacher_logs - student_logs)).sum(-1), p.sub_(q)
     else:
         if beta == 1:
-            divergence, weight, mixed = torch.zeros_like(entropy), 1.0, other
+            divergence = torch.zeros_like(entropy)
+            weight = 1.0
+            mixed = teacher_logs
         else:
             near, far = torch.tensor([1 - beta, beta], dtype=torch.float64).log().tolist()
-            mixed = torch.logaddexp(own + near, other + far)
-            divergence, weight = beta * (other.exp() * (other - mixed)).sum(-1), 1 - beta
-        apart = own.sub_(mixed)
+            mixed = torch.logaddexp(student_logs + near, teacher_logs + far)
+            divergence, weight = beta * (teacher_logs.exp() * (teacher_logs - mixed)).sum(-1), 1 - beta
+        apart = student_logs.sub_(mixed)
         of_student = (p * apart).sum(-1)
         divergence = divergence + weight * of_student
         gradient = p.mul_(apart.sub_(of_student.unsqueeze(1))).mul_(weight)
@@ -104,16 +106,16 @@ def linear_divergence(
     """
     _check(hidden, weight, teacher_hidden, teacher_weight, objectives, beta)
     chunk = chunk or _chunk_rows(weight)
-    found: list[tuple[Tensor, Tensor]] = []
+    results: list[tuple[Tensor, Tensor]] = []
     buffer = logits_buffer(teacher_hidden, teacher_weight, chunk)
 
     def into_gradient(logits: Tensor, rows: slice) -> None:
-        theirs = linear_into(buffer[: len(logits)], teacher_hidden[rows], teacher_weight)
-        found.append(divergence_(logits, theirs, objectives, beta, grad_hidden or grad_weight))
+        teacher_logits = linear_into(buffer[: len(logits)], teacher_hidden[rows], teacher_weight)
+        results.append(divergence_(logits, teacher_logits, objectives, beta, grad_hidden or grad_weight))
 
     nothing = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     grads = products_in_chunks(hidden, weight, nothing, into_gradient, grad_hidden, grad_weight, chunk)
-    divergences, entropies = (torch.cat(each) for each in zip(*found, strict=True))
+    divergences, entropies = (torch.cat(column) for column in zip(*results, strict=True))
     return Divergences(divergences, entropies, *grads)
 
 
@@ -136,8 +138,8 @@ def _check(
     for objective in objectives:
         check_objective(objective)
     shapes = [list(tensor.shape) for tensor in (hidden, weight, teacher_hidden, teacher_weight)]
-    (rows, width), (vocabulary, own), (others, wide), (theirs, its) = shapes
-    if (rows, width, vocabulary, wide) != (others, own, theirs, its):
+    (rows, width), (vocabulary, _), (_, teacher_width), _ = shapes
+    if shapes != [[rows, width], [vocabulary, width], [rows, teacher_width], [vocabulary, teacher_width]]:
         raise ModelError(
             f"linear_divergence: student {shapes[0]} with head {shapes[1]}, teacher {shapes[2]} with head {shapes[3]}",
             "give both as many rows and one vocabulary",

@@ -78,8 +78,8 @@ class StackedWeight(NamedTuple):
         """Dequantized weight of one expert, `dtype` [N, K]."""
         if self.format is None:
             return self.parts["values"][index].to(dtype)
-        format_, parts = self.format.expert(self.parts, self.shape, index)
-        return format_.dequantize(parts, self.shape[1:], dtype)
+        format_, tensors = self.format.expert(self.parts, self.shape, index)
+        return format_.dequantize(tensors, self.shape[1:], dtype)
 
 
 class Routing(NamedTuple):
@@ -178,23 +178,23 @@ def check_product(
         expected["bias"] = (bias, (experts, width))
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape or tensor.dtype is not x.dtype:
-            said = f"experts: {name} is {tensor.dtype} {list(tensor.shape)}, not {x.dtype} {list(shape)}"
-            raise ModelError(said, f"pass {name} in that dtype and shape")
+            message = f"experts: {name} is {tensor.dtype} {list(tensor.shape)}, not {x.dtype} {list(shape)}"
+            raise ModelError(message, f"pass {name} in that dtype and shape")
     if routing.offsets.numel() != experts + 1:
-        said = f"experts: {routing.offsets.numel() - 1} are routed to, and the stack has {experts}"
-        raise ModelError(said, "route to the experts of this stack")
+        message = f"experts: {routing.offsets.numel() - 1} are routed to, and the stack has {experts}"
+        raise ModelError(message, "route to the experts of this stack")
     return slots, width
 
 
 @op("cuda.experts4", "native.grouped")
-def multiplies_codes(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
+def multiplies_codes(tensor: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
     """Return whether GEMMs of `slots` rows are as fast with a quantized stack's codes as with its dequantized values.
 
     Args:
-        part: one of the stack's tensors, for its device.
+        tensor: one of the stack's tensors, for its device.
         dtype: of the GEMMs.
     """
-    return part.is_cpu  # its caches hold one dequantized expert
+    return tensor.is_cpu  # its caches hold one dequantized expert
 
 
 @op("triton.grouped", "cuda.experts4", "native.grouped")
@@ -224,20 +224,20 @@ def grouped_product(
     slots, width = check_product(x, stack, routing, gather, transposed, low_rank, bias)
     out, tokens = x.new_empty(slots, width), routing.tokens if gather else None
     for expert, rows in routing.groups():
-        part = x[rows] if tokens is None else x[tokens[rows]]
+        expert_rows = x[rows] if tokens is None else x[tokens[rows]]
         weight = stack.expert(expert, x.dtype)
         weight = weight.t() if transposed else weight
         into = out[rows]
-        by_onednn = multiplies_by_onednn(part, weight)  # which cannot accumulate into its output
+        by_onednn = multiplies_by_onednn(expert_rows, weight)  # which cannot accumulate into its output
         if by_onednn:
-            into.copy_(linear(part, weight))
+            into.copy_(linear(expert_rows, weight))
         elif low_rank is None:
-            torch.mm(part, weight.t(), out=into)
+            torch.mm(expert_rows, weight.t(), out=into)
         if low_rank is not None:
             factor = low_rank.factor[expert] if transposed else low_rank.factor[expert].t()
             into.addmm_(low_rank.u[rows], factor, beta=int(by_onednn), alpha=low_rank.scale)
             if not by_onednn:
-                into.addmm_(part, weight.t())
+                into.addmm_(expert_rows, weight.t())
         if bias is not None:
             into += bias[expert]
         if alpha != 1.0:
@@ -262,8 +262,8 @@ def grouped_outer(
     out = wide.new_zeros((experts, wide.shape[1], narrow.shape[1]), dtype=dtype)
     exact = torch.promote_types(dtype, wide.dtype)
     for expert, rows in routing.groups():
-        part = wide[routing.tokens[rows]] if gather else wide[rows]
-        out[expert] = alpha * (part.to(exact).t() @ narrow[rows].to(exact))
+        expert_rows = wide[routing.tokens[rows]] if gather else wide[rows]
+        out[expert] = alpha * (expert_rows.to(exact).t() @ narrow[rows].to(exact))
     return out
 
 
@@ -361,8 +361,8 @@ def expert_unit_backward_(z: Tensor, c: Tensor, unit: Unit, weights: Tensor, ord
     d_gate, d_up = dh * shifted * derivative, dh * activated
     if not unit.plain:
         d_gate, d_up = d_gate * (gate <= unit.limit), d_up * (up.abs() <= unit.limit)
-    for half, found in zip(unit.halves(c), (d_gate, d_up), strict=True):
-        half.copy_(found)
+    for half, gradient in zip(unit.halves(c), (d_gate, d_up), strict=True):
+        half.copy_(gradient)
     rounded = hidden.to(z.dtype)
     products = (exact * rounded).sum(1).to(weights.dtype)
     z.copy_(rounded)

@@ -194,7 +194,7 @@ class Slot:
         """Wrap codes that a kernel cast with this slot's settled scale."""
         return Codes(values, self.inverse)
 
-    def cast(self, *parts: Tensor, factors: Tensor | None = None) -> Codes:
+    def cast(self, *tensors: Tensor, factors: Tensor | None = None) -> Codes:
         """Cast tensors [M, Kᵢ] to FP8, concatenated, with one scale, and record their amax. See `cast_float8`."""
         target = self.state.target[self.index]
-        return Codes(*cast_float8(self.scale, parts, factors, target, self.newest, self.dtype, self.settled))
+        return Codes(*cast_float8(self.scale, tensors, factors, target, self.newest, self.dtype, self.settled))

@@ -65,11 +65,11 @@ def check_lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, acti
 def check_contiguous(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """Raise unless `tensor` is contiguous and has this shape and the dtype and device of `like`."""
     if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        found = f"{list(tensor.shape)}{'' if tensor.is_contiguous() else ' with gaps'}"
-        raise ModelError(f"lora_glu: {name} is {found}", f"pass a contiguous tensor {list(shape)}")
+        actual = f"{list(tensor.shape)}{'' if tensor.is_contiguous() else ' with gaps'}"
+        raise ModelError(f"lora_glu: {name} is {actual}", f"pass a contiguous tensor {list(shape)}")
     if tensor.dtype is not like.dtype or tensor.device != like.device:
-        found, wanted = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
-        raise ModelError(f"lora_glu: {name} is {found}, and gate {wanted}", "give them one dtype and device")
+        actual, expected = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
+        raise ModelError(f"lora_glu: {name} is {actual}, and gate {expected}", "give them one dtype and device")
 
 
 def check_gradients(grad: Tensor, v_down: Tensor, gate: Tensor, factors: Factors) -> None:
@@ -169,5 +169,5 @@ def lora_glu_backward_float8(
         columns: fp32 [2·I], multiplied into dg and du before the cast, or None.
     """
     gate, up = gate.clone(), up.clone()
-    found = lora_glu_backward_.reference(grad, gate, up, low, v_down, factors, activation)
-    return found, slot.cast(gate, up, factors=columns).values
+    gradients = lora_glu_backward_.reference(grad, gate, up, low, v_down, factors, activation)
+    return gradients, slot.cast(gate, up, factors=columns).values

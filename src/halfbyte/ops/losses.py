@@ -131,15 +131,15 @@ def cross_entropy_in_chunks(
     chunk: int,
 ) -> LossesAndGrads:
     """`linear_cross_entropy_forward` of all rows, without its checks."""
-    found: list[RowLosses] = []
+    row_losses: list[RowLosses] = []
 
     def into_gradient(logits: Tensor, rows: slice) -> None:
-        found.append(cross_entropy_(logits, labels[rows], objective, grad_hidden or grad_weight, need_entropy))
+        row_losses.append(cross_entropy_(logits, labels[rows], objective, grad_hidden or grad_weight, need_entropy))
 
     grads = products_in_chunks(
         hidden, weight, labels == objective.ignore_index, into_gradient, grad_hidden, grad_weight, chunk
     )
-    losses, logsumexps, entropies = zip(*found, strict=True)
+    losses, logsumexps, entropies = zip(*row_losses, strict=True)
     rows = RowLosses(torch.cat(losses), torch.cat(logsumexps), torch.cat(entropies) if need_entropy else None)
     return LossesAndGrads(rows, *grads)
 
@@ -185,8 +185,8 @@ def linear_log_probs_backward(
         return None if grad_x is None else _to_rows(grad_x, trained, hidden), grad_w
 
     def into_gradient(logits: Tensor, rows: slice) -> None:
-        parts = (labels[rows], logsumexp[rows], _at(rows, entropy), grad_log_probs[rows], _at(rows, grad_entropy))
-        log_probs_backward_(logits, *parts, objective)
+        row_values = (labels[rows], logsumexp[rows], _at(rows, entropy), grad_log_probs[rows], _at(rows, grad_entropy))
+        log_probs_backward_(logits, *row_values, objective)
 
     return products_in_chunks(hidden, weight, ignored, into_gradient, grad_hidden, grad_weight, chunk)
 

@@ -51,16 +51,16 @@ def _orthonormal(columns: Tensor, spare: Tensor | None = None) -> Tensor:
     if not _has_fp64(columns.device):
         return torch.linalg.qr(columns).Q
     size = torch.linalg.vector_norm(columns, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    found = columns.double() / size.clamp_min(torch.finfo(torch.float64).tiny)
+    basis = columns.double() / size.clamp_min(torch.finfo(torch.float64).tiny)
     if spare is not None:
-        found = found + SPARE * spare
+        basis = basis + SPARE * spare
     for _ in range(1 if spare is None else 2):
-        gram = found.mT @ found
+        gram = basis.mT @ basis
         if spare is None:
             gram.diagonal(dim1=-2, dim2=-1).add_(SPARE**2)
         factor = torch.linalg.cholesky_ex(gram).L
-        found = torch.linalg.solve_triangular(factor.mT, found, upper=True, left=False)
-    return found.to(columns.dtype)
+        basis = torch.linalg.solve_triangular(factor.mT, basis, upper=True, left=False)
+    return basis.to(columns.dtype)
 
 
 def _has_fp64(device: torch.device) -> bool:

@@ -168,5 +168,5 @@ def sum_rows(partials: Tensor, dtype: torch.dtype, first: int | None = None) -> 
 
     With `first`, return [2, D]: the sum of the first `first` rows, and the sum of the others.
     """
-    parts = [partials] if first is None else [partials[:first], partials[first:]]
-    return torch.stack([part.sum(0) for part in parts]).to(dtype)
+    sections = [partials] if first is None else [partials[:first], partials[first:]]
+    return torch.stack([section.sum(0) for section in sections]).to(dtype)

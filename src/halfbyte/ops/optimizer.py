@@ -181,7 +181,7 @@ def gradient_norm(coefficients: Tensor, parameters: Sequence[Parameters], max_no
         parameters: their gradients are read.
         max_norm: as in torch.nn.utils.clip_grad_norm_; inf does not clip.
     """
-    norms = [torch.linalg.vector_norm(each.float()) for some in parameters for each in some.gradients]
+    norms = [torch.linalg.vector_norm(gradient.float()) for group in parameters for gradient in group.gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=coefficients.device)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else torch.ones_like(norm)
     return torch.stack([norm, factor])
@@ -208,8 +208,8 @@ def prepare_step(
         factor: fp32 []: of the gradients, from clipping; None: 1.
         found_inf: fp32 []: a value other than 0 leaves `steps` unchanged; None: 0.
     """
-    kept = 1.0 if found_inf is None else (found_inf == 0).to(steps)
-    steps += kept
+    counted = 1.0 if found_inf is None else (found_inf == 0).to(steps)
+    steps += counted
     t = steps.double()
     rows = dict(zip(SETTINGS, settings[groups.long()].unbind(1), strict=True))
     chosen = RULES[rule]
@@ -287,17 +287,19 @@ def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust
         "lamb" are of the update times the learning rate.
     """
     squares = torch.zeros(len(coefficients), 2, device=coefficients.device)
-    for some in parameters:
-        for i, row in enumerate(some.rows.tolist()):
-            p, u = _compared(some, i, Coefficients(*coefficients[row].unbind()), trust)
+    for group in parameters:
+        for i, row in enumerate(group.rows.tolist()):
+            p, u = _compared(group, i, Coefficients(*coefficients[row].unbind()), trust)
             squares[row] = torch.stack([p.square().sum(), u.square().sum()])
-        apply_trust(coefficients, squares, some.rows, trust)
+        apply_trust(coefficients, squares, group.rows, trust)
     return squares
 
 
 def _compared(parameters: Parameters, i: int, c: Coefficients, trust: str) -> tuple[Tensor, Tensor]:
     """fp32 [n] each: the weight of parameter i, and the vector whose norm is compared with its norm."""
-    rule, storage, weight = RULES[parameters.rule], STORAGES[parameters.storage], parameters.weights[i]
+    rule = RULES[parameters.rule]
+    storage = STORAGES[parameters.storage]
+    weight = parameters.weights[i]
     p = full_weight(weight.flatten(), parameters.corrections[i] if parameters.corrections else None)
     g = parameters.gradients[i].flatten().float() * c.scale
     if trust == "lars":
@@ -315,14 +317,16 @@ def apply_trust(coefficients: Tensor, squares: Tensor, rows: Tensor, trust: str)
     """Multiply the coefficients of `rows` by the trust ratios from their `squares`; see `scale_by_trust`."""
     rows = rows.to(coefficients.device).long()
     c = Coefficients(*coefficients[rows].unbind(1))
-    weight, other = squares[rows].sqrt().unbind(1)
+    weight, update = squares[rows].sqrt().unbind(1)
     if trust == "clip":
-        most = c.alpha * weight
-        ratio = torch.where(other > most, most / other, 1.0)
+        limit = c.alpha * weight
+        ratio = torch.where(update > limit, limit / update, 1.0)
     else:
         # with "lamb" the update has the learning rate, rate / first, in it
-        ratio = c.rate / c.first * weight / other if trust == "lamb" else c.alpha * weight / (other + c.decay * weight)
-        ratio = torch.where((weight > 0) & (other > 0), ratio, 1.0)
+        ratio = (
+            c.rate / c.first * weight / update if trust == "lamb" else c.alpha * weight / (update + c.decay * weight)
+        )
+        ratio = torch.where((weight > 0) & (update > 0), ratio, 1.0)
     for name in TRUSTS[trust].scales:
         coefficients[rows, Coefficients._fields.index(name)] = getattr(c, name) * ratio
 
@@ -338,7 +342,7 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
         found_inf: fp32 []: a value other than 0 leaves everything unchanged; None: 0.
     """
     rule, storage = RULES[parameters.rule], STORAGES[parameters.storage]
-    kept = torch.ones((), dtype=torch.bool, device=coefficients.device) if found_inf is None else found_inf == 0
+    applies = torch.ones((), dtype=torch.bool, device=coefficients.device) if found_inf is None else found_inf == 0
     for i, (weight, gradient) in enumerate(zip(parameters.weights, parameters.gradients, strict=True)):
         if not weight.numel():
             continue
@@ -350,16 +354,16 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
         s = [storage.decode(*state, signed, n) for state, signed in zip(states, rule.signed, strict=True)]
         p, new = rule.update(p, gradient.flatten().float() * c.scale, s, c)
         for state, values, signed, positive in zip(states, new, rule.signed, rule.squares, strict=True):
-            _copy_if(kept, state, storage.encode(values, signed, positive))
+            _copy_if(applies, state, storage.encode(values, signed, positive))
         draw = parameters.draws[i] if parameters.draws else (0, 0)
         rounded = round_weight(p, weight.dtype, parameters.rounding, steps[row], draw)
-        _copy_if(kept, (weight.view(-1), correction), rounded)
+        _copy_if(applies, (weight.view(-1), correction), rounded)
 
 
-def _copy_if(kept: Tensor, target: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+def _copy_if(applies: Tensor, target: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
     for old, new in zip(target, values, strict=True):
         if old is not None and new is not None:
-            old.copy_(torch.where(kept, new, old))
+            old.copy_(torch.where(applies, new, old))
 
 
 def full_weight(weight: Tensor, correction: Tensor | None) -> Tensor:

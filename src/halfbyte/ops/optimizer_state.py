@@ -110,8 +110,8 @@ class Storage:
 
 
 STORAGES: dict[str, Storage] = {
-    each.name: each
-    for each in (
+    storage.name: storage
+    for storage in (
         Storage("fp32", torch.float32),
         Storage("bf16", torch.bfloat16),
         Storage("dynamic8", torch.uint8, 256),

@@ -69,7 +69,7 @@ def rope_store_paged_(
         keys, values, pages, slots: as in `store_paged`, of B · T tokens.
     """
     rope_(q, k, cos, sin, False)
-    store_paged(keys, values, pages, slots, *(each.transpose(1, 2).flatten(0, 1) for each in (k, v)))
+    store_paged(keys, values, pages, slots, *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (k, v)))
 
 
 @op("triton.cached_attention", "native.paged_attention")
@@ -103,8 +103,8 @@ def paged_attention(
     """
     rows, heads, size = q.shape
     keys, values = (
-        each[tables.long()].to(q.dtype).transpose(1, 2).reshape(rows, -1, tables.shape[1] * PAGE, size)
-        for each in (keys, values)
+        cache[tables.long()].to(q.dtype).transpose(1, 2).reshape(rows, -1, tables.shape[1] * PAGE, size)
+        for cache in (keys, values)
     )
     slot, last = torch.arange(keys.shape[2], device=q.device), lengths.unsqueeze(1) - 1
     seen = slot <= last

@@ -65,10 +65,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B, H, T, D] into a new tensor of x's dtype; cos and sin [B or 1, T, R]."""
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(exact).unsqueeze(1), sin.to(exact).unsqueeze(1)
-    rotated, rest = x[..., : cos.shape[-1]].to(exact), x[..., cos.shape[-1] :]
+    rotated, unrotated = x[..., : cos.shape[-1]].to(exact), x[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
+    return torch.cat([rotated.to(x.dtype), unrotated], dim=-1)
 
 
 def _transposed(sin: Tensor) -> Tensor:

@@ -26,7 +26,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     k0, k1 = key
     for _ in range(ROUNDS):
         low, high = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # int64 overflow keeps the bits of the unsigned product
-        c0, c1, c2, c3 = (high >> 32 & MASK) ^ c1 ^ k0, high & MASK, (low >> 32 & MASK) ^ c3 ^ k1, low & MASK
+        c0 = (high >> 32 & MASK) ^ c1 ^ k0
+        c1 = high & MASK
+        c2 = (low >> 32 & MASK) ^ c3 ^ k1
+        c3 = low & MASK
         k0, k1 = k0 + WEYL[0] & MASK, k1 + WEYL[1] & MASK
     return c0, c1, c2, c3
 

@@ -103,10 +103,10 @@ def _state_property(read: Callable[[Any], Any], name: str) -> property:
 
     def value(self: Params4bit) -> Any:
         state = self.quant_state
-        found = None if state is None else read(state)
-        if found is None:
+        attribute = None if state is None else read(state)
+        if attribute is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: it has no such state")
-        return found
+        return attribute
 
     return property(value)
 
@@ -221,7 +221,9 @@ class Params4bit(nn.Parameter):
             quant_type=self.quant_type,
             quant_storage=self.quant_storage,
         )
-        self.data, self.quant_state, self.bnb_quantized = packed, state, True
+        self.data = packed
+        self.quant_state = state
+        self.bnb_quantized = True
         if self.module is not None:
             self.module.quant_state = state
         return self
@@ -416,7 +418,9 @@ class Int8Params(nn.Parameter):
         # bitsandbytes rounds to fp16 first: the codes of fp32 and bf16 weights depend on it.
         values = self.data.contiguous().to(device=device, dtype=torch.float16)
         codes, scales, _ = F.int8_vectorwise_quant(values)
-        self.data, self.CB, self.SCB = codes, codes, scales
+        self.data = codes
+        self.CB = codes
+        self.SCB = scales
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8Params:
@@ -548,9 +552,9 @@ class Embedding4bit(nn.Embedding):
         """Return [..., embedding_dim] in the table's original dtype."""
         fix_4bit_weight_quant_state_from_module(self)
         state = self.weight.quant_state
-        format_, parts = state.as_format(self.weight)
+        format_, tensors = state.as_format(self.weight)
         rows = dequantize_rows_blockwise4(
-            parts["packed"], parts["absmax"], format_.nested_parts(parts), format_.blocksize, format_.quant_type,
+            tensors["packed"], tensors["absmax"], format_.nested_parts(tensors), format_.blocksize, format_.quant_type,
             self.embedding_dim, input.reshape(-1), self.dtype,
         )  # fmt: skip
         return rows.view(*input.shape, self.embedding_dim)

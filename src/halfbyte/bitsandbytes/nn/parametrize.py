@@ -122,6 +122,8 @@ def _parametrized_state_dict_post_hook(
         return
     state_dict[f"{prefix}{param_name}"] = state_dict.pop(original)
     parametrizations: Any = module.parametrizations
-    parametrization = next(each for each in parametrizations[param_name] if isinstance(each, Bnb4bitParametrization))
+    parametrization = next(
+        candidate for candidate in parametrizations[param_name] if isinstance(candidate, Bnb4bitParametrization)
+    )
     for key, value in parametrization.quant_state.as_dict(packed=True).items():
         state_dict[f"{prefix}{param_name}.{key}"] = value

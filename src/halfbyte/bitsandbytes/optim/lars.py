@@ -124,6 +124,6 @@ class PytorchLARS(Optimizer):
                 state["momentum_buffer"] = gradient.clone()
             buffer = state["momentum_buffer"]
             update = gradient + group["momentum"] * buffer if group["nesterov"] else buffer
-        most, norm = group["max_unorm"] * weight.norm(), update.norm()
-        factor = torch.where((norm > most) & (most > 0), most / norm, torch.ones_like(norm))
+        max_norm, norm = group["max_unorm"] * weight.norm(), update.norm()
+        factor = torch.where((norm > max_norm) & (max_norm > 0), max_norm / norm, torch.ones_like(norm))
         weight.sub_(group["lr"] * factor * update)

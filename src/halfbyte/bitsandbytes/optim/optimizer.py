@@ -105,16 +105,16 @@ class GlobalOptimManager:
 
     def _remember(self, parameter: Tensor) -> None:
         """Hold a weak reference to `parameter`, and drop the overrides of a freed tensor with the same `id`."""
-        known = self._alive.get(id(parameter))
-        if known is None or known() is not parameter:
+        reference = self._alive.get(id(parameter))
+        if reference is None or reference() is not parameter:
             self._alive[id(parameter)] = weakref.ref(parameter)
             self.pid2config.pop(id(parameter), None)
             self._places.pop(id(parameter), None)
 
     def config_of(self, parameter: Tensor) -> dict[str, Any] | None:
         """Return the overrides of this very tensor, or None."""
-        known = self._alive.get(id(parameter))
-        return self.pid2config.get(id(parameter)) if known is not None and known() is parameter else None
+        reference = self._alive.get(id(parameter))
+        return self.pid2config.get(id(parameter)) if reference is not None and reference() is parameter else None
 
     def register_module_override(self, module: nn.Module, param_name: str, config: dict[str, Any]) -> None:
         """Override options of a module's parameter, which need not be the final one yet.
@@ -172,9 +172,9 @@ class _State(dict[str, Any]):
 
 def _added(rule: str, state: dict[str, Any]) -> dict[str, Any]:
     """Entries of a parameter's state that a subclass has added."""
-    own = ("step", "unorm_vec", WRAPPED, CORRECTION, *TENSORS)
+    keys = ("step", "unorm_vec", WRAPPED, CORRECTION, *TENSORS)
     names = RULES[rule].states
-    return {key: value for key, value in state.items() if key not in own and key.partition("::")[0] not in names}
+    return {key: value for key, value in state.items() if key not in keys and key.partition("::")[0] not in names}
 
 
 def _codes(rule: str, state: dict[str, Any]) -> Tensor | None:
@@ -187,11 +187,11 @@ def _stacked(rule: str, wrapped: dict[str, Any]) -> dict[str, Any]:
     """bitsandbytes' tensors of a parameter; AdEMAMix's two first moments are stacked."""
     if rule != "ademamix":
         return wrapped
-    found = {"state1": torch.stack([wrapped["state1"], wrapped["state2"]]), "state2": wrapped["state3"]}
+    tensors = {"state1": torch.stack([wrapped["state1"], wrapped["state2"]]), "state2": wrapped["state3"]}
     if "absmax1" in wrapped:
-        found |= {"absmax1": torch.stack([wrapped["absmax1"], wrapped["absmax2"]]), "absmax2": wrapped["absmax3"]}
-        found |= {"qmap1": wrapped["qmap1"], "qmap2": wrapped["qmap3"]}
-    return found
+        tensors |= {"absmax1": torch.stack([wrapped["absmax1"], wrapped["absmax2"]]), "absmax2": wrapped["absmax3"]}
+        tensors |= {"qmap1": wrapped["qmap1"], "qmap2": wrapped["qmap3"]}
+    return tensors
 
 
 class Optimizer8bit(FusedOptimizer):
@@ -218,11 +218,13 @@ class Optimizer8bit(FusedOptimizer):
         super().__init__(params, defaults | {"offload": is_paged and on_gpu})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("is_paged", "optim_bits", "rule", "trust", "args", "optimizer_name")
-        return {**super().__getstate__(), **{key: value for key, value in vars(self).items() if key in own}}
+        attributes = ("is_paged", "optim_bits", "rule", "trust", "args", "optimizer_name")
+        return {**super().__getstate__(), **{key: value for key, value in vars(self).items() if key in attributes}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.mng, self._overrides, self._limits = GlobalOptimManager.get_instance(), {}, {}
+        self.mng = GlobalOptimManager.get_instance()
+        self._overrides = {}
+        self._limits = {}
         self.initialized = False
         super().__setstate__(state)
 
@@ -249,8 +251,8 @@ class Optimizer8bit(FusedOptimizer):
 
     def _trust(self) -> str | None:
         """Return "clip" if the norm of a parameter's update is limited, or None."""
-        places = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
-        self._limits = {id(group["params"][index]): self._limit(group, index) for group, index in places}
+        indices = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
+        self._limits = {id(group["params"][index]): self._limit(group, index) for group, index in indices}
         if not any(self._limits.values()):
             return None
         if self.rule not in TRUSTS["clip"].rules:
@@ -263,8 +265,8 @@ class Optimizer8bit(FusedOptimizer):
 
     def _limit(self, group: dict[str, Any], index: int) -> float:
         """Return the `max_unorm` of a parameter; 0: none, as with 8-bit state."""
-        most: float = self._config(group, group["params"][index])["max_unorm"]
-        return most if most > 0 and not self.storage_of(group, index).block else 0.0
+        max_norm: float = self._config(group, group["params"][index])["max_unorm"]
+        return max_norm if max_norm > 0 and not self.storage_of(group, index).block else 0.0
 
     def _config(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any]:
         config = {key: group[key] for key in NUMBERS} | {key: getattr(self.args, key) for key in ARGS}
@@ -304,8 +306,8 @@ class Optimizer8bit(FusedOptimizer):
         if (codes := _codes(self.rule, self.state.get(weight, {}))) is not None:
             return STORAGES["dynamic8" if codes.dtype == torch.uint8 else "fp32"]
         config = self._config(group, weight)
-        few = weight.numel() < config["min_8bit_size"]
-        return STORAGES["fp32" if config["optim_bits"] == 32 or few else "dynamic8"]
+        is_small = weight.numel() < config["min_8bit_size"]
+        return STORAGES["fp32" if config["optim_bits"] == 32 or is_small else "dynamic8"]
 
     def _reset(self) -> None:
         super()._reset()
@@ -401,13 +403,13 @@ class Optimizer8bit(FusedOptimizer):
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         betas = group["betas"]
-        found = {"beta1": betas[0], "beta2": betas[1], "eps": group["eps"]}
+        numbers = {"beta1": betas[0], "beta2": betas[1], "eps": group["eps"]}
         if self.rule == "ademamix":
             schedule = {key: group[key] or 0 for key in ("t_alpha", "t_beta3")}
-            found |= {"beta3": betas[2], "alpha": group["alpha"]} | schedule
+            numbers |= {"beta3": betas[2], "alpha": group["alpha"]} | schedule
         if self.trust == "clip":
-            found["alpha"] = group.get("max_unorm", self.args.max_unorm) or math.inf
-        return found
+            numbers["alpha"] = group.get("max_unorm", self.args.max_unorm) or math.inf
+        return numbers
 
     def _peer_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {}
@@ -434,7 +436,7 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError("skip_zeros is not supported: zero gradients update the state. Leave it out")
     betas = options.get("betas", ())
     if isinstance(betas, str):
-        betas = [float(each) for each in betas.strip("()[] ").split(",")]
+        betas = [float(number_text) for number_text in betas.strip("()[] ").split(",")]
     for number, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"betas[{number}] is {beta}: pass a number from 0 to below 1")
@@ -477,8 +479,8 @@ class Optimizer2State(Optimizer8bit):
         t_beta3: int | None = None,
     ):
         defaults = check_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        own = {"optim_bits": optim_bits, "min_8bit_size": min_8bit_size, "max_unorm": max_unorm}
-        self.args = args if args is not None else MockArgs(own | {"skip_zeros": skip_zeros})
+        common = {"optim_bits": optim_bits, "min_8bit_size": min_8bit_size, "max_unorm": max_unorm}
+        self.args = args if args is not None else MockArgs(common | {"skip_zeros": skip_zeros})
         check_options({key: getattr(self.args, key) for key in ARGS})
         self.optimizer_name = optimizer_name
         self.rule = RULE_OF[optimizer_name]  # type: ignore[misc]

@@ -135,7 +135,7 @@ def _launch(
     return total, gradient
 
 
-def _obstacle(activation: str, factors: Factors, gate: Tensor, *others: Tensor) -> str | None:
+def _obstacle(activation: str, factors: Factors, gate: Tensor, *tensors: Tensor) -> str | None:
     if not device_of(gate).at_least(HOPPER):  # griddepcontrol
         return NEEDS_HOPPER
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
@@ -143,7 +143,7 @@ def _obstacle(activation: str, factors: Factors, gate: Tensor, *others: Tensor) 
         return "takes SiLU or tanh's GELU, and ranks of 8 or 16"
     if gate.dtype is torch.float32 or not gate.numel() or gate.shape[1] % LANE_COLUMNS:
         return "needs 16 bits, and a width in multiples of 8"
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (gate, *others, *factors[:3]))
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (gate, *tensors, *factors[:3]))
     return None if aligned else "needs tensors at multiples of 16 bytes"
 
 
@@ -172,9 +172,9 @@ def forward(
 def backward_(
     grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: str
 ) -> Gradients:
-    found = _backward(grad, gate, up, low, v_down, factors, activation, None, None, [gate, up])
+    gradients = _backward(grad, gate, up, low, v_down, factors, activation, None, None, [gate, up])
     bump_versions(gate, up)
-    return found
+    return gradients
 
 
 @ops.lora_glu_backward_float8.kernel("cuda", unless=backward_obstacle, rank=1)
@@ -196,5 +196,5 @@ def _backward(
     ops.check_gradients(grad, v_down, gate, factors)
     pointers = {"out": out, "v_down": v_down}
     v, gradient = _launch(True, [gate, up, grad], low, factors, activation, slot, columns, pointers)
-    parts = gradient.split([factor.numel() for factor in factors[:3]])
-    return Gradients(v, *[part.view(factor.shape) for part, factor in zip(parts, factors[:3], strict=True)])
+    pieces = gradient.split([factor.numel() for factor in factors[:3]])
+    return Gradients(v, *[piece.view(factor.shape) for piece, factor in zip(pieces, factors[:3], strict=True)])

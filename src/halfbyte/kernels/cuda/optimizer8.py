@@ -62,9 +62,9 @@ def update(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_in
     tiles, table, aligned = tables(parameters, device)
     if not len(tiles):
         return
-    pointers = [each.data_ptr() for each in (tiles, table, coefficients, steps)]
-    found = None if found_inf is None else found_inf.data_ptr()
-    step = Step(*pointers, found, _values(device).data_ptr(), len(tiles), COLUMNS)
+    pointers = [tensor.data_ptr() for tensor in (tiles, table, coefficients, steps)]
+    found_inf_address = None if found_inf is None else found_inf.data_ptr()
+    step = Step(*pointers, found_inf_address, _values(device).data_ptr(), len(tiles), COLUMNS)
     weight, gradient = parameters.weights[0].dtype, parameters.gradients[0].dtype
     blocks = min(ceil_div(len(tiles) * (TILE // GROUP), THREADS // 32), 2 * device_of(coefficients).multiprocessors)
     with torch.cuda.device(coefficients.get_device()):
