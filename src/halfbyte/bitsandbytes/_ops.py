@@ -154,10 +154,6 @@ def _blocks(numel: Any, blocksize: int) -> Any:
     return -(numel // -blocksize)
 
 
-def _outliers() -> Any:
-    return torch.library.get_ctx().new_dynamic_size()
-
-
 def _quantize_4bit_fake(A, blocksize, quant_type, quant_storage):
     n = A.numel()
     packed = A.new_empty(((n + 1) // (quant_storage.itemsize * 2), 1), dtype=quant_storage)
@@ -165,7 +161,7 @@ def _quantize_4bit_fake(A, blocksize, quant_type, quant_storage):
 
 
 def _vectorwise_quant_fake(A, threshold=0.0):
-    columns = A.new_empty(_outliers(), dtype=torch.int64) if threshold else None
+    columns = A.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64) if threshold else None
     return torch.empty_like(A, dtype=torch.int8), A.new_empty(prod(A.shape[:-1]), dtype=torch.float32), columns
 
 

@@ -7,6 +7,7 @@ calls are recorded instead, and `UpdateBatch` runs them in one launch for each r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -130,13 +131,8 @@ class UpdateBatch:
         """Return the launch of the last step with the current weights and gradients, or a new one."""
         weights, gradients = [update.weight for update in updates], [update.gradient for update in updates]
         states = [update.states for update in updates]
-        addresses = [
-            tensor.data_ptr()
-            for tensors_of_update in states
-            for state in tensors_of_update
-            for tensor in state
-            if tensor is not None
-        ]
+        tensors = itertools.chain.from_iterable(state for update in updates for state in update.states)
+        addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
         moving = [tensor.data_ptr() for tensor in (*weights, *gradients)]
         last = self._launches.get(key)
         if last is not None and last.states == addresses:
@@ -167,7 +163,8 @@ def _coefficients(updates: Sequence[Update], device: torch.device) -> tuple[Tens
 
 # --- the operators ---------------------------------------------------------------------------------------------------
 
-_known_maps: WeakIdKeyDictionary = WeakIdKeyDictionary()  # maps that were compared; on a GPU that blocks
+# Whether a map is the signed or the unsigned dynamic map, for maps that were compared; on a GPU that blocks.
+_signs: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _submit(update: Update) -> None:
@@ -310,27 +307,19 @@ def optimizer_update_8bit_blockwise(
     rule = _checked(optimizer_name, g, p, state2, skip_zeros)
     if (state2 is None) != (absmax2 is None) or (state2 is None) != (qmap2 is None):
         raise ValueError("state2, qmap2 and absmax2 belong together: pass all three or none")
-    codes, scales = (
-        _states(optimizer_name, p.device, state1, state2),
-        _states(optimizer_name, p.device, absmax1, absmax2),
-    )
+    codes = _states(optimizer_name, p.device, state1, state2)
+    scales = _states(optimizer_name, p.device, absmax1, absmax2)
     blocks = -(-p.numel() // STORAGES["dynamic8"].block)
     if any(code.dtype != torch.uint8 or code.numel() != p.numel() for code in codes):
         raise ValueError(f"the states are not uint8 with {p.numel()} elements, as p")
     if any(scale.dtype != torch.float32 or scale.numel() != blocks for scale in scales):
         raise ValueError(f"the scales are not fp32 with {blocks} elements, one for each block of 256")
     for qmap, signed in ((qmap1, True), (qmap2, False)):
-        if qmap is not None and not _is_dynamic_map(qmap, signed):
+        if qmap is not None and _signs.get(qmap) is None:
+            _signs[qmap] = {sign for sign in (True, False) if torch.equal(qmap.cpu(), dynamic_map(signed=sign))}
+        if qmap is not None and signed not in _signs[qmap]:
             raise ValueError("qmap1 and qmap2 must be create_dynamic_map(True) and create_dynamic_map(False)")
     settings = _settings(lr=lr, weight_decay=weight_decay, beta1=beta1, beta2=beta2, beta3=beta3, eps=eps, alpha=alpha)
     states: States = [*zip(codes, scales, strict=True)]
     gradient = g.detach().contiguous().view(-1)
     _submit(Update(rule, p.detach().view(-1), gradient, states, settings, step, gnorm_scale))
-
-
-def _is_dynamic_map(qmap: Tensor, signed: bool) -> bool:
-    if _known_maps.get(qmap) is None:
-        _known_maps[qmap] = {
-            is_signed: torch.equal(qmap.cpu(), dynamic_map(signed=is_signed)) for is_signed in (True, False)
-        }
-    return _known_maps[qmap][signed]

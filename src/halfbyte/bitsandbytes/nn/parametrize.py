@@ -84,8 +84,12 @@ def replace_parameter_4bit(
 
 
 def _parametrize(module: nn.Module, param_name: str, state: F.QuantState) -> None:
+    """Register the parametrization, cache its values during a forward, and write packed codes to the state dict."""
     P.register_parametrization(module, param_name, Bnb4bitParametrization(state), unsafe=True)
-    _register_parametrization_hooks(module, param_name)
+    module.register_state_dict_post_hook(partial(_parametrized_state_dict_post_hook, param_name=param_name))
+    module.register_forward_pre_hook(_enable_parametrization_cache)
+    # always_call: checkpointing stops its recomputation with an exception, and the counter must still fall.
+    module.register_forward_hook(_disable_parametrization_cache, always_call=True)
 
 
 def _disable_parametrization_cache(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -97,14 +101,6 @@ def _disable_parametrization_cache(module: nn.Module, inputs: tuple[Any, ...], o
 
 def _enable_parametrization_cache(module: nn.Module, inputs: tuple[Any, ...]) -> None:
     P._cache_enabled += 1
-
-
-def _register_parametrization_hooks(module: nn.Module, param_name: str) -> None:
-    """Cache the values during a forward, and write packed codes to the state dict."""
-    module.register_state_dict_post_hook(partial(_parametrized_state_dict_post_hook, param_name=param_name))
-    module.register_forward_pre_hook(_enable_parametrization_cache)
-    # always_call: checkpointing stops its recomputation with an exception, and the counter must still fall.
-    module.register_forward_hook(_disable_parametrization_cache, always_call=True)
 
 
 def _parametrized_state_dict_post_hook(

@@ -87,60 +87,21 @@ class AdEMAMix(Optimizer2State):
         )  # fmt: skip
 
 
-class AdEMAMix8bit(AdEMAMix):
+class AdEMAMix8bit(AdEMAMix, bits=8):
     """AdEMAMix with 8-bit state."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        alpha: float = 5.0,
-        t_alpha: int | None = None,
-        t_beta3: int | None = None,
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        min_8bit_size: int = 4096,
-        is_paged: bool = False,
-    ):
-        super().__init__(params, lr, betas, alpha, t_alpha, t_beta3, eps, weight_decay, 8, min_8bit_size, is_paged)
 
-
-class AdEMAMix32bit(AdEMAMix):
+class AdEMAMix32bit(AdEMAMix, bits=32):
     """AdEMAMix with fp32 state."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        alpha: float = 5.0,
-        t_alpha: int | None = None,
-        t_beta3: int | None = None,
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        min_8bit_size: int = 4096,
-        is_paged: bool = False,
-    ):
-        super().__init__(params, lr, betas, alpha, t_alpha, t_beta3, eps, weight_decay, 32, min_8bit_size, is_paged)
 
-
-class PagedAdEMAMix(AdEMAMix):
+class PagedAdEMAMix(AdEMAMix, paged=True):
     """AdEMAMix with state in host memory."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options | {"is_paged": True})
 
-
-class PagedAdEMAMix8bit(AdEMAMix8bit):
+class PagedAdEMAMix8bit(AdEMAMix8bit, paged=True):
     """AdEMAMix with 8-bit state in host memory."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options | {"is_paged": True})
 
-
-class PagedAdEMAMix32bit(AdEMAMix32bit):
+class PagedAdEMAMix32bit(AdEMAMix32bit, paged=True):
     """AdEMAMix with fp32 state in host memory."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options | {"is_paged": True})

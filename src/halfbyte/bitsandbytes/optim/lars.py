@@ -40,40 +40,12 @@ class LARS(Optimizer1State):
         super().__init__("lars", params, lr, betas, 0.0, weight_decay, optim_bits, args, min_8bit_size, max_unorm)
 
 
-class LARS8bit(LARS):
+class LARS8bit(LARS, bits=8):
     """LARS with 8-bit state."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        args: Any = None,
-        min_8bit_size: int = 4096,
-        max_unorm: float = 0.02,
-    ):
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, 8, args, min_8bit_size, max_unorm)
 
-
-class LARS32bit(LARS):
+class LARS32bit(LARS, bits=32):
     """LARS with fp32 state."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        args: Any = None,
-        min_8bit_size: int = 4096,
-        max_unorm: float = 0.02,
-    ):
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, 32, args, min_8bit_size, max_unorm)
 
 
 class PytorchLARS(Optimizer):

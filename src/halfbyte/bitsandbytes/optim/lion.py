@@ -26,54 +26,21 @@ class Lion(Optimizer1State):
         )
 
 
-class Lion8bit(Lion):
+class Lion8bit(Lion, bits=8):
     """Lion with 8-bit state."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-4,
-        betas: Any = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        args: Any = None,
-        min_8bit_size: int = 4096,
-        is_paged: bool = False,
-    ):
-        super().__init__(params, lr, betas, weight_decay, 8, args, min_8bit_size, is_paged)
 
-
-class Lion32bit(Lion):
+class Lion32bit(Lion, bits=32):
     """Lion with fp32 state."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-4,
-        betas: Any = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        args: Any = None,
-        min_8bit_size: int = 4096,
-        is_paged: bool = False,
-    ):
-        super().__init__(params, lr, betas, weight_decay, 32, args, min_8bit_size, is_paged)
 
-
-class PagedLion(Lion):
+class PagedLion(Lion, paged=True):
     """Lion with state in host memory."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options | {"is_paged": True})
 
-
-class PagedLion8bit(Lion8bit):
+class PagedLion8bit(Lion8bit, paged=True):
     """Lion with 8-bit state in host memory."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options | {"is_paged": True})
 
-
-class PagedLion32bit(Lion32bit):
+class PagedLion32bit(Lion32bit, paged=True):
     """Lion with fp32 state in host memory."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options | {"is_paged": True})

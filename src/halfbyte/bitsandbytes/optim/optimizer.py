@@ -6,10 +6,11 @@ current stream, without blocking. Weight decay is applied before the update, as 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -194,6 +195,20 @@ def _stacked(rule: str, wrapped: dict[str, Any]) -> dict[str, Any]:
     return tensors
 
 
+def _with_fixed(init: Callable[..., None], fixed: dict[str, Any]) -> Callable[..., None]:
+    """Return `init` with these arguments fixed, and `optim_bits`, if it is one of them, removed from its signature."""
+    signature = inspect.signature(init)
+    dropped = fixed.keys() & {"optim_bits"}
+    signature = signature.replace(parameters=[p for name, p in signature.parameters.items() if name not in dropped])
+
+    @functools.wraps(init)
+    def fixed_init(*arguments: Any, **options: Any) -> None:
+        init(**signature.bind(*arguments, **options).arguments | fixed)
+
+    fixed_init.__signature__ = signature  # type: ignore[attr-defined]
+    return fixed_init
+
+
 class Optimizer8bit(FusedOptimizer):
     """Base of bitsandbytes' optimizers. Use one of the classes that name a rule.
 
@@ -203,6 +218,13 @@ class Optimizer8bit(FusedOptimizer):
         optim_bits: 8 or 32, of the state.
         is_paged: whether the state is in pinned host memory and streamed; ignored for parameters on a CPU.
     """
+
+    def __init_subclass__(cls, bits: int | None = None, paged: bool = False, **options: Any) -> None:
+        """Fix the state of a subclass: with `bits` it has no argument `optim_bits`, `paged` sets `is_paged`."""
+        super().__init_subclass__(**options)
+        if bits is not None or paged:
+            fixed = ({} if bits is None else {"optim_bits": bits}) | ({"is_paged": True} if paged else {})
+            cls.__init__ = _with_fixed(cls.__init__, fixed)  # type: ignore[method-assign]
 
     def __init__(self, params: Any, defaults: dict[str, Any], optim_bits: int = 32, is_paged: bool = False):
         self.is_paged, self.optim_bits = is_paged, optim_bits

@@ -36,37 +36,9 @@ class RMSprop(Optimizer1State):
         super().__init__("rmsprop", params, lr, (alpha, momentum), eps, weight_decay, optim_bits, args, min_8bit_size)
 
 
-class RMSprop8bit(RMSprop):
+class RMSprop8bit(RMSprop, bits=8):
     """RMSprop with 8-bit state."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-2,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        centered: bool = False,
-        args: Any = None,
-        min_8bit_size: int = 4096,
-    ):
-        super().__init__(params, lr, alpha, eps, weight_decay, momentum, centered, 8, args, min_8bit_size)
 
-
-class RMSprop32bit(RMSprop):
+class RMSprop32bit(RMSprop, bits=32):
     """RMSprop with fp32 state."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-2,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        centered: bool = False,
-        args: Any = None,
-        min_8bit_size: int = 4096,
-    ):
-        super().__init__(params, lr, alpha, eps, weight_decay, momentum, centered, 32, args, min_8bit_size)

@@ -35,35 +35,9 @@ class SGD(Optimizer1State):
         )
 
 
-class SGD8bit(SGD):
+class SGD8bit(SGD, bits=8):
     """SGD with momentum and 8-bit state."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        args: Any = None,
-        min_8bit_size: int = 4096,
-    ):
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, 8, args, min_8bit_size)
 
-
-class SGD32bit(SGD):
+class SGD32bit(SGD, bits=32):
     """SGD with momentum and fp32 state."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        args: Any = None,
-        min_8bit_size: int = 4096,
-    ):
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, 32, args, min_8bit_size)
