@@ -334,8 +334,14 @@ def _backward_(
     if needs[0]:
         mask = None if saved.mask1 is None else saved.mask1[routing.tokens]
         dx = combine(_input_gradient(dc, weights.first, first, v1, mask, routing, False), routing, None)
-    d_weights = _routing_gradient(d_slots, grad, index, weights.second_bias, routed) if needs[1] else None
-    return Gradients(dx, d_weights, da1, db1, da2, db2)
+    d_routed = None
+    if needs[1]:
+        d_routed = d_slots.view_as(index)
+        if weights.second_bias is not None:
+            by_bias = grad @ weights.second_bias.to(grad.dtype).t()
+            d_routed = d_routed + by_bias.gather(1, index.long())
+        d_routed = d_routed.to(routed.dtype)
+    return Gradients(dx, d_routed, da1, db1, da2, db2)
 
 
 class _Experts(OnceFunction):
@@ -365,14 +371,6 @@ class _Experts(OnceFunction):
 
 def _outer(wide: Tensor, narrow: Any, routing: Routing, gather: bool, alpha: float, factor: Any) -> Tensor:
     return grouped_outer(wide, narrow, routing, gather, alpha, gradient_dtype(factor))
-
-
-def _routing_gradient(d_slots: Tensor, grad: Tensor, index: Tensor, bias: Tensor | None, weights: Tensor) -> Tensor:
-    """∂L/∂w [T, k], including the term of the second bias."""
-    gradient = d_slots.view_as(index)
-    if bias is not None:
-        gradient = gradient + (grad @ bias.to(grad.dtype).t()).gather(1, index.long())
-    return gradient.to(weights.dtype)
 
 
 # Under torch.compile: two opaque ops, forward and backward. As in `autograd.linear`, a visible dequantize would hold
@@ -412,17 +410,14 @@ def _compiled(
             "set lora_dropout: 0, or run the model uncompiled",
         )
     stacks = weights.first, weights.second
-    tensors, specs = zip(*map(_parts_and_spec, stacks), strict=True)
+    tensors = [list(stack.parts.values()) if is_quantized(stack) else [stack] for stack in stacks]
+    specs = [stack.format.spec if is_quantized(stack) else "" for stack in stacks]
     scales = [0.0 if adapter is None else adapter.scaling for adapter in applied]
     shapes = [size for stack in stacks for size in stack.shape]
     return torch.ops.halfbyte.experts(
-        x, routed, index, *tensors, weights.first_bias, weights.second_bias, *factors, list(specs), shapes,
+        x, routed, index, *tensors, weights.first_bias, weights.second_bias, *factors, specs, shapes,
         unit.activation, unit.interleaved, [*scales, unit.limit, unit.alpha, unit.offset],
     )[0]  # fmt: skip
-
-
-def _parts_and_spec(stack: Any) -> tuple[list[Tensor], str]:
-    return (list(stack.parts.values()), stack.format.spec) if is_quantized(stack) else ([stack], "")
 
 
 def _stack_from_parts(tensors: list[Tensor], spec: str, shape: list[int]) -> StackedWeight:

@@ -126,21 +126,21 @@ def _dequantize(tensors: list[Tensor], spec: str, shape: list[int], dtype: torch
     return format_.values(named, tuple(shape), dtype)
 
 
-def _forward(input, tensors, bias, spec, shape):
+def _quantized_linear(input, tensors, bias, spec, shape):
     return linear(input, _dequantize(tensors, spec, shape, input.dtype), bias)
 
 
-def _forward_without_gradient(input, tensors, bias, spec, shape):
+def _quantized_product(input, tensors, bias, spec, shape):
     return _product(input, *_named(tensors, spec, shape), tuple(shape), bias)
 
 
-def _backward_input(grad, tensors, spec, shape):
+def _quantized_linear_dx(grad, tensors, spec, shape):
     return linear(grad, _dequantize(tensors, spec, shape, grad.dtype).t())
 
 
-_library.impl("quantized_linear", _forward, "CompositeExplicitAutograd")
-_library.impl("quantized_product", _forward_without_gradient, "CompositeExplicitAutograd")
-_library.impl("quantized_linear_dx", _backward_input, "CompositeExplicitAutograd")
+_library.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
+_library.impl("quantized_product", _quantized_product, "CompositeExplicitAutograd")
+_library.impl("quantized_linear_dx", _quantized_linear_dx, "CompositeExplicitAutograd")
 _library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 
 

@@ -53,7 +53,11 @@ class _Scales:
     @classmethod
     def of(cls, weights: tuple[Weight, ...], dtype: torch.dtype) -> _Scales:
         stored = [_stored_scale(weight) for weight in weights]
-        magnitudes = [_magnitude(weight, dtype) for weight, scale in zip(weights, stored, strict=True) if scale is None]
+        magnitudes = [
+            torch.linalg.vector_norm(dense(weight, dtype), torch.inf, dtype=torch.float32)
+            for weight, scale in zip(weights, stored, strict=True)
+            if scale is None
+        ]
         if magnitudes:
             common = torch.stack(magnitudes).amax().div(FP8_MAX[E4M3]).clamp(min=TINY)
             stored = [common if scale is None else scale for scale in stored]
@@ -145,10 +149,6 @@ def _stored_scale(weight: Weight) -> Tensor | None:
     if not is_quantized(weight) or not isinstance(weight.format, Float8) or weight.format.scaling == "tile":
         return None
     return weight.parts["scale"]
-
-
-def _magnitude(weight: Weight, dtype: torch.dtype) -> Tensor:
-    return torch.linalg.vector_norm(dense(weight, dtype), torch.inf, dtype=torch.float32)
 
 
 def weight_codes(weight: Weight, inverse: Tensor, dtype: torch.dtype, transposed: Tensor | None = None) -> Tensor:

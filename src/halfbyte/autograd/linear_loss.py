@@ -83,7 +83,11 @@ def linear_loss(
     # A frozen quantized weight stays quantized until the GEMMs, so that nothing saves its values.
     held = weight if is_quantized(weight) else weight.to(dtype)
     inputs: list[Any] = [x, held, None if bias is None else bias.to(dtype), *flat]
-    call = _Call(loss_fn, chunk or _default_chunk(weight.shape[0], x), reduction)
+    if chunk is None:
+        chunk = chunk_rows(weight.shape[0], x.device.type, x.element_size())
+        # 3/8: a cross-entropy in fp32 of bf16 logits holds 7 times a chunk's bytes, of 16,384 × 128,256 logits 1/10.
+        chunk = chunk if on_compiler() else max(chunk * 3 // 8 // 64 * 64, 64)
+    call = _Call(loss_fn, chunk, reduction)
     needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in inputs]
     if call.per_row and (needed[1] or needed[2]):
         loss = _Recomputed.apply(call, needed, autocast_dtype(x.device.type), *inputs)
@@ -118,12 +122,6 @@ def _check_arguments(
                 f"linear_loss: target {position} is {actual}, and hidden is {list(hidden.shape)}",
                 "pass tensors with the leading dimensions of hidden, and read constants in loss_fn itself",
             )
-
-
-def _default_chunk(vocabulary: int, x: Tensor) -> int:
-    rows = chunk_rows(vocabulary, x.device.type, x.element_size())
-    # 3/8: a cross-entropy in fp32 of bf16 logits holds 7 times a chunk's bytes, of 16,384 × 128,256 logits 1/10.
-    return rows if on_compiler() else max(rows * 3 // 8 // 64 * 64, 64)
 
 
 class _Call:
@@ -342,14 +340,14 @@ class _Scaled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss):
         saved = iter(ctx.saved_tensors)
-        scaled = [_scaled_rows(next(saved), grad_loss) if present else None for present in ctx.present]
-        return None, None, *scaled, *[None] * ctx.count
-
-
-def _scaled_rows(gradient: Tensor, grad_loss: Tensor) -> Tensor:
-    """`gradient` times a 0-d factor, or times a factor for each of its rows."""
-    flat = gradient.flatten(1) if gradient.dim() > 1 else gradient.unsqueeze(1)
-    return scaled(flat, grad_loss.reshape(-1, 1)).view(gradient.shape)
+        gradients: list[Tensor | None] = []
+        for present in ctx.present:
+            gradient = next(saved) if present else None
+            if gradient is not None:  # times a 0-d factor, or times a factor for each of its rows
+                flat = gradient.flatten(1) if gradient.dim() > 1 else gradient.unsqueeze(1)
+                gradient = scaled(flat, grad_loss.reshape(-1, 1)).view(gradient.shape)
+            gradients.append(gradient)
+        return None, None, *gradients, *[None] * ctx.count
 
 
 class _Recomputed(torch.autograd.Function):

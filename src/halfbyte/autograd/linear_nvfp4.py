@@ -61,12 +61,6 @@ class Nvfp4Recipe:
         return self.four_over_six_metric if self.enable_four_over_six else None
 
 
-def _notify_emulated() -> None:
-    notice(
-        "nvfp4-emulated", "recipe nvfp4: operands are rounded to NVFP4 and multiplied in 16 bits; no FP4 units are used"
-    )
-
-
 class Nvfp4Gemms:
     """GEMMs of one input in NVFP4; implements `autograd.lora.GemmRecipe`."""
 
@@ -84,7 +78,10 @@ class Nvfp4Gemms:
 
     def outputs(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
         """Write x·Wᵢᵀ into `outs` [M, Nᵢ]."""
-        _notify_emulated()
+        notice(
+            "nvfp4-emulated",
+            "recipe nvfp4: operands are rounded to NVFP4 and multiplied in 16 bits; no FP4 units are used",
+        )
         for weight, out in zip(weights, outs, strict=True):
             out.copy_(_product(x, _values(weight), self.recipe, stochastic=False))
 

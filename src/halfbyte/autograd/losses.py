@@ -39,12 +39,20 @@ def _needed_gradients(*tensors: Tensor) -> list[bool]:
     return [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
 
 
-def _scaled_gradients(ctx, grad_loss: Tensor | None) -> list[Tensor | None]:
-    """dX and dW from the saved ones of a 0-d loss."""
-    if grad_loss is None:
-        return [None, None]
-    factor, needed = grad_loss.reshape(1, 1), ctx.needs_input_grad
-    return [scaled(saved, factor) if needed[i] else None for i, saved in enumerate(ctx.saved_tensors)]
+def _save_gradients(ctx, inputs, output) -> None:
+    """Save dX and dW, the last results of an op whose first is a 0-d loss and the only differentiable one."""
+    ctx.save_for_backward(*output[-2:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _scale_gradients(ctx, grad_loss, *_):
+    """Gradients of an op of `_save_gradients`, which has ten arguments."""
+    grads: list[Tensor | None] = [None] * 10
+    if grad_loss is not None:
+        for i, saved in enumerate(ctx.saved_tensors):
+            grads[i] = scaled(saved, grad_loss.reshape(1, 1)) if ctx.needs_input_grad[i] else None
+    return tuple(grads)
 
 
 @torch.library.custom_op("halfbyte::linear_cross_entropy", mutates_args=())
@@ -74,11 +82,7 @@ def _(hidden, weight, labels, scale, softcap, label_smoothing, z_loss, ignore_in
     return loss, _empty_unless(grad_hidden, hidden), _empty_unless(grad_weight, weight)
 
 
-def _setup_cross_entropy(ctx, inputs, output) -> None:
-    _, grad_hidden, grad_weight = output
-    ctx.save_for_backward(grad_hidden, grad_weight)
-    ctx.mark_non_differentiable(grad_hidden, grad_weight)
-    ctx.set_materialize_grads(False)
+_linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -90,13 +94,6 @@ def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
         return (gradient * factor).to(gradient.dtype)
     retained = torch._C._autograd._get_current_graph_task_keep_graph()  # backward(retain_graph=True)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient)) if retained else gradient.mul_(factor)
-
-
-def _backward_of_cross_entropy(ctx, grad_loss, _grad_hidden, _grad_weight):
-    return *_scaled_gradients(ctx, grad_loss), *[None] * 8
-
-
-_linear_cross_entropy.register_autograd(_backward_of_cross_entropy, setup_context=_setup_cross_entropy)
 
 
 @torch.library.custom_op("halfbyte::linear_log_probs", mutates_args=())
@@ -143,18 +140,11 @@ def _linear_log_probs_backward(
     grad_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dX, dW)."""
+    objective = Objective(scale, softcap, temperature, ignore_index=ignore_index)
     grads = linear_log_probs_backward(
-        hidden,
-        weight,
-        labels,
-        logsumexp,
-        None if grad_entropy is None else entropy,
-        grad_log_probs,
-        grad_entropy,
-        Objective(scale, softcap, temperature, ignore_index=ignore_index),
-        grad_hidden=grad_hidden,
-        grad_weight=grad_weight,
-    )
+        hidden, weight, labels, logsumexp, None if grad_entropy is None else entropy, grad_log_probs, grad_entropy,
+        objective, grad_hidden=grad_hidden, grad_weight=grad_weight,
+    )  # fmt: skip
     return _or_empty(grads[0], hidden), _or_empty(grads[1], weight)
 
 
@@ -319,15 +309,9 @@ def _linear_generalized_jsd(
     """(sum of divergences, sum of entropies, dX, dW)."""
     objectives = _objective(head, temperature), _objective(teacher_head, temperature)
     divergences = linear_divergence(
-        hidden,
-        weight,
-        teacher_hidden,
-        teacher_weight,
-        objectives,
-        beta,
-        grad_hidden=grad_hidden,
+        hidden, weight, teacher_hidden, teacher_weight, objectives, beta, grad_hidden=grad_hidden,
         grad_weight=grad_weight,
-    )
+    )  # fmt: skip
     grad_x, grad_w = _or_empty(divergences.grad_hidden, hidden), _or_empty(divergences.grad_weight, hidden)
     return divergences.divergence.sum(), divergences.entropy.sum(), grad_x, grad_w
 
@@ -339,18 +323,7 @@ def _(hidden, weight, teacher_hidden, teacher_weight, head, teacher_head, temper
     return total, torch.empty_like(total), *grads
 
 
-def _setup_divergence(ctx, inputs, output) -> None:
-    _, entropy, grad_hidden, grad_weight = output
-    ctx.save_for_backward(grad_hidden, grad_weight)
-    ctx.mark_non_differentiable(entropy, grad_hidden, grad_weight)
-    ctx.set_materialize_grads(False)
-
-
-def _backward_of_divergence(ctx, grad_loss, *_):
-    return *_scaled_gradients(ctx, grad_loss), *[None] * 8
-
-
-_linear_generalized_jsd.register_autograd(_backward_of_divergence, setup_context=_setup_divergence)
+_linear_generalized_jsd.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
 def linear_generalized_jsd(

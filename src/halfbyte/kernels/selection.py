@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import pkgutil
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ SIZE = 4096
 INNER = 14336
 ROWS = 8192
 REFERENCE = "reference"
+NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
 
 
 class Choice(NamedTuple):
@@ -52,6 +55,7 @@ class Choice(NamedTuple):
 
 
 Example = tuple[str, tuple]  # description of the shapes, and arguments
+Call = tuple[str, str, tuple]  # the op's name, then as in `Example`
 
 
 def choices(device: Device) -> Iterator[Choice]:
@@ -59,7 +63,7 @@ def choices(device: Device) -> Iterator[Choice]:
     device_type = "cuda" if device.backend == "hip" else device.backend
     with assumed(device):
         for name, op in all_ops().items():
-            for shapes, arguments in EXAMPLES.get(name, _anything)():
+            for shapes, arguments in examples().get(name, [("", ())]):
                 reasons = (
                     op.choices(device_type, *arguments) if shapes else [(k.name, None) for k in op.kernels(device_type)]
                 )
@@ -73,7 +77,7 @@ def all_ops() -> dict[str, Op]:
     folders = ((folder, module.name) for folder in (ops, formats) for module in pkgutil.iter_modules(folder.__path__))
     modules = [importlib.import_module(f"{folder.__name__}.{name}") for folder, name in folders]
     by_name = {op.reference.__name__: op for module in modules for op in vars(module).values() if isinstance(op, Op)}
-    return dict(sorted(by_name.items(), key=lambda item: (item[0] not in EXAMPLES, item[0])))
+    return dict(sorted(by_name.items(), key=lambda item: (item[0] not in examples(), item[0])))
 
 
 def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -93,126 +97,33 @@ def slot(dtype: torch.dtype) -> Slot:
     return Slot(DelayedScaling([dtype], ScalingOptions(), device="meta"), 0)
 
 
-def _anything() -> Iterator[Example]:
-    yield "", ()
-
-
-def _blockwise4() -> Iterator[Example]:
+def _few_rows() -> Iterator[Call]:
+    """Linears of quantized weights with M rows of x, as in decoding."""
     batches = [(rows, BF16, 64) for rows in (1, 2, 3, 8, 9, 16, 17, 64, 65)]
     for rows, dtype, blocksize in (*batches, (1, BF16, 128), (4, BF16, 32), (1, FP32, 64)):
-        words = f"M = {rows}, {_name(dtype)}, blocks of {blocksize}"
-        yield words, (empty(rows, SIZE, dtype=dtype), *weight4(SIZE, SIZE, blocksize, True), SIZE, None)
-
-
-def _bitplane() -> Iterator[Example]:
+        x = empty(rows, SIZE, dtype=dtype)
+        arguments = x, *weight4(SIZE, SIZE, blocksize, True), SIZE, None
+        yield "linear_blockwise4", f"M = {rows}, {NAMES[dtype]}, blocks of {blocksize}", arguments
     for bits, rows in ((2, 1), (2, 16), (2, 17), (4, 1), (4, 8), (4, 9), (4, 64), (4, 65)):
         packed, scales = empty(SIZE * SIZE // 32 * bits, dtype=torch.int32), empty(SIZE * SIZE // 32, dtype=torch.uint8)
-        x = empty(rows, SIZE, dtype=BF16)
-        yield f"M = {rows}, bf16, {bits} bits", (x, packed, scales, empty(), empty(2**bits), SIZE, None)
-
-
-def _hqq() -> Iterator[Example]:
+        arguments = empty(rows, SIZE, dtype=BF16), packed, scales, empty(), empty(2**bits), SIZE, None
+        yield "linear_bitplane", f"M = {rows}, bf16, {bits} bits", arguments
     for rows, dtype in ((1, BF16), (16, BF16), (17, BF16), (65, BF16), (1, FP16)):
         packed, scales = empty(SIZE * SIZE // 8, dtype=torch.int32), empty(SIZE * SIZE // 64, dtype=FP16)
-        x = empty(rows, SIZE, dtype=dtype)
-        yield f"M = {rows}, {_name(dtype)}, 4 bits, groups of 64", (x, packed, scales, scales, 4, 64, SIZE, None)
-
-
-def _float8() -> Iterator[Example]:
+        arguments = empty(rows, SIZE, dtype=dtype), packed, scales, scales, 4, 64, SIZE, None
+        yield "linear_hqq", f"M = {rows}, {NAMES[dtype]}, 4 bits, groups of 64", arguments
     for rows in (1, 2, 64, 65):
-        codes = empty(SIZE, SIZE, dtype=torch.uint8)
-        yield f"M = {rows}, bf16", (empty(rows, SIZE, dtype=BF16), codes, empty(SIZE), "row", None)
-
-
-def _int8() -> Iterator[Example]:
-    for rows in (1, 2, 64, 65):
-        codes = empty(SIZE, SIZE, dtype=torch.int8)
-        yield f"M = {rows}, bf16", (empty(rows, SIZE, dtype=BF16), codes, empty(SIZE), None)
-
-
-def _low_rank() -> Iterator[Example]:
+        x, absmax = empty(rows, SIZE, dtype=BF16), empty(SIZE)
+        yield "linear_float8", f"M = {rows}, bf16", (x, empty(SIZE, SIZE, dtype=torch.uint8), absmax, "row", None)
+        yield "linear_int8", f"M = {rows}, bf16", (x, empty(SIZE, SIZE, dtype=torch.int8), absmax, None)
     for rows, rank in ((1, 16), (64, 16), (65, 16), (1, 8)):
-        yield f"M = {rows}, bf16, r = {rank}", (empty(rows, SIZE, dtype=BF16), empty(rank, SIZE, dtype=BF16), None)
+        factors = empty(rows, SIZE, dtype=BF16), empty(rank, SIZE, dtype=BF16)
+        yield "low_rank_rows", f"M = {rows}, bf16, r = {rank}", (*factors, None)
 
 
-def _dequantize_bitplane() -> Iterator[Example]:
-    for rows, affine in ((SIZE, False), (SIZE, True), (512, False)):
-        blocks = rows * SIZE // 32
-        zeros = empty(blocks, dtype=torch.int8) if affine else None
-        tensors = empty(blocks * 4, dtype=torch.int32), empty(blocks, dtype=torch.uint8), zeros, empty(), empty(16)
-        yield f"[{rows}, {SIZE}], 4 bits" + ", zeros" * affine, (*tensors, rows, SIZE, BF16)
+def _decoding() -> Iterator[Call]:
+    """All layers of a decoding step in one launch."""
 
-
-def _float8_of_blockwise4() -> Iterator[Example]:
-    for blocksize, transposed in ((64, False), (64, True), (16, False)):
-        words = f"[{SIZE}, {SIZE}], blocks of {blocksize}" + ", transposed" * transposed
-        yield words, (*weight4(SIZE, SIZE, blocksize, True), (SIZE, SIZE), empty(), transposed)
-
-
-def _cast() -> Iterator[Example]:
-    yield f"[{ROWS}, {SIZE}]", (empty(), [empty(ROWS, SIZE, dtype=BF16)], None, empty(), empty(), E4M3)
-
-
-def _cross_entropy() -> Iterator[Example]:
-    for vocabulary, objective, words in (
-        (128_256, Objective(), ""), (50_257, Objective(), ""), (262_144, Objective(), ""),
-        (128_256, Objective(softcap=30.0), ", softcap"),
-    ):  # fmt: skip
-        labels = empty(512, dtype=torch.int64)
-        yield f"V = {vocabulary}, bf16{words}", (empty(512, vocabulary, dtype=BF16), labels, objective, True, False)
-
-
-def _unit(rank: int) -> tuple[Tensor, Tensor, Factors]:
-    b, a = empty(INNER, rank, dtype=BF16), empty(rank, INNER, dtype=BF16)
-    return empty(ROWS, INNER, dtype=BF16), empty(ROWS, 2 * rank, dtype=BF16), Factors(b, b, a, 1.5, 0.7)
-
-
-def _lora_glu(*options: Any) -> Iterator[Example]:
-    for rank, activation in ((16, "silu"), (32, "silu"), (16, "gelu")):
-        gate, low, factors = _unit(rank)
-        yield f"[{ROWS}, {INNER}], r = {rank}, {activation}", (gate, gate, low, factors, activation, *options)
-
-
-def _lora_glu_backward(*options: Any) -> Iterator[Example]:
-    for words, (gate, _, low, factors, activation) in _lora_glu():
-        v_down = empty(ROWS, factors.a_down.shape[0], dtype=BF16)
-        yield words, (gate, gate, gate, low, v_down, factors, activation, *options)
-
-
-def _in_one_pass() -> Iterator[Example]:
-    yield "r = 16, bf16", (empty(0, dtype=BF16), 16)
-
-
-def _rms_norm_float8() -> Iterator[Example]:
-    x = empty(ROWS, SIZE, dtype=BF16)
-    yield f"[{ROWS}, {SIZE}]", (x, x, empty(SIZE, dtype=BF16), 1e-6, False, slot(E4M3))
-
-
-def _fp8_product() -> Iterator[Example]:
-    a = empty(ROWS, SIZE, dtype=E4M3)
-    b = empty(SIZE, SIZE, dtype=E4M3)
-    out = empty(ROWS, SIZE, dtype=BF16)
-    yield "M = 8192", (a, b, empty(), empty(), out, True)
-    yield "M = 8192, scales of rows", (a, b, empty(), empty(SIZE), out, True)
-    odd = empty(1001, SIZE, dtype=E4M3)
-    yield "N = 1001", (a, odd, empty(), empty(), empty(ROWS, 1001, dtype=BF16), True)
-
-
-def _update_parameters() -> Iterator[Example]:
-    rows, values = torch.zeros(1, dtype=torch.int32), empty(SIZE)
-    for storage in STORAGES:
-        state = [STORAGES[storage].zeros(SIZE, signed, values.device) for signed in RULES["adamw"].signed]
-        parameters = Parameters("adamw", storage, "nearest", rows, [values], [values], [state])
-        yield f"AdamW, state in {storage}", (empty(1, len(Coefficients._fields)), empty(1), parameters, None)
-
-
-def _rows_backward() -> Iterator[Example]:
-    for length in (2048, 16384):
-        q, k = empty(1, 32, length, 128, dtype=BF16), empty(1, 8, length, 128, dtype=BF16)
-        yield f"32/8 heads of 128, T = {length}", (q, q, k, k, q, empty(1, 32, length, 1), 0.1)
-
-
-def _one_launch() -> Iterator[Example]:
     def projections(rows: tuple[int, ...], columns: int) -> Projections:
         weights = []
         for outputs in rows:
@@ -228,57 +139,76 @@ def _one_launch() -> Iterator[Example]:
             projections((SIZE,), INNER), norm, norm, None, None, cache, cache, None,
         )  # fmt: skip
         stack = Stack([layer], 32, 1e-5, 0.1, angles, angles, empty(batch, dtype=torch.int32), empty(1))
-        yield f"{batch} rows, {_name(dtype)}, NF4", (empty(batch, SIZE, dtype=dtype), stack)
+        yield "one_launch", f"{batch} rows, {NAMES[dtype]}, NF4", (empty(batch, SIZE, dtype=dtype), stack)
 
 
-def _grouped_product() -> Iterator[Example]:
-    # Qwen3-30B-A3B's gate and up
-    experts = 128
-    rows = 1536
-    columns = 2048
-    top_k = 8
+def _training() -> Iterator[Call]:
+    """Ops of a training step."""
+    for rows, affine in ((SIZE, False), (SIZE, True), (512, False)):
+        blocks = rows * SIZE // 32
+        zeros = empty(blocks, dtype=torch.int8) if affine else None
+        tensors = empty(blocks * 4, dtype=torch.int32), empty(blocks, dtype=torch.uint8), zeros, empty(), empty(16)
+        shapes = f"[{rows}, {SIZE}], 4 bits" + ", zeros" * affine
+        yield "dequantize_bitplane", shapes, (*tensors, rows, SIZE, BF16)
+    for blocksize, transposed in ((64, False), (64, True), (16, False)):
+        shapes = f"[{SIZE}, {SIZE}], blocks of {blocksize}" + ", transposed" * transposed
+        weight = weight4(SIZE, SIZE, blocksize, True)
+        yield "float8_of_blockwise4", shapes, (*weight, (SIZE, SIZE), empty(), transposed)
+    x, codes = empty(ROWS, SIZE, dtype=BF16), empty(ROWS, SIZE, dtype=E4M3)
+    yield "cast_float8", f"[{ROWS}, {SIZE}]", (empty(), [x], None, empty(), empty(), E4M3)
+    yield "rms_norm_float8", f"[{ROWS}, {SIZE}]", (x, x, empty(SIZE, dtype=BF16), 1e-6, False, slot(E4M3))
+    for outputs, shapes, scale in ((SIZE, "M = 8192", empty()), (SIZE, "M = 8192, scales of rows", empty(SIZE)),
+                                   (1001, "N = 1001", empty())):  # fmt: skip
+        out = empty(ROWS, outputs, dtype=BF16)
+        yield "fp8_product", shapes, (codes, empty(outputs, SIZE, dtype=E4M3), empty(), scale, out, True)
+    for vocabulary, softcap in ((128_256, None), (50_257, None), (262_144, None), (128_256, 30.0)):
+        logits, labels = empty(512, vocabulary, dtype=BF16), empty(512, dtype=torch.int64)
+        shapes = f"V = {vocabulary}, bf16" + (", softcap" if softcap else "")
+        yield "cross_entropy_", shapes, (logits, labels, Objective(softcap=softcap), True, False)
+    yield "in_one_pass", "r = 16, bf16", (empty(0, dtype=BF16), 16)
+    for rank, activation in ((16, "silu"), (32, "silu"), (16, "gelu")):
+        b, a = empty(INNER, rank, dtype=BF16), empty(rank, INNER, dtype=BF16)
+        gate, low = empty(ROWS, INNER, dtype=BF16), empty(ROWS, 2 * rank, dtype=BF16)
+        factors, v_down = Factors(b, b, a, 1.5, 0.7), empty(ROWS, rank, dtype=BF16)
+        forward = gate, gate, low, factors, activation
+        backward = gate, gate, gate, low, v_down, factors, activation
+        shapes = f"[{ROWS}, {INNER}], r = {rank}, {activation}"
+        yield "lora_glu", shapes, forward
+        yield "lora_glu_float8", shapes, (*forward, slot(E4M3))
+        yield "lora_glu_backward_", shapes, backward
+        yield "lora_glu_backward_float8", shapes, (*backward, slot(E5M2), None)
+    for length in (2048, 16384):
+        q, k = empty(1, 32, length, 128, dtype=BF16), empty(1, 8, length, 128, dtype=BF16)
+        shapes = f"32/8 heads of 128, T = {length}"
+        yield "rows_backward", shapes, (q, q, k, k, q, empty(1, 32, length, 1), 0.1)
+    first, values = torch.zeros(1, dtype=torch.int32), empty(SIZE)
+    for storage in STORAGES:
+        state = [STORAGES[storage].zeros(SIZE, signed, values.device) for signed in RULES["adamw"].signed]
+        parameters = Parameters("adamw", storage, "nearest", first, [values], [values], [state])
+        coefficients = empty(1, len(Coefficients._fields))
+        yield "update_parameters", f"AdamW, state in {storage}", (coefficients, empty(1), parameters, None)
+
+
+def _experts() -> Iterator[Call]:
+    """Grouped GEMMs of gate and up of Qwen3-30B-A3B's experts in NF4."""
+    experts, (rows, columns) = 128, (1536, 2048)
     format_ = Blockwise4("nf4", 64, True)
     specs = format_.part_specs((experts, rows, columns))
     tensors = {name: empty(*size, dtype=dtype) for name, (size, dtype) in specs.items()}
     stack = StackedWeight(tensors, (experts, rows, columns), format_)
-    for rows_per_expert, tile in ((1, 16), (32, 64), (512, 128)):
-        order, tiles = (
-            empty(rows_per_expert * experts, dtype=torch.int32),
-            empty(rows_per_expert * experts, 2, dtype=torch.int32),
-        )
-        routing = Routing(order, order, empty(experts + 1, dtype=torch.int32), tiles, tile, top_k)
-        x, grad = (
-            empty(rows_per_expert * experts, columns, dtype=BF16),
-            empty(rows_per_expert * experts, rows, dtype=BF16),
-        )
-        yield f"{rows_per_expert} rows an expert, NF4", (x, stack, routing)
-        yield f"{rows_per_expert} rows an expert, transposed", (grad, stack, routing, False, True)
+    for per_expert, tile in ((1, 16), (32, 64), (512, 128)):
+        slots = per_expert * experts
+        order, tiles = empty(slots, dtype=torch.int32), empty(slots, 2, dtype=torch.int32)
+        routing = Routing(order, order, empty(experts + 1, dtype=torch.int32), tiles, tile, 8)
+        x, grad = empty(slots, columns, dtype=BF16), empty(slots, rows, dtype=BF16)
+        yield "grouped_product", f"{per_expert} rows an expert, NF4", (x, stack, routing)
+        yield "grouped_product", f"{per_expert} rows an expert, transposed", (grad, stack, routing, False, True)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return {FP32: "fp32", FP16: "fp16", BF16: "bf16"}[dtype]
-
-
-EXAMPLES: dict[str, Callable[[], Iterator[Example]]] = {
-    "linear_blockwise4": _blockwise4,
-    "linear_bitplane": _bitplane,
-    "linear_hqq": _hqq,
-    "linear_float8": _float8,
-    "linear_int8": _int8,
-    "low_rank_rows": _low_rank,
-    "one_launch": _one_launch,
-    "dequantize_bitplane": _dequantize_bitplane,
-    "float8_of_blockwise4": _float8_of_blockwise4,
-    "cast_float8": _cast,
-    "cross_entropy_": _cross_entropy,
-    "in_one_pass": _in_one_pass,
-    "lora_glu": _lora_glu,
-    "lora_glu_float8": lambda: _lora_glu(slot(E4M3)),
-    "lora_glu_backward_": _lora_glu_backward,
-    "lora_glu_backward_float8": lambda: _lora_glu_backward(slot(E5M2), None),
-    "grouped_product": _grouped_product,
-    "rms_norm_float8": _rms_norm_float8,
-    "fp8_product": _fp8_product,
-    "rows_backward": _rows_backward,
-    "update_parameters": _update_parameters,
-}
+@functools.cache
+def examples() -> dict[str, list[Example]]:
+    """Typical calls by the name of their op."""
+    table: dict[str, list[Example]] = {}
+    for name, shapes, arguments in itertools.chain(_few_rows(), _decoding(), _training(), _experts()):
+        table.setdefault(name, []).append((shapes, arguments))
+    return table
