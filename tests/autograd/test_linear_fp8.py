@@ -38,7 +38,7 @@ def as_multiplied(recipe, weights):
     """Dequantized FP8 values of the weights."""
     scales = recipe.scales(weights, torch.float32)
     codes = [weight_codes(*pair, torch.float32).float() for pair in zip(weights, scales.inverses, strict=True)]
-    return [w * (s.unsqueeze(1) if s.dim() else s) for w, s in zip(codes, scales.each, strict=True)]
+    return [w * (s.unsqueeze(1) if s.dim() else s) for w, s in zip(codes, scales.scales, strict=True)]
 
 
 def step(weight, x, probe, recipe, bias=None):
@@ -54,7 +54,7 @@ def test_numbers_by_hand(spec):
     _, recipe = scaling()
     weight, x, probe, bias = weight_of(spec), torch.randn(2, 5, 64), torch.randn(2, 5, 48), torch.randn(48)
     y, dx = step(weight, x, probe, recipe, bias)
-    (scale,) = recipe.scales([weight], torch.float32).each
+    (scale,) = recipe.scales([weight], torch.float32).scales
     w8 = as_multiplied(recipe, [weight])[0]
     x8 = rounded(x, E4M3, 448 / x.abs().max())
     torch.testing.assert_close(y, x8 @ w8.t() + bias, rtol=1e-4, atol=1e-4)
@@ -102,7 +102,7 @@ def test_close_to_the_plain_linear(spec, dtype):
 def test_stored_fp8_is_multiplied_as_it_is():
     for spec in ("fp8:row", "fp8:tensor"):
         weight = weight_of(spec)
-        (scale,) = scaling()[1].scales([weight], torch.float32).each
+        (scale,) = scaling()[1].scales([weight], torch.float32).scales
         assert weight_codes(weight, scale, torch.float32).data_ptr() == weight.parts["codes"].data_ptr()
         assert scale is weight.parts["scale"]
 

@@ -81,7 +81,7 @@ def test_a_library_that_does_not_load_is_built_again(tmp_path, monkeypatch):
 def test_products_run_without_a_compiler(tmp_path):
     """Run in a separate process: dispatch logs what is missing and takes the reference."""
     script = (
-        "import torch\nfrom halfbyte.ops import blockwise4\nfrom halfbyte.utils.notices import notices_so_far\n"
+        "import torch\nfrom halfbyte.formats import blockwise4\nfrom halfbyte.utils.notices import notices_so_far\n"
         "packed, absmax = blockwise4.quantize_blockwise4(torch.randn(64), 64, 'nf4')\n"
         "assert packed.numel() == 32\nprint(notices_so_far())"
     )

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,12 +80,12 @@ def assumed(device: Device) -> Iterator[None]:
 
 
 def device_of(tensor: Tensor) -> Device:
-    return _assumed or _found(tensor.device)
+    return _assumed or _properties(tensor.device)
 
 
 def device_at(index: int) -> Device:
     """The device that torch.cuda calls `index`."""
-    return _assumed or _found(torch.device("cuda", index))
+    return _assumed or _properties(torch.device("cuda", index))
 
 
 def multiprocessors_of(index: int) -> int:
@@ -104,28 +105,26 @@ def origin_of(index: int) -> int:
 
 
 @functools.cache
-def _found(device: torch.device) -> Device:
-    if device.type == "cuda":
-        return _cuda(torch.cuda.get_device_properties(device), device.index)
+def _properties(device: torch.device) -> Device:
     if device.type == "xpu":
-        properties = torch.xpu.get_device_properties(device)
-        shared = getattr(properties, "local_mem_size", 0) or LOCAL_BYTES
-        return Device(properties.name, "xpu", (0, 0), shared, None, properties.gpu_subslice_count)
-    return Device("Triton's interpreter", "cpu", (0, 0), 2**31, None, 1)
-
-
-def _cuda(properties, index: int) -> Device:
-    """Convert torch's `properties`. ROCm's have no opt-in limit and report the architecture as capability."""
+        xpu = torch.xpu.get_device_properties(device)
+        shared = getattr(xpu, "local_mem_size", 0) or LOCAL_BYTES
+        return Device(xpu.name, "xpu", (0, 0), shared, None, xpu.gpu_subslice_count)
+    if device.type != "cuda":
+        return Device("Triton's interpreter", "cpu", (0, 0), 2**31, None, 1)
+    properties: Any = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(
         properties, "shared_memory_per_block", LOCAL_BYTES
-    )
-    if torch.version.hip is not None:
+    )  # ROCm has no opt-in limit
+    if torch.version.hip is not None:  # which reports the architecture as capability
         return Device(properties.name, "hip", (0, 0), shared, None, properties.multi_processor_count)
     capability = properties.major, properties.minor
-    return Device(properties.name, "cuda", capability, shared, _reserved(index), properties.multi_processor_count)
+    reserved = _reserved_bytes(device.index)
+    return Device(properties.name, "cuda", capability, shared, reserved, properties.multi_processor_count)
 
 
-def _reserved(index: int) -> int | None:
+def _reserved_bytes(index: int) -> int | None:
+    """Shared memory of a block before its own; None if the driver does not report it."""
     reserved = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(reserved), RESERVED_SHARED_BYTES, index)

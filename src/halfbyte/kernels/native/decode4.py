@@ -178,42 +178,45 @@ def obstacle(hidden: Tensor, stack: Stack) -> str | None:
     return None if alike else f"needs layers alike, and heads in multiples of {CACHES[cache.dtype]}"
 
 
-def _some_rows(stack: Stack, rows: slice) -> Stack:
-    """The stack for some sequences of the batch."""
-
-    def projections(projections: Projections) -> Projections:
-        return projections if projections.mask is None else replace(projections, mask=projections.mask[rows])
-
-    def layer(layer: DecoderLayer) -> DecoderLayer:
-        replaced: dict[str, Any] = {name: projections(getattr(layer, name)) for name in PARTS}
-        return replace(layer, **replaced, keys=layer.keys[rows], values=layer.values[rows])
-
-    return replace(stack, layers=[layer(decoder_layer) for decoder_layer in stack.layers], padding=stack.padding[rows])
+def _layer_rows(layer: DecoderLayer, rows: slice) -> DecoderLayer:
+    """The layer for some sequences of the batch."""
+    changes: dict[str, Any] = {"keys": layer.keys[rows], "values": layer.values[rows]}
+    for name in PARTS:
+        projections = getattr(layer, name)
+        if projections.mask is not None:
+            changes[name] = replace(projections, mask=projections.mask[rows])
+    return replace(layer, **changes)
 
 
 @one_launch.kernel("cpu", unless=obstacle)
 def one_call(hidden: Tensor, stack: Stack) -> Run | None:
     """Call the C code for groups of up to `GEMV_ROWS` sequences, one after another."""
     groups = [slice(at, at + GEMV_ROWS) for at in range(0, len(hidden), GEMV_ROWS)]
-    runs = [_few(hidden[rows], _some_rows(stack, rows)) for rows in groups]
-    captured = [run for run in runs if run is not None]
-    if len(captured) < len(runs):
-        return None
+    captured: list[Run] = []
+    for rows in groups:
+        layers = [_layer_rows(layer, rows) for layer in stack.layers]
+        run = _few(hidden[rows], replace(stack, layers=layers, padding=stack.padding[rows]))
+        if run is None:
+            return None
+        captured.append(run)
     if len(captured) == 1:
         return captured[0]
     return lambda hidden: torch.cat([run(hidden[rows]) for run, rows in zip(captured, groups, strict=True)])
 
 
 def _few(hidden: Tensor, stack: Stack) -> Run | None:
+    """Run the layers for up to `GEMV_ROWS` sequences by one call, or return None if a tensor does not fit."""
     batch, width = hidden.shape
     _, kv_heads, slots, size = stack.layers[0].keys.shape
     inner = stack.layers[0].gate_up.weights[0].rows
     at = _Pointers()
     try:
         layers = (_Layer * len(stack.layers))(*[at.layer(layer, stack.heads, width) for layer in stack.layers])
+        inputs = [linears for layer in layers for linears in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         call = _Stack(
             layers, at(stack.cos), at(stack.sin), at(stack.padding, torch.int32), at(stack.slot, torch.int64), None,
-            len(layers), stack.heads, kv_heads, size, slots, stack.cos.shape[1], width, inner, _ranks(layers),
+            len(layers), stack.heads, kv_heads, size, slots, stack.cos.shape[1], width, inner,
+            max(linears.ranks for linears in inputs),
             stack.eps, stack.scale, batch, bf16=stack.layers[0].keys.dtype is torch.bfloat16,
         )  # fmt: skip
     except _Refused:
@@ -228,10 +231,3 @@ def _few(hidden: Tensor, stack: Stack) -> Run | None:
         return out.to(hidden.dtype)
 
     return run
-
-
-def _ranks(layers: Any) -> int:
-    """The largest number of low-rank factors for one input."""
-    return max(
-        projections.ranks for layer in layers for projections in (layer.qkv, layer.out, layer.gate_up, layer.down)
-    )

@@ -307,11 +307,6 @@ def _division(q_shape: torch.Size, k_heads: int) -> tuple[int, int, int, int]:
     return group, share, share * q_groups, share * (q_groups + k_groups)
 
 
-def _weight_gradients(sums: Tensor, q_programs: int, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
-    dwq, dwk = sum_rows(sums, torch.promote_types(q_weight.dtype, k_weight.dtype), q_programs)
-    return dwq.to(q_weight.dtype), dwk.to(k_weight.dtype)
-
-
 @reference.rope_.kernel("cuda", "xpu")
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
     operands = (q, k, cos, sin)
@@ -435,4 +430,5 @@ def qk_norm_rope_backward_(
         (half, block, q_heads, k_heads, group, offset, STAGES), GROUP_WARPS,
     )  # fmt: skip
     copy_back((grad_q, grad_k), used[:2])
-    return _weight_gradients(sums, q_programs, q_weight, k_weight)
+    dwq, dwk = sum_rows(sums, torch.promote_types(q_weight.dtype, k_weight.dtype), q_programs)
+    return dwq.to(q_weight.dtype), dwk.to(k_weight.dtype)
