@@ -67,20 +67,20 @@ class GgufFile:
         if self.get("split.count", 1) > 1:
             raise ModelError(f"{path} is one of {self.get('split.count')} parts", "join them: llama-gguf-split --merge")
         mapped = np.asarray(np.memmap(path, np.uint8, "r"))
-        self.tensors = {each.name: self._tensor(each, mapped) for each in head.tensors}
+        self.tensors = {tensor.name: self._tensor(tensor, mapped) for tensor in head.tensors}
 
     def _tensor(self, described: Described, mapped: np.ndarray) -> GgufTensor:
         """Map a tensor's data after checking that it lies within the file."""
         name, shape = described.name, described.shape
         try:
-            kind = GGMLQuantizationType(described.type)
+            type_ = GGMLQuantizationType(described.type)
         except ValueError as error:
             raise self._undecoded(name, f"a type with the number {described.type}") from error
-        if not _is_decoded(kind):
-            raise self._undecoded(name, kind.name)
-        block, nbytes = GGML_QUANT_SIZES[kind]
+        if not _is_decoded(type_):
+            raise self._undecoded(name, type_.name)
+        block, nbytes = GGML_QUANT_SIZES[type_]
         if not shape or 0 in shape or shape[-1] % block:
-            raise CheckpointError(f"{self.path}: {name} has shape {shape}, which does not fit {kind.name}", DAMAGED)
+            raise CheckpointError(f"{self.path}: {name} has shape {shape}, which does not fit {type_.name}", DAMAGED)
         size = math.prod(shape) // block * nbytes
         if described.start + size > len(mapped):
             raise CheckpointError(
@@ -89,10 +89,10 @@ class GgufFile:
                 DAMAGED,
             )
         data = mapped[described.start : described.start + size]
-        return GgufTensor(kind, shape, data.view(NUMPY.get(kind, np.uint8)).reshape(*shape[:-1], -1))
+        return GgufTensor(type_, shape, data.view(NUMPY.get(type_, np.uint8)).reshape(*shape[:-1], -1))
 
-    def _undecoded(self, name: str, kind: str) -> CheckpointError:
-        message = f"{self.path}: {name} is stored as {kind}, which the gguf library cannot decode"
+    def _undecoded(self, name: str, type_name: str) -> CheckpointError:
+        message = f"{self.path}: {name} is stored as {type_name}, which the gguf library cannot decode"
         return CheckpointError(message, "use a file of another type, e.g. Q8_0")
 
     @property
@@ -135,8 +135,8 @@ class GgufFile:
         first = 0 if expert is None else expert * len(rows)
         step = max(1, VALUES // shape[-1])
         for start in range(0, len(rows), step):
-            part = rows[start : start + step]
-            part.copy_(_decode(self.tensors[name], slice(first + start, first + start + len(part))))
+            chunk = rows[start : start + step]
+            chunk.copy_(_decode(self.tensors[name], slice(first + start, first + start + len(chunk))))
         return out
 
     def blocks(self, name: str) -> Tensor:
@@ -147,10 +147,10 @@ class GgufFile:
 
 
 @functools.cache
-def _is_decoded(kind: GGMLQuantizationType) -> bool:
+def _is_decoded(type_: GGMLQuantizationType) -> bool:
     """Return whether the gguf library decodes a type, tested on one block of zeros."""
     try:
-        gguf.quants.dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        gguf.quants.dequantize(np.zeros(GGML_QUANT_SIZES[type_][1], np.uint8), type_)
     except NotImplementedError:
         return False
     return True
@@ -193,35 +193,30 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 
-def _yes_or_no(value: Any) -> bool:
-    return type(value) is bool
-
-
 def _list_of(check: Check) -> Check:
     return lambda value: type(value) is list and all(map(check, value))
 
 
-def _pair(value: Any) -> bool:
+def _merge(value: Any) -> bool:
     return type(value) is str and value.count(" ") == 1
 
 
-def _score(value: Any) -> bool:
-    return type(value) is float and not math.isnan(value)
-
-
-# key → check of its value, and the expected kind
+# key → check of its value, and what the value must be
 KINDS: dict[str, tuple[Check, str]] = {
     "general.architecture": (_text, "text"),
     "split.count": (_integer, "a count"),
     "tokenizer.chat_template": (_text, "text"),
     **{f"{TOKENIZER}{name}": (_text, "text") for name in ("model", "pre")},
     f"{TOKENIZER}tokens": (_list_of(_text), "a list of texts"),
-    f"{TOKENIZER}merges": (_list_of(_pair), "a list of pairs"),
-    f"{TOKENIZER}scores": (_list_of(_score), "a list of numbers"),
+    f"{TOKENIZER}merges": (_list_of(_merge), "a list of pairs"),
+    f"{TOKENIZER}scores": (
+        _list_of(lambda score: type(score) is float and not math.isnan(score)),
+        "a list of numbers",
+    ),
     f"{TOKENIZER}token_type": (_list_of(_integer), "a list of numbers"),
     **{f"{TOKENIZER}{name}_token_id": (_integer, "a token's number") for name in SPECIAL},
     **{
-        f"{TOKENIZER}{name}": (_yes_or_no, "true or false")
+        f"{TOKENIZER}{name}": (lambda value: type(value) is bool, "true or false")
         for name in ("add_bos_token", "add_eos_token", "add_space_prefix")
     },
 }
@@ -233,13 +228,13 @@ def check_keys(path: Path, keys: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the first invalid key.
     """
-    for key, (sound, kind) in KINDS.items():
-        if key in keys and not sound(keys[key]):
-            raise _wrong(path, key, kind, keys[key])
+    for key, (is_valid, expected) in KINDS.items():
+        if key in keys and not is_valid(keys[key]):
+            raise _wrong(path, key, expected, keys[key])
     tokens = keys.get(f"{TOKENIZER}tokens", [])
     for name in PER_TOKEN:
-        if (found := len(keys.get(f"{TOKENIZER}{name}", tokens))) != len(tokens):
-            raise CheckpointError(f"{path}: {TOKENIZER}{name} has {found} values for {len(tokens)} tokens", DAMAGED)
+        if (length := len(keys.get(f"{TOKENIZER}{name}", tokens))) != len(tokens):
+            raise CheckpointError(f"{path}: {TOKENIZER}{name} has {length} values for {len(tokens)} tokens", DAMAGED)
     for name in SPECIAL:
         if tokens and keys.get(key := f"{TOKENIZER}{name}_token_id", 0) >= len(tokens):
             raise CheckpointError(f"{path}: {key} is {keys[key]}, and the vocabulary has {len(tokens)} tokens", DAMAGED)
@@ -253,18 +248,18 @@ def check_hyperparameter(path: Path, key: str, value: Any) -> None:
     """
     last = key.rpartition(".")[2]
     if last == "type":
-        sound, kind = _text, "text"
+        is_valid, expected = _text, "text"
     elif last.endswith((*FP32, "epsilon")):
-        sound, kind = _number, "a number"
+        is_valid, expected = _number, "a number"
     elif last.startswith("freq_base"):
-        sound, kind = (lambda value: _number(value) and value > 0), "a number above 0"
+        is_valid, expected = (lambda value: _number(value) and value > 0), "a number above 0"
     elif last in POSITIVE:
-        sound, kind = (lambda value: _integer(value) and value > 0), "a whole number above 0"
+        is_valid, expected = (lambda value: _integer(value) and value > 0), "a whole number above 0"
     else:
-        sound, kind = _integer, "a whole number"
-    if not all(map(sound, value if isinstance(value, list) and last in LISTS else [value])):
-        raise _wrong(path, key, kind, value)
+        is_valid, expected = _integer, "a whole number"
+    if not all(map(is_valid, value if isinstance(value, list) and last in LISTS else [value])):
+        raise _wrong(path, key, expected, value)
 
 
-def _wrong(path: Path, key: str, kind: str, value: Any) -> CheckpointError:
-    return CheckpointError(f"{path}: {key} must be {kind}, not {value!r:.80}", DAMAGED)
+def _wrong(path: Path, key: str, expected: str, value: Any) -> CheckpointError:
+    return CheckpointError(f"{path}: {key} must be {expected}, not {value!r:.80}", DAMAGED)

@@ -85,7 +85,9 @@ def fit_affine(x: Tensor, weight: Tensor, levels: int, grid: Grid) -> tuple[Tens
     per_level = inverse(spread)
     weighted = weight * x
     sum_w, sum_x = weight.sum(0, keepdim=True), weighted.sum(0, keepdim=True)
-    scale, offset, best = spread / levels, low, torch.full_like(low, torch.inf)
+    scale = spread / levels
+    offset = low
+    best = torch.full_like(low, torch.inf)
     for shift in (*grid.offsets(), *[None] * REFINEMENTS):
         if shift is None:
             q = ((x - offset) * inverse(scale)).round_().clamp_(0, levels)
@@ -115,7 +117,9 @@ def fit_positive(x: Tensor, weight: Tensor, levels: int) -> tuple[Tensor, Tensor
         s, fp32 [..., 1], and q, fp32 [..., n].
     """
     largest = x.amax(-1, keepdim=True)
-    best, scale, codes = torch.full_like(largest, -1.0), torch.zeros_like(largest), torch.zeros_like(x)
+    best = torch.full_like(largest, -1.0)
+    scale = torch.zeros_like(largest)
+    codes = torch.zeros_like(x)
     for offset in Grid(-0.4, 0.1, 9).offsets():
         q = (x * inverse(largest).mul(levels + offset)).round_().clamp_(0, levels)
         along, norm = (weight * x * q).sum(-1, keepdim=True), (weight * q * q).sum(-1, keepdim=True)

@@ -46,11 +46,6 @@ def exact_parts(type_: Type, blocks: Tensor) -> dict[str, Tensor]:
     return EXACT[type_][1](blocks)
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """Unpack to codes, uint8 [..., 32]: a block's first half is in the low nibbles, its second in the high ones."""
-    return torch.cat([packed & 15, packed >> 4], dim=-1)
-
-
 def _checked(scales: Tensor, wrong: Tensor) -> Tensor:
     if bool(wrong.any()):
         raise CheckpointError(f"{int(wrong.sum())} of its {scales.numel()} scales are NaN, infinite or negative")
@@ -80,16 +75,17 @@ def _hqq(blocks: Tensor) -> dict[str, Tensor]:
     scales = blocks[..., :2].contiguous().view(torch.float16).flatten()
     codes = (blocks[..., 2:] ^ 128).view(-1, GROUP)  # two's complement to offset binary
     return {
-        "packed": torch.cat([pack_planes(part, 8) for part in codes.split(CHUNK)]),
+        "packed": torch.cat([pack_planes(chunk, 8) for chunk in codes.split(CHUNK)]),
         "scales": _checked(scales, ~(scales.isfinite() & (scales >= 0))),
         "zeros": torch.full_like(scales, 128),
     }
 
 
 def _mxfp4(blocks: Tensor) -> dict[str, Tensor]:
-    scales = blocks[..., 0].contiguous()
+    scales, packed = blocks[..., 0].contiguous(), blocks[..., 1:]
+    codes = torch.cat([packed & 15, packed >> 4], dim=-1)  # a block's first half is in the low nibbles
     return {
-        "packed": pack_e2m1(_nibbles(blocks[..., 1:])).view(len(blocks), -1),
+        "packed": pack_e2m1(codes).view(len(blocks), -1),
         "scale": _checked(scales, scales == NAN),
     }
 

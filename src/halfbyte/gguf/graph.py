@@ -62,20 +62,22 @@ def experts_of(config: Any, family: Family) -> int:
 def fixed_keys(family: Family, layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
     """Config keys with their only supported value in the graph of a model of these sizes."""
     graph = family.gguf
-    found = dict(graph.fixed)
+    fixed = dict(graph.fixed)
     if graph.wide_layers:
-        found["query_pre_attn_scalar"] = hidden // heads if layers == graph.wide_layers else head_dim
+        fixed["query_pre_attn_scalar"] = hidden // heads if layers == graph.wide_layers else head_dim
     if graph.window_every:
-        kinds = ("sliding" if (layer + 1) % graph.window_every else "full" for layer in range(layers))
-        found["layer_types"] = [f"{kind}_attention" for kind in kinds]
+        fixed["layer_types"] = [
+            "sliding_attention" if (layer + 1) % graph.window_every else "full_attention" for layer in range(layers)
+        ]
     if graph.attention_every:
-        kinds = ("linear" if (layer + 1) % graph.attention_every else "full" for layer in range(layers))
-        found["layer_types"] = [f"{kind}_attention" for kind in kinds]
+        fixed["layer_types"] = [
+            "linear_attention" if (layer + 1) % graph.attention_every else "full_attention" for layer in range(layers)
+        ]
     if not graph.grouped:
-        found["num_key_value_heads"] = heads
+        fixed["num_key_value_heads"] = heads
     if graph.unrotated_every:
-        found["no_rope_layers"] = [int((layer + 1) % graph.unrotated_every > 0) for layer in range(layers)]
-    return found
+        fixed["no_rope_layers"] = [int((layer + 1) % graph.unrotated_every > 0) for layer in range(layers)]
+    return fixed
 
 
 def checked_family(config: Any) -> Family:
@@ -89,8 +91,8 @@ def checked_family(config: Any) -> Family:
     """
     family = family_of_config(config)
     if family is None or not family.gguf.arch:
-        known = ", ".join(sorted(each.model_type for each in FAMILIES if each.gguf.arch))
-        raise ModelError(f"GGUF export does not know {config.model_type} models", f"it knows {known}")
+        supported = ", ".join(sorted(row.model_type for row in FAMILIES if row.gguf.arch))
+        raise ModelError(f"GGUF export does not know {config.model_type} models", f"it knows {supported}")
     graph = family.gguf
     activation = getattr(config, family.activation)
     if activation not in graph.activations:
@@ -100,15 +102,21 @@ def checked_family(config: Any) -> Family:
     accounted = {*READ, *INERT, *fixed, *graph.keys.values(), *graph.bias_keys, family.activation, graph.dense_first}
     defaults = type(config)()
     unread_keys = defaults.to_dict().keys() - PreTrainedConfig().to_dict().keys() - accounted
-    for key, wanted in {**{key: getattr(defaults, key) for key in sorted(unread_keys)}, **fixed}.items():
-        value = getattr(config, key, wanted)
-        if (value or None) != (wanted or None):
+    for key, expected in {**{key: getattr(defaults, key) for key in sorted(unread_keys)}, **fixed}.items():
+        value = getattr(config, key, expected)
+        if (value or None) != (expected or None):
             raise _unsupported(key, value, family)
     for key, name in graph.keys.items():
         value = getattr(config, name)
         if (value is None and key not in graph.optional) or (isinstance(value, float) and value == 0):
             raise _unsupported(name, value, family)  # the graph would use its own default
-    _check_sizes(config, family)
+    size = head_dim(config)
+    if graph.attention_every and config.linear_value_head_dim != config.linear_key_head_dim:
+        raise _unsupported("linear_value_head_dim", config.linear_value_head_dim, family)  # the graph has one width
+    if graph.square and size * config.num_attention_heads != config.hidden_size:
+        raise _unsupported("head_dim", size, family)
+    if graph.window_every > 1 and config.num_hidden_layers < graph.window_every:
+        raise _unsupported("num_hidden_layers", config.num_hidden_layers, family)  # no layer with full attention
     _check_rope(config, family)
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     if windowed and not graph.window_every:
@@ -118,16 +126,6 @@ def checked_family(config: Any) -> Family:
             " from transformers'",
         )
     return family
-
-
-def _check_sizes(config: Any, family: Family) -> None:
-    graph, size = family.gguf, head_dim(config)
-    if graph.attention_every and config.linear_value_head_dim != config.linear_key_head_dim:
-        raise _unsupported("linear_value_head_dim", config.linear_value_head_dim, family)  # the graph has one width
-    if graph.square and size * config.num_attention_heads != config.hidden_size:
-        raise _unsupported("head_dim", size, family)
-    if graph.window_every > 1 and config.num_hidden_layers < graph.window_every:
-        raise _unsupported("num_hidden_layers", config.num_hidden_layers, family)  # no layer with full attention
 
 
 # --- RoPE -------------------------------------------------------------------------------------------------------------
@@ -163,22 +161,31 @@ def _check_rope(config: Any, family: Family) -> None:
         for name, parameters in config.rope_parameters.items():
             if name not in LAYER_TYPES:
                 raise _unsupported(f"rope_parameters: {name}", parameters, family)
-        _check_window_rope(config.rope_parameters.get("sliding_attention") or {}, rope, family)
-    kind = rope.get("rope_type", "default")
-    if kind not in (*ROPE_TYPES, *family.gguf.rope_factors):
-        raise _unsupported("rope_parameters: rope_type", kind, family)
-    fixed = _fixed_rope(config, family, kind)
+        # the graphs scale no RoPE of layers with a window, and few read its base
+        window_rope = config.rope_parameters.get("sliding_attention") or {}
+        for key, value in window_rope.items():
+            unscaled = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+            unscaled["rope_theta"] = value if family.gguf.window_base else rope["rope_theta"]
+            if value is not None and not _equal(value, unscaled.get(key)):
+                raise _unsupported(f"rope_parameters: sliding_attention: {key}", value, family)
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in (*ROPE_TYPES, *family.gguf.rope_factors):
+        raise _unsupported("rope_parameters: rope_type", rope_type, family)
+    fixed = _fixed_rope(config, family, rope_type)
     for key, value in rope.items():
-        if key not in fixed and key not in EVERY_ROPE | ROPE_KEYS[kind]:
+        if key not in fixed and key not in EVERY_ROPE | ROPE_KEYS[rope_type]:
             raise _unsupported(f"rope_parameters: {key}", value, family)
         if key in fixed and not _equal(value, fixed[key]):
             raise _unsupported(f"rope_parameters: {key}", value, family)
     if int(head_dim(config) * rope.get("partial_rotary_factor", 1.0)) % 2:
         raise _unsupported("head_dim", head_dim(config), family)
-    if kind == "yarn" and not rope.get("truncate", True):
-        what = "llama.cpp rounds the bounds of yarn's ramp, and this model does not (truncate: false)"
-        notice("gguf-yarn", f"{what}: pairs at both ends of the ramp rotate at other frequencies, in every GGUF of it")
-    if kind == "longrope":
+    if rope_type == "yarn" and not rope.get("truncate", True):
+        notice(
+            "gguf-yarn",
+            "llama.cpp rounds the bounds of yarn's ramp, and this model does not (truncate: false): pairs at both ends"
+            " of the ramp rotate at other frequencies, in every GGUF of it",
+        )
+    if rope_type == "longrope":
         notice(
             "gguf-longrope",
             "llama.cpp chooses the short or the long RoPE factors by the size of its context, transformers by the"
@@ -187,33 +194,24 @@ def _check_rope(config: Any, family: Family) -> None:
         )
 
 
-def _fixed_rope(config: Any, family: Family, kind: str) -> Mapping[str, Any]:
+def _fixed_rope(config: Any, family: Family, rope_type: str) -> Mapping[str, Any]:
     """Keys of `rope_parameters` with the only value that the graph has."""
     fixed: dict[str, Any] = {} if family.gguf.partial_rope else {"partial_rotary_factor": 1.0}
-    if kind != "yarn":
+    if rope_type != "yarn":
         return fixed
     rope = rope_of(config)
     fixed |= YARN | {"attention_factor": 0.1 * math.log(max(scaling_factor(config), 1)) + 1}
     if "truncate" in family.gguf.yarn:  # the export logs it
         fixed["truncate"] = rope.get("truncate")
-    both = rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in rope
+    has_both = rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in rope
     # their quotient would be the factor on cos and sin; transformers reads neither one alone
-    mscale = (1, 0) if both else (rope.get("mscale"), rope.get("mscale_all_dim"))
+    mscale = (1, 0) if has_both else (rope.get("mscale"), rope.get("mscale_all_dim"))
     return fixed | dict(zip(("mscale", "mscale_all_dim"), mscale, strict=True))
 
 
-def _check_window_rope(local: Mapping[str, Any], rope: Mapping[str, Any], family: Family) -> None:
-    """Check the RoPE of layers with a window: the graphs scale none, and few read its base."""
-    for key, value in local.items():
-        fixed = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
-        fixed |= {"rope_theta": value if family.gguf.window_base else rope["rope_theta"]}
-        if value is not None and not _equal(value, fixed.get(key)):
-            raise _unsupported(f"rope_parameters: sliding_attention: {key}", value, family)
-
-
-def _equal(value: Any, wanted: Any) -> bool:
-    numbers = isinstance(value, int | float) and isinstance(wanted, int | float)
-    return math.isclose(value, wanted, rel_tol=1e-5) if numbers else value == wanted
+def _equal(value: Any, expected: Any) -> bool:
+    numbers = isinstance(value, int | float) and isinstance(expected, int | float)
+    return math.isclose(value, expected, rel_tol=1e-5) if numbers else value == expected
 
 
 def _unsupported(key: str, value: object, family: Family) -> ModelError:

@@ -76,10 +76,12 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    kind = (
-        writer.add_bool if isinstance(value, bool) else writer.add_float32 if key.endswith(FP32) else writer.add_uint32
-    )
-    kind(key, value)
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif key.endswith(FP32):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
 
 
 def written_keys(config: Any, family: Family) -> dict[str, object]:
@@ -108,10 +110,10 @@ def read_config(file: GgufFile) -> Any:
         if key not in family.gguf.without and isinstance(file.of_arch(key), list):
             raise ModelError(f"{file.path}: {file.arch}.{key} differs between layers", ORIGINAL)
     prefix = f"{file.arch}."
-    read = OTHERS_READ.union(KEYS, family.gguf.constants, *(each.gguf.keys for each in FAMILIES))
-    others = sorted(key for key in file.keys if key.startswith(prefix) and key.removeprefix(prefix) not in read)
-    if others:
-        notice(f"gguf-keys-{file.path}", f"{file.path}: the import ignores these keys: {others}")
+    read = OTHERS_READ.union(KEYS, family.gguf.constants, *(row.gguf.keys for row in FAMILIES))
+    ignored = sorted(key for key in file.keys if key.startswith(prefix) and key.removeprefix(prefix) not in read)
+    if ignored:
+        notice(f"gguf-keys-{file.path}", f"{file.path}: the import ignores these keys: {ignored}")
     if file.of_arch("block_count") > len(file.tensors):
         raise CheckpointError(f"{file.path} has fewer tensors than layers ({file.arch}.block_count)", DAMAGED)
     heads, hidden = file.of_arch("attention.head_count"), file.of_arch("embedding_length")
@@ -120,11 +122,12 @@ def read_config(file: GgufFile) -> Any:
         name: file.of_arch(key, heads if key == "attention.head_count_kv" else None)
         for key, name in _keys(family).items()
     }
+    largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
     keys |= {
         "vocab_size": file.shape("token_embd.weight")[0],
         "head_dim": size,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": _dtype(file),
+        "dtype": {"F32": torch.float32, "F16": torch.float16}.get(largest.tensor_type.name, torch.bfloat16),
         "rope_parameters": _read_rope(file, family, size),
     }
     epsilon = ("layer_norm_eps", LAYER_NORM_EPSILON) if family.layer_norm else ("rms_norm_eps", EPSILON)
@@ -141,36 +144,31 @@ def _family_in(file: GgufFile) -> Family:
     Files of Mistral and Mixtral have the architecture "llama", Mixtral's with experts; Olmo 3's are Olmo 2's with a
     sliding window.
     """
-    known = [family for family in FAMILIES if family.gguf.arch and family.gguf.text_alone]
-    found = [family for family in known if family.gguf.arch == file.arch]
-    if not found:
-        archs = ", ".join(dict.fromkeys(family.gguf.arch for family in known))
+    importable = [family for family in FAMILIES if family.gguf.arch and family.gguf.text_alone]
+    candidates = [family for family in importable if family.gguf.arch == file.arch]
+    if not candidates:
+        archs = ", ".join(dict.fromkeys(family.gguf.arch for family in importable))
         raise ModelError(
             f"{file.path} holds a model of architecture {file.arch!r}, which halfbyte does not import",
             f"it imports {archs}; use the Hugging Face checkpoint",
         )
     experts, windowed = bool(file.of_arch("expert_count", 0)), bool(file.of_arch(WINDOW, 0))
-    likely = [family for family in found if bool(family.experts) == experts] or found
+    likely = [family for family in candidates if bool(family.experts) == experts] or candidates
     return next((family for family in likely if bool(family.gguf.window_every) == windowed), likely[0])
-
-
-def _dtype(file: GgufFile) -> torch.dtype:
-    largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
-    return {"F32": torch.float32, "F16": torch.float16}.get(largest.tensor_type.name, torch.bfloat16)
 
 
 def _read_family_keys(file: GgufFile, family: Family) -> dict[str, Any]:
     """Read the config keys that only some families have."""
-    graph, found = family.gguf, {}
+    graph, values = family.gguf, {}
     for key, name in graph.keys.items():
-        found[name] = file.of_arch(key, 0 if key in graph.optional else None) or None
+        values[name] = file.of_arch(key, 0 if key in graph.optional else None) or None
     for name, tensor in graph.bias_keys.items():
-        found[name] = f"blk.0.{tensor if '.' in tensor else f'{tensor}.bias'}" in file.tensors
+        values[name] = f"blk.0.{tensor if '.' in tensor else f'{tensor}.bias'}" in file.tensors
     if graph.attention_every:
-        found |= _read_delta_net(file, graph.attention_every)
+        values |= _read_delta_net(file, graph.attention_every)
     if graph.original_context:
-        found["original_max_position_embeddings"] = file.of_arch(ORIGINAL_CONTEXT, file.of_arch("context_length"))
-    return found
+        values["original_max_position_embeddings"] = file.of_arch(ORIGINAL_CONTEXT, file.of_arch("context_length"))
+    return values
 
 
 def _read_delta_net(file: GgufFile, every: int) -> dict[str, int]:
@@ -203,15 +201,15 @@ def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
                 "correct it: the model's original config has the right one",
             )
         writer.add_rope_dimension_sections([*sections, 0])
-    kind = rope.get("rope_type", "default")
-    if kind in SCALINGS:
-        writer.add_rope_scaling_type(RopeScalingType(kind))
+    rope_type = rope.get("rope_type", "default")
+    if rope_type in SCALINGS:
+        writer.add_rope_scaling_type(RopeScalingType(rope_type))
         writer.add_rope_scaling_factor(scaling_factor(config))
-        if ORIGINAL_CONTEXT in SCALINGS[kind]:
+        if ORIGINAL_CONTEXT in SCALINGS[rope_type]:
             writer.add_rope_scaling_orig_ctx_len(original_context(config))
-        if kind == "yarn" and "truncate" in family.gguf.yarn:
+        if rope_type == "yarn" and "truncate" in family.gguf.yarn:
             writer.add_bool(f"{writer.arch}.{TRUNCATE}", rope.get("truncate", True))
-    elif kind == "longrope":
+    elif rope_type == "longrope":
         writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(original_context(config))
         usual = longrope_attention(scaling_factor(config), original_context(config))
@@ -221,10 +219,10 @@ def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
 def rope_tensors(config: Any) -> dict[str, Tensor]:
     """Tensors of the file that encode RoPE scaling: the divisor of each frequency, fp32 [head_dim / 2]."""
     rope = rope_of(config)
-    kind = rope.get("rope_type", "default")
-    if kind == "llama3":
+    rope_type = rope.get("rope_type", "default")
+    if rope_type == "llama3":
         return {"rope_freqs.weight": llama3_factors(rope, head_dim(config))}
-    if kind == "longrope":
+    if rope_type == "longrope":
         return {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("long", "short")}
     return {}
 
@@ -259,17 +257,17 @@ def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
     frequency = theta ** -(np.arange(len(factors)) / len(factors))
     factor = float(factors.max())
     share = (1 / factors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.ones_like(factors)
-    zero, one = _ramp(frequency, share)
-    context = max(1, round(2 * math.pi / zero))
+    scaled, unchanged = _ramp(frequency, share)
+    context = max(1, round(2 * math.pi / scaled))
     for digits in (3, 9):
-        found = {
+        parameters = {
             "rope_type": "llama3", "factor": round(factor, 5),
-            "low_freq_factor": round(context * zero / (2 * math.pi), digits),
-            "high_freq_factor": round(context * one / (2 * math.pi), digits),
+            "low_freq_factor": round(context * scaled / (2 * math.pi), digits),
+            "high_freq_factor": round(context * unchanged / (2 * math.pi), digits),
             "original_max_position_embeddings": context,
         }  # fmt: skip
-        if np.allclose(llama3_factors(found | {"rope_theta": theta}, 2 * len(factors)), factors, rtol=1e-4):
-            return found
+        if np.allclose(llama3_factors(parameters | {"rope_theta": theta}, 2 * len(factors)), factors, rtol=1e-4):
+            return parameters
     raise ModelError("rope_freqs.weight: these factors are not Llama 3.1's", ORIGINAL)
 
 
@@ -280,9 +278,9 @@ def _ramp(frequency: np.ndarray, share: np.ndarray) -> tuple[float, float]:
         slope, offset = np.polyfit(frequency[between], share[between], 1)
         return float(-offset / slope), float((1 - offset) / slope)
     middle = float(frequency[between][0]) if between.any() else None
-    scaled, kept = frequency[share <= 1e-4], frequency[share >= 1 - 1e-4]
-    low = float(scaled.max()) if len(scaled) else (middle or float(kept.min())) / 2
-    high = float(kept.min()) if len(kept) else 2 * (middle or low)
+    scaled, unscaled = frequency[share <= 1e-4], frequency[share >= 1 - 1e-4]
+    low = float(scaled.max()) if len(scaled) else (middle or float(unscaled.min())) / 2
+    high = float(unscaled.min()) if len(unscaled) else 2 * (middle or low)
     if middle is None:
         return low, high
     value = float(share[between][0])
@@ -314,13 +312,13 @@ def _read_rope(file: GgufFile, family: Family, size: int) -> dict[str, Any]:
 
 
 def _scaling(file: GgufFile) -> dict[str, Any]:
-    kind = file.of_arch("rope.scaling.type", "none")
+    rope_type = file.of_arch("rope.scaling.type", "none")
     if "rope_factors_short.weight" in file.tensors:
         return _longrope(file)
-    if kind in SCALINGS:
-        return {"rope_type": kind} | {name: file.of_arch(key) for key, name in SCALINGS[kind].items()}
-    if kind != "none":
-        raise ModelError(f"{file.path}: RoPE scaling {kind!r} is not imported", ORIGINAL)
+    if rope_type in SCALINGS:
+        return {"rope_type": rope_type} | {name: file.of_arch(key) for key, name in SCALINGS[rope_type].items()}
+    if rope_type != "none":
+        raise ModelError(f"{file.path}: RoPE scaling {rope_type!r} is not imported", ORIGINAL)
     if "rope_freqs.weight" in file.tensors:
         factors = file.values("rope_freqs.weight", torch.float32).double().numpy()
         return llama3_parameters(factors, file.of_arch("rope.freq_base", 10000.0))
@@ -328,11 +326,12 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
 
 
 def _longrope(file: GgufFile) -> dict[str, Any]:
-    short, long = (file.values(f"rope_factors_{each}.weight", torch.float32).tolist() for each in ("short", "long"))
     original = file.of_arch(ORIGINAL_CONTEXT)
-    factors = [[float(str(np.float32(each))) for each in values] for values in (short, long)]
-    found = {"short_factor": factors[0], "long_factor": factors[1], "original_max_position_embeddings": original}
+    rope: dict[str, Any] = {"rope_type": "longrope"}
+    for length in ("short", "long"):
+        factors = file.values(f"rope_factors_{length}.weight", torch.float32)
+        rope[f"{length}_factor"] = [float(str(np.float32(factor))) for factor in factors.tolist()]
+    rope["original_max_position_embeddings"] = original
     usual = longrope_attention(file.of_arch("context_length") / original, original)
     stored = file.of_arch("rope.scaling.attn_factor", usual)
-    own = {} if math.isclose(stored, usual, rel_tol=1e-5) else {"attention_factor": stored}
-    return {"rope_type": "longrope"} | found | own
+    return rope if math.isclose(stored, usual, rel_tol=1e-5) else rope | {"attention_factor": stored}

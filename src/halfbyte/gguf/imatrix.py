@@ -36,13 +36,13 @@ class Seen:
         self.tokens[expert] += x.shape[0]
 
 
-def matrix_path(given: Path | str) -> Path | None:
+def matrix_path(importances: Path | str) -> Path | None:
     """Return the path of an importance matrix, or None if `given` names calibration text.
 
     Raises:
         ConfigError: a file in llama-imatrix's old format.
     """
-    path = Path(given)
+    path = Path(importances)
     if path.suffix == ".dat":
         raise ConfigError(
             f"--importance {path}: llama-imatrix's old format is not read",
@@ -64,9 +64,9 @@ def write_importances(path: Path, seen: Mapping[str, Seen], text: str, rows: int
         writer.add_array(Keys.IMatrix.DATASETS, [text])
         writer.add_uint32(Keys.IMatrix.CHUNK_COUNT, rows)
         writer.add_uint32(Keys.IMatrix.CHUNK_SIZE, row)
-        for name, each in seen.items():
-            writer.add_tensor(name + SUMS, each.squares.cpu().numpy())
-            writer.add_tensor(name + COUNTS, each.tokens.cpu().numpy()[:, None])
+        for name, statistics in seen.items():
+            writer.add_tensor(name + SUMS, statistics.squares.cpu().numpy())
+            writer.add_tensor(name + COUNTS, statistics.tokens.cpu().numpy()[:, None])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -85,16 +85,19 @@ def read_importances(path: Path) -> dict[str, Tensor]:
     names = [name.removesuffix(SUMS) for name in file.tensors if name.endswith(SUMS)]
     if not names or any(name + COUNTS not in file.tensors for name in names):
         raise CheckpointError(f"{path} is not an importance matrix", "name a file that llama-imatrix wrote")
-    means, missed, experts = {}, 0, 0
+    means = {}
+    missed = 0
+    experts = 0
     for name in names:
-        sums, counts = (file.values(name + kind, torch.float32) for kind in (SUMS, COUNTS))
+        sums, counts = (file.values(name + suffix, torch.float32) for suffix in (SUMS, COUNTS))
         reached, mean = counts.view(-1) > 0, sums / counts.clamp(min=1).view(-1, 1)
         if not bool(reached.all()):
             mean[~reached] = mean[reached].mean(0) if bool(reached.any()) else 1.0
-        missed, experts = missed + int((~reached).sum()), experts + len(reached)
+        missed += int((~reached).sum())
+        experts += len(reached)
         mean = mean.squeeze(0)
         means[name] = mean + 1e-4 * mean.mean(-1, keepdim=True) + 1e-30  # a column of zeros still counts
     if missed:
-        what = f"{missed} of {experts} matrices got no token of the text (experts that the router never chose)"
-        notice("importance-unreached", f"{what}: they use the mean of their layer's other experts")
+        message = f"{missed} of {experts} matrices got no token of the text (experts that the router never chose)"
+        notice("importance-unreached", f"{message}: they use the mean of their layer's other experts")
     return means

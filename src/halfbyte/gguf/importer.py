@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +56,19 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
     file = GgufFile(Path(path))
     with answered(f"cannot read a model from {path}", DAMAGED):
         config = read_config(file)
-        found = entries(file, config, keep)
+        weights = entries(file, config, keep)
         tokenizer = read_tokenizer(file)
     if descriptions := read_descriptions(file):
         setattr(config, CONFIG_KEY, descriptions)
     if keep:
-        config.quantization_config = _quantization_config(file, found)
-    nbytes = sum(entry.nbytes(config.dtype) for entry in found)
+        config.quantization_config = _quantization_config(file, weights)
+    nbytes = sum(weight.nbytes(config.dtype) for weight in weights)
     check_space(folder, nbytes + HEADROOM, "free some space, or set HALFBYTE_CACHE to a folder on another disk")
-    what = f"importing {path} into {folder} ({nbytes / 2**30:.2f} GiB), once"
-    exact = Counter(entry.type for entry in found if entry.type in EXACT_NAMES)
+    message = f"importing {path} into {folder} ({nbytes / 2**30:.2f} GiB), once"
+    exact = Counter(weight.type for weight in weights if weight.type in EXACT_NAMES)
     if exact and not keep:
-        what += f"; set `quantization: keep` to store these linear layers as in the file: {counts(exact)}"
-    notice(f"gguf-{folder}", what)
+        message += f"; set `quantization: keep` to store these linear layers as in the file: {counts(exact)}"
+    notice(f"gguf-{folder}", message)
     with new_directory(folder) as aside:
         tokenizer.save_pretrained(aside)
         architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -77,49 +76,45 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
         config.save_pretrained(aside)
         ends = {file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
         write_json(aside / "generation_config.json", {"eos_token_id": sorted(ends)} | read_sampling(file))
-        _write_shards(aside, found, config.dtype)
+        _write_shards(aside, weights, config.dtype)
     return folder
 
 
-def _quantization_config(file: GgufFile, found: list[Entry]) -> dict[str, Any]:
+def _quantization_config(file: GgufFile, weights: list[Entry]) -> dict[str, Any]:
     """The quantization_config of a checkpoint with layers stored as in the file, see `HalfbyteConfig`."""
-    linears = [entry for entry in found if entry.type]
-    kept = Counter(entry.type for entry in linears if entry.format)
-    others = Counter(entry.type for entry in linears if not entry.format)
-    if not kept:
+    linears = [entry for entry in weights if entry.type]
+    exact = Counter(entry.type for entry in linears if entry.format)
+    decoded = Counter(entry.type for entry in linears if not entry.format)
+    if not exact:
         raise ConfigError(
             f"quantization: keep: no linear layer of {file.path} has a type that halfbyte stores exactly:"
-            f" {counts(others)} (exact are {', '.join(EXACT_NAMES)})",
+            f" {counts(decoded)} (exact are {', '.join(EXACT_NAMES)})",
             "remove `quantization: keep`: layers are then decoded and quantized as configured",
         )
     formats: dict[str, list[str]] = {}
     for entry in linears:
         if entry.format:
             formats.setdefault(entry.format.spec, []).append(entry.name.removesuffix(".weight"))
-    return {"quant_method": QUANT_METHOD, "formats": formats, "kept": kept, "others": others}
+    return {"quant_method": QUANT_METHOD, "formats": formats, "kept": exact, "others": decoded}
 
 
-def _shards(found: list[Entry], dtype: torch.dtype) -> Iterator[list[Entry]]:
-    shard: list[Entry] = []
+def _write_shards(folder: Path, weights: list[Entry], dtype: torch.dtype) -> None:
+    """Write the weights in files of about `SHARD_BYTES`, and their index."""
+    shards: list[list[Entry]] = [[]]
     size = 0
-    for entry in found:
-        if shard and size + entry.nbytes(dtype) > SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append(entry)
-        size += entry.nbytes(dtype)
-    yield shard
-
-
-def _write_shards(folder: Path, found: list[Entry], dtype: torch.dtype) -> None:
-    shards = list(_shards(found, dtype))
-    names = [f"model-{index:05}-of-{len(shards):05}.safetensors" for index in range(1, len(shards) + 1)]
-    where: dict[str, str] = {}
+    for weight in weights:
+        if shards[-1] and size + weight.nbytes(dtype) > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(weight)
+        size += weight.nbytes(dtype)
+    weight_map: dict[str, str] = {}
     total = 0
-    for name, shard in zip(names, shards, strict=True):
-        values = {key: value for entry in shard for key, value in entry.state().items()}
-        save_file(values, folder / name, metadata={"format": "pt"})
-        where |= dict.fromkeys(values, name)
-        total += sum(value.nbytes for value in values.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+    for index, shard in enumerate(shards, 1):
+        name = f"model-{index:05}-of-{len(shards):05}.safetensors"
+        tensors = {key: tensor for weight in shard for key, tensor in weight.state().items()}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
     (folder / INDEX).write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gguf import GGML_QUANT_SIZES, LlamaFileType
 
@@ -70,22 +71,34 @@ def choose(
         experts: experts per layer; 0 for a dense model.
         important: whether importances are given.
     """
-    names = {each.name for each in planned}
-    valued = {int(found[1]) for name in names if (found := re.match(r"blk\.(\d+)\.attn_(v|qkv)\.weight", name))}
-    rules = _Rules(mix, layers, sorted(valued), heads_per_kv, experts, important, "output.weight" in names)
-    return {each.name: rules.type_of(each) for each in planned}
+    names = {tensor.name for tensor in planned}
+    matches = (re.match(r"blk\.(\d+)\.attn_(v|qkv)\.weight", name) for name in names)
+    value_layers = sorted({int(match[1]) for match in matches if match})
+    rules = _Rules(mix, layers, value_layers, heads_per_kv, experts, important, "output.weight" in names)
+    return {tensor.name: rules.type_of(tensor) for tensor in planned}
 
 
+@dataclass(frozen=True)
 class _Rules:
-    """The rules for one model and one mix."""
+    """The rules for one model and one mix.
 
-    def __init__(
-        self, mix: str, layers: int, valued: list[int], heads_per_kv: int, experts: int, important: bool, headed: bool
-    ):
-        self.mix, self.layers, self.shared, self.experts = mix, layers, heads_per_kv, experts
-        self.valued = valued  # layers with a value projection: not all of a hybrid's
-        self.important, self.headed = important, headed
-        self.base = MIXES[mix][0]
+    Attributes:
+        value_layers: layers with a value projection: not all of a hybrid's.
+        has_head: whether the file has a head in addition to the embedding.
+    """
+
+    mix: str
+    layers: int
+    value_layers: list[int]
+    heads_per_kv: int
+    experts: int
+    important: bool
+    has_head: bool
+
+    @property
+    def base(self) -> Type:
+        """Type of most tensors."""
+        return MIXES[self.mix][0]
 
     def type_of(self, tensor: Planned) -> Type:
         """Type of one tensor."""
@@ -93,27 +106,31 @@ class _Rules:
             return Type.F32
         if self.base in FLOATS:
             return self.base
-        chosen, columns = self._wanted(tensor.name, tensor.shape[-1]), tensor.shape[-1]
+        columns = tensor.shape[-1]
+        chosen = self._by_role(tensor.name, columns)
         if columns % GGML_QUANT_SIZES[chosen][0]:
             chosen = SHORT_ROWS.get(chosen, Type.F16)
         return chosen if columns % GGML_QUANT_SIZES[chosen][0] == 0 else Type.F16
 
-    def _wanted(self, name: str, columns: int) -> Type:
-        if name == "output.weight" or (name == "token_embd.weight" and not self.headed):
+    def _by_role(self, name: str, columns: int) -> Type:
+        """Type of a matrix before its row length counts."""
+        if name == "output.weight" or (name == "token_embd.weight" and not self.has_head):
             if columns % GGML_QUANT_SIZES[self.base][0]:
                 return Type.Q8_0
             return self.base if self.base == Type.Q8_0 else Type.Q6_K
-        found = re.match(r"blk\.(\d+)\.(\w+)\.weight", name)
-        if found is None:
+        match = re.match(r"blk\.(\d+)\.(\w+)\.weight", name)
+        if match is None:
             return self.base
-        layer, kind = int(found[1]), found[2].removesuffix("_exps").removesuffix("_shexp")
-        if kind in ("attn_v", "attn_qkv"):  # a fused projection gets the value projection's type
-            return self._value(self.valued.index(layer))
-        if kind == "attn_k" and self.experts == 8:
+        layer, role = int(match[1]), match[2].removesuffix("_exps").removesuffix("_shexp")
+        if role in ("attn_v", "attn_qkv"):  # a fused projection gets the value projection's type
+            return self._value(self.value_layers.index(layer))
+        if role == "attn_k" and self.experts == 8:
             return Type.Q8_0
-        if kind == "attn_output":
-            return self._attention_output()
-        return self._down(layer) if kind == "ffn_down" else self.base
+        if role == "attn_output" and self.experts == 8:
+            return Type.Q5_K if self.mix in ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m") else self.base
+        if role == "attn_output":
+            return ATTENTION_OUTPUT.get(self.mix, self.base)
+        return self._down(layer) if role == "ffn_down" else self.base
 
     def _more_bits(self, index: int, count: int) -> bool:
         """Return whether layer `index` gets more bits: the first and last eighth, and every third in between."""
@@ -124,23 +141,19 @@ class _Rules:
         """Type of the `index`-th value projection."""
         chosen = self.base
         if self.mix == "q2_k":
-            chosen = Type.Q4_K if self.shared >= 4 else Type.Q3_K
+            chosen = Type.Q4_K if self.heads_per_kv >= 4 else Type.Q3_K
         elif self.mix == "q3_k_m":
             chosen = Type.Q5_K if index < 2 else Type.Q4_K
         elif self.mix == "q3_k_l" or (self.mix == "q4_k_s" and index < 4):
             chosen = Type.Q5_K
-        elif self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(index, len(self.valued)):
+        elif self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(index, len(self.value_layers)):
             chosen = Type.Q6_K
-        if self.layers == LAYERS_OF_70B and self.shared == 8 and chosen in (Type.Q3_K, Type.Q4_K):
+        if self.layers == LAYERS_OF_70B and self.heads_per_kv == 8 and chosen in (Type.Q3_K, Type.Q4_K):
             chosen = Type.Q5_K  # small, because eight query heads share it
         return Type.Q8_0 if self.experts == 8 else chosen
 
-    def _attention_output(self) -> Type:
-        if self.experts == 8:
-            return Type.Q5_K if self.mix in ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m") else self.base
-        return ATTENTION_OUTPUT.get(self.mix, self.base)
-
     def _down(self, layer: int) -> Type:
+        """Type of a layer's down projection."""
         first_eighth = layer < self.layers // 8
         if self.mix == "q2_k":
             return Type.Q3_K

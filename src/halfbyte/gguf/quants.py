@@ -82,7 +82,7 @@ def _block_affine(x: Tensor, importance: Tensor | None, levels: int) -> tuple[Te
         low = x.amin(-1, keepdim=True)
         d = (x.amax(-1, keepdim=True) - low) / levels
         return d, low, ((x - low) * inverse(d) + 0.5).trunc_().clamp_(0, levels)
-    d, minus = (each.half().float() for each in fit_affine(x, importance, levels, WITH_IMPORTANCE))
+    d, minus = (value.half().float() for value in fit_affine(x, importance, levels, WITH_IMPORTANCE))
     return d, -minus, ((x + minus) * inverse(d)).round_().clamp_(0, levels)
 
 
@@ -107,8 +107,8 @@ def q5_0(x: Tensor, importance: Tensor | None) -> Tensor:
 def q5_1(x: Tensor, importance: Tensor | None) -> Tensor:
     """Blocks [N, 32] → bytes [N, 24]: d·q + m."""
     d, m, codes = _block_affine(x, importance, 31)
-    parts = [as_bytes(d, torch.float16), as_bytes(m, torch.float16), fifth_bits(codes), nibbles(codes)]
-    return torch.cat(parts, -1)
+    fields = [as_bytes(d, torch.float16), as_bytes(m, torch.float16), fifth_bits(codes), nibbles(codes)]
+    return torch.cat(fields, -1)
 
 
 # --- K-quants ---------------------------------------------------------------------------------------------------------
@@ -120,15 +120,15 @@ def _stored_pair(s: Tensor, m: Tensor, weight: Tensor, top: int, exact: bool) ->
     Args:
         exact: search for d, weighted by the sub-blocks' `weight`; else d is the largest value over `top`.
     """
-    found = []
+    stored = []
     for value in (s.squeeze(-1), m.squeeze(-1)):
         if exact:
             d, codes = fit_positive(value, weight, top)
         else:
             d = value.amax(-1, keepdim=True) / top
             codes = (value * inverse(d)).round_().clamp_(0, top)
-        found += [codes.unsqueeze(-1), d.half().float().unsqueeze(-1)]
-    return tuple(found)
+        stored += [codes.unsqueeze(-1), d.half().float().unsqueeze(-1)]
+    return tuple(stored)
 
 
 def _super_affine(
@@ -160,8 +160,7 @@ def _refit_pair(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, d: Tensor, 
     determinant = uu * vv - uv.square()
     new_d, new_min = (ux * vv - vx * uv) / determinant, (ux * uv - vx * uu) / determinant
     sound = (determinant > 1e-6 * uu * vv) & (new_d > 0) & (new_min >= 0)
-    found = (torch.where(sound, new_d, d), torch.where(sound, new_min, dmin))
-    return found[0].half().float(), found[1].half().float()
+    return torch.where(sound, new_d, d).half().float(), torch.where(sound, new_min, dmin).half().float()
 
 
 def _super_symmetric(x: Tensor, importance: Tensor | None, levels: int, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,10 +191,10 @@ def _super_symmetric(x: Tensor, importance: Tensor | None, levels: int, top: int
 
 def _bits(codes: Tensor, width: int, planes: int) -> Tensor:
     """Codes [N, planes · w] → bytes [N, w]: the p-th part of the codes in bits p·width to (p+1)·width - 1."""
-    parts = codes.to(torch.uint8).chunk(planes, -1)
-    packed = parts[0].clone()
-    for plane, part in enumerate(parts[1:], 1):
-        packed |= part << (plane * width)
+    chunks = codes.to(torch.uint8).chunk(planes, -1)
+    packed = chunks[0].clone()
+    for plane, chunk in enumerate(chunks[1:], 1):
+        packed |= chunk << (plane * width)
     return packed
 
 
@@ -227,8 +226,8 @@ def q3_k(x: Tensor, importance: Tensor | None) -> Tensor:
     shifted = (scales + 32).to(torch.uint8)
     low = shifted.bitwise_and(15)
     packed = torch.cat([low[:, :8] | (low[:, 8:] << 4), _bits(shifted >> 4, 2, 4)], -1)
-    parts = [_bits(codes >> 2, 1, 8), _halves(codes.bitwise_and(3), 2, 4), packed, as_bytes(d, torch.float16)]
-    return torch.cat(parts, -1)
+    fields = [_bits(codes >> 2, 1, 8), _halves(codes.bitwise_and(3), 2, 4), packed, as_bytes(d, torch.float16)]
+    return torch.cat(fields, -1)
 
 
 def q4_k(x: Tensor, importance: Tensor | None) -> Tensor:

@@ -135,7 +135,7 @@ class Layout:
         if heads := self.heads(name):
             return interleaved(value, heads)
         if self.delta_net:
-            value = self.delta_net.in_file(part_of(name), value)
+            value = self.delta_net.in_file(role_of(name), value)
         return value.float() + 1 if self.holds_sum(name) else value
 
     def in_model(self, name: str, value: Tensor) -> Tensor:
@@ -143,12 +143,12 @@ class Layout:
         if heads := self.heads(name):
             return halved(value, heads)
         if self.delta_net:
-            value = self.delta_net.in_model(part_of(name), value)
+            value = self.delta_net.in_model(role_of(name), value)
         return value - 1 if self.holds_sum(name) else value
 
     def computed(self, name: str) -> bool:
         """Return whether `in_file` changes values (in fp32), and does not only permute them."""
-        return self.holds_sum(name) or part_of(name) == DECAY
+        return self.holds_sum(name) or role_of(name) == DECAY
 
     def columns_in_file(self, name: str, x: Tensor) -> Tensor:
         """Permute a matrix's input, [..., columns], to the file's column order."""
@@ -160,7 +160,7 @@ class Layout:
 
     def has_permuted_columns(self, name: str) -> bool:
         """Return whether the file permutes a tensor's columns, which splits quantized blocks."""
-        return bool(self.delta_net and part_of(name) == "ssm_out" and self.delta_net.moves("ssm_out"))
+        return bool(self.delta_net and role_of(name) == "ssm_out" and self.delta_net.moves("ssm_out"))
 
 
 def layer_of(key: str) -> int:
@@ -168,24 +168,24 @@ def layer_of(key: str) -> int:
     return int(re.findall(r"\.layers\.(\d+)\.", key)[0])
 
 
-def part_of(name: str) -> str:
+def role_of(name: str) -> str:
     """Role of a file tensor in its layer: "blk.3.ssm_out.weight" → "ssm_out"."""
     return name.split(".")[2] if name.startswith("blk.") else name
 
 
-def experts_name(layer: int | str, part: str) -> str:
+def experts_name(layer: int | str, role: str) -> str:
     """File name of the stacked gate, up or down projections of a layer's experts."""
-    return f"blk.{layer}.ffn_{part}_exps.weight"
+    return f"blk.{layer}.ffn_{role}_exps.weight"
 
 
-def parts_of(experts: Experts) -> dict[str, str]:
+def roles_of(experts: Experts) -> dict[str, str]:
     """Checkpoint name of an expert's linear → its name in the file."""
     return {experts.gate: "gate", experts.up: "up", experts.down: "down"}
 
 
 def shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape in the file: a gate of one row is a vector, a depthwise convolution a matrix."""
-    if part_of(name) == "ssm_conv1d":
+    if role_of(name) == "ssm_conv1d":
         return shape[0], shape[-1]
     return shape[-1:] if name.endswith(("ffn_gate_inp_shexp.weight", "exp_probs_b.bias")) else shape
 
@@ -233,33 +233,33 @@ class DeltaNet:
             graph.tiled_heads,
         )
 
-    def in_file(self, part: str, value: Tensor) -> Tensor:
+    def in_file(self, role: str, value: Tensor) -> Tensor:
         """Convert a checkpoint tensor's values to the file's; the decay becomes its negative rate, not its logarithm.
 
         Args:
-            part: the tensor's role, e.g. "ssm_out".
+            role: of the tensor, e.g. "ssm_out".
         """
-        moved = self._permuted(part, value, self.keys)
-        return -moved.float().exp() if part == DECAY else moved
+        permuted = self._permuted(role, value, self.keys)
+        return -permuted.float().exp() if role == DECAY else permuted
 
-    def in_model(self, part: str, value: Tensor) -> Tensor:
+    def in_model(self, role: str, value: Tensor) -> Tensor:
         """Undo `in_file`; the decay's logarithm is rounded once more."""
-        moved = self._permuted(part, value, self.values // self.keys)
-        return (-moved).log() if part == DECAY else moved
+        permuted = self._permuted(role, value, self.values // self.keys)
+        return (-permuted).log() if role == DECAY else permuted
 
-    def moves(self, part: str) -> bool:
+    def moves(self, role: str) -> bool:
         """Return whether the file permutes a tensor's rows or columns."""
-        return self.tiled and self.keys < self.values and part in (*PER_HEAD, *AFTER_KEYS, "attn_gate", "ssm_out")
+        return self.tiled and self.keys < self.values and role in (*PER_HEAD, *AFTER_KEYS, "attn_gate", "ssm_out")
 
-    def _permuted(self, part: str, value: Tensor, groups: int) -> Tensor:
+    def _permuted(self, role: str, value: Tensor, groups: int) -> Tensor:
         """Transpose the value heads from [groups, n] order to [n, groups]."""
-        if not self.moves(part):
+        if not self.moves(role):
             return value
-        if part == "ssm_out":
+        if role == "ssm_out":
             return self._regrouped(value.T, groups, self.value_size).T.contiguous()
-        before = 2 * self.keys * self.key_size if part in AFTER_KEYS else 0
+        first = 2 * self.keys * self.key_size if role in AFTER_KEYS else 0
         out = value.clone()
-        out[before:] = self._regrouped(value[before:], groups, 1 if part in PER_HEAD else self.value_size)
+        out[first:] = self._regrouped(value[first:], groups, 1 if role in PER_HEAD else self.value_size)
         return out
 
     def _regrouped(self, rows: Tensor, groups: int, size: int) -> Tensor:
@@ -286,23 +286,23 @@ class Weight:
 class Planned:
     """A tensor to write.
 
-    Its `parts` are read one after another and stacked: a single [columns] or [rows, columns], or one [rows, columns]
-    per expert.
+    Its `readers` are called one after another and the results stacked: a single [columns] or [rows, columns], or one
+    [rows, columns] per expert.
     """
 
     name: str
     shape: tuple[int, ...]
-    parts: list[Callable[[], Tensor]] = field(default_factory=list)
+    readers: list[Callable[[], Tensor]] = field(default_factory=list)
 
     @property
     def is_matrix(self) -> bool:
         """Return whether it may be quantized: all but norms, biases, frequencies, routers and convolutions."""
-        return len(self.shape) > 1 and part_of(self.name) not in UNQUANTIZED and self.name.endswith(".weight")
+        return len(self.shape) > 1 and role_of(self.name) not in UNQUANTIZED and self.name.endswith(".weight")
 
     def pieces(self) -> Iterator[Tensor]:
-        """Read the parts in order."""
-        for part in self.parts:
-            yield part()
+        """Call the readers in order."""
+        for read in self.readers:
+            yield read()
 
 
 def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Planned]:
@@ -317,20 +317,21 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
         CheckpointError: a missing weight.
     """
     layout = Layout(config, family)
-    planned = {name: Planned(name, tuple(made.shape), [made.clone]) for name, made in rope_tensors(config).items()}
+    rope = rope_tensors(config).items()
+    planned = {name: Planned(name, tuple(tensor.shape), [tensor.clone]) for name, tensor in rope}
     for key, weight in weights.items():
         if BESIDE_TEXT.search(key) or NEXT_TOKEN.search(key) or key.endswith(DERIVED):
             continue
         if key.endswith("lm_head.weight") and config.tie_word_embeddings:
             continue  # llama.cpp uses the embedding
-        for name, shape, part in _parts_in_file(key, weight, layout):
+        for name, shape, read in _in_file(key, weight, layout):
             entry = planned.setdefault(name, Planned(name, shape))
-            entry.parts.append(part)
+            entry.readers.append(read)
     if config.tie_word_embeddings and family.gguf.head and EMBEDDING in planned:
         planned.setdefault(HEAD, replace(planned[EMBEDDING], name=HEAD))
     for entry in planned.values():
-        if len(entry.parts) > 1:
-            entry.shape = (len(entry.parts), *entry.shape)
+        if len(entry.readers) > 1:
+            entry.shape = (len(entry.readers), *entry.shape)
     _check_complete(planned, layout)
     return list(planned.values())
 
@@ -338,12 +339,12 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
 Placed = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 
 
-def _parts_in_file(key: str, weight: Weight, layout: Layout) -> Iterator[Placed]:
-    """Yield the file's parts of a checkpoint weight: (tensor name, shape of the part, function that makes it)."""
-    parts = parts_of(layout.family.experts) if layout.family.experts else {}
-    if (match := EXPERT.fullmatch(key)) and match[3] in parts:
-        yield experts_name(layer_of(key), parts[match[3]]), weight.shape, weight.read
-    elif parts and (match := STACKED_EXPERTS.fullmatch(key)):
+def _in_file(key: str, weight: Weight, layout: Layout) -> Iterator[Placed]:
+    """Yield what a checkpoint weight becomes: (tensor of the file, shape of one matrix, function that reads it)."""
+    roles = roles_of(layout.family.experts) if layout.family.experts else {}
+    if (match := EXPERT.fullmatch(key)) and match[3] in roles:
+        yield experts_name(layer_of(key), roles[match[3]]), weight.shape, weight.read
+    elif roles and (match := STACKED_EXPERTS.fullmatch(key)):
         yield from _stacked_experts(layer_of(key), match[2], bool(match[3]), weight, layout)
     else:
         name = layout.name(key)
@@ -351,28 +352,23 @@ def _parts_in_file(key: str, weight: Weight, layout: Layout) -> Iterator[Placed]
         yield name, shape, lambda: layout.in_file(name, weight.read()).view(shape)
 
 
-def _stacked_experts(layer: int, kind: str, bias: bool, weight: Weight, layout: Layout) -> Iterator[Placed]:
-    """Yield the parts of stacked experts, [experts, rows, columns] with gate above up, or of their biases."""
+def _stacked_experts(layer: int, linear: str, bias: bool, weight: Weight, layout: Layout) -> Iterator[Placed]:
+    """Yield the matrices of stacked experts, [experts, rows, columns] with gate above up, or their biases."""
     assert layout.family.experts
-    parts = ("down",) if kind == "down_proj" else ("gate", "up")
-    for index, part in enumerate(parts):
-        name, size = experts_name(layer, part), len(parts)
+    roles = ("down",) if linear == "down_proj" else ("gate", "up")
+    for index, role in enumerate(roles):
+        name = experts_name(layer, role)
+        fused_rows = weight.shape[-1] if bias or weight.transposed else weight.shape[-2]
+        size = fused_rows // len(roles)
+        interleaved = layout.family.experts.interleaved
+        rows = slice(index, None, len(roles)) if interleaved else slice(index * size, (index + 1) * size)
         if bias:
-            count, rows = weight.shape
-            own = _rows_of(index, size, rows, layout.family.experts)
-            yield name.replace(".weight", ".bias"), (count, rows // size), partial(_biases, weight, own)
+            shape = (weight.shape[0], size)
+            yield name.replace(".weight", ".bias"), shape, partial(_biases, weight, rows)
             continue
-        count, *sides = weight.shape
-        rows, columns = reversed(sides) if weight.transposed else sides
-        own = _rows_of(index, size, rows, layout.family.experts)
-        for expert in range(count):
-            yield name, (rows // size, columns), partial(_expert, weight, layout.stacks, expert, own)
-
-
-def _rows_of(index: int, parts: int, rows: int, experts: Experts) -> slice:
-    """Rows of part `index` in a fused matrix of `parts` parts."""
-    each = rows // parts
-    return slice(index, None, parts) if experts.interleaved else slice(index * each, (index + 1) * each)
+        columns = weight.shape[-2] if weight.transposed else weight.shape[-1]
+        for expert in range(weight.shape[0]):
+            yield name, (size, columns), partial(_expert, weight, layout.stacks, expert, rows)
 
 
 def _biases(weight: Weight, rows: slice) -> Tensor:
@@ -385,7 +381,8 @@ def _expert(weight: Weight, stacks: Stacks, expert: int, rows: slice) -> Tensor:
 
 
 def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
-    config, family, tensors = layout.config, layout.family, set(MODEL_TENSORS[layout.graph])
+    config, family = layout.config, layout.family
+    tensors = set(MODEL_TENSORS[layout.graph])
     experts = experts_of(config, family)
     needed = tensors - OPTIONAL - NEXT_TOKENS - (set() if family.gguf.dense_first else DENSE if experts else SPARSE)
     needed -= set() if getattr(config, "use_qk_norm", True) else {MODEL_TENSOR.ATTN_Q_NORM, MODEL_TENSOR.ATTN_K_NORM}
@@ -407,9 +404,9 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
                 raise CheckpointError(
                     f"the checkpoint lacks the tensor that becomes {name} in the file", "re-download the checkpoint"
                 )
-            stacked = planned[name].parts
-            if name.endswith("_exps.weight") and len(stacked) != experts:
-                wrong = f"{name}: {len(stacked)} experts in the checkpoint, {experts} in config.json"
+            count = len(planned[name].readers)
+            if name.endswith("_exps.weight") and count != experts:
+                wrong = f"{name}: {count} experts in the checkpoint, {experts} in config.json"
                 raise CheckpointError(wrong, "re-download the checkpoint")
     if not config.tie_word_embeddings and HEAD not in planned and MODEL_TENSOR.OUTPUT in tensors:
         raise CheckpointError("the checkpoint lacks lm_head.weight", "re-download the checkpoint")
@@ -441,7 +438,7 @@ class Entry:
         if not isinstance(value, QuantizedTensor):
             return {self.name: value.contiguous()}
         state = value.format.to_state(value.parts, self.shape, value.dtype)
-        return {entry_name(self.name, suffix): part.contiguous() for suffix, part in state.items()}
+        return {entry_name(self.name, suffix): tensor.contiguous() for suffix, tensor in state.items()}
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Approximate bytes of `state`, with decoded values in `dtype`."""
@@ -466,20 +463,20 @@ def entries(file: GgufFile, config: Any, keep: bool = False) -> list[Entry]:
     assert family is not None
     reader = _Reader(file, Layout(config, family))
     linears = {f"{name}.weight" for name in quantizable(model)}
-    found: list[Entry] = []
+    weights: list[Entry] = []
     used = set(ROPE_TENSORS)
     for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for sources, entry in reader.placed(key, tuple(value.shape)):
             used.update(sources)
-            found.append(reader.linear(sources[0], entry, keep) if key in linears else entry)
+            weights.append(reader.linear(sources[0], entry, keep) if key in linears else entry)
     extra = sorted(file.tensors.keys() - used)
     if extra:
         raise ModelError(
             f"{file.path}: {extra[0]} has no place in transformers' {config.model_type}", "use the original checkpoint"
         )
-    return found
+    return weights
 
 
 @dataclass(frozen=True)
@@ -497,29 +494,30 @@ class _Reader:
                 yield self._interleaved(key, match[2], shape)
                 return
             count, rows, columns = shape
-            named = {part: name for name, part in parts_of(experts).items()}
-            parts = ("down",) if match[2] == "down_proj" else ("gate", "up")
-            for part in parts:
-                source, own = experts_name(layer_of(key), part), (rows // len(parts), columns)
-                self._check(source, (count, *own))
+            linear_names = {role: name for name, role in roles_of(experts).items()}
+            roles = ("down",) if match[2] == "down_proj" else ("gate", "up")
+            for role in roles:
+                source = experts_name(layer_of(key), role)
+                matrix_shape = (rows // len(roles), columns)
+                self._check(source, (count, *matrix_shape))
                 for index in range(count):
-                    name = f"{_in_block(match[1], experts)}experts.{index}.{named[part]}.weight"
-                    yield [source], Entry(name, own, partial(self.file.values, source, dtype, index))
+                    name = f"{_in_block(match[1], experts)}experts.{index}.{linear_names[role]}.weight"
+                    yield [source], Entry(name, matrix_shape, partial(self.file.values, source, dtype, index))
             return
         source = self.layout.name(key)
         self._check(source, shape_in_file(source, shape))
         name = _in_block(key, experts) if experts and ".mlp.gate." in key else key
         yield [source], Entry(name, shape, lambda: self._values(source).view(shape))
 
-    def _interleaved(self, key: str, kind: str, shape: tuple[int, ...]) -> tuple[Sequence[str], Entry]:
+    def _interleaved(self, key: str, linear: str, shape: tuple[int, ...]) -> tuple[Sequence[str], Entry]:
         """Entry of a stack with interleaved gate and up, [E, K, N], or of its biases, [E, N]; separate in the file."""
-        parts = ("down",) if kind == "down_proj" else ("gate", "up")
+        roles = ("down",) if linear == "down_proj" else ("gate", "up")
         bias = key.endswith("_bias")
-        sources = [experts_name(layer_of(key), part) for part in parts]
+        sources = [experts_name(layer_of(key), role) for role in roles]
         sources = [name.replace(".weight", ".bias") for name in sources] if bias else sources
         count, *columns, rows = shape
         for source in sources:
-            self._check(source, (count, rows // len(parts), *columns))
+            self._check(source, (count, rows // len(roles), *columns))
 
         def read() -> Tensor:
             stacked = torch.stack([self.file.values(source, self.layout.config.dtype) for source in sources], 2)
@@ -542,17 +540,17 @@ class _Reader:
         def read() -> QuantizedTensor:
             blocks = file.blocks(source)
             try:
-                parts = exact_parts(type_, self.layout.in_model(source, blocks))
+                stored = exact_parts(type_, self.layout.in_model(source, blocks))
             except CheckpointError as error:
                 raise CheckpointError(f"{file.path}: {source} ({type_.name}): {error.message}", DAMAGED) from error
-            return QuantizedTensor(format_, parts, entry.shape, self.layout.config.dtype)
+            return QuantizedTensor(format_, stored, entry.shape, self.layout.config.dtype)
 
         return replace(entry, read=read, format=format_, type=type_.name)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        found = self.file.shape(name)
-        if found != shape:
-            raise CheckpointError(f"{self.file.path}: {name} has shape {found}, expected {shape}", DAMAGED)
+        stored_shape = self.file.shape(name)
+        if stored_shape != shape:
+            raise CheckpointError(f"{self.file.path}: {name} has shape {stored_shape}, expected {shape}", DAMAGED)
 
     def _values(self, source: str) -> Tensor:
         """Read a tensor's values in transformers' order."""

@@ -87,10 +87,12 @@ def add_tokenizer(
         writer.add_tokenizer_pre(pre_tokenizer(described))
         writer.add_token_merges([" ".join(_pair(merge)) for merge in model["merges"]])
         scores = None
-    skipped = sorted({step["type"] for step in _normalizers(described)} - {*(SPACES if scores else ())})
+    normalizer = described["normalizer"] or {"type": "Sequence", "normalizers": []}
+    steps: list[dict[str, Any]] = normalizer.get("normalizers", [normalizer])
+    skipped = sorted({step["type"] for step in steps} - {*(SPACES if scores else ())})
     if skipped:
-        what = f"llama.cpp skips this tokenizer's normalizer ({', '.join(skipped)})"
-        notice("gguf-normalizer", f"{what}: texts that it changes get other tokens")
+        message = f"llama.cpp skips this tokenizer's normalizer ({', '.join(skipped)})"
+        notice("gguf-normalizer", f"{message}: texts that it changes get other tokens")
     writer.add_token_list(tokens)
     if scores:
         writer.add_token_scores(scores)
@@ -145,12 +147,6 @@ def _marks_spaces(described: dict[str, Any]) -> bool:
     return "▁" in json.dumps([described["normalizer"], described["pre_tokenizer"]], ensure_ascii=False)
 
 
-def _normalizers(described: dict[str, Any]) -> list[dict[str, Any]]:
-    normalizer = described["normalizer"] or {"type": "Sequence", "normalizers": []}
-    steps: list[dict[str, Any]] = normalizer.get("normalizers", [normalizer])
-    return steps
-
-
 def _space_prefix(tokenizer: Any, described: dict[str, Any], chats: Sequence[str]) -> bool:
     """Return whether llama.cpp should put a space before a text and after each special token (add_space_prefix).
 
@@ -174,20 +170,17 @@ def _space_prefix(tokenizer: Any, described: dict[str, Any], chats: Sequence[str
     first = [*chats] or plain[:1]
     prefix = sum(text in different[True] for text in first) <= sum(text in different[False] for text in first)
     if different[prefix]:
+        position = "before a text and after every special token" if prefix else "nowhere"
+        groups = {"chat prompts": [*chats], "plain text": plain[:1], "text after EOS": plain[1:]}
+        names = [name for name, texts in groups.items() if any(text in different[prefix] for text in texts)]
+        equal_chats = chats and "chat prompts" not in names
         notice(
-            "gguf-spaces", _about_spaces(prefix, [text in different[prefix] for text in (*chats, *plain)], len(chats))
+            "gguf-spaces",
+            f"with this file llama.cpp adds a space {position}; the tokenizer does so before the first word of a text"
+            f" alone, or drops spaces at special tokens. So {' and '.join(names)} get other tokens than in training: "
+            + ("send prompts that the chat template renders" if equal_chats else "compare tokens"),
         )
     return prefix
-
-
-def _about_spaces(prefix: bool, different: list[bool], chats: int) -> str:
-    """Describe which texts get other tokens in llama.cpp."""
-    where = "before a text and after every special token" if prefix else "nowhere"
-    groups = {"chat prompts": different[:chats], "plain text": different[chats:-1], "text after EOS": different[-1:]}
-    names = " and ".join(name for name, found in groups.items() if any(found))
-    rule = f"with this file llama.cpp adds a space {where}; the tokenizer does so before the first word of a text alone"
-    advice = "send prompts that the chat template renders" if chats and not any(different[:chats]) else "compare tokens"
-    return f"{rule}, or drops spaces at special tokens. So {names} get other tokens than in training: {advice}"
 
 
 def _add_templates(writer: GGUFWriter, templates: str | dict[str, str]) -> None:
@@ -210,12 +203,12 @@ def pre_tokenizer(described: dict[str, Any]) -> str:
     """
     steps = described["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]:
+    types = [step.get("type") for step in steps]
+    if types == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]:
         return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[1].get("use_regex", True):
+    if types == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[1].get("use_regex", True):
         return "smollm"
-    if kinds == ["Split", "ByteLevel"]:
+    if types == ["Split", "ByteLevel"]:
         pattern = steps[0]["pattern"].get("Regex")
         if pattern in PATTERNS:
             return PATTERNS[pattern]
@@ -230,12 +223,12 @@ def _add_special(writer: GGUFWriter, tokenizer: Any, end_ids: Sequence[int]) -> 
         index = getattr(tokenizer, f"{name}_token_id")
         if index is not None:
             getattr(writer, f"add_{name}_token_id")(index)
-    others = [index for index in end_ids if index != tokenizer.eos_token_id]
-    for add, index in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
+    further_ends = [index for index in end_ids if index != tokenizer.eos_token_id]
+    for add, index in zip((writer.add_eot_token_id, writer.add_eom_token_id), further_ends, strict=False):
         add(index)
-    if beyond := tokenizer.convert_ids_to_tokens(others[2:]):
-        what = f"a GGUF file has room for three stop tokens, which leaves out {', '.join(beyond)}"
-        notice("gguf-ends", f"{what}: pass these to llama.cpp as --reverse-prompt")
+    if beyond := tokenizer.convert_ids_to_tokens(further_ends[2:]):
+        message = f"a GGUF file has room for three stop tokens, which leaves out {', '.join(beyond)}"
+        notice("gguf-ends", f"{message}: pass these to llama.cpp as --reverse-prompt")
     plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     writer.add_add_bos_token(adds_bos(tokenizer))
     writer.add_add_eos_token(len(full) > len(plain) and full[-1] == tokenizer.eos_token_id)
@@ -268,9 +261,9 @@ def read_tokenizer(file: GgufFile) -> Any:
     try:
         if not tokens:
             raise ModelError(f"{file.path} holds no tokenizer")
-        kinds = file.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
-        kinds = [TokenType.UNUSED if is_padding(at, tokens[at]) else kind for at, kind in enumerate(kinds)]
-        backend = _backend(file, tokens, kinds)
+        types = file.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+        types = [TokenType.UNUSED if is_padding(at, tokens[at]) else type_ for at, type_ in enumerate(types)]
+        backend = _backend(file, tokens, types)
     except ModelError as error:
         return _from_folder(file, tokens or [], error)
     special = {f"{name}_token": tokens[index] for name, index in _special_ids(file).items()}
@@ -290,11 +283,11 @@ def is_padding(index: int, token: str) -> bool:
 
 def _special_ids(file: GgufFile) -> dict[str, int]:
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    found = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: index for name, index in found.items() if index is not None}
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: index for name, index in ids.items() if index is not None}
 
 
-def _backend(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
+def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     """Build the tokenizers library's Tokenizer."""
     from tokenizers import AddedToken
 
@@ -302,23 +295,23 @@ def _backend(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
     if build is None:
         raise ModelError(f"{file.path}: halfbyte does not support its tokenizer model {model!r}")
-    tokenizer = build(file, tokens, kinds)
-    for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)])
+    tokenizer = build(file, tokens, types)
+    for index, (token, type_) in enumerate(zip(tokens, types, strict=True)):
+        if type_ in (TokenType.CONTROL, TokenType.USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=type_ == TokenType.CONTROL)])
             if tokenizer.token_to_id(token) != index:
                 raise ModelError(f"{file.path}: the token {token!r} occurs twice")
     _add_template(tokenizer, file, tokens)
     return tokenizer
 
 
-def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
+def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     from tokenizers import Tokenizer, decoders, models
 
-    known = {token: index for index, token in enumerate(tokens) if kinds[index] != TokenType.UNUSED}
+    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != TokenType.UNUSED}
     merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", [])]
     name = file.get("tokenizer.ggml.pre", "")
-    tokenizer = Tokenizer(models.BPE(known, merges, ignore_merges=name in IGNORE_MERGES))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in IGNORE_MERGES))
     tokenizer.pre_tokenizer = _splitter(file, name)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -333,24 +326,24 @@ def _splitter(file: GgufFile, name: str) -> Any:
         return ByteLevel(add_prefix_space=False)
     if name == "smollm":
         return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    for pattern, known in PATTERNS.items():
-        if known == name:
+    for pattern, pattern_name in PATTERNS.items():
+        if pattern_name == name:
             split = Split(Regex(pattern), behavior="isolated")
             return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
     raise ModelError(f"{file.path}: halfbyte does not support its pre-tokenizer {name!r}")
 
 
-def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
+def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    known = {token: index for index, token in enumerate(tokens) if kinds[index] != TokenType.UNUSED}
+    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != TokenType.UNUSED}
     scores = file.get("tokenizer.ggml.scores")
     if scores is None:
         raise ModelError(f"{file.path}: the pieces of its tokenizer have no scores")
-    pieces = {token: scores[index] for token, index in known.items() if kinds[index] == TokenType.NORMAL}
+    pieces = {token: scores[index] for token, index in vocabulary.items() if types[index] == TokenType.NORMAL}
     unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
     merges = _merges(pieces)
-    tokenizer = Tokenizer(models.BPE(known, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True))
     prefix = file.get("tokenizer.ggml.add_space_prefix", True)
     spaces = [normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
@@ -361,10 +354,10 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """Merges of SentencePiece pieces: pairs whose concatenation is a piece, the best score first."""
-    made = [piece for piece, score in scores.items() if len(piece) > 1 and score != NEVER_MERGED]
+    merged = [piece for piece, score in scores.items() if len(piece) > 1 and score != NEVER_MERGED]
     return [
         (piece[:cut], piece[cut:])
-        for piece in sorted(made, key=lambda piece: -scores[piece])
+        for piece in sorted(merged, key=lambda piece: -scores[piece])
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
     ]
@@ -379,10 +372,11 @@ def _add_template(tokenizer: Any, file: GgufFile, tokens: list[str]) -> None:
     bos = "bos" in ids and file.get("tokenizer.ggml.add_bos_token", default)
     eos = "eos" in ids and file.get("tokenizer.ggml.add_eos_token", False)
     if bos or eos:
-        special = {tokens[ids[name]]: ids[name] for name, asked in (("bos", bos), ("eos", eos)) if asked}
-        around = [tokens[ids["bos"]]] if bos else [], [tokens[ids["eos"]]] if eos else []
-        single = [*around[0], "$A", *around[1]]
-        pair = [*single, *(f"{part}:1" for part in (*around[0], "$B", *around[1]))]
+        special = {tokens[ids[name]]: ids[name] for name, added in (("bos", bos), ("eos", eos)) if added}
+        prefix = [tokens[ids["bos"]]] if bos else []
+        suffix = [tokens[ids["eos"]]] if eos else []
+        single = [*prefix, "$A", *suffix]
+        pair = [*single, *(f"{token}:1" for token in (*prefix, "$B", *suffix))]
         tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=list(special.items()))
 
 

@@ -49,9 +49,9 @@ class Vision:
     @property
     def tensors(self) -> set[str]:
         """Names of all tensors of the file."""
-        parts = [part + kind for part in self.tower.biased for kind in KINDS]
-        parts += [f"{part}.weight" for part in self.tower.plain]
-        return {*self.tower.outside} | {f"v.blk.{layer}.{part}" for layer in range(self.layers) for part in parts}
+        names = [name + suffix for name in self.tower.biased for suffix in KINDS]
+        names += [f"{name}.weight" for name in self.tower.plain]
+        return {*self.tower.outside} | {f"v.blk.{layer}.{name}" for layer in range(self.layers) for name in names}
 
 
 def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
@@ -81,10 +81,10 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
         )
         return None
     if tower is None:
-        known = ", ".join(towers())
+        supported = ", ".join(towers())
         raise ModelError(
             f"{min(vision)} is not part of the language model, and GGUF export does not support the vision part of"
-            f" {config.model_type} models (it supports {known})",
+            f" {config.model_type} models (it supports {supported})",
             SERVE_OTHERWISE,
         )
     _check_config(config, tower)
@@ -109,7 +109,8 @@ def _processor(folder: Path) -> dict[str, Any]:
 
 def _check_config(config: Any, tower: Tower) -> None:
     """Refuse config values that llama.cpp's graph does not support."""
-    vision, expected = config.vision_config, {}
+    vision = config.vision_config
+    expected = {}
     if vision.model_type not in tower.model_types:
         expected["vision_config.model_type"] = (vision.model_type, " or ".join(tower.model_types))
     if vision.hidden_act not in tower.activations:
@@ -125,8 +126,8 @@ def _check_config(config: Any, tower: Tower) -> None:
         period = full[0] + 1 if full else 0
         if not full or full != list(range(period - 1, getattr(vision, tower.layers), period)):
             expected[f"vision_config.{tower.unwindowed}"] = (full, "every n-th layer")
-    for key, (value, wanted) in expected.items():
-        raise ModelError(f"config.json: {key}: {value}: llama.cpp's graph supports {wanted}", SERVE_OTHERWISE)
+    for key, (value, supported) in expected.items():
+        raise ModelError(f"config.json: {key}: {value}: llama.cpp's graph supports {supported}", SERVE_OTHERWISE)
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------
@@ -134,34 +135,36 @@ def _check_config(config: Any, tower: Tower) -> None:
 
 def add_vision(writer: GGUFWriter, vision: Vision) -> None:
     """Write the keys that llama.cpp builds the vision graph and prepares images from."""
-    config, part, tower = vision.config, vision.config.vision_config, vision.tower
+    config = vision.config
+    vision_config = config.vision_config
+    tower = vision.tower
     writer.add_type(GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type(tower.projector)
     writer.add_vision_block_count(vision.layers)
-    writer.add_vision_embedding_length(part.hidden_size)
-    writer.add_vision_feed_forward_length(part.intermediate_size)
-    writer.add_vision_head_count(getattr(part, tower.heads))
-    writer.add_vision_attention_layernorm_eps(tower.epsilon or part.layer_norm_eps)
-    writer.add_vision_patch_size(part.patch_size)
-    writer.add_vision_image_size(tower.image_size or part.image_size)
-    width = getattr(part, tower.projected) if tower.projected else config.get_text_config().hidden_size
+    writer.add_vision_embedding_length(vision_config.hidden_size)
+    writer.add_vision_feed_forward_length(vision_config.intermediate_size)
+    writer.add_vision_head_count(getattr(vision_config, tower.heads))
+    writer.add_vision_attention_layernorm_eps(tower.epsilon or vision_config.layer_norm_eps)
+    writer.add_vision_patch_size(vision_config.patch_size)
+    writer.add_vision_image_size(tower.image_size or vision_config.image_size)
+    width = getattr(vision_config, tower.projected) if tower.projected else config.get_text_config().hidden_size
     writer.add_vision_projection_dim(width)
     writer.add_vision_image_mean(vision.processor["image_mean"])
     writer.add_vision_image_std(vision.processor["image_std"])
-    if flag := tower.activations[part.hidden_act]:
+    if flag := tower.activations[vision_config.hidden_act]:
         getattr(writer, f"add_vision_{flag}")(True)
     if tower.unwindowed:
-        writer.add_vision_spatial_merge_size(part.spatial_merge_size)
-        writer.add_vision_n_wa_pattern(getattr(part, tower.unwindowed)[0] + 1)
+        writer.add_vision_spatial_merge_size(vision_config.spatial_merge_size)
+        writer.add_vision_n_wa_pattern(getattr(vision_config, tower.unwindowed)[0] + 1)
     if tower.pooled:
-        side = part.image_size // part.patch_size
+        side = vision_config.image_size // vision_config.patch_size
         writer.add_vision_projector_scale_factor(side // int(getattr(config, tower.pooled) ** 0.5))
     if tower.feature_layers:
-        given, layers = getattr(config, tower.feature_layers), vision.layers
+        setting = getattr(config, tower.feature_layers)
+        feature_layers = setting if isinstance(setting, list) else [setting]
         writer.add_bool("clip.has_llava_projector", True)
-        taken = [each % (layers + 1) for each in (given if isinstance(given, list) else [given])]
-        writer.add_array("clip.vision.feature_layer", taken)
+        writer.add_array("clip.vision.feature_layer", [layer % (vision.layers + 1) for layer in feature_layers])
 
 
 def vision_keys(vision: Vision) -> dict[str, object]:
@@ -180,7 +183,7 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
         CheckpointError: a missing weight.
     """
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision.layers)
-    wanted, unused = vision.tensors, re.compile(vision.tower.unused)
+    expected, unused = vision.tensors, re.compile(vision.tower.unused)
     planned = {}
     for key, weight in weights.items():
         if not BESIDE_TEXT.search(key):
@@ -188,13 +191,13 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
         plain = re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", key.removeprefix("model."))
         if unused.search(plain):
             continue
-        for part in _parts_in_file(_name(plain, names, vision.tower), weight):
-            if part.name not in wanted:
+        for tensor in _parts_in_file(_name(plain, names, vision.tower), weight):
+            if tensor.name not in expected:
                 raise ModelError(
                     f"{key} has no place in llama.cpp's graph of {vision.config.model_type}", SERVE_OTHERWISE
                 )
-            planned[part.name] = part
-    if missing := wanted - planned.keys():
+            planned[tensor.name] = tensor
+    if missing := expected - planned.keys():
         raise CheckpointError(
             f"the checkpoint lacks the tensor that becomes {min(missing)} in the file", "re-download the checkpoint"
         )
@@ -203,9 +206,10 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
 
 def _name(plain: str, names: TensorNameMap, tower: Tower) -> str:
     """Name in the file; empty if the graph has no such tensor."""
-    stem, kind = next(((plain.removesuffix(each), each) for each in KINDS if plain.endswith(each)), (plain, ""))
+    suffix = next((ending for ending in KINDS if plain.endswith(ending)), "")
+    stem = plain.removesuffix(suffix)
     if stem in tower.names:
-        return tower.names[stem] + kind
+        return tower.names[stem] + suffix
     return names.get_name(plain, try_suffixes=KINDS) or ""
 
 
@@ -213,11 +217,12 @@ def _parts_in_file(name: str, weight: Weight) -> Iterator[Planned]:
     """Yield the tensors of the file that a checkpoint weight becomes."""
     if ".attn_qkv." in name:
         shape = (weight.shape[0] // 3, *weight.shape[1:])
-        for index, part in enumerate("qkv"):
-            yield Planned(name.replace("attn_qkv", f"attn_{part}"), shape, [partial(_third, weight, index)])
+        for index, letter in enumerate("qkv"):
+            name_in_file = name.replace("attn_qkv", f"attn_{letter}")
+            yield Planned(name_in_file, shape, [partial(_third, weight, index)])
     elif name == "v.patch_embd.weight" and len(weight.shape) == 5:
         shape = (*weight.shape[:2], *weight.shape[3:])
-        for index, suffix in enumerate(["", ".1"]):
+        for index, suffix in enumerate(["", ".1"]):  # a convolution over pairs of frames [out, colours, frames, …]
             yield Planned(name + suffix, shape, [partial(_frame, weight, index)])
     elif name == "mm.soft_emb_norm.weight":  # RMSNorm multiplies by 1 + weight, which the file stores
         yield Planned(name, weight.shape, [lambda: weight.read().float() + 1])
@@ -230,7 +235,6 @@ def _third(weight: Weight, index: int) -> Tensor:
 
 
 def _frame(weight: Weight, index: int) -> Tensor:
-    """One frame's kernel of a convolution over pairs of frames [out, colours, frames, side, side]."""
     return weight.read()[:, :, index].contiguous()
 
 
@@ -242,9 +246,9 @@ def vision_types(planned: list[Planned], mix: Type) -> dict[str, Type]:
     """
     base = mix if mix in (Type.F32, Type.BF16) else Type.F16
 
-    def type_of(each: Planned) -> Type:
-        if len(each.shape) == 1 or "position_embd" in each.name:
+    def type_of(tensor: Planned) -> Type:
+        if len(tensor.shape) == 1 or "position_embd" in tensor.name:
             return Type.F32
-        return Type.F32 if base == Type.BF16 and "patch_embd" in each.name else base  # llama.cpp: no BF16 convolution
+        return Type.F32 if base == Type.BF16 and "patch_embd" in tensor.name else base  # llama.cpp: no BF16 convolution
 
-    return {each.name: type_of(each) for each in planned}
+    return {tensor.name: type_of(tensor) for tensor in planned}

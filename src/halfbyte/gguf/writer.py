@@ -58,12 +58,12 @@ class NewGguf:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(_nbytes(each, self.types[each.name]) for each in self.planned)
+        return sum(_nbytes(tensor, self.types[tensor.name]) for tensor in self.planned)
 
     @property
     def numel(self) -> int:
         """Number of its weights."""
-        return sum(torch.Size(each.shape).numel() for each in self.planned)
+        return sum(torch.Size(tensor.shape).numel() for tensor in self.planned)
 
 
 def write_gguf(
@@ -86,19 +86,19 @@ def write_gguf(
     """
     writer = GGUFWriter(path, file.arch)
     file.add_keys(writer)
-    for each in file.planned:
-        type_ = file.types[each.name]
-        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _nbytes(each, type_), type_)
+    for tensor in file.planned:
+        type_ = file.types[tensor.name]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), _nbytes(tensor, type_), type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     written = []
-    for each in file.planned:
-        type_ = file.types[each.name]
-        data, sample = _encoded(each, type_, importances.get(each.name), device)
+    for tensor in file.planned:
+        type_ = file.types[tensor.name]
+        data, sample = _encoded(tensor, type_, importances.get(tensor.name), device)
         writer.write_tensor_data(data)
-        written.append(Written(each.name, each.shape, type_, zlib.crc32(data.data), sample))
-        advance(torch.Size(each.shape).numel())
+        written.append(Written(tensor.name, tensor.shape, type_, zlib.crc32(data.data), sample))
+        advance(torch.Size(tensor.shape).numel())
     writer.close()
     return check_file(path, written, file.expected, file.tokens)
 
@@ -118,9 +118,9 @@ def _encoded(
     start, sample = 0, np.empty(0, np.float32)
     for index, piece in enumerate(planned.pieces()):
         weight = piece.to(device)
-        own = importance[index] if importance is not None and importance.ndim > 1 else importance
+        matrix_importance = importance[index] if importance is not None and importance.ndim > 1 else importance
         try:
-            encoded = quantize(weight, type_, own).flatten().cpu().numpy()
+            encoded = quantize(weight, type_, matrix_importance).flatten().cpu().numpy()
         except CheckpointError as error:
             raise CheckpointError(f"{planned.name}: {error.message}", error.fix) from error
         data[start : start + encoded.size] = encoded
@@ -167,22 +167,23 @@ def check_file(
             raise CheckpointError(f"{path}: {key} reads back as {file.get(key)}, not {value}")
     if tokens and len(file.get("tokenizer.ggml.tokens", ())) != tokens:
         raise CheckpointError(f"{path}: the vocabulary reads back with another size", DISK)
-    found = file.tensors
-    if found.keys() != {each.name for each in written}:
+    tensors = file.tensors
+    if tensors.keys() != {record.name for record in written}:
         raise CheckpointError(f"{path}: the names of the tensors read back differently", DISK)
     errors: dict[str, float] = {}
-    for each in written:
-        tensor = found[each.name]
-        if file.shape(each.name) != each.shape or tensor.tensor_type != each.type:
-            raise CheckpointError(f"{path}: {each.name} reads back as {tensor.tensor_type.name} {tensor.shape}", DISK)
+    for record in written:
+        tensor = tensors[record.name]
+        if file.shape(record.name) != record.shape or tensor.tensor_type != record.type:
+            described = f"{tensor.tensor_type.name} {tensor.shape}"
+            raise CheckpointError(f"{path}: {record.name} reads back as {described}", DISK)
         stored = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)
-        if zlib.crc32(stored.data) != each.checksum:
-            raise CheckpointError(f"{path}: {each.name} reads back with other bytes", DISK)
-        error = _error(stored, each)
-        if not error <= BOUNDS[each.type]:
-            wrong = f"{path}: {each.name} decodes with a relative error of {error:.2g}"
+        if zlib.crc32(stored.data) != record.checksum:
+            raise CheckpointError(f"{path}: {record.name} reads back with other bytes", DISK)
+        error = _error(stored, record)
+        if not error <= BOUNDS[record.type]:
+            wrong = f"{path}: {record.name} decodes with a relative error of {error:.2g}"
             raise CheckpointError(wrong, "choose another type, and report it")
-        errors[each.type.name] = max(error, errors.get(each.type.name, 0.0))
+        errors[record.type.name] = max(error, errors.get(record.type.name, 0.0))
     return errors
 
 
