@@ -115,7 +115,7 @@ def find_adapter_kind(config: Any) -> AdapterKind | None:
         config: a run's keys, PEFT's config, or either as a mapping.
     """
     keys = config if isinstance(config, Mapping) else vars(config)
-    peft_type = peft_type_of(keys)
+    peft_type = adapter_type_of(keys)
     rows = [row for row in ADAPTERS if row.peft_type == peft_type]
     switched = [row for row in rows if row.switch and keys.get(row.switch)]
     return next(iter(switched or [row for row in rows if not row.switch]), None)
@@ -128,7 +128,7 @@ def adapter_kind(config: Any) -> AdapterKind:
     return row
 
 
-def peft_type_of(keys: Mapping[str, Any]) -> str:
+def adapter_type_of(keys: Mapping[str, Any]) -> str:
     """Return PEFT's type in upper case. Configurations without one are LoRA's."""
     peft_type = keys.get("peft_type") or "LORA"
     return str(getattr(peft_type, "value", peft_type)).upper()

@@ -39,9 +39,9 @@ from ..adapter_kinds import (
     AdapterKind,
     Header,
     adapter_kind,
+    adapter_type_of,
     adapter_types,
     find_adapter_kind,
-    peft_type_of,
 )
 from ..config import Adapter
 from ..config.methods import SCORES
@@ -106,7 +106,7 @@ def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | No
         raise ConfigError("use_peft: false describes no adapter", "set use_peft: true")
     if adapter.adapter_path:
         wide = getattr(torch, adapter.adapter_dtype)
-        saved_type = peft_type_of(vars(saved_adapter_config(Path(adapter.adapter_path)))).lower()
+        saved_type = adapter_type_of(vars(saved_adapter_config(Path(adapter.adapter_path)))).lower()
         if saved_type != adapter.peft_type.lower():
             wrong = f"peft_type: {adapter.peft_type}, but {adapter.adapter_path} has an adapter of type {saved_type}"
             raise ConfigError(wrong, f"set peft_type: {saved_type}, or name another adapter_path")

@@ -10,7 +10,6 @@ from pydantic import field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from ..adapter_kinds import adapter_types
 from ..optim import OPTIMIZERS, SCHEDULES, parse_options
 from .contradictions import run_contradictions
 from .methods import WITH_DEFAULTS, defaults_of
@@ -80,17 +79,10 @@ class RunConfig(RunKeys):
             )
         return value
 
-    @field_validator("peft_type")
-    @classmethod
-    def _lower(cls, value: str) -> str:
-        """Accept PEFT's upper case."""
-        return value.lower()
-
-    @field_validator("lr_scheduler_type", "optim", "peft_type")
+    @field_validator("lr_scheduler_type", "optim")
     @classmethod
     def _named(cls, value: str, info: Any) -> str:
-        table = {"lr_scheduler_type": SCHEDULES, "optim": tuple(OPTIMIZERS), "peft_type": adapter_types()}
-        names = table[info.field_name]
+        names = SCHEDULES if info.field_name == "lr_scheduler_type" else tuple(OPTIMIZERS)
         if value not in names:
             raise PydanticCustomError(
                 "named",

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PositiveInt, field_validator
 from pydantic_core import PydanticCustomError
 
+from ..adapter_kinds import adapter_types
 from ..utils.errors import ConfigError
 from ..utils.text import brief
 from .datasets import DatasetEntry, check_entries, entries_of
 from .methods import PreferenceSection, method_field
 from .policy import DISTILLING, DistillationSection, PolicySection
 from .resolved import Origin, Parallel, Precision, Storage
-from .section import Contradiction, Section, contradiction
+from .section import Contradiction, Section, contradiction, nearest
 from .yaml import read_patterns
 
 SIXTEEN = "16bit"  # in place of a format's name: do not quantize
@@ -245,6 +246,15 @@ class AdapterSection(Section):
     )
     adapter_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's weights")
     adapter_path: str | None = Field(None, description="saved adapter to continue training")
+
+    @field_validator("peft_type")
+    @classmethod
+    def _peft_type(cls, value: str) -> str:
+        """Accept the types of the table of adapters, also in PEFT's upper case."""
+        if value.lower() not in (types := adapter_types()):
+            message, named = "must be one of {names}, not {value}", {"names": ", ".join(types), "value": repr(value)}
+            raise PydanticCustomError("named", message, named | {"near": nearest(value, types)})
+        return value.lower()
 
 
 class DataSection(Section):

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from ..adapter_kinds import peft_type_of
+from ..adapter_kinds import adapter_type_of
 from ..utils.errors import ModelError
 
 # Types whose modules compute with the adapter whatever is active, or by the forward of PEFT's model around them.
@@ -83,17 +83,17 @@ def check_kinds(model: Any, adapters: Sequence[str | None]) -> None:
     layers = adapter_layers(model)
     for name in adapter_names(model):
         config = model.peft_config[name]
-        peft_type = peft_type_of(vars(config))
-        if peft_type in REPLACING_TYPES:
-            reason = f"is of the kind {peft_type}, which replaces parts of the model"
+        adapter_type = adapter_type_of(vars(config))
+        if adapter_type in REPLACING_TYPES:
+            reason = f"is of the kind {adapter_type}, which replaces parts of the model"
         elif name not in adapters:
             continue
-        elif peft_type == "POLY":
+        elif adapter_type == "POLY":
             reason = "is of the kind POLY, which needs task ids"
         elif getattr(config, "alora_invocation_tokens", None):
             reason = "is an activated LoRA, which begins in the middle of a prompt"
         elif not any(_holds(layer, name) for layer in layers):
-            reason = f"is of the kind {peft_type}, which acts outside of the model's layers"
+            reason = f"is of the kind {adapter_type}, which acts outside of the model's layers"
         else:
             continue
         raise ModelError(f"adapter {name!r} {reason}; halfbyte cannot generate with it", "use PEFT's model.generate")

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..adapter_kinds import find_adapter_kind, peft_type_of
+from ..adapter_kinds import adapter_type_of, find_adapter_kind
 from ..config.methods import SCORES
 from ..methods import METHODS
 from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_CONFIG
@@ -86,7 +86,7 @@ def _hub_header(run: Run) -> dict[str, Any]:
     # The hub checks that base_model exists there, so a local folder is not named.
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", run.model) and not Path(run.model).exists():
         header["base_model"] = run.model
-    adapter = "" if full else peft_type_of(run.config).lower()
+    adapter = "" if full else adapter_type_of(run.config).lower()
     header["tags"] = ["halfbyte", *([adapter] if adapter else []), run.config.get("method", "sft")]
     if adapter == "lora" and storage(run.config) != "16-bit":
         header["tags"].append("qlora")

@@ -74,7 +74,7 @@ def method(config: RunConfig | Mapping[str, Any]) -> str:
     if not keys.get("use_peft", True):
         return "full fine-tuning"
     row = find_adapter_kind(keys)
-    adapter = f"{row.name if row else keys['peft_type']} r={keys.get('r', '?')}"
+    adapter = f"{row.name if row else 'adapter'} r={keys.get('r', '?')}"
     return f"{storage(keys)} + {adapter}"
 
 
