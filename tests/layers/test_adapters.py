@@ -58,15 +58,15 @@ def test_all_linear_takes_every_linear_but_the_head_and_freezes_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("names", "expected"),
     [
         (["q_proj", "v_proj"], {"q_proj", "v_proj"}),
         (["layers.1.mlp.up_proj"], {"up_proj"}),
         (r".*layers\.0\.self_attn\.[kv]_proj", {"k_proj", "v_proj"}),
     ],
 )
-def test_lists_and_patterns(wanted, found):
-    assert targets(adapted(target_modules=wanted)) == found
+def test_lists_and_patterns_name_the_adapted_modules(names, expected):
+    assert targets(adapted(target_modules=names)) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_scaling_rank_and_alpha_patterns():
 def test_trained_weights_have_the_dtype_asked_for_whatever_the_base(base, dtype):
     model = adapted(tiny_llama(base), adapter_dtype=dtype, modules_to_save=["embed_tokens"], use_dora=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    wanted = getattr(torch, dtype)
-    whole = [parameter for name, parameter in model.named_parameters() if ".modules_to_save." in name]
-    # what is trained whole has no fewer bits than the model computes in
-    assert {parameter.dtype for parameter in whole} == {max(base, wanted, key=lambda each: each.itemsize)}
-    assert {parameter.dtype for parameter in trained} - {each.dtype for each in whole} <= {wanted}
+    expected = getattr(torch, dtype)
+    copies = {p.dtype for name, p in model.named_parameters() if ".modules_to_save." in name}
+    # copies of full modules have no fewer bits than the model computes in
+    assert copies == {max(base, expected, key=lambda choice: choice.itemsize)}
+    assert {p.dtype for p in trained} - copies <= {expected}
     assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {base}
 
 
@@ -134,11 +134,11 @@ def test_trained_weights_have_the_dtype_asked_for_whatever_the_base(base, dtype)
 def test_plain_peft_loads_what_is_saved_with_equal_logits(tmp_path, base, keys):
     model = randomize(adapted(tiny_llama(base), **keys))
     save_adapter(model, tmp_path / "adapter")
-    again = PeftModel.from_pretrained(tiny_llama(base), tmp_path / "adapter")
+    reloaded = PeftModel.from_pretrained(tiny_llama(base), tmp_path / "adapter")
     # Plain PEFT reads adapters as float32 and whole modules in the base's dtype, so these two round differently.
     rounded = {"adapter_dtype"} if base == torch.float32 else {"modules_to_save"}
     exact = not rounded & keys.keys()
-    torch.testing.assert_close(logits(model), logits(again), rtol=0, atol=0 if exact else 0.05)
+    torch.testing.assert_close(logits(model), logits(reloaded), rtol=0, atol=0 if exact else 0.05)
     assert not torch.equal(logits(model), logits(tiny_llama(base)))
 
 
@@ -155,18 +155,18 @@ def test_the_saved_configuration_is_plain_peft(tmp_path):
 def test_adapter_path_continues_from_a_saved_adapter(tmp_path):
     model = randomize(adapted(r=4, lora_alpha=12))
     save_adapter(model, tmp_path)
-    again = adapted(r=8, adapter_path=str(tmp_path))
-    assert torch.equal(logits(model), logits(again))
-    assert {p.dtype for p in again.parameters() if p.requires_grad} == {torch.float32}
-    assert sum(p.numel() for p in again.parameters() if p.requires_grad) > 0
+    continued = adapted(r=8, adapter_path=str(tmp_path))
+    assert torch.equal(logits(model), logits(continued))
+    assert {p.dtype for p in continued.parameters() if p.requires_grad} == {torch.float32}
+    assert sum(p.numel() for p in continued.parameters() if p.requires_grad) > 0
 
 
 def test_an_adapter_to_continue_is_not_rounded_to_the_bases_dtype(tmp_path):
     save_adapter(randomize(adapted(r=4)), tmp_path)
-    again = adapted(tiny_llama().to(torch.bfloat16), adapter_path=str(tmp_path))
-    own = {key.replace(".default", ""): value for key, value in again.named_parameters()}
+    continued = adapted(tiny_llama().to(torch.bfloat16), adapter_path=str(tmp_path))
+    weights = {key.replace(".default", ""): value for key, value in continued.named_parameters()}
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert all(torch.equal(own[key], value) for key, value in saved.items())
+    assert all(torch.equal(weights[key], value) for key, value in saved.items())
     assert any((value != value.bfloat16()).any() for value in saved.values())
 
 

@@ -43,12 +43,12 @@ def test_8bit_view_shares_memory_and_values(bnb):
     layer = bnb.nn.Linear8bitLt(70, 33, has_fp16_weights=False)
     values = layer.weight.data.clone()
     layer = layer.to("cpu")
-    before = weight_view(layer)
+    first_view = weight_view(layer)
     layer.eval()(torch.randn(2, 70))  # moves the scales from the weight to the state
     view = weight_view(layer)
-    assert view.format == before.format == Int8()
+    assert view.format == first_view.format == Int8()
     assert view.parts["codes"].data_ptr() == layer.weight.data_ptr()
-    assert torch.equal(view.dequantize(torch.float32), before.dequantize(torch.float32))
+    assert torch.equal(view.dequantize(torch.float32), first_view.dequantize(torch.float32))
     assert (view.dequantize(torch.float32) - values).abs().max() <= values.abs().max() / 127
 
 
@@ -57,10 +57,10 @@ def test_a_view_is_held_until_the_weight_changes(bnb):
     view = weight_view(layer)
     assert weight_view(layer) is view
     layer.weight = packed(bnb).weight
-    other = weight_view(layer)
-    assert other is not view
+    changed_view = weight_view(layer)
+    assert changed_view is not view
     layer.weight.quant_state.absmax = layer.weight.quant_state.absmax.clone()
-    assert weight_view(layer) is not other
+    assert weight_view(layer) is not changed_view
     assert weight_view(copy.deepcopy(layer)) is not weight_view(layer)
 
 
@@ -88,8 +88,8 @@ def changed(**fields):
     def make(bnb):
         layer = packed(bnb)
         for name, value in fields.items():
-            place = layer.weight.quant_state.state2 if name == "nested_blocksize" else layer.weight.quant_state
-            setattr(place, name.removeprefix("nested_"), value)
+            state = layer.weight.quant_state.state2 if name == "nested_blocksize" else layer.weight.quant_state
+            setattr(state, name.removeprefix("nested_"), value)
         return layer
 
     return make

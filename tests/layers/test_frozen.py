@@ -32,17 +32,17 @@ def test_equals_torch(net):
     def results():
         y = net(x)
         y.square().sum().backward()
-        found = [y.detach(), x.grad, *(p.grad for p in net.parameters() if p.requires_grad)]
+        gradients = [y.detach(), x.grad, *(p.grad for p in net.parameters() if p.requires_grad)]
         net.zero_grad()
         x.grad = None
-        return found
+        return gradients
 
     expected, names = results(), list(net.state_dict())
     assert multiply_by_onednn(net) == 2
     assert multiply_by_onednn(net) == 0
     assert list(net.state_dict()) == names
-    for found, wanted in zip(results(), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for frozen, stock in zip(results(), expected, strict=True):
+        torch.testing.assert_close(frozen, stock, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(net(x), expected[0], rtol=1e-4, atol=1e-4)
     base = net.base_model.model

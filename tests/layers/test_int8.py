@@ -26,15 +26,15 @@ def inputs(*batch, width=256, dtype=torch.float32, outliers=True):
 
 
 @pytest.fixture
-def theirs():
+def bnb_layer():
     bnb = pytest.importorskip("bitsandbytes", minversion="0.50", reason="the test extra installs bitsandbytes")
     with torch.compiler.set_stance("force_eager"):
         yield lambda threshold=6.0: bnb.nn.Linear8bitLt(256, 48, has_fp16_weights=False, threshold=threshold).to("cpu")
 
 
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
-def test_loads_what_bitsandbytes_saved(theirs, threshold):
-    source, target = theirs(threshold), layer_of(dtype=torch.float16, threshold=threshold)
+def test_loads_what_bitsandbytes_saved(bnb_layer, threshold):
+    source, target = bnb_layer(threshold), layer_of(dtype=torch.float16, threshold=threshold)
     state = source.state_dict()
     assert set(state) == {"weight", "SCB", "weight_format", "bias"}
     assert target.load_state_dict(state, strict=True).missing_keys == []
@@ -48,15 +48,15 @@ def test_loads_what_bitsandbytes_saved(theirs, threshold):
     torch.testing.assert_close(target.train()(x), source.train()(x), rtol=1e-3, atol=1e-3)
 
 
-def test_bitsandbytes_loads_what_halfbyte_saved(theirs):
-    source, target = layer_of(), theirs()
+def test_bitsandbytes_loads_what_halfbyte_saved(bnb_layer):
+    source, target = layer_of(), bnb_layer()
     assert target.load_state_dict(source.state_dict(), strict=True).unexpected_keys == []
     assert torch.equal(target.weight.CB, source.weight.parts["codes"])
     assert torch.equal(target.weight.SCB, source.weight.parts["absmax"])
     assert set(source.state_dict()) == set(target.state_dict())
 
 
-def test_bytes_and_values_equal_those_of_bitsandbytes(theirs):
+def test_bytes_and_values_equal_those_of_bitsandbytes(bnb_layer):
     import bitsandbytes.functional as bnb
 
     weight = (torch.randn(67, 131) * 0.05).half()
@@ -64,17 +64,17 @@ def test_bytes_and_values_equal_those_of_bitsandbytes(theirs):
     weight[6, ::3] = -0.0
     weight[7] = torch.linspace(-1, 1, 131) * torch.finfo(torch.float16).smallest_normal  # subnormals
     weight[8] = torch.linspace(-1, 1, 131) * torch.finfo(torch.float16).max
-    parts = Int8().quantize(weight)
+    stored = Int8().quantize(weight)
     weight[5, 0] = 1e-7  # theirs divides by zero in a row of zeros
     codes, absmax, _ = bnb.int8_vectorwise_quant(weight)
     rows = torch.arange(67) != 5
-    assert torch.equal(parts["codes"][rows], codes[rows])
-    assert torch.equal(parts["absmax"][rows], absmax[rows])
-    values = bnb.int8_vectorwise_dequant(parts["codes"], parts["absmax"])
-    assert torch.equal(Int8().dequantize(parts, (67, 131), torch.float32), values)
+    assert torch.equal(stored["codes"][rows], codes[rows])
+    assert torch.equal(stored["absmax"][rows], absmax[rows])
+    values = bnb.int8_vectorwise_dequant(stored["codes"], stored["absmax"])
+    assert torch.equal(Int8().dequantize(stored, (67, 131), torch.float32), values)
 
 
-def test_activations_are_quantized_as_by_bitsandbytes(theirs):
+def test_activations_are_quantized_as_by_bitsandbytes(bnb_layer):
     import bitsandbytes.functional as bnb
 
     x = inputs(20, dtype=torch.float16)
@@ -82,8 +82,8 @@ def test_activations_are_quantized_as_by_bitsandbytes(theirs):
     chosen = torch.zeros(256, dtype=torch.bool).scatter_(0, columns, over)
     expected = bnb.int8_vectorwise_quant(x.clone(), 6.0)
     assert columns[over].tolist() == expected[2].tolist() == [7]
-    for mine, other in zip(ops.quantize_rows_int8(x, chosen, 6.0), expected[:2], strict=True):
-        assert torch.equal(mine, other)
+    for mine, bnb_output in zip(ops.quantize_rows_int8(x, chosen, 6.0), expected[:2], strict=True):
+        assert torch.equal(mine, bnb_output)
 
 
 def test_other_memory_layouts_are_refused():
@@ -99,9 +99,9 @@ def step(layer, x):
     x = x.detach().clone().requires_grad_()
     y = layer(x)
     y.float().pow(2).sum().backward()
-    found = [y.detach(), x.grad, layer.bias.grad]
+    gradients = [y.detach(), x.grad, layer.bias.grad]
     layer.bias.grad = None
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
@@ -134,8 +134,8 @@ def test_compiled_equals_eager(threshold, training):
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager_decomp_partition")
     for rows in (5, 9):
         x = inputs(rows)
-        for one, other in zip(step(compiled, x), step(layer, x), strict=True):
-            assert torch.equal(one, other)
+        for output, expected in zip(step(compiled, x), step(layer, x), strict=True):
+            assert torch.equal(output, expected)
 
 
 def test_where_torch_has_no_int8_product_the_weight_is_dequantized(monkeypatch):

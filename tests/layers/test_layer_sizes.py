@@ -24,16 +24,16 @@ def test_every_layer_has_its_sizes():
     narrow, wide = LayerSizes(4, 2, 16, 128), LayerSizes(4, 2, 32, 128)
     assert layer_sizes(config("Gemma4Text")) == [narrow, wide, narrow, wide]
     assert max_layer_sizes(config("Gemma4Text")) == wide
-    own = config("Gemma3nText", intermediate_size=[128, 64, 256, 32])
-    assert [each.mlp_width for each in layer_sizes(own)] == [128, 64, 256, 32]
-    assert max_layer_sizes(own) == LayerSizes(4, 2, 16, 256)
+    text = config("Gemma3nText", intermediate_size=[128, 64, 256, 32])
+    assert [layer.mlp_width for layer in layer_sizes(text)] == [128, 64, 256, 32]
+    assert max_layer_sizes(text) == LayerSizes(4, 2, 16, 256)
     assert layer_sizes(config("Llama")) == [narrow, narrow]
 
 
 def test_key_heads_of_a_layer():
-    own = config("Gemma4Text", attention_k_eq_v=True, num_global_key_value_heads=1)
-    assert [each.key_heads for each in layer_sizes(own)] == [2, 1, 2, 1]
-    assert max_layer_sizes(own).key_heads == 2
+    text = config("Gemma4Text", attention_k_eq_v=True, num_global_key_value_heads=1)
+    assert [layer.key_heads for layer in layer_sizes(text)] == [2, 1, 2, 1]
+    assert max_layer_sizes(text).key_heads == 2
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_costs_and_shares_of_layers_that_differ(family):
 
 def test_sizes_that_contradict_each_other(tmp_path):
     """Helium's heads of 128 by default, four of which are wider than its output projection of 64."""
-    place = Place(tmp_path)
-    place.write_rows()
+    workspace = Place(tmp_path)
+    workspace.write_rows()
     write_model(tmp_path / "Helium-0", "Helium", head_dim=128)
     with pytest.raises(ModelError):
-        train(load_config(None, place.keys(Case("", "Helium"), tmp_path / "run")))
+        train(load_config(None, workspace.keys(Case("", "Helium"), tmp_path / "run")))
     assert not (tmp_path / "run/adapter").exists()

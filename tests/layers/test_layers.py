@@ -10,14 +10,14 @@ from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
 
 
-@pytest.mark.parametrize(("cls", "kind"), [(Linear4bit, "nf4"), (LinearNF4, "nf4"), (LinearFP4, "fp4")])
-def test_linear_is_torchs_linear_with_a_quantized_weight(cls, kind):
+@pytest.mark.parametrize(("cls", "quant_type"), [(Linear4bit, "nf4"), (LinearNF4, "nf4"), (LinearFP4, "fp4")])
+def test_linear_is_torchs_linear_with_a_quantized_weight(cls, quant_type):
     torch.manual_seed(3)
     plain = nn.Linear(70, 33)
     torch.manual_seed(3)
     layer = cls(70, 33)  # torch's initialization, quantized
     assert isinstance(layer, nn.Linear)
-    assert layer.weight.format == Blockwise4(kind, 64, True)
+    assert layer.weight.format == Blockwise4(quant_type, 64, True)
     assert (layer.weight.shape, layer.in_features, layer.out_features) == ((33, 70), 70, 33)
     assert torch.equal(layer.weight.packed, QuantizedTensor.quantize(plain.weight, layer.weight.format).packed)
     assert torch.equal(layer.bias, plain.bias)
@@ -76,18 +76,18 @@ def test_siblings_with_a_common_prefix():
     assert torch.equal(target.linear.weight.packed, QuantizedTensor.quantize(plain, Blockwise4("nf4", 64, True)).packed)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_embedding(kind):
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_embedding(quant_type):
     table = nn.Embedding(51, 37, padding_idx=3)
-    layer = Embedding4bit(51, 37, padding_idx=3, quant_type=kind)
+    layer = Embedding4bit(51, 37, padding_idx=3, quant_type=quant_type)
     layer.load_state_dict(table.state_dict())
     index = torch.tensor([[0, 50, 3], [7, 7, 1]])
     assert torch.equal(layer(index), layer.weight.dequantize()[index])
     assert layer(index).shape == (2, 3, 37)
     assert layer.padding_idx == 3
-    again = Embedding4bit(51, 37)
-    again.load_state_dict(layer.state_dict())
-    assert torch.equal(again(index), layer(index))
+    reloaded = Embedding4bit(51, 37)
+    reloaded.load_state_dict(layer.state_dict())
+    assert torch.equal(reloaded(index), layer(index))
 
 
 def test_from_linear_shares_the_bias():

@@ -40,8 +40,8 @@ def config(**keys):
 
 
 def built(family):
-    made = getattr(transformers, f"{family}Config")(**CONFIGS[family][0])
-    return transformers.AutoModelForCausalLM.from_config(made).train()
+    model_config = getattr(transformers, f"{family}Config")(**CONFIGS[family][0])
+    return transformers.AutoModelForCausalLM.from_config(model_config).train()
 
 
 def step(model, every: bool = True) -> None:
@@ -70,11 +70,11 @@ def test_all_linear_trains(family):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_memory_plan_adapts_the_same_layers(family):
     model = add_adapter(built(family), config())
-    made = getattr(transformers, f"{family}Config")(**CONFIGS[family][0])
-    plan = ModelShapes(config(), made, torch.device("cpu")).trainable()
+    model_config = getattr(transformers, f"{family}Config")(**CONFIGS[family][0])
+    plan = ModelShapes(config(), model_config, torch.device("cpu")).trainable()
     assert plan.numel == sum(p.numel() for p in model.parameters() if p.requires_grad)
     for dtype in ("bfloat16", "float32"):  # torch's fake product of experts knows the first alone
-        assert estimate(config(max_length=64, dtype=dtype), made, device=torch.device("cpu")).total > 0
+        assert estimate(config(max_length=64, dtype=dtype), model_config, device=torch.device("cpu")).total > 0
 
 
 @pytest.mark.slow
@@ -100,9 +100,9 @@ def test_all_linear_trains_or_is_refused_in_every_family():
 
 @pytest.mark.parametrize("targets", [["router"], r".*feed_forward\.router"])
 def test_a_router_that_is_named_is_refused(targets):
-    with pytest.raises(ModelError, match=r"layers\.0\.feed_forward\.router.*Llama4Router") as found:
+    with pytest.raises(ModelError, match=r"layers\.0\.feed_forward\.router.*Llama4Router") as raised:
         add_adapter(built("Llama4Text"), config(target_modules=targets))
-    assert found.value.fix
+    assert raised.value.fix
 
 
 def test_a_model_without_linears_is_refused():

@@ -113,8 +113,8 @@ def test_capped_scores_without_flash_attention_3_are_computed_in_tiles(on_cpu, m
     assert_same(loss_and_gradients(model, inputs), expected)
     assert not on_cpu
     if packed:  # as the collator for graphs gives them: bounds that repeat at the end, a power of two
-        given = attention.document_bounds(inputs["position_ids"])
-        bounds = torch.nn.functional.pad(given["cu_seq_lens_q"], (0, 5), value=inputs["input_ids"].numel())
+        keywords = attention.document_bounds(inputs["position_ids"])
+        bounds = torch.nn.functional.pad(keywords["cu_seq_lens_q"], (0, 5), value=inputs["input_ids"].numel())
         named = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 32, "max_length_k": 32}
         assert_same(loss_and_gradients(model, inputs | named), expected)
 
@@ -142,7 +142,7 @@ def test_padding_and_generation_of_capped_scores_stay_eager(flash3):
 )
 def test_flash_attention_3_is_chosen_and_announced(flash3, monkeypatch, family, name, words):
     model = tiny(family, adapter=False).model
-    before = model.config._attn_implementation
+    loaded = model.config._attn_implementation
     monkeypatch.setattr(
         model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)])
     )
@@ -150,7 +150,7 @@ def test_flash_attention_3_is_chosen_and_announced(flash3, monkeypatch, family, 
     assert model.config._attn_implementation == name
     assert "FlashAttention 3" in notices_so_far()["attention-flash3"]
     attention.unbind_attention(model)
-    assert model.config._attn_implementation == before
+    assert model.config._attn_implementation == loaded
 
 
 def test_a_flash_attention_3_that_does_not_load_is_not_used(flash3, monkeypatch):
@@ -184,10 +184,10 @@ def test_padding_and_generation_keep_transformers_mask(on_cpu):
 
 def test_documents():
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
-    found = attention.document_bounds(positions)
-    assert found["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 10]
-    assert found["cu_seq_lens_q"].dtype == torch.int32
-    assert found["max_length_k"] == 4
+    bounds = attention.document_bounds(positions)
+    assert bounds["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 10]
+    assert bounds["cu_seq_lens_q"].dtype == torch.int32
+    assert bounds["max_length_k"] == 4
     assert attention.document_bounds(torch.arange(5).expand(2, 5)) is None
 
 
@@ -200,10 +200,10 @@ def test_cpu_binds_attention_only_for_custom_scores(family, monkeypatch):
     for inputs in (batch(), batch(packed=True)):
         expected = loss_and_gradients(model, of_stock(model, inputs))
         assert "tiles" in patch_attention(model)
-        own = sys.modules[type(backbone).__module__].eager_attention_forward
+        eager = sys.modules[type(backbone).__module__].eager_attention_forward
         monkeypatch.setattr(sys.modules[type(backbone).__module__], "eager_attention_forward", None)
         assert_same(loss_and_gradients(model, inputs), expected)
-        monkeypatch.setattr(sys.modules[type(backbone).__module__], "eager_attention_forward", own)
+        monkeypatch.setattr(sys.modules[type(backbone).__module__], "eager_attention_forward", eager)
         assert "forward" not in backbone.layers[0].__dict__
         halfbyte.unpatch(model)
         assert backbone.config._attn_implementation == "eager"
@@ -292,10 +292,10 @@ def test_implementation_names_the_attention(keys, device, dtype, rows, name, sco
     config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=64, **keys)
     if "attn_logit_softcapping" in keys:
         config._attn_implementation = "eager"
-    found = attention.implementation(config, device, dtype, **rows)
-    assert bool(found.tiles) == (found.name == "tiles of queries")
-    assert (found.name, found.scores, found.mask) == (name, scores, mask)
-    assert bool(found.obstacle) == name.startswith("transformers'")
+    chosen = attention.implementation(config, device, dtype, **rows)
+    assert bool(chosen.tiles) == (chosen.name == "tiles of queries")
+    assert (chosen.name, chosen.scores, chosen.mask) == (name, scores, mask)
+    assert bool(chosen.obstacle) == name.startswith("transformers'")
 
 
 @pytest.fixture
@@ -306,8 +306,8 @@ def hopper(on_cpu, monkeypatch):
     def varying(query, key, value, bounds, longest, documents, scale, window):
         calls.append(documents)
         sides = (-1 if window is None else window - 1, 0)
-        places = bounds, bounds, longest, longest
-        return loop_over_documents(query, key, value, *places, window_size=sides, scale=scale, enable_gqa=True)
+        spans = bounds, bounds, longest, longest
+        return loop_over_documents(query, key, value, *spans, window_size=sides, scale=scale, enable_gqa=True)
 
     def whole(query, key, value, scale):
         calls.append("whole")
@@ -371,8 +371,8 @@ def test_rows_of_a_length_that_comes_often_take_the_kernel_with_plans(hopper, mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("asked", [False, True])
-def test_on_the_gpu_the_repeatable_backward_is_the_stock_models(packed, asked):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_on_the_gpu_the_repeatable_backward_is_the_stock_models(packed, deterministic):
     shape = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = tiny("Qwen3", shape=shape).to("cuda", torch.bfloat16)
     inputs = {key: value.cuda() for key, value in batch(packed).items()}
@@ -381,15 +381,15 @@ def test_on_the_gpu_the_repeatable_backward_is_the_stock_models(packed, asked):
     halfbyte.patch(model)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
-        torch.use_deterministic_algorithms(asked, warn_only=False)
-        fused, again = loss_and_gradients(model, inputs), loss_and_gradients(model, inputs)
+        torch.use_deterministic_algorithms(deterministic, warn_only=False)
+        fused, repeated = loss_and_gradients(model, inputs), loss_and_gradients(model, inputs)
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
     for name, exact in truth[1].items():
-        error, theirs = ((each[1][name].float() - exact).norm() / exact.norm() for each in (fused, stock))
-        assert error <= 1.25 * theirs + 0.02, name
-        assert torch.equal(fused[1][name], again[1][name]), name
+        error, stock_error = ((run[1][name].float() - exact).norm() / exact.norm() for run in (fused, stock))
+        assert error <= 1.25 * stock_error + 0.02, name
+        assert torch.equal(fused[1][name], repeated[1][name]), name
 
 
 @pytest.mark.gpu
@@ -402,10 +402,10 @@ def test_gpu_grouped_keys_build_no_scores(monkeypatch, dtype, faked):
     halfbyte.patch(model)
     ids = torch.randint(3, 90, (1, 4096), device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     model(input_ids=ids, labels=ids).loss.backward()
     scores = 4 * 4096**2 * dtype.itemsize  # of one layer; the other kernel keeps those of both, twice
-    assert torch.cuda.max_memory_allocated() - before < scores
+    assert torch.cuda.max_memory_allocated() - allocated < scores
 
 
 def test_training_makes_no_cache_unless_asked():
@@ -432,8 +432,8 @@ def test_on_the_gpu_loss_and_gradients_equal_the_stock_models(family, packed):
     fused = loss_and_gradients(model, inputs)
     assert abs(fused[0] - truth[0]) <= abs(stock[0] - truth[0]) + 5e-3 * abs(truth[0])
     for name, exact in truth[1].items():  # bf16's own error is what ours is measured against
-        error, theirs = ((each[1][name].float() - exact).norm() / exact.norm() for each in (fused, stock))
-        assert error <= 1.25 * theirs + 0.02, name
+        error, stock_error = ((run[1][name].float() - exact).norm() / exact.norm() for run in (fused, stock))
+        assert error <= 1.25 * stock_error + 0.02, name
     implementation = model.config._attn_implementation
     assert implementation == "eager" or transformers.AttentionInterface()[implementation] is not None
 
@@ -450,15 +450,15 @@ def test_heads_wider_than_flash_attention_supports(device, window, packed):
     bounds = torch.tensor(ends, dtype=torch.int32, device=device)
     mask = torch.empty(attention.NO_MASK, dtype=torch.bool, device=device)
     options = {"scaling": 0.04, "sliding_window": window, "cu_seq_lens_q": bounds, "max_length_q": 24}
-    found, _ = attention.attend(torch.nn.Module(), *heads, mask, **options)
+    out, _ = attention.attend(torch.nn.Module(), *heads, mask, **options)
     wide = [x.detach().float().cpu().requires_grad_() for x in heads]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in wide)
-    places = bounds.cpu(), bounds.cpu(), int(bounds.diff().max()), int(bounds.diff().max())
+    spans = bounds.cpu(), bounds.cpu(), int(bounds.diff().max()), int(bounds.diff().max())
     sides = (-1 if window is None else window - 1, 0)
-    expected = loop_over_documents(q, k, v, *places, window_size=sides, scale=0.04, enable_gqa=True).view(2, 24, 4, 512)
+    expected = loop_over_documents(q, k, v, *spans, window_size=sides, scale=0.04, enable_gqa=True).view(2, 24, 4, 512)
     tolerance = 1e-5 if device == "cpu" else 0.02
-    assert (found.float().cpu() - expected).norm() < tolerance * expected.norm()
+    assert (out.float().cpu() - expected).norm() < tolerance * expected.norm()
     upstream = torch.randn_like(expected)
-    gradients = torch.autograd.grad(found, heads, upstream.to(device, dtype))
+    gradients = torch.autograd.grad(out, heads, upstream.to(device, dtype))
     for left, right in zip(gradients, torch.autograd.grad(expected, wide, upstream), strict=True):
         assert (left.float().cpu() - right).norm() < tolerance * right.norm()

@@ -31,14 +31,14 @@ def test_cached_casts_are_bit_equal_to_casts_at_use(model, monkeypatch):
     inputs = batch()
     loss_and_gradients(model, inputs)  # the first one asks the head how it works, without gradients
     casts = []
-    monkeypatch.setattr(lora, "cast", lambda *given, own=lora.cast: casts.append(given) or own(*given))
-    found = loss_and_gradients(model, inputs)
+    monkeypatch.setattr(lora, "cast", lambda *tensors, cast=lora.cast: casts.append(tensors) or cast(*tensors))
+    cached = loss_and_gradients(model, inputs)
     assert not casts
     halfbyte.unpatch(model)
     assert not any(RECORD in module.__dict__ for module in model.modules())
     halfbyte.patch(model)
     monkeypatch.setattr(attention, "use_cast_cache", lambda backbone: contextlib.nullcontext())
-    assert_same(found, loss_and_gradients(model, inputs), 1e-12)
+    assert_same(cached, loss_and_gradients(model, inputs), 1e-12)
     assert casts
 
 
@@ -65,7 +65,7 @@ def test_recomputed_layers_read_the_casts(model, monkeypatch):
         halfbyte.patch(model, level)
         loss_and_gradients(model, batch())
         casts = []
-        monkeypatch.setattr(lora, "cast", lambda *given, own=lora.cast: casts.append(given) or own(*given))  # noqa: B023
+        monkeypatch.setattr(lora, "cast", lambda *tensors, cast=lora.cast: casts.append(tensors) or cast(*tensors))  # noqa: B023
         loss_and_gradients(model, batch())
         assert not casts, level
         monkeypatch.undo()
@@ -108,9 +108,9 @@ def test_casts_replace_factors(model, device, level, monkeypatch):
         factor.data = held.copy_(factor.detach())
         factor.grad_dtype = torch.float32
     casts = []
-    monkeypatch.setattr(lora, "cast", lambda *given, own=lora.cast: casts.append(given) or own(*given))
-    found = loss_and_gradients(model, inputs)
+    monkeypatch.setattr(lora, "cast", lambda *tensors, cast=lora.cast: casts.append(tensors) or cast(*tensors))
+    replaced = loss_and_gradients(model, inputs)
     assert not casts
-    assert {gradient.dtype for gradient in found[1].values()} == {torch.float32}
-    assert_same(found, expected, 1e-12 if device == "cpu" else 1e-4)  # sums of a GPU may be in another order
+    assert {gradient.dtype for gradient in replaced[1].values()} == {torch.float32}
+    assert_same(replaced, expected, 1e-12 if device == "cpu" else 1e-4)  # sums of a GPU may be in another order
     assert not existing_record(model.get_base_model().model).cast_cache.factors

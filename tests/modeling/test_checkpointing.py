@@ -44,14 +44,14 @@ def gradients(model: nn.Module, inputs: dict, levels) -> tuple[float, dict[str, 
 
 def check_equal(model: nn.Module, levels, exact: bool = True) -> None:
     inputs = batch()
-    expected, found = gradients(model, inputs, "keep"), gradients(model, inputs, levels)
-    assert found[1].keys() == expected[1].keys()
-    assert found[0] == pytest.approx(expected[0], abs=0 if exact else 1e-6)
+    expected, recomputed = gradients(model, inputs, "keep"), gradients(model, inputs, levels)
+    assert recomputed[1].keys() == expected[1].keys()
+    assert recomputed[0] == pytest.approx(expected[0], abs=0 if exact else 1e-6)
     for name, gradient in expected[1].items():
         if exact:
-            assert torch.equal(found[1][name], gradient), name
+            assert torch.equal(recomputed[1][name], gradient), name
         else:
-            torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(recomputed[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.sampled(4)
@@ -96,11 +96,11 @@ def test_last_gemm_is_not_recomputed(monkeypatch):
     model, inputs = tiny("Llama"), batch()
     halfbyte.patch(model, "keep")
     loss_and_gradients(model, inputs)
-    for level, again in {"keep": 0, "recompute_mlp": 2, "checkpoint": 6, "tiled": 6}.items():
+    for level, recomputed in {"keep": 0, "recompute_mlp": 2, "checkpoint": 6, "tiled": 6}.items():
         halfbyte.patch(model, level)
         counts["products"] = 0
         loss_and_gradients(model, inputs)
-        assert counts["products"] == 2 * (7 + again), level
+        assert counts["products"] == 2 * (7 + recomputed), level
 
 
 def test_a_second_backward_is_an_error_as_without_levels():
@@ -140,9 +140,9 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
         full = {"sliding_window": 512, "layer_types": ["full_attention"] * layers}
         extra |= {name: full for name in ("Ministral", "Olmo3", "Exaone4", "Cohere2")}
         extra |= {name: {"layer_types": ["full_attention", "linear_attention"][:layers]} for name in HYBRIDS}
-        own = full | {"num_kv_shared_layers": 0, "global_head_dim": 16, "intermediate_size": [160] * layers}
-        extra["Gemma3nText"] = own | {"activation_sparsity_pattern": [0.0] * layers}
-        extra["Gemma4Text"] = own | {"intermediate_size": 160}
+        per_layer = full | {"num_kv_shared_layers": 0, "global_head_dim": 16, "intermediate_size": [160] * layers}
+        extra["Gemma3nText"] = per_layer | {"activation_sparsity_pattern": [0.0] * layers}
+        extra["Gemma4Text"] = per_layer | {"intermediate_size": 160}
         states = ["mamba", "attention"][:layers]
         extra["Bamba"] = {"mamba_n_heads": 8}
         extra["GraniteMoeHybrid"] = {"mamba_n_heads": 8, "layer_types": states}
@@ -154,13 +154,13 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
     of_cpu = Implementation("the CPU's, which builds no scores", scores=False, mask=False)
     plan.attention = lambda batch: of_cpu
     for level in ("keep", "recompute", "recompute_mlp", "checkpoint") if plan.fused else ("keep",):
-        found = []
+        live = []
         for model in models:
             halfbyte.patch(model, level)
-            found.append(live_after_forward(model, inputs))
+            live.append(live_after_forward(model, inputs))
         planned = plan.step(Shape(2, 256), (level,)).layers[-1].saved
         # `again` keeps the stream in a closure, which hooks do not see but the norm's own node does
-        assert found[1] - found[0] == pytest.approx(planned, rel=0.05), level
+        assert live[1] - live[0] == pytest.approx(planned, rel=0.05), level
 
 
 @pytest.mark.parametrize(("levels", "message"), [("most", "'most'"), (["keep"] * 3, "3 levels.*2")])

@@ -25,12 +25,12 @@ def quantized(name, folder):
 def adapted(model, **keys):
     config = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "r": 4, "lora_alpha": 8.0}
     torch.manual_seed(5)
-    made = add_adapter(model, RunConfig(**(config | keys)))
+    peft_model = add_adapter(model, RunConfig(**(config | keys)))
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
-    return made
+    return peft_model
 
 
 def loss_and_gradients(model):
@@ -47,18 +47,19 @@ def test_as_plain_peft_on_dequantized_experts(name, tmp_path):
     model = adapted(stored)
     save_adapter(model, tmp_path / "adapter")
     plain = PeftModel.from_pretrained(twin, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False)
-    (mine, gradients), (theirs, expected) = loss_and_gradients(model), loss_and_gradients(plain)
-    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    (mine, gradients), (peft_loss, expected) = loss_and_gradients(model), loss_and_gradients(plain)
+    torch.testing.assert_close(mine, peft_loss, rtol=1e-6, atol=1e-6)
     assert gradients.keys() == expected.keys()
     assert sum(".experts." in key for key in gradients) == (4 if name == "DeepseekV3" else 8)
     for key, gradient in gradients.items():
         assert (gradient - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
 
-    again = load_adapter(load_model(str(tmp_path / "model"), dtype="float32", device="cpu"), tmp_path / "adapter", "m")
+    base = load_model(str(tmp_path / "model"), dtype="float32", device="cpu")
+    reloaded = load_adapter(base, tmp_path / "adapter", "m")
     with torch.no_grad():
-        torch.testing.assert_close(again(TOKENS).logits, model.eval()(TOKENS).logits, rtol=1e-6, atol=1e-6)
-        with again.disable_adapter():
-            torch.testing.assert_close(again(TOKENS).logits, twin_logits(plain), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(reloaded(TOKENS).logits, model.eval()(TOKENS).logits, rtol=1e-6, atol=1e-6)
+        with reloaded.disable_adapter():
+            torch.testing.assert_close(reloaded(TOKENS).logits, twin_logits(plain), rtol=1e-6, atol=1e-6)
 
 
 def twin_logits(plain):
@@ -101,26 +102,27 @@ def test_dense_layers_and_shared_experts(targets, tmp_path):
             assert layer.r["default"] == ranks.get(leaf, 4)
             assert layer.scaling["default"] == (3 if leaf == "up_proj" else 8) / layer.r["default"]
     plain = PeftModel.from_pretrained(twin, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False)
-    (mine, gradients), (theirs, expected) = loss_and_gradients(model), loss_and_gradients(plain)
-    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    (mine, gradients), (peft_loss, expected) = loss_and_gradients(model), loss_and_gradients(plain)
+    torch.testing.assert_close(mine, peft_loss, rtol=1e-6, atol=1e-6)
     assert gradients.keys() == expected.keys()
     for key, gradient in gradients.items():
         assert (gradient - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
 
-    again = load_adapter(load_model(str(tmp_path / "model"), dtype="float32", device="cpu"), tmp_path / "adapter", "m")
-    load_adapter(again, tmp_path / "adapter", "m", "second")
+    base = load_model(str(tmp_path / "model"), dtype="float32", device="cpu")
+    reloaded = load_adapter(base, tmp_path / "adapter", "m")
+    load_adapter(reloaded, tmp_path / "adapter", "m", "second")
     for name in ("default", "second"):
-        again.set_adapter(name)
+        reloaded.set_adapter(name)
         with torch.no_grad():
-            torch.testing.assert_close(again(TOKENS).logits, model.eval()(TOKENS).logits, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(reloaded(TOKENS).logits, model.eval()(TOKENS).logits, rtol=1e-6, atol=1e-6)
 
 
 def test_named_experts_are_adapted(tmp_path):
     stored, _ = quantized("Qwen3Moe", tmp_path / "model")
     model = adapted(stored, target_parameters=["experts.down_proj"], rank_pattern={"1.mlp.experts.down_proj": 2})
-    found = dict(expert_wrappers(model))
-    assert [name.rpartition("layers.")[2] for name in found] == [f"{at}.mlp.experts.down_proj" for at in (0, 1)]
-    assert [wrapper.r["default"] for wrapper in found.values()] == [4, 2]
+    wrappers = dict(expert_wrappers(model))
+    assert [name.rpartition("layers.")[2] for name in wrappers] == [f"{at}.mlp.experts.down_proj" for at in (0, 1)]
+    assert [wrapper.r["default"] for wrapper in wrappers.values()] == [4, 2]
     stored, _ = quantized("Qwen3Moe", tmp_path / "model")
     assert not dict(expert_wrappers(adapted(stored, target_parameters=[])))
     stored, _ = quantized("Qwen3Moe", tmp_path / "model")
@@ -128,7 +130,7 @@ def test_named_experts_are_adapted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "said"),
+    ("name", "keys", "message"),
     [
         (
             "Qwen3Moe",
@@ -140,6 +142,6 @@ def test_named_experts_are_adapted(tmp_path):
         ("Qwen3Moe", {"rank_pattern": {"experts.up_proj": 2}}, "rank_pattern"),
     ],
 )
-def test_unknown_names_are_refused(name, keys, said):
-    with pytest.raises(ModelError, match=said):
+def test_unknown_names_are_refused(name, keys, message):
+    with pytest.raises(ModelError, match=message):
         adapted(mixture(name), **keys)

@@ -27,7 +27,7 @@ def decorated():
 CLASSES = list(decorated())
 
 
-def made(package, module, name):
+def experts_module(package, module, name):
     """A module of experts at a tiny size, of the package's own config; None where that has no such parts."""
     torch.manual_seed(0)
     cls = getattr(importlib.import_module(f"transformers.models.{package}.{module}"), name)
@@ -71,21 +71,21 @@ def results(module, name, x, index, weights):
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("package", "module", "name"), CLASSES, ids=[name for *_, name in CLASSES])
 def test_as_transformers(package, module, name):
-    built = made(package, module, name)
-    given = drawn(built)
+    built = experts_module(package, module, name)
+    inputs = drawn(built)
     if experts.obstacle(built):
         with pytest.raises(ModelError):
-            results(built, experts.NAME, *given)
+            results(built, experts.NAME, *inputs)
         return
-    for mine, theirs in zip(results(built, experts.NAME, *given), results(built, "eager", *given), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+    for mine, stock in zip(results(built, experts.NAME, *inputs), results(built, "eager", *inputs), strict=True):
+        torch.testing.assert_close(mine, stock, rtol=2e-5, atol=2e-5)
 
 
 def test_fused_gates():
-    formulas = {name for *place, name in CLASSES if isinstance(experts.unit_of(made(*place, name)), Unit)}
+    formulas = {path[-1] for path in CLASSES if isinstance(experts.unit_of(experts_module(*path)), Unit)}
     assert {"Qwen3MoeExperts", "MixtralExperts", "OlmoeExperts", "DeepseekV3Experts", "GptOssExperts"} <= formulas
     for package, module, name in CLASSES:
-        built = made(package, module, name)
+        built = experts_module(package, module, name)
         unit = experts.unit_of(built)
         if isinstance(unit, Unit):
             c = torch.randn(5, 12) * 2
@@ -94,21 +94,21 @@ def test_fused_gates():
 
 def test_adapters():
     """Results equal those with each expert's B·A added to its weight."""
-    built = made("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
-    given = drawn(built)
-    adapters, folded = {}, made("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
+    built = experts_module("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
+    inputs = drawn(built)
+    adapters, folded = {}, experts_module("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
     for name in ("gate_up_proj", "down_proj"):
         count, rows, columns = getattr(built, name).shape
         adapters[name] = Adapter("default", torch.randn(count, 3, columns), torch.randn(count, rows, 3), 0.5, 0.0)
         getattr(folded, name).add_(0.5 * adapters[name].b @ adapters[name].a)
-    out = experts.experts_forward(built, *given, adapters)
-    torch.testing.assert_close(out, results(folded, "eager", *given)[0], rtol=1e-4, atol=1e-4)
+    out = experts.experts_forward(built, *inputs, adapters)
+    torch.testing.assert_close(out, results(folded, "eager", *inputs)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_unsupported_experts_are_reported():
-    built = made("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
-    given = drawn(built)
+    built = experts_module("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
+    inputs = drawn(built)
     built._is_expert_parallel = True
     with pytest.raises(ModelError):
-        results(built, experts.NAME, *given)
+        results(built, experts.NAME, *inputs)
     assert "ExpertsInterface" in experts.obstacle(nn.Linear(2, 2))

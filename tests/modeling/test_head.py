@@ -68,10 +68,10 @@ def assert_same(model: nn.Module, batch: dict[str, torch.Tensor], rtol=1e-5, **k
     gradients = torch.autograd.grad(loss_sum / tokens, list(parameters.values()))
     expected = model(**batch, use_cache=False).loss  # with a cache, transformers does not isolate packed documents
     torch.testing.assert_close(loss_sum / tokens, expected, rtol=rtol, atol=0)
-    for name, mine, theirs in zip(
+    for name, mine, expected_gradient in zip(
         parameters, gradients, torch.autograd.grad(expected, list(parameters.values())), strict=True
     ):
-        assert (mine - theirs).norm() <= rtol * theirs.norm() + 1e-9, name
+        assert (mine - expected_gradient).norm() <= rtol * expected_gradient.norm() + 1e-9, name
 
 
 @pytest.mark.sampled(4)

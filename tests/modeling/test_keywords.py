@@ -30,14 +30,14 @@ def test_a_cache_is_known_by_each_of_its_names(name):
 def test_an_unknown_keyword_is_named():
     module = torch.nn.Linear(1, 1)
     check_keywords(module, {"use_cache": True, "position_ids": torch.zeros(1), "sliding": None})
-    with pytest.raises(ModelError) as found:
+    with pytest.raises(ModelError) as raised:
         check_keywords(module, {"new_thing": 1})
-    assert "new_thing" in found.value.message
-    assert "Linear" in found.value.message
+    assert "new_thing" in raised.value.message
+    assert "Linear" in raised.value.message
 
 
-@pytest.mark.parametrize("place", ["attention", "layer"])
-def test_a_fused_forward_raises_on_a_keyword_that_only_the_stock_forward_knows(place, monkeypatch):
+@pytest.mark.parametrize("level", ["attention", "layer"])
+def test_a_fused_forward_raises_on_a_keyword_that_only_the_stock_forward_knows(level, monkeypatch):
     stock = LlamaAttention.forward
 
     def forward(self, hidden_states, kv_memory=None, **kwargs):
@@ -50,7 +50,7 @@ def test_a_fused_forward_raises_on_a_keyword_that_only_the_stock_forward_knows(p
     x, positions = torch.randn(1, 5, 32), torch.arange(5)[None]
     angles = model.model.rotary_emb(x, positions)
     layer = model.model.layers[0]
-    called = layer.self_attn if place == "attention" else layer
+    called = layer.self_attn if level == "attention" else layer
     called(x, position_embeddings=angles, attention_mask=None, position_ids=positions)
     with pytest.raises(ModelError):
         called(x, position_embeddings=angles, attention_mask=None, position_ids=positions, kv_memory=torch.zeros(1))
@@ -66,8 +66,8 @@ def test_a_patched_model_generates_with_a_cache_what_it_generates_without_patch(
         first = patched(ids[:, :5], use_cache=True)
         name = next(name for name in CACHE_KEYWORDS if name in inspect.signature(patched.forward).parameters)
         second = patched(ids[:, 5:], use_cache=True, **{name: getattr(first, name)})
-        whole = plain(ids)
-    assert torch.allclose(second.logits, whole.logits[:, 5:], atol=1e-5)
+        uncached = plain(ids)
+    assert torch.allclose(second.logits, uncached.logits[:, 5:], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -83,5 +83,5 @@ def test_keywords_that_transformers_ignores_or_uses_in_the_loss_are_passed_on(ke
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(*losses)
-    for mine, theirs in zip(patched.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    for mine, stock in zip(patched.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, stock.grad)

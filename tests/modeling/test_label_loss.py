@@ -18,14 +18,14 @@ from tests.helpers.patch_models import assert_same, batch, tiny
 SCALED = ("Gemma2", "Granite", "Llama", "Qwen3")
 
 
-def labelled(**more) -> dict:
+def labelled(**keywords) -> dict:
     torch.manual_seed(3)
     inputs = batch()
     inputs["labels"][:, :4] = -100
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][1, 11:] = 0
     inputs["labels"][1, 11:] = -100
-    return inputs | more
+    return inputs | keywords
 
 
 def step(model, inputs: dict) -> tuple[float, dict]:
@@ -39,10 +39,10 @@ def base(model):
     return model.get_base_model()
 
 
-@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": torch.tensor(37)}, {"num_items_in_batch": 5}])
+@pytest.mark.parametrize("keywords", [{}, {"num_items_in_batch": torch.tensor(37)}, {"num_items_in_batch": 5}])
 @pytest.mark.parametrize("family", SCALED)
-def test_loss_and_gradients_equal_transformers(family, more):
-    model, inputs = tiny(family), labelled(**more)
+def test_loss_and_gradients_equal_transformers(family, keywords):
+    model, inputs = tiny(family), labelled(**keywords)
     expected = step(model, inputs)
     report = halfbyte.patch(model)
     assert report.fused[LABEL_LOSS] == 1
@@ -69,8 +69,8 @@ def test_logits_are_returned_where_they_are_needed():
     stock = model(**inputs)
     halfbyte.patch(model)
     model(**inputs)
-    for more in ({"logits_to_keep": 18}, {"use_cache": True}):
-        torch.testing.assert_close(model(**inputs, **more).logits, stock.logits)
+    for keywords in ({"logits_to_keep": 18}, {"use_cache": True}):
+        torch.testing.assert_close(model(**inputs, **keywords).logits, stock.logits)
     torch.testing.assert_close(model(**inputs, return_dict=False)[1], stock.logits)
     torch.testing.assert_close(model(inputs["input_ids"], inputs["attention_mask"]).logits, stock.logits)
     with torch.no_grad():
@@ -127,14 +127,14 @@ def test_unpatch_restores_the_forward_and_the_signature_is_the_class_s():
 
 def test_a_foreign_forward_is_left_alone():
     model = tiny("Llama")
-    own = base(model).forward
-    base(model).forward = lambda *args, **keywords: own(*args, **keywords)
-    found = base(model).forward
+    stock = base(model).forward
+    base(model).forward = lambda *args, **keywords: stock(*args, **keywords)
+    foreign = base(model).forward
     report = halfbyte.patch(model)
     assert LABEL_LOSS not in report.fused
-    assert any(what == LABEL_LOSS for what, _ in report.unfused)
+    assert any(operation == LABEL_LOSS for operation, _ in report.unfused)
     halfbyte.unpatch(model)
-    assert base(model).forward is found
+    assert base(model).forward is foreign
 
 
 def test_a_batch_without_trained_tokens_has_zero_gradients():

@@ -33,8 +33,8 @@ def test_a_view_shows_every_linear_and_norm_of_a_layer(family):
         assert view.family.fused or set(seen.values()) == ROLES - (set() if view.mlp.gated else {"gate_proj"})
     halves = view.attention_half, view.mlp_half
     norms = [norm for half in halves for norm in (half.norm, half.output_norm) if norm is not None]
-    own = {id(module) for module in layers[0].modules() if type(module).__name__.endswith("Norm")}
-    assert {id(norm) for norm in (*norms, *(view.attention.norms or ()))} == own
+    modules = {id(module) for module in layers[0].modules() if type(module).__name__.endswith("Norm")}
+    assert {id(norm) for norm in (*norms, *(view.attention.norms or ()))} == modules
     x = torch.randn(3, 32)
     queries, keys, values = view.attention.split([linear(x) for linear in view.attention.inputs])
     assert (queries.shape, keys.shape, values.shape) == ((3, 32), (3, 16), (3, 16))
@@ -70,7 +70,7 @@ def test_adapters_by_name_or_active():
     q = layer_view(decoder_layers(model)[1][0]).attention.inputs[0]
 
     def adapters(names=None):
-        return [each.name for each in read_linear(q, names).adapters]
+        return [lora.name for lora in read_linear(q, names).adapters]
 
     assert (adapters(), adapters(["other", "default", "missing"]), adapters([])) == (
         ["default"],

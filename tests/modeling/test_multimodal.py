@@ -46,8 +46,8 @@ def test_loss_and_gradients_equal_the_stock_models(family, image, checkpointing)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     expected = loss_and_gradients(model, inputs)
-    own = model(**inputs, use_cache=False).loss.item()
-    assert expected[0] / (inputs["labels"][:, 1:] != -100).sum().item() == pytest.approx(own, rel=1e-5)
+    stock_loss = model(**inputs, use_cache=False).loss.item()
+    assert expected[0] / (inputs["labels"][:, 1:] != -100).sum().item() == pytest.approx(stock_loss, rel=1e-5)
     report = halfbyte.patch(model)
     assert_same(loss_and_gradients(model, inputs), expected)
     assert report.family == family
@@ -106,20 +106,20 @@ def saved(family: str, folder: Path) -> str:
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_loading_quantizes_the_language_model_alone(family, tmp_path):
     path = saved(family, tmp_path / "model")
-    whole = load_model(path, load_in_4bit=False, device="cpu", dtype="float32")
+    unquantized = load_model(path, load_in_4bit=False, device="cpu", dtype="float32")
     model = load_model(path, device="cpu", dtype="float32", bnb_4bit_blocksize=32)
-    beside = tuple(non_text_modules(model))
-    assert len(beside) == (2 if family == "Gemma3" else 1)
+    tower_names = tuple(non_text_modules(model))
+    assert len(tower_names) == (2 if family == "Gemma3" else 1)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert {name for name, module in linears.items() if not isinstance(module, QuantizedLinear)} == {
-        *(name for name in linears if name.startswith(beside)),
+        *(name for name in linears if name.startswith(tower_names)),
         "lm_head",
     }
-    frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
-    assert frozen == {name for name, _ in whole.named_parameters() if name.startswith(beside)}
-    again = tmp_path / "quantized"
-    model.save_pretrained(again)
-    reloaded = load_model(str(again), device="cpu", dtype="float32")
+    frozen = {name for name, p in unquantized.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, _ in unquantized.named_parameters() if name.startswith(tower_names)}
+    folder = tmp_path / "quantized"
+    model.save_pretrained(folder)
+    reloaded = load_model(str(folder), device="cpu", dtype="float32")
     inputs = inputs_of(family, True)
     with torch.no_grad():
         assert torch.equal(reloaded(**inputs).logits, model(**inputs).logits)

@@ -42,11 +42,11 @@ LENGTHS = [[13, 1, 9, 7], [6, 17, 5]]
 
 def rows(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    packed = []
     for lengths in LENGTHS:
         ids = torch.randint(10, 200, (sum(lengths),), generator=generator).tolist()
-        made.append({"input_ids": ids, "labels": list(ids), "seq_lengths": lengths})
-    return made
+        packed.append({"input_ids": ids, "labels": list(ids), "seq_lengths": lengths})
+    return packed
 
 
 def documents():
@@ -64,25 +64,25 @@ def asked(model, collate=None, **keys):
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize(("name", "way"), SOME.items())
-def test_isolation_method_of_each_family(name, way):
+@pytest.mark.parametrize(("name", "method"), SOME.items())
+def test_isolation_method_of_each_family(name, method):
     row = all_families.row_of(name)
-    assert (row.method, row.error < 1e-4) == (way, True)
+    assert (row.method, row.error < 1e-4) == (method, True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_causal_lm_of_transformers_leaks():
     """The whole table: nothing differs from the document alone, and the page in docs is this table."""
-    found = all_families.table(all_families.NAMES)
+    table = all_families.table(all_families.NAMES)
     # ProphetNet's logits depend on the length of the row, in transformers itself and in padded rows, too.
-    assert [row for row in found if row.name != "prophetnet" and not row.error < 1e-4] == []
-    assert sum(row.method == "does not build" for row in found) <= 10
+    assert [row for row in table if row.name != "prophetnet" and not row.error < 1e-4] == []
+    assert sum(row.method == "does not build" for row in table) <= 10
     page = all_families.PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__} " in page:
-        assert page == all_families.page(found)
-    ways = [row.split(" | ")[:2] for row in page.splitlines() if row.startswith("| ")]
-    assert len(ways) > 180
+        assert page == all_families.page(table)
+    methods = [row.split(" | ")[:2] for row in page.splitlines() if row.startswith("| ")]
+    assert len(methods) > 180
 
 
 MIXED = ["granitemoehybrid", "afmoe", "bamba", "lfm2", "qwen3_5_text", "kimi_linear", "zamba", "jamba", "bloom", "mpt"]
@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_the_documents_own(name, one_row):
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     collate = PackedCollator(0, one_row=one_row)
-    expected = sum(causal_lm_loss(model, collate([each]))[0] for each in documents() if len(each["input_ids"]) > 1)
+    expected = sum(causal_lm_loss(model, collate([row]))[0] for row in documents() if len(row["input_ids"]) > 1)
     expected.backward()
     gradients = {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
     alone = measure(model.eval(), list(documents()), collate, 1).loss
@@ -119,8 +119,8 @@ def test_loss_and_gradients_are_the_documents_own(name, one_row):
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for key, gradient in gradients.items():
-        found = dict(model.named_parameters())[key].grad
-        assert (found - gradient).norm() <= 1e-4 * gradient.norm().clamp(min=1e-6), key
+        packed_gradient = dict(model.named_parameters())[key].grad
+        assert (packed_gradient - gradient).norm() <= 1e-4 * gradient.norm().clamp(min=1e-6), key
     assert measure(model.eval(), rows(), collate, 2).loss == pytest.approx(alone, rel=1e-5)
 
 
@@ -141,10 +141,10 @@ def test_packed_documents_are_isolated_in_patched_models(family):
     """Recurrent layers get document bounds."""
     model = tiny(family).eval()
     patch(model)
-    found = asked(model, length=64, tokens=range(10, 100))
-    ways = dict.fromkeys((*HYBRIDS, *STATES), "bounds") | OTHERWISE
-    assert found.method == ways.get(family, "positions")
-    assert found.tried[found.method].isolated
+    isolation = asked(model, length=64, tokens=range(10, 100))
+    methods = dict.fromkeys((*HYBRIDS, *STATES), "bounds") | OTHERWISE
+    assert isolation.method == methods.get(family, "positions")
+    assert isolation.tried[isolation.method].isolated
 
 
 def test_a_noncausal_model_is_refused():
@@ -168,25 +168,25 @@ def bounded_attention(module, query, key, value, attention_mask, scaling=None, c
     return out.transpose(1, 2).contiguous(), None
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["found", "from the collator"])
+@pytest.mark.parametrize("fused", [False, True], ids=["isolation", "from the collator"])
 def test_kernels_that_take_bounds_get_them(fused):
     """gpt-oss hands its masks no positions; a kernel that reads bounds needs none."""
     AttentionInterface.register("test_bounds", bounded_attention)
     model = all_families.build("gpt_oss")
     model.config._attn_implementation = "test_bounds"
-    found = asked(model, PackedCollator(0, fused=fused))
-    assert found.method == ("positions" if fused else "bounds")
+    isolation = asked(model, PackedCollator(0, fused=fused))
+    assert isolation.method == ("positions" if fused else "bounds")
     assert fused or all_families.alone_error(model) < 1e-5
 
 
 def test_isolated_documents_with_wrong_positions_are_unpacked(monkeypatch):
     """Positions that go on from document to document (chunks of Llama 4 do in transformers 5.17)."""
     model = all_families.build("gpt2")
-    own = model.transformer.wpe.forward
-    monkeypatch.setattr(model.transformer.wpe, "forward", lambda ids: own(torch.arange(ids.shape[-1]).expand_as(ids)))
-    found = asked(model)
-    assert (found.method, found.tried["positions"].change) == ("unpacked", 0.0)
-    assert found.tried["positions"].alone > 0.1 > 1e-4 > found.tried["unpacked"].alone
+    embed = model.transformer.wpe.forward
+    monkeypatch.setattr(model.transformer.wpe, "forward", lambda ids: embed(torch.arange(ids.shape[-1]).expand_as(ids)))
+    isolation = asked(model)
+    assert (isolation.method, isolation.tried["positions"].change) == ("unpacked", 0.0)
+    assert isolation.tried["positions"].alone > 0.1 > 1e-4 > isolation.tried["unpacked"].alone
 
 
 def test_a_leak_of_one_token_is_detected():
@@ -198,8 +198,8 @@ def test_a_leak_of_one_token_is_detected():
 
     model = LlamaForCausalLM(LlamaConfig(**all_families.tiny_config(LlamaConfig()).to_dict())).eval()
     model.model.norm = torch.nn.Sequential(model.model.norm, Shift())
-    found = asked(model)
-    assert (found.method, found.leak) == ("unpacked", "model.norm.1, a Shift")
+    isolation = asked(model)
+    assert (isolation.method, isolation.leak) == ("unpacked", "model.norm.1, a Shift")
 
 
 def test_the_probe_changes_no_state():
@@ -221,10 +221,10 @@ def test_the_probe_changes_no_state():
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_length_groups_hold_each_token_once_with_little_padding(lengths):
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    found = list(length_groups(bounds))
-    assert sorted(torch.cat([index[real] for index, real in found]).tolist()) == list(range(bounds[-1]))
-    assert sum(real.numel() for _, real in found) * MIN_LENGTH_RATIO <= bounds[-1]
-    for index, real in found:
+    groups = list(length_groups(bounds))
+    assert sorted(torch.cat([index[real] for index, real in groups]).tolist()) == list(range(bounds[-1]))
+    assert sum(real.numel() for _, real in groups) * MIN_LENGTH_RATIO <= bounds[-1]
+    for index, real in groups:
         assert bool((real[:, :-1] >= real[:, 1:]).all())  # padded on the right
         assert {int(start) for start in index[:, 0]} <= set(bounds[:-1])
 
@@ -235,29 +235,29 @@ def test_on_a_gpu_in_16_bits(name):
 
     model = all_families.build(name).to("cuda", torch.bfloat16)
     patch(model)
-    found = asked(model, PackedCollator(0, fused=True))
+    isolation = asked(model, PackedCollator(0, fused=True))
     methods = ("positions",) if SOME[name] == "positions" else ("positions", "bounds", "masks", "unpacked")
-    assert found.method in methods
-    assert found.tried[found.method].isolated
+    assert isolation.method in methods
+    assert isolation.tried[isolation.method].isolated
 
 
 PARTS = 8
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", range(PARTS))
-def test_no_causal_lm_leaks_on_a_gpu(part, tmp_path):
+@pytest.mark.parametrize("share", range(PARTS))
+def test_no_causal_lm_leaks_on_a_gpu(share, tmp_path):
     """A share of all families, in a process of its own, since a failed kernel would take the process's other tests
     along. What `isolate` does not refuse, it has found isolated; nothing else may be raised."""
     source, root = Path(packing.__file__).parents[2], Path(__file__).parents[2]
     folders = [str(source), str(root), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    command = [sys.executable, "-m", "tests.helpers.families_on_gpu", str(part), str(PARTS)]
+    command = [sys.executable, "-m", "tests.helpers.families_on_gpu", str(share), str(PARTS)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == len(all_families.NAMES[part::PARTS])
+    assert len(lines) == len(all_families.NAMES[share::PARTS])
     assert [line for line in lines if " BUG " in line] == []
-    kept = [line for line in lines if line.split()[1] in ("positions", "bounds", "masks", "unpacked")]
-    assert len(kept) > 0.75 * len(lines)  # as on a CPU: one part has four models that are not causal, and are refused
+    isolated = [line for line in lines if line.split()[1] in ("positions", "bounds", "masks", "unpacked")]
+    assert len(isolated) > 0.75 * len(lines)  # as on a CPU: one share has four models that are refused: not causal

@@ -51,9 +51,10 @@ def test_loss_and_gradients_equal_the_stock_models(family, packed, checkpointing
     unfused = ({"experts"} if family in EXPERTS else set()) | ({ADDED} if family in OWN_LAYERS else set())
     unfused |= {"gated activation"} if family == "GraniteMoeHybrid" else set()  # whose shared one has other names
     layers = model.config.num_hidden_layers
-    assert {what for what, _ in report.unfused} == unfused
+    assert {operation for operation, _ in report.unfused} == unfused
     mixers = [type(module).__name__ for module in model.modules()]
-    attentions, recurrences = (sum(name.endswith(kind) for name in mixers) for kind in ("Attention", "GatedDeltaNet"))
+    attentions = sum(name.endswith("Attention") for name in mixers)
+    recurrences = sum(name.endswith("GatedDeltaNet") for name in mixers)
     assert report.fused["RoPE"] == report.fused["LoRA of o_proj"] == attentions
     assert report.fused["gated norm"] == report.fused["LoRA of out_proj"] == recurrences
     assert recurrences == layers - attentions or family in STATES
@@ -113,7 +114,7 @@ def test_gemma_4_with_experts_beside_the_mlp(packed, checkpointing):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     report = check_equal(model, batch(packed))
-    assert {what for what, _ in report.unfused} == {"experts", ADDED}
+    assert {operation for operation, _ in report.unfused} == {"experts", ADDED}
     assert (report.fused["LoRA of k_proj"], report.fused["LoRA of v_proj"]) == (4, 2)
 
 
@@ -149,7 +150,8 @@ def test_a_padded_batch_gives_the_stock_models_loss(family):
 def test_linears_without_adapter_and_quantized_weights():
     model = quantize(tiny("Llama", target_modules=["q_proj", "v_proj", "up_proj"]))
     report = check_equal(model, batch())
-    assert {what for what in report.fused if "LoRA" in what} == {f"LoRA of {name}_proj" for name in ("q", "v", "up")}
+    adapted = {operation for operation in report.fused if "LoRA" in operation}
+    assert adapted == {f"LoRA of {name}_proj" for name in ("q", "v", "up")}
 
 
 @pytest.mark.parametrize(
@@ -195,29 +197,29 @@ def test_hooks_see_what_they_would_see_on_the_stock_model():
     seen = {"stock": [], "patched": []}
     stock = copy.deepcopy(model)
     halfbyte.patch(model)
-    for key, one in (("stock", stock), ("patched", model)):
+    for key, hooked in (("stock", stock), ("patched", model)):
         for name in ("self_attn.q_proj", "mlp.gate_proj", "input_layernorm", "mlp", "self_attn.o_proj"):
-            module = one.get_submodule(f"base_model.model.model.layers.1.{name}")
+            module = hooked.get_submodule(f"base_model.model.model.layers.1.{name}")
             module.register_forward_hook(lambda _m, _i, out, key=key: seen[key].append(out))
     assert_same(loss_and_gradients(model, inputs), loss_and_gradients(stock, inputs))
     assert len(seen["stock"]) == 2 * 5  # the probe of the head and the step
-    for found, expected in zip(seen["patched"], seen["stock"], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for output, expected in zip(seen["patched"], seen["stock"], strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_patching_again_is_harmless_and_unpatching_restores_every_instance():
     model = tiny("Gemma3Text")
-    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
     attention = model.config._attn_implementation
     reports = [halfbyte.patch(model), halfbyte.patch(model)]
     assert reports[0] == reports[1]
     assert "Gemma3:" in str(reports[0])
     assert any("forward" in module.__dict__ for module in model.modules())
-    other = tiny("Gemma3Text")
-    assert not any("forward" in module.__dict__ for module in other.modules())  # instances, not classes
+    unpatched = tiny("Gemma3Text")
+    assert not any("forward" in module.__dict__ for module in unpatched.modules())  # instances, not classes
     halfbyte.unpatch(model)
     halfbyte.unpatch(model)
-    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
     assert model.config._attn_implementation == attention
 
 

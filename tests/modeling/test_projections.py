@@ -29,10 +29,11 @@ def quantized(format_, family="Llama", **lora):
     return model
 
 
-def apart(found, expected):
+def apart(gradients, expected):
     """Mean relative error of gradients."""
-    assert found.keys() == expected.keys()
-    return sum(float((found[name] - truth).norm() / truth.norm()) for name, truth in expected.items()) / len(expected)
+    assert gradients.keys() == expected.keys()
+    errors = [float((gradients[name] - truth).norm() / truth.norm()) for name, truth in expected.items()]
+    return sum(errors) / len(errors)
 
 
 @pytest.mark.sampled(2)
@@ -45,36 +46,36 @@ def test_every_format_in_every_recipe(format_, recipe):
     expected = loss_and_gradients(model, inputs)
     report = halfbyte.patch(model, recipe=recipe)
     for _ in range(2):
-        found = loss_and_gradients(model, inputs)
-        assert found[0] == pytest.approx(expected[0], rel=0.05)
-        assert found[0] != expected[0]
-        assert apart(found[1], expected[1]) < LIMITS[recipe]
+        step = loss_and_gradients(model, inputs)
+        assert step[0] == pytest.approx(expected[0], rel=0.05)
+        assert step[0] != expected[0]
+        assert apart(step[1], expected[1]) < LIMITS[recipe]
         if report.scaling is not None:
             report.scaling.roll()
 
 
 def test_micro_batches_evaluation_and_recomputation_leave_the_history_of_one_large_batch():
     model, inputs = quantized(named("nf4")), batch()
-    halves = [{name: value[part] for name, value in inputs.items()} for part in (slice(0, 1), slice(1, 3))]
+    halves = [{name: value[rows] for name, value in inputs.items()} for rows in (slice(0, 1), slice(1, 3))]
     histories = []
     for activations in ("keep", "checkpoint", "tiled"):
         scaling = halfbyte.patch(model, activations, ScalingOptions(amax_history_len=4)).scaling
         loss_and_gradients(model, inputs)  # its own amaxes: nothing is rolled yet
-        whole = scaling.history.clone()
+        of_batch = scaling.history.clone()
         scaling.history.zero_()
         for half in halves:
             loss_and_gradients(model, half)
         forward = slice(0, None, 2)  # gradients are of other means
-        torch.testing.assert_close(scaling.history[forward, 0], whole[forward, 0], rtol=0.05, atol=0)
-        before = scaling.history.clone()
+        torch.testing.assert_close(scaling.history[forward, 0], of_batch[forward, 0], rtol=0.05, atol=0)
+        trained = scaling.history.clone()
         model.eval()
         loss_and_gradients(model, {"input_ids": inputs["input_ids"] * 0 + 5, "labels": inputs["labels"]})
         model.train()
-        assert torch.equal(scaling.history, before)
+        assert torch.equal(scaling.history, trained)
         assert not scaling.history[:, 1:].any()
-        histories.append(whole)
-    for other in histories[1:]:
-        torch.testing.assert_close(other[::2], histories[0][::2], rtol=0.05, atol=0)
+        histories.append(of_batch)
+    for history in histories[1:]:
+        torch.testing.assert_close(history[::2], histories[0][::2], rtol=0.05, atol=0)
 
 
 def test_compiled_models_are_refused():
@@ -87,8 +88,8 @@ def test_compiled_models_are_refused():
 def test_a_gpu_without_fp8_units_says_which_recipe_to_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    for device, said in (("cuda", r"NVIDIA A100.*8\.0"), ("xpu", "xpu")):
-        with pytest.raises(ConfigError, match=said) as caught:
+    for device, message in (("cuda", r"NVIDIA A100.*8\.0"), ("xpu", "xpu")):
+        with pytest.raises(ConfigError, match=message) as caught:
             projections.check_recipe(ScalingOptions(), torch.device(device))
         assert "recipe: bf16" in str(caught.value)
         projections.check_recipe(Nvfp4Recipe(), torch.device(device))
@@ -125,14 +126,14 @@ def test_a_step_on_a_gpu_equals_the_emulation(spec):
     scaling = halfbyte.patch(model, recipe="fp8-hybrid").scaling
     loss_and_gradients(model, inputs)
     scaling.roll()
-    found = loss_and_gradients(model, inputs)
+    fused = loss_and_gradients(model, inputs)
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(linear_fp8, "fp8_product", linear_fp8.fp8_product.reference)
         expected = loss_and_gradients(model, inputs)
     halfbyte.unpatch(model)
     halfbyte.patch(model)
     exact = loss_and_gradients(model, inputs)[1]
-    assert found[0] == pytest.approx(expected[0], rel=0.02)
+    assert fused[0] == pytest.approx(expected[0], rel=0.02)
     # A last bit of bf16 decides which code a value gets, so the two differ by as much as FP8 itself changes; but the
     # tensor cores must not be further from 16-bit arithmetic than the emulation is.
-    assert apart(found[1], exact) < 1.25 * apart(expected[1], exact)
+    assert apart(fused[1], exact) < 1.25 * apart(expected[1], exact)

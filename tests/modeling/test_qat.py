@@ -63,19 +63,19 @@ def test_the_linear_layers_but_not_the_head_compute_rounded():
 @pytest.mark.parametrize("scheme", ["nf4", "int4", "int8", "fp8", "nvfp4"])
 def test_adapters_are_merged_before_rounding(scheme):
     model = adapted(scheme)
-    before = logits(model)
+    expected = logits(model)
     layer = model.get_base_model().get_submodule(LAYER)
     assert isinstance(layer, QATLoraLinear)
     merged = copy.deepcopy(model)
     merged.merge_adapter()  # PEFT adds the adapters to the weights, which are rounded as they are then
-    torch.testing.assert_close(logits(merged), before)
+    torch.testing.assert_close(logits(merged), expected)
     with model.disable_adapter():
-        assert not torch.equal(logits(model), before)
+        assert not torch.equal(logits(model), expected)
     quantize_trained(model)
     stored = model.get_base_model().get_submodule(LAYER)
     assert isinstance(stored, QuantizedLinear)
     assert stored.weight.format == named(scheme)
-    torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)  # few rows multiply in another order
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)  # few rows multiply in another order
 
 
 def loss_of(model):
@@ -153,8 +153,8 @@ def test_patched_forwards_leave_its_products_to_it(peft):
 
     stock = gradients()
     report = halfbyte.patch(model)
-    for one, two in zip(gradients(), stock, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    for gradient, expected in zip(gradients(), stock, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
     assert report.fused["RMSNorm"] == 5
     reason = (
         "its weight is rounded with the adapter merged" if peft else "halfbyte's QATLinear has a forward of its own"

@@ -29,13 +29,13 @@ def file_of(family):
     return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
-def over_documents(own, tensors, tokens):
-    """`own` of the batch's `tensors` [B, T, ...], a document at a time, without any of these helpers."""
+def over_documents(function, tensors, tokens):
+    """`function` of the batch's `tensors` [B, T, ...], a document at a time, without any of these helpers."""
     rows, length = tensors[0].shape[0], tensors[0].shape[tokens]
     flat = [x.movedim(tokens, 1).reshape(rows * length, *x.movedim(tokens, 1).shape[2:]) for x in tensors]
     outputs = []
     for begin, size in zip(torch.tensor([0, *LENGTHS]).cumsum(0).tolist(), LENGTHS, strict=False):
-        out = own(*(x[None, begin : begin + size].movedim(1, tokens) for x in flat))
+        out = function(*(x[None, begin : begin + size].movedim(1, tokens) for x in flat))
         outputs.append((out[0] if isinstance(out, tuple) else out).movedim(tokens, 1)[0])
     joined = torch.cat(outputs)
     return joined.view(rows, length, *joined.shape[1:]).movedim(1, tokens)
@@ -44,15 +44,16 @@ def over_documents(own, tensors, tokens):
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_convolution_begins_anew_with_each_document(activation, biased):
-    own = file_of("qwen3_5").causal_conv1d_fn
+    convolution = file_of("qwen3_5").causal_conv1d_fn
     x, weight = torch.randn(2, 6, 20, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     bias = torch.randn(6, requires_grad=True) if biased else None
-    expected = over_documents(lambda part: own(part, weight, bias, activation=activation), [x], -1)
-    found = REPLACEMENTS["causal_conv1d_fn"](own, documents_from(told(), 2, 20), x, weight, bias, activation=activation)
-    torch.testing.assert_close(found, expected)
-    wanted = [each for each in (x, weight, bias) if each is not None]
-    upstream = torch.randn_like(found)
-    for left, right in zip(*(torch.autograd.grad(out, wanted, upstream) for out in (found, expected)), strict=True):
+    expected = over_documents(lambda document: convolution(document, weight, bias, activation=activation), [x], -1)
+    documents = documents_from(told(), 2, 20)
+    isolated = REPLACEMENTS["causal_conv1d_fn"](convolution, documents, x, weight, bias, activation=activation)
+    torch.testing.assert_close(isolated, expected)
+    inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    upstream = torch.randn_like(isolated)
+    for left, right in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (isolated, expected)), strict=True):
         torch.testing.assert_close(left, right)
 
 
@@ -61,32 +62,32 @@ def scan_of(name):
     torch.manual_seed(0)
     heads = lambda *sizes: torch.randn(2, 20, *sizes, requires_grad=True)  # noqa: E731
     if name == "torch_chunk_gated_delta_rule":
-        own = file_of("qwen3_5").torch_chunk_gated_delta_rule
+        function = file_of("qwen3_5").torch_chunk_gated_delta_rule
         tensors = [heads(4, 8), heads(4, 8), heads(4, 6), -heads(4).abs().detach(), heads(4).sigmoid()]
         names = ("query", "key", "value", "g", "beta")
-        return own, lambda f, *x: f(*x[:3], **dict(zip(names[3:], x[3:], strict=True)),
+        return function, lambda f, *x: f(*x[:3], **dict(zip(names[3:], x[3:], strict=True)),
                                     use_qk_l2norm_in_kernel=True), tensors, 1  # fmt: skip
     if name == "mamba2_chunk_scan":
-        own, rates = file_of("bamba").mamba2_chunk_scan, -torch.rand(4)
+        function, rates = file_of("bamba").mamba2_chunk_scan, -torch.rand(4)
         tensors = [heads(4, 6), heads(4), heads(2, 5), heads(2, 5)]
-        return own, lambda f, x, dt, b, c: f(x, dt, rates, b, c, chunk_size=8, D=torch.ones(4),
+        return function, lambda f, x, dt, b, c: f(x, dt, rates, b, c, chunk_size=8, D=torch.ones(4),
                                              dt_softplus=True), tensors, 1  # fmt: skip
-    own, rates = file_of("jamba").mamba_selective_scan, -torch.rand(6, 5)
+    function, rates = file_of("jamba").mamba_selective_scan, -torch.rand(6, 5)
     tensors = [torch.randn(2, size, 20, requires_grad=True) for size in (6, 6, 5, 5, 6)]
-    return own, lambda f, x, dt, b, c, z: f(x, dt, rates, b, c, z=z, delta_softplus=True), tensors, -1
+    return function, lambda f, x, dt, b, c, z: f(x, dt, rates, b, c, z=z, delta_softplus=True), tensors, -1
 
 
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"])
 def test_a_scan_begins_anew_with_each_document(name):
-    own, call, tensors, tokens = scan_of(name)
+    scan, call, tensors, tokens = scan_of(name)
     documents = documents_from(told(), 2, 20)
-    expected = over_documents(lambda *parts: call(own, *parts), tensors, tokens)
-    found = call(lambda *args, **kwargs: REPLACEMENTS[name](own, documents, *args, **kwargs), *tensors)
-    found = found[0] if isinstance(found, tuple) else found
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert (found - call(own, *tensors)[0 if name.startswith("torch") else ...]).abs().max() > 0.1  # it would leak
-    wanted, upstream = [x for x in tensors if x.requires_grad], torch.randn_like(found)
-    for left, right in zip(*(torch.autograd.grad(out, wanted, upstream) for out in (found, expected)), strict=True):
+    expected = over_documents(lambda *document: call(scan, *document), tensors, tokens)
+    isolated = call(lambda *args, **kwargs: REPLACEMENTS[name](scan, documents, *args, **kwargs), *tensors)
+    isolated = isolated[0] if isinstance(isolated, tuple) else isolated
+    torch.testing.assert_close(isolated, expected, rtol=1e-4, atol=1e-5)
+    assert (isolated - call(scan, *tensors)[0 if name.startswith("torch") else ...]).abs().max() > 0.1  # it would leak
+    inputs, upstream = [x for x in tensors if x.requires_grad], torch.randn_like(isolated)
+    for left, right in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (isolated, expected)), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
 
 
@@ -138,9 +139,9 @@ def test_transformers_calls_these_functions_by_name(layer):
     called = recurrent._replaced_calls(cls)
     assert "causal_conv1d_fn" in called
     assert len(called) > 1 or name == "Lfm2ShortConv"
-    made = document_forward(cls, Documents(torch.tensor([0, 3, 9]), 9))
-    assert list(inspect.signature(made).parameters) == list(inspect.signature(cls.forward).parameters)
-    assert document_forward(cls, None).__code__ is made.__code__
+    forward = document_forward(cls, Documents(torch.tensor([0, 3, 9]), 9))
+    assert list(inspect.signature(forward).parameters) == list(inspect.signature(cls.forward).parameters)
+    assert document_forward(cls, None).__code__ is forward.__code__
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -153,7 +154,7 @@ def test_the_delta_rule_is_ours_where_no_kernel_computes_it(monkeypatch, packed)
     x = torch.randn(2, 20, 32)
     transformers_own = module.torch_chunk_gated_delta_rule
     with monkeypatch.context() as patch:
-        patch.setattr(recurrent, "_gated_delta_rule", lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys))
+        patch.setattr(recurrent, "_gated_delta_rule", lambda rule, *x, **keys: inspect.unwrap(rule)(*x, **keys))
         expected = document_forward(type(layer), documents)(layer, x)
 
     @functools.wraps(inspect.unwrap(transformers_own))
@@ -161,8 +162,8 @@ def test_the_delta_rule_is_ours_where_no_kernel_computes_it(monkeypatch, packed)
         raise RuntimeError("see #640")
 
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", refusing)
-    found = document_forward(type(layer), documents)(layer, x)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    replaced = document_forward(type(layer), documents)(layer, x)
+    torch.testing.assert_close(replaced, expected, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(recurrent, "_uses_fla", lambda x: True)
     with pytest.raises(RuntimeError, match="640"):
         document_forward(type(layer), documents)(layer, x)
@@ -173,34 +174,34 @@ def test_a_rule_with_states_is_transformers_own(heads):
     """States of a cache are passed in and returned, with fewer heads of keys than of values, too."""
     if heads < 4 and transformers.__version__ < "5.23":
         pytest.skip("this transformers repeats keys before it calls its rule")
-    own = file_of("qwen3_5").torch_chunk_gated_delta_rule
+    rule = file_of("qwen3_5").torch_chunk_gated_delta_rule
     query, key, value = torch.randn(2, 9, heads, 8), torch.randn(2, 9, heads, 8), torch.randn(2, 9, 4, 8)
-    rest = {"g": -torch.rand(2, 9, 4), "beta": torch.rand(2, 9, 4), "use_qk_l2norm_in_kernel": True}
-    _, state = recurrent._gated_delta_rule(own, query, key, value, **rest, output_final_state=True)
+    options = {"g": -torch.rand(2, 9, 4), "beta": torch.rand(2, 9, 4), "use_qk_l2norm_in_kernel": True}
+    _, state = recurrent._gated_delta_rule(rule, query, key, value, **options, output_final_state=True)
     assert state.shape == (2, 4, 8, 8)
-    twice = {name: each.repeat(1, 2, 1) if torch.is_tensor(each) else each for name, each in rest.items()}
-    whole, none = recurrent._gated_delta_rule(own, *(each.repeat(1, 2, 1, 1) for each in (query, key, value)), **twice)
+    twice = {name: tensor.repeat(1, 2, 1) if torch.is_tensor(tensor) else tensor for name, tensor in options.items()}
+    full, none = recurrent._gated_delta_rule(rule, *(x.repeat(1, 2, 1, 1) for x in (query, key, value)), **twice)
     assert none is None
-    behind, _ = recurrent._gated_delta_rule(own, query, key, value, **rest, initial_state=state)
-    torch.testing.assert_close(whole[:, 9:], behind, rtol=1e-4, atol=1e-5)
+    behind, _ = recurrent._gated_delta_rule(rule, query, key, value, **options, initial_state=state)
+    torch.testing.assert_close(full[:, 9:], behind, rtol=1e-4, atol=1e-5)
 
 
 def of_documents(lengths, device):
     """A batch of two rows with documents of these lengths, as the run collates it."""
     pairs = zip(torch.randint(1, 101, (2, 160)).tolist(), lengths, strict=True)
-    rows = [{"input_ids": row, "labels": row, "seq_lengths": list(each)} for row, each in pairs]
-    found = PackedCollator(0, fused=True)(rows)
-    return {key: x.to(device) if torch.is_tensor(x) else x for key, x in found.items()}
+    rows = [{"input_ids": row, "labels": row, "seq_lengths": list(sizes)} for row, sizes in pairs]
+    collated = PackedCollator(0, fused=True)(rows)
+    return {key: x.to(device) if torch.is_tensor(x) else x for key, x in collated.items()}
 
 
 def of_each_document(step, batch, trained):
     """The sums of the loss and of the gradients over the batch's documents, each in a row of its own."""
-    loss, gradients = 0.0, [torch.zeros_like(each) for each in trained]
+    loss, gradients = 0.0, [torch.zeros_like(parameter) for parameter in trained]
     for begin, end in itertools.pairwise(batch["cu_seq_lens_q"].unique().tolist()):
-        own = {key: batch[key].flatten()[begin:end][None] for key in ("input_ids", "labels")}
-        if (own["labels"] >= 0).any():
-            loss += float(step(own))
-            gradients = [total + each.grad for total, each in zip(gradients, trained, strict=True)]
+        document = {key: batch[key].flatten()[begin:end][None] for key in ("input_ids", "labels")}
+        if (document["labels"] >= 0).any():
+            loss += float(step(document))
+            gradients = [total + parameter.grad for total, parameter in zip(gradients, trained, strict=True)]
     return loss, gradients
 
 
@@ -214,14 +215,14 @@ def test_packed_rows(name, device):
     patch(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def step(given):
-        loss, _ = causal_lm_loss(model, given)
+    def step(batch):
+        loss, _ = causal_lm_loss(model, batch)
         for parameter in trained:
             parameter.grad = None
         loss.backward()
         return loss
 
-    first, second = (of_documents(each, device) for each in (((70, 90), (1, 29, 130)), ((150, 10), (33, 64, 63))))
+    first, second = (of_documents(tensor, device) for tensor in (((70, 90), (1, 29, 130)), ((150, 10), (33, 64, 63))))
     inputs = {key: x.clone() if torch.is_tensor(x) else x for key, x in first.items()}
     if device == "cuda":
         for _ in range(2):
@@ -230,17 +231,17 @@ def test_packed_rows(name, device):
         with torch.cuda.graph(graph):
             loss = step(inputs)
         held = [parameter.grad for parameter in trained]
-    for given in (second, first):
+    for batch in (second, first):
         if device == "cuda":
-            for key, x in given.items():
+            for key, x in batch.items():
                 if torch.is_tensor(x):
                     inputs[key].copy_(x)
             graph.replay()
         else:
-            loss = step(given)
+            loss = step(batch)
             held = [parameter.grad for parameter in trained]
-        found = float(loss), [each.clone() for each in held]
-        expected, gradients = of_each_document(step, given, trained)
-        assert found[0] == pytest.approx(expected, rel=near / 5)
-        for mine, other in zip(found[1], gradients, strict=True):
-            assert (mine - other).norm() <= near * other.norm() + near / 50
+        packed = float(loss), [tensor.clone() for tensor in held]
+        expected, gradients = of_each_document(step, batch, trained)
+        assert packed[0] == pytest.approx(expected, rel=near / 5)
+        for mine, expected_gradient in zip(packed[1], gradients, strict=True):
+            assert (mine - expected_gradient).norm() <= near * expected_gradient.norm() + near / 50

@@ -37,19 +37,19 @@ WAYS = {
 
 def filled(value, router):
     if isinstance(value, list):
-        return [each.replace("{}", router) for each in value]
+        return [name.replace("{}", router) for name in value]
     return value.replace("{}", router)
 
 
 def adapted(model, router="gate", **keys):
     torch.manual_seed(5)
     keys = KEYS | {"target_modules": ["o_proj", router]} | keys
-    made = add_adapter(model, RunConfig(**keys))
+    peft_model = add_adapter(model, RunConfig(**keys))
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
-    return made
+    return peft_model
 
 
 def routers_of(name):
@@ -62,10 +62,10 @@ def gradients(model, **batch):
     return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
 
 
-def assert_alike(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
-    assert found[1].keys() == expected[1].keys()
-    for key, gradient in found[1].items():
+def assert_alike(actual, expected):
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-6, atol=1e-6)
+    assert actual[1].keys() == expected[1].keys()
+    for key, gradient in actual[1].items():
         assert (gradient - expected[1][key]).norm() <= 1e-5 * expected[1][key].norm(), key
 
 
@@ -76,16 +76,16 @@ def test_as_plain_peft(name, tmp_path):
     model = adapted(mixture(name), router)
     save_adapter(model, tmp_path)
     plain = PeftModel.from_pretrained(mixture(name), tmp_path, is_trainable=True, autocast_adapter_dtype=False)
-    found, expected = gradients(model), gradients(plain)
-    assert_alike(found, expected)
-    of_routers = [key for key in found[1] if f".{router}." in key]
+    actual, expected = gradients(model), gradients(plain)
+    assert_alike(actual, expected)
+    of_routers = [key for key in actual[1] if f".{router}." in key]
     assert len(of_routers) == 2 * sum(1 for _ in router_wrappers(model)) > 0
-    assert all(found[1][key].abs().sum() > 0 for key in of_routers)
+    assert all(actual[1][key].abs().sum() > 0 for key in of_routers)
 
-    again = load_adapter(mixture(name), tmp_path, "m")
+    reloaded = load_adapter(mixture(name), tmp_path, "m")
     with torch.no_grad():
         logits = model.eval()(TOKENS).logits
-        torch.testing.assert_close(again(TOKENS).logits, logits, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(reloaded(TOKENS).logits, logits, rtol=1e-6, atol=1e-6)
         with model.disable_adapter():
             bare = model(TOKENS).logits
         assert torch.equal(bare, mixture(name)(TOKENS).logits)
@@ -93,17 +93,17 @@ def test_as_plain_peft(name, tmp_path):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", WAYS)
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Qwen2Moe", "Mixtral"])
-def test_names(way, name, tmp_path):
+def test_names(form, name, tmp_path):
     """Every way to name it; Qwen2-MoE has a shared_expert_gate, which ends as the router does, and stays frozen."""
-    keys = {key: filled(value, "gate") for key, value in WAYS[way].items()}
+    keys = {key: filled(value, "gate") for key, value in WAYS[form].items()}
     model = adapted(mixture(name), **keys)
-    layers = ["1"] if "layer's" in way else ["0", "1"]
+    layers = ["1"] if "layer's" in form else ["0", "1"]
     assert [key for key, _ in router_wrappers(model.get_base_model())] == [
         f"model.layers.{at}.mlp.gate.weight" for at in layers
     ]
-    if "layer's" not in way:
+    if "layer's" not in form:
         assert not any("shared_expert_gate" in key for key, p in model.named_parameters() if p.requires_grad)
         save_adapter(model, tmp_path)
         plain = PeftModel.from_pretrained(mixture(name), tmp_path, is_trainable=True, autocast_adapter_dtype=False)
@@ -116,13 +116,13 @@ def test_names(way, name, tmp_path):
 def test_all_linear_excludes_routers_with_a_notice(tmp_path):
     model = adapted(mixture("Qwen3Moe"), target_modules="all-linear")
     assert not any(router_wrappers(model))
-    assert not any("routers" in said for said in notices.notices_so_far().values())
+    assert not any("routers" in message for message in notices.notices_so_far().values())
 
     adapted(mixture("Qwen3Moe"))
-    [said] = [each for each in notices.notices_so_far().values() if "routers" in each]
+    [message] = [notice for notice in notices.notices_so_far().values() if "routers" in notice]
     weights = 2 * 4 * (64 + 4)  # two layers, r = 4, 64 inputs, 4 experts
-    assert f"{weights / 1e6:.3g}M " in said
-    assert "2 routers" in said
+    assert f"{weights / 1e6:.3g}M " in message
+    assert "2 routers" in message
 
 
 def test_routers_learn_with_quantized_experts(tmp_path):
@@ -130,7 +130,7 @@ def test_routers_learn_with_quantized_experts(tmp_path):
     mixture("Qwen3Moe").save_pretrained(tmp_path)
     model = add_adapter(load_model(str(tmp_path), dtype="bfloat16", device="cpu"),
                         RunConfig(**KEYS, target_modules=["gate"])).train()  # fmt: skip
-    before = {key: p.detach().clone() for key, p in model.named_parameters() if ".gate.base_layer." in key}
+    routers_before = {key: p.detach().clone() for key, p in model.named_parameters() if ".gate.base_layer." in key}
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 4
     assert {p.dtype for p in trained} == {torch.float32}
@@ -145,7 +145,7 @@ def test_routers_learn_with_quantized_experts(tmp_path):
             steps.step()
             losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] - 0.01
-    assert all(torch.equal(p, before[key]) for key, p in model.named_parameters() if key in before)
+    assert all(torch.equal(p, routers_before[key]) for key, p in model.named_parameters() if key in routers_before)
 
 
 @pytest.mark.slow
@@ -181,10 +181,10 @@ def test_forward_equals_merged_weights(tmp_path):
     merged = (router.weight.float() + wrapper.scaling["default"] * b @ a).bfloat16()
     x = torch.randn(5, 64, dtype=torch.bfloat16)
     with torch.no_grad():
-        found = wrapper(x)
+        folded = wrapper(x)
         router.weight.copy_(merged)
         expected = router(x)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert all(torch.equal(mine, merged_output) for mine, merged_output in zip(folded, expected, strict=True))
     assert name == "model.layers.0.mlp.gate.weight"
 
 
@@ -195,7 +195,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_invalid_router_adapters_are_refused(said):
-    with pytest.raises(ModelError, match=said):
-        adapted(mixture("Qwen3Moe"), **REFUSED[said])
+@pytest.mark.parametrize("message", REFUSED)
+def test_invalid_router_adapters_are_refused(message):
+    with pytest.raises(ModelError, match=message):
+        adapted(mixture("Qwen3Moe"), **REFUSED[message])

@@ -32,7 +32,7 @@ KEYS = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "r": 4}
 def trainable(name):
     """A mixture with adapters on everything, and its routers trained."""
     model = mixture(name, **OTHERS.get(name, {}))
-    gates = {each.rpartition(".")[2] for each, _ in model.named_modules() if each.endswith((".gate", ".router"))}
+    gates = {name.rpartition(".")[2] for name, _ in model.named_modules() if name.endswith((".gate", ".router"))}
     adapted = add_adapter(model, RunConfig(**KEYS, modules_to_save=sorted(gates) or None))
     with torch.no_grad():
         for key, parameter in adapted.named_parameters():
@@ -50,7 +50,7 @@ def ours(model, batch):
     method = method_of(RunConfig(**KEYS, router_aux_loss_coef=COEFFICIENT))
     model.zero_grad()
     with track_routers(model, balanced=True) as routers, no_input_casts(model, torch.float32):
-        sums = routers.counted(lambda each: method.sums(model, each))(batch)
+        sums = routers.counted(lambda micro_batch: method.sums(model, micro_batch))(batch)
         count = (batch["labels"][:, 1:] != -100).sum()
         (sums["loss"] / count).backward()
     return sums["loss"].detach() / count, sums["aux_loss"] / count, gradients(model)
@@ -67,11 +67,11 @@ def theirs(model, batch):
     return output.loss.detach(), output.aux_loss.detach(), gradients(model)
 
 
-def assert_same(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
-    assert found[2].keys() == expected[2].keys()
-    for key, gradient in found[2].items():
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-6)
+    assert actual[2].keys() == expected[2].keys()
+    for key, gradient in actual[2].items():
         assert (gradient - expected[2][key]).norm() <= 2e-5 * expected[2][key].norm() + 1e-7, key
 
 
@@ -100,12 +100,12 @@ def test_recomputed_routers_count_once(level):
     expected = theirs(model, PADDED)
     if level == "transformers":
         enable_checkpointing(model)
-        found = ours(model, PADDED)
+        recomputed = ours(model, PADDED)
     else:
         patch(model, level)
-        found = ours(model, PADDED)
+        recomputed = ours(model, PADDED)
         unpatch(model)
-    assert_same(found, expected)
+    assert_same(recomputed, expected)
 
 
 def test_use():
@@ -115,11 +115,11 @@ def test_use():
         model(**PACKED)  # a forward that nobody counts
         use = routers.usage()
     assert list(use["layers"]) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-    for each in use["layers"].values():
-        assert sum(each["used"]) == 2 * int(MASK.sum())  # two of four experts a token
-        assert each["dead"] == [at for at, count in enumerate(each["used"]) if not count]
-        shares = torch.tensor([count for count in each["used"] if count]) / sum(each["used"])
-        assert each["entropy"] == pytest.approx(float(-(shares * shares.log()).sum() / torch.tensor(4.0).log()))
+    for layer in use["layers"].values():
+        assert sum(layer["used"]) == 2 * int(MASK.sum())  # two of four experts a token
+        assert layer["dead"] == [at for at, count in enumerate(layer["used"]) if not count]
+        shares = torch.tensor([count for count in layer["used"] if count]) / sum(layer["used"])
+        assert layer["entropy"] == pytest.approx(float(-(shares * shares.log()).sum() / torch.tensor(4.0).log()))
     assert not any(module._forward_hooks for module in model.modules())
 
 

@@ -25,10 +25,10 @@ def test_token_log_probs_equal_full_logits(family, head):
         labels[:, ::2] = logits[:, ::2].argmax(-1)
         labels[1, 3:9] = -100
         log_probs, likeliest = token_log_probs(model, inputs, labels)
-    asked = labels != -100
-    expected = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)[asked]
+    labelled = labels != -100
+    expected = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)[labelled]
     torch.testing.assert_close(log_probs, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(likeliest, (logits.argmax(-1) == labels)[asked])
+    assert torch.equal(likeliest, (logits.argmax(-1) == labels)[labelled])
     assert 0 < likeliest.sum() < len(likeliest)
     assert ("full_logits" in notices.notices_so_far()) == (head == "biased")
 
@@ -43,16 +43,16 @@ def test_log_probs_at_positions_and_gradients(family, head):
     ids = batch()["input_ids"]
     rows = ids.shape[1]
     at = torch.tensor([3, 1, rows + 2, 0])
-    wanted = torch.tensor([7, 100, 0, -100])
+    positions = torch.tensor([7, 100, 0, -100])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = torch.tensor([0.5, -2.0, 1.0, 3.0])
 
-    found, entropy = log_probs_at(model, {"input_ids": ids}, at, wanted, temperature=0.7, entropy=True)
-    gradients = torch.autograd.grad((found * weights).sum(), trained)
+    chunked, entropy = log_probs_at(model, {"input_ids": ids}, at, positions, temperature=0.7, entropy=True)
+    gradients = torch.autograd.grad((chunked * weights).sum(), trained)
     logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)[at] / 0.7
-    expected = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (wanted != -100)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    expected = logits.log_softmax(-1).gather(-1, positions.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (positions != -100)
+    torch.testing.assert_close(chunked, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(entropy[:3], torch.distributions.Categorical(logits=logits).entropy()[:3].detach())
-    for mine, theirs in zip(gradients, torch.autograd.grad((expected * weights).sum(), trained), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-    assert found[3] == 0
+    for mine, full in zip(gradients, torch.autograd.grad((expected * weights).sum(), trained), strict=True):
+        torch.testing.assert_close(mine, full, rtol=1e-4, atol=1e-6)
+    assert chunked[3] == 0
