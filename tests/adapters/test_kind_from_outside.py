@@ -14,9 +14,9 @@ from halfbyte import adapter_kinds
 from halfbyte.adapter_kinds import AdapterKind, register_adapter
 from halfbyte.cli import app
 from halfbyte.config import load_config
+from halfbyte.runs.metrics import MetricsFile
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import finetune
-from halfbyte.train.stepper import Stepper
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.merge_runs import by_peft, save_base, sums, tensors
 
@@ -68,16 +68,15 @@ def test_a_run_on_nf4_trains_its_vectors_only(run):
 
 
 def test_a_stopped_run_is_resumed_to_equal_bytes(base, run, tmp_path, monkeypatch):
-    micro_batch, calls = Stepper.micro_batch, []
+    append = MetricsFile.append
 
-    def stop(*args, **keys):
-        calls.append(1)
-        if len(calls) > 3:
+    def stop(metrics, record, *args, **keys):
+        if record.get("step") == 3:
             raise KeyboardInterrupt
-        return micro_batch(*args, **keys)
+        return append(metrics, record, *args, **keys)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stepper, "micro_batch", stop)
+        patch.setattr(MetricsFile, "append", stop)
         with pytest.raises(KeyboardInterrupt):
             train(base, tmp_path / "out")
     assert (tmp_path / "out" / "checkpoint-2").exists()

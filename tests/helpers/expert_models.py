@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import nn
 
+from halfbyte.adapters.lora import add_adapter
+from halfbyte.config import RunConfig
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.tensor import QuantizedTensor
 from tests.helpers.families import families
@@ -36,6 +38,7 @@ MIXTURES = {
     "GptOss": {"num_local_experts": 4, **SMALL},
 }  # fmt: skip
 TOKENS = torch.arange(1, 27).view(2, 13)
+ADAPTER_KEYS = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "r": 4, "lora_alpha": 8.0}
 
 
 def mixture(name: str, **keys) -> nn.Module:
@@ -47,6 +50,31 @@ def mixture(name: str, **keys) -> nn.Module:
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     return model.eval()
+
+
+def adapted(model: nn.Module, **keys) -> nn.Module:
+    """`model` with adapters whose B is not 0."""
+    torch.manual_seed(5)
+    peft_model = add_adapter(model, RunConfig(**ADAPTER_KEYS | keys))
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return peft_model
+
+
+def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a training step on `TOKENS`, and its gradients."""
+    loss = model.train()(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_same_step(actual: tuple, expected: tuple) -> None:
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-6, atol=1e-6)
+    assert actual[1].keys() == expected[1].keys()
+    for name, gradient in actual[1].items():
+        assert (gradient - expected[1][name]).norm() <= 1e-5 * expected[1][name].norm(), name
 
 
 def dequantized(model: nn.Module, stored: nn.Module) -> nn.Module:

@@ -119,20 +119,6 @@ def test_capped_scores_without_flash_attention_3_are_computed_in_tiles(on_cpu, m
         assert_same(loss_and_gradients(model, inputs | named), expected)
 
 
-def test_padding_and_generation_of_capped_scores_stay_eager(flash3):
-    model, inputs = tiny("Gemma2"), batch()
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    inputs["attention_mask"][1, :5] = 0
-    inputs["labels"][1, :6] = -100
-    expected = loss_and_gradients(model, inputs)
-    prompt = {key: inputs[key] for key in ("input_ids", "attention_mask")}
-    generated = model.eval().generate(**prompt, max_new_tokens=6, do_sample=False)
-    patched(model, attention.SCORES_NAME)
-    assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), generated)
-    assert_same(loss_and_gradients(model.train(), inputs), expected)
-    assert not flash3
-
-
 @pytest.mark.parametrize(
     ("family", "name", "words"),
     [
@@ -167,22 +153,27 @@ def test_bounds_given_by_the_caller_are_used(on_cpu):
     assert on_cpu[-1] is inputs["cu_seq_lens_q"]
 
 
-def test_padding_and_generation_keep_transformers_mask(on_cpu):
-    model, inputs = tiny("Llama"), batch()
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("Llama", attention.ATTENTION_NAME), ("Gemma2", attention.SCORES_NAME)],
+    ids=["llama", "capped"],
+)
+def test_padding_and_generation_keep_transformers_mask(on_cpu, flash3, family, name):
+    model, inputs = tiny(family), batch()
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][1, :5] = 0
     inputs["labels"][1, :6] = -100
     expected = loss_and_gradients(model, inputs)
     prompt = {key: inputs[key] for key in ("input_ids", "attention_mask")}
-    options = {"max_new_tokens": 6, "do_sample": False}
-    generated = model.eval().generate(**prompt, **options)
-    patched(model)
-    assert torch.equal(model.generate(**prompt, **options), generated)
+    generated = model.eval().generate(**prompt, max_new_tokens=6, do_sample=False)
+    patched(model, name)
+    assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), generated)
     assert_same(loss_and_gradients(model.train(), inputs), expected)
     assert not on_cpu
+    assert not flash3
 
 
-def test_documents():
+def test_document_bounds_start_where_positions_restart():
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
     bounds = attention.document_bounds(positions)
     assert bounds["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 10]

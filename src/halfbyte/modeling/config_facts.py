@@ -29,11 +29,6 @@ class LayerSizes:
     mlp_width: int
 
     @property
-    def query_width(self) -> int:
-        """Width of all queries of a token."""
-        return self.heads * self.head_dim
-
-    @property
     def key_width(self) -> int:
         """Width of all keys of a token."""
         return self.key_heads * self.head_dim

@@ -84,7 +84,7 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     labels = batch.get("shift_labels")
     labels = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX) if labels is None else labels
     trained_tokens = (labels != IGNORE_INDEX).sum()
-    head, causal_lm = _verified_head(model, inputs), causal_lm_of(model)
+    head, causal_lm = verified_head(model, inputs), causal_lm_of(model)
     if isinstance(head, str):
         notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
         return _loss_of_full_logits(model, inputs, labels, trained_tokens), trained_tokens
@@ -177,7 +177,7 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     """
     selected = labels != IGNORE_INDEX
     targets = labels[selected]
-    head, causal_lm = _verified_head(model, dict(inputs)), causal_lm_of(model)
+    head, causal_lm = verified_head(model, inputs), causal_lm_of(model)
     if isinstance(head, str):
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
         logits = model(**inputs, use_cache=False).logits[selected].float()
@@ -271,10 +271,8 @@ def _log_probs(
         entropies = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
         return log_probs, entropies if entropies is None or entropy_grad else entropies.detach()
     options: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale, "temperature": temperature}
-    weight, vocabulary = (
-        causal_lm_of(model).get_output_embeddings().weight,
-        _sharded_vocabularies.get(causal_lm_of(model)),
-    )
+    causal_lm = causal_lm_of(model)
+    weight, vocabulary = causal_lm.get_output_embeddings().weight, _sharded_vocabularies.get(causal_lm)
     if vocabulary is None:
         return linear_log_probs(hidden, weight, targets, entropy=entropy, entropy_grad=entropy_grad, **options)
     if entropy:
@@ -291,25 +289,9 @@ def aligned_log_probs_at(
     runs twice.
     """
     hidden, head = outputs_at(model, inputs, at)
-    if head is None:
-        log_probs_at_temperatures = [
-            -F.cross_entropy(hidden.float() * t, targets, reduction="none", ignore_index=IGNORE_INDEX) for t in (1, 2)
-        ]
-        return log_probs_at_temperatures[0], (log_probs_at_temperatures[1] - log_probs_at_temperatures[0]).detach()
-    weight, vocabulary = (
-        causal_lm_of(model).get_output_embeddings().weight,
-        _sharded_vocabularies.get(causal_lm_of(model)),
-    )
-
-    def log_probs_with(rows: Tensor, temperature: float) -> Tensor:
-        options: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale, "temperature": temperature}
-        if vocabulary is not None:
-            return vocabulary.log_probs(rows, weight, targets, **options)
-        return linear_log_probs(rows, weight, targets, **options)[0]
-
-    log_probs = log_probs_with(hidden, 1.0)
+    log_probs, _ = _log_probs(model, hidden, head, targets)
     with torch.no_grad():
-        doubled = log_probs_with(hidden.detach(), 0.5)
+        doubled, _ = _log_probs(model, hidden, head, targets, temperature=0.5)
     return log_probs, doubled - log_probs.detach()
 
 
@@ -332,7 +314,7 @@ def _outputs(
     """Return the result of `outputs_at` for all positions [B, T]; `cache` as in `with_shared_prefixes`."""
     causal_lm = causal_lm_of(model)
     inputs = backbone_inputs(model, inputs)
-    head, inputs = _verified_head(model, inputs), with_shared_prefixes(model, inputs, cache)
+    head, inputs = verified_head(model, inputs), with_shared_prefixes(model, inputs, cache)
     if isinstance(head, str):
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
         return model(**inputs, use_cache=False).logits, None
@@ -414,8 +396,11 @@ def expected_head(model: nn.Module) -> Head | str:
     return _full_logits_reason(model) or head_from_config(_text_config(model))
 
 
-def _verified_head(model: nn.Module, inputs: dict[str, Any]) -> Head | str:
-    """Return the verified head, or why it needs full logits; the structure is checked each time, the numbers once."""
+def verified_head(model: nn.Module, inputs: Mapping[str, Any]) -> Head | str:
+    """Return the head that the loss of `model` uses, or the reason why it needs full logits.
+
+    The structure is checked each time, the numbers once, with the first tokens of `inputs`.
+    """
     head, causal_lm = expected_head(model), causal_lm_of(model)
     if isinstance(head, str):
         return head
@@ -430,11 +415,6 @@ def set_verified_head(model: nn.Module, head: Head | str) -> None:
     For pipeline stages, which cannot compute logits themselves.
     """
     _heads[causal_lm_of(model)] = head
-
-
-def verified_head(model: nn.Module, inputs: Mapping[str, Any]) -> Head | str:
-    """Return the head that the loss of `model` uses, or the reason why it needs full logits."""
-    return _verified_head(model, dict(inputs))
 
 
 def _full_logits_reason(model: nn.Module) -> str | None:
@@ -463,7 +443,7 @@ def head_from_config(config: Any) -> Head:
 
 
 @torch.no_grad()
-def _probe(causal_lm: Any, head: Head, inputs: dict[str, Any]) -> Head | str:
+def _probe(causal_lm: Any, head: Head, inputs: Mapping[str, Any]) -> Head | str:
     """Return `head` if it reproduces the model's logits for the first tokens of `inputs`, otherwise the difference."""
     tokens = inputs.get("input_ids")
     if tokens is None:

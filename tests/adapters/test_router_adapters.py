@@ -18,10 +18,9 @@ from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
 from halfbyte.modeling.routers import track_routers
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ModelError
-from tests.helpers.expert_models import MIXTURES, TOKENS, mixture
+from tests.helpers.expert_models import ADAPTER_KEYS, MIXTURES, TOKENS, adapted, assert_same_step, mixture, step
 from tests.helpers.merge_runs import byte_tokenizer, save_run
 
-KEYS = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "r": 4, "lora_alpha": 8.0}
 BATCH = {"input_ids": TOKENS, "position_ids": torch.arange(13).expand(2, -1), "labels": TOKENS}
 WAYS = {
     "a list": {"target_modules": ["q_proj", "{}"]},
@@ -41,43 +40,23 @@ def filled(value, router):
     return value.replace("{}", router)
 
 
-def adapted(model, router="gate", **keys):
-    torch.manual_seed(5)
-    keys = KEYS | {"target_modules": ["o_proj", router]} | keys
-    peft_model = add_adapter(model, RunConfig(**keys))
-    with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    return peft_model
+def routed(model, router="gate", **keys):
+    return adapted(model, **{"target_modules": ["o_proj", router]} | keys)
 
 
 def routers_of(name):
     return "router" if name == "GptOss" else "gate"
 
 
-def gradients(model, **batch):
-    loss = model.train()(TOKENS, labels=TOKENS, **batch).loss
-    loss.backward()
-    return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
-
-
-def assert_alike(actual, expected):
-    torch.testing.assert_close(actual[0], expected[0], rtol=1e-6, atol=1e-6)
-    assert actual[1].keys() == expected[1].keys()
-    for key, gradient in actual[1].items():
-        assert (gradient - expected[1][key]).norm() <= 1e-5 * expected[1][key].norm(), key
-
-
 @pytest.mark.parametrize("name", MIXTURES)
 def test_as_plain_peft(name, tmp_path):
     """Results equal PEFT's with the adapter's files on the same base, and differ from the base's."""
     router = routers_of(name)
-    model = adapted(mixture(name), router)
+    model = routed(mixture(name), router)
     save_adapter(model, tmp_path)
     plain = PeftModel.from_pretrained(mixture(name), tmp_path, is_trainable=True, autocast_adapter_dtype=False)
-    actual, expected = gradients(model), gradients(plain)
-    assert_alike(actual, expected)
+    actual = step(model)
+    assert_same_step(actual, step(plain))
     of_routers = [key for key in actual[1] if f".{router}." in key]
     assert len(of_routers) == 2 * sum(1 for _ in router_wrappers(model)) > 0
     assert all(actual[1][key].abs().sum() > 0 for key in of_routers)
@@ -98,7 +77,7 @@ def test_as_plain_peft(name, tmp_path):
 def test_names(form, name, tmp_path):
     """Every way to name it; Qwen2-MoE has a shared_expert_gate, which ends as the router does, and stays frozen."""
     keys = {key: filled(value, "gate") for key, value in WAYS[form].items()}
-    model = adapted(mixture(name), **keys)
+    model = routed(mixture(name), **keys)
     layers = ["1"] if "layer's" in form else ["0", "1"]
     assert [key for key, _ in router_wrappers(model.get_base_model())] == [
         f"model.layers.{at}.mlp.gate.weight" for at in layers
@@ -107,18 +86,18 @@ def test_names(form, name, tmp_path):
         assert not any("shared_expert_gate" in key for key, p in model.named_parameters() if p.requires_grad)
         save_adapter(model, tmp_path)
         plain = PeftModel.from_pretrained(mixture(name), tmp_path, is_trainable=True, autocast_adapter_dtype=False)
-        assert_alike(gradients(model), gradients(plain))
+        assert_same_step(step(model), step(plain))
         assert not any("q_proj" in key for key in load_file(tmp_path / "adapter_model.safetensors")) or "q_proj" in str(
             keys["target_modules"]
         )
 
 
 def test_all_linear_excludes_routers_with_a_notice(tmp_path):
-    model = adapted(mixture("Qwen3Moe"), target_modules="all-linear")
+    model = routed(mixture("Qwen3Moe"), target_modules="all-linear")
     assert not any(router_wrappers(model))
     assert not any("routers" in message for message in notices.notices_so_far().values())
 
-    adapted(mixture("Qwen3Moe"))
+    routed(mixture("Qwen3Moe"))
     [message] = [notice for notice in notices.notices_so_far().values() if "routers" in notice]
     weights = 2 * 4 * (64 + 4)  # two layers, r = 4, 64 inputs, 4 experts
     assert f"{weights / 1e6:.3g}M " in message
@@ -129,13 +108,13 @@ def test_routers_learn_with_quantized_experts(tmp_path):
     """Quantized, in bf16 under autocast, balanced: only adapters move, and the loss falls."""
     mixture("Qwen3Moe").save_pretrained(tmp_path)
     model = add_adapter(load_model(str(tmp_path), dtype="bfloat16", device="cpu"),
-                        RunConfig(**KEYS, target_modules=["gate"])).train()  # fmt: skip
+                        RunConfig(**ADAPTER_KEYS, target_modules=["gate"])).train()  # fmt: skip
     routers_before = {key: p.detach().clone() for key, p in model.named_parameters() if ".gate.base_layer." in key}
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 4
     assert {p.dtype for p in trained} == {torch.float32}
     steps, losses = torch.optim.Adam(trained, lr=0.05), []
-    method = method_of(RunConfig(**KEYS, router_aux_loss_coef=0.01))
+    method = method_of(RunConfig(**ADAPTER_KEYS, router_aux_loss_coef=0.01))
     with track_routers(model, balanced=True) as routers, no_input_casts(model):
         for _ in range(12):
             with compute_autocast(model):
@@ -174,7 +153,7 @@ def test_merged(dtype, tmp_path):
 
 def test_forward_equals_merged_weights(tmp_path):
     """In bf16: the router's weight is rounded once, after the addition in fp32, as merged weights are."""
-    model = adapted(mixture("Qwen3Moe").to(torch.bfloat16))
+    model = routed(mixture("Qwen3Moe").to(torch.bfloat16))
     name, wrapper = next(iter(router_wrappers(model.get_base_model())))
     a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
     router = wrapper.get_base_layer()
@@ -198,4 +177,4 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_invalid_router_adapters_are_refused(message):
     with pytest.raises(ModelError, match=message):
-        adapted(mixture("Qwen3Moe"), **REFUSED[message])
+        routed(mixture("Qwen3Moe"), **REFUSED[message])
