@@ -15,15 +15,12 @@ from tests.helpers.all_families import build
 from tests.helpers.answers import KINDS, NAMES, PROMPTS, adapted, comparisons, expected
 from tests.helpers.patch_models import tiny
 
-# The families whose answers the table in `tests.helpers.answers` compares in seconds.
+# One or two families of each way to attend, rotate, route and keep states; `tests.helpers.answers` compares all.
 ARCHITECTURES = (
-    "apertus", "arcee", "bamba", "bitnet", "bloom", "codegen", "cohere", "cohere2", "deepseek_v3", "diffllama", "doge",
-    "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "glm",
-    "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe",
-    "granitemoehybrid", "helium", "hunyuan_v1_dense", "jamba", "jetmoe", "lfm2", "llama", "llama4_text", "mamba",
-    "mamba2", "minimax", "ministral", "mistral", "mixtral", "mpt", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe",
-    "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe",
-    "qwen3_next", "rwkv", "seed_oss", "smollm3", "stablelm", "starcoder2", "xglm",
+    "bloom", "cohere2", "deepseek_v3", "diffllama", "ernie4_5_moe", "exaone4", "falcon", "falcon_mamba", "gemma2",
+    "glm4_moe", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "granitemoehybrid", "jamba", "lfm2", "llama", "llama4_text",
+    "mamba2", "minimax", "mixtral", "mpt", "nemotron_h", "olmo2", "opt", "persimmon", "phi3", "qwen2_moe", "qwen3",
+    "qwen3_5_text", "qwen3_next", "rwkv", "smollm3",
 )  # fmt: skip
 
 
@@ -148,9 +145,8 @@ def log_probs_of(model, prompt, ids):
     return logits.float().log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
 
 
-@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "rwkv"])
-def test_log_probs_of_rollouts_are_the_models_own(name):
-    model = build(name)
+def test_log_probs_of_rollouts_are_the_models_own():
+    model = build("rwkv")
     prompts = [PROMPTS[1], PROMPTS[0]]
     sampling = Sampling(temperature=1.0, seed=4)
     for prompt, completion in zip(

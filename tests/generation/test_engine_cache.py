@@ -11,6 +11,7 @@ from halfbyte import generation
 from halfbyte.generation import engine
 from halfbyte.generation.engine import StaticEngine
 from halfbyte.utils import notices
+from tests.helpers.decoding import transformers_greedy
 from tests.helpers.patch_models import quantize, tiny
 
 PROMPTS = [[5, 9, 17, 33], [7, 64]]
@@ -151,12 +152,7 @@ def test_a_changed_model_answers_as_it_is(change):
     before = greedy(model)
     assert [completion.ids for completion in rollouts.generate(PROMPTS, **keys)] == before
     change(model)
-    right = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-        right.append(out[0, len(prompt) :].tolist())
+    right = [transformers_greedy(model, prompt, 8) for prompt in PROMPTS]
     assert greedy(model) == [completion.ids for completion in rollouts.generate(PROMPTS, **keys)] == right
     assert right != before or change in (quantized, rotated_by_another_module)
 

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from halfbyte.generation import Grammar, Penalties, Sampling, generate
 from halfbyte.generation.json_schema import check_keywords, check_recursion
 from halfbyte.utils.errors import ConfigError, ModelError
+from tests.helpers.decoding import transformers_greedy
 from tests.helpers.serve_tiny import SIZES, byte_tokenizer
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
@@ -133,10 +134,7 @@ def test_a_repetition_penalty_reads_prompt_and_answer(model):
     prompts = [[5, 6, 7, 8], [9, 10]]
     answers = generate(model, prompts, max_new_tokens=8, stops=[], penalties=Penalties(repetition=1.9))
     for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([prompt])
-        keys = {"max_new_tokens": 8, "do_sample": False, "repetition_penalty": 1.9, "eos_token_id": None}
-        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **keys)
-        assert answer == theirs[0, len(prompt) :].tolist()
+        assert answer == transformers_greedy(model, prompt, 8, repetition_penalty=1.9)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1e-300, 101, float("nan"), float("inf"), "1"])

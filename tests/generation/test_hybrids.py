@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from halfbyte import generation
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.generation import Rollouts, Sampling
@@ -11,26 +10,14 @@ from halfbyte.generation.decoder import DeltaNetLayer
 from halfbyte.generation.engine import StaticEngine
 from halfbyte.loading.load import load_model
 from halfbyte.utils import notices
+from tests.helpers import decoding
+from tests.helpers.decoding import halfbyte_greedy, transformers_greedy
 from tests.helpers.patch_models import quantize, tiny
 
 # More than a chunk of the recurrence, less than its convolution's kernel, and between.
-PROMPTS = [[5, 9, 17, 33, 2, 71, 8, 90, 44, 3, 21], [7, 64], [50, 51, 52, 53, 54], [at % 97 + 2 for at in range(150)]]
+PROMPTS = [*decoding.PROMPTS, [at % 97 + 2 for at in range(150)]]
 HYBRIDS = ["Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def theirs(model, ids, new=20):
-    prompt = torch.tensor([ids], device=model.device)
-    keys = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
-    found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **keys)
-    return found[0, len(ids) :].tolist()
-
-
-def mine(model, prompts=PROMPTS, new=20, **keys):
-    notices.reset_notices()
-    found = generation.generate(model, prompts, max_new_tokens=new, stops=[], **keys)
-    assert not any(key.startswith("generation") for key in notices.notices_so_far()), notices.notices_so_far()
-    return found
 
 
 def answered(model, engine, new=20, n=3, **keys):
@@ -56,14 +43,14 @@ def sharp(model):
 def test_tokens_equal_transformers(name, device):
     """Packed weights and an adapter; on a GPU the steps of both engines are graphs."""
     model = sharp(quantize(tiny(name))).to(device)
-    expected = [theirs(model, ids) for ids in PROMPTS]
-    assert mine(model) == expected
+    expected = [transformers_greedy(model, ids) for ids in PROMPTS]
+    assert halfbyte_greedy(model, PROMPTS) == expected
     assert [each.ids for each in answered(model, Rollouts(model, rows=5))] == [
         own for own in expected for _ in range(3)
     ]
     with model.disable_adapter():
-        base = [theirs(model, ids) for ids in PROMPTS]
-    assert mine(model, PROMPTS[:2] * 2, adapter=["default", None, None, "default"]) == [
+        base = [transformers_greedy(model, ids) for ids in PROMPTS]
+    assert halfbyte_greedy(model, PROMPTS[:2] * 2, adapter=["default", None, None, "default"]) == [
         expected[0], base[1], base[0], expected[1],
     ]  # fmt: skip
 
@@ -85,16 +72,16 @@ def packed(tmp_path, device):
 def test_sinks(device, tmp_path):
     """With a window in every other layer. Sinks that are trained are read as they are."""
     model = packed(tmp_path, device)
-    expected = [theirs(model, ids) for ids in PROMPTS]
-    assert mine(model) == expected
+    expected = [transformers_greedy(model, ids) for ids in PROMPTS]
+    assert halfbyte_greedy(model, PROMPTS) == expected
     engine = Rollouts(model, rows=5)
     assert [each.ids for each in answered(model, engine)] == [own for own in expected for _ in range(3)]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
                 parameter.add_(4)
-    changed = [theirs(model, ids) for ids in PROMPTS]
-    assert mine(model) == changed != expected
+    changed = [transformers_greedy(model, ids) for ids in PROMPTS]
+    assert halfbyte_greedy(model, PROMPTS) == changed != expected
     assert [each.ids for each in answered(model, engine)] == [own for own in changed for _ in range(3)]
 
 
@@ -131,9 +118,9 @@ def test_log_probabilities_equal_the_training_forward():
 
 def test_adapters_and_states_are_reset_in_each_call():
     model = sharp(quantize(tiny("Qwen3_5Text")))
-    first = mine(model)
+    first = halfbyte_greedy(model, PROMPTS)
     engine = StaticEngine(model, ["default"], 32, None)
     assert sum(isinstance(layer, DeltaNetLayer) for layer in engine.layers) == 1
     sharp(model)
     assert engine.renew(model)
-    assert first != mine(model) == [theirs(model, ids) for ids in PROMPTS]
+    assert first != halfbyte_greedy(model, PROMPTS) == [transformers_greedy(model, ids) for ids in PROMPTS]

@@ -11,9 +11,9 @@ from halfbyte.generation.engine import StaticEngine
 from halfbyte.loading.load import load_model
 from halfbyte.modeling import routers
 from halfbyte.utils import notices
+from tests.helpers.decoding import PROMPTS, halfbyte_greedy, transformers_greedy
 from tests.helpers.expert_models import mixture
 
-PROMPTS = [[5, 9, 17, 33, 2, 71, 8, 90, 44, 3, 21], [7, 64], [50, 51, 52, 53, 54]]
 # With a shared expert, gate weights scaled, and groups of experts; with a norm over all heads.
 SHARED = {
     "Glm4Moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
@@ -36,38 +36,23 @@ def made(name, folder=None):
     return model.eval()
 
 
-def theirs(model, ids, new=12):
-    prompt = torch.tensor([ids])
-    keys = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
-    with torch.no_grad():
-        found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **keys)
-    return found[0, len(ids) :].tolist()
-
-
-def mine(model, prompts=PROMPTS, new=12, **keys):
-    notices.reset_notices()
-    found = generation.generate(model, prompts, max_new_tokens=new, stops=[], **keys)
-    assert not any(key.startswith("generation") for key in notices.notices_so_far()), notices.notices_so_far()
-    return found
-
-
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_experts_with_adapters(name, tmp_path):
     """An adapter whose values have changed since the last call, too."""
     model = made(name, tmp_path)
-    assert mine(model) == [theirs(model, ids) for ids in PROMPTS]
+    assert halfbyte_greedy(model, PROMPTS, 12) == [transformers_greedy(model, ids, 12) for ids in PROMPTS]
     engine = StaticEngine(model, ["default"], 32, None)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "lora_B" in key:
                 parameter.mul_(-3)
     assert engine.renew(model)
-    changed = [theirs(model, ids) for ids in PROMPTS]
-    assert mine(model) == changed
+    changed = [transformers_greedy(model, ids, 12) for ids in PROMPTS]
+    assert halfbyte_greedy(model, PROMPTS, 12) == changed
     with model.disable_adapter():
-        base = [theirs(model, ids) for ids in PROMPTS]
-    assert mine(model, adapter=None) == base != changed
+        base = [transformers_greedy(model, ids, 12) for ids in PROMPTS]
+    assert halfbyte_greedy(model, PROMPTS, 12, adapter=None) == base != changed
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Glm4Moe"])
@@ -82,12 +67,12 @@ def test_each_row_uses_its_own_adapter(name, tmp_path):
     expected = {}
     for adapter in ("default", "second"):
         model.set_adapter(adapter)
-        expected[adapter] = theirs(model, PROMPTS[0])
+        expected[adapter] = transformers_greedy(model, PROMPTS[0], 12)
     with model.disable_adapter():
-        expected[None] = theirs(model, PROMPTS[0])
+        expected[None] = transformers_greedy(model, PROMPTS[0], 12)
     assert len(set(map(tuple, expected.values()))) == 3
     rows = ["second", None, "default", "second"]
-    assert mine(model, [PROMPTS[0]] * 4, adapter=rows) == [expected[row] for row in rows]
+    assert halfbyte_greedy(model, [PROMPTS[0]] * 4, 12, adapter=rows) == [expected[row] for row in rows]
 
 
 @pytest.mark.sampled(8)
@@ -95,7 +80,7 @@ def test_each_row_uses_its_own_adapter(name, tmp_path):
 def test_rollouts(name, tmp_path):
     """While a run counts how often experts are chosen, in training."""
     model = made(name, tmp_path)
-    expected = [theirs(model, ids, 20) for ids in PROMPTS]
+    expected = [transformers_greedy(model, ids, 20) for ids in PROMPTS]
     notices.reset_notices()
     with routers.track_routers(model.train(), balanced=False) as counted:
         found = Rollouts(model, rows=2).generate(PROMPTS, max_new_tokens=20, sampling=Sampling(), stops=[])
@@ -119,7 +104,7 @@ def test_a_captured_step_sees_new_adapters_in_the_same_memory(tmp_path):
 def falls_back(model):
     notices.reset_notices()
     found = generation.generate(model, PROMPTS, max_new_tokens=8, stops=[])
-    assert found == [theirs(model, ids, 8) for ids in PROMPTS]
+    assert found == [transformers_greedy(model, ids, 8) for ids in PROMPTS]
     (said,) = [text for key, text in notices.notices_so_far().items() if key.startswith("generation")]
     return said
 

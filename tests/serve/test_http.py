@@ -95,27 +95,19 @@ def test_a_request_is_answered(ask):
 @pytest.mark.parametrize(
     ("sent", "status", "message"),
     [
-        (b"\0\1\2\r\n\r\n", 400, "HTTP/1.1"),
         (b"GET\r\n\r\n", 400, "HTTP/1.1"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\xaa" * 64 + b"\r\n", 400, "HTTP/1.1"),  # https
         (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
-        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, "Host"),
         (b"GET /health HTTP/1.1\r\nhost: localhost\r\na: " + b"x" * 70_000, 431, "HTTP/1.1"),
-        (b"GET /" + b"x" * 70_000, 431, "HTTP/1.1"),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\nna\0me: x\r\n\r\n", 400, "HTTP/1.1"),
-        ("GET /\u20ac HTTP/1.1\r\nhost: localhost\r\n\r\n".encode(), 400, "HTTP/1.1"),
         (b"GET /%00%ff%0a HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 404, r"GET /\x00"),
-        (b"BREW / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 404, "BREW"),
         (b"GET /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 405, "Method Not Allowed"),
-        (HEAD + b"content-length: -1\r\n\r\n", 400, "Content-Length"),
         (HEAD + b"content-length: 1e3\r\n\r\n", 400, "Content-Length"),
-        (HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}", 400, "Content-Length"),
         (HEAD + b"transfer-encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400, "HTTP/1.1"),
         (HEAD + CLOSE + b"transfer-encoding: chunked\r\n\r\n" + b"2\r\n{}\r\n0\r\n\r\n", 400, "model: Field required"),
         (HEAD + b"expect: 100-continue\r\ncontent-length: 200000\r\n\r\n", 413, "100000 bytes"),
         (HEAD + b"upgrade: websocket\r\nconnection: upgrade, close\r\n" + b"content-length: 2\r\n\r\n{}", 400, "model"),
-        (whole(b""), 400, "body: Invalid JSON"),
         (whole(BODY, HEAD.replace(b"localhost", b"evil.example")), 400, "'evil.example'"),
         (whole(BODY, HEAD.replace(b"application/json", b"text/plain")), 415, "application/json"),
     ],
@@ -205,39 +197,12 @@ MESSAGES = st.lists(
     ),
     max_size=3,
 )
-FIELDS = st.dictionaries(
-    st.sampled_from(
-        [
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "chat_template_kwargs",
-            "n",
-            "seed",
-            "stop",
-            "stream",
-            "stream_options",
-            "user",
-            "metadata",
-            "max_completion_tokens",
-            "logprobs",
-            "top_logprobs",
-            "store",
-            "tools",
-            "tool_choice",
-            "response_format",
-            "logit_bias",
-            "best_of",
-            "echo",
-            "service_tier",
-            "x",
-        ]
-    ),
-    VALUES,
-    max_size=3,
-)
+NAMES = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs", "n", "seed", "stop", "stream",
+    "stream_options", "user", "metadata", "max_completion_tokens", "logprobs", "top_logprobs", "store", "tools",
+    "tool_choice", "response_format", "logit_bias", "best_of", "echo", "service_tier", "x",
+)  # fmt: skip
+FIELDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +216,7 @@ def client(base_folder):
         yield client
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     path=st.sampled_from(["/v1/chat/completions", "/v1/completions"]),
     fields=FIELDS,
@@ -272,7 +237,7 @@ def test_any_body_is_answered_or_refused(client, path, fields, own):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_refused(client, body):
     answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
