@@ -198,9 +198,9 @@ MESSAGES = st.lists(
     max_size=3,
 )
 NAMES = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs", "n", "seed", "stop", "stream",
-    "stream_options", "user", "metadata", "max_completion_tokens", "logprobs", "top_logprobs", "store", "tools",
-    "tool_choice", "response_format", "logit_bias", "best_of", "echo", "service_tier", "x",
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs", "n", "seed", "stop",
+    "stream", "stream_options", "user", "metadata", "max_completion_tokens", "logprobs", "top_logprobs", "store",
+    "tools", "tool_choice", "response_format", "logit_bias", "best_of", "echo", "service_tier", "x",
 )  # fmt: skip
 FIELDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3)
 

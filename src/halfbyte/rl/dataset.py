@@ -102,8 +102,9 @@ class RolloutDataset:
     def __init__(self, rollouts: PolicyRollouts | DistillationRollouts, log: RolloutLog):
         self.rollouts = rollouts
         self.log = log
-        sampler = rollouts.sampler
-        self.correction = ImportanceCorrection(rollouts.config, rollouts.policy.method, sampler.unverified_server)
+        setting = rollouts.config.importance_sampling_correction
+        server = rollouts.sampler.unverified_server
+        self.correction = ImportanceCorrection(setting, rollouts.policy.method, server)
         self.current = None
 
     def micro_batches(

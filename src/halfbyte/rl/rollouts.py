@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..batch import BONUS, CORRECTS
-from ..config import RunConfig
 from ..data.shared_prefix import GIVEN
 from ..generation import Completion
 from ..memory.allocators import free_stream_caches
@@ -36,6 +35,7 @@ class ImportanceCorrection:
     """Importance-sampling correction: rollouts and the training forward round differently.
 
     Args:
+        setting: `importance_sampling_correction`.
         server: the server that samples; None: this process does.
 
     Attributes:
@@ -49,11 +49,11 @@ class ImportanceCorrection:
     corrects: bool
     outside: float
 
-    def __init__(self, config: RunConfig, method: PolicyOptimization, server: ServedRollouts | None):
+    def __init__(self, setting: bool | str, method: PolicyOptimization, server: ServedRollouts | None):
         self.method = method
         self.server = server
-        self.is_automatic = config.importance_sampling_correction == "auto"
-        self.corrects = config.importance_sampling_correction is True or (self.is_automatic and server is not None)
+        self.is_automatic = setting == "auto"
+        self.corrects = setting is True or (self.is_automatic and server is not None)
         self.outside = 0.0
         self._tokens = 0.0
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..batch import CORRECTS, to_device
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..generation import Completion, Rollouts, Sampling
 from ..memory.allocators import GraphMemory, free_stream_caches
 from ..methods.base import CountingCollator
@@ -48,7 +48,7 @@ class TrainedPolicy:
         graphs: the captured steps of the run, which are freed if other work runs out of memory.
     """
 
-    config: RunConfig
+    config: RunKeys
     method: PolicyOptimization
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase

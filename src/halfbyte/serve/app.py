@@ -260,7 +260,12 @@ async def _cancel_on_disconnect(request: HttpRequest, work: Awaitable[Result]) -
     Raises:
         ClientDisconnect: the client disconnected.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -269,11 +274,6 @@ async def _cancel_on_disconnect(request: HttpRequest, work: Awaitable[Result]) -
     finally:
         task.cancel()
         gone.cancel()
-
-
-async def _disconnected(request: HttpRequest) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _request_error(_: HttpRequest, error: Exception) -> Response:

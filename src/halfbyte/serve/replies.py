@@ -74,7 +74,11 @@ class Reply:
         log_probs = None
         if self.scored and (scores or key == "message" or not self.chat):
             if self.chat:
-                log_probs = {"content": [_chat_score(score) for score in scores], "refusal": None}
+                content_scores = [
+                    {**_token(score.token, score.log_prob), "top_logprobs": [_token(*pair) for pair in score.likeliest]}
+                    for score in scores
+                ]
+                log_probs = {"content": content_scores, "refusal": None}
             else:
                 log_probs = self._text_scores(row, scores)
         return {"index": row, key if self.chat else "text": content, "logprobs": log_probs, "finish_reason": finish}
@@ -105,10 +109,6 @@ def _by_text(score: TokenScore) -> dict[str, float] | None:
         return None
     likeliest = {token.text: log_prob for token, log_prob in reversed(score.likeliest)}
     return {score.token.text: score.log_prob, **likeliest}
-
-
-def _chat_score(score: TokenScore) -> dict[str, Any]:
-    return {**_token(score.token, score.log_prob), "top_logprobs": [_token(*pair) for pair in score.likeliest]}
 
 
 def _token(token: TokenText, log_prob: float | None) -> dict[str, Any]:

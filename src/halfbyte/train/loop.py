@@ -52,6 +52,7 @@ from ..parallel.context import context_shard
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..parallel.shard.model import has_static_gradients
 from ..parallel.shard.optimizer import ReplicatedOptimizer, shard_optimizer
+from ..rl.dataset import RolloutDataset
 from ..runs import checkpoints
 from ..runs.layout import TRAINER_STATE, checkpoint_folder
 from ..runs.manifest import write_manifest
@@ -75,7 +76,7 @@ from .checkpoint import (
     save_weights,
 )
 from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal, skip_if_not_finite
-from .metrics_log import MetricsLog, SampledRows
+from .metrics_log import MetricsLog
 from .sampler import batches
 from .stepper import SharedNumbers, Stepper, with_numbers
 
@@ -133,7 +134,7 @@ class TrainingLoop:
         count_experts: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
         mesh: Mesh = SINGLE_PROCESS,
         fp8_scales: DelayedScaling | None = None,
-        rollouts: SampledRows | None = None,
+        rollouts: RolloutDataset | None = None,
         pipeline_state: PipelineState | None = None,
     ):
         self.config = config

@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import TrainerState
 
 from ..memory.allocators import process_memory, reset_process_peak
 from ..mesh.mesh import AXES, Mesh
 from ..methods.base import Numbers
 from ..parallel.shard.model import sharded
+from ..rl.dataset import RolloutDataset
 from ..runs.metrics import MetricsFile, Window
 from .callbacks import Callbacks
 from .guards import StepGuards
@@ -31,24 +30,6 @@ from .stepper import Stepper
 ASYNCHRONOUS = ("cuda", "xpu")  # device types that execute asynchronously
 BREAKDOWN_INTERVAL = 10  # steps from one time breakdown to the next
 GATHERS, IDLE = "gather_share", "idle_share"
-
-
-class SampledRows(Protocol):
-    """The training rows of a run that samples them, see `rl.dataset.RolloutDataset`."""
-
-    def micro_batches(
-        self, epoch: int, skip: int, state: TrainerState, settle: Callable[[], None]
-    ) -> Iterator[dict[str, Any]]: ...
-
-    def add_step(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> None: ...
-
-    def take_numbers(self) -> dict[str, float]: ...
-
-    def evaluate(self, held_out: Any, state: TrainerState) -> dict[str, float]: ...
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, checkpoint: Path) -> None: ...
 
 
 class MetricsLog:
@@ -70,7 +51,7 @@ class MetricsLog:
         device: torch.device,
         mesh: Mesh,
         grad_scaler: torch.amp.GradScaler,
-        rollouts: SampledRows | None = None,
+        rollouts: RolloutDataset | None = None,
     ):
         self.file = file
         self.callbacks = callbacks
