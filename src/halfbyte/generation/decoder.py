@@ -143,9 +143,9 @@ class AttentionLayer(Layer):
             return None
         norms: Any = [half.norm for half in self.halves]
         norm, post_norm = (module.weight.detach() for module in norms)
-        q_norm, k_norm = (
-            (None, None) if attention.norms is None else (module.weight.detach() for module in attention.norms)
-        )
+        q_norm = k_norm = None
+        if attention.norms is not None:
+            q_norm, k_norm = (module.weight.detach() for module in attention.norms)
         return DecoderLayer(qkv, out, gate_up, down, norm, post_norm, q_norm, k_norm, keys, values, attention.window)
 
 

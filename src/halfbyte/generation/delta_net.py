@@ -96,9 +96,8 @@ class DeltaNet:
             return mixed, gate.unflatten(-1, (module.num_v_heads, -1)), a, b
         qkvz, ba = outputs  # grouped by key head
         values = self.group * module.head_v_dim
-        sections = qkvz.unflatten(-1, (module.num_k_heads, -1)).split(
-            [module.head_k_dim, module.head_k_dim, values, values], -1
-        )
+        widths = [module.head_k_dim, module.head_k_dim, values, values]
+        sections = qkvz.unflatten(-1, (module.num_k_heads, -1)).split(widths, -1)
         query, key, value, gate = (section.flatten(1) for section in sections)
         b, a = (section.flatten(1) for section in ba.unflatten(-1, (module.num_k_heads, -1)).split(self.group, -1))
         return torch.cat([query, key, value], -1), gate.unflatten(-1, (module.num_v_heads, -1)), a, b

@@ -224,9 +224,8 @@ class MoEBlock:
         self._check()
         self.experts = _Experts(block.experts, adapters, dtype)
         parameters = [p for name, p in block.named_parameters() if not name.startswith("experts.")]
-        self.mixed = dtype is not torch.float32 and any(
-            p.is_floating_point() and p.dtype is not dtype for p in parameters
-        )
+        has_other_dtype = any(p.is_floating_point() and p.dtype is not dtype for p in parameters)
+        self.mixed = dtype is not torch.float32 and has_other_dtype
         inside = {name: self._rows(mlp) for name, mlp in self.shared.items()}
         unshared = {name: module for name, module in block.named_children() if name not in self.shared}
         inside |= {

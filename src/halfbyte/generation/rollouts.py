@@ -143,9 +143,8 @@ class Rollouts:
         rows = [Row(group, number, limit) for group, limit in zip(groups, lengths, strict=True) for number in range(n)]
         ends = eos_tokens(self.model) if stops is None else set(stops)
         report_unread_keys(self.model, sampling)
-        longest_first = sorted(
-            rows, key=lambda row: -row.max_tokens
-        )  # long rows must not be left running alone at the end
+        # Long rows must not be left running alone at the end.
+        longest_first = sorted(rows, key=lambda row: -row.max_tokens)
         run = _Generation(longest_first, replace(sampling, seed=None), ends, seed)
         try:
             decoder, batch = self._ready(rows, name)
@@ -191,9 +190,7 @@ class Rollouts:
         if decoder.pages < target_pages or decoder.seats < seats:
             max_pages = max((memory - seats * decoder.state_bytes) // decoder.page_bytes, decoder.pages)
             if max_pages < min_pages:
-                needed, available = (
-                    f"{count * decoder.page_bytes / 2**30:.2f} GiB" for count in (min_pages, max_pages)
-                )
+                needed, available = (f"{n * decoder.page_bytes / 2**30:.2f} GiB" for n in (min_pages, max_pages))
                 raise ModelError(
                     f"a row of {longest} tokens needs {needed} of key-value cache, and only {available} are available",
                     "raise memory_gib, lower max_new_tokens, or use kv_cache: fp8",

@@ -170,7 +170,7 @@ def _copy_to_host(tokens: Tensor) -> Callable[[], list[int]]:
 def new_tokens(
     model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: Lengths, default: int = DEFAULT_MAX_NEW_TOKENS
 ) -> list[int]:
-    """Return the maximum number of new tokens of each prompt: `asked`, or up to `most` within the model's positions.
+    """Return the limit of new tokens of each prompt: `max_new_tokens`, or up to `default` within the model's positions.
 
     Raises:
         ModelError: a prompt is empty or too long, or has tokens outside the vocabulary.
@@ -199,7 +199,7 @@ def new_tokens(
 
 
 def too_long(tokens: int, max_new_tokens: int | None, limit: int, subject: str = "a prompt") -> ModelError:
-    """Return the error for a prompt of `tokens` tokens and `asked` new ones (None: at least one)."""
+    """Return the error for a prompt of `tokens` tokens and `max_new_tokens` new ones (None: at least one)."""
     if max_new_tokens is None or tokens >= limit:
         message = f"{subject} of {tokens} tokens leaves no room for an answer in the model's {limit} positions"
         return ModelError(message, "shorten the prompt (/reset in chat)")

@@ -195,7 +195,7 @@ class Schedule:
         return admission
 
     def _has_room(self, count: int) -> bool:
-        """Return whether `wanted` pages plus headroom are free; the headroom prevents immediate preemption."""
+        """Return whether `count` pages plus headroom are free; the headroom prevents immediate preemption."""
         if self.seated:
             return self.pages.free >= count + 1 + len(self.seated) // 8
         while self.pages.free < count and self._drop_prompt():

@@ -196,9 +196,7 @@ def _answers_as_alone(model: Any, adapter: str | None, tokens: Tensor, padding: 
     for at in range(PROBE_STEPS):
         token = row[:, at % row.shape[1]]
         pairs.append((alone.step(token), batched.step(torch.cat([token, neighbour[:, at]]))))
-    largest = max(
-        float((alone_logits[0] - batched_logits[0]).abs().max() / alone_logits[0].abs().max())
-        for alone_logits, batched_logits in pairs
-    )
+    differences = ((single[0] - batch[0]).abs().max() / single[0].abs().max() for single, batch in pairs)
+    largest = max(map(float, differences))
     exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
     return largest <= (ROUNDING if exact else ROUNDING_16_BITS)

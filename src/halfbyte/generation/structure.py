@@ -38,7 +38,12 @@ def structure_of(causal: Any) -> list[Any]:
     for name, module in _modules(causal, ""):
         if not isinstance(module, BaseTunerLayer):  # their readers check the parts that they read
             _check_forward(name, module)
-        constants = _tensors(module) if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) else _own(module)
+        constants: list[Any] = []
+        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            public = [(key, value) for key, value in vars(module).items() if key[0] != "_" and key not in MODES]
+            constants = [(key, value) for key, value in public if type(value) in CONSTANTS]
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        constants += [(key, _address(tensor)) for key, tensor in tensors if tensor is not None]
         structure.append((name, module if name else None, constants))
     return structure
 
@@ -51,46 +56,26 @@ def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _modules(child, f"{name}.{key}" if name else key)
 
 
-def _own(module: nn.Module) -> list[Any]:
-    """Return a module's constants, and where its tensors are."""
-    named = vars(module).items()
-    constants = [
-        (key, value) for key, value in named if type(value) in CONSTANTS and key[0] != "_" and key not in MODES
-    ]
-    return constants + _tensors(module)
-
-
-def _tensors(module: nn.Module) -> list[Any]:
-    """Return where a module's tensors are."""
-    tensors = [*module._parameters.items(), *module._buffers.items()]
-    return [(key, _place(tensor)) for key, tensor in tensors if tensor is not None]
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _address(tensor: torch.Tensor) -> tuple[Any, ...]:
     plain = type(tensor.data) is torch.Tensor  # quantized tensors have no address of their own
     return tensor.data_ptr() if plain else id(tensor), tensor.dtype, tensor.shape
 
 
 def _check_forward(name: str, module: nn.Module) -> None:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    if any(not _is_routers(hook) for hook in hooks):
+    functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
+    # The hooks of `modeling.routers` are inactive in generation.
+    if not all(isinstance(getattr(function, "__self__", None), Routers) for function in functions):
         raise Unsupported(f"{name or type(module).__name__} has hooks")
     forward = vars(module).get("forward")
     is_supported = is_bound(module) or is_ours(forward) or _is_halfbytes(forward)
-    if (
-        forward is not None and not is_supported and "_original_forward" not in vars(module)
-    ):  # set by accelerate's autocast
+    has_autocast = "_original_forward" in vars(module)  # accelerate's
+    if forward is not None and not is_supported and not has_autocast:
         raise Unsupported(f"{name or type(module).__name__} has a forward of its own")
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     defined = getattr(vars(owner)["forward"], "__module__", owner.__module__)
     if defined != owner.__module__ and defined.partition(".")[0] not in ("torch", "transformers", "halfbyte"):
         raise Unsupported(f"the forward of {owner.__name__} was replaced by {defined}'s")
-
-
-def _is_routers(hook: Any) -> bool:
-    """Return whether a hook is one of `modeling.routers`, which are inactive in generation."""
-    function = hook.func if isinstance(hook, partial) else hook
-    return isinstance(getattr(function, "__self__", None), Routers)
 
 
 def _is_halfbytes(forward: Any) -> bool:

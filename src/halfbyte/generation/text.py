@@ -100,10 +100,9 @@ class Text:
             self.stopped = True
             return text[: min(starts)]
         longest = max((len(stop) - 1 for stop in self.stops), default=0)
-        suffixes = (
-            n for n in range(min(len(text), longest), 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)
-        )
-        final = len(text) - next(suffixes, 0)
+        lengths = range(min(len(text), longest), 0, -1)
+        held = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
+        final = len(text) - held
         self.held = text[final:]
         return text[:final]
 

@@ -198,13 +198,8 @@ class VllmServer:
         seed: int,
     ) -> dict[str, Any]:
         """Build a request that sets every sampling field, overriding the model's generation_config.json."""
-        body: dict[str, Any] = {
-            "model": model,
-            "prompt": list(prompt),
-            "n": n,
-            "max_tokens": max_new_tokens,
-            "seed": seed,
-        }
+        body: dict[str, Any] = {"model": model, "prompt": list(prompt), "n": n}
+        body |= {"max_tokens": max_new_tokens, "seed": seed}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         body |= {"min_p": sampling.min_p, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         body |= {"stop_token_ids": list(stops), "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
@@ -231,9 +226,8 @@ class VllmServer:
         if not _is_list_of(ids, int) or not _is_list_of(prompt_ids, int):
             raise self._wrong("returns no token ids", OLD_SERVER)
         if prompt_ids != list(prompt):
-            raise self._wrong(
-                f"read {len(prompt_ids)} tokens, or different ones, for a prompt of {len(prompt)}", self.start
-            )
+            problem = f"read {len(prompt_ids)} tokens, or different ones, for a prompt of {len(prompt)}"
+            raise self._wrong(problem, self.start)
         has_log_probs = _is_list_of(logs, float, int) and all(map(math.isfinite, logs))
         if not has_log_probs or len(logs) != len(ids) or not ids:
             raise self._wrong(f"does not return a log-probability for each token: {_error_text(choice)}", OLD_SERVER)

@@ -60,7 +60,7 @@ def exact(column: str, completions: Sequence[Completion], **columns: Any) -> Rew
 
 
 def length(limit: int, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
-    """Return 0 for an answer of up to `most` tokens, −1 for a longer one."""
+    """Return 0 for an answer of up to `limit` tokens, −1 for a longer one."""
     return [-float(len(ids) > limit) for ids in completion_ids]
 
 
@@ -72,7 +72,7 @@ def soft_overlong(longest: int, cache: int, completion_ids: Sequence[Sequence[in
 
 
 def repetition(size: int, max_penalty: float, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
-    """Return `most` (at most 0) times the share of repeated `size`-grams in the answer (arXiv:2502.03373, C.2)."""
+    """Return `max_penalty` (≤ 0) times the share of repeated `size`-grams in the answer (arXiv:2502.03373, C.2)."""
     rewards: Rewards = []
     for ids in completion_ids:
         grams = [tuple(ids[at : at + size]) for at in range(len(ids) - size + 1)]
@@ -113,10 +113,9 @@ def code(column: str, seconds: int, completions: Sequence[Completion], **columns
     """
     limits = sandbox.Limits(seconds=seconds)
     rewards: Rewards = []
-    for completion, column_tests in zip(completions, columns[column], strict=True):
-        tests = (
-            parse_json(column_tests, f"column {column!r}", DataError) if isinstance(column_tests, str) else column_tests
-        )
+    for completion, tests in zip(completions, columns[column], strict=True):
+        if isinstance(tests, str):
+            tests = parse_json(tests, f"column {column!r}", DataError)
         programs = FENCED.findall(text_of(completion))
         passed = [bool(programs) and _passes(programs[-1], test, limits) for test in tests]
         rewards.append(sum(passed) / len(passed) if passed else None)

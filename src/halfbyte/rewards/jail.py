@@ -101,10 +101,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def call(name, *arguments):
     """Call a function of the C library; raises OSError with its name."""
-    converted = [
-        a.encode() if isinstance(a, str) else ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments
-    ]
-    if getattr(libc, name)(*converted) != 0:
+    c_values = [a.encode() if isinstance(a, str) else ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    if getattr(libc, name)(*c_values) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 

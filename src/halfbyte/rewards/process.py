@@ -185,10 +185,10 @@ class WrongRewards(ValueError):
 
 
 def numbers(rewards: Any, rows: int) -> list[float | None]:
-    """Return `found` as a number or None for each of `rows` completions; NaN becomes None.
+    """Return `rewards` as a number or None for each of `rows` completions; NaN becomes None.
 
     Raises:
-        WrongRewards: `found` is something else.
+        WrongRewards: `rewards` is something else.
     """
     try:
         values = list(rewards)

@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
 
 def run(program: str, stdin: bytes = b"", limits: Limits | None = None) -> Outcome:
-    """Run a Python program (standard library only) with `given` on its standard input.
+    """Run a Python program (standard library only) with `stdin` on its standard input.
 
     Raises:
         ConfigError: this machine has no sandbox.

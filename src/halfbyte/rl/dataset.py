@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,19 +50,20 @@ class Generation:
     rows: list[Row]
 
 
+@dataclass
 class RolloutLog:
-    """Records generations: the answers in completions.jsonl, their numbers for metrics.jsonl, notices about rewards."""
+    """Records generations: the answers in completions.jsonl, their numbers for metrics.jsonl, notices about rewards.
 
-    file: MetricsFile  # completions.jsonl
-    monitor: RewardMonitor
-    unrecorded: list[dict[str, float]]  # numbers of the generations since the last record
-    latest: dict[str, float]  # numbers of the current generation
+    Attributes:
+        file: completions.jsonl.
+        unrecorded: numbers of the generations since the last record.
+        latest: numbers of the current generation.
+    """
 
-    def __init__(self, file: MetricsFile):
-        self.file = file
-        self.monitor = RewardMonitor()
-        self.unrecorded = []
-        self.latest = {}
+    file: MetricsFile
+    monitor: RewardMonitor = field(default_factory=RewardMonitor)
+    unrecorded: list[dict[str, float]] = field(default_factory=list)
+    latest: dict[str, float] = field(default_factory=dict)
 
     def add(self, batch: RolloutBatch, rows: Sequence[Row], step: int) -> None:
         """Record a generation, whose first step is number `step`, with its training rows in the order of `batch`."""
@@ -87,25 +88,23 @@ class RolloutLog:
         return numbers
 
 
+@dataclass
 class RolloutDataset:
     """The sampled rows of a run, for the training loop.
 
-    Args:
+    Attributes:
         rollouts: samples, scores and converts answers.
+        current: the generation that the run is training on.
     """
 
     rollouts: PolicyRollouts | DistillationRollouts
-    correction: ImportanceCorrection
     log: RolloutLog
-    current: Generation | None
+    current: Generation | None = None
 
-    def __init__(self, rollouts: PolicyRollouts | DistillationRollouts, log: RolloutLog):
-        self.rollouts = rollouts
-        self.log = log
-        setting = rollouts.config.importance_sampling_correction
-        server = rollouts.sampler.unverified_server
-        self.correction = ImportanceCorrection(setting, rollouts.policy.method, server)
-        self.current = None
+    def __post_init__(self) -> None:
+        setting = self.rollouts.config.importance_sampling_correction
+        server = self.rollouts.sampler.server
+        self.correction = ImportanceCorrection(setting, self.rollouts.policy.method, server)
 
     def micro_batches(
         self, epoch: int, skip: int, state: TrainerState, settle: Callable[[], None]

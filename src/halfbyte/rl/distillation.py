@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,23 +23,23 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
+@dataclass
 class DistillationRollouts:
     """Samples the answers of `gkd`, whose training rows are prompts with answers only.
 
-    Args:
+    Attributes:
         prompts: rows of the training set.
+        end_token: ends an answer of the data.
     """
 
     sampler: AnswerSampler
     prompts: Dataset
-    end_token: int  # ends an answer of the data
+    end_token: int = field(init=False)
 
-    def __init__(self, sampler: AnswerSampler, prompts: Dataset):
-        self.sampler = sampler
-        self.policy = sampler.policy
-        self.config = sampler.policy.config
-        self.prompts = prompts
-        tokenizer = sampler.policy.tokenizer
+    def __post_init__(self) -> None:
+        self.policy = self.sampler.policy
+        self.config = self.policy.config
+        tokenizer = self.policy.tokenizer
         ends = turn_end(tokenizer) if tokenizer.chat_template else []
         self.end_token = tokenizer.convert_tokens_to_ids(ends[0]) if ends else tokenizer.eos_token_id
 

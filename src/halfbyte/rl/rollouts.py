@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,11 @@ class ImportanceCorrection:
             )
 
 
+@dataclass
 class PolicyRollouts:
     """Samples the answers of `grpo` and `rloo`, scores them and makes training rows of them.
 
-    Args:
+    Attributes:
         prompts: rows of the training set.
         shares_prompts: whether adjacent answers share their prompt in training.
     """
@@ -96,13 +98,9 @@ class PolicyRollouts:
     rewards: Rewards
     shares_prompts: bool
 
-    def __init__(self, sampler: AnswerSampler, prompts: Dataset, rewards: Rewards, shares_prompts: bool):
-        self.sampler = sampler
-        self.policy = sampler.policy
-        self.config = sampler.policy.config
-        self.prompts = prompts
-        self.rewards = rewards
-        self.shares_prompts = shares_prompts
+    def __post_init__(self) -> None:
+        self.policy = self.sampler.policy
+        self.config = self.policy.config
 
     # --- answers and rewards -----------------------------------------------------------------------------------------
 

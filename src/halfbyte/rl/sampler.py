@@ -90,33 +90,26 @@ class SampledAnswers(NamedTuple):
     seconds: float
 
 
+@dataclass
 class AnswerSampler:
     """Samples answers from the policy's current weights.
 
-    Args:
+    Attributes:
         engine: samples the tokens, in this process or on a server.
         stops: tokens that end an answer.
         plan: the planned memory of rollouts; None: the engine takes free memory.
+        is_verified: whether a server's weights were compared with the policy's.
     """
 
     policy: TrainedPolicy
     engine: Rollouts | ServedRollouts
     stops: list[int]
-    plan: RolloutPlan | None
-    unverified_server: ServedRollouts | None  # a server whose weights are not yet compared with the policy's
+    plan: RolloutPlan | None = None
+    is_verified: bool = False
 
-    def __init__(
-        self,
-        policy: TrainedPolicy,
-        engine: Rollouts | ServedRollouts,
-        stops: list[int],
-        plan: RolloutPlan | None = None,
-    ):
-        self.policy = policy
-        self.engine = engine
-        self.stops = stops
-        self.plan = plan
-        self.unverified_server = engine if isinstance(engine, ServedRollouts) else None
+    @property
+    def server(self) -> ServedRollouts | None:
+        return self.engine if isinstance(self.engine, ServedRollouts) else None
 
     @waiting("sampling answers")
     def sample(self, prompts: Sequence[Sequence[int]], n: int, keys: Sequence[int], generation: int) -> SampledAnswers:
@@ -130,10 +123,9 @@ class AnswerSampler:
         self.policy.model.eval()
         completions = self.policy.between_steps(partial(self._generate, prompts, n, keys, generation))
         seconds = time.perf_counter() - start
-        if self.unverified_server is not None:
+        if self.server is not None and not self.is_verified:
             repeated = [prompt for prompt in prompts for _ in range(n)]
-            if self._matches_server(self.unverified_server, repeated, completions):
-                self.unverified_server = None
+            self.is_verified = self._matches_server(self.server, repeated, completions)
         decode = self.policy.tokenizer.decode
         texts = [str(decode(completion.ids, skip_special_tokens=True)) for completion in completions]
         return SampledAnswers(completions, texts, seconds)
@@ -183,5 +175,5 @@ class AnswerSampler:
     def close(self) -> None:
         """Free the engine's memory, or unload the adapter from the server."""
         self.engine.free()
-        if isinstance(self.engine, ServedRollouts):
-            self.engine.close()
+        if self.server is not None:
+            self.server.close()
