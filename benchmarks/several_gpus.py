@@ -73,7 +73,7 @@ class Results:
 
 def alone(mesh: Mesh) -> Mesh:
     """Return the mesh of one process on this rank's device."""
-    return replace(SINGLE_PROCESS, local=mesh.local, kind=mesh.kind)
+    return replace(SINGLE_PROCESS, local=mesh.local, device_type=mesh.kind)
 
 
 class Training:
@@ -268,7 +268,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
     require_gpu()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    with present_mesh(kind="cuda") as mesh:
+    with present_mesh(device_type="cuda") as mesh:
         results = Results(mesh, given.json)
         for part in given.parts:
             PARTS[part](mesh, results)

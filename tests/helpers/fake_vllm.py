@@ -31,7 +31,7 @@ class FakeVllm:
     def __init__(self, folder, name=None, processed=False, faults=()):
         self.folder, self.name, self.processed, self.faults = folder, name or str(folder), processed, {*faults}
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.adapters, self.cached, self.asked, self.loads, self.unloads = {}, {}, [], [], []
+        self.adapters, self.cached, self.level, self.loads, self.unloads = {}, {}, [], [], []
         self.longest, self.keys, self.most_rank, self.lock = 2048, set(), 16, threading.Lock()
         self.base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -85,7 +85,7 @@ class FakeVllm:
         return 200, f"Success: LoRA adapter '{name}' removed successfully."
 
     def complete(self, body):
-        self.asked.append(body)
+        self.level.append(body)
         if "slow" in self.faults:
             time.sleep(1)
         with self.lock:

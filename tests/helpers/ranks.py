@@ -96,7 +96,7 @@ def _rank(rank, size, kind, port, pipe, path):
     torch.set_num_threads(1)
     _cheapen()
     modules = {}
-    with present_mesh(kind=kind) as mesh:
+    with present_mesh(device_type=kind) as mesh:
         while (task := pipe.recv()) is not None:
             file, name, args, layout = task
             torch.manual_seed(0)

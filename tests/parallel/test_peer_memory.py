@@ -91,5 +91,5 @@ def test_peer_memory_is_released_before_exit(monkeypatch):
     peer_memory._outcomes.append(True)
     held = peer_memory.PeerTensors([[OWN[0], OTHER[0]]])
     peer_memory.release_peer_memory(lambda: said.append("waited"))
-    assert held.each == [[]]
+    assert held.by_tensor == [[]]
     assert said == ["waited", "collected"]

@@ -113,7 +113,7 @@ def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahe
     how = {"width": SHAPE["hidden_size"], "dtype": torch.float32, "device": torch.device("cpu"), "ahead": ahead}
     pipeline = Pipeline(mesh, schedule, stage_seconds(parts, seconds, end), **how)
     set_verified_head(model, head)
-    stages = LocalStages(model, parts, pipeline.own)
+    stages = LocalStages(model, parts, pipeline.local_stages)
     if activations is not None:
         patch(model, activations)
     scaler = torch.amp.GradScaler("cpu", enabled=False)

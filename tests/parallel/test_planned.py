@@ -105,7 +105,7 @@ def test_planned_stages_equal_the_partition(name):
     assert [stage.has_head for stage in found.stages] == [False, True]
     frozen = frozen_of(model)
     together = sum(frozen.share(stage, Parallel(pipeline=2)) for stage in found.stages)
-    assert together == frozen.share(WHOLE, Parallel()) + frozen.embedding + frozen.rest
+    assert together == frozen.share(WHOLE, Parallel()) + frozen.embedding + frozen.replicated
     assert found.stages[0].in_flight >= found.stages[1].in_flight >= 1
     named = [(name, each) for name, each in causal_lm_of(model).named_parameters() if not each.requires_grad]
     for process, stage in enumerate(found.stages):
@@ -171,7 +171,7 @@ def host_numbers(mesh, ranks_on_host):
         patched.setattr(allocators, "available_bytes", lambda: 1000 - mesh.rank)
         if ranks_on_host is not None:
             patched.setenv("LOCAL_WORLD_SIZE", str(ranks_on_host))
-        return preflight._on_host(mesh, mesh.layout), preflight._free_host_bytes(mesh)
+        return preflight._ranks_per_host(mesh, mesh.layout), preflight._free_host_bytes(mesh)
 
 
 def test_ranks_of_a_host_share_its_memory(two):

@@ -46,8 +46,8 @@ def test_every_stage_computes_every_micro_batch_once(name, chunks, ranks, batche
     orders = schedule.actions(batches)
     done = [action for order in orders for action in order]
     each = [(stage, batch) for stage in range(schedule.stages) for batch in range(batches)]
-    assert sorted((a.stage, a.batch) for a in done if a.kind == "F") == each
-    assert sorted((a.stage, a.batch) for a in done if a.kind in "BI") == each
+    assert sorted((a.stage, a.batch) for a in done if a.operation == "F") == each
+    assert sorted((a.stage, a.batch) for a in done if a.operation in "BI") == each
     assert sorted(a.stage for rank in range(ranks) for a in set(orders[rank])) == sorted(a.stage for a in done)
     assert sorted(stage for rank in range(ranks) for stage in schedule.stages_of(rank)) == list(range(schedule.stages))
 
@@ -71,11 +71,11 @@ def test_messages_do_not_deadlock(name, chunks, ranks):
     between = sum(one != other for one, other in pairwise(owners(schedule)))
     for ahead in (False, True) * 3:
         programs_ = add_messages(schedule.actions(2 * ranks), some_seconds(random, schedule), ahead=ahead)
-        lines = [[action for action in line if " " in action.kind] for line in programs_]
+        lines = [[action for action in line if " " in action.operation] for line in programs_]
         assert sum(map(len, lines)) == 2 * 2 * 2 * ranks * between
         while any(lines):
             heads = [line[0] for line in lines if line]
-            met = next((each for each in heads if each.kind.startswith("send") and taker(each) in heads), None)
+            met = next((each for each in heads if each.operation.startswith("send") and taker(each) in heads), None)
             assert met, lines
             for line in lines:
                 if line and line[0] in (met, taker(met)):
@@ -84,7 +84,7 @@ def test_messages_do_not_deadlock(name, chunks, ranks):
 
 def taker(send):
     """Return the receive of a send."""
-    way = send.kind[-1]
+    way = send.operation[-1]
     return Action(f"receive {way}", send.stage + (1 if way == "F" else -1), send.batch)
 
 
@@ -111,7 +111,7 @@ def step_seconds(lines, seconds, owner, ahead):
 
     def do(rank, action):
         """Run the action if its input is ready; returns whether it is."""
-        kind, _, way = action.kind.partition(" ")
+        kind, _, way = action.operation.partition(" ")
         if way:
             message = taker(action) if kind == "send" else action
             ends = frozenset((owner[message.stage], owner[message.stage + (-1 if way == "F" else 1)]))
@@ -120,7 +120,7 @@ def step_seconds(lines, seconds, owner, ahead):
         of, from_stage = seconds[action.stage], action.stage + (-1 if kind == "F" else 1)
         needed = 0.0
         if kind != "W" and 0 <= from_stage < len(seconds) and owner[from_stage] != rank:
-            needed = here.get(action._replace(kind=f"receive {'F' if kind == 'F' else 'B'}"))
+            needed = here.get(action._replace(operation=f"receive {'F' if kind == 'F' else 'B'}"))
         if needed is None:
             return False
         recompute = of.recompute if ahead and kind in "BI" else 0.0

@@ -58,7 +58,7 @@ def test_a_plan_counts_the_state_of_one_rank(layout, slices):
     plan = planned(FULL | {"optim_offload": True}, layout=layout)
     assert plan.host == {"optim_offload": state_bytes() // slices}
     assert plan.host_share == 100 * GIB // layout.size
-    assert planned(FULL | {"optim_offload": True}, layout=layout, on_host=1).host_share == 100 * GIB
+    assert planned(FULL | {"optim_offload": True}, layout=layout, ranks_per_host=1).host_share == 100 * GIB
     assert planned(FULL | {"optim": "paged_adamw_32bit"}, layout=layout).host.keys() == {"optim"}
     assert planned(FULL, layout=layout).host == {}
 
@@ -71,7 +71,7 @@ def test_a_run_fits_only_if_all_ranks_fit_the_host(free):
     plan = planned(keys, layout=layout)
     assert plan.fits_device
     assert not plan.fits
-    assert planned(keys, layout=layout, on_host=2).fits
+    assert planned(keys, layout=layout, ranks_per_host=2).fits
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tests.helpers.planned_steps import layer_of
 
 GIB = 2**30
 GRADIENTS = 5 * 2**20  # of a layer
-MOMENTS = {"before": 0, "head": 384 * 2**20, "others": 0, "accumulated": False}
+MOMENTS = {"initial": 0, "head": 384 * 2**20, "table_gradients": 0, "accumulated": False}
 
 
 def peak_of(shape: LayerCost, levels, **moments) -> int:
@@ -81,7 +81,7 @@ def test_small_models_stay_in_cuda_graphs():
 def test_8b_peak_at_keep_matches_the_measurement(layer_8b):
     """benchmarks.step at 4×2048: 34.1 GiB, including 6.0 of weights, adapters and optimizer state."""
     before = 148 * 2**20  # the first layer's input, and the adapters in 16 bits
-    assert peak_of(layer_8b, ("keep",) * 32, before=before) / GIB == pytest.approx(34.1 - 6.0, rel=0.02)
+    assert peak_of(layer_8b, ("keep",) * 32, initial=before) / GIB == pytest.approx(34.1 - 6.0, rel=0.02)
 
 
 def test_choose_returns_the_fastest_mix_that_fits(layer_8b):
@@ -125,7 +125,7 @@ def test_bytes_of_long_rows_lie_on_a_line(monkeypatch):
 def test_peak_of_two_layers_by_hand():
     """Two layers by hand: forward of the second, the head, backward of the second and of the first."""
     layers = [LayerBytes(10, 1, 2), LayerBytes(20, 7, 3)]
-    found = functools.partial(peak, layers, before=5, gradients=[1, 2], others=4)
+    found = functools.partial(peak, layers, initial=5, gradients=[1, 2], table_gradients=4)
     assert found(head=0, accumulated=True) == 5 + 10 + 20 + 7 + 7
     assert found(head=9, accumulated=True) == 5 + 10 + 20 + 9 + 7
     assert found(head=9, accumulated=False) == max(5 + 30 + 9, 5 + 30 + 3 + 4 + 2, 5 + 10 + 2 + 7)

@@ -119,13 +119,13 @@ def memory_cap(device: torch.device, limit: int | None) -> Iterator[None]:
         yield
         return
     free_cached_memory(device)
-    before = torch.cuda.get_per_process_memory_fraction(device)
+    previous = torch.cuda.get_per_process_memory_fraction(device)
     share = (limit + torch.cuda.memory_reserved(device)) / torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(share, before), device)
+    torch.cuda.set_per_process_memory_fraction(min(share, previous), device)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
+        torch.cuda.set_per_process_memory_fraction(previous, device)
 
 
 class GraphMemory:

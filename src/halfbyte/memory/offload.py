@@ -162,7 +162,8 @@ class Offload:
             return tensor.detach()
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot capture offloaded activations, which are copied on another stream")
-        memory = next((each for each in self._outgoing if _is_copy_of(each, flat)), None) or self._send(flat)
+        sent = next((outgoing for outgoing in self._outgoing if _is_copy_of(outgoing, flat)), None)
+        memory = sent or self._send(flat)
         memory.views += 1
         return _View(memory, tensor.shape, tensor.stride())
 
@@ -197,8 +198,8 @@ class Offload:
 
     def _send(self, flat: Tensor) -> _Offloaded:
         compute = torch.cuda.current_stream(self.device)
-        slab, taken = self._host.take(flat.nbytes)
-        host = taken.view(flat.dtype)
+        slab, host_bytes = self._host.take(flat.nbytes)
+        host = host_bytes.view(flat.dtype)
         self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
             host.copy_(flat, non_blocking=True)
@@ -209,7 +210,7 @@ class Offload:
         self._layer_bytes += flat.nbytes
         self._in_flight = max(self._in_flight, self._layer_bytes)
         self._outgoing.append(memory)
-        while sum(each.nbytes for each in self._outgoing) > self._in_flight:
+        while sum(outgoing.nbytes for outgoing in self._outgoing) > self._in_flight:
             self._release(self._outgoing.popleft(), compute)
         return memory
 

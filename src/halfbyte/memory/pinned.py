@@ -100,15 +100,15 @@ class HostMemory:
         self,
         runtime: Callable[[], Any] = torch.cuda.cudart,
         clear_error: Callable[[], None] = _clear_error,
-        after: AfterCapture | None = None,
+        deferrals: AfterCapture | None = None,
     ):
-        self.runtime, self.clear_error, self.after = runtime, clear_error, after or AfterCapture()
+        self.runtime, self.clear_error, self.deferrals = runtime, clear_error, deferrals or AfterCapture()
         self._held: dict[int, tuple[Tensor, int]] = {}  # address → buffer and reference count
 
     @property
     def nbytes(self) -> int:
         """Registered bytes."""
-        with self.after.lock:
+        with self.deferrals.lock:
             return sum(buffer.nbytes for buffer, _ in self._held.values())
 
     def pin(self, buffer: Tensor) -> Tensor:
@@ -117,10 +117,10 @@ class HostMemory:
         Raises:
             TrainingError: the host does not have enough memory, or may not pin it (ulimit -l).
         """
-        self.after.settle()
-        with self.after.lock:
+        self.deferrals.settle()
+        with self.deferrals.lock:
             self._pin(buffer)
-        self.after.settle()
+        self.deferrals.settle()
         return buffer
 
     def _pin(self, buffer: Tensor) -> None:
@@ -144,7 +144,7 @@ class HostMemory:
         Args:
             settle: blocks until nothing reads or writes the buffers; None: synchronize the device.
         """
-        self.after.do(partial(self._unpin, list(buffers), settle or torch.cuda.synchronize))
+        self.deferrals.do(partial(self._unpin, list(buffers), settle or torch.cuda.synchronize))
 
     def _unpin(self, buffers: list[Tensor], settle: Callable[[], Any]) -> None:
         addresses = [address for buffer in buffers if (address := self._holder(buffer)) is not None]
@@ -167,4 +167,4 @@ class HostMemory:
 
 
 AFTER_CAPTURE = AfterCapture()
-HOST = HostMemory(after=AFTER_CAPTURE)
+HOST = HostMemory(deferrals=AFTER_CAPTURE)

@@ -51,6 +51,6 @@ def max_int(number: int, group: Any) -> int:
     """Largest of the ranks' numbers, exchanged on the host without a device synchronization."""
     if group is None:
         return number
-    found = torch.tensor(number)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return int(found)
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return int(largest)

@@ -38,7 +38,7 @@ class Mesh:
         rank: this process, from 0.
         layout: degree of each axis.
         local: rank within the host, which is also the device index.
-        kind: device type, "cpu" or "cuda".
+        device_type: device type, "cpu" or "cuda".
         groups: axes → process group of the ranks that differ from this one along those axes only. Exchange tensors
             through these groups only: NCCL takes several hundred MB of a GPU for each group with large messages.
     """
@@ -46,7 +46,7 @@ class Mesh:
     rank: int = 0
     layout: Parallel = ONE
     local: int = 0
-    kind: str = "cpu"
+    device_type: str = "cpu"
     groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -108,32 +108,33 @@ class Mesh:
         named = value if isinstance(value, dict) else {"": value}
         numbers = torch.tensor([*named.values()], dtype=torch.float64)
         wait_for_collective(dist.all_reduce(numbers, operation, group=group, async_op=True), group)
-        found = {name: type(own)(number) for (name, own), number in zip(named.items(), numbers.tolist(), strict=True)}
-        return found if isinstance(value, dict) else found[""]  # type: ignore[return-value]
+        pairs = zip(named.items(), numbers.tolist(), strict=True)
+        reduced = {name: type(original)(number) for (name, original), number in pairs}
+        return reduced if isinstance(value, dict) else reduced[""]  # type: ignore[return-value]
 
     def gather_ints(self, numbers: Sequence[int], axes: tuple[str, ...] = AXES) -> list[list[int]]:
         """Return each rank's integers, equally many on every rank, exchanged on the host."""
         group = self.group(*axes)
         if group is None:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(self.degree(*axes))]
-        wait_for_collective(dist.all_gather(found, own, group=group, async_op=True), group)
-        return [each.tolist() for each in found]
+        local = torch.tensor(numbers, dtype=torch.int64)
+        gathered = [torch.empty_like(local) for _ in range(self.degree(*axes))]
+        wait_for_collective(dist.all_gather(gathered, local, group=group, async_op=True), group)
+        return [numbers.tolist() for numbers in gathered]
 
     def local_first(self, make: Callable[[], T]) -> T:
         """Call `make` on each host's local rank 0 first, then on the other ranks, which hit its cache."""
         if self.size == 1:
             return make()
-        made: list[T] = []
+        values: list[T] = []
         hosts, number = self.sum(int(self.local == 0), AXES), next(_call_numbers)
         if self.local == 0:
             try:
-                made.append(make())
+                values.append(make())
             finally:  # also if `make` raises: the other ranks call it too and raise the same error
                 mark_done(number)
         wait_until_done(number, hosts)
-        return made[0] if made else make()
+        return values[0] if values else make()
 
     def all_equal(self, value: Any) -> bool:
         """Return whether all ranks pass the same value, compared by `repr`."""
@@ -193,26 +194,26 @@ def _groups(sizes: tuple[int, ...]) -> dict[tuple[str, ...], Any]:
     """Create a process group for every set of axes with a degree above 1; sets with the same ranks share a group."""
     ranks = torch.arange(dist.get_world_size()).view(sizes)
     wide = [i for i, size in enumerate(sizes) if size > 1]
-    made: dict[tuple[int, ...], Any] = {}
+    groups: dict[tuple[int, ...], Any] = {}
     for count in range(1, len(wide) + 1):
         for along in itertools.combinations(wide, count):
-            rest = [i for i in range(len(sizes)) if i not in along]
-            rows = ranks.permute(*rest, *along).reshape(-1, torch.Size(sizes[i] for i in along).numel())
+            fixed = [i for i in range(len(sizes)) if i not in along]
+            rows = ranks.permute(*fixed, *along).reshape(-1, torch.Size(sizes[i] for i in along).numel())
             if len(rows) == 1:
-                made[along] = dist.group.WORLD
+                groups[along] = dist.group.WORLD
             else:
-                made[along] = dist.new_subgroups_by_enumeration(rows.tolist())[0]
+                groups[along] = dist.new_subgroups_by_enumeration(rows.tolist())[0]
     every = [_in_order(axes) for count in range(1, len(AXES) + 1) for axes in itertools.combinations(AXES, count)]
-    return {axes: made.get(tuple(i for i in wide if AXES[i] in axes)) for axes in every}
+    return {axes: groups.get(tuple(i for i in wide if AXES[i] in axes)) for axes in every}
 
 
 @contextlib.contextmanager
-def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterator[Mesh]:
+def present_mesh(parallel: Parallel | None = None, device_type: str = "cpu") -> Iterator[Mesh]:
     """Join the processes that the launcher started, for the duration of the context.
 
     Args:
         parallel: layout of the mesh; default: data parallelism.
-        kind: device type, "cpu" or "cuda".
+        device_type: device type, "cpu" or "cuda".
 
     Raises:
         ConfigError: `parallel` has another number of ranks, or the launcher's environment is incomplete.
@@ -222,14 +223,15 @@ def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterato
     if size == 1:
         yield SINGLE_PROCESS.with_layout(parallel or ONE)
         return
-    if kind == "cuda":
+    if device_type == "cuda":
         check_device(local)
         torch.cuda.set_device(local)
     joined_before = dist.is_initialized()
     if not joined_before:  # no `device_id`: it would make every group allocate GPU memory, used or not
         with rendezvous(size):
-            dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=BACKEND_TIMEOUT)
-    mesh = Mesh(dist.get_rank(), Parallel(data=size), local, kind, _groups((1, size, 1, 1, 1)))
+            backend = "cpu:gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, timeout=BACKEND_TIMEOUT)
+    mesh = Mesh(dist.get_rank(), Parallel(data=size), local, device_type, _groups((1, size, 1, 1, 1)))
     yield mesh.with_layout(parallel) if parallel else mesh
     release_peer_memory(mesh.barrier)
     if not joined_before:  # not after an exception: destroying the group would block on the other ranks

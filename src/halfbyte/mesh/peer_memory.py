@@ -29,11 +29,11 @@ class PeerTensors:
     """Tensors of all ranks of a group that this rank may read.
 
     Attributes:
-        each: for each tensor, the ranks' tensors in order, this rank's own included.
+        by_tensor: for each tensor, the ranks' tensors in order, this rank's own included.
     """
 
-    def __init__(self, each: list[list[Tensor]]):
-        self.each = each
+    def __init__(self, by_tensor: list[list[Tensor]]):
+        self.by_tensor = by_tensor
         _mapped.add(self)
 
 
@@ -41,26 +41,26 @@ _mapped: weakref.WeakSet[PeerTensors] = weakref.WeakSet()
 _outcomes: list[bool] = []  # success of each `map_peer_tensors`, equal on all ranks of its group
 
 
-def map_peer_tensors(own: Sequence[Tensor], group: Any) -> tuple[PeerTensors | None, str]:
+def map_peer_tensors(tensors: Sequence[Tensor], group: Any) -> tuple[PeerTensors | None, str]:
     """Map the tensors of all ranks of `group` into this process; all ranks must call it.
 
     Args:
-        own: uint8 [n] each, equal in number and sizes on all ranks, and never written again.
+        tensors: uint8 [n] each, equal in number and sizes on all ranks, and never written again.
 
     Returns:
         The tensors and "", or None and the reason (empty on a CPU) if one rank cannot read another's memory: several
         hosts, no peer access between devices, or no shareable memory. All ranks get the same result.
     """
-    if not own or own[0].device.type != "cuda":
+    if not tensors or tensors[0].device.type != "cuda":
         return None, ""
-    device, coordinate = own[0].device, dist.get_rank(group)
+    device, coordinate = tensors[0].device, dist.get_rank(group)
     torch.cuda.synchronize(device)  # other ranks may read from here on
-    handles = _gather_objects(_share_handles(own, device, group_size(group), coordinate), group)
-    offers = [each[coordinate] for each in handles]
-    found, why = _open_handles(own, offers, coordinate, device)
+    handles = _gather_objects(_share_handles(tensors, device, group_size(group), coordinate), group)
+    offers = [by_rank[coordinate] for by_rank in handles]
+    opened, why = _open_handles(tensors, offers, coordinate, device)
     why = next(filter(None, _gather_objects(why, group)), "")
     _outcomes.append(not why)
-    return (None, why) if why else (PeerTensors(found), "")
+    return (None, why) if why else (PeerTensors(opened), "")
 
 
 def release_peer_memory(barrier: Callable[[], Any]) -> None:
@@ -72,7 +72,7 @@ def release_peer_memory(barrier: Callable[[], Any]) -> None:
     if not any(_outcomes):
         return
     for mapped in list(_mapped):
-        for tensors in mapped.each:
+        for tensors in mapped.by_tensor:
             tensors.clear()
     gc.collect()
     barrier()
@@ -85,20 +85,20 @@ def _gather_objects(value: Any, group: Any) -> list[Any]:
     return values
 
 
-def _share_handles(own: Sequence[Tensor], device: torch.device, degree: int, coordinate: int) -> list[Any]:
+def _share_handles(tensors: Sequence[Tensor], device: torch.device, degree: int, coordinate: int) -> list[Any]:
     """Return the handles for each other rank, or why memory cannot be shared.
 
     Each handle is a reference that keeps the memory allocated until released, so the own rank gets none.
     """
     try:
-        handles = [[reduce_tensor(tensor) for tensor in own] if at != coordinate else [] for at in range(degree)]
+        handles = [[reduce_tensor(tensor) for tensor in tensors] if at != coordinate else [] for at in range(degree)]
     except RuntimeError as error:
         return [_first_line(error)] * degree
-    return [(_host(), device.index, each, own[0][:SAMPLE].tolist()) for each in handles]
+    return [(_host(), device.index, tensor_handles, tensors[0][:SAMPLE].tolist()) for tensor_handles in handles]
 
 
 def _open_handles(
-    own: Sequence[Tensor], offers: Sequence[Any], coordinate: int, device: torch.device
+    tensors: Sequence[Tensor], offers: Sequence[Any], coordinate: int, device: torch.device
 ) -> tuple[list[list[Tensor]], str]:
     """Return the tensors of all ranks, or why they cannot be opened."""
     every: list[Sequence[Tensor]] = []
@@ -107,20 +107,20 @@ def _open_handles(
             return [], offer
         host, index, handles, sample = offer
         if rank == coordinate:
-            every.append(own)
+            every.append(tensors)
             continue
         if host != _host():
             return [], "the ranks are on several hosts"
         try:
             if index == device.index or not torch.cuda.can_device_access_peer(device.index, index):
                 return [], f"GPU {device.index} has no access to GPU {index}"
-            opened = [rebuild(*given[:DEVICE], device.index, *given[DEVICE + 1 :]) for rebuild, given in handles]
+            opened = [rebuild(*args[:DEVICE], device.index, *args[DEVICE + 1 :]) for rebuild, args in handles]
             if opened[0][:SAMPLE].tolist() != sample:
                 return [], f"GPU {device.index} reads other bytes than GPU {index} holds"
         except (RuntimeError, AssertionError) as error:
             return [], _first_line(error)
         every.append(opened)
-    return [list(each) for each in zip(*every, strict=True)], ""
+    return [list(of_ranks) for of_ranks in zip(*every, strict=True)], ""
 
 
 def _first_line(error: Exception) -> str:

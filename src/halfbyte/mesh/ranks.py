@@ -43,17 +43,17 @@ DNS_TIMEOUT = 30.0  # seconds
 CONSEQUENCE_DELAY = 3600  # seconds added to timestamps: torchrun reports the earliest failure as the cause
 
 
-def launcher_int(name: str, least: int, most: int, default: int) -> int:
+def launcher_int(name: str, minimum: int, maximum: int, default: int) -> int:
     """Return an integer from the launcher's environment, or `default` if it is not set.
 
     Raises:
-        ConfigError: the value is not an integer from `least` to `most`.
+        ConfigError: the value is not an integer from `minimum` to `maximum`.
     """
-    given = os.environ.get(name) or str(default)
-    if not (given.isascii() and given.isdigit() and least <= int(given[:9]) <= most):
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdigit() and minimum <= int(text[:9]) <= maximum):
         fix = "unset it, or start this with `halfbyte train` or torchrun, which set it (docs/several-gpus.md)"
-        raise ConfigError(f"{name} is {brief(given)} in the environment, not a number from {least} to {most}", fix)
-    return int(given)
+        raise ConfigError(f"{name} is {brief(text)} in the environment, not a number from {minimum} to {maximum}", fix)
+    return int(text)
 
 
 # --- rendezvous -------------------------------------------------------------------------------------------------------
@@ -119,9 +119,9 @@ def check_device(local: int) -> None:
     Raises:
         ConfigError: the host has fewer GPUs than processes.
     """
-    if local >= (here := torch.cuda.device_count()):
-        problem = f"process {local} of this host has no GPU: torch sees {here}"
-        raise ConfigError(problem, f"start at most {here} processes on this host (--nproc-per-node)")
+    if local >= (gpus := torch.cuda.device_count()):
+        problem = f"process {local} of this host has no GPU: torch sees {gpus}"
+        raise ConfigError(problem, f"start at most {gpus} processes on this host (--nproc-per-node)")
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -173,12 +173,12 @@ def report_error(error: HalfbyteError, cause: BaseException, *, bug: bool) -> bo
     follows = lost_peer_error(cause) is not None
     trace = "".join(traceback.format_exception(cause))
     text = f"error: {error.message}\nfix: {error.fix}"
-    ours: dict[str, Any] = {"kind": type(error).__name__, "message": error.message, "fix": error.fix, "trace": trace}
-    ours |= {"follows": follows, "passing": bug or follows or lost_peer_error(cause.__cause__) is not None}
+    fields: dict[str, Any] = {"kind": type(error).__name__, "message": error.message, "fix": error.fix, "trace": trace}
+    fields |= {"follows": follows, "passing": bug or follows or lost_peer_error(cause.__cause__) is not None}
     when = int(time.time()) + (CONSEQUENCE_DELAY if follows else 0)
     extra = {"py_callstack": f"{trace}\n{text}" if bug else text, "timestamp": str(when)}
     try:
-        document = {"message": {"message": text, "extraInfo": extra}, OUR_KEY: ours}
+        document = {"message": {"message": text, "extraInfo": extra}, OUR_KEY: fields}
         Path(path).write_text(json.dumps(document), encoding="utf-8")
     except OSError:
         return False
@@ -188,11 +188,11 @@ def report_error(error: HalfbyteError, cause: BaseException, *, bug: bool) -> bo
 def read_failure(rank: int, file: str) -> Failure | None:
     """Read the error that a rank reported in `file`; None if there is none."""
     try:
-        ours: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))[OUR_KEY]
+        fields: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))[OUR_KEY]
     except (OSError, ValueError, KeyError):
         return None
-    error = getattr(errors, ours["kind"])(ours["message"], ours["fix"])
-    return Failure(rank, error, ours["follows"], recorded=True, may_pass=ours["passing"], trace=ours["trace"])
+    error = getattr(errors, fields["kind"])(fields["message"], fields["fix"])
+    return Failure(rank, error, fields["follows"], recorded=True, may_pass=fields["passing"], trace=fields["trace"])
 
 
 def _first_line(error: BaseException) -> str:

@@ -43,29 +43,29 @@ def sum_gradients(mesh: Mesh, parameters: Sequence[Tensor], sums: Tensor) -> Ten
     """
     if mesh.size == 1:
         return sums
-    here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-    for parameter, anywhere in zip(parameters, mesh.max(here, (*TOKEN_AXES, "tensor")).tolist(), strict=True):
+    has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    for parameter, anywhere in zip(parameters, mesh.max(has_gradient, (*TOKEN_AXES, "tensor")).tolist(), strict=True):
         if anywhere and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    parts: dict[Axes, list[Tensor]] = {(*TOKEN_AXES, "pipeline"): [sums := sums.clone()]}
+    by_axes: dict[Axes, list[Tensor]] = {(*TOKEN_AXES, "pipeline"): [sums := sums.clone()]}
     for parameter in parameters:
         if parameter.grad is not None:
             shared = () if "tensor" in sharded_along(parameter) else ("tensor",)
-            parts.setdefault(mesh.active((*TOKEN_AXES, *shared)), []).append(parameter.grad)
-    for along, tensors in parts.items():
+            by_axes.setdefault(mesh.active((*TOKEN_AXES, *shared)), []).append(parameter.grad)
+    for along, tensors in by_axes.items():
         for bucket in buckets(tensors, BUCKET):
             flat = mesh.sum(torch.cat([tensor.reshape(-1) for tensor in bucket]), along)
-            found = flat.split([tensor.numel() for tensor in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(found, bucket, strict=True)])
+            summed = flat.split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [piece.view_as(tensor) for piece, tensor in zip(summed, bucket, strict=True)])
     return sums
 
 
-def buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype into buckets of at most `most` bytes; a larger tensor has its own bucket."""
+def buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Group tensors of one dtype into buckets of at most `limit` bytes; a larger tensor has its own bucket."""
     pending: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         bucket, size = pending.get(tensor.dtype, ([], 0))
-        if bucket and size + tensor.nbytes > most:
+        if bucket and size + tensor.nbytes > limit:
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)
@@ -85,8 +85,8 @@ def clip_gradients(mesh: Mesh, parameters: Sequence[Tensor], max_norm: float) ->
         return clip_grad_norm_(parameters, max_norm)
     total = torch.zeros((), device=parameters[0].device)
     for axes in SHARDINGS:
-        own = [each.grad for each in parameters if sharded_along(each) == axes and each.grad is not None]
-        square = get_total_norm(own).float().square() if own else torch.zeros_like(total)
+        gradients = [p.grad for p in parameters if sharded_along(p) == axes and p.grad is not None]
+        square = get_total_norm(gradients).float().square() if gradients else torch.zeros_like(total)
         total += mesh.sum(square, (*axes, "pipeline"))
     clip_grads_with_norm_(parameters, max_norm, total.sqrt())
     return total.sqrt()

@@ -89,7 +89,7 @@ def full_parameters(parameters: Iterable[nn.Parameter], optimizer: Any = None) -
     On exit each rank keeps its shard of the current values, so that they may be loaded within the context. Shards keep
     their memory address, which CUDA graphs read.
     """
-    sharded = [(each, spec, each.data) for each in parameters if (spec := shard_of(each)) is not None]
+    sharded = [(p, spec, p.data) for p in parameters if (spec := shard_of(p)) is not None]
     for parameter, spec, shard in sharded:
         _map_state(optimizer, parameter, shard.shape, spec.gather)
         parameter.data = spec.gather(shard)
@@ -154,9 +154,9 @@ class _ReduceFromRanks(OnceFunction):
     """All-reduces partial results in forward; identity in backward (Megatron's g)."""
 
     @staticmethod
-    def forward(ctx, part, group):  # in place: no function has saved the partial result
-        ctx.mark_dirty(part)
-        return all_reduce_(part, group)
+    def forward(ctx, partial, group):  # in place: no function has saved the partial result
+        ctx.mark_dirty(partial)
+        return all_reduce_(partial, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -189,9 +189,9 @@ class OutputHook:
         return _ReduceFromRanks.apply(_writable(output), self.group)
 
 
-def _writable(part: Tensor) -> Tensor:
-    """Return `part`, or a contiguous copy if it is a view or has gaps: autograd forbids to write into views."""
-    return part.clone() if part._is_view() or not part.is_contiguous() else part
+def _writable(partial: Tensor) -> Tensor:
+    """Return `partial`, or a contiguous copy if it is a view or has gaps: autograd forbids to write into views."""
+    return partial.clone() if partial._is_view() or not partial.is_contiguous() else partial
 
 
 def is_tensor_parallel(block: nn.Module) -> bool:
@@ -219,13 +219,13 @@ class ShardedStore:
     def pack(self, tensor: Tensor) -> tuple[Any, torch.Size]:
         size = -(-tensor.numel() // group_size(self.group))
         begin = dist.get_rank(self.group) * size
-        own = tensor.detach().reshape(-1)[begin : begin + size]
-        own = F.pad(own, (0, size - len(own))) if len(own) < size else own.clone()
-        return self.store.pack(own), tensor.shape
+        shard = tensor.detach().reshape(-1)[begin : begin + size]
+        shard = F.pad(shard, (0, size - len(shard))) if len(shard) < size else shard.clone()
+        return self.store.pack(shard), tensor.shape
 
     def unpack(self, packed: tuple[Any, torch.Size]) -> Tensor:
-        own, shape = packed
-        return all_gather(self.store.unpack(own), self.group)[: shape.numel()].view(shape)
+        shard, shape = packed
+        return all_gather(self.store.unpack(shard), self.group)[: shape.numel()].view(shape)
 
 
 def sharded_saved_tensors(block: nn.Module, store: Store) -> contextlib.AbstractContextManager[Any]:

@@ -83,7 +83,7 @@ class Vocabulary:
             )
         token_axes = [axis for axis in axes if axis in TOKEN_AXES]
         replica_axes = [axis for axis in axes if axis not in TOKEN_AXES]
-        groups = (mesh.group(*which) if which else None for which in (axes, token_axes, replica_axes))
+        groups = (mesh.group(*group_axes) if group_axes else None for group_axes in (axes, token_axes, replica_axes))
         return cls(size, mesh.degree(*axes), mesh.coordinate(*axes), mesh.coordinate(*token_axes), *groups)
 
     def bounds(self, coordinate: int | None = None) -> tuple[int, int]:
@@ -107,13 +107,13 @@ class Vocabulary:
         Args:
             look_up: maps ids within this rank's shard, int64 [n], to [n, H].
         """
-        (begin, end), own = self.bounds(), ids.reshape(-1)
-        most = max_int(len(own), self.token_group)
-        every = all_gather(F.pad(own, (0, most - len(own))), self.token_group)
-        held = (every >= begin) & (every < end)
-        rows = look_up((every - begin).masked_fill(~held, 0)).masked_fill(~held.unsqueeze(1), 0.0)
-        found = reduce_scatter(all_reduce_(rows, self.replica_group), self.token_group)[: len(own)]
-        return found.view(*ids.shape, rows.shape[1])
+        (begin, end), local_ids = self.bounds(), ids.reshape(-1)
+        longest = max_int(len(local_ids), self.token_group)
+        gathered = all_gather(F.pad(local_ids, (0, longest - len(local_ids))), self.token_group)
+        held = (gathered >= begin) & (gathered < end)
+        rows = look_up((gathered - begin).masked_fill(~held, 0)).masked_fill(~held.unsqueeze(1), 0.0)
+        embeddings = reduce_scatter(all_reduce_(rows, self.replica_group), self.token_group)[: len(local_ids)]
+        return embeddings.view(*ids.shape, rows.shape[1])
 
     def cross_entropy(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None, scale: float = 1.0
@@ -164,21 +164,21 @@ class Vocabulary:
         Not differentiable. Arguments as in `cross_entropy`.
         """
         flat = flat_rows(hidden, weight, labels)
-        found = self._token_outputs(*flat, Objective(scale, softcap), argmax=True)
-        return -found.losses, torch.eq(found.argmax, flat[2])  # type: ignore[arg-type]
+        outputs = self._token_outputs(*flat, Objective(scale, softcap), argmax=True)
+        return -outputs.losses, torch.eq(outputs.argmax, flat[2])  # type: ignore[arg-type]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return full logits [..., V] of this rank's hidden states [..., H], for the few tokens that are sampled."""
-        own = hidden.reshape(-1, hidden.shape[-1])
-        most = max_int(len(own), self.token_group)
-        part = F.linear(all_gather(_pad_rows(own, most), self.token_group), weight)
-        padded = F.pad(part, (0, self.largest_shard - part.shape[1]))
-        parts = all_gather(padded, self.group).unflatten(0, (self.degree, -1))
+        local = hidden.reshape(-1, hidden.shape[-1])
+        longest = max_int(len(local), self.token_group)
+        local_logits = F.linear(all_gather(_pad_rows(local, longest), self.token_group), weight)
+        padded = F.pad(local_logits, (0, self.largest_shard - local_logits.shape[1]))
+        shards = all_gather(padded, self.group).unflatten(0, (self.degree, -1))
         widths = [end - begin for begin, end in map(self.bounds, range(self.degree))]
-        full = torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
-        first = self.token_coordinate * most
-        return full[first : first + len(own)].view(*hidden.shape[:-1], self.size)
+        full = torch.cat([shard[:, :width] for shard, width in zip(shards, widths, strict=True)], dim=1)
+        first = self.token_coordinate * longest
+        return full[first : first + len(local)].view(*hidden.shape[:-1], self.size)
 
     @torch.no_grad()
     def _token_outputs(
@@ -194,37 +194,37 @@ class Vocabulary:
         if hidden.device.type != "cpu":
             return self._all_token_outputs(hidden, weight, labels, objective, gradient, argmax)
         trained = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        own = hidden[trained], weight, labels[trained]
-        found = self._all_token_outputs(*own, objective, gradient, argmax)
+        trained_inputs = hidden[trained], weight, labels[trained]
+        outputs = self._all_token_outputs(*trained_inputs, objective, gradient, argmax)
 
         def spread(values: Tensor | None, like: Tensor) -> Tensor | None:
             return None if values is None else values.new_zeros(like.shape).index_copy_(0, trained, values)
 
-        return TokenOutputs(*map(spread, found, (labels, hidden, labels)))  # type: ignore[arg-type]
+        return TokenOutputs(*map(spread, outputs, (labels, hidden, labels)))  # type: ignore[arg-type]
 
     def _all_token_outputs(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, objective: Objective, gradient: bool, argmax: bool
     ) -> TokenOutputs:
-        own = len(hidden)
-        most = max_int(own, self.token_group)
-        labels = F.pad(labels, (0, most - own), value=IGNORE_INDEX)
-        hidden = _pad_rows(hidden, most)
-        found: list[list[Tensor]] = [[], [], []]
+        count = len(hidden)
+        longest = max_int(count, self.token_group)
+        labels = F.pad(labels, (0, longest - count), value=IGNORE_INDEX)
+        hidden = _pad_rows(hidden, longest)
+        chunks: list[list[Tensor]] = [[], [], []]
         for rows, every in self._chunks(labels, weight):
             logits = _padded_matmul(all_gather(hidden[rows], self.token_group), weight)
             if argmax:
-                found[2].append(self._own(self._argmax(logits)))
+                chunks[2].append(self._local_part(self._argmax(logits)))
             losses, logsumexp = self._losses(logits, every, objective)
-            found[0].append(self._own(losses))
+            chunks[0].append(self._local_part(losses))
             if gradient:
                 local = self._local(every)
                 log_probs_backward_(
                     logits, local, logsumexp, None, losses.new_full(losses.shape, -1.0), None, objective
                 )
-                found[1].append(reduce_scatter(all_reduce_(logits @ weight, self.replica_group), self.token_group))
+                chunks[1].append(reduce_scatter(all_reduce_(logits @ weight, self.replica_group), self.token_group))
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        none = hidden.new_empty(0, dtype=exact), hidden[:0], labels[:0]
-        losses, grads, tokens = (torch.cat([first, *parts])[:own] for first, parts in zip(none, found, strict=True))
+        empty = hidden.new_empty(0, dtype=exact), hidden[:0], labels[:0]
+        losses, grads, tokens = (torch.cat([e, *results])[:count] for e, results in zip(empty, chunks, strict=True))
         return TokenOutputs(losses, grads if gradient else None, tokens if argmax else None)
 
     def _chunks(self, labels: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -237,15 +237,15 @@ class Vocabulary:
             rows = slice(start, start + step)
             yield rows, every[:, rows].reshape(-1)
 
-    def _own(self, values: Tensor) -> Tensor:
+    def _local_part(self, values: Tensor) -> Tensor:
         """Return this rank's part of `values` [degree·n]."""
         return values.view(group_size(self.token_group), -1)[self.token_coordinate]
 
     def _local(self, labels: Tensor) -> Tensor:
         """Map labels to rows of this shard, `ELSEWHERE` (another shard), `OUTSIDE` (no shard) or `IGNORE_INDEX`."""
         begin, end = self.bounds()
-        known = torch.where((labels >= 0) & (labels < self.size), ELSEWHERE, OUTSIDE)
-        local = torch.where((labels >= begin) & (labels < end), labels - begin, known)
+        elsewhere = torch.where((labels >= 0) & (labels < self.size), ELSEWHERE, OUTSIDE)
+        local = torch.where((labels >= begin) & (labels < end), labels - begin, elsewhere)
         return local.masked_fill_(labels == IGNORE_INDEX, IGNORE_INDEX)
 
     def _losses(self, logits: Tensor, labels: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
@@ -253,10 +253,11 @@ class Vocabulary:
         local = self._local(labels)
         held = local >= 0
         anywhere = local.masked_fill(local == ELSEWHERE, 0)  # any valid label: the losses of these rows are ignored
-        own = cross_entropy_(logits, anywhere, objective, False, False)
-        parts = all_gather(torch.stack([own.logsumexp, own.loss, held.to(own.loss)]).unsqueeze(0), self.group)
-        logsumexp = parts[:, 0].logsumexp(0)
-        losses = torch.where(parts[:, 2] > 0, logsumexp - parts[:, 0] + parts[:, 1], 0.0).sum(0)
+        local_rows = cross_entropy_(logits, anywhere, objective, False, False)
+        numbers = torch.stack([local_rows.logsumexp, local_rows.loss, held.to(local_rows.loss)])
+        shards = all_gather(numbers.unsqueeze(0), self.group)
+        logsumexp = shards[:, 0].logsumexp(0)
+        losses = torch.where(shards[:, 2] > 0, logsumexp - shards[:, 0] + shards[:, 1], 0.0).sum(0)
         return losses.masked_fill_(local == OUTSIDE, torch.nan), logsumexp
 
     def _argmax(self, logits: Tensor) -> Tensor:
@@ -265,8 +266,8 @@ class Vocabulary:
         A scale or softcap does not change it.
         """
         largest, token = logits.max(-1)
-        found = torch.stack([largest.double(), token + self.bounds()[0]]).unsqueeze(0)
-        values, tokens = all_gather(found, self.group).unbind(1)
+        local_largest = torch.stack([largest.double(), token + self.bounds()[0]]).unsqueeze(0)
+        values, tokens = all_gather(local_largest, self.group).unbind(1)
         return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()
 
 
@@ -275,9 +276,9 @@ class _Losses(OnceFunction):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, objective, vocabulary):
-        found = vocabulary._token_outputs(hidden, weight, labels, objective, gradient=ctx.needs_input_grad[0])
-        ctx.save_for_backward(found.gradient)
-        return found.losses
+        outputs = vocabulary._token_outputs(hidden, weight, labels, objective, gradient=ctx.needs_input_grad[0])
+        ctx.save_for_backward(outputs.gradient)
+        return outputs.losses
 
     @staticmethod
     def backward(ctx, grad):

@@ -28,9 +28,9 @@ def rendezvous_store() -> dist.TCPStore:
     )
 
 
-def _key(what: str, number: int) -> str:
+def _key(event: str, number: int) -> str:
     """Return a key of the store; it includes the restart count, since the store may outlive a restart."""
-    return f"halfbyte/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}/{number}"
+    return f"halfbyte/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{event}/{number}"
 
 
 def wait_for_collective(work: Any, group: Any) -> None:
@@ -68,9 +68,9 @@ def _timeout_error(group: Any) -> TrainingError:
         absent = [rank for rank in dist.get_process_group_ranks(group) if not store.check([_key("waiting", rank)])]
     except RuntimeError:  # rank 0 may host the store and be the missing one
         absent = [0]
-    who = ", ".join(map(str, absent)) or "(one that has arrived since)"
+    missing = ", ".join(map(str, absent)) or "(one that has arrived since)"
     return TrainingError(
-        f"process {who} of this run did not reach a collective within {TIMEOUT.total_seconds() / 60:g} minutes",
+        f"process {missing} of this run did not reach a collective within {TIMEOUT.total_seconds() / 60:g} minutes",
         "find out where it is stuck (`py-spy dump`), and continue with --resume",
     )
 

@@ -66,7 +66,7 @@ def context_parallel(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 @contextlib.contextmanager
 def _context_parallel(causal_lm: Any) -> Iterator[None]:
     config = causal_lm.config.get_text_config()
-    before = config._attn_implementation
+    previous = config._attn_implementation
     config._attn_implementation = _attention_name(causal_lm, config)
     register()
     wrap(causal_lm.base_model, context_parallel_forward)
@@ -74,7 +74,7 @@ def _context_parallel(causal_lm: Any) -> Iterator[None]:
         yield
     finally:
         unwrap(causal_lm.base_model)
-        config._attn_implementation = before
+        config._attn_implementation = previous
 
 
 def _attention_name(causal_lm: Any, config: Any) -> str:
@@ -89,20 +89,20 @@ def _attention_name(causal_lm: Any, config: Any) -> str:
     return CONTEXT_SCORES_NAME if capped else CONTEXT_NAME
 
 
-def _unknown_attention(name: str, known: str) -> tuple[str, str]:
+def _unknown_attention(name: str, supported: str) -> tuple[str, str]:
     problem = f"attn_implementation: {name} does not support context parallelism"
-    return problem, f"set attn_implementation: {known}, or {WITHOUT_CONTEXT}" if known else WITHOUT_CONTEXT
+    return problem, f"set attn_implementation: {supported}, or {WITHOUT_CONTEXT}" if supported else WITHOUT_CONTEXT
 
 
 def context_parallel_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Forward of a backbone; for a shard, it passes metadata of the full sequences to attention."""
-    own, kwargs = wrapped_forward(self, args, kwargs)
+    forward, kwargs = wrapped_forward(self, args, kwargs)
     context: ContextGroup | None = kwargs.get(CONTEXT)
     if context is None:
-        return own(**kwargs)
+        return forward(**kwargs)
     full = {name: kwargs.pop(UNSPLIT + name, None) for name in ATTENTION_COLUMNS}
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
-    return own(**kwargs | _attention_inputs(self, tokens, context, {**kwargs, **full}))
+    return forward(**kwargs | _attention_inputs(self, tokens, context, {**kwargs, **full}))
 
 
 def _attention_inputs(module: Any, tokens: Tensor, context: ContextGroup, full: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,9 +110,9 @@ def _attention_inputs(module: Any, tokens: Tensor, context: ContextGroup, full: 
     backbone = getattr(module, "language_model", module)
     rows, length = tokens.shape[0], tokens.shape[1] * context.degree
     if backbone.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME):
-        found = metadata(backbone, rows, length, tokens.device, full)
-        if found:
-            return found
+        bounds = metadata(backbone, rows, length, tokens.device, full)
+        if bounds:
+            return bounds
     return {"attention_mask": _masks(backbone, rows, length, tokens.device, full)}
 
 
@@ -148,9 +148,9 @@ def check_context_parallel(
     degree = mesh.degree(CONTEXT)
     if reason := unsupported_context(model_config, degree, mesh.degree("tensor")):
         raise ConfigError(reason.problem, reason.fix)
-    known = "eager" if is_capped(model_config.get_text_config()) else "sdpa"
-    if attention not in (None, known):
-        raise ConfigError(*_unknown_attention(attention, known))
+    default = "eager" if is_capped(model_config.get_text_config()) else "sdpa"
+    if attention not in (None, default):
+        raise ConfigError(*_unknown_attention(attention, default))
     rows = torch.arange(10, 10 + 2 * degree * PROBE_TOKENS).view(2, -1)
     documents = torch.cat([torch.arange(n) for n in (PROBE_TOKENS + 5, degree * PROBE_TOKENS - PROBE_TOKENS - 5)])
     plain = {"input_ids": rows % PROBE_VOCABULARY, "labels": rows}
@@ -159,8 +159,8 @@ def check_context_parallel(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = tiny_model(model_config, trust_remote_code=trust_remote_code)
-        if attention or known == "eager":  # as loading does; transformers 5.17 would ignore the softcap
-            model.set_attn_implementation(known)
+        if attention or default == "eager":  # as loading does; transformers 5.17 would ignore the softcap
+            model.set_attn_implementation(default)
         full = [_hidden_states(model, batch) for batch in batches]
     except Exception:  # the model's code may not support tiny sizes; the run checks its loss later
         return
@@ -170,8 +170,8 @@ def check_context_parallel(
             slices = [_hidden_states(model, context_shard(batch, mesh)) for batch in batches]
     except (TypeError, AttributeError) as error:  # a forward that does not pass keyword arguments to its layers
         raise ConfigError(f"{prefix}{error}", WITHOUT_CONTEXT) from error
-    own = slice(mesh.coordinate(CONTEXT) * PROBE_TOKENS, (mesh.coordinate(CONTEXT) + 1) * PROBE_TOKENS)
-    largest = max(_distance(found, expected[:, own]) for found, expected in zip(slices, full, strict=True))
+    local = slice(mesh.coordinate(CONTEXT) * PROBE_TOKENS, (mesh.coordinate(CONTEXT) + 1) * PROBE_TOKENS)
+    largest = max(_distance(hidden, expected[:, local]) for hidden, expected in zip(slices, full, strict=True))
     if not mesh.max(largest) <= TOLERANCE:
         raise ConfigError(f"{prefix}its layers mix tokens outside attention", WITHOUT_CONTEXT)
 
@@ -181,9 +181,9 @@ def _hidden_states(model: Any, batch: Mapping[str, Any]) -> Tensor:
     return model.base_model(**backbone_inputs(model, batch), use_cache=False).last_hidden_state
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def _distance(hidden: Tensor, expected: Tensor) -> float:
     """Return the largest error of a token's hidden state [B, T, H], relative to its norm."""
-    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    errors = (hidden - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(errors.nan_to_num(torch.inf).max())
 
 
@@ -208,7 +208,7 @@ def context_shard(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     rows, length = batch["input_ids"].shape
     padding = -length % degree
     size = (length + padding) // degree
-    own = slice(mesh.coordinate(CONTEXT) * size, (mesh.coordinate(CONTEXT) + 1) * size)
+    local = slice(mesh.coordinate(CONTEXT) * size, (mesh.coordinate(CONTEXT) + 1) * size)
     row = {
         name: pad_tokens(value, padding) if is_per_token(name, value, rows, length) else value
         for name, value in batch.items()
@@ -222,6 +222,6 @@ def context_shard(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     )
     row = {"position_ids": positions} | row
     row.pop("attention_mask", None)
-    cut = {name: value[:, own].contiguous() if is_per_token(name, value, rows, length + padding) else value
+    cut = {name: value[:, local].contiguous() if is_per_token(name, value, rows, length + padding) else value
            for name, value in row.items()}  # fmt: skip
     return cut | full | {CONTEXT: ContextGroup(degree, mesh.group(CONTEXT))}

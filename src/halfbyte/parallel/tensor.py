@@ -64,9 +64,9 @@ def check_tensor_parallel(model: nn.Module, degree: int) -> None:
 
 
 def _check_split(weight: QuantizedTensor, dim: int, degree: int, name: str) -> None:
-    parts = {name: part.to("meta") for name, part in weight.parts.items()}
+    tensors = {name: tensor.to("meta") for name, tensor in weight.parts.items()}
     try:
-        weight.format.split(parts, tuple(weight.shape), dim, degree)
+        weight.format.split(tensors, tuple(weight.shape), dim, degree)
     except ModelError as error:
         raise ModelError(f"parallel: {{tensor: {degree}}}: {name}: {error.message}", error.fix) from error
 
@@ -114,13 +114,13 @@ def sharded_dims(model: nn.Module) -> dict[str, int]:
     for view in _views(model):
         for _, block in _blocks(view):
             dims |= {linear: int(linear is block.output) for linear in block.linears.values()}
-    found = {}
+    by_name = {}
     for name, module in model.named_modules():
         if (dim := dims.get(module)) is not None:
-            found[f"{name}.weight"] = dim
+            by_name[f"{name}.weight"] = dim
             if dim == 0 and module.bias is not None:
-                found[f"{name}.bias"] = 0
-    return found
+                by_name[f"{name}.bias"] = 0
+    return by_name
 
 
 def _views(model: nn.Module) -> Iterator[LayerView]:
@@ -153,7 +153,7 @@ def _unsupported_adapter(model: nn.Module, degree: int) -> Reason | None:
 
 
 def _adapter_problem(model: nn.Module) -> str | None:
-    known = set()
+    factor_ids = set()
     for view in _views(model):
         for half, block in _blocks(view):
             if half._forward_hooks or half._forward_pre_hooks or "forward" in half.__dict__:
@@ -166,9 +166,9 @@ def _adapter_problem(model: nn.Module) -> str | None:
                     return f"{name}: its weight belongs to bitsandbytes"
                 if any(dropout.p for dropout in getattr(linear, "lora_dropout", {}).values() if hasattr(dropout, "p")):
                     return f"{name}: each process would drop different inputs of the adapter (lora_dropout)"
-                known |= {id(factor) for each in read.adapters for factor in (each.a, each.b)}
+                factor_ids |= {id(factor) for adapter in read.adapters for factor in (adapter.a, adapter.b)}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in known:
+        if parameter.requires_grad and id(parameter) not in factor_ids:
             return f"{name} is trained and is not an adapter of a split linear"
     return None
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..config import RunConfig
+from ..config import Parallel, RunConfig
 from ..config.schema import AdapterSection, RunKeys
 from ..config.yaml import dump_value
 from ..data.batch_shapes import Batches
@@ -17,9 +17,12 @@ from ..utils.notices import notice
 from ..utils.text import size
 from .estimate import estimate
 from .experts import is_mixture
-from .memory_plan import COMPONENT_NAMES, GIB, MemoryPlan, flat_plan
+from .memory_plan import COMPONENT_NAMES, GIB, SINGLE, MemoryPlan, flat_plan
 
-SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # lower bounds of the advice
+# lower bounds of the advice
+SHORTEST = 256
+SMALLEST_RANK = 8
+SMALLEST_OF_EXPERTS = 2
 LESS_HOST_MEMORY = {  # configuration key → how the run pins less host memory for it
     "optim": "use an 8-bit optimizer",
     "optim_offload": "use an 8-bit optimizer or set optim_offload: false",
@@ -52,56 +55,61 @@ def check_fits(
     limit = None if config.memory_limit_gib is None else config.memory_limit_gib * GIB
     limited = limit is not None and plan.capacity_bytes == int(limit)
     available = f"memory_limit_gib: {config.memory_limit_gib:g} leaves" if limited else f"{plan.device} has"
-    what = f"this run needs {size(plan.total)}, and {available} {size(plan.capacity_bytes)}"
+    problem = f"this run needs {size(plan.total)}, and {available} {size(plan.capacity_bytes)}"
     if plan.rough or (limit is not None and plan.total <= limit):
         why = "the plan is a rough estimate" if plan.rough else "memory_limit_gib allows it"
-        notice("memory_plan", f"{what}. The run starts anyway, because {why}")
+        notice("memory_plan", f"{problem}. The run starts anyway, because {why}")
         return
     needed = f"{math.ceil(100 * plan.total / GIB) / 100:g}"
-    more = f"or raise memory_limit_gib to {needed}" if limited else f"memory_limit_gib: {needed} starts the run anyway"
-    several: dict[str, Any] = {}
-    if plan.layout.size > 1:
-        several = {"layout": plan.layout, "capacity_bytes": plan.capacity_bytes}
-    raise ConfigError(what, f"{what_would_fit(config, model_config, rows, batches, **several)}; {more}")
+    alternative = f"memory_limit_gib: {needed} starts the run anyway"
+    if limited:
+        alternative = f"or raise memory_limit_gib to {needed}"
+    capacity = plan.capacity_bytes if plan.layout.size > 1 else None
+    fitting = what_would_fit(config, model_config, rows, batches, layout=plan.layout, capacity_bytes=capacity)
+    raise ConfigError(problem, f"{fitting}; {alternative}")
 
 
-def check_host(parts: Mapping[str, int], ranks: int, free: int) -> None:
+def check_host(pinned: Mapping[str, int], ranks: int, free: int) -> None:
     """Check that a host has room for what all of its ranks pin.
 
     Args:
-        parts: configuration key → bytes of host memory that a rank pins for it.
+        pinned: configuration key → bytes of host memory that a rank pins for it.
         ranks: number of ranks on the host.
         free: free bytes of the host's memory.
 
     Raises:
         ConfigError: it does not fit; the problem names the keys and the sum.
     """
-    each = sum(parts.values())
-    if ranks * each <= free:
+    rank_bytes = sum(pinned.values())
+    if ranks * rank_bytes <= free:
         return
-    keys = sorted(parts, key=parts.__getitem__, reverse=True)
-    needed = f"this run needs {size(each)}"
+    keys = sorted(pinned, key=pinned.__getitem__, reverse=True)
+    needed = f"this run needs {size(rank_bytes)}"
     if ranks > 1:
-        needed = f"the {ranks} processes of this run on one host need {ranks} × {size(each)} = {size(ranks * each)}"
-    several = f" ({', '.join(f'{key} {size(parts[key])}' for key in keys)} each)" if len(keys) > 1 else ""
+        total = size(ranks * rank_bytes)
+        needed = f"the {ranks} processes of this run on one host need {ranks} × {size(rank_bytes)} = {total}"
+    per_key = f" ({', '.join(f'{key} {size(pinned[key])}' for key in keys)} each)" if len(keys) > 1 else ""
     fixes = [LESS_HOST_MEMORY[key] for key in keys] + (["start fewer processes on each host"] if ranks > 1 else [])
     raise ConfigError(
-        f"{keys[0]}: {needed} of host memory{several}, and {size(free)} are free", f"{', '.join(fixes)}, or free memory"
+        f"{keys[0]}: {needed} of host memory{per_key}, and {size(free)} are free", f"{', '.join(fixes)}, or free memory"
     )
 
 
 def what_would_fit(
-    config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches], **several: Any
+    config: RunConfig,
+    model_config: Any,
+    rows: int,
+    batches: Callable[[RunConfig], Batches],
+    *,
+    layout: Parallel = SINGLE,
+    capacity_bytes: int | None = None,
 ) -> str:
-    """Name the first single change with which the run fits, cheapest for the result first; else several at once.
-
-    Args:
-        several: further arguments of `estimate` for a run on several devices.
-    """
+    """Name the first single change with which the run fits, cheapest for the result first; else several at once."""
 
     def fits(keys: Keys) -> bool:
         changed = config.model_copy(update=keys)
-        return estimate(changed, model_config, batches=batches(changed), **several).fits
+        plan = estimate(changed, model_config, batches=batches(changed), layout=layout, capacity_bytes=capacity_bytes)
+        return plan.fits
 
     combined: Keys = {}
     changes = list(_changes(config, rows, is_mixture(model_config)))
@@ -109,7 +117,7 @@ def what_would_fit(
         if keys := first_that_fits(steps, fits):
             return f"set {_as_yaml(keys)}"
     for steps in changes:
-        if keys := first_that_fits([combined | each for each in steps], fits):
+        if keys := first_that_fits([combined | change for change in steps], fits):
             return f"no single key is enough; set {_as_yaml(keys)}"
         combined |= steps[-1]
     return "no key makes it fit: use a smaller model, or a device with more memory"
@@ -178,25 +186,25 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunKeys | None
         config: the run's configuration, to name exact values.
     """
     flat = flat_plan(plan)
-    parts = {name: flat.get(name) or 0 for name in COMPONENT_NAMES if name != "runtime"}
-    total, capacity = flat.get("total") or sum(parts.values()), flat.get("capacity_bytes")
-    largest = max(parts, key=lambda name: parts[name])
+    components = {name: flat.get(name) or 0 for name in COMPONENT_NAMES if name != "runtime"}
+    total, capacity = flat.get("total") or sum(components.values()), flat.get("capacity_bytes")
+    largest = max(components, key=lambda name: components[name])
     # Quantized weights cannot shrink further: name the next largest component, unless the weights fill the device.
     if (
         largest == "weights"
         and config is not None
         and config.quantized
-        and parts["weights"] < 0.9 * (capacity or math.inf)
+        and components["weights"] < 0.9 * (capacity or math.inf)
     ):
-        largest = max((name for name in parts if name != "weights"), key=lambda name: parts[name])
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMG]i?B|\d+ bytes)", str(error))
-    what = f"out of memory while allocating {asked[1]}" if asked else "out of memory"
+        largest = max((name for name in components if name != "weights"), key=lambda name: components[name])
+    request = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMG]i?B|\d+ bytes)", str(error))
+    problem = f"out of memory while allocating {request[1]}" if request else "out of memory"
     available = f" of {size(capacity)} available" if capacity else ""
     if capacity and total < 0.8 * capacity:
         available += ", so another process may use memory on this device"
     return (
-        f"{what}. The plan was {size(total)}{available}; the largest part that can shrink is "
-        f"{COMPONENT_NAMES[largest]} with {size(parts[largest])} ({parts[largest] / max(total, 1):.0%}).\n"
+        f"{problem}. The plan was {size(total)}{available}; the largest part that can shrink is "
+        f"{COMPONENT_NAMES[largest]} with {size(components[largest])} ({components[largest] / max(total, 1):.0%}).\n"
         f"  change: {_key_to_change(largest, flat, config)}"
     )
 

@@ -50,14 +50,14 @@ class AuxiliaryModels:
     has_teacher: bool = False
     teacher: ModelShapes | None = None
 
-    def with_plan(self, plan: MemoryPlan, own: ModelShapes, batches: Batches) -> MemoryPlan:
+    def with_plan(self, plan: MemoryPlan, trained: ModelShapes, batches: Batches) -> MemoryPlan:
         """Add these models to `plan`, whose capacity excludes their bytes."""
         weights, capacity = plan.weights + self.bytes, plan.capacity_bytes + self.bytes
         plan = replace(plan, weights=weights, capacity_bytes=capacity)
         if not self.has_teacher:
             return plan
-        shapes = self.teacher or own
-        answers = min(batches.largest.rows * own.config.max_completion_length, batches.largest.tokens)
+        shapes = self.teacher or trained
+        answers = min(batches.largest.rows * trained.config.max_completion_length, batches.largest.tokens)
         hidden = answers * shapes.text_config.hidden_size * shapes.dtype.itemsize
         teacher_forward = shapes.evaluation(batches.largest) + hidden
         return replace(plan, activations=max(plan.activations + hidden, teacher_forward - plan.logits))
@@ -74,35 +74,35 @@ def find_auxiliary(config: RunConfig, device: torch.device, itemsize: int = 4) -
     """
     models = [entry for entry in config.reward_funcs or [] if isinstance(entry, dict) and MODEL in entry]
     reward_models = find_reward_models(config, read_specs(models, []))
-    held = sum(_reward_model_bytes(config, found, device, itemsize) for found in reward_models)
+    reward_bytes = sum(_reward_model_bytes(config, model, device, itemsize) for model in reward_models)
     if config.method not in DISTILLING:
-        return AuxiliaryModels(held)
-    found = find_teacher(config)
-    shapes = _shapes(config, found, device)
-    return AuxiliaryModels(held + _bytes(found, shapes), True, shapes)
+        return AuxiliaryModels(reward_bytes)
+    teacher = find_teacher(config)
+    shapes = _shapes(config, teacher, device)
+    return AuxiliaryModels(reward_bytes + _bytes(teacher, shapes), True, shapes)
 
 
-def _shapes(config: RunConfig, found: AuxiliaryModel, device: torch.device) -> ModelShapes | None:
+def _shapes(config: RunConfig, model: AuxiliaryModel, device: torch.device) -> ModelShapes | None:
     """Return the shapes of an auxiliary model; None if it shares the trained model's weights."""
     from .shapes import ModelShapes
 
-    if found.files is None:
+    if model.files is None:
         return None
-    keys = {**STUDENT_KEYS, "model_name_or_path": found.files.name}
-    return ModelShapes(config.model_copy(update=keys), found.files.config, device)
+    keys = {**STUDENT_KEYS, "model_name_or_path": model.files.name}
+    return ModelShapes(config.model_copy(update=keys), model.files.config, device)
 
 
-def _reward_model_bytes(config: RunConfig, found: AuxiliaryModel, device: torch.device, itemsize: int) -> int:
+def _reward_model_bytes(config: RunConfig, model: AuxiliaryModel, device: torch.device, itemsize: int) -> int:
     """Device bytes of one reward model: a full model, or an adapter with its base."""
-    if found.adapter is None:
-        assert found.files is not None
-        return itemsize * _count_elements(safetensors_files(Path(found.files.place.name)))
-    return _bytes(found, _shapes(config, found, device))
+    if model.adapter is None:
+        assert model.files is not None
+        return itemsize * _count_elements(safetensors_files(Path(model.files.place.name)))
+    return _bytes(model, _shapes(config, model, device))
 
 
-def _bytes(found: AuxiliaryModel, shapes: ModelShapes | None) -> int:
+def _bytes(model: AuxiliaryModel, shapes: ModelShapes | None) -> int:
     """Device bytes of an auxiliary model's weights, and of its adapter, which is loaded in float32."""
-    adapter = 0 if found.adapter is None else 4 * _count_elements([found.adapter / ADAPTER])
+    adapter = 0 if model.adapter is None else 4 * _count_elements([model.adapter / ADAPTER])
     return adapter + (shapes.frozen_bytes() if shapes else 0)
 
 

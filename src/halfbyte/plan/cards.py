@@ -79,13 +79,13 @@ def usable_bytes(gib: float, gpus: int = 1) -> int:
 def card_named(name: str) -> Card | None:
     """Find the card in a device name such as "NVIDIA GeForce RTX 4090"; None if it is not in the table."""
     words = f" {name} ".replace("-80GB", " ").replace("-SXM", " ")
-    found = [card for card in CARDS if f" {card.name} " in words or f" {card.name}-" in words]
-    return max(found, key=lambda card: len(card.name), default=None)
+    matches = [card for card in CARDS if f" {card.name} " in words or f" {card.name}-" in words]
+    return max(matches, key=lambda card: len(card.name), default=None)
 
 
 def card_of_memory(gib: float) -> Card:
     """The most likely card for a memory size."""
-    name = next((name for most, name in USUAL.items() if gib <= most), "B200")
+    name = next((name for limit, name in USUAL.items() if gib <= limit), "B200")
     return next(card for card in CARDS if card.name == name)
 
 

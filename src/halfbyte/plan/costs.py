@@ -25,7 +25,9 @@ KEEPS_STREAM = ("checkpoint", "tiled")  # levels that save the layer's input onl
 
 # H200 rates per second (docs/benchmarks.md, rates that the plan uses).
 GEMM_FLOPS = {"bf16": 700e12, "fp8-hybrid": 1250e12, "nvfp4": 700e12}
-ATTENTION_FLOPS, COPY_BYTES, DEQUANTIZE_BYTES = 400e12, 4.0e12, 3.1e12
+ATTENTION_FLOPS = 400e12
+COPY_BYTES = 4.0e12
+DEQUANTIZE_BYTES = 3.1e12
 LORA_SLOWDOWN = 1.16  # time of a GEMM with its adapter over one without
 ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward over its forward
 LATENCY = 30e-6  # fixed seconds of a collective
@@ -77,8 +79,19 @@ class LayerCost:
     card: Card = H200
 
     @classmethod
-    def of(cls, text_config: Any, *, rows: int, length: int, **keys: Any) -> LayerCost:
-        """Build from a transformers text config for `rows` sequences of `length` tokens; `keys`: the other fields."""
+    def of(
+        cls,
+        text_config: Any,
+        *,
+        rows: int,
+        length: int,
+        replayed: Mapping[str, LayerBytes],
+        itemsize: int = 2,
+        recipe: str = "bf16",
+        trains_all: bool = False,
+        card: Card = H200,
+    ) -> LayerCost:
+        """Build from a transformers text config for `rows` sequences of `length` tokens."""
         sizes = max_layer_sizes(text_config)
         return cls(
             tokens=rows * length,
@@ -88,13 +101,17 @@ class LayerCost:
             stored=mlp_width(text_config, active=False),
             queries=sizes.heads * sizes.head_dim,
             keys=sizes.key_heads * sizes.head_dim,
-            **keys,
+            replayed=replayed,
+            itemsize=itemsize,
+            recipe=recipe,
+            trains_all=trains_all,
+            card=card,
         )
 
     def scaled_to(self, batch: Shape) -> LayerCost:
         """The same layer for a smaller batch, with saved bytes scaled by its tokens."""
         share = batch.tokens / self.tokens
-        replayed = {level: LayerBytes(0, 0, 0).line(found, share) for level, found in self.replayed.items()}
+        replayed = {level: LayerBytes(0, 0, 0).line(layer_bytes, share) for level, layer_bytes in self.replayed.items()}
         return replace(self, tokens=batch.tokens, length=batch.length, replayed=replayed)
 
     # --- bytes -------------------------------------------------------------------------------------------------------
@@ -108,10 +125,10 @@ class LayerCost:
         """Device bytes of the layer's activations at `level`, excluding in-flight offload buffers."""
         if level not in OFFLOADED:
             return self.replayed[level]
-        own = self.replayed[replayed_level(level)]
+        on_device = self.replayed[replayed_level(level)]
         # Saved tensors that the running layer still holds: gate and up at most, or its input.
-        held = own.widest if level == SPACED else self.stream
-        return LayerBytes(0, own.forward + held, own.backward + held)
+        held = on_device.widest if level == SPACED else self.stream
+        return LayerBytes(0, on_device.forward + held, on_device.backward + held)
 
     def host_bytes(self, level: Level) -> int:
         """Bytes of host memory that the layer's offloaded activations take at `level`."""
@@ -193,9 +210,9 @@ def mlp_width(text_config: Any, *, active: bool) -> int:
     experts = next((count for key in EXPERT_COUNTS if (count := getattr(text_config, key, None) or 0) > 1), 1)
     if experts == 1:
         return max_layer_sizes(text_config).mlp_width
-    each = getattr(text_config, "moe_intermediate_size", None) or max_layer_sizes(text_config).mlp_width
+    width = getattr(text_config, "moe_intermediate_size", None) or max_layer_sizes(text_config).mlp_width
     top_k = next((getattr(text_config, key) for key in TOP_K if hasattr(text_config, key)), 1)
-    return each * (top_k if active else experts) + (getattr(text_config, "shared_expert_intermediate_size", None) or 0)
+    return width * (top_k if active else experts) + (getattr(text_config, "shared_expert_intermediate_size", None) or 0)
 
 
 @dataclass(frozen=True)
@@ -203,19 +220,19 @@ class Gathers:
     """All-gathers of sharded decoder layers (FSDP).
 
     Args:
-        ways: ranks that each hold one shard.
+        degree: ranks that each hold one shard.
         block: bytes of one unsharded layer.
         link: bytes/s that a rank receives.
     """
 
-    ways: int
+    degree: int
     block: int
     link: float
 
     @property
     def seconds(self) -> float:
         """Seconds of one all-gather."""
-        return LATENCY + self.block * (self.ways - 1) / self.ways / self.link
+        return LATENCY + self.block * (self.degree - 1) / self.degree / self.link
 
     def exposed_seconds(
         self, layer: LayerCost, levels: Sequence[Level], resident: int, graphs: bool, hosted: int = 0
@@ -237,11 +254,12 @@ class Gathers:
             return 0.0
         forward = len(levels) * layer.forward_seconds
         backward = len(levels) * layer.backward_seconds + sum(map(layer.extra_seconds, levels))
-        again = (moved - 1) * self.seconds  # the last layer is still gathered when its backward starts
-        exposed = self.seconds + max(0.0, moved * self.seconds - forward) + max(0.0, again - backward)
-        fetch = self.seconds + self.block / self.ways / layer.card.host  # hidden by one layer, in both directions
+        backward_gathers = (moved - 1) * self.seconds  # the last layer is still gathered when its backward starts
+        exposed = self.seconds + max(0.0, moved * self.seconds - forward) + max(0.0, backward_gathers - backward)
+        fetch = self.seconds + self.block / self.degree / layer.card.host  # hidden by one layer, in both directions
         late = max(0.0, fetch - forward / len(levels)) + max(0.0, fetch - backward / len(levels))
-        return exposed + GATHER_SLOWDOWN[graphs] * max(0.0, moved * self.seconds + again - exposed) + hosted * late
+        concurrent = max(0.0, moved * self.seconds + backward_gathers - exposed)
+        return exposed + GATHER_SLOWDOWN[graphs] * concurrent + hosted * late
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -299,8 +317,8 @@ def _exchange_seconds(layer: LayerCost, layout: Parallel) -> float:
         seconds += 4 * _all_reduce_seconds(layer.stream, layout.tensor, layer.card.link)
     if layout.context > 1:  # all-to-all of q, k, v and the output; in backward, of their gradients
         moved = 2 * layer.tokens * (layer.queries + layer.keys) * layer.itemsize
-        ways = layout.context
-        seconds += 2 * (moved * (ways - 1) / ways / layer.card.link + 4 * LATENCY)
+        degree = layout.context
+        seconds += 2 * (moved * (degree - 1) / degree / layer.card.link + 4 * LATENCY)
     return seconds
 
 
@@ -312,15 +330,17 @@ def _recompute_exchange_seconds(layer: LayerCost, layout: Parallel, level: Level
     return gathered + _all_reduce_seconds(layer.stream, layout.tensor, layer.card.link)
 
 
-def _all_reduce_seconds(size: int, ways: int, link: float) -> float:
-    """Seconds of an all-reduce of `size` bytes over `ways` ranks."""
-    return LATENCY + 2 * size * (ways - 1) / ways / link
+def _all_reduce_seconds(size: int, degree: int, link: float) -> float:
+    """Seconds of an all-reduce of `size` bytes over `degree` ranks."""
+    return LATENCY + 2 * size * (degree - 1) / degree / link
 
 
-def vocabulary_seconds(layer: LayerCost, ways: int) -> float:
-    """Seconds of exchanging hidden states and gradients where `ways` ranks with sequences of their own share a sharded
-    vocabulary: for the embedding, the head, and the head's backward."""
-    return 3 * (LATENCY + (ways - 1) * layer.stream / layer.card.link) if ways > 1 else 0.0
+def vocabulary_seconds(layer: LayerCost, degree: int) -> float:
+    """Seconds of exchanging hidden states and gradients of a vocabulary sharded over ranks with different tokens.
+
+    There are three exchanges: for the embedding, the head, and the head's backward.
+    """
+    return 3 * (LATENCY + (degree - 1) * layer.stream / layer.card.link) if degree > 1 else 0.0
 
 
 def step_seconds(

@@ -69,9 +69,13 @@ def estimate(
     model_config: Any,
     *,
     device: str | torch.device | None = None,
+    capacity_bytes: int | None = None,
+    batches: Batches | None = None,
     shapes: ModelShapes | None = None,
     layout: Parallel = SINGLE,
-    **options: Any,
+    card: Card = H200,
+    ranks_per_host: int | None = None,
+    answered: tuple[str, int] | None = None,
 ) -> MemoryPlan:
     """Predict the memory of a run and choose each layer's activation level, and how the optimizer updates.
 
@@ -80,41 +84,7 @@ def estimate(
     are saved. If nothing fits the device, the plan that needs least is returned, of those that fit the host if any do.
 
     Args:
-        config, model_config, device, shapes, layout: as in `estimate_of_choice`, which has the other `options`.
-    """
-    target = torch.device(device or config.device or best_device())
-    alone = layout.size == 1 and dtype_named(config.precision.compute, target) != torch.float16
-    plans: list[MemoryPlan] = []
-    for choice in memory_choices(config, alone, has_host=target.type != "cpu"):
-        if choice["optim_offload"] is True and any(plan.fits for plan in plans):
-            break
-        chosen = config.model_copy(update=choice)
-        plan = estimate_of_choice(chosen, model_config, device=target, shapes=shapes, layout=layout, **options)
-        plans.append(replace(plan, optimizer_choice=choice))
-        if plan.fits and not plan.activation_checkpointing:
-            break
-    if fitting := [plan for plan in plans if plan.fits]:
-        return min(fitting, key=lambda plan: plan.seconds or 0.0)
-    return min([plan for plan in plans if plan.fits_host] or plans, key=lambda plan: plan.total)
-
-
-def estimate_of_choice(
-    config: RunConfig,
-    model_config: Any,
-    *,
-    device: str | torch.device | None = None,
-    capacity_bytes: int | None = None,
-    batches: Batches | None = None,
-    shapes: ModelShapes | None = None,
-    layout: Parallel = SINGLE,
-    card: Card = H200,
-    on_host: int | None = None,
-    answered: tuple[str, int] | None = None,
-) -> MemoryPlan:
-    """Predict the memory of a run and choose each layer's activation level.
-
-    Args:
-        config: the run; "auto" of `optim_in_backward` and `optim_offload` is no.
+        config: the run.
         model_config: the transformers config of its model; no weights are read.
         device: training device, which may be absent; default: `config.device`, else the best device.
         capacity_bytes: usable device bytes; default: bytes free on `device` now. `memory_limit_gib` lowers it.
@@ -122,7 +92,7 @@ def estimate_of_choice(
         shapes: the model of exactly this run, device and tensor-parallel degree, if it was built before.
         layout: how the run is distributed.
         card: the GPU whose rates predicted seconds use.
-        on_host: ranks that share one host's memory; default: all.
+        ranks_per_host: ranks that share one host's memory; default: all.
         answered: GEMM path and page bytes that a resumed run samples with, see `plan.rollouts`.
 
     Returns:
@@ -134,39 +104,69 @@ def estimate_of_choice(
         ConfigError: packed documents cannot be separated.
     """
     target = torch.device(device or config.device or best_device())
-    on_host = on_host or layout.size
-    free = free_bytes(target, on_host) if capacity_bytes is None else capacity_bytes
-    capacity = free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))
-    shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target, layout.tensor)
-    capacity -= (auxiliary := find_auxiliary(config, target, shapes.dtype.itemsize)).bytes
-    batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
-    if shapes.packed_way == "unpacked":  # packed rows become padded sequences
-        batches = batches.longer(1 / MIN_LENGTH_RATIO)
-    options: Any = {"config": config, "card": card, "on_host": on_host, "graphs": shapes.packed_in_graphs}
-    plan = _with_experts(shapes, batches, capacity, layout, options)
-    if layout.pipeline > 1 and not plan.activation_checkpointing:  # recomputation changes the partition
-        plan = _Planner(shapes, batches, capacity, layout=layout, **options, recomputed=False).plan()
-    if not plan.fits and {*layout.axes} in ({"context"}, {"data", "context"}):
-        sliced = _Planner(shapes, batches, capacity, layout=Sliced(**vars(layout)), **options).plan()
-        plan = min(plan, sliced, key=lambda each: each.total)
-    plan = replace(plan, rough=shapes.rough)
-    eager = functools.partial(_Planner, shapes, batches, capacity, layout=layout, **options | {"graphs": False})
-    rolled = config.method in SAMPLING
-    return with_rollouts(plan, lambda: eager().plan(), shapes, batches, answered, auxiliary) if rolled else plan
+    ranks_per_host = ranks_per_host or layout.size
+    alone = layout.size == 1 and dtype_named(config.precision.compute, target) != torch.float16
+    plans: list[MemoryPlan] = []
+    for choice in memory_choices(config, alone, has_host=target.type != "cpu"):
+        if choice["optim_offload"] is True and any(plan.fits for plan in plans):
+            break
+        chosen = config.model_copy(update=choice)
+        plan = _estimate_of_choice(
+            chosen, model_config, target, capacity_bytes, batches, shapes, layout, card, ranks_per_host, answered
+        )
+        plans.append(replace(plan, optimizer_choice=choice))
+        if plan.fits and not plan.activation_checkpointing:
+            break
+    if fitting := [plan for plan in plans if plan.fits]:
+        return min(fitting, key=lambda plan: plan.seconds or 0.0)
+    return min([plan for plan in plans if plan.fits_host] or plans, key=lambda plan: plan.total)
 
 
-def _with_experts(
-    shapes: ModelShapes, batches: Batches, capacity: int, layout: Parallel, options: dict[str, Any]
+def _estimate_of_choice(
+    config: RunConfig,
+    model_config: Any,
+    device: torch.device,
+    capacity_bytes: int | None,
+    batches: Batches | None,
+    shapes: ModelShapes | None,
+    layout: Parallel,
+    card: Card,
+    ranks_per_host: int,
+    answered: tuple[str, int] | None,
 ) -> MemoryPlan:
-    """The plan with `expert_offload` as configured; `options`: keyword arguments of `_Planner`."""
-    first = _Planner(shapes, batches, capacity, layout=layout, **options)
+    """Return the plan of a run whose `optim_in_backward` and `optim_offload` are chosen; "auto" is no."""
+    free = free_bytes(device, ranks_per_host) if capacity_bytes is None else capacity_bytes
+    capacity = free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))
+    shapes = shapes or ModelShapes(config, rank_config(model_config, layout), device, layout.tensor)
+    auxiliary = find_auxiliary(config, device, shapes.dtype.itemsize)
+    capacity -= auxiliary.bytes
+    batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
+    if shapes.document_separation == "unpacked":  # packed rows become padded sequences
+        batches = batches.longer(1 / MIN_LENGTH_RATIO)
+    planner = functools.partial(
+        _Planner, shapes, batches, capacity, config=config, card=card, ranks_per_host=ranks_per_host
+    )
+    graphs = shapes.packed_in_graphs
+    resident = planner(layout=layout, graphs=graphs)
 
-    def plan(experts: OffloadedExperts) -> MemoryPlan:
-        planner = _Planner(shapes, batches, capacity, layout=layout, **options, experts=experts)
-        return (planner if experts.layers else first).plan()
+    def plan_with(experts: OffloadedExperts) -> MemoryPlan:
+        return (planner(layout=layout, graphs=graphs, experts=experts) if experts.layers else resident).plan()
 
-    limits: dict[str, Any] = {"single": layout.size == 1, "host": first.host, "budget": first.budget}
-    return with_experts(options["config"], shapes.expert_bytes(), shapes.device, plan=plan, **limits)
+    plan = with_experts(
+        config, shapes.expert_bytes(), shapes.device, single=layout.size == 1, host=resident.host,
+        budget=resident.budget, plan=plan_with,
+    )  # fmt: skip
+    if layout.pipeline > 1 and not plan.activation_checkpointing:  # recomputation changes the partition
+        plan = planner(layout=layout, graphs=graphs, recomputed=False).plan()
+    if not plan.fits and {*layout.axes} in ({"context"}, {"data", "context"}):
+        sliced = planner(layout=Sliced(**vars(layout)), graphs=graphs).plan()
+        plan = min(plan, sliced, key=lambda plan: plan.total)
+    plan = replace(plan, rough=shapes.rough)
+    if config.method not in SAMPLING:
+        return plan
+    return with_rollouts(
+        plan, lambda: planner(layout=layout, graphs=False).plan(), shapes, batches, answered, auxiliary
+    )
 
 
 def may_capture(config: RunKeys, device: torch.device, dtype: torch.dtype) -> bool:
@@ -187,31 +187,39 @@ class _Planner:
         capacity: usable device bytes.
         graphs: whether the data allows capturing micro-batches.
         config: the run; default: `shapes.config`.
-        layout, card, on_host: as in `estimate`.
+        layout, card, ranks_per_host: as in `estimate`.
         recomputed: whether the pipeline partition assumes that layers are recomputed in backward.
         experts: experts in host memory.
     """
 
     def __init__(
         self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True, *,
-        config: RunKeys | None = None, layout: Parallel = SINGLE, card: Card = H200, on_host: int = 1,
+        config: RunKeys | None = None, layout: Parallel = SINGLE, card: Card = H200, ranks_per_host: int = 1,
         recomputed: bool = True, experts: OffloadedExperts = RESIDENT,
     ):  # fmt: skip
-        self.shapes, self.config, self.batches, self.capacity = shapes, config or shapes.config, batches, capacity
-        self.layout, self.card, self.on_host, self.experts = layout, card, on_host, experts
-        self.trained, self.depth = shapes.trainable(), shapes.text_config.num_hidden_layers
-        self.gradients, self.evaluated = shapes.layer_gradients(), shapes.evaluation(batches.evaluation)
+        self.shapes = shapes
+        self.config = config or shapes.config
+        self.batches = batches
+        self.capacity = capacity
+        self.layout = layout
+        self.card = card
+        self.ranks_per_host = ranks_per_host
+        self.experts = experts
+        self.trained = shapes.trainable()
+        self.depth = shapes.text_config.num_hidden_layers
+        self.gradients = shapes.layer_gradients()
+        self.evaluated = shapes.evaluation(batches.evaluation)
         want = self.config.activation_checkpointing
         named = want if isinstance(want, str) else "checkpoint" if want else "keep"
-        self.asked: Level | None = None if named == "auto" else named
-        self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
+        self.level: Level | None = None if named == "auto" else named
+        self.replayed = REPLAYED if self.level is None else (replayed_level(self.level),)
         self.frozen = shapes.frozen()
         row = optimizer_row(self.config)
         hosted = row.host_bytes and row.host_bytes(shapes.model, self.config)
         self.optimizer = row.state_bytes(shapes.model, self.config)
         self.optimizer += (hosted or 0) if shapes.device.type == "cpu" else 0
         # Bytes of gradients of an optimizer that does not hold all of them until the step; None: all are held.
-        self.few_gradients = row.gradient_bytes and row.gradient_bytes(shapes.model, self.config)
+        self.gradient_limit = row.gradient_bytes and row.gradient_bytes(shapes.model, self.config)
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused optimizers copy all parameters
         self.slices = optimizer_shards(layout, row.block_of(self.config) if shapes.dtype != torch.float16 else 0)
         self.hosted_state = (hosted or 0) // self.slices  # bytes of optimizer state in host memory
@@ -226,12 +234,12 @@ class _Planner:
     def plan(self) -> MemoryPlan:
         """Plan with the configured activation level, or with the fastest levels that fit."""
         plan = self._chosen()
-        where = "; frozen weights are sharded" if isinstance(self.layout, Sliced) else ""
-        where += f"; the shards of {len(plan.hosted)} layers are in host memory" if plan.hosted else ""
-        return replace(plan, seconds=self._seconds(plan), reason=plan.reason + where)
+        remarks = "; frozen weights are sharded" if isinstance(self.layout, Sliced) else ""
+        remarks += f"; the shards of {len(plan.hosted)} layers are in host memory" if plan.hosted else ""
+        return replace(plan, seconds=self._seconds(plan), reason=plan.reason + remarks)
 
     def _chosen(self) -> MemoryPlan:
-        level = self.asked
+        level = self.level
         if level is None:
             return self._fastest() if self.shapes.fused else self._all_saved_or_recomputed()
         if not self.shapes.fused and level not in ("keep", "checkpoint"):
@@ -301,7 +309,7 @@ class _Planner:
     @functools.cached_property
     def host_share(self) -> int:
         """Free bytes of host memory for each of the ranks that share it."""
-        return allocators.available_bytes() // self.on_host
+        return allocators.available_bytes() // self.ranks_per_host
 
     def _hosting(self, choice: Choice) -> Choice:
         """Move the shards of as few layers as needed to the host, if `choice` does not fit the device.
@@ -312,9 +320,9 @@ class _Planner:
         loaded = max(self.frozen.loaded(stage, self.layout) + self._trained(stage).bytes for stage in self.stages)
         if plan.total <= self.budget or self._gathered is None or loaded > self.capacity:
             return choice
-        each = [self.frozen.slice(index, self.layout) for stage in self.stages for index in stage.layers]
+        shards = [self.frozen.slice(index, self.layout) for stage in self.stages for index in stage.layers]
         offloaded = sum(map(self.layer(self.batches.largest).host_bytes, choice.levels)) if self.shapes.fused else 0
-        count = shards_to_offload(plan.total - self.budget, each, self.host - offloaded)
+        count = shards_to_offload(plan.total - self.budget, shards, self.host - offloaded)
         return replace(choice, hosted=min(count, *(stage.depth for stage in self.stages)), graphs=False)
 
     @functools.cached_property
@@ -341,26 +349,29 @@ class _Planner:
         plan = max((self._of_stage(choice, stage) for stage in self.stages), key=lambda plan: plan.total)
         if self.shapes.device.type == "cpu":
             return plan
-        host = max((self._host_parts(choice, stage) for stage in self.stages), key=lambda parts: sum(parts.values()))
+        host = max((self._host_bytes(choice, stage) for stage in self.stages), key=lambda by_key: sum(by_key.values()))
         return replace(plan, host=host, host_share=self.host_share)
 
-    def _host_parts(self, choice: Choice, stage: Stage) -> dict[str, int]:
+    def _host_bytes(self, choice: Choice, stage: Stage) -> dict[str, int]:
         """Configuration key → bytes of host memory that a rank of this stage pins for it."""
         state = self.hosted_state * self._trained(stage).bytes // max(self.trained.bytes, 1)
-        found = {state_key(self.config): state, "expert_offload": self.experts.bytes}
+        by_key = {state_key(self.config): state, "expert_offload": self.experts.bytes}
         if self.shapes.fused and not OFFLOADED.keys().isdisjoint(choice.levels):
             cost = self.layer(self.batches.largest)
             saved = sum(cost.host_bytes(choice.levels[index]) for index in stage.layers)
-            found["activation_checkpointing"] = int(stage.in_flight * saved)
+            by_key["activation_checkpointing"] = int(stage.in_flight * saved)
         if choice.hosted:
             shards = (self.frozen.slice(index, self.layout) for index in self._spread((stage,), choice.hosted))
-            found["parallel"] = sum(map(pinned_bytes, shards))
-        return {key: nbytes for key, nbytes in found.items() if nbytes}
+            by_key["parallel"] = sum(map(pinned_bytes, shards))
+        return {key: nbytes for key, nbytes in by_key.items() if nbytes}
 
     def _of_stage(self, choice: Choice, stage: Stage) -> MemoryPlan:
         """The plan of a choice on one pipeline rank."""
-        trained, largest, device = self._trained(stage), self.batches.largest, self.shapes.device
-        transient, graphs, evaluated = self._transient(largest, choice, stage), 0, self.evaluated * stage.has_head
+        trained = self._trained(stage)
+        largest = self.batches.largest
+        transient = self._transient(largest, choice, stage)
+        evaluated = self.evaluated * stage.has_head
+        graphs = 0
         if choice.graphs:  # outside of the pool: evaluation, and steps of shapes without a graph (`train.graph`)
             launched = self.batches.many or "shard" in self.layout.axes
             graphs = max(evaluated, launched * self._transient(self.batches.second, choice, stage))
@@ -382,7 +393,7 @@ class _Planner:
             runtime=runtime + GRAPH_RUNTIME * choice.graphs,
             activation_checkpointing=set(choice.levels) != {"keep"},
             reason="set by activation_checkpointing",
-            device=str(device),
+            device=str(self.shapes.device),
             capacity_bytes=self.capacity,
             levels=choice.levels if self.shapes.fused else (),
             use_graphs=choice.graphs,
@@ -400,14 +411,14 @@ class _Planner:
     @functools.cache  # noqa: B019 (one plan's lifetime)
     def _trained(self, stage: Stage) -> Trainable:
         """Trained parameters on a rank of this stage, before their state is sharded."""
-        others = self._others if stage.has_embedding or stage.has_head else 0
-        bytes_ = sum(self.gradients[index] for index in stage.layers[: len(self.gradients)]) + others
+        outside = self._outside_layers if stage.has_embedding or stage.has_head else 0
+        bytes_ = sum(self.gradients[index] for index in stage.layers[: len(self.gradients)]) + outside
         return Trainable(self.trained.numel * bytes_ // max(self.trained.bytes, 1), bytes_)
 
     def _parameters(self, stage: Stage) -> int:
         """Bytes of trained parameters on a rank of this stage: master weights and compute-dtype copies."""
-        own, read = self.factors
-        return self._trained(stage).bytes - own + own // self.slices + read
+        copied, read = self.factors
+        return self._trained(stage).bytes - copied + copied // self.slices + read
 
     @functools.cached_property
     def _reduces_in_backward(self) -> bool:
@@ -417,7 +428,7 @@ class _Planner:
     @functools.cached_property
     def _bucket(self) -> int:
         """Bytes of gradients in one bucket of the reduction during backward."""
-        return max([TOGETHER, *(each.nbytes for each in trained_parameters(self.shapes.model).values())])
+        return max([TOGETHER, *(parameter.nbytes for parameter in trained_parameters(self.shapes.model).values())])
 
     @property
     def _gradient_shards(self) -> int:
@@ -426,10 +437,10 @@ class _Planner:
 
     def _gradients(self, held: int) -> int:
         """Bytes of gradients between backward and step, of trained parameters of `held` bytes."""
-        return held // self._gradient_shards if self.few_gradients is None else min(held, self.few_gradients)
+        return held // self._gradient_shards if self.gradient_limit is None else min(held, self.gradient_limit)
 
     @property
-    def _others(self) -> int:
+    def _outside_layers(self) -> int:
         """Bytes of trained parameters outside of the decoder layers."""
         return self.trained.bytes - sum(self.gradients)
 
@@ -458,25 +469,27 @@ class _Planner:
         layers *= 1 if len(layers) == self.depth else self.depth
         if self.shapes.fused:
             cost = self.layer(batch)
-            each = {level: cost.bytes(level) for level in set(choice.levels)}
-            layers = tuple(each[level] for level in choice.levels)
-            in_flight = max(map(cost.host_bytes, each))  # offload buffers of one layer
+            by_level = {level: cost.bytes(level) for level in set(choice.levels)}
+            layers = tuple(by_level[level] for level in choice.levels)
+            in_flight = max(map(cost.host_bytes, by_level))  # offload buffers of one layer
         layers = tuple(layers[index] for index in stage.layers) if layers else ()
         trained = self._trained(stage)
         gradients = [self.gradients[index] // self._gradient_shards for index in stage.layers[: len(layers)]]
         accumulated = trained.bytes // self._gradient_shards
-        if self.few_gradients is not None:  # counted in full from the head's backward on
+        if self.gradient_limit is not None:  # counted in full from the head's backward on
             gradients, accumulated = [0] * len(gradients), self._gradients(trained.bytes)
-        own = 0 if any(self.factors) else sum(self.gradients[index] for index in stage.layers[: len(layers)])
-        before = step.before - self.shapes.copied(self.trained.bytes - self._others - own)
+        layer_gradients = sum(self.gradients[index] for index in stage.layers[: len(layers)])
+        if any(self.factors):
+            layer_gradients = 0
+        initial = step.initial - self.shapes.copied(self.trained.bytes - self._outside_layers - layer_gradients)
         hidden = batch.tokens * self.shapes.text_config.hidden_size * self.shapes.dtype.itemsize
         head = step.head + 2 * (self.layout.shard - 1) * hidden  # of the other ranks' sequences, and their gradient
         highest = peak(
             layers,
-            before=before,
+            initial=initial,
             head=head if stage.has_head else 2 * hidden,  # the sent hidden states, and their gradient
             gradients=gradients,
-            others=accumulated - sum(gradients),
+            table_gradients=accumulated - sum(gradients),
             accumulated=choice.graphs or self.config.gradient_accumulation_steps > 1,  # graphs accumulate in place
         )
         earlier = int((stage.in_flight - 1) * (sum(layer.saved for layer in layers) + hidden))
@@ -494,11 +507,12 @@ class _Planner:
         """Predicted seconds of a step; None without measured rates."""
         if not self._timed:
             return None
-        layer, layout, micro = self.usual, self.layout, []
+        layer, layout = self.usual, self.layout
+        micro = []
         for stage in self.stages:
             gathers = self.frozen.gathers(layout, stage, self.card.link)
             levels, graphs = [plan.levels[index] for index in stage.layers], plan.use_graphs
-            resident, hosted = (len({*each} & {*stage.layers}) for each in (plan.stays, plan.hosted))
+            resident, hosted = (len({*layers} & {*stage.layers}) for layers in (plan.stays, plan.hosted))
             seconds = micro_seconds(
                 layer, levels, layout, graphs=graphs, gathers=gathers, resident=resident, hosted=hosted
             )
@@ -519,13 +533,15 @@ class _Planner:
 
     def _pipeline(self, recomputed: bool) -> Pipeline:
         """Partition the model and simulate the schedule; layers without measured rates take 1 s forward, 2 s back."""
-        layer, head, window = Seconds(1.0, 2.0), Seconds(0.0, 0.0), self.config.gradient_accumulation_steps
+        layer = Seconds(1.0, 2.0)
+        head = Seconds(0.0, 0.0)
+        window = self.config.gradient_accumulation_steps
         if (ranks := self.layout.pipeline) == 1:
             return pipeline_of(None, [layer] * self.depth, head, window)
-        recomputed = recomputed and self.asked != "keep"
+        recomputed = recomputed and self.level != "keep"
         if self._timed:
-            again = self.usual.extra_seconds(self.asked or "checkpoint") if recomputed else 0.0
-            layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + again, again)
+            recompute = self.usual.extra_seconds(self.level or "checkpoint") if recomputed else 0.0
+            layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + recompute, recompute)
             head = Seconds(head_seconds(self.usual, self.vocabulary), 0.0)
         cut = partition_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
         ahead = self.layout.shard == 1  # as in `train.setup`
@@ -539,9 +555,14 @@ class _Planner:
     def layer(self, batch: Shape) -> LayerCost:
         """Cost of a layer of a fused model for `batch`."""
         layers = self.shapes.step(batch, self.replayed).layers
-        config = self.shapes.text_config
-        options: dict[str, Any] = {"itemsize": self.shapes.dtype.itemsize, "recipe": self.config.recipe}
-        options |= {"trains_all": not self.config.use_peft, "card": self.card}
-        replayed = dict(zip(self.replayed, layers, strict=True))
-        found = LayerCost.of(config, rows=batch.rows, length=batch.length, replayed=replayed, **options)
-        return in_slices(in_context(found, self.layout.context), self.layout.tensor)
+        cost = LayerCost.of(
+            self.shapes.text_config,
+            rows=batch.rows,
+            length=batch.length,
+            replayed=dict(zip(self.replayed, layers, strict=True)),
+            itemsize=self.shapes.dtype.itemsize,
+            recipe=self.config.recipe,
+            trains_all=not self.config.use_peft,
+            card=self.card,
+        )
+        return in_slices(in_context(cost, self.layout.context), self.layout.tensor)

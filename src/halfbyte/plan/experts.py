@@ -83,26 +83,26 @@ def with_experts(
     Raises:
         ConfigError: the configured offload is not supported, or the host is too small.
     """
-    asked, holders = config.expert_offload, sum(size > 0 for size in stacks)
+    setting, holders = config.expert_offload, sum(size > 0 for size in stacks)
     why = _unsupported_reason(config, device, single, holders)
-    if asked is False or (asked == "auto" and why):
+    if setting is False or (setting == "auto" and why):
         return plan(RESIDENT)
     if why:
-        raise ConfigError(f"{KEY}: {asked}: {why}".replace("True", "true"), f"remove {KEY}")
-    if asked != "auto":
-        offloaded = OffloadedExperts.of(stacks, holders if asked is True else int(asked))
+        raise ConfigError(f"{KEY}: {setting}: {why}".replace("True", "true"), f"remove {KEY}")
+    if setting != "auto":
+        offloaded = OffloadedExperts.of(stacks, holders if setting is True else int(setting))
         if offloaded.bytes > host:
-            what = f"experts need {offloaded.bytes / GIB:.2f} GiB of host memory, and {host / GIB:.2f} are available"
+            problem = f"experts need {offloaded.bytes / GIB:.2f} GiB of host memory, and {host / GIB:.2f} are available"
             fix = f"set {KEY}: {sum(size <= host for size in _offload_sizes(stacks))}, or free host memory"
-            raise ConfigError(f"{KEY}: {asked}: {what}".replace("True", "true"), fix)
+            raise ConfigError(f"{KEY}: {setting}: {problem}".replace("True", "true"), fix)
         return _with_reason(plan(offloaded), offloaded)
     resident = plan(RESIDENT)
     if resident.total <= budget:
         return replace(resident, reason=f"{resident.reason}; experts stay on the device")
     counts = [OffloadedExperts.of(stacks, count) for count in range(1, holders + 1)]
-    possible = [each for each in counts if each.bytes <= host and each.bytes > each.window]
+    possible = [candidate for candidate in counts if candidate.bytes <= host and candidate.bytes > candidate.window]
     missing = resident.total - budget
-    enough = next((each for each in possible if each.bytes - each.window >= missing), None)
+    enough = next((candidate for candidate in possible if candidate.bytes - candidate.window >= missing), None)
     offloaded = enough or (possible[-1] if possible else RESIDENT)
     return _with_reason(plan(offloaded), offloaded) if offloaded.layers else resident
 
@@ -114,18 +114,18 @@ def offloaded_at_inference(config: RunKeys, model_config: Any, device: torch.dev
         model_config: the transformers config of its model.
         free: free bytes of the device.
     """
-    asked = config.expert_offload
-    if asked is False or device.type != "cuda" or not is_mixture(model_config):
+    setting = config.expert_offload
+    if setting is False or device.type != "cuda" or not is_mixture(model_config):
         return ()
     with silent():
         shapes = ModelShapes(config.model_copy(update={"use_peft": False}), model_config, device)
     stacks = shapes.expert_bytes()
     holders = sum(size > 0 for size in stacks)
-    if asked != "auto":
-        return OffloadedExperts.of(stacks, holders if asked is True else asked).layers
+    if setting != "auto":
+        return OffloadedExperts.of(stacks, holders if setting is True else setting).layers
     missing = shapes.frozen_bytes() - INFERENCE_SHARE * free
     counts = [OffloadedExperts.of(stacks, count) for count in range(holders + 1)]
-    enough = (each for each in counts if each.bytes - each.window >= missing)
+    enough = (candidate for candidate in counts if candidate.bytes - candidate.window >= missing)
     return next(enough, counts[-1]).layers if missing > 0 else ()
 
 
@@ -155,5 +155,5 @@ def _offload_sizes(stacks: Sequence[int]) -> list[int]:
 
 
 def _with_reason(plan: MemoryPlan, offloaded: OffloadedExperts) -> MemoryPlan:
-    what = f"experts of {len(offloaded.layers)} layers are in host memory ({offloaded.bytes / GIB:.2f} GiB)"
-    return replace(plan, offloaded=offloaded.layers, reason=f"{plan.reason}; {what}")
+    experts = f"experts of {len(offloaded.layers)} layers are in host memory ({offloaded.bytes / GIB:.2f} GiB)"
+    return replace(plan, offloaded=offloaded.layers, reason=f"{plan.reason}; {experts}")

@@ -55,14 +55,14 @@ class Ledger(TorchDispatchMode):
         self.peak_by_tag: dict[str, int] = {}
         self._live_by_tag: dict[str, int] = {}
         self.sizes: Counter[int] = Counter()
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._counted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hidden = False
 
     def ignore(self, tensors: Iterator[Tensor]) -> None:
         """Do not count the storages of these tensors, such as weights, or views of them."""
         for tensor in tensors:
-            parts = getattr(tensor, "parts", {"": tensor})  # a QuantizedTensor has several
-            self._known.update(part.untyped_storage() for part in parts.values())
+            stored = getattr(tensor, "parts", {"": tensor})  # a QuantizedTensor has several
+            self._counted.update(component.untyped_storage() for component in stored.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -82,9 +82,9 @@ class Ledger(TorchDispatchMode):
                 self._note(leaf.untyped_storage())
 
     def _note(self, storage: Any) -> None:
-        if storage in self._known:
+        if storage in self._counted:
             return
-        self._known.add(storage)
+        self._counted.add(storage)
         size, tag = storage.nbytes(), self.tag
         weakref.finalize(storage, self._change, -size, tag)
         self._change(size, tag)
@@ -98,26 +98,26 @@ class Ledger(TorchDispatchMode):
 
     def highest(self) -> int:
         """Return the peak since the last call, and reset it."""
-        found, self.peak, self.peak_by_tag = self.peak, self.live, dict(self._live_by_tag)
-        return found
+        peak, self.peak, self.peak_by_tag = self.peak, self.live, dict(self._live_by_tag)
+        return peak
 
     @contextlib.contextmanager
     def tagged(self, tag: str) -> Iterator[None]:
         """Count allocations inside under `tag`."""
-        before, self.tag = self.tag, tag
+        previous, self.tag = self.tag, tag
         try:
             yield
         finally:
-            self.tag = before
+            self.tag = previous
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Count nothing inside."""
-        before, self._hidden = self._hidden, True
+        previous, self._hidden = self._hidden, True
         try:
             yield
         finally:
-            self._hidden = before
+            self._hidden = previous
 
 
 def _by_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor | None:
@@ -228,8 +228,8 @@ def _results(reference: Callable[..., Any], leaves: tuple[Any, ...], spec: TreeS
         return meta
 
     with _disable_current_modes():
-        given = [as_meta(index, leaf) for index, leaf in enumerate(leaves)]
-        args, kwargs = tree_unflatten(given, spec)
+        arguments_and_keywords = [as_meta(index, leaf) for index, leaf in enumerate(leaves)]
+        args, kwargs = tree_unflatten(arguments_and_keywords, spec)
         results, result_spec = tree_flatten(reference(*args, **kwargs))
     return [
         _Like.of(result, arguments.get(result.untyped_storage()._cdata)) if isinstance(result, Tensor) else result

@@ -49,8 +49,8 @@ class RolloutPlan:
         return self.decoded + self.pages + self.moving
 
     def __str__(self) -> str:
-        parts = {"pages": self.pages, f"{self.weights} weights": self.decoded, "prompts and logits": self.moving}
-        return f"{size(self.total)} ({', '.join(f'{name} {size(count)}' for name, count in parts.items())})"
+        components = {"pages": self.pages, f"{self.weights} weights": self.decoded, "prompts and logits": self.moving}
+        return f"{size(self.total)} ({', '.join(f'{name} {size(count)}' for name, count in components.items())})"
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class MemoryPlan:
     host: Mapping[str, int] = field(default_factory=dict)
     host_share: int | None = None
 
-    PARTS: ClassVar = (
+    COMPONENTS: ClassVar = (
         *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs"),
         *("rollouts", "runtime"),
     )
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, part) for part in self.PARTS)
+        return sum(getattr(self, component) for component in self.COMPONENTS)
 
     @property
     def host_bytes(self) -> int:
@@ -131,7 +131,7 @@ class MemoryPlan:
 
     def predicted(self) -> dict[str, int]:
         """Part → bytes, and the total, as memory.json holds them."""
-        return {part: getattr(self, part) for part in self.PARTS} | {"total": self.total}
+        return {component: getattr(self, component) for component in self.COMPONENTS} | {"total": self.total}
 
 
 def flat_plan(plan: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def check_layout(layout: Parallel, config: RunKeys, shapes: ModelShapes) -> None
     reason = unsupported_reason(layout, config)
     if reason is None and layout.context > 1:
         reason = unsupported_context(shapes.causal_lm.config, layout.context, layout.tensor)
-    if reason is None and shapes.packed_way != "positions":
+    if reason is None and shapes.document_separation != "positions":
         packs = "packing" if config.packing else "padding_free" if config.padding_free else None
         reason = unsupported_packing(layout, packs)
     if reason:
@@ -86,13 +86,13 @@ class Device:
     Attributes:
         capacity_bytes: memory of the rank with the least.
         card: the GPU whose rates predicted seconds use.
-        on_host: ranks that share one host's memory; None: all.
+        ranks_per_host: ranks that share one host's memory; None: all.
     """
 
     torch: torch.device
     capacity_bytes: int
     card: Card = H200
-    on_host: int | None = None
+    ranks_per_host: int | None = None
 
 
 class Meshes:
@@ -119,26 +119,26 @@ class Meshes:
             accumulation: micro-batches of a step on each rank; default: keeps the global batch size.
         """
         steps = accumulation or self.config.gradient_accumulation_steps * layout.size // (layout.data * layout.shard)
-        ways = {axis: getattr(layout, axis) for axis in layout.axes} or {"data": 1}
-        config = self.config.model_copy(update={"parallel": ways, "gradient_accumulation_steps": steps})
+        degrees = {axis: getattr(layout, axis) for axis in layout.axes} or {"data": 1}
+        config = self.config.model_copy(update={"parallel": degrees, "gradient_accumulation_steps": steps})
         try:
             check_layout(layout, config, self.shapes[1])
             with silent():
                 plan = estimate(
                     config, self.model_config, device=self.device.torch, capacity_bytes=self.device.capacity_bytes,
                     batches=self.batches(config), shapes=self._shapes(layout), layout=layout, card=self.device.card,
-                    on_host=self.device.on_host,
+                    ranks_per_host=self.device.ranks_per_host,
                 )  # fmt: skip
         except HalfbyteError as error:
             return Option(layout, config, refused=error.message)
         return Option(layout, config, plan)
 
     def _shapes(self, layout: Parallel) -> ModelShapes:
-        ways = layout.tensor
-        if ways not in self.shapes:
+        degree = layout.tensor
+        if degree not in self.shapes:
             model_config = rank_config(self.model_config, layout)
-            self.shapes[ways] = ModelShapes(self.config, model_config, self.device.torch, ways)
-        return self.shapes[ways]
+            self.shapes[degree] = ModelShapes(self.config, model_config, self.device.torch, degree)
+        return self.shapes[degree]
 
     def options(self, processes: int) -> Iterator[Option]:
         """Plan every layout of `processes` ranks, single-axis layouts first."""
@@ -156,10 +156,10 @@ class Meshes:
                 return best, choice_reason(best, seen)
         possible = [option for option in seen if option.plan is not None]
         if not possible:
-            what = f"parallel: auto finds no supported layout for {processes} GPUs: {seen[0].refused}"
-            raise ConfigError(what, "use one GPU")
-        least = min(possible, key=lambda option: option.plan.total)  # type: ignore[union-attr]
-        return least, choice_reason(least, seen)
+            problem = f"parallel: auto finds no supported layout for {processes} GPUs: {seen[0].refused}"
+            raise ConfigError(problem, "use one GPU")
+        smallest = min(possible, key=lambda option: option.plan.total)  # type: ignore[union-attr]
+        return smallest, choice_reason(smallest, seen)
 
 
 def _seconds(option: Option) -> float:
@@ -184,8 +184,8 @@ def choice_reason(chosen: Option, seen: Sequence[Option]) -> str:
     data = next(option for option in seen if {*option.layout.axes} <= {"data"})
     needed = size(data.plan.total) if data.plan else data.refused
     words = [f"the unsharded model would need {needed} of {size(plan.capacity_bytes)} on each GPU"]
-    others = [o for o in seen if o.fits and o is not chosen and o.plan and o.plan.seconds and plan.seconds]
-    if others:
-        second = min(others, key=_seconds)
+    alternatives = [o for o in seen if o.fits and o is not chosen and o.plan and o.plan.seconds and plan.seconds]
+    if alternatives:
+        second = min(alternatives, key=_seconds)
         words.append(f"predicted step time {_seconds(chosen):.2f} s, with {second.layout} {_seconds(second):.2f} s")
     return "; ".join(words)

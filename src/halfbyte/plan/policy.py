@@ -43,28 +43,29 @@ def pinned_bytes(shard: int) -> int:
 
 
 def peak(
-    layers: Sequence[LayerBytes], *, before: int, head: int, gradients: Sequence[int], others: int, accumulated: bool
-) -> int:
+    layers: Sequence[LayerBytes], *, initial: int, head: int, gradients: Sequence[int], table_gradients: int,
+    accumulated: bool,
+) -> int:  # fmt: skip
     """Bytes at the highest moment of a step: saved activations, workspace and gradients.
 
     Args:
         layers: activation bytes of each layer.
-        before: bytes allocated when the first layer starts.
+        initial: bytes allocated when the first layer starts.
         head: workspace bytes of the head and the loss.
         gradients: gradient bytes of each layer; backward allocates them layer by layer.
-        others: gradient bytes of the head and the embeddings, allocated before the layers' backward.
+        table_gradients: gradient bytes of the head and the embeddings, allocated before the layers' backward.
         accumulated: whether all gradients exist from the start, from an earlier micro-batch.
     """
-    everything = sum(gradients) + others
-    stored, allocated = before, everything if accumulated else 0
+    everything = sum(gradients) + table_gradients
+    stored, allocated = initial, everything if accumulated else 0
     highest = stored + allocated
     for layer in layers:
         stored += layer.saved
         highest = max(highest, stored + layer.forward + allocated)
     highest = max(highest, stored + head + allocated)
-    allocated = max(allocated, others)
-    for layer, own in zip(reversed(layers), reversed(gradients), strict=True):
-        allocated = min(allocated + own, everything)
+    allocated = max(allocated, table_gradients)
+    for layer, gradient in zip(reversed(layers), reversed(gradients), strict=True):
+        allocated = min(allocated + gradient, everything)
         highest = max(highest, stored + layer.backward + allocated)
         stored -= layer.saved
     return highest
@@ -118,7 +119,7 @@ def choose(
     possible = [levels for levels in mixes(layers) if sum(map(host_bytes.__getitem__, levels)) <= host]
     choices = [Choice(levels, False) for levels in possible]
     if graphs:
-        choices = [Choice(each, True) for each in possible if OFFLOADED.keys().isdisjoint(each)] + choices
+        choices = [Choice(levels, True) for levels in possible if OFFLOADED.keys().isdisjoint(levels)] + choices
     times = {choice: extra_seconds(usual, choice.levels, choice.graphs) for choice in choices}
     best, best_time = None, float("inf")
     for choice in sorted(choices, key=times.__getitem__):

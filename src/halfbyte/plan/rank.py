@@ -86,14 +86,15 @@ def pipeline_of(
     if cut is None:
         return Pipeline((Stage(tuple(range(len(layers)))),))
     schedule = cut.schedule
-    seconds = stage_seconds(cut.parts, layers, head)
+    seconds = stage_seconds(cut.stage_layers, layers, head)
     simulated = simulate(schedule.actions(window), seconds, ahead=ahead)
     stages = []
     for process in range(schedule.ranks):
-        own = schedule.stages_of(process)
-        indices = tuple(index for stage in own for index in cut.parts[stage])
-        held = simulated.in_flight[process] / schedule.chunks
-        stages.append(Stage(indices, held, has_embedding=0 in own, has_head=schedule.stages - 1 in own))
+        stage_numbers = schedule.stages_of(process)
+        indices = tuple(index for stage in stage_numbers for index in cut.stage_layers[stage])
+        in_flight = simulated.in_flight[process] / schedule.chunks
+        has_head = schedule.stages - 1 in stage_numbers
+        stages.append(Stage(indices, in_flight, has_embedding=0 in stage_numbers, has_head=has_head))
     return Pipeline(tuple(stages), simulated.idle)
 
 
@@ -104,14 +105,14 @@ class Frozen:
     Attributes:
         blocks: bytes of each decoder layer's parameters; empty if the model has no list of decoder layers.
         embedding, head: bytes of the tables; 0 for a head tied to the embedding.
-        rest: final norm, vision towers, buffers.
+        replicated: final norm, vision towers, buffers.
         tied: whether the head is the embedding.
     """
 
     blocks: tuple[tuple[int, ...], ...]
     embedding: int
     head: int
-    rest: int
+    replicated: int
     tied: bool
 
     @classmethod
@@ -139,7 +140,7 @@ class Frozen:
     def share(self, stage: Stage, layout: Parallel) -> int:
         """Resident bytes on a rank of `stage`."""
         blocks = sum(self.slice(index, layout) for index in stage.layers) if self.blocks else 0
-        return blocks + _shard_bytes(self._ends(stage), layout.shard * layout.tensor) + self.rest
+        return blocks + _shard_bytes(self._ends(stage), layout.shard * layout.tensor) + self.replicated
 
     def slice(self, index: int, layout: Parallel) -> int:
         """Bytes of a rank's shard of a decoder layer."""
@@ -163,9 +164,9 @@ class Frozen:
         return Gathers(layout.slices, self.largest(stage), link) if layout.slices > 1 and any(self.blocks) else None
 
 
-def _shard_bytes(size: int, ways: int) -> int:
-    """Bytes of one of `ways` shards, aligned."""
-    return size if ways == 1 else -(-size // (ways * ALIGNMENT)) * ALIGNMENT
+def _shard_bytes(size: int, degree: int) -> int:
+    """Bytes of one of `degree` shards, aligned."""
+    return size if degree == 1 else -(-size // (degree * ALIGNMENT)) * ALIGNMENT
 
 
 def gathered_bytes(block: int, stage: Stage, stays: int) -> int:
@@ -173,43 +174,43 @@ def gathered_bytes(block: int, stage: Stage, stays: int) -> int:
     return block * min(stays + IN_FLIGHT, stage.depth + 1)  # where all stay, one is still in flight at first
 
 
-def in_context(layer: LayerCost, ways: int) -> LayerCost:
-    """Cost of a layer under context parallelism of degree `ways`, from a layer replayed on one shard's tokens.
+def in_context(layer: LayerCost, degree: int) -> LayerCost:
+    """Cost of a layer under context parallelism of degree `degree`, from a layer replayed on one shard's tokens.
 
     Tokens attend to all shards' tokens. Attention runs on a share of the heads after an all-to-all, so q, k and v take
     the same bytes. Levels that save attention's output save it before and after the all-to-all back. Send buffers are
     workspace.
     """
-    if ways == 1:
+    if degree == 1:
         return layer
     output, sent = (layer.tokens * width * layer.itemsize for width in (layer.queries, layer.queries + 2 * layer.keys))
     replayed = {
         level: replace(
-            found,
-            saved=found.saved + output * (level in KEEPS_ATTENTION),
-            forward=found.forward + sent,
-            backward=found.backward + sent,
+            layer_bytes,
+            saved=layer_bytes.saved + output * (level in KEEPS_ATTENTION),
+            forward=layer_bytes.forward + sent,
+            backward=layer_bytes.backward + sent,
         )
-        for level, found in layer.replayed.items()
+        for level, layer_bytes in layer.replayed.items()
     }
-    return replace(layer, length=layer.length * ways, replayed=replayed)
+    return replace(layer, length=layer.length * degree, replayed=replayed)
 
 
-def in_slices(layer: LayerCost, ways: int) -> LayerCost:
-    """Cost of a layer under tensor parallelism of degree `ways`.
+def in_slices(layer: LayerCost, degree: int) -> LayerCost:
+    """Cost of a layer under tensor parallelism of degree `degree`.
 
     Levels that save only the layer's input save a shard of it on each rank; the full input exists while the layer
     computes.
     """
-    elsewhere = layer.stream - layer.stream // ways
+    elsewhere = layer.stream - layer.stream // degree
     replayed = {
         level: replace(
-            found,
-            saved=found.saved - elsewhere,
-            forward=found.forward + elsewhere,
-            backward=found.backward + elsewhere,
+            layer_bytes,
+            saved=layer_bytes.saved - elsewhere,
+            forward=layer_bytes.forward + elsewhere,
+            backward=layer_bytes.backward + elsewhere,
         )
-        for level, found in layer.replayed.items()
+        for level, layer_bytes in layer.replayed.items()
         if level in KEEPS_STREAM
     }
     return replace(layer, replayed={**layer.replayed, **replayed})
@@ -217,19 +218,19 @@ def in_slices(layer: LayerCost, ways: int) -> LayerCost:
 
 def rank_config(model_config: Any, layout: Parallel) -> Any:
     """The transformers config of one tensor-parallel rank: its heads, and its share of each MLP."""
-    ways = layout.tensor
-    if ways == 1:
+    degree = layout.tensor
+    if degree == 1:
         return model_config
     changed = copy.deepcopy(model_config)
     text = changed.get_text_config()
     sizes = max_layer_sizes(text)
     if not vars(text).get("head_dim"):
         text.head_dim = sizes.head_dim
-    text.num_attention_heads = sizes.heads // ways
-    text.num_key_value_heads = max(1, sizes.key_heads // ways)
+    text.num_attention_heads = sizes.heads // degree
+    text.num_key_value_heads = max(1, sizes.key_heads // degree)
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if isinstance(size := getattr(text, name, None), int):
-            setattr(text, name, size // ways)
+            setattr(text, name, size // degree)
         elif isinstance(size, list):
-            setattr(text, name, [each // ways for each in size])
+            setattr(text, name, [n // degree for n in size])
     return changed

@@ -65,10 +65,10 @@ class LayerBytes:
     backward: int
     widest: int = 0
 
-    def line(self, other: LayerBytes, at: float) -> LayerBytes:
-        """Interpolate linearly between this layer, at 0, and `other`, at 1."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return LayerBytes(*(int(a + at * (b - a)) for a, b in pairs))
+    def line(self, end: LayerBytes, share: float) -> LayerBytes:
+        """Interpolate linearly between this layer, at 0, and `end`, at 1."""
+        pairs = zip(astuple(self), astuple(end), strict=True)
+        return LayerBytes(*(int(a + share * (b - a)) for a, b in pairs))
 
 
 @dataclass(frozen=True)
@@ -76,25 +76,25 @@ class Step:
     """Bytes of a step beyond weights, gradients and optimizer.
 
     Args:
-        before: allocated when the first layer starts.
+        initial: allocated when the first layer starts.
         layers: of each decoder layer.
         head: workspace on top of all saved bytes at the highest moment between the last layer's forward and backward.
         logits: the share of `head` that the head and the loss allocate.
     """
 
-    before: int
+    initial: int
     layers: tuple[LayerBytes, ...]
     head: int
     logits: int
 
-    def line(self, other: Step, at: float) -> Step:
-        """Interpolate linearly between this step, at 0, and `other`, at 1."""
-        before, head, logits = (
-            int(a + at * (b - a))
-            for a, b in ((self.before, other.before), (self.head, other.head), (self.logits, other.logits))
+    def line(self, end: Step, share: float) -> Step:
+        """Interpolate linearly between this step, at 0, and `end`, at 1."""
+        initial, head, logits = (
+            int(a + share * (b - a))
+            for a, b in ((self.initial, end.initial), (self.head, end.head), (self.logits, end.logits))
         )
-        layers = tuple(a.line(b, at) for a, b in zip(self.layers, other.layers, strict=True))
-        return Step(before, layers, head, logits)
+        layers = tuple(a.line(b, share) for a, b in zip(self.layers, end.layers, strict=True))
+        return Step(initial, layers, head, logits)
 
 
 @dataclass(frozen=True)
@@ -247,36 +247,36 @@ class AttentionBytes:
     accumulates: bool = True
 
     @classmethod
-    def of(cls, found: Implementation, query: Tensor, key: Tensor, capped: bool) -> AttentionBytes:
-        """Bytes of the implementation `found` for `query` [B, Hq, T, D] and `key` [B, Hk, T, D]."""
+    def of(cls, kernel: Implementation, query: Tensor, key: Tensor, capped: bool) -> AttentionBytes:
+        """Bytes of the implementation `kernel` for `query` [B, Hq, T, D] and `key` [B, Hk, T, D]."""
         rows, heads, length, _ = query.shape
         square, size = rows * length * length, query.element_size()
-        if found.own_backward:
+        if kernel.own_backward:
             return cls(accumulates=False)
-        if found.repeatable and has_repeatable_rows(query):
+        if kernel.repeatable and has_repeatable_rows(query):
             at_once, keys = parts_of_rows(query, key) or (0, 0)
             size = 2 * at_once * keys * (heads // key.shape[1]) * length**2
             return cls(backward_workspace=size, accumulates=False)
-        if found.tiles:
-            return cls(workspace=TENSORS * found.tiles)
-        if found.scores:  # tanh of capped scores; the softmax in fp32, and once more in the compute dtype
-            again = size if query.dtype != torch.float32 else 0
+        if kernel.tiles:
+            return cls(workspace=TENSORS * kernel.tiles)
+        if kernel.scores:  # tanh of capped scores; the softmax in fp32, and once more in the compute dtype
+            low_precision = size if query.dtype != torch.float32 else 0
             copies = 2 * query.numel() * size if key.shape[1] < heads else 0  # keys and values of every query head
-            return cls(square * heads * (capped * size + 4 + again) + copies, square * heads * (size + 4))
-        if found.mask:  # a Boolean mask as an additive one, and keys and values of every query head
+            return cls(square * heads * (capped * size + 4 + low_precision) + copies, square * heads * (size + 4))
+        if kernel.mask:  # a Boolean mask as an additive one, and keys and values of every query head
             return cls(square * size + 2 * (query.numel() - key.numel()) * size, square * size)
         return cls()
 
 
-def stand_in(model: nn.Module, found: Implementation) -> None:
-    """Have the text layers of `model` call `attend`, with the allocations of `found`."""
+def stand_in(model: nn.Module, kernel: Implementation) -> None:
+    """Have the text layers of `model` call `attend`, with the allocations of `kernel`."""
     AttentionInterface.register(ATTENTION, attend)
-    masks = eager_mask if found.scores else sdpa_mask
-    AttentionMaskInterface.register(ATTENTION, masks if found.mask else lambda *args, **kwargs: None)
+    masks = eager_mask if kernel.scores else sdpa_mask
+    AttentionMaskInterface.register(ATTENTION, masks if kernel.mask else lambda *args, **kwargs: None)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
-            config._attn_implementation, config._halfbyte_planned = ATTENTION, found
+            config._attn_implementation, config._halfbyte_planned = ATTENTION, kernel
 
 
 def attend(
@@ -330,7 +330,7 @@ def bytes_to_round(format: Format, device_type: str) -> float:
 @contextlib.contextmanager
 def _rounding(device_type: str) -> Iterator[None]:
     """Replace QAT's fake quantization by its allocations, because quantizers read values."""
-    own = fake_quantize.round_trip
+    original = fake_quantize.round_trip
 
     def round_trip(weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
         wide = None if weight.dtype == torch.float32 else weight.float()  # quantizers start from fp32
@@ -342,7 +342,7 @@ def _rounding(device_type: str) -> Iterator[None]:
     try:
         yield
     finally:
-        fake_quantize.round_trip = own
+        fake_quantize.round_trip = original
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -389,7 +389,7 @@ def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, target: Target) 
 
 def _give_shapes_a_device(model: nn.Module) -> None:
     """Replace meta tensors with fake CPU tensors: autocast and attention read the device."""
-    made: dict[int, Any] = {}
+    replacements: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -407,6 +407,6 @@ def _give_shapes_a_device(model: nn.Module) -> None:
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in stores:
             for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in made:
-                    made[id(tensor)] = replacement(tensor)
-                tensors[name] = None if tensor is None else made[id(tensor)]
+                if tensor is not None and id(tensor) not in replacements:
+                    replacements[id(tensor)] = replacement(tensor)
+                tensors[name] = None if tensor is None else replacements[id(tensor)]

@@ -56,14 +56,14 @@ def with_rollouts(
         answered: `RolloutPlan.weights` and `pages` of the resumed run.
         auxiliary: teacher and reward models.
     """
-    found = _add_rollouts(auxiliary.with_plan(plan, shapes, batches), shapes, batches, answered)
+    with_graphs = _add_rollouts(auxiliary.with_plan(plan, shapes, batches), shapes, batches, answered)
     if not plan.use_graphs:
-        return found
+        return with_graphs
     without = auxiliary.with_plan(replace(eager(), rough=plan.rough), shapes, batches)
     without = _add_rollouts(without, shapes, batches, answered)
-    freed = found.answering and replace(found.answering, stays=False)
-    unrestricted = freed == without.answering and found.total <= FILL * found.capacity_bytes
-    return found if unrestricted else without
+    freed = with_graphs.answering and replace(with_graphs.answering, stays=False)
+    unrestricted = freed == without.answering and with_graphs.total <= FILL * with_graphs.capacity_bytes
+    return with_graphs if unrestricted else without
 
 
 def _add_rollouts(
@@ -104,10 +104,10 @@ class _RolloutPlanner:
         self.sizes = [module.in_features * module.out_features for module in quantized]
         self.nets: list[Any] = [module for module in shapes.causal_lm.modules() if is_delta_net(module)]
 
-    def _rows(self, lengths: tuple[int, ...], each: int) -> list[Row]:
-        """Sequences of one generation call: `each` completions per prompt length."""
-        groups = [Group(at, range(length), each) for at, length in enumerate(lengths)]
-        return [Row(group, number, self.config.max_completion_length) for group in groups for number in range(each)]
+    def _rows(self, lengths: tuple[int, ...], count: int) -> list[Row]:
+        """Sequences of one generation call: `count` completions per prompt length."""
+        groups = [Group(at, range(length), count) for at, length in enumerate(lengths)]
+        return [Row(group, number, self.config.max_completion_length) for group in groups for number in range(count)]
 
     def plan(self, free: int, answered: tuple[str, int] | None) -> RolloutPlan:
         """Plan a rollout within `free` bytes; if it does not fit, the smallest one.
@@ -115,46 +115,46 @@ class _RolloutPlanner:
         Raises:
             ConfigError: `rollout_memory_gib` is less than one completion needs.
         """
-        wanted, least = self._pages()
+        pages, minimum = self._pages()
         if self.config.rollout_memory_gib is not None:
-            allowed, given = int(self.config.rollout_memory_gib * GIB), self.config.rollout_memory_gib
-            if allowed < least:
+            allowed, limit = int(self.config.rollout_memory_gib * GIB), self.config.rollout_memory_gib
+            if allowed < minimum:
                 raise ConfigError(
-                    f"rollout_memory_gib: {given:g} is too small for one completion with its prompt, which needs"
-                    f" {size(least)}",
+                    f"rollout_memory_gib: {limit:g} is too small for one completion with its prompt, which needs"
+                    f" {size(minimum)}",
                     "raise it, lower max_completion_length, or set kv_cache: fp8",
                 )
-            wanted = min(wanted, allowed)
+            pages = min(pages, allowed)
         if answered is not None:
-            weights, wanted = answered
+            weights, pages = answered
         else:
-            weights = self._weights(free, wanted)
+            weights = self._weights(free, pages)
         decoded, moving = self._decoded(weights), self._moving()
         if answered is None:
-            wanted = max(min(wanted, int(FILL * (free - decoded - moving))), least)
-        return RolloutPlan(weights, decoded, wanted, moving)
+            pages = max(min(pages, int(FILL * (free - decoded - moving))), minimum)
+        return RolloutPlan(weights, decoded, pages, moving)
 
     def _weights(self, free: int, pages: int) -> str:
         """Return "unpacked" if it is faster and fits next to `pages` bytes, else "packed"; or the configured value."""
         if self.config.rollout_weights != "auto":
             return self.config.rollout_weights
-        many = self.device.type == "cpu" or self.seats > PACKED_MAX_ROWS
+        has_large_batch = self.device.type == "cpu" or self.seats > PACKED_MAX_ROWS
         fits = self._decoded("unpacked") + pages + self._moving() <= FILL * free
-        return "unpacked" if self.sizes and many and fits else "packed"
+        return "unpacked" if self.sizes and has_large_batch and fits else "packed"
 
     def _pages(self) -> tuple[int, int]:
         """Bytes of KV pages and states with which all sequences run at once, and with which one runs."""
         config, dtype = self.text, CACHES[self.config.kv_cache]
-        widths = [each.key_width for each in layer_sizes(config)]
+        widths = [size.key_width for size in layer_sizes(config)]
         itemsize = self.itemsize if dtype is None else dtype.itemsize
         seat = sum(state_bytes(net, self.shapes.dtype) for net in self.nets)
         attending = len(widths) - len(self.nets)  # delta nets cache no keys
         page = 2 * PAGE * itemsize * sum(widths) * attending // len(widths)
         longest = max(len(row.group.prompt) + row.max_tokens for rows in self.generations for row in rows)
-        wanted = max(pages_needed(rows, self.seats) for rows in self.generations) + 1
+        pages = max(pages_needed(rows, self.seats) for rows in self.generations) + 1
         seats = min(self.seats, max(map(len, self.generations)))
-        least = (page_count(longest) + 1) * page + (1 + RESERVED_SEATS) * seat
-        return wanted * page + (seats + RESERVED_SEATS) * seat, least
+        minimum = (page_count(longest) + 1) * page + (1 + RESERVED_SEATS) * seat
+        return pages * page + (seats + RESERVED_SEATS) * seat, minimum
 
     def _decoded(self, weights: str) -> int:
         """Bytes of dequantized weights and of the adapter in the compute dtype.
@@ -190,6 +190,6 @@ def delta_rule_bytes(net: Any, tokens: int, dtype: torch.dtype) -> int:
     ledger = Ledger()
     ledger.ignore(iter((key, value, gates)))
     with ledger:
-        for part in parts_of(Rows(key, key, value, gates, gates)):
-            delta_rule(part)
+        for rows in parts_of(Rows(key, key, value, gates, gates)):
+            delta_rule(rows)
     return ledger.peak

@@ -175,9 +175,9 @@ class ModelShapes:
         if not self.config.use_kernels or self.device.type != "cpu" or not self._packed:
             return False
         with silent():
-            found = patch_attention(self.model)
+            attention_layers = patch_attention(self.model)
             unpatch(self.model)
-        return bool(found)
+        return bool(attention_layers)
 
     @functools.cached_property
     def fused(self) -> bool:
@@ -185,8 +185,8 @@ class ModelShapes:
 
         Experts may run their own function inside it. All layers need equal shapes, because one is replayed for all.
         """
-        others = {part for part, _ in self._patched.unfused} - {EXPERTS}
-        return bool(self._patched.fused) and not others and self._uniform
+        unfused = {component for component, _ in self._patched.unfused} - {EXPERTS}
+        return bool(self._patched.fused) and not unfused and self._uniform
 
     @functools.cached_property
     def _uniform(self) -> bool:
@@ -199,7 +199,7 @@ class ModelShapes:
         return bool(getattr(self.text_config, "hidden_size_per_layer_input", None))
 
     @functools.cached_property
-    def packed_way(self) -> str:
+    def document_separation(self) -> str:
         """The run's way of separating packed documents, see `modeling.packing`.
 
         "positions" for families with attention in all layers, and for models that cannot be tested before loading.
@@ -208,10 +208,10 @@ class ModelShapes:
             ConfigError: the model cannot separate packed documents.
         """
         family = family_of_config(self.text_config)
-        known = family is not None and family.mixer is None and not family.own_layer
+        separates_by_positions = family is not None and family.mixer is None and not family.own_layer
         # Without kernels, transformers masks models with sinks without positions.
-        known = known and (self.config.use_kernels or not has_sinks(self.text_config))
-        if not self._packed or known:
+        separates_by_positions = separates_by_positions and (self.config.use_kernels or not has_sinks(self.text_config))
+        if not self._packed or separates_by_positions:
             return "positions"
         key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
         try:
@@ -229,9 +229,9 @@ class ModelShapes:
         """Return whether packed documents are separated without device synchronization, as CUDA graphs need."""
         family = family_of_config(self.text_config)
         fused = self.config.use_kernels and self.device.type != "cpu"
-        if family is not None and family.mixer is not None and fused and self.packed_way == "bounds":
+        if family is not None and family.mixer is not None and fused and self.document_separation == "bounds":
             return recurrent.avoids_device_sync()  # on a GPU the patched layers get the bounds
-        return self.packed_way == "positions"
+        return self.document_separation == "positions"
 
     # --- transient bytes ---------------------------------------------------------------------------------------------
 
@@ -252,10 +252,10 @@ class ModelShapes:
     def expert_bytes(self) -> list[int]:
         """Bytes of each decoder layer's packed expert stacks, which can be offloaded."""
         layers = list(self.layers.values())
-        found = [0] * len(layers)
+        layer_bytes = [0] * len(layers)
         for at, module in layers_of_experts(layers):
-            found[at] += sum(getattr(module, name).nbytes for name in names_of(module))
-        return found
+            layer_bytes[at] += sum(getattr(module, name).nbytes for name in names_of(module))
+        return layer_bytes
 
     def layer_gradients(self) -> list[int]:
         """Gradient bytes of each decoder layer."""
@@ -286,11 +286,12 @@ class ModelShapes:
             )
             return self._rough(levels[-1] != "keep", batch.tokens)
         except RuntimeError as error:
-            own = own_error(self._build(copy.deepcopy(self.causal_lm.config)))
-            if own is None:
+            model_error = own_error(self._build(copy.deepcopy(self.causal_lm.config)))
+            if model_error is None:
                 raise
             raise ModelError(
-                f"transformers' {type(self.causal_lm).__name__} fails in its forward with this config.json: {own}",
+                f"transformers' {type(self.causal_lm).__name__} fails in its forward with this config.json:"
+                f" {model_error}",
                 "correct the sizes in config.json, such as head_dim, hidden_size and num_attention_heads",
             ) from error
 
@@ -306,7 +307,7 @@ class ModelShapes:
             steps = [self._replay(batch, (level, level)) for level in levels]
         layers = tuple(layer for step in steps for layer in step.layers[min(1, depth - 1) :])
         left_out = sum(self.layer_gradients()[len(steps[0].layers) :]) * self._copy_ratio()
-        return replace(steps[-1], before=steps[-1].before + int(left_out), layers=layers)
+        return replace(steps[-1], initial=steps[-1].initial + int(left_out), layers=layers)
 
     def attention(self, batch: Shape) -> Implementation | None:
         """Implementation that needs a stand-in in the replay; None if the model's own code allocates the same.
@@ -320,7 +321,7 @@ class ModelShapes:
             if self.device.type == "cpu" or calls_it or self.text_config._attn_implementation != "sdpa":
                 return None
             window = getattr(self.text_config, "sliding_window", None) is not None
-            masked = padded or window or (packed and self.packed_way == "positions")
+            masked = padded or window or (packed and self.document_separation == "positions")
             return Implementation("transformers' sdpa", scores=False, mask=masked)
         return implementation(self.text_config, self.device, self.dtype, packed=packed, padded=padded)
 
@@ -367,7 +368,7 @@ class ModelShapes:
             levels = ("keep",) * (len(self.layers) if self._per_layer else min(len(self.layers), 1))
             return self._replay(batch, levels, training=False).head
         except NO_SHAPES:
-            return self._rough(True, batch.tokens).before
+            return self._rough(True, batch.tokens).initial
 
     def _replay(self, batch: Shape, levels: tuple[str, ...], training: bool = True) -> Step:
         """Replay a model with one layer per level."""
@@ -392,15 +393,15 @@ class ModelShapes:
         if not names:
             return copy.deepcopy(self.model)
         holder = self.causal_lm.get_submodule(names[0].rpartition(".")[0])
-        before, config = dict(holder._modules), self.text_config
+        modules, config = dict(holder._modules), self.text_config
         for name in list(holder._modules)[count:]:
             del holder._modules[name]
         config.num_hidden_layers = count
         try:
             return copy.deepcopy(self.model)
         finally:
-            holder._modules.update(before)
-            config.num_hidden_layers = len(before)
+            holder._modules.update(modules)
+            config.num_hidden_layers = len(modules)
 
     def _inputs(self, batch: Shape) -> dict[str, Tensor]:
         """A micro-batch with the collator's tensors."""
@@ -423,16 +424,16 @@ class ModelShapes:
         return Step(saved, (), 0, 0)
 
 
-def _split_formats(model: nn.Module, ways: int) -> None:
+def _split_formats(model: nn.Module, degree: int) -> None:
     """Store one rank's weights in the format that splitting the full weights gives: column shards have scales that are
     not nested."""
     for name, dim in sharded_dims(model).items():
         linear = model.get_submodule(name.rpartition(".")[0])
         if isinstance(linear, QuantizedLinear) and name.endswith(".weight"):
-            part = linear.weight.data
-            sides = [size * ways if at == dim else size for at, size in enumerate(part.shape)]
-            full = QuantizedTensor.quantize(torch.empty(sides, dtype=part.dtype), part.format)
-            linear.weight = nn.Parameter(full.split_for(dim, ways)[0], requires_grad=False)
+            shard = linear.weight.data
+            sides = [size * degree if at == dim else size for at, size in enumerate(shard.shape)]
+            full = QuantizedTensor.quantize(torch.empty(sides, dtype=shard.dtype), shard.format)
+            linear.weight = nn.Parameter(full.split_for(dim, degree)[0], requires_grad=False)
 
 
 def _have_equal_shapes(layers: Iterable[nn.Module]) -> bool:

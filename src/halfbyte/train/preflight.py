@@ -420,8 +420,9 @@ def _with_layout(
     """Choose a layout for `parallel: auto` at this world size and print the reason; the global batch stays."""
     if config.parallel != "auto" or layout.size == 1:
         return config, layout
-    card, on_host = _card(machine, mesh), _on_host(mesh, layout)
-    device = Device(machine.device, _free_bytes(machine, mesh, on_host), card, on_host)
+    card = _card(machine, mesh)
+    ranks_per_host = _ranks_per_host(mesh, layout)
+    device = Device(machine.device, _free_bytes(machine, mesh, ranks_per_host), card, ranks_per_host)
     meshes = Meshes(config, files.config, device, lambda changed: batches_of(changed, data, machine.device), shapes)
     option, reason = meshes.choose(layout.size)
     chosen, said = mesh.from_main((option, reason))  # ranks may measure different free host memory
@@ -437,9 +438,9 @@ def _card(machine: Machine, mesh: Mesh) -> Card:
     return card
 
 
-def _free_bytes(machine: Machine, mesh: Mesh, on_host: int) -> int:
+def _free_bytes(machine: Machine, mesh: Mesh, ranks_per_host: int) -> int:
     """Return the free bytes on the rank with the least free memory."""
-    return -mesh.max(-free_bytes(machine.device, on_host))
+    return -mesh.max(-free_bytes(machine.device, ranks_per_host))
 
 
 def _free_host_bytes(mesh: Mesh) -> int:
@@ -447,7 +448,7 @@ def _free_host_bytes(mesh: Mesh) -> int:
     return -mesh.max(-allocators.available_bytes())
 
 
-def _on_host(mesh: Mesh, layout: Parallel) -> int:
+def _ranks_per_host(mesh: Mesh, layout: Parallel) -> int:
     """Return the number of ranks on the host with the most ranks; all, if they are not started yet."""
     if mesh.size == 1:
         return layout.size
@@ -468,21 +469,24 @@ def _memory_plan(
     def batches(changed: RunConfig) -> Any:
         return batches_of(changed, data, machine.device)
 
-    options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": layout}
-    if checkpoint is not None and config.method in SAMPLING:
-        options["answered"] = rollout_plan_of(checkpoint)
     card = _card(machine, mesh)
-    if layout.size > 1:
-        options["on_host"] = _on_host(mesh, layout)
-        options["capacity_bytes"] = _free_bytes(machine, mesh, options["on_host"])
-    if layout.tensor == 1:
-        options["shapes"] = shapes
-    plan = mesh.from_main(estimate(config, files.config, card=card, **options))
+    ranks_per_host = _ranks_per_host(mesh, layout)
+    capacity = _free_bytes(machine, mesh, ranks_per_host) if layout.size > 1 else None
+    answered = rollout_plan_of(checkpoint) if checkpoint is not None and config.method in SAMPLING else None
+
+    def plan_on(card: Card) -> MemoryPlan:
+        plan = estimate(
+            config, files.config, device=machine.device, capacity_bytes=capacity, batches=batches(config),
+            shapes=shapes if layout.tensor == 1 else None, layout=layout, card=card, ranks_per_host=ranks_per_host,
+            answered=answered,
+        )  # fmt: skip
+        return mesh.from_main(plan)
+
+    plan = plan_on(card)
     if mesh.size > 1 and not OFFLOADED.keys().isdisjoint(plan.levels):  # all ranks copy at once
-        card = card.measured(host=host_copy_bandwidth(mesh, machine.device))
-        plan = mesh.from_main(estimate(config, files.config, card=card, **options))
+        plan = plan_on(card.measured(host=host_copy_bandwidth(mesh, machine.device)))
     print_memory(console, plan)
-    check_host(plan.host, _on_host(mesh, layout), _free_host_bytes(mesh))
+    check_host(plan.host, ranks_per_host, _free_host_bytes(mesh))
     if plan.answering is not None and is_verbose(console):
         step = size(plan.activations + plan.logits)
         how = "in addition to" if plan.answering.stays else "in turn with"
@@ -601,7 +605,7 @@ def check_host_state(config: RunConfig, model: nn.Module, machine: Machine, mesh
     block = 0 if machine.compute_dtype == torch.float16 else row.block_of(config)
     divided = optimizer_shards(layout, block) * layout.pipeline * layout.tensor
     state = row.host_bytes(model, config) // (layout.size if config.parallel == "auto" else divided)
-    check_host({state_key(config): state}, _on_host(mesh, layout), _free_host_bytes(mesh))
+    check_host({state_key(config): state}, _ranks_per_host(mesh, layout), _free_host_bytes(mesh))
 
 
 def check_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, steps: int) -> None:

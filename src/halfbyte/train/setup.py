@@ -281,5 +281,5 @@ def _pipeline_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[]
 
 def _stage_levels(levels: Sequence[str], cut: PipelinePartition, rank: int) -> list[str]:
     """Return the recomputation levels of a rank's layers."""
-    here = sorted(index for stage in cut.schedule.stages_of(rank) for index in cut.parts[stage])
+    here = sorted(index for stage in cut.schedule.stages_of(rank) for index in cut.stage_layers[stage])
     return [levels[index] for index in here] if levels else []

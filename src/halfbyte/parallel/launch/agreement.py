@@ -35,16 +35,16 @@ def check_agreement(mesh: Mesh, config: RunConfig) -> None:
     versions = {"halfbyte": __version__} | {name: metadata.version(name) for name in PACKAGES}
     facts: dict[str, Any] = {"keys": keys, "versions": versions, "gpu": _gpu(mesh)}
     gathered = mesh.gather(facts)
-    for kind, fix in (
+    for name, fix in (
         ("versions", "install the same versions on every host"),
         ("keys", "start all processes with the same file and the same keys"),
     ):
-        for rank, theirs in enumerate(gathered):
-            if differing := _difference(gathered[0][kind], theirs[kind]):
-                name, first, other = differing
-                detail = f"{name} is {cut(first, 80)} in process 0, and {cut(other, 80)} in process {rank}"
+        for rank, rank_facts in enumerate(gathered):
+            if differing := _difference(gathered[0][name], rank_facts[name]):
+                name, first, value = differing
+                detail = f"{name} is {cut(first, 80)} in process 0, and {cut(value, 80)} in process {rank}"
                 raise ConfigError(f"the processes of this run differ: {detail}", fix)
-    gpus = [each["gpu"] for each in gathered]
+    gpus = [rank_facts["gpu"] for rank_facts in gathered]
     for rank, gpu in enumerate(gpus):
         if gpu and gpus.index(gpu) < rank:
             problem = f"processes {gpus.index(gpu)} and {rank} of this run have the same GPU ({gpu})"
@@ -53,14 +53,14 @@ def check_agreement(mesh: Mesh, config: RunConfig) -> None:
 
 def _gpu(mesh: Mesh) -> str:
     """Return the UUID of this rank's GPU; empty on a CPU."""
-    if mesh.kind == "cpu":
+    if mesh.device_type == "cpu":
         return ""
     return str(torch.cuda.get_device_properties(mesh.local).uuid)
 
 
-def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str, str] | None:
+def _difference(first: dict[str, str], second: dict[str, str]) -> tuple[str, str, str] | None:
     """Return the first key that differs, with both values."""
-    return next(((name, value, other[name]) for name, value in first.items() if other[name] != value), None)
+    return next(((name, value, second[name]) for name, value in first.items() if second[name] != value), None)
 
 
 def check_shared(mesh: Mesh, folder: Path) -> None:

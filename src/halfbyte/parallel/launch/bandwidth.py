@@ -19,20 +19,20 @@ def all_gather_bandwidth(mesh: Mesh, device: torch.device) -> float | None:
     """Measure bytes per second that each rank receives in an all-gather over all; None with one process or on a CPU."""
     if mesh.size == 1 or device.type != "cuda":
         return None
-    group, own = mesh.group(*AXES), torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
-    return (mesh.size - 1) * MESSAGE_BYTES / _seconds(mesh, device, lambda: all_gather(own, group))
+    group, message = mesh.group(*AXES), torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
+    return (mesh.size - 1) * MESSAGE_BYTES / _seconds(mesh, device, lambda: all_gather(message, group))
 
 
 def host_copy_bandwidth(mesh: Mesh, device: torch.device) -> float | None:
     """Measure bytes per second of the slowest rank's copies to pinned host memory, all ranks at once; None on a CPU."""
     if device.type != "cuda":
         return None
-    here, there = (
+    device_buffer, host_buffer = (
         torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device),
         torch.empty(MESSAGE_BYTES, dtype=torch.uint8),
     )
-    there = there.pin_memory()
-    return MESSAGE_BYTES / _seconds(mesh, device, lambda: there.copy_(here, non_blocking=True))
+    host_buffer = host_buffer.pin_memory()
+    return MESSAGE_BYTES / _seconds(mesh, device, lambda: host_buffer.copy_(device_buffer, non_blocking=True))
 
 
 def _seconds(mesh: Mesh, device: torch.device, call: Callable[[], Any]) -> float:

@@ -55,22 +55,22 @@ def layout_to_launch(config: RunConfig) -> Parallel:
     """
     if is_rank():
         return Parallel()
-    layout, kind = config.layout, config.device
+    layout, device = config.layout, config.device
     if layout is None:
-        several = kind in (None, "cuda") and config.method not in SAMPLING  # which train on one GPU
+        several = device in (None, "cuda") and config.method not in SAMPLING  # which train on one GPU
         return Parallel(data=max(1, torch.cuda.device_count()) if several else 1)
     if layout.size == 1:
         return layout
-    gpus = 0 if kind == "cpu" else torch.cuda.device_count()
-    if not gpus and kind in (None, "cpu") and layout.size > (most := MAX_RANKS_PER_CORE * _cores()):
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if not gpus and device in (None, "cpu") and layout.size > (limit := MAX_RANKS_PER_CORE * _cores()):
         problem = f"parallel: {layout} needs {layout.size:,} processes on a CPU of {_cores()} cores"
-        raise ConfigError(problem, f"change parallel so that its numbers multiply to at most {most}")
-    if kind == "cpu":
+        raise ConfigError(problem, f"change parallel so that its numbers multiply to at most {limit}")
+    if device == "cpu":
         return layout
-    if kind == "xpu" or (kind is None and not gpus and torch.xpu.is_available()):
+    if device == "xpu" or (device is None and not gpus and torch.xpu.is_available()):
         raise ConfigError(f"parallel: {layout} is not built for xpu", "set parallel: {data: 1}, or device: cpu")
-    if kind and not gpus:
-        chosen_device(kind)  # raises the error
+    if device and not gpus:
+        chosen_device(device)  # raises the error
     if layout.size > gpus > 0:
         problem = f"parallel: {layout} needs {layout.size} GPUs, and this host has {gpus}"
         raise ConfigError(problem, f"change parallel so that its numbers multiply to {gpus}; {SEVERAL_HOSTS}")
@@ -79,10 +79,10 @@ def layout_to_launch(config: RunConfig) -> Parallel:
 
 def notice_idle_gpus(config: RunConfig) -> None:
     """Log which GPUs a single-process run leaves idle, unless the user chose that."""
-    if config.parallel == "auto" and (others := layout_to_launch(config).size - 1):
-        more = f"{others} more GPU{'s are' if others > 1 else ' is'} idle"
+    if config.parallel == "auto" and (idle := layout_to_launch(config).size - 1):
+        idle_gpus = f"{idle} more GPU{'s are' if idle > 1 else ' is'} idle"
         fix = "start it with `halfbyte train` or torchrun to use all, or set device: cuda:0 to hide this notice"
-        notice("idle_gpus", f"this process trains on one GPU, and {more}: {fix}")
+        notice("idle_gpus", f"this process trains on one GPU, and {idle_gpus}: {fix}")
 
 
 def launch(program: Callable[[Parallel], Sequence[str]], layout: Parallel, max_restarts: int = 0) -> None:
@@ -112,8 +112,8 @@ def launch(program: Callable[[Parallel], Sequence[str]], layout: Parallel, max_r
         layout = smaller
 
 
-def smaller_layout(layout: Parallel, most: int) -> Parallel | None:
-    """Return the largest mesh of at most `most` ranks that keeps the batches of a step, or None.
+def smaller_layout(layout: Parallel, limit: int) -> Parallel | None:
+    """Return the largest mesh of at most `limit` ranks that keeps the batches of a step, or None.
 
     Its data and shard degrees divide those of `layout`; other degrees are unchanged.
     """
@@ -121,7 +121,7 @@ def smaller_layout(layout: Parallel, most: int) -> Parallel | None:
     for degree in (n for n in range(rows, 0, -1) if rows % n == 0):
         shard = math.gcd(layout.shard, degree)
         smaller = replace(layout, data=degree // shard, shard=shard)
-        if smaller.size <= most:
+        if smaller.size <= limit:
             return smaller
     return None
 
@@ -180,7 +180,7 @@ def _start(program: Sequence[str], count: int, restarts: int, port: int, logs: s
         LAUNCHER: str(os.getpid()),
     }
     quiet = dict.fromkeys(range(1, count), Std.ALL)
-    before = {number: signal.getsignal(number) for number in (*TERMINATION_SIGNALS, signal.SIGINT, signal.SIGQUIT)}
+    handlers = {number: signal.getsignal(number) for number in (*TERMINATION_SIGNALS, signal.SIGINT, signal.SIGQUIT)}
     try:
         ranks = start_processes(
             "halfbyte",
@@ -191,7 +191,7 @@ def _start(program: Sequence[str], count: int, restarts: int, port: int, logs: s
             **_numa(),
         )
     finally:  # torch installs handlers, even for ignored signals (nohup)
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     assert isinstance(ranks, SubprocessContext)
     return ranks

@@ -37,11 +37,11 @@ class PipelineState:
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state dict that the optimizer of one process would have."""
         groups, state = self._groups(optimizer), optimizer.state_dict()
-        own = [name for group in self._own_groups(optimizer) for name in group]
-        found = self._gather_stages({own[index]: _on_cpu(each) for index, each in state["state"].items()})
+        local_names = [name for group in self._local_group_names(optimizer) for name in group]
+        states = self._gather_stages({local_names[index]: _on_cpu(values) for index, values in state["state"].items()})
         order = {name: index for index, name in enumerate(name for group in groups for name in group)}
         return {
-            "state": {order[name]: each for name, each in sorted(found.items(), key=lambda item: order[item[0]])},
+            "state": {order[name]: values for name, values in sorted(states.items(), key=lambda item: order[item[0]])},
             "param_groups": [
                 {**options, "params": [order[name] for name in group]}
                 for options, group in zip(state["param_groups"], groups, strict=True)
@@ -51,60 +51,65 @@ class PipelineState:
     def local_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of one process's optimizer `state`."""
         order = {name: index for index, name in enumerate(name for group in self._groups(optimizer) for name in group)}
-        groups = self._own_groups(optimizer)
-        own = [name for group in groups for name in group]
-        here = {name: index for index, name in enumerate(own)}
+        groups = self._local_group_names(optimizer)
+        local_names = [name for group in groups for name in group]
+        local_numbers = {name: index for index, name in enumerate(local_names)}
         return {
-            "state": {here[name]: state["state"][order[name]] for name in own if order[name] in state["state"]},
+            "state": {
+                local_numbers[name]: state["state"][order[name]]
+                for name in local_names
+                if order[name] in state["state"]
+            },
             "param_groups": [
-                {**options, "params": [here[name] for name in group]}
+                {**options, "params": [local_numbers[name] for name in group]}
                 for options, group in zip(state["param_groups"], groups, strict=True)
             ],
         }
 
     def scaling(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the amax histories and scales that one process would have, in the order of layers, on the CPU."""
-        own = {
+        by_layer = {
             index: {name: value[rows].cpu() for name, value in state.items()} for index, rows in self._rows().items()
         }
-        found = self._gather_stages(own)
-        return {name: torch.cat([found[index][name] for index in sorted(found)]) for name in state}
+        all_layers = self._gather_stages(by_layer)
+        return {name: torch.cat([all_layers[index][name] for index in sorted(all_layers)]) for name in state}
 
     def local_scaling(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's part of one process's amax histories and scales."""
-        own, found = self._rows(), dict[str, Tensor]()
-        lengths = self._gather_stages({index: len(rows) for index, rows in own.items()})
+        local_rows, local = self._rows(), dict[str, Tensor]()
+        lengths = self._gather_stages({index: len(rows) for index, rows in local_rows.items()})
         order = sorted(lengths)
         for name, full in state.items():
-            parts = dict(zip(order, full.split([lengths[index] for index in order]), strict=True))
-            found[name] = full.new_empty(sum(map(len, own.values())), *full.shape[1:])
-            for index, rows in own.items():
-                found[name][rows] = parts[index]
-        return found
+            by_layer = dict(zip(order, full.split([lengths[index] for index in order]), strict=True))
+            local[name] = full.new_empty(sum(map(len, local_rows.values())), *full.shape[1:])
+            for index, rows in local_rows.items():
+                local[name][rows] = by_layer[index]
+        return local
 
     def _rows(self) -> dict[int, list[int]]:
         """Map the index of each local layer to its tensors in the recipe's state."""
-        found = {index: scaling_indices(layer.modules()) for index, layer in enumerate(self.stages.layers)}
-        return {index: rows for index, rows in found.items() if rows}
+        indices = {index: scaling_indices(layer.modules()) for index, layer in enumerate(self.stages.layers)}
+        return {index: rows for index, rows in indices.items() if rows}
 
-    def _own(self) -> dict[str, nn.Parameter]:
+    def _local_parameters(self) -> dict[str, nn.Parameter]:
         return trained_parameters(self.stages.model)
 
-    def _own_groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    def _local_group_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """Return the names of this rank's parameters in each group of its optimizer."""
-        names = {id(parameter): name for name, parameter in self._own().items()}
+        names = {id(parameter): name for name, parameter in self._local_parameters().items()}
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """Return the names of the full model's parameters in each group, in the order of one process."""
-        parts = self.mesh.gather(self._own_groups(optimizer))
-        members = [{name for part in parts for name in part[index]} for index in range(len(parts[0]))]
+        by_rank = self.mesh.gather(self._local_group_names(optimizer))
+        members = [{name for groups in by_rank for name in groups[index]} for index in range(len(by_rank[0]))]
         return [[name for name in self.stages.names if name in group] for group in members]
 
-    def _gather_stages(self, own: dict[Key, Any]) -> dict[Key, Any]:
+    def _gather_stages(self, entries: dict[Key, Any]) -> dict[Key, Any]:
         """Merge the entries of all stages; along other axes ranks have equal entries, so one of them contributes."""
         contributes = self.mesh.coordinate(*(axis for axis in AXES if axis != "pipeline")) == 0
-        return {name: each for part in self.mesh.gather(own if contributes else {}) for name, each in part.items()}
+        gathered = self.mesh.gather(entries if contributes else {})
+        return {name: value for rank_entries in gathered for name, value in rank_entries.items()}
 
 
 def scaling_state(scaling: DelayedScaling | None, pipeline: PipelineState | None) -> dict[str, Tensor] | None:

@@ -37,20 +37,20 @@ class PipelinePartition:
     """Partition of a model into stages, known before its weights are read.
 
     Attributes:
-        parts: the layers of every stage.
+        stage_layers: the layers of every stage.
         seconds: of every stage.
         head: the verified head, or why there is none.
     """
 
     schedule: Schedule
-    parts: tuple[range, ...]
+    stage_layers: tuple[range, ...]
     seconds: tuple[Seconds, ...]
     head: Head | str
 
     def local_stages(self, model: nn.Module, rank: int) -> LocalStages:
         """Take the stages of `rank` out of its model."""
         set_verified_head(model, self.head)
-        return LocalStages(model, self.parts, self.schedule.stages_of(rank))
+        return LocalStages(model, self.stage_layers, self.schedule.stages_of(rank))
 
     def remote_filter(self, model: nn.Module, rank: int) -> Callable[[str], bool]:
         """Return a predicate on names: whether a parameter or module belongs to stages of other ranks only.
@@ -59,18 +59,18 @@ class PipelinePartition:
             model: may be on the meta device.
             rank: along the pipeline.
         """
-        return remote_filter(model, self.parts, self.schedule.stages_of(rank))
+        return remote_filter(model, self.stage_layers, self.schedule.stages_of(rank))
 
 
-def remote_filter(model: nn.Module, parts: Sequence[range], own: Sequence[int]) -> Callable[[str], bool]:
-    """Return a predicate on names of a causal LM: whether a parameter or module belongs to no stage of `own`."""
+def remote_filter(model: nn.Module, stage_layers: Sequence[range], stages: Sequence[int]) -> Callable[[str], bool]:
+    """Return a predicate on names of a causal LM: whether a parameter or module belongs to no stage of `stages`."""
     (name, layers), causal_lm, ends = decoder_layers(model), causal_lm_of(model), list[Any]()
-    here, last = {index for stage in own for index in parts[stage]}, len(parts) - 1
-    if 0 not in own and not (last in own and is_tied(causal_lm)):
+    local, last = {index for stage in stages for index in stage_layers[stage]}, len(stage_layers) - 1
+    if 0 not in stages and not (last in stages and is_tied(causal_lm)):
         ends.append(_embedding_of(causal_lm))
-    if last not in own:
+    if last not in stages:
         ends.append(_head_of(causal_lm))
-    prefixes = [f"{name}.{index}." for index in range(len(layers)) if index not in here]
+    prefixes = [f"{name}.{index}." for index in range(len(layers)) if index not in local]
     prefixes += [f"{name}." for name, module in causal_lm.named_modules() if any(module is end for end in ends)]
     return lambda name: f"{name}.".startswith(tuple(prefixes))
 
@@ -90,9 +90,9 @@ def partition_model(
         ModelError: see `check_stages`.
     """
     layers, head = layer_seconds(model, recomputed)
-    schedule, parts = choose_schedule(name, ranks, layers, head, batches)
-    found = check_stages(model, trust_remote_code, head_alone=not parts[-1])
-    return PipelinePartition(schedule, tuple(parts), tuple(stage_seconds(parts, layers, head)), found)
+    schedule, stage_layers = choose_schedule(name, ranks, layers, head, batches)
+    verified = check_stages(model, trust_remote_code, head_alone=not stage_layers[-1])
+    return PipelinePartition(schedule, tuple(stage_layers), tuple(stage_seconds(stage_layers, layers, head)), verified)
 
 
 class RemoteLayer(nn.Module):
@@ -166,7 +166,7 @@ class LocalStages:
     Args:
         model: a causal LM of transformers, or a `peft.PeftModel` around one, with its adapters on all layers; those of
             other ranks may be on the meta device.
-        parts: the layers of every stage, in order.
+        stage_layers: the layers of every stage, in order.
         own: indices of this rank's stages.
 
     Attributes:
@@ -177,45 +177,49 @@ class LocalStages:
         ModelError: the model does not support stages.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[range], own: Sequence[int]):
+    def __init__(self, model: nn.Module, stage_layers: Sequence[range], stages: Sequence[int]):
         self.model: Any = model
-        self.parts, self.causal_lm = list(parts), causal_lm_of(model)
+        self.stage_layers = list(stage_layers)
+        self.causal_lm = causal_lm_of(model)
         self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.dtype = next(iter(_embedding_of(self.causal_lm).parameters())).dtype
-        self._remote = remote_filter(model, parts, own)
+        self._remote = remote_filter(model, stage_layers, stages)
         name, layers = decoder_layers(model)
         owner, _, self.layers_name = name.rpartition(".")
         self.layers_owner = self.causal_lm.get_submodule(owner)
-        here = {index for stage in own for index in parts[stage]}
-        self.layers = nn.ModuleList(each if i in here else RemoteLayer(each, False) for i, each in enumerate(layers))
+        local = {index for stage in stages for index in stage_layers[stage]}
+        self.layers = nn.ModuleList(
+            layer if index in local else RemoteLayer(layer, False) for index, layer in enumerate(layers)
+        )
         self.embedding_owner, self.embedding_name = _owner_of(self.causal_lm, _embedding_of(self.causal_lm))
-        self.embedding = _embedding_of(self.causal_lm) if 0 in own else NoEmbedding()
+        self.embedding = _embedding_of(self.causal_lm) if 0 in stages else NoEmbedding()
         head = _head_of(self.causal_lm)
-        if len(parts) - 1 not in own:
+        if len(stage_layers) - 1 not in stages:
             setattr(*_owner_of(self.causal_lm, head), NoHead())
-        self.stage_layers = {stage: self._list(stage, layers, here) for stage in own}
+        self._lists = {stage: self._list(stage, layers, local) for stage in stages}
         self._install(self.layers, self.embedding)
 
     @property
     def last(self) -> int:
-        return len(self.parts) - 1
+        return len(self.stage_layers) - 1
 
-    def _list(self, stage: int, layers: nn.ModuleList, here: set[int]) -> nn.ModuleList:
+    def _list(self, stage: int, layers: nn.ModuleList, local: set[int]) -> nn.ModuleList:
         """Return the list of decoder layers for one stage."""
-        part, seen = self.parts[stage], []
+        layer_range = self.stage_layers[stage]
+        seen: list[nn.Module] = []
         for index, layer in enumerate(layers):
-            is_boundary = stage < self.last and index == self._boundary_after(part)
-            if index in part:
+            is_boundary = stage < self.last and index == self._boundary_after(layer_range)
+            if index in layer_range:
                 seen.append(LastLayerBoundary(self.layers[index]) if is_boundary else self.layers[index])
-            elif is_boundary or index == part.start - 1:
-                seen.append(StageBoundary(layer, index in here, enters=index < part.start))
+            elif is_boundary or index == layer_range.start - 1:
+                seen.append(StageBoundary(layer, index in local, enters=index < layer_range.start))
             else:
-                seen.append(RemoteLayer(layer, index in here))
+                seen.append(RemoteLayer(layer, index in local))
         return nn.ModuleList(seen)
 
-    def _boundary_after(self, part: range) -> int:
+    def _boundary_after(self, layer_range: range) -> int:
         """Return the index where the stage's output is stored: after its layers, or in the model's last layer."""
-        return min(part.stop, len(self.layers) - 1)
+        return min(layer_range.stop, len(self.layers) - 1)
 
     def _install(self, layers: nn.ModuleList, embedding: nn.Module) -> None:
         setattr(self.layers_owner, self.layers_name, layers)
@@ -242,16 +246,17 @@ class LocalStages:
     def installed(self, stage: int, x: Tensor | None) -> Iterator[Callable[[], Tensor]]:
         """Within the context, the model is one stage with input `x`; yields a function that returns its output."""
         self._fill_cast_cache()
-        layers, part = self.stage_layers[stage], self.parts[stage]
+        layers = self._lists[stage]
+        layer_range = self.stage_layers[stage]
         boundaries: list[Any] = []
         embedding: Any = self.embedding
         if stage > 0:
             embedding = NoEmbedding()
-            boundaries += [embedding, layers[part.start - 1]]
+            boundaries += [embedding, layers[layer_range.start - 1]]
             for boundary in boundaries:
                 boundary.hidden = x
         if stage < self.last:
-            boundaries.append(layers[self._boundary_after(part)])
+            boundaries.append(layers[self._boundary_after(layer_range)])
         self._install(layers, embedding)
         try:
             yield lambda: boundaries[-1].hidden
@@ -268,11 +273,11 @@ class LocalStages:
                 pass
 
 
-def _owner_of(model: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module that has `wanted` as a child, and its name there."""
+def _owner_of(model: nn.Module, target: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module that has `target` as a child, and its name there."""
     for module in model.modules():
         for name, child in module.named_children():
-            if child is wanted:
+            if child is target:
                 return module, name
     raise ModelError(f"{type(model).__name__} does not contain its embedding or head as a submodule", WITHOUT_PIPELINE)
 
@@ -306,8 +311,8 @@ def check_trained(model: nn.Module, cut: PipelinePartition) -> None:
                          f"leave it out of modules_to_save, or {WITHOUT_PIPELINE}")  # fmt: skip
     for rank in range(cut.schedule.ranks):
         if all(map(cut.remote_filter(model, rank), trained)):
-            own = [cut.parts[stage] for stage in cut.schedule.stages_of(rank)]
-            layers = ", ".join(f"{part.start} to {part.stop - 1}" for part in own if part)
+            ranges = [cut.stage_layers[stage] for stage in cut.schedule.stages_of(rank)]
+            layers = ", ".join(f"{r.start} to {r.stop - 1}" for r in ranges if r)
             raise ModelError(f"parallel: the process with layers {layers} has no trained parameter",
                              f"name linears of every layer in target_modules, or {WITHOUT_PIPELINE}")  # fmt: skip
 
@@ -325,8 +330,8 @@ def layer_seconds(model: nn.Module, recomputed: bool) -> tuple[list[Seconds], Se
     _, layers = decoder_layers(model)
     sizes = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
     head = float(sum(p.numel() for p in _head_of(causal_lm_of(model)).parameters()))
-    found = [Seconds(size, (2 if recomputed else 1) * size, size if recomputed else 0.0) for size in sizes]
-    return found, Seconds(2 * head, 0.0)
+    seconds = [Seconds(size, (2 if recomputed else 1) * size, size if recomputed else 0.0) for size in sizes]
+    return seconds, Seconds(2 * head, 0.0)
 
 
 @torch.no_grad()
@@ -355,15 +360,15 @@ def check_stages(model: nn.Module, trust_remote_code: bool = False, head_alone: 
         expected, _ = causal_lm_loss(tiny, batch)
         head = verified_head(tiny, {"input_ids": ids})
         depth = len(decoder_layers(tiny)[1])
-        parts = [range(depth // 2), range(depth // 2, depth), *([range(depth, depth)] if head_alone else [])]
-        stages, hidden = LocalStages(tiny, parts, range(len(parts))), None
-        for stage in range(len(parts) - 1):
+        stage_layers = [range(depth // 2), range(depth // 2, depth), *([range(depth, depth)] if head_alone else [])]
+        stages, hidden = LocalStages(tiny, stage_layers, range(len(stage_layers))), None
+        for stage in range(len(stage_layers) - 1):
             hidden = stages.forward(stage, batch, hidden)
-        with stages.installed(len(parts) - 1, hidden):
-            found, _ = causal_lm_loss(tiny, batch)
+        with stages.installed(len(stage_layers) - 1, hidden):
+            loss, _ = causal_lm_loss(tiny, batch)
     except Exception as error:  # raised by the model's own code
         raise ModelError(f"parallel: {name} cannot be partitioned into stages: {error}", WITHOUT_PIPELINE) from error
-    if not torch.allclose(found, expected, rtol=1e-5):
-        raise ModelError(f"parallel: {len(parts)} stages of a tiny {name} have the loss {found:.6g},"
+    if not torch.allclose(loss, expected, rtol=1e-5):
+        raise ModelError(f"parallel: {len(stage_layers)} stages of a tiny {name} have the loss {loss:.6g},"
                          f" the full model {expected:.6g}", WITHOUT_PIPELINE)  # fmt: skip
     return head

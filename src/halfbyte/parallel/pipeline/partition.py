@@ -39,29 +39,30 @@ def choose_schedule(
             f"set pipeline to {len(layers)} or less",
         )
     names = ["1f1b", "interleaved"] if name == "auto" else [name]
-    found = [Schedule(each, ranks, chunks) for each in names for chunks in CHUNKS_PER_RANK[each](len(layers) // ranks)]
-    if not found:
+    per_rank = len(layers) // ranks
+    schedules = [Schedule(n, ranks, chunks) for n in names for chunks in CHUNKS_PER_RANK[n](per_rank)]
+    if not schedules:
         raise ConfigError(
             f"pipeline_schedule: {name} needs 2 stages or more per process, and there are {len(layers)} decoder"
             f" layers for {ranks} processes",
             "set pipeline_schedule: 1f1b, or a smaller pipeline",
         )
     timed: list[tuple[float, Schedule, list[range]]] = []
-    for schedule in found:
-        if schedule is found[-1] and not timed:
+    for schedule in schedules:
+        if schedule is schedules[-1] and not timed:
             schedule.actions(batches)  # raises the error
         if schedule.accepts(batches):
             cut = partition_layers(schedule, layers, head)
             stages = stage_seconds(cut, layers, head)
             timed.append((simulate(schedule.actions(batches), stages, ahead=True).seconds, schedule, cut))
-    _, schedule, cut = min(timed, key=lambda each: each[0])
+    _, schedule, cut = min(timed, key=lambda candidate: candidate[0])
     return schedule, cut
 
 
-def stage_seconds(parts: Sequence[range], layers: Sequence[Seconds], head: Seconds) -> list[Seconds]:
+def stage_seconds(stage_layers: Sequence[range], layers: Sequence[Seconds], head: Seconds) -> list[Seconds]:
     """Return the seconds of every stage: its layers, and in the last stage, which may have no layer, the head."""
-    found = [sum((layers[index] for index in part), Seconds(0.0, 0.0)) for part in parts]
-    return [*found[:-1], found[-1] + head]
+    seconds = [sum((layers[index] for index in layer_range), Seconds(0.0, 0.0)) for layer_range in stage_layers]
+    return [*seconds[:-1], seconds[-1] + head]
 
 
 def partition_layers(schedule: Schedule, layers: Sequence[Seconds], head: Seconds) -> list[range]:
@@ -71,7 +72,7 @@ def partition_layers(schedule: Schedule, layers: Sequence[Seconds], head: Second
     """
     stages, totals = schedule.stages, [layer.total for layer in layers]
     owner = [schedule.rank_of(stage) for stage in range(stages)]
-    least = [1] * (stages - 1) + [0 if schedule.chunks > 1 and head.total else 1]
+    minima = [1] * (stages - 1) + [0 if schedule.chunks > 1 and head.total else 1]
 
     def cost(bounds: Sequence[int]) -> tuple[float, float]:
         sums, busy = [], [0.0] * schedule.ranks
@@ -79,26 +80,26 @@ def partition_layers(schedule: Schedule, layers: Sequence[Seconds], head: Second
             seconds = sum(totals[bounds[stage] : bounds[stage + 1]]) + (head.total if stage == stages - 1 else 0.0)
             sums.append(seconds)
             busy[owner[stage]] += seconds
-        return round(max(busy), 9), round(sum(each * each for each in sums), 9)
+        return round(max(busy), 9), round(sum(n * n for n in sums), 9)
 
     bounds = [round(stage * len(layers) / stages) for stage in range(stages + 1)]
     best = cost(bounds)
     improved = True
     while improved:
         improved = False
-        for moved in _moves(bounds, least):
-            if (found := cost(moved)) < best:
-                bounds, best, improved = moved, found, True
+        for moved in _moves(bounds, minima):
+            if (moved_cost := cost(moved)) < best:
+                bounds, best, improved = moved, moved_cost, True
                 break
-    return [range(one, other) for one, other in pairwise(bounds)]
+    return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
-def _moves(bounds: list[int], least: Sequence[int]) -> Iterator[list[int]]:
+def _moves(bounds: list[int], minima: Sequence[int]) -> Iterator[list[int]]:
     """Yield `bounds` with a run of neighbours moved by one layer, if every stage keeps its minimum."""
     inner = len(bounds) - 1
     for begin in range(1, inner):
         for end in range(begin + 1, inner + 1):
             for by in (-1, 1):
                 moved = [*bounds[:begin], *(bound + by for bound in bounds[begin:end]), *bounds[end:]]
-                if all(after - before >= size for (before, after), size in zip(pairwise(moved), least, strict=True)):
+                if all(end - begin >= size for (begin, end), size in zip(pairwise(moved), minima, strict=True)):
                     yield moved

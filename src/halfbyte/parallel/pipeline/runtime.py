@@ -48,7 +48,7 @@ class Pipeline:
             backward), and the stage.
     """
 
-    watch: Callable[[str, int], AbstractContextManager[Any]] = staticmethod(lambda kind, stage: nullcontext())
+    watch: Callable[[str, int], AbstractContextManager[Any]] = staticmethod(lambda operation, stage: nullcontext())
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Pipeline:
         self.rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
 
     @property
-    def own(self) -> list[int]:
+    def local_stages(self) -> list[int]:
         """This rank's stages, in order."""
         return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
 
@@ -91,10 +91,10 @@ class Pipeline:
         count = min(self.ahead, len(pending))
         if self.spare is not None:  # the first layer's activations exist in backward in any case
             count = min(count, 1 + int(self.spare // (self.saved * tokens)) if self.saved else 1)
-        for each in reversed(pending[len(pending) - count :]):
-            before = self._allocated()
-            run_ahead(each)
-            self.saved = max(self.saved, (self._allocated() - before) / tokens)
+        for layer in reversed(pending[len(pending) - count :]):
+            allocated = self._allocated()
+            run_ahead(layer)
+            self.saved = max(self.saved, (self._allocated() - allocated) / tokens)
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.spare is not None and not self.saved else 0
@@ -118,7 +118,8 @@ class Pipeline:
         """Run forwards only, of any number of micro-batches."""
         actions = self.schedule.actions(self.schedule.next_accepted(len(batches)))
         forwards = tuple(
-            tuple(action for action in order if action.kind == "F" and action.batch < len(batches)) for order in actions
+            tuple(action for action in order if action.operation == "F" and action.batch < len(batches))
+            for order in actions
         )
         _Run(self, batches, forward).execute(add_messages(forwards, self.seconds)[self.rank])
 
@@ -134,15 +135,15 @@ class _Run:
         self.sending: list[tuple[Any, Tensor]] = []
 
     def execute(self, program: Sequence[Action]) -> None:
-        does = {"F": self.compute, "B": self.backward, "I": self.backward}
+        methods = {"F": self.compute, "B": self.backward, "I": self.backward}
         for action in program:
-            kind, _, direction = action.kind.partition(" ")
-            if kind == "send":
-                self.send(action._replace(kind=direction))
-            elif kind == "receive":
-                self.receive(action._replace(kind=direction))
-            elif kind in does:  # "W" is part of the backward here
-                does[kind](action)
+            verb, _, direction = action.operation.partition(" ")
+            if verb == "send":
+                self.send(action._replace(operation=direction))
+            elif verb == "receive":
+                self.receive(action._replace(operation=direction))
+            elif verb in methods:  # "W" is part of the backward here
+                methods[verb](action)
         for work, _ in self.sending:
             work.wait()
 
@@ -152,7 +153,7 @@ class _Run:
         """Start to receive the input of an action."""
         pipeline, tokens = self.pipeline, self.batches[action.batch]["input_ids"]
         buffer = torch.empty(*tokens.shape, pipeline.width, dtype=pipeline.dtype, device=pipeline.device)
-        sender = pipeline.rank_of[action.stage + (-1 if action.kind == "F" else 1)]
+        sender = pipeline.rank_of[action.stage + (-1 if action.operation == "F" else 1)]
         self.inputs[action] = buffer, dist.irecv(buffer, group=pipeline.group, group_src=sender)
 
     def send(self, action: Action) -> None:
@@ -194,7 +195,7 @@ class _Run:
         x, output, pending = self.computed.pop((stage, action.batch))
         with pipeline.watch("recompute", stage):
             pipeline.recompute_ahead(pending, self.batches[action.batch]["input_ids"].numel())
-        gradient = None if stage == pipeline.last else self.take(action._replace(kind="B"))
+        gradient = None if stage == pipeline.last else self.take(action._replace(operation="B"))
         with pipeline.watch("B", stage):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
@@ -205,6 +206,6 @@ class _Run:
 
 def _consumer(action: Action) -> Action:
     """Return the action of the next stage, or for gradients of the previous one, that reads the result of `action`."""
-    if action.kind == "F":
+    if action.operation == "F":
         return action._replace(stage=action.stage + 1)
     return Action("B", action.stage - 1, action.batch)

@@ -28,11 +28,11 @@ class Action(NamedTuple):
     """Computation or message of one rank for one micro-batch.
 
     Attributes:
-        kind: "F" forward; "B" full backward; "I" backward without gradients of weights, and "W" those gradients; "send
-            F" and "receive F" of `stage`'s output and input in forward, "send B" and "receive B" of gradients.
+        operation: "F" forward; "B" full backward; "I" backward without gradients of weights, and "W" those gradients;
+            "send F" and "receive F" of `stage`'s output and input in forward, "send B" and "receive B" of gradients.
     """
 
-    kind: str
+    operation: str
     stage: int
     batch: int
 
@@ -112,12 +112,12 @@ def _torch_actions(name: str, ranks: int, chunks: int, batches: int) -> RankActi
     if name == "1f1b":
         order = schedules.Schedule1F1B(stage, batches).pipeline_order
     else:
-        kinds = {
+        classes = {
             "interleaved": schedules.ScheduleInterleaved1F1B,
             "zb-1p": schedules.ScheduleInterleavedZeroBubble,
             "zb-v": schedules.ScheduleZBVZeroBubble,
         }
-        order = kinds[name]([stage] * chunks, batches).pipeline_order
+        order = classes[name]([stage] * chunks, batches).pipeline_order
     return tuple(
         _number_batches(
             (action.computation_type.value, action.stage_index) for action in order[rank] if action is not None
@@ -130,10 +130,10 @@ def _number_batches(actions: Iterable[tuple[str, int]]) -> tuple[Action, ...]:
     """Number each stage's micro-batches in order; torch 2.13 counts from 1 in the last stage of 1f1b."""
     seen: Counter[tuple[str, int]] = Counter()
     numbered = []
-    for kind, stage in actions:
-        if kind in COMPUTE_KINDS:
-            numbered.append(Action(kind, stage, seen[kind, stage]))
-            seen[kind, stage] += 1
+    for operation, stage in actions:
+        if operation in COMPUTE_KINDS:
+            numbered.append(Action(operation, stage, seen[operation, stage]))
+            seen[operation, stage] += 1
     return tuple(numbered)
 
 
@@ -159,8 +159,8 @@ class Seconds:
     def total(self) -> float:
         return self.forward + self.backward + self.weights
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, added: Seconds) -> Seconds:
+        return Seconds(*(a + b for a, b in zip(astuple(self), astuple(added), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def simulate(actions: RankActions, seconds: Sequence[Seconds], *, ahead: bool = 
     free, done = [0.0] * len(actions), [0] * len(actions)
     timed: list[tuple[float, int, Action]] = []
     while any(at < len(order) for at, order in zip(done, actions, strict=True)):
-        before = sum(done)
+        previous = sum(done)
         for rank, order in enumerate(actions):
             while done[rank] < len(order):
                 action = order[done[rank]]
@@ -201,8 +201,8 @@ def simulate(actions: RankActions, seconds: Sequence[Seconds], *, ahead: bool = 
                 free[rank] = ends[_as_backward(action)] = _end(action, seconds[action.stage], free[rank], ready, ahead)
                 timed.append((free[rank], rank, action))
                 done[rank] += 1
-        assert sum(done) > before, "deadlock: every rank needs the result of another"
-    timed.sort(key=lambda each: (each[0], each[1], actions[each[1]].index(each[2])))
+        assert sum(done) > previous, "deadlock: every rank needs the result of another"
+    timed.sort(key=lambda end: (end[0], end[1], actions[end[1]].index(end[2])))
     last, worked = max(free), sum(_work(action, seconds[action.stage]) for order in actions for action in order)
     return Simulation(last, 1 - worked / (last * len(actions)), tuple(timed), tuple(map(_max_in_flight, actions)))
 
@@ -213,19 +213,19 @@ def _owners(actions: RankActions) -> dict[int, int]:
 
 def _as_backward(action: Action) -> Action:
     """Replace "I" by "B": the previous stage depends on either in the same way."""
-    return action._replace(kind="B") if action.kind == "I" else action
+    return action._replace(operation="B") if action.operation == "I" else action
 
 
 def _input_ready(action: Action, stages: int, ends: dict[Action, float]) -> float | None:
     """Return when the action's input from another stage is ready; None: not computed yet."""
-    from_stage = action.stage + (-1 if action.kind == "F" else 1)
-    if action.kind == "W" or not 0 <= from_stage < stages:
+    from_stage = action.stage + (-1 if action.operation == "F" else 1)
+    if action.operation == "W" or not 0 <= from_stage < stages:
         return 0.0
-    return ends.get(Action("F" if action.kind == "F" else "B", from_stage, action.batch))
+    return ends.get(Action("F" if action.operation == "F" else "B", from_stage, action.batch))
 
 
 def _end(action: Action, seconds: Seconds, free: float, ready: float, ahead: bool) -> float:
-    if ahead and action.kind in ("B", "I"):
+    if ahead and action.operation in ("B", "I"):
         return max(free + seconds.recompute, ready) + _work(action, seconds) - seconds.recompute
     return max(free, ready) + _work(action, seconds)
 
@@ -236,15 +236,15 @@ def _work(action: Action, seconds: Seconds) -> float:
         "B": seconds.backward + seconds.weights,
         "I": seconds.backward,
         "W": seconds.weights,
-    }[action.kind]
+    }[action.operation]
 
 
 def _max_in_flight(order: Sequence[Action]) -> int:
-    most = in_flight = 0
+    largest = in_flight = 0
     for action in order:
-        in_flight += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
-        most = max(most, in_flight)
-    return most
+        in_flight += {"F": 1, "B": -1, "I": -1, "W": 0}[action.operation]
+        largest = max(largest, in_flight)
+    return largest
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -260,13 +260,13 @@ def add_messages(actions: RankActions, seconds: Sequence[Seconds], *, ahead: boo
     its kernel blocks on the device for less than one action.
     """
     owner, stages = _owners(actions), len(seconds)
-    found: list[list[Action]] = [[] for _ in actions]
+    with_messages: list[list[Action]] = [[] for _ in actions]
     for _, rank, action in simulate(actions, seconds, ahead=ahead).ends:
-        found[rank].append(action)
-        way = "F" if action.kind == "F" else "B"
-        to_stage = action.stage + (1 if way == "F" else -1)
-        if action.kind == "W" or not 0 <= to_stage < stages or owner[to_stage] == rank:
+        with_messages[rank].append(action)
+        direction = "F" if action.operation == "F" else "B"
+        to_stage = action.stage + (1 if direction == "F" else -1)
+        if action.operation == "W" or not 0 <= to_stage < stages or owner[to_stage] == rank:
             continue
-        found[rank].append(action._replace(kind=f"send {way}"))
-        found[owner[to_stage]].append(Action(f"receive {way}", to_stage, action.batch))
-    return tuple(map(tuple, found))
+        with_messages[rank].append(action._replace(operation=f"send {direction}"))
+        with_messages[owner[to_stage]].append(Action(f"receive {direction}", to_stage, action.batch))
+    return tuple(map(tuple, with_messages))

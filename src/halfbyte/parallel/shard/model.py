@@ -79,10 +79,10 @@ def _shard_vocabulary(model: nn.Module, mesh: Mesh) -> None:
 
 def residencies_of(layers: int, resident: Collection[int]) -> list[Residency]:
     """Return "always" for `resident` layers, else "call", or "backward" for the last layer, where backward starts."""
-    each: list[Residency] = ["always" if at in resident else "call" for at in range(layers)]
-    if each[-1] == "call":
-        each[-1] = "backward"
-    return each
+    residencies: list[Residency] = ["always" if at in resident else "call" for at in range(layers)]
+    if residencies[-1] == "call":
+        residencies[-1] = "backward"
+    return residencies
 
 
 def sharded(model: nn.Module) -> ShardedBlocks | None:

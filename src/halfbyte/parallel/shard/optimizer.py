@@ -157,12 +157,12 @@ class ShardedOptimizer(ReplicatedOptimizer):
         super().__init__(mesh, parameters)
         degree, self.coordinate = mesh.degree(AXIS), mesh.coordinate(AXIS)
         self.widths = [-(-parameter.numel() // (degree * block)) * block for parameter in self.parameters]
-        self.slices = [nn.Parameter(self._own(parameter.detach(), at)) for at, parameter in enumerate(self.parameters)]
-        for part in self.slices:
-            setattr(part, SHARDED_ALONG, (AXIS,))
-        for part, parameter, width in zip(self.slices, self.parameters, self.widths, strict=True):
-            setattr(part, FULL_ELEMENTS, parameter.numel())
-            setattr(part, FIRST_ELEMENT, self.coordinate * width)
+        self.slices = [nn.Parameter(self._slice(p.detach(), at)) for at, p in enumerate(self.parameters)]
+        for shard in self.slices:
+            setattr(shard, SHARDED_ALONG, (AXIS,))
+        for shard, parameter, width in zip(self.slices, self.parameters, self.widths, strict=True):
+            setattr(shard, FULL_ELEMENTS, parameter.numel())
+            setattr(shard, FIRST_ELEMENT, self.coordinate * width)
         self.narrow = self._narrow(narrow)
         self.order: list[int] = []  # indices of the parameters, in the optimizer's order
         # Buckets of the backward, the last layers first; all ranks reduce them in this order.
@@ -177,11 +177,11 @@ class ShardedOptimizer(ReplicatedOptimizer):
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
         chosen = [numbers[id(parameter)] for parameter, _ in narrow]
         for at, (parameter, held) in zip(chosen, narrow, strict=True):
-            part = self.slices[at]
-            part.data = part.data.clone()
+            shard = self.slices[at]
+            shard.data = shard.data.clone()
             held.copy_(parameter.detach())
             parameter.data = held
-            parameter.grad_dtype = part.dtype
+            parameter.grad_dtype = shard.dtype
         return chosen
 
     @contextlib.contextmanager
@@ -200,28 +200,29 @@ class ShardedOptimizer(ReplicatedOptimizer):
     def replicated(self) -> ReplicatedOptimizer:
         self.drop_gradients()
         for at in self.narrow:
-            parameter, part = self.parameters[at], self.slices[at]
-            parameter.data = torch.empty_like(parameter.detach(), dtype=part.dtype)
+            parameter, shard = self.parameters[at], self.slices[at]
+            parameter.data = torch.empty_like(parameter.detach(), dtype=shard.dtype)
         return ReplicatedOptimizer(self.mesh, self.parameters)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         super().adopt(optimizer)
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
         for group in optimizer.param_groups:
-            own = [numbers[id(parameter)] for parameter in group["params"]]
-            group["params"] = [self.slices[at] for at in own]
-            self.order += own
+            numbers_of_group = [numbers[id(parameter)] for parameter in group["params"]]
+            group["params"] = [self.slices[at] for at in numbers_of_group]
+            self.order += numbers_of_group
         for parameter, values in list(optimizer.state.items()):  # some optimizers create state in their constructor
             at = numbers[id(parameter)]
             del optimizer.state[parameter]
-            optimizer.state[self.slices[at]] = {key: self._part(key, value, at) for key, value in values.items()}
+            local = {key: self._slice_of_state(key, value, at) for key, value in values.items()}
+            optimizer.state[self.slices[at]] = local
 
     @torch.no_grad()
     def reduce(self, sums: Tensor) -> Tensor:
-        here = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
-        anywhere = self.mesh.max(here, TOKEN_AXES).tolist()
-        found = [at for at, has in enumerate(anywhere) if has]
-        for bucket in self._buckets(self.slices, found, BUCKET // self.mesh.degree(AXIS)):
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
+        anywhere = self.mesh.max(has_gradient, TOKEN_AXES).tolist()
+        reduced = [at for at, has in enumerate(anywhere) if has]
+        for bucket in self._buckets(self.slices, reduced, BUCKET // self.mesh.degree(AXIS)):
             self._reduce(bucket)
         self._next = 0
         return self.mesh.sum(sums.clone(), TOKEN_AXES)
@@ -240,11 +241,11 @@ class ShardedOptimizer(ReplicatedOptimizer):
         del full  # free its memory before the collective
         for at in bucket:
             self.parameters[at].grad = None
-        own = reduce_scatter(flat.view(-1), self.mesh.group(AXIS))
-        self.mesh.sum(own, tuple(axis for axis in TOKEN_AXES if axis != AXIS))
-        for at, padded in zip(bucket, own.split([self.widths[at] for at in bucket]), strict=True):
-            part, held = padded[: self.slices[at].numel()], self.slices[at].grad
-            self.slices[at].grad = part if held is None else held.add_(part)
+        local = reduce_scatter(flat.view(-1), self.mesh.group(AXIS))
+        self.mesh.sum(local, tuple(axis for axis in TOKEN_AXES if axis != AXIS))
+        for at, padded in zip(bucket, local.split([self.widths[at] for at in bucket]), strict=True):
+            gradient, held = padded[: self.slices[at].numel()], self.slices[at].grad
+            self.slices[at].grad = gradient if held is None else held.add_(gradient)
 
     def clip(self, max_norm: float) -> Tensor:
         return clip_gradients(self.mesh, self.slices, max_norm)
@@ -259,25 +260,25 @@ class ShardedOptimizer(ReplicatedOptimizer):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        for part in self.slices:
-            part.grad = None
+        for shard in self.slices:
+            shard.grad = None
 
     @torch.no_grad()
     def full_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         def gather(key: str, value: Any, at: int) -> Any:
-            each, full = elements_per_entry(key, value, self.slices[at].numel()), self.parameters[at]
-            if not each:
+            block, full = elements_per_entry(key, value, self.slices[at].numel()), self.parameters[at]
+            if not block:
                 return value
-            padded = _padded(value.reshape(-1), self.widths[at] // each)
-            values = all_gather(padded, self.mesh.group(AXIS))[: -(-full.numel() // each)]
+            padded = _padded(value.reshape(-1), self.widths[at] // block)
+            values = all_gather(padded, self.mesh.group(AXIS))[: -(-full.numel() // block)]
             if not self.mesh.is_main:
                 return None
-            return (values.view(full.shape) if each == 1 else values).cpu()  # the device may have memory for one
+            return (values.view(full.shape) if block == 1 else values).cpu()  # the device may have memory for one
 
         return self._map_state(optimizer.state_dict(), gather)
 
     def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self._map_state(state, self._part)
+        return self._map_state(state, self._slice_of_state)
 
     def _map_state(self, state: dict[str, Any], change: Callable[[str, Any, int], Any]) -> dict[str, Any]:
         """An optimizer's `state` with each value replaced by `change(key, value, index of its parameter)`."""
@@ -288,10 +289,10 @@ class ShardedOptimizer(ReplicatedOptimizer):
                 for key, value in values.items()
             }
 
-        found = {number: changed(values, self.order[number]) for number, values in state["state"].items()}
-        return {**state, "state": found}
+        states = {number: changed(values, self.order[number]) for number, values in state["state"].items()}
+        return {**state, "state": states}
 
-    def _part(self, key: str, value: Any, at: int) -> Any:
+    def _slice_of_state(self, key: str, value: Any, at: int) -> Any:
         """This rank's slice of a state tensor; values that do not belong to elements or blocks are unchanged."""
         parameter = self.parameters[at]
         block = elements_per_entry(key, value, parameter.numel())
@@ -306,7 +307,7 @@ class ShardedOptimizer(ReplicatedOptimizer):
         width = self.widths[at] // block
         return value.reshape(-1)[self.coordinate * width : (self.coordinate + 1) * width].clone()
 
-    def _own(self, full: Tensor, at: int) -> Tensor:
+    def _slice(self, full: Tensor, at: int) -> Tensor:
         """This rank's slice of a tensor with the shape of parameter `at`, as a view."""
         width = self.widths[at]
         return full.reshape(-1)[self.coordinate * width : (self.coordinate + 1) * width]
@@ -319,19 +320,19 @@ class ShardedOptimizer(ReplicatedOptimizer):
         )
         return _padded(gradient.reshape(-1), width * self.mesh.degree(AXIS)).view(-1, width)
 
-    def _gathered(self, parts: Sequence[Tensor], bucket: Sequence[int]) -> list[Tensor]:
-        """All-gather the ranks' `parts` to tensors with the shapes of the parameters."""
+    def _gathered(self, shards: Sequence[Tensor], bucket: Sequence[int]) -> list[Tensor]:
+        """All-gather the ranks' `shards` to tensors with the shapes of the parameters."""
         widths = [self.widths[at] for at in bucket]
-        padded = map(_padded, parts, widths)
+        padded = map(_padded, shards, widths)
         columns = all_gather(torch.cat([*padded]), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
         shapes = [self.parameters[at].shape for at in bucket]
         return [column.reshape(-1)[: shape.numel()].view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
     @staticmethod
-    def _buckets(tensors: Sequence[Tensor], chosen: Sequence[int], most: int) -> Iterator[list[int]]:
+    def _buckets(tensors: Sequence[Tensor], chosen: Sequence[int], limit: int) -> Iterator[list[int]]:
         """`reduction.buckets` of the chosen `tensors`, as indices."""
         numbers = {id(tensors[at]): at for at in chosen}
-        for bucket in buckets([tensors[at] for at in chosen], most):
+        for bucket in buckets([tensors[at] for at in chosen], limit):
             yield [numbers[id(tensor)] for tensor in bucket]
 
 

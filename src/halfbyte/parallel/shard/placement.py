@@ -41,10 +41,9 @@ class Placement:
 
     def piece_of(self, mesh: Mesh, rank: int) -> int | None:
         """Return the index of the piece that `rank` keeps, or None."""
-        other = replace(mesh, rank=rank)
-        return (
-            other.coordinate(*self.axes) if self.stages is None or other.coordinate("pipeline") in self.stages else None
-        )
+        rank_mesh = replace(mesh, rank=rank)
+        keeps = self.stages is None or rank_mesh.coordinate("pipeline") in self.stages
+        return rank_mesh.coordinate(*self.axes) if keeps else None
 
     def split(self, full: Tensor, degree: int) -> list[Tensor]:
         """Split a tensor, also on the meta device, into `degree` pieces: along `dim`, or as FSDP2 splits rows or bytes.
@@ -83,7 +82,7 @@ class LocalGroup:
 def local_group(mesh: Mesh) -> LocalGroup:
     """Return this host's ranks; all ranks must call it."""
     firsts = mesh.gather(mesh.rank - mesh.local)
-    hosts = [[rank for rank, own in enumerate(firsts) if own == first] for first in dict.fromkeys(firsts)]
+    hosts = [[rank for rank, host_first in enumerate(firsts) if host_first == first] for first in dict.fromkeys(firsts)]
     group = dist.group.WORLD if len(hosts) == 1 else dist.new_subgroups_by_enumeration(hosts)[0]
     return LocalGroup(tuple(next(host for host in hosts if mesh.rank in host)), mesh.local, group)
 
@@ -131,15 +130,15 @@ class _TensorSlots:
     def infos(self) -> dict[str, _TensorInfo]:
         """Describe the tensors that are not on the meta device."""
         firsts: dict[int, str] = {}
-        found = {}
+        infos = {}
         for name in self.at:
             tensor = self[name]
             first = firsts.setdefault(id(tensor), name)
             if not tensor.is_meta:
                 spec = tensor.format.spec if isinstance(tensor, QuantizedTensor) else None
                 same_as = None if first == name else first
-                found[name] = _TensorInfo(spec, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, same_as)
-        return found
+                infos[name] = _TensorInfo(spec, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, same_as)
+        return infos
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,11 @@ def gather_loaded(model: nn.Module, mesh: Mesh, local: LocalGroup) -> LoadedTens
     """Exchange which tensors of `model` each rank has loaded; the others are on the meta device."""
     slots = _TensorSlots(model)
     infos = mesh.gather(slots.infos())
-    found: dict[str, tuple[_TensorInfo, list[int]]] = {}
+    entries: dict[str, tuple[_TensorInfo, list[int]]] = {}
     for index, rank in enumerate(local.ranks):
         for name, info in infos[rank].items():
-            found.setdefault(name, (info, []))[1].append(index)
-    return LoadedTensors(found, [name for name in slots.at if name not in found])
+            entries.setdefault(name, (info, []))[1].append(index)
+    return LoadedTensors(entries, [name for name in slots.at if name not in entries])
 
 
 @torch.no_grad()
@@ -226,25 +225,25 @@ def _receive(
     """Return this rank's piece of a tensor, from its own copy or from the owner; None if it keeps none."""
     degree, owner = mesh.degree(*placement.axes), holders[0]
     pieces = placement.split(info.template() if held is None else held, degree)
-    wanted = [placement.piece_of(mesh, rank) for rank in local.ranks]
-    own = wanted[local.index]
-    mine = None if own is None else pieces[own]
-    if held is not None and mine is not None:
-        mine = (mine if degree == 1 else _compact(mine)).to(device)
-    elif mine is not None:
-        mine = _empty_like(mine, device)
+    piece_numbers = [placement.piece_of(mesh, rank) for rank in local.ranks]
+    number = piece_numbers[local.index]
+    piece = None if number is None else pieces[number]
+    if held is not None and piece is not None:
+        piece = (piece if degree == 1 else _compact(piece)).to(device)
+    elif piece is not None:
+        piece = _empty_like(piece, device)
     if len(holders) == len(local.ranks):
-        return mine
-    if set(wanted) == {0} and degree == 1:
-        for buffer in _buffers(mine):
+        return piece
+    if set(piece_numbers) == {0} and degree == 1:
+        for buffer in _buffers(piece):
             dist.broadcast(as_bytes(buffer), local.ranks[owner], local.group)
     elif local.index == owner:
-        sent = [(rank, pieces[index]) for rank, index in zip(local.ranks, wanted, strict=True)
+        sent = [(rank, pieces[index]) for rank, index in zip(local.ranks, piece_numbers, strict=True)
                 if index is not None and rank != mesh.rank]  # fmt: skip
         _send_and_receive([(dist.isend, rank, buffer) for rank, piece in sent for buffer in _buffers(piece)], local)
-    elif mine is not None:
-        _send_and_receive([(dist.irecv, local.ranks[owner], buffer) for buffer in _buffers(mine)], local)
-    return mine
+    elif piece is not None:
+        _send_and_receive([(dist.irecv, local.ranks[owner], buffer) for buffer in _buffers(piece)], local)
+    return piece
 
 
 def _send_and_receive(messages: list[tuple[Any, int, Tensor]], local: LocalGroup) -> None:
@@ -258,8 +257,8 @@ def _send_and_receive(messages: list[tuple[Any, int, Tensor]], local: LocalGroup
 def _buffers(piece: Any) -> list[Tensor]:
     """Return the plain tensors that store a piece, sorted by name."""
     if isinstance(piece, QuantizedTensor):
-        parts = piece.parts
-        return [parts[name] for name in sorted(parts)]
+        tensors = piece.parts
+        return [tensors[name] for name in sorted(tensors)]
     return [piece.raw] if isinstance(piece, QuantizedShard) else [piece]
 
 

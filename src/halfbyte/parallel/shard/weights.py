@@ -146,7 +146,7 @@ class BlockGather:
         self.shard, self.full, self.group, self.coordinate, self.stats = shard, full, group, coordinate, stats
         self.peer_shards: Sequence[Tensor] | None = None
         self._output = full.data  # shares the bytes but has its own version counter for autograd
-        self._parts = self._output.view(-1, shard.numel())
+        self._shards = self._output.view(-1, shard.numel())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)  # for FSDP2's dummy tensors
@@ -164,12 +164,12 @@ class BlockGather:
         if self.peer_shards is not None:
             for step in range(1, len(self.peer_shards) + 1):  # start at the next rank, to spread the load over links
                 at = (self.coordinate + step) % len(self.peer_shards)
-                self._parts[at].copy_(self.peer_shards[at], non_blocking=True)
+                self._shards[at].copy_(self.peer_shards[at], non_blocking=True)
             return
-        own = self.shard
-        if own.device != self.full.device:
-            own = self._parts[self.coordinate].copy_(own, non_blocking=True)
-        _all_gather(self._output, own, group=self.group)
+        shard = self.shard
+        if shard.device != self.full.device:
+            shard = self._shards[self.coordinate].copy_(shard, non_blocking=True)
+        _all_gather(self._output, shard, group=self.group)
 
     def _allocate_full(self) -> None:
         """Allocate on the compute stream, where the memory is freed at reshard, after the kernels launched so far."""
@@ -178,11 +178,11 @@ class BlockGather:
             memory.resize_(self.full.nbytes)
             return
         module = torch.get_device_module(device)
-        here = module.current_stream(device)
-        computing = self.stats.stream or here
+        current = module.current_stream(device)
+        computing = self.stats.stream or current
         with module.stream(computing):
             memory.resize_(self.full.nbytes)
-        here.wait_stream(computing)
+        current.wait_stream(computing)
 
 
 @dataclass
@@ -229,16 +229,16 @@ class ShardedBlocks:
 
     def note_stream(self, *_: Any) -> None:
         """Record the current stream as the one that blocks compute on."""
-        device = next((each.full.device for each in self.block_gathers if each is not None), None)
+        device = next((gather.full.device for gather in self.block_gathers if gather is not None), None)
         if device is not None and device.type != "cpu":
             self.stats.stream = torch.get_device_module(device).current_stream(device)
 
     def read_peers(self) -> None:
         """Read shards from peer memory if all ranks of the group can; collectives gather shards in host memory."""
-        own = [each for each in self.block_gathers if each is not None and each.shard.device == each.full.device]
-        self.peers, self.fallback_reason = map_peer_tensors([each.shard for each in own], self.group)
-        for at, each in enumerate(own):
-            each.peer_shards = self.peers.each[at] if self.peers else None
+        gathers = [g for g in self.block_gathers if g is not None and g.shard.device == g.full.device]
+        self.peers, self.fallback_reason = map_peer_tensors([gather.shard for gather in gathers], self.group)
+        for at, gather in enumerate(gathers):
+            gather.peer_shards = self.peers.by_tensor[at] if self.peers else None
 
 
 def shard_blocks(
@@ -260,11 +260,11 @@ def shard_blocks(
         on_host: indices of blocks whose shards are in (pinned) host memory and copied to the device for each gather.
     """
     sharded = ShardedBlocks(list(blocks), list(residencies), mesh.group(*SHARD_AXES))
-    options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharded.group, mesh.kind)}
+    options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharded.group, mesh.device_type)}
     for at, (block, residency) in enumerate(zip(blocks, residencies, strict=True)):
         sharded.block_gathers.append(_shard_block(block, mesh, sharded.stats, at in on_host, residency == "always"))
-        rest = {parameter for name, parameter in block.named_parameters() if name != BYTES}
-        fully_shard(block, reshard_after_forward=residency == "call", ignored_params=rest, **options)
+        ignored = {parameter for name, parameter in block.named_parameters() if name != BYTES}
+        fully_shard(block, reshard_after_forward=residency == "call", ignored_params=ignored, **options)
     # blocks under one root share FSDP2's streams and order of gathers
     fully_shard(root, ignored_params=set(root.parameters()), **options)
     root.register_forward_pre_hook(sharded.note_stream, prepend=True)
@@ -314,32 +314,32 @@ def _shard_block(block: nn.Module, mesh: Mesh, stats: GatherStats, on_host: bool
 
     The modules get views of the gathered bytes, whose memory exists while the block is unsharded.
     """
-    found: dict[int, _Frozen] = {}
+    by_id: dict[int, _Frozen] = {}
     shards: list[Tensor] = []
     for module in block.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad or parameter.dim() == 0:
                 continue
-            if id(parameter) not in found:
+            if id(parameter) not in by_id:
                 template, shard = _template_and_shard(parameter, mesh)
-                found[id(parameter)] = _Frozen([], template)
+                by_id[id(parameter)] = _Frozen([], template)
                 shards.append(shard)
-            found[id(parameter)].slots.append((module, name))
-    if not found:
+            by_id[id(parameter)].slots.append((module, name))
+    if not by_id:
         return None
-    frozen = list(found.values())
-    for each in frozen:
-        each.put(each.template)
-    own, spans = _concatenated_shard(shards, mesh)
-    full = own.new_empty(mesh.degree(*SHARD_AXES) * own.numel())
-    for each, span in zip(frozen, spans, strict=True):
-        each.put(each.view(full[span]))
+    frozen = list(by_id.values())
+    for frozen_parameter in frozen:
+        frozen_parameter.put(frozen_parameter.template)
+    shard, spans = _concatenated_shard(shards, mesh)
+    full = shard.new_empty(mesh.degree(*SHARD_AXES) * shard.numel())
+    for frozen_parameter, span in zip(frozen, spans, strict=True):
+        frozen_parameter.put(frozen_parameter.view(full[span]))
     full.untyped_storage().resize_(0)
     if on_host:
-        own = own.cpu() if full.device.type == "cpu" else own.cpu().pin_memory()
-    block_shard = BlockShard(own, mesh.degree(*SHARD_AXES), full, resident)
+        shard = shard.cpu() if full.device.type == "cpu" else shard.cpu().pin_memory()
+    block_shard = BlockShard(shard, mesh.degree(*SHARD_AXES), full, resident)
     block.register_parameter(BYTES, nn.Parameter(block_shard, requires_grad=False))
-    return BlockGather(own, full, mesh.group(*SHARD_AXES), mesh.coordinate(*SHARD_AXES), stats)
+    return BlockGather(shard, full, mesh.group(*SHARD_AXES), mesh.coordinate(*SHARD_AXES), stats)
 
 
 def _concatenated_shard(shards: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
@@ -357,15 +357,15 @@ def _concatenated_shard(shards: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, l
         end += _round_up(degree * shard.numel(), ALIGNMENT)
     size = _round_up(end, degree * ALIGNMENT) // degree
     with fixed_segments(shards[0].device):  # required by `peer_memory`
-        own = shards[0].new_zeros(size)
+        local = shards[0].new_zeros(size)
     first = mesh.coordinate(*SHARD_AXES) * size
     gathered = all_gather(torch.cat(list(shards)), mesh.group(*SHARD_AXES)).view(degree, -1)
     columns = gathered.split([len(shard) for shard in shards], 1)
     for span, column in zip(spans, columns, strict=True):  # a full device may lack memory for the whole buffer
         begin, end = max(span.start, first), min(span.stop, first + size)
         if begin < end:
-            own[begin - first : end - first] = column.reshape(-1)[begin - span.start : end - span.start]
-    return own, spans
+            local[begin - first : end - first] = column.reshape(-1)[begin - span.start : end - span.start]
+    return local, spans
 
 
 def _round_up(size: int, step: int) -> int:
@@ -382,7 +382,7 @@ def _template_and_shard(parameter: nn.Parameter, mesh: Mesh) -> tuple[Any, Tenso
     piece: Any = parameter.detach()
     if template is None:
         is_packed = isinstance(piece, QuantizedTensor)
-        template = piece.map(lambda part: part.to("meta")) if is_packed else piece.to("meta")
+        template = piece.map(lambda tensor: tensor.to("meta")) if is_packed else piece.to("meta")
         piece = Placement(SHARD_AXES).split(piece, mesh.degree(*SHARD_AXES))[mesh.coordinate(*SHARD_AXES)]
     if isinstance(piece, QuantizedShard):
         return template, piece.raw.view(-1)
@@ -399,12 +399,12 @@ def _prefetch(root: Any, sharded: ShardedBlocks) -> None:
     if forward:
         root.set_modules_to_forward_prefetch(forward[:1])
     for at, block in enumerate(blocks):
-        after = [
-            other
-            for other, residency in zip(blocks[at + 1 :], residencies[at + 1 :], strict=True)
+        following = [
+            candidate
+            for candidate, residency in zip(blocks[at + 1 :], residencies[at + 1 :], strict=True)
             if residency != "always"
         ]
-        before = [other for other, residency in zip(blocks[:at], residencies[:at], strict=True) if residency == "call"]
-        block.set_modules_to_forward_prefetch(after[:1])
+        preceding = [b for b, residency in zip(blocks[:at], residencies[:at], strict=True) if residency == "call"]
+        block.set_modules_to_forward_prefetch(following[:1])
         # without one, the block itself: given an empty list, FSDP2 would prefetch the last block of an earlier forward
-        block.set_modules_to_backward_prefetch(before[-1:] or [block])
+        block.set_modules_to_backward_prefetch(preceding[-1:] or [block])
