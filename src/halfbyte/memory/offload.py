@@ -230,7 +230,9 @@ class Offload:
         with torch.cuda.stream(self.stream):
             device.copy_(memory.host, non_blocking=True)
             copied = self.stream.record_event()
-        memory.last.device, memory.last.copied, memory.last.compute = device, copied, compute
+        memory.last.device = device
+        memory.last.copied = copied
+        memory.last.compute = compute
 
 
 def _forget(offloaded: dict[int, Any], number: int, slab: _Slab, last: _Copy) -> None:

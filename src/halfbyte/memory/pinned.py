@@ -93,7 +93,7 @@ class HostMemory:
     Args:
         runtime: returns the CUDA runtime, `torch.cuda.cudart()`.
         clear_error: clears the thread's last CUDA error.
-        after: defers actions that must not run during a capture.
+        deferrals: runs actions that must not run during a capture.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class HostMemory:
         clear_error: Callable[[], None] = _clear_error,
         deferrals: AfterCapture | None = None,
     ):
-        self.runtime, self.clear_error, self.deferrals = runtime, clear_error, deferrals or AfterCapture()
+        self.runtime = runtime
+        self.clear_error = clear_error
+        self.deferrals = deferrals or AfterCapture()
         self._held: dict[int, tuple[Tensor, int]] = {}  # address → buffer and reference count
 
     @property
@@ -119,24 +121,20 @@ class HostMemory:
         """
         self.deferrals.settle()
         with self.deferrals.lock:
-            self._pin(buffer)
+            address = self._holder(buffer)
+            if address is not None:
+                held, count = self._held[address]
+                self._held[address] = held, count + 1
+            elif code := int(self.runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
+                self.clear_error()
+                raise TrainingError(
+                    f"{buffer.nbytes / 2**30:.2f} GiB of host memory could not be pinned (CUDA error {code})",
+                    "free host memory, or set activation_checkpointing: checkpoint and expert_offload: false",
+                )
+            else:
+                self._held[buffer.data_ptr()] = buffer, 1
         self.deferrals.settle()
         return buffer
-
-    def _pin(self, buffer: Tensor) -> None:
-        address = self._holder(buffer)
-        if address is not None:
-            held, count = self._held[address]
-            self._held[address] = held, count + 1
-            return
-        code = int(self.runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-        if code:
-            self.clear_error()
-            raise TrainingError(
-                f"{buffer.nbytes / 2**30:.2f} GiB of host memory could not be pinned (CUDA error {code})",
-                "free host memory, or set activation_checkpointing: checkpoint and expert_offload: false",
-            )
-        self._held[buffer.data_ptr()] = buffer, 1
 
     def unpin(self, buffers: Sequence[Tensor], settle: Callable[[], Any] | None = None) -> None:
         """Release one reference to each of `buffers`; during the capture of a CUDA graph, after it.

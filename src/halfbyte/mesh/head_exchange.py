@@ -94,7 +94,9 @@ class _AllToAll(OnceFunction):
 
 def _all_to_all(tensors: Sequence[Tensor], group: Any) -> tuple[Tensor, ...]:
     """Exchange tensors; each transfer overlaps the layout change of the next tensor."""
-    sent, received, works = [], [], []
+    sent: list[Tensor] = []
+    received: list[Tensor] = []
+    works: list[Any] = []
     for tensor in tensors:
         sent.append(tensor.contiguous())
         received.append(torch.empty_like(sent[-1]))

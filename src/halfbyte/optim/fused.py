@@ -434,8 +434,15 @@ class FusedOptimizer(Optimizer):
         """
         check_saved_groups(state_dict, self.param_groups)
         saved_groups = copy.deepcopy(state_dict["param_groups"])
-        for saved_group in saved_groups:
-            self._check_saved_group(saved_group)
+        for group in saved_groups:
+            rule = "muon" if "ns_steps" in group else group.get(RULE, self.rule)
+            if rule != self.rule:
+                wrong = f"the optimizer state is of rule {rule}, and the optimizer has rule {self.rule}"
+                raise CheckpointError(wrong, RESUME)
+            for key in ("amsgrad", "maximize", "nesterov", "centered"):
+                if group.get(key) and key not in self.defaults:
+                    wrong = f"the optimizer state is of an optimizer with {key}={group[key]}"
+                    raise CheckpointError(wrong, f"{type(self).__name__} has no {key}: {RESUME}")
         states = {}
         for saved_group, group in zip(saved_groups, self.param_groups, strict=True):
             for index, number in enumerate(saved_group["params"]):
@@ -458,19 +465,6 @@ class FusedOptimizer(Optimizer):
     def saved_storage(self, saved: dict[str, Any], group: dict[str, Any], index: int) -> tuple[Storage, int]:
         """Storage and number of elements that the saved state of a group's parameter must have."""
         return self.storage_of(group, index), local_of(group["params"][index]).numel()
-
-    def _check_saved_group(self, group: dict[str, Any]) -> None:
-        """Raise a CheckpointError if a saved group is of another rule, or has an option that this one does not."""
-        rule = "muon" if "ns_steps" in group else group.get(RULE, self.rule)
-        if rule != self.rule:
-            wrong = f"the optimizer state is of rule {rule}, and the optimizer has rule {self.rule}"
-            raise CheckpointError(wrong, RESUME)
-        for key in ("amsgrad", "maximize", "nesterov", "centered"):
-            if group.get(key) and key not in self.defaults:
-                wrong = f"the optimizer state is of an optimizer with {key}={group[key]}"
-                raise CheckpointError(
-                    wrong, f"{type(self).__name__} has no {key}: resume with the optimizer that saved it"
-                )
 
 
 def unsupported(optimizer: Optimizer, key: str, value: Any) -> ConfigError:

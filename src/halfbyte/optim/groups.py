@@ -86,7 +86,10 @@ def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any
     trained = trained_parameters(model)
     special = []
     if (rate := settings.embedding_learning_rate) is not None:
-        embeddings = _full_embeddings(model)
+        embeddings = {id(weight) for weight in embedding_weights(model)}
+        find_head = getattr(model, "get_output_embeddings", None)
+        if (head := find_head() if find_head else None) is not None:
+            embeddings |= {id(p) for name, p in head.named_parameters() if "lora_" not in name}
         special = [name for name, parameter in trained.items() if id(parameter) in embeddings]
     ordinary = {name: parameter for name, parameter in trained.items() if name not in special}
     if settings.loraplus_lr_ratio is None:
@@ -187,15 +190,6 @@ def embedding_weights(model: nn.Module) -> list[Tensor]:
     from torch import nn
 
     return [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-
-
-def _full_embeddings(model: nn.Module) -> set[int]:
-    """Identities of the weights of embedding modules and of the output head."""
-    ids = {id(weight) for weight in embedding_weights(model)}
-    find = getattr(model, "get_output_embeddings", None)
-    if (head := find() if find else None) is not None:
-        ids.update(id(parameter) for name, parameter in head.named_parameters() if "lora_" not in name)
-    return ids
 
 
 def selects(targets: str | list[str], name: str) -> bool:

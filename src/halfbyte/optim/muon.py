@@ -235,8 +235,17 @@ class Muon(torch.optim.Optimizer):
         scaling = {key: getattr(self, key, None) for key in ("found_inf", "grad_scale")}
         for number, group in enumerate(self.param_groups):  # before anything changes
             for index, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:
-                    self._check_step(group, parameter, parameter_name(number, index))
+                if parameter.grad is None:
+                    continue
+                name = parameter_name(number, index)
+                check_gradient(parameter, parameter.grad, name)
+                momentum = self.state.get(parameter, {}).get("momentum_buffer") if group["use_muon"] else None
+                if momentum is not None and (momentum.shape, momentum.device) != (parameter.shape, parameter.device):
+                    raise TrainingError(
+                        f"{name} is now {[*parameter.shape]} on {parameter.device}, and its momentum"
+                        f" {[*momentum.shape]} on {momentum.device}",
+                        "change parameters before the first step, or make a new optimizer",
+                    )
         last, self._held = self._held, {}
         for group, weights in self._batches():
             parameters = self._parameters(group, weights, last)
@@ -251,17 +260,6 @@ class Muon(torch.optim.Optimizer):
                 for key in attributes:
                     delattr(self.auxiliary, key)
         return loss
-
-    def _check_step(self, group: dict[str, Any], parameter: Tensor, name: str) -> None:
-        """Raise a TrainingError if a gradient, or the momentum of earlier steps, does not fit its parameter."""
-        check_gradient(parameter, parameter.grad, name)
-        momentum = self.state.get(parameter, {}).get("momentum_buffer") if group["use_muon"] else None
-        if momentum is not None and (momentum.shape, momentum.device) != (parameter.shape, parameter.device):
-            raise TrainingError(
-                f"{name} is now {[*parameter.shape]} on {parameter.device}, and its momentum {[*momentum.shape]} on"
-                f" {momentum.device}",
-                "change parameters before the first step, or make a new optimizer",
-            )
 
     def _batches(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """Yield groups with parameters that are computed together: of one shape, dtype, device and split."""

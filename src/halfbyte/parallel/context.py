@@ -102,18 +102,14 @@ def context_parallel_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(**kwargs)
     full = {name: kwargs.pop(UNSPLIT + name, None) for name in ATTENTION_COLUMNS}
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
-    return forward(**kwargs | _attention_inputs(self, tokens, context, {**kwargs, **full}))
-
-
-def _attention_inputs(module: Any, tokens: Tensor, context: ContextGroup, full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return document bounds or transformers' masks of the full sequences."""
-    backbone = getattr(module, "language_model", module)
-    rows, length = tokens.shape[0], tokens.shape[1] * context.degree
+    backbone = getattr(self, "language_model", self)
+    sizes = tokens.shape[0], tokens.shape[1] * context.degree, tokens.device
+    attention = None
     if backbone.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME):
-        bounds = metadata(backbone, rows, length, tokens.device, full)
-        if bounds:
-            return bounds
-    return {"attention_mask": _masks(backbone, rows, length, tokens.device, full)}
+        attention = metadata(backbone, *sizes, {**kwargs, **full})  # document bounds
+    if not attention:
+        attention = {"attention_mask": _masks(backbone, *sizes, {**kwargs, **full})}
+    return forward(**kwargs | attention)
 
 
 def _masks(backbone: Any, rows: int, length: int, device: torch.device, full: Mapping[str, Any]) -> Any:

@@ -143,7 +143,10 @@ def _synced(batch: dict[str, Any], shape: _Shape, shapes: Sequence[_Shape]) -> d
     width = max(shape.width for shape in shapes)
     bounds = max(shape.bounds + shape.rows * (width > shape.width) for shape in shapes)
     bounds = bounds and -(-(bounds - 1) // DOCUMENTS) * DOCUMENTS + 1  # one of few lengths, as in the collator
-    longest = max(max(shape.longest, _power_of_two(width - shape.width)) for shape in shapes)
+    # as the collator, round the longest document up to a power of two
+    paddings = [width - shape.width for shape in shapes]
+    rounded = [1 << (padding - 1).bit_length() if padding else 0 for padding in paddings]
+    longest = max(max(shape.longest, length) for shape, length in zip(shapes, rounded, strict=True))
     entries = tuple(map(max, zip(*(shape.entries for shape in shapes), strict=True)))
     unpadded = (number for shape in shapes for number in (shape.rows, shape.digest))
     size = max(width * max(shape.rows for shape in shapes), largest)
@@ -153,8 +156,3 @@ def _synced(batch: dict[str, Any], shape: _Shape, shapes: Sequence[_Shape]) -> d
         starts = torch.cat([starts, starts[-1:].expand(bounds - starts.numel())])  # empty documents
         synced |= dict.fromkeys(BOUNDS, starts) | dict.fromkeys(LONGEST, longest)
     return {**synced, SYNCED_SHAPE: SyncedShape((width, bounds, longest, *entries, *unpadded), size)}
-
-
-def _power_of_two(size: int) -> int:
-    """Round up to a power of two, as the collator does for the longest document."""
-    return 1 << (size - 1).bit_length() if size else 0

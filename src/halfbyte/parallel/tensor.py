@@ -52,7 +52,10 @@ def check_tensor_parallel(model: nn.Module, degree: int) -> None:
     Raises:
         ModelError: naming what cannot be sharded.
     """
-    if reason := _unsupported_layer(model, degree) or _unsupported_adapter(model, degree):
+    reason = _unsupported_layer(model, degree)
+    if reason is None and (problem := _adapter_problem(model)) is not None:
+        reason = unsupported_tensor(degree, problem)
+    if reason:
         raise ModelError(reason.problem, reason.fix)
     for view in _views(model):
         for _, block in _blocks(view):
@@ -146,13 +149,8 @@ def _rows(linear: Any) -> int:
     return _base(linear).out_features
 
 
-def _unsupported_adapter(model: nn.Module, degree: int) -> Reason | None:
-    """Return why a trained parameter is not a plain LoRA factor of a split linear."""
-    problem = _adapter_problem(model)
-    return None if problem is None else unsupported_tensor(degree, problem)
-
-
 def _adapter_problem(model: nn.Module) -> str | None:
+    """Return why a trained parameter is not a plain LoRA factor of a split linear, or None."""
     factor_ids = set()
     for view in _views(model):
         for half, block in _blocks(view):

@@ -72,9 +72,15 @@ def find_auxiliary(config: RunConfig, device: torch.device, itemsize: int = 4) -
     Raises:
         HalfbyteError: one cannot be found.
     """
-    models = [entry for entry in config.reward_funcs or [] if isinstance(entry, dict) and MODEL in entry]
-    reward_models = find_reward_models(config, read_specs(models, []))
-    reward_bytes = sum(_reward_model_bytes(config, model, device, itemsize) for model in reward_models)
+    entries = [entry for entry in config.reward_funcs or [] if isinstance(entry, dict) and MODEL in entry]
+    reward_models = find_reward_models(config, read_specs(entries, []))
+    reward_bytes = 0
+    for model in reward_models:
+        if model.adapter is None:
+            assert model.files is not None
+            reward_bytes += itemsize * _count_elements(safetensors_files(Path(model.files.place.name)))
+        else:  # an adapter with its base
+            reward_bytes += _bytes(model, _shapes(config, model, device))
     if config.method not in DISTILLING:
         return AuxiliaryModels(reward_bytes)
     teacher = find_teacher(config)
@@ -90,14 +96,6 @@ def _shapes(config: RunConfig, model: AuxiliaryModel, device: torch.device) -> M
         return None
     keys = {**STUDENT_KEYS, "model_name_or_path": model.files.name}
     return ModelShapes(config.model_copy(update=keys), model.files.config, device)
-
-
-def _reward_model_bytes(config: RunConfig, model: AuxiliaryModel, device: torch.device, itemsize: int) -> int:
-    """Device bytes of one reward model: a full model, or an adapter with its base."""
-    if model.adapter is None:
-        assert model.files is not None
-        return itemsize * _count_elements(safetensors_files(Path(model.files.place.name)))
-    return _bytes(model, _shapes(config, model, device))
 
 
 def _bytes(model: AuxiliaryModel, shapes: ModelShapes | None) -> int:

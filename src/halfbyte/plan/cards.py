@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     import torch
 
 NVLINK = 330e9 / 450e9  # share of the data sheet's rate that a collective reaches
-PCIE3, PCIE4, PCIE5 = 10e9, 20e9, 40e9  # bytes/s of a collective over ×16
-HOST3, HOST4, HOST5 = 12e9, 25e9, 50e9  # bytes/s of a copy between a GPU and pinned host memory
+# bytes/s of a collective over PCIe ×16, by generation
+PCIE3 = 10e9
+PCIE4 = 20e9
+PCIE5 = 40e9
+# bytes/s of a copy between a GPU and pinned host memory
+HOST3 = 12e9
+HOST4 = 25e9
+HOST5 = 50e9
 
 
 @dataclass(frozen=True)

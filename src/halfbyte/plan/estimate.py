@@ -233,15 +233,18 @@ class _Planner:
 
     def plan(self) -> MemoryPlan:
         """Plan with the configured activation level, or with the fastest levels that fit."""
-        plan = self._chosen()
+        if self.level is not None:
+            plan = self._at_level(self.level)
+        elif self.shapes.fused:
+            plan = self._fastest()
+        else:
+            plan = self._all_saved_or_recomputed()
         remarks = "; frozen weights are sharded" if isinstance(self.layout, Sliced) else ""
         remarks += f"; the shards of {len(plan.hosted)} layers are in host memory" if plan.hosted else ""
         return replace(plan, seconds=self._seconds(plan), reason=plan.reason + remarks)
 
-    def _chosen(self) -> MemoryPlan:
-        level = self.level
-        if level is None:
-            return self._fastest() if self.shapes.fused else self._all_saved_or_recomputed()
+    def _at_level(self, level: Level) -> MemoryPlan:
+        """Plan with the configured level in every layer."""
         if not self.shapes.fused and level not in ("keep", "checkpoint"):
             notice(
                 "activation-level",
@@ -381,8 +384,9 @@ class _Planner:
         transient = max(transient, evaluated, reduced, trained.bytes * self.scratch)
         logits = min(self._step(largest, choice).logits, transient) * stage.has_head
         runtime = self.shapes.runtime(varied=self.batches.usual != self.batches.largest)
+        hosted = sum(self.frozen.slice(index, self.layout) for index in self._spread((stage,), choice.hosted))
         return MemoryPlan(
-            weights=self._share(stage) - self._hosted(stage, choice.hosted) - self.experts.bytes,
+            weights=self._share(stage) - hosted - self.experts.bytes,
             gathered=gathered_bytes(self._block(stage), stage, choice.stays) + self.experts.window,
             adapters=self._parameters(stage),
             gradients=self._gradients(trained.bytes) + 2 * self._bucket * self._reduces_in_backward,
@@ -448,11 +452,6 @@ class _Planner:
     def _spread(self, stages: tuple[Stage, ...], count: int) -> tuple[int, ...]:
         """Pick `count` decoder layers of each stage, evenly spaced, to stay gathered or to be in host memory."""
         return tuple(sorted(stage.layers[i] for stage in stages for i in evenly_spaced(stage.depth, count)))
-
-    @functools.cache  # noqa: B019 (one plan's lifetime)
-    def _hosted(self, stage: Stage, count: int) -> int:
-        """Bytes of the shards of `count` layers in host memory."""
-        return sum(self.frozen.slice(index, self.layout) for index in self._spread((stage,), count))
 
     def _gathers(self, choice: Choice, stage: Stage) -> int:
         """Bytes that a rank's all-gathers of a step produce: each layer twice a micro-batch, the last one once."""

@@ -93,7 +93,8 @@ def with_experts(
         offloaded = OffloadedExperts.of(stacks, holders if setting is True else int(setting))
         if offloaded.bytes > host:
             problem = f"experts need {offloaded.bytes / GIB:.2f} GiB of host memory, and {host / GIB:.2f} are available"
-            fix = f"set {KEY}: {sum(size <= host for size in _offload_sizes(stacks))}, or free host memory"
+            fitting = [OffloadedExperts.of(stacks, count).bytes <= host for count in range(1, holders + 1)]
+            fix = f"set {KEY}: {sum(fitting)}, or free host memory"
             raise ConfigError(f"{KEY}: {setting}: {problem}".replace("True", "true"), fix)
         return _with_reason(plan(offloaded), offloaded)
     resident = plan(RESIDENT)
@@ -146,12 +147,6 @@ def _unsupported_reason(config: TrainingSection, device: torch.device, single: b
     if config.method in SAMPLING:
         return f"method: {config.method} samples completions, which needs the experts on the device"
     return None
-
-
-def _offload_sizes(stacks: Sequence[int]) -> list[int]:
-    """Host bytes for the experts of one layer, of two, ..."""
-    holders = sum(size > 0 for size in stacks)
-    return [OffloadedExperts.of(stacks, count).bytes for count in range(1, holders + 1)]
 
 
 def _with_reason(plan: MemoryPlan, offloaded: OffloadedExperts) -> MemoryPlan:

@@ -98,7 +98,9 @@ class Ledger(TorchDispatchMode):
 
     def highest(self) -> int:
         """Return the peak since the last call, and reset it."""
-        peak, self.peak, self.peak_by_tag = self.peak, self.live, dict(self._live_by_tag)
+        peak = self.peak
+        self.peak = self.live
+        self.peak_by_tag = dict(self._live_by_tag)
         return peak
 
     @contextlib.contextmanager

@@ -108,7 +108,10 @@ class Meshes:
         self, config: RunConfig, model_config: Any, device: Device, batches: Callable[[RunConfig], Batches],
         shapes: ModelShapes | None = None,
     ):  # fmt: skip
-        self.config, self.model_config, self.device, self.batches = config, model_config, device, batches
+        self.config = config
+        self.model_config = model_config
+        self.device = device
+        self.batches = batches
         self.shapes = {1: shapes or ModelShapes(config, model_config, device.torch)}  # by degree of tensor parallelism
 
     @waiting("planning layouts")
@@ -152,7 +155,7 @@ class Meshes:
             new = [layout for layout in every if {*layout.axes} <= axes and all(layout != o.layout for o in seen)]
             seen += map(self.option, new)
             if fitting := [option for option in seen if option.fits]:
-                best = min(fitting, key=_comparable)
+                best = min(fitting, key=lambda o: _seconds(o) * (PIPELINE_FACTOR if o.layout.pipeline > 1 else 1.0))
                 return best, choice_reason(best, seen)
         possible = [option for option in seen if option.plan is not None]
         if not possible:
@@ -166,10 +169,6 @@ def _seconds(option: Option) -> float:
     """Predicted seconds of a step; 0 where rates are unknown, so that the first option wins."""
     assert option.plan is not None
     return option.plan.seconds or 0.0
-
-
-def _comparable(option: Option) -> float:
-    return _seconds(option) * (PIPELINE_FACTOR if option.layout.pipeline > 1 else 1.0)
 
 
 def choice_reason(chosen: Option, seen: Sequence[Option]) -> str:

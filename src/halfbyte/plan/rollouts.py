@@ -89,8 +89,11 @@ class _RolloutPlanner:
     """Byte arithmetic of the rollout phase."""
 
     def __init__(self, shapes: ModelShapes, config: RunKeys, batches: Batches):
-        self.shapes, self.config, self.device = shapes, config, shapes.device
-        self.text, self.itemsize = shapes.text_config, shapes.dtype.itemsize
+        self.shapes = shapes
+        self.config = config
+        self.device = shapes.device
+        self.text = shapes.text_config
+        self.itemsize = shapes.dtype.itemsize
         self.seats = config.answers_per_generation
         group = config.group_size
         evaluated = config.num_generations_eval or group

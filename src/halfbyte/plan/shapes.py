@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,7 +190,9 @@ class ModelShapes:
     @functools.cached_property
     def _uniform(self) -> bool:
         """Return whether all layers have the same shapes, so that one can be replayed for all."""
-        return not self._per_layer and _have_equal_shapes(self.layers.values())
+        layers = (layer.named_parameters() for layer in self.layers.values())
+        shapes = {tuple((name, parameter.shape) for name, parameter in layer) for layer in layers}
+        return not self._per_layer and len(shapes) == 1
 
     @property
     def _per_layer(self) -> bool:
@@ -434,8 +435,3 @@ def _split_formats(model: nn.Module, degree: int) -> None:
             sides = [size * degree if at == dim else size for at, size in enumerate(shard.shape)]
             full = QuantizedTensor.quantize(torch.empty(sides, dtype=shard.dtype), shard.format)
             linear.weight = nn.Parameter(full.split_for(dim, degree)[0], requires_grad=False)
-
-
-def _have_equal_shapes(layers: Iterable[nn.Module]) -> bool:
-    shapes = {tuple((name, tensor.shape) for name, tensor in layer.named_parameters()) for layer in layers}
-    return len(shapes) == 1

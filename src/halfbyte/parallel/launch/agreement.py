@@ -40,10 +40,10 @@ def check_agreement(mesh: Mesh, config: RunConfig) -> None:
         ("keys", "start all processes with the same file and the same keys"),
     ):
         for rank, rank_facts in enumerate(gathered):
-            if differing := _difference(gathered[0][name], rank_facts[name]):
-                name, first, value = differing
-                detail = f"{name} is {cut(first, 80)} in process 0, and {cut(value, 80)} in process {rank}"
-                raise ConfigError(f"the processes of this run differ: {detail}", fix)
+            for key, value in gathered[0][name].items():
+                if (rank_value := rank_facts[name][key]) != value:
+                    detail = f"{key} is {cut(value, 80)} in process 0, and {cut(rank_value, 80)} in process {rank}"
+                    raise ConfigError(f"the processes of this run differ: {detail}", fix)
     gpus = [rank_facts["gpu"] for rank_facts in gathered]
     for rank, gpu in enumerate(gpus):
         if gpu and gpus.index(gpu) < rank:
@@ -56,11 +56,6 @@ def _gpu(mesh: Mesh) -> str:
     if mesh.device_type == "cpu":
         return ""
     return str(torch.cuda.get_device_properties(mesh.local).uuid)
-
-
-def _difference(first: dict[str, str], second: dict[str, str]) -> tuple[str, str, str] | None:
-    """Return the first key that differs, with both values."""
-    return next(((name, value, second[name]) for name, value in first.items() if second[name] != value), None)
 
 
 def check_shared(mesh: Mesh, folder: Path) -> None:

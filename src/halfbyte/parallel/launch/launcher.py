@@ -218,7 +218,9 @@ def _watch(ranks: SubprocessContext, request: StopRequest) -> dict[int, tuple[in
         rank → (number of the poll that found it ended, exit code; -n: killed by signal n).
     """
     ends: dict[int, tuple[int, int]] = {}
-    polls, last, forwarded = 0, math.inf, False
+    polls = 0
+    last = math.inf  # number of the poll after which the watch ends
+    forwarded = False
     while len(ends) < ranks.nprocs and polls < last:
         if request.number and not forwarded:
             forwarded = True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...adapters.lora import adapter_weights
 from ...mesh.mesh import AXES, Mesh
@@ -91,12 +91,9 @@ class PipelineState:
         indices = {index: scaling_indices(layer.modules()) for index, layer in enumerate(self.stages.layers)}
         return {index: rows for index, rows in indices.items() if rows}
 
-    def _local_parameters(self) -> dict[str, nn.Parameter]:
-        return trained_parameters(self.stages.model)
-
     def _local_group_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """Return the names of this rank's parameters in each group of its optimizer."""
-        names = {id(parameter): name for name, parameter in self._local_parameters().items()}
+        names = {id(parameter): name for name, parameter in trained_parameters(self.stages.model).items()}
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -64,8 +64,11 @@ class PipelinePartition:
 
 def remote_filter(model: nn.Module, stage_layers: Sequence[range], stages: Sequence[int]) -> Callable[[str], bool]:
     """Return a predicate on names of a causal LM: whether a parameter or module belongs to no stage of `stages`."""
-    (name, layers), causal_lm, ends = decoder_layers(model), causal_lm_of(model), list[Any]()
-    local, last = {index for stage in stages for index in stage_layers[stage]}, len(stage_layers) - 1
+    name, layers = decoder_layers(model)
+    causal_lm = causal_lm_of(model)
+    local = {index for stage in stages for index in stage_layers[stage]}
+    last = len(stage_layers) - 1
+    ends = []
     if 0 not in stages and not (last in stages and is_tied(causal_lm)):
         ends.append(_embedding_of(causal_lm))
     if last not in stages:

@@ -89,7 +89,9 @@ def partition_layers(schedule: Schedule, layers: Sequence[Seconds], head: Second
         improved = False
         for moved in _moves(bounds, minima):
             if (moved_cost := cost(moved)) < best:
-                bounds, best, improved = moved, moved_cost, True
+                bounds = moved
+                best = moved_cost
+                improved = True
                 break
     return [range(begin, end) for begin, end in pairwise(bounds)]
 

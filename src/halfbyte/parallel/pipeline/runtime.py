@@ -62,8 +62,14 @@ class Pipeline:
         ahead: int = 1,
         spare: int | None = None,
     ):
-        self.mesh, self.schedule, self.seconds, self.ahead = mesh, schedule, tuple(seconds), ahead
-        self.width, self.dtype, self.device, self.spare = width, dtype, device, spare
+        self.mesh = mesh
+        self.schedule = schedule
+        self.seconds = tuple(seconds)
+        self.width = width
+        self.dtype = dtype
+        self.device = device
+        self.ahead = ahead
+        self.spare = spare
         self.saved = 0.0  # bytes per recomputed layer and token, measured at the first recomputation
         self.rank, self.group = mesh.coordinate("pipeline"), mesh.group("pipeline")
         self.rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
@@ -128,7 +134,9 @@ class _Run:
     """One step of a pipeline."""
 
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], forward: Forward):
-        self.pipeline, self.batches, self.forward = pipeline, batches, forward
+        self.pipeline = pipeline
+        self.batches = batches
+        self.forward = forward
         self.grad = torch.is_grad_enabled()
         self.inputs: dict[Action, tuple[Tensor, Any]] = {}  # inputs of actions, with their receives
         self.computed: dict[tuple[int, int], tuple[Tensor | None, Tensor, list[Any]]] = {}
@@ -174,7 +182,8 @@ class _Run:
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def compute(self, action: Action) -> None:
-        pipeline, stage, number = self.pipeline, action.stage, action.batch
+        pipeline = self.pipeline
+        stage, number = action.stage, action.batch
         x = None if stage == 0 else self.take(action).requires_grad_(self.grad)
         with pipeline.watch("F", stage), pending_recomputes() as pending:
             output = self.forward(stage, self.batches[number], x)

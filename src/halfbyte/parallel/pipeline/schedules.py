@@ -188,7 +188,8 @@ def simulate(actions: RankActions, seconds: Sequence[Seconds], *, ahead: bool = 
         ahead: recompute before the gradient arrives.
     """
     ends: dict[Action, float] = {}
-    free, done = [0.0] * len(actions), [0] * len(actions)
+    free = [0.0] * len(actions)  # second from which each rank is free
+    done = [0] * len(actions)  # actions of each rank that are simulated
     timed: list[tuple[float, int, Action]] = []
     while any(at < len(order) for at, order in zip(done, actions, strict=True)):
         previous = sum(done)
@@ -198,22 +199,15 @@ def simulate(actions: RankActions, seconds: Sequence[Seconds], *, ahead: bool = 
                 ready = _input_ready(action, len(seconds), ends)
                 if ready is None:
                     break
-                free[rank] = ends[_as_backward(action)] = _end(action, seconds[action.stage], free[rank], ready, ahead)
+                free[rank] = _end(action, seconds[action.stage], free[rank], ready, ahead)
+                # "I" stands for "B", since the previous stage depends on either in the same way
+                ends[action._replace(operation="B") if action.operation == "I" else action] = free[rank]
                 timed.append((free[rank], rank, action))
                 done[rank] += 1
         assert sum(done) > previous, "deadlock: every rank needs the result of another"
     timed.sort(key=lambda end: (end[0], end[1], actions[end[1]].index(end[2])))
     last, worked = max(free), sum(_work(action, seconds[action.stage]) for order in actions for action in order)
     return Simulation(last, 1 - worked / (last * len(actions)), tuple(timed), tuple(map(_max_in_flight, actions)))
-
-
-def _owners(actions: RankActions) -> dict[int, int]:
-    return {action.stage: rank for rank, order in enumerate(actions) for action in order}
-
-
-def _as_backward(action: Action) -> Action:
-    """Replace "I" by "B": the previous stage depends on either in the same way."""
-    return action._replace(operation="B") if action.operation == "I" else action
 
 
 def _input_ready(action: Action, stages: int, ends: dict[Action, float]) -> float | None:
@@ -259,7 +253,8 @@ def add_messages(actions: RankActions, seconds: Sequence[Seconds], *, ahead: boo
     issued when its message is sent, before the rank's next action: it delays no message, and if the `seconds` are right
     its kernel blocks on the device for less than one action.
     """
-    owner, stages = _owners(actions), len(seconds)
+    owner = {action.stage: rank for rank, order in enumerate(actions) for action in order}
+    stages = len(seconds)
     with_messages: list[list[Action]] = [[] for _ in actions]
     for _, rank, action in simulate(actions, seconds, ahead=ahead).ends:
         with_messages[rank].append(action)

@@ -58,7 +58,11 @@ def shard_model(
     hosted = {index for index, at in enumerate(numbers) if at in on_host}
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         return  # `parallel.shard.optimizer` shards the optimizer state of trained parameters
-    _shard_vocabulary(model, mesh)  # first: sharding the layers needs memory for shards and full layers
+    axes = mesh.active(("shard", "tensor"))
+    if axes and (why := vocabulary_unsupported_reason(model)):
+        notice("vocabulary", f"head and embedding are replicated on each GPU: {why}")
+    elif axes:  # before the layers, whose sharding needs memory for shards and full layers
+        shard_vocabulary(model, mesh, axes)
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
     share = _sharded[causal_lm] = shard_blocks(root, layers, mesh, residencies, on_host=hosted)
@@ -67,14 +71,6 @@ def shard_model(
             "gathers",
             f"layers are gathered by NCCL, which is slower than reading peer memory: {share.fallback_reason}",
         )
-
-
-def _shard_vocabulary(model: nn.Module, mesh: Mesh) -> None:
-    axes = mesh.active(("shard", "tensor"))
-    if axes and (why := vocabulary_unsupported_reason(model)):
-        notice("vocabulary", f"head and embedding are replicated on each GPU: {why}")
-    elif axes:
-        shard_vocabulary(model, mesh, axes)
 
 
 def residencies_of(layers: int, resident: Collection[int]) -> list[Residency]:

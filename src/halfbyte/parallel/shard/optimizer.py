@@ -157,7 +157,10 @@ class ShardedOptimizer(ReplicatedOptimizer):
         super().__init__(mesh, parameters)
         degree, self.coordinate = mesh.degree(AXIS), mesh.coordinate(AXIS)
         self.widths = [-(-parameter.numel() // (degree * block)) * block for parameter in self.parameters]
-        self.slices = [nn.Parameter(self._slice(p.detach(), at)) for at, p in enumerate(self.parameters)]
+        self.slices = [
+            nn.Parameter(p.detach().reshape(-1)[self.coordinate * width : (self.coordinate + 1) * width])
+            for p, width in zip(self.parameters, self.widths, strict=True)
+        ]
         for shard in self.slices:
             setattr(shard, SHARDED_ALONG, (AXIS,))
         for shard, parameter, width in zip(self.slices, self.parameters, self.widths, strict=True):
@@ -306,11 +309,6 @@ class ShardedOptimizer(ReplicatedOptimizer):
             )
         width = self.widths[at] // block
         return value.reshape(-1)[self.coordinate * width : (self.coordinate + 1) * width].clone()
-
-    def _slice(self, full: Tensor, at: int) -> Tensor:
-        """This rank's slice of a tensor with the shape of parameter `at`, as a view."""
-        width = self.widths[at]
-        return full.reshape(-1)[self.coordinate * width : (self.coordinate + 1) * width]
 
     def _gradient(self, at: int) -> Tensor:
         """[degree, width]: the gradient of parameter `at`, one row per rank; zeros if it has none."""

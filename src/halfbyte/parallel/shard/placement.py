@@ -229,7 +229,9 @@ def _receive(
     number = piece_numbers[local.index]
     piece = None if number is None else pieces[number]
     if held is not None and piece is not None:
-        piece = (piece if degree == 1 else _compact(piece)).to(device)
+        if degree > 1:  # a copy, which does not keep the full tensor's memory
+            piece = piece.clone(memory_format=torch.contiguous_format) if type(piece) is Tensor else piece.clone()
+        piece = piece.to(device)
     elif piece is not None:
         piece = _empty_like(piece, device)
     if len(holders) == len(local.ranks):
@@ -268,8 +270,3 @@ def _empty_like(piece: Tensor, device: torch.device) -> Tensor:
         raw = torch.empty_like(piece.raw, device=device)
         return QuantizedShard(raw, piece.spec, piece.full_shape, piece.rows, piece.dtype)
     return torch.empty_like(piece, device=device)
-
-
-def _compact(piece: Tensor) -> Tensor:
-    """Copy a piece, so that it does not keep the full tensor's memory."""
-    return piece.clone(memory_format=torch.contiguous_format) if type(piece) is Tensor else piece.clone()

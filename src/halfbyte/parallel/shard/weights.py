@@ -143,7 +143,11 @@ class BlockGather:
     """
 
     def __init__(self, shard: Tensor, full: Tensor, group: Any, coordinate: int, stats: GatherStats):
-        self.shard, self.full, self.group, self.coordinate, self.stats = shard, full, group, coordinate, stats
+        self.shard = shard
+        self.full = full
+        self.group = group
+        self.coordinate = coordinate
+        self.stats = stats
         self.peer_shards: Sequence[Tensor] | None = None
         self._output = full.data  # shares the bytes but has its own version counter for autograd
         self._shards = self._output.view(-1, shard.numel())
@@ -351,7 +355,9 @@ def _concatenated_shard(shards: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, l
     Returns:
         uint8 [n], this rank's shard of the concatenation, and each parameter's slice in the concatenation.
     """
-    degree, end, spans = mesh.degree(*SHARD_AXES), 0, []
+    degree = mesh.degree(*SHARD_AXES)
+    spans: list[slice] = []
+    end = 0
     for shard in shards:
         spans.append(slice(end, end + degree * shard.numel()))
         end += _round_up(degree * shard.numel(), ALIGNMENT)
