@@ -75,11 +75,12 @@ def test_equals_torch_and_state_dicts_interchange(ours, theirs):
 
 
 class Formula(torch.optim.Optimizer):
-    """Lion (arXiv:2302.06675, algorithm 2) or AdEMAMix (arXiv:2409.03137, algorithm 1 and section 3.1), in fp64."""
+    """In fp64: Lion (arXiv:2302.06675, algorithm 2), AdEMAMix (arXiv:2409.03137, algorithm 1 and section 3.1), LAMB
+    (arXiv:1904.00962, algorithm 2), LARS (arXiv:1708.03888, with the rate behind the momentum)."""
 
-    def __init__(self, groups, lr, betas, alpha=None, t_alpha=None, t_beta3=None, eps=1e-8):
+    def __init__(self, groups, rule, lr, betas=(0.9, 0.999), alpha=None, t_alpha=None, t_beta3=None, eps=1e-8):
         super().__init__(groups, {"lr": lr})
-        self.betas, self.alpha, self.horizons, self.eps = betas, alpha, (t_alpha, t_beta3), eps
+        self.rule, self.betas, self.alpha, self.horizons, self.eps = rule, betas, alpha, (t_alpha, t_beta3), eps
 
     def schedule(self, t):
         """AdEMAMix's alpha and beta3 at step t."""
@@ -92,32 +93,40 @@ class Formula(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for weight in group["params"]:
-                state, p, g = self.state[weight], weight.detach(), weight.grad
-                first = state.get("first", torch.zeros_like(p))
+                state, p, g, decay = self.state[weight], weight.detach(), weight.grad, group["weight_decay"]
                 state["t"] = t = state.get("t", 0) + 1
-                if self.alpha is None:
-                    direction = (self.betas[0] * first + (1 - self.betas[0]) * g).sign()
-                    state["first"] = self.betas[1] * first + (1 - self.betas[1]) * g
-                else:
+                first, slow, second = (state.get(key, torch.zeros_like(p)) for key in ("first", "slow", "second"))
+                beta1, beta2 = self.betas[:2]
+                mean = beta1 * first + (1 - beta1) * g
+                second = beta2 * second + (1 - beta2) * g * g
+                root = (second / (1 - beta2**t)).sqrt() + self.eps
+                if self.rule == "lion":
+                    first, update = beta2 * first + (1 - beta2) * g, mean.sign() + decay * p
+                elif self.rule == "ademamix":
                     alpha, beta3 = self.schedule(t)
-                    slow, second = (state.get(key, torch.zeros_like(p)) for key in ("slow", "second"))
-                    state["first"] = first = self.betas[0] * first + (1 - self.betas[0]) * g
-                    state["slow"] = slow = beta3 * slow + (1 - beta3) * g
-                    state["second"] = second = self.betas[1] * second + (1 - self.betas[1]) * g * g
-                    root = (second / (1 - self.betas[1] ** t)).sqrt() + self.eps
-                    direction = (first / (1 - self.betas[0] ** t) + alpha * slow) / root
-                p.sub_(group["lr"] * (direction + group["weight_decay"] * p))
+                    first, slow = mean, beta3 * slow + (1 - beta3) * g
+                    update = (first / (1 - beta1**t) + alpha * slow) / root + decay * p
+                elif self.rule == "lamb":
+                    first, update = mean, mean / (1 - beta1**t) / root + decay * p
+                    update *= p.norm() / update.norm()
+                else:
+                    ratio = 1e-3 * p.norm() / (g.norm() + decay * p.norm())
+                    update = first = beta1 * first + ratio * (g + decay * p)
+                state |= {"first": first, "slow": slow, "second": second}
+                p.sub_(group["lr"] * update)
 
 
 SLOW = {"betas": (0.9, 0.999, 0.99), "alpha": 4.0}
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [
-    (lambda g: fused.Lion(g, 1e-3), lambda g: Formula(g, 1e-3, (0.9, 0.99))),
-    (lambda g: fused.AdEMAMix(g, 1e-3, **SLOW), lambda g: Formula(g, 1e-3, **SLOW)),
+    (lambda g: fused.Lion(g, 1e-3), lambda g: Formula(g, "lion", 1e-3, (0.9, 0.99))),
+    (lambda g: fused.AdEMAMix(g, 1e-3, **SLOW), lambda g: Formula(g, "ademamix", 1e-3, **SLOW)),
     (lambda g: fused.AdEMAMix(g, 1e-3, t_alpha=30, t_beta3=40, **SLOW),
-     lambda g: Formula(g, 1e-3, t_alpha=30, t_beta3=40, **SLOW)),
-], ids=["lion", "ademamix", "ademamix with schedules"])  # fmt: skip
+     lambda g: Formula(g, "ademamix", 1e-3, t_alpha=30, t_beta3=40, **SLOW)),
+    (lambda g: fused.LAMB(g, 1e-2), lambda g: Formula(g, "lamb", 1e-2, eps=1e-6)),
+    (lambda g: fused.LARS(g, 1.0), lambda g: Formula(g, "lars", 1.0)),
+], ids=["lion", "ademamix", "ademamix with schedules", "lamb", "lars"])  # fmt: skip
 def test_equals_the_papers_formulas(ours, theirs):
     double = [nn.Parameter(each.detach().double()) for each in parameters()]
     mine, _ = trained(ours)
@@ -308,76 +317,16 @@ def test_storage_decodes_what_it_encodes(storage):
             assert not zero.any()
 
 
-@pytest.mark.parametrize(
-    ("make", "key"),
-    [
-        (lambda p: fused.RMSprop(p, storage="companded8"), "storage"),
-        (lambda p: fused.AdamW(p, storage="int3"), "storage"),
-        (lambda p: fused.AdamW(p, rounding="up"), "rounding"),
-    ],
-)
-def test_unknown_options_are_named(make, key):
-    with pytest.raises(ConfigError, match=key):
-        make(parameters())
-
-
-def test_other_states_are_refused():
-    made, eight = trained(lambda g: fused.AdamW(g, storage="dynamic8"), steps=1)
-    _, companded = trained(lambda g: fused.AdamW(g, storage="companded8"), steps=1)
-    _, lion = trained(lambda g: fused.Lion(g, storage="dynamic8"), steps=1)
-    optimizer = fused.AdamW(groups_of(made), storage="dynamic8")
-    for other in (companded, lion):
-        with pytest.raises(CheckpointError):
-            optimizer.load_state_dict(other.state_dict())
-    with pytest.raises(CheckpointError):
-        fused.AdamW(made, storage="dynamic8").load_state_dict(eight.state_dict())
-
-
-class Published(torch.optim.Optimizer):
-    """LAMB (arXiv:1904.00962, algorithm 2) or LARS (arXiv:1708.03888, with the rate behind the momentum), in fp64."""
-
-    def __init__(self, groups, kind, lr, beta1=0.9, beta2=0.999, eps=1e-6, trust=1e-3):
-        super().__init__(groups, {"lr": lr})
-        self.kind, self.numbers = kind, (beta1, beta2, eps, trust)
-
-    def step(self, closure=None):
-        beta1, beta2, eps, trust = self.numbers
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state, p, g = self.state[weight], weight.detach(), weight.grad
-                first, second = state.get("m", torch.zeros_like(p)), state.get("v", torch.zeros_like(p))
-                state["t"] = t = state.get("t", 0) + 1
-                if self.kind == "lamb":
-                    first, second = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
-                    r = first / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + eps) + group["weight_decay"] * p
-                    moved = p.norm() / r.norm() * r
-                else:
-                    ratio = trust * p.norm() / (g.norm() + group["weight_decay"] * p.norm())
-                    moved = first = beta1 * first + ratio * (g + group["weight_decay"] * p)
-                state |= {"m": first, "v": second}
-                p.sub_(group["lr"] * moved)
-
-
 TRUSTED = {
-    "lamb": (lambda g, **options: fused.LAMB(g, 1e-2, **options), lambda g: Published(g, "lamb", 1e-2)),
-    "lars": (lambda g, **options: fused.LARS(g, 1.0, **options), lambda g: Published(g, "lars", 1.0)),
+    "lamb": lambda g, **options: fused.LAMB(g, 1e-2, **options),
+    "lars": lambda g, **options: fused.LARS(g, 1.0, **options),
 }
-
-
-@pytest.mark.parametrize("name", TRUSTED)
-def test_trust_ratios_equal_the_papers(name):
-    ours, theirs = TRUSTED[name]
-    double = [nn.Parameter(each.detach().double()) for each in parameters()]
-    mine, _ = trained(ours)
-    expected, _ = trained(theirs, made=double)
-    for a, b, start in zip(mine, expected, parameters(), strict=True):
-        assert (a.double() - b).norm() < 1e-4 * (b - start).norm()
 
 
 @pytest.mark.parametrize("name", TRUSTED)
 def test_trust_ratios_see_clipped_and_unscaled_gradients(name):
     mine, theirs = parameters(), parameters()
-    pair = (mine, TRUSTED[name][0](groups_of(mine))), (theirs, TRUSTED[name][0](groups_of(theirs)))
+    pair = (mine, TRUSTED[name](groups_of(mine))), (theirs, TRUSTED[name](groups_of(theirs)))
     pair[0][1].grad_scale = torch.tensor(1024.0)
     for step in range(5):
         for made, optimizer in pair:
@@ -397,7 +346,7 @@ def test_trust_ratios_see_clipped_and_unscaled_gradients(name):
 def test_trust_ratios_are_one_beside_zeros(name):
     """A weight of zeros, as LoRA's B, starts; a gradient of zeros leaves no NaN; a broken step changes nothing."""
     made = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.ones(300)), nn.Parameter(torch.zeros(0))]
-    optimizer = TRUSTED[name][0](made, weight_decay=0.0)
+    optimizer = TRUSTED[name](made, weight_decay=0.0)
     for each, value in zip(made, (1.0, 0.0, 0.0), strict=True):
         each.grad = torch.full_like(each, value)
     optimizer.found_inf = torch.ones(())
@@ -408,11 +357,6 @@ def test_trust_ratios_are_one_beside_zeros(name):
     rate = 1e-2 if name == "lamb" else 1.0
     torch.testing.assert_close(made[0], torch.full((300,), -rate), rtol=1e-5, atol=0)
     assert torch.equal(made[1], torch.ones(300))
-
-
-def test_lamb_refuses_streamed_state():
-    with pytest.raises(ConfigError, match="offload"):
-        fused.LAMB(parameters(), offload=True)
 
 
 # --- bad input: parameters that change, options, state dicts of other optimizers, copies ------------------------------
@@ -440,17 +384,7 @@ def stepped(make=fused.AdamW, size=5000, dtype=torch.float32, shape=None, **opti
         (torch.bfloat16, {"storage": "weight"}, lambda w: w.float()),
         (torch.float32, {"rounding": "correction8"}, lambda w: w.bfloat16()),
     ],
-    ids=[
-        "smaller",
-        "view",
-        "larger",
-        "transposed",
-        "device",
-        "fewer blocks",
-        "narrower",
-        "wider",
-        "without a correction",
-    ],
+    ids=["smaller", "view", "larger", "transposed", "device", "fewer blocks", "narrower", "wider", "no correction"],
 )
 def test_parameters_that_outgrow_their_state_are_named(dtype, options, change, clipped):
     weight, optimizer = stepped(dtype=dtype, **options)
@@ -477,6 +411,10 @@ def test_weights_in_other_memory_are_stepped():
 @pytest.mark.parametrize(
     ("make", "key"),
     [
+        (lambda p: fused.RMSprop(p, storage="companded8"), "storage"),
+        (lambda p: fused.AdamW(p, storage="int3"), "storage"),
+        (lambda p: fused.AdamW(p, rounding="up"), "rounding"),
+        (lambda p: fused.LAMB(p, offload=True), "offload"),
         (lambda p: fused.AdamW(p, maximize=True), "maximize"),
         (lambda p: fused.AdamW(p, amsgrad=True), "amsgrad"),
         (lambda p: fused.AdamW([{"params": p, "maximize": True}]), "maximize"),
@@ -527,9 +465,11 @@ def test_a_learning_rate_may_become_a_tensor_or_a_float(rates):
         (lambda p: torch.optim.RMSprop(p, centered=True), fused.RMSprop),
         (lambda p: torch.optim.RMSprop(p, momentum=0.9), fused.RMSprop),
         (lambda p: torch.optim.Muon(p, momentum=0.9), fused.SGD),
+        (lambda p: fused.AdamW(p, storage="companded8"), lambda p: fused.AdamW(p, storage="dynamic8")),
+        (fused.AdamW, lambda p: fused.AdamW([{"params": p}, {"params": []}])),
     ],
     ids=["adamw in lion", "ademamix in adamw", "lion in rmsprop", "torch's adamw in lion", "amsgrad", "maximize",
-         "nesterov", "centered", "momentum of rmsprop", "muon in sgd"],
+         "nesterov", "centered", "momentum of rmsprop", "muon in sgd", "another storage", "other groups"],
 )  # fmt: skip
 def test_states_of_other_rules_and_options_are_refused(saver, loader):
     weight = nn.Parameter(torch.ones(70, 80))

@@ -57,114 +57,75 @@ class Adam:
         return self.first / (1 - BETAS[0] ** self.step) / (corrected.sqrt() + EPS)
 
 
-def bases_of(optimizer):
-    (stack,) = optimizer.units[0].stacks
-    (bases,) = stack.bases(optimizer.steps)
-    return {side: basis.clone() for side, basis in bases.items()}
+GALORE = {"rank": 3, "update_proj_gap": 2, "scale": 0.4}
+APOLLO = {"rank": 2, "update_proj_gap": 3, "scale": 5.0, "random": True}
+FORMULAS = {
+    **{side: LowRank(**GALORE, proj_type=side) for side in ("std", "reverse_std", "left", "right", "full")},
+    "apollo": LowRank(**APOLLO, scaling="channel"),
+    "mini": LowRank(**APOLLO | {"rank": 1}, scaling="tensor"),
+}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("proj_type", ["std", "reverse_std", "left", "right", "full"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_galore_follows_its_algorithm(shape, proj_type):
-    """Algorithm 2 of arXiv:2403.03507 in fp64, with the bases that the optimizer chose."""
-    options = LowRank(rank=3, update_proj_gap=2, scale=0.4, proj_type=proj_type)
-    optimizer, (matrix,), _ = make([shape], options)
-    moments, expected = Adam(), matrix.detach().clone()
-    for step in range(5):
-        set_gradients([matrix], step)
-        gradient = matrix.grad.clone()
-        optimizer.step()
-        optimizer.steps -= 1  # the bases of this step
-        bases = bases_of(optimizer)
-        optimizer.steps += 1
-        left, right = bases.get("left"), bases.get("right")
-        low = gradient if left is None else left.T @ gradient
-        low = low if right is None else low @ right
-        normalized = moments(low)
-        normalized = normalized if left is None else left @ normalized
-        normalized = normalized if right is None else normalized @ right.T
-        expected = (1 - RATE * DECAY) * expected - RATE * 0.4 * normalized
-        torch.testing.assert_close(matrix.detach(), expected, rtol=1e-10, atol=1e-12)
-    sides = {"std": {"left"} if shape[0] < shape[1] else {"right"}, "left": {"left"}, "right": {"right"}}
-    sides |= {"reverse_std": {"right"} if shape[0] < shape[1] else {"left"}, "full": {"left", "right"}}
-    assert bases.keys() == sides[proj_type]
-
-
-@pytest.mark.parametrize("scaling", ["channel", "tensor"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_apollo_follows_its_algorithm(shape, scaling):
-    """Algorithm 1 of arXiv:2412.05270 in fp64, with the norm-growth limiter."""
-    options = LowRank(rank=2, update_proj_gap=3, scale=5.0, scaling=scaling, random=True)
-    optimizer, (matrix,), _ = make([shape], options)
-    moments, expected, before, limits = Adam(), matrix.detach().clone(), None, 0
-    left = shape[0] < shape[1]
-    for step in range(7):
-        set_gradients([matrix], step)
-        gradient = matrix.grad * (1 + step)  # grows, so that the limiter acts
-        matrix.grad = gradient.clone()
-        optimizer.step()
-        length = shape[0] if left else shape[1]
-        basis = gaussian(length, 2, matrix, 3, 0, not left, step // 3) / math.sqrt(2)
-        low = basis.T @ gradient if left else gradient @ basis
-        normalized = moments(low)
-        dims = (0, 1) if scaling == "tensor" else (0,) if left else (1,)
-        factor = normalized.pow(2).sum(dims, keepdim=True).sqrt() / (low.pow(2).sum(dims, keepdim=True).sqrt() + 1e-8)
-        scaled = gradient * factor
-        if before is not None and scaled.norm() > 1.01 * before:
-            scaled, limits = scaled * 1.01 * before / scaled.norm(), limits + 1
-        before = scaled.norm()
-        expected = (1 - RATE * DECAY) * expected - RATE * math.sqrt(5.0) * scaled
-        torch.testing.assert_close(matrix.detach(), expected, rtol=1e-7, atol=1e-9)
-    assert 0 < limits < 7
-
-
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tensor_rate", [False, True])
-@pytest.mark.parametrize("options", [
-    LowRank(rank=3, update_proj_gap=2, scale=0.4), LowRank(rank=3, update_proj_gap=2, scale=0.4, proj_type="full"),
-    LowRank(rank=2, update_proj_gap=3, scale=5.0, scaling="channel", random=True),
-    LowRank(rank=1, update_proj_gap=3, scale=5.0, scaling="tensor", random=True),
-], ids=["galore", "full", "apollo", "mini"])  # fmt: skip
-def test_matrices_of_a_stack_follow_the_algorithm_each(options, tensor_rate):
-    """Three matrices of one shape in two groups with their own rates, of which one has no gradient in some steps."""
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_matrices_of_a_stack_follow_the_papers_algorithms(name, shape, tensor_rate):
+    """Algorithm 2 of arXiv:2403.03507 and algorithm 1 of arXiv:2412.05270 in fp64, with the optimizer's bases.
+
+    Three matrices are in two groups with their own rates; one has no gradient in some steps.
+    """
+    options = FORMULAS[name]
     torch.manual_seed(1)
-    matrices = [nn.Parameter(torch.randn(6, 11, dtype=torch.float64)) for _ in range(3)]
+    matrices = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for _ in range(3)]
     rates, decays = [0.03, 0.03, 0.07], [0.1, 0.1, 0.0]
     groups = [
-        {"params": part, "lr": torch.tensor(rate, dtype=torch.float64) if tensor_rate else rate, "weight_decay": decay,
-         "low_rank": options}
-        for part, rate, decay in ((matrices[:2], 0.03, 0.1), (matrices[2:], 0.07, 0.0))
+        {"params": members, "lr": torch.tensor(rate, dtype=torch.float64) if tensor_rate else rate,
+         "weight_decay": decay, "low_rank": options}
+        for members, rate, decay in ((matrices[:2], 0.03, 0.1), (matrices[2:], 0.07, 0.0))
     ]  # fmt: skip
     optimizer = LowRankOptimizer(groups, adamw, lr=RATE, seed=3)
     (stack,) = optimizer.units[0].stacks
-    expected, moments = [each.detach().clone() for each in matrices], [Adam() for _ in matrices]
-    before = [0.0] * 3
+    expected = [matrix.detach().clone() for matrix in matrices]
+    moments = [Adam() for _ in matrices]
+    norms, limited = [0.0] * 3, 0
     for step in range(6):
         set_gradients(matrices, step)
-        gradients = [each.grad * (1 + step) for each in matrices]
-        for at, each in enumerate(matrices):
-            each.grad = None if at == 1 and step in (0, 3) else gradients[at].clone()
+        gradients = [matrix.grad * (1 + step) for matrix in matrices]  # grow, so that APOLLO's limiter acts
+        for number, matrix in enumerate(matrices):
+            matrix.grad = None if number == 1 and step in (0, 3) else gradients[number].clone()
         optimizer.step()
-        bases = stack.bases(step)
-        for at, each in enumerate(matrices):
-            if each.grad is None:
+        for number, (matrix, gradient, bases) in enumerate(zip(matrices, gradients, stack.bases(step), strict=True)):
+            if matrix.grad is None:
                 continue
-            left, right = bases[at].get("left"), bases[at].get("right")
-            low = gradients[at] if left is None else left.T @ gradients[at]
+            left, right = bases.get("left"), bases.get("right")
+            low = gradient if left is None else left.T @ gradient
             low = low if right is None else low @ right
-            normalized = moments[at](low)
+            normalized = moments[number](low)
             if options.scaling:
-                dims = (0, 1) if options.scaling == "tensor" else (0,)
-                sizes = [one.pow(2).sum(dims, keepdim=True).sqrt() for one in (normalized, low)]
-                scaled = gradients[at] * sizes[0] / (sizes[1] + 1e-8)
-                if before[at] and scaled.norm() > 1.01 * before[at]:
-                    scaled = scaled * 1.01 * before[at] / scaled.norm()
-                before[at], update = scaled.norm(), math.sqrt(5.0) * scaled
+                dims = (0, 1) if options.scaling == "tensor" else (0,) if shape[0] < shape[1] else (1,)
+                sizes = [t.pow(2).sum(dims, keepdim=True).sqrt() for t in (normalized, low)]
+                scaled = gradient * sizes[0] / (sizes[1] + 1e-8)
+                if norms[number] and scaled.norm() > 1.01 * norms[number]:
+                    scaled = scaled * 1.01 * norms[number] / scaled.norm()
+                    limited += 1
+                norms[number] = scaled.norm()
+                update = math.sqrt(5.0) * scaled
             else:
                 update = normalized if left is None else left @ normalized
                 update = 0.4 * (update if right is None else update @ right.T)
-            expected[at] = (1 - rates[at] * decays[at]) * expected[at] - rates[at] * update
-            torch.testing.assert_close(each.detach(), expected[at], rtol=1e-7, atol=1e-9)
+            expected[number] = (1 - rates[number] * decays[number]) * expected[number] - rates[number] * update
+            torch.testing.assert_close(matrix.detach(), expected[number], rtol=1e-7, atol=1e-9)
+    shorter, longer = ("left", "right") if shape[0] < shape[1] else ("right", "left")
+    sides = {"reverse_std": {longer}, "left": {"left"}, "right": {"right"}, "full": {"left", "right"}}
+    assert bases.keys() == sides.get(name, {shorter})
+    assert 0 < limited < 18 if options.scaling else not limited
+
+
+def test_apollos_projection_is_gaussian_with_variance_of_one_over_the_rank():
+    optimizer, (matrix,), _ = make([(7, 13)], FORMULAS["apollo"])
+    (bases,) = optimizer.units[0].stacks[0].bases(4)
+    assert torch.equal(bases["left"], gaussian(7, 2, matrix, 3, 0, False, 4 // 3) / math.sqrt(2))
 
 
 def test_refreshes_are_spread_over_steps():

@@ -21,7 +21,6 @@ from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
 from halfbyte.ops.experts import multiplies_codes
 from halfbyte.optim import OPTIMIZERS, offload
 from halfbyte.optim.groups import backward_gradient_bytes
-from halfbyte.plan import shapes
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes
@@ -193,7 +192,7 @@ def test_equal_layers_are_planned_from_one_replay(level, monkeypatch):
     model_config = transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 7})
     config = run_config(r=4, per_device_train_batch_size=2)
     from_two, _ = transient_bytes(config, model_config, Shape(2, 256), level)
-    monkeypatch.setattr(shapes, "_have_equal_shapes", lambda layers: False)
+    monkeypatch.setattr(ModelShapes, "_uniform", False)
     full, _ = transient_bytes(config, model_config, Shape(2, 256), level)
     assert from_two == pytest.approx(full, rel=0.01)
 
