@@ -2,7 +2,7 @@
 
 A batch is a dictionary from column to value. Every column that halfbyte reads is a row of `COLUMNS`. To add one (pixel
 values, a score), add its `Column` there: a column with `in_data` is read from the rows of the data that have it, packed
-with their tokens, collated (`data.columns`), padded to one shape on ranks that compute together (`parallel.rank_sync`),
+with their tokens, collated (`data.columns`), padded to one shape on ranks that compute together (`parallel.padding`),
 and passed to the model's forward by its name.
 
 Shapes: B sequences, T tokens of each, D documents, M trained tokens of the whole batch, N answers.
@@ -51,7 +51,7 @@ NLL_SCALE = "nll_scale"  # 0-d: pairs per likelihood token of the step
 KTO_KL = "z"  # 0-d: mean log-ratio of mismatched prompts and answers, at least 0
 LOOK_AHEAD = "ahead_"  # prefix of tensors that a step reads before its losses
 COUNTS = "counts"  # name → number, on the host
-SYNCED_SHAPE = "agreed"  # the shape that ranks agreed on (`parallel.rank_sync.SyncedShape`)
+SYNCED_SHAPE = "agreed"  # the shape that ranks agreed on (`parallel.padding.SyncedShape`)
 
 
 @dataclass(frozen=True)

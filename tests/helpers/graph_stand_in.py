@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from halfbyte.mesh.mesh import SINGLE_PROCESS
 from halfbyte.train import graph
 
 
@@ -61,7 +62,7 @@ class StandIn:
         live = self.left + sum(captured is not None for captured in self.graphs._captured.values())
         return [{"blocks": [{"state": "active_allocated"}] * live + [{"state": "inactive"}]}]
 
-    def backwards(self, step, trained, alike=graph.SINGLE_RANK):
+    def backwards(self, step, trained, mesh=SINGLE_PROCESS):
         """A `GraphedBackward` for which a last gradient finds no room where there is little."""
 
         def in_little_room(batch):
@@ -70,7 +71,7 @@ class StandIn:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return result
 
-        made = graph.GraphedBackward(in_little_room, trained, alike)
+        made = graph.GraphedBackward(in_little_room, trained, mesh)
         self.graphs, self.gradients = made, made.gradients
         return made
 

@@ -5,7 +5,7 @@ import torch
 
 from halfbyte.batch import COLUMNS, SYNCED_SHAPE, Column
 from halfbyte.parallel.context import context_shard
-from halfbyte.parallel.rank_sync import RankSync
+from halfbyte.parallel.padding import pad_to_longest
 from tests.helpers.pixel_columns import declare, run, write_pixel_place
 from tests.helpers.rank_runs import Left
 
@@ -25,7 +25,7 @@ def case_pads(mesh):
         documents = 2 + mesh.coordinate("shard")
         batch = {"input_ids": torch.ones(1, 8 * documents, dtype=torch.int64)}
         batch |= {"labels": batch["input_ids"], "pixels": torch.ones(documents, 2, 3)}
-        (synced,) = RankSync(mesh).pad([batch])
+        (synced,) = pad_to_longest(mesh, [batch])
         return synced["pixels"], synced["input_ids"].shape, synced[SYNCED_SHAPE]
 
 

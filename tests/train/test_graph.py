@@ -301,7 +301,7 @@ def test_a_capture_that_runs_out_of_memory_drops_all_graphs(monkeypatch):
 def test_out_of_memory_ends_a_run_whose_ranks_share_collectives(monkeypatch, when):
     """The other ranks would not repeat the step."""
     stand_in = StandIn(room=8 if when == "beside" else None).install(monkeypatch)
-    with_others = SimpleNamespace(is_alone=False, any=lambda flag: flag)
+    with_others = SimpleNamespace(shares_collectives=True, any=lambda flag: flag)
     graphed = []
 
     def wrap(step, trained):

@@ -28,6 +28,7 @@ AXES = ("pipeline", "data", "shard", "context", "tensor")  # from slow to fast l
 DATA_AXES = ("data", "shard")  # ranks along these axes train on different sequences
 SHARD_AXES = ("shard", "context")  # ranks along these axes hold different shards of frozen weights
 TOKEN_AXES = (*DATA_AXES, "context")  # ranks along these axes compute different tokens
+COLLECTIVE_AXES = ("shard", "context", "tensor")  # axes along which forwards and backwards contain collectives
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Mesh:
         """Whether a forward needs other ranks, which hold parts of the model or of each sequence."""
         return self.size > self.degree("data")
 
+    @property
+    def shares_collectives(self) -> bool:
+        """Whether forwards and backwards contain collectives with other ranks, apart from messages of a pipeline."""
+        return self.degree(*COLLECTIVE_AXES) > 1
+
     def degree(self, *axes: str) -> int:
         """Return the number of ranks that differ along `axes` only."""
         return Parallel(**{axis: getattr(self.layout, axis) for axis in axes}).size
@@ -97,6 +103,10 @@ class Mesh:
     def max(self, value: T, axes: tuple[str, ...] = AXES) -> T:
         """Return the maximum along `axes` of numbers or, elementwise and in place, of a tensor."""
         return self._reduce(value, dist.ReduceOp.MAX, axes)
+
+    def any(self, flag: bool, axes: tuple[str, ...] = COLLECTIVE_AXES) -> bool:
+        """Return whether `flag` is true on any rank along `axes`."""
+        return bool(self.max(int(flag), axes))
 
     def _reduce(self, value: T, operation: Any, axes: tuple[str, ...]) -> T:
         group = self.group(*axes)

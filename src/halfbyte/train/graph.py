@@ -4,7 +4,7 @@ Below about 4k tokens, kernel launches take longer than the arithmetic of a step
 (docs/design/memory-and-planning.md). A graph is valid for the shapes it was captured with, so there is one graph per
 shape, and all share one memory pool, since they never run at the same time.
 
-Ranks that share collectives warm up, capture and replay together (`parallel.rank_sync`). A fallback that one of them
+Ranks that share collectives warm up, capture and replay together (`parallel.padding`). A fallback that one of them
 would take alone, such as repeating a step, ends the run.
 
 - The first `WARMUP` steps of a run are eager: kernels are compiled and buffers allocated. After that a shape is
@@ -37,9 +37,8 @@ from ..autograd.lora import gradient_dtype
 from ..batch import SYNCED_SHAPE, Batch
 from ..data.batch_shapes import MAX_GRAPHS
 from ..memory.pinned import AFTER_CAPTURE
-from ..mesh.mesh import SINGLE_PROCESS
+from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..optim.fused import FusedOptimizer
-from ..parallel.rank_sync import RankSync
 from ..utils.errors import TrainingError
 from ..utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
 from ..utils.notices import notice
@@ -47,7 +46,6 @@ from ..utils.notices import notice
 WARMUP = 3  # steps in which kernels are compiled and allocate their buffers
 UNUSED_OFFSET = 2**40  # offset in the random number stream that no run reaches
 PENDING_BYTES = 16 * 2**20  # bytes of gradients that are added together
-SINGLE_RANK = RankSync(SINGLE_PROCESS)
 
 Shapes = tuple[Any, ...]
 
@@ -182,7 +180,7 @@ class _Graphs:
     Args:
         step: batch → a tensor to report, such as the loss. It reads values that change between steps from the device.
         discard: drops the gradients, never computed, that a failed capture may leave.
-        sync: the ranks that share this rank's collectives; `RankSync.pad` pads their micro-batches.
+        mesh: its ranks that share collectives capture together; `parallel.padding` pads their micro-batches.
 
     Attributes:
         pool_bytes: device bytes of the pool, for results and intermediate tensors.
@@ -194,8 +192,8 @@ class _Graphs:
 
     what = "training steps of this shape"
 
-    def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], sync: RankSync = SINGLE_RANK):
-        self.step, self.discard, self.sync = step, discard, sync
+    def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], mesh: Mesh = SINGLE_PROCESS):
+        self.step, self.discard, self.mesh = step, discard, mesh
         # warm-ups and captures use one stream, since autograd remembers a leaf's stream
         self.stream = capture_stream(torch.cuda.current_device())
         self.pool = torch.cuda.graph_pool_handle()
@@ -204,7 +202,7 @@ class _Graphs:
         self._seen: dict[Shapes, int] = {}
         self._captured: dict[Shapes, _Captured | None] = {}  # least recently used first; None: stays eager
         self._to_warm_up: set[Shapes] = set()
-        self._warm_up_each = not sync.is_alone
+        self._warm_up_each = mesh.shares_collectives
         self._largest = 0  # size of the largest captured shape
         self._eager_only = False
 
@@ -264,7 +262,7 @@ class _Graphs:
         size = batch[SYNCED_SHAPE].size if SYNCED_SHAPE in batch else size
         if size > self._largest:
             self.drop()
-            if not self.sync.is_alone and self.sync.any(not self._has_headroom()):
+            if self.mesh.shares_collectives and self.mesh.any(not self._has_headroom()):
                 self.give_up()
                 return None
         elif reservable_bytes(self.stream.device) < self.pool_bytes:  # the most that a smaller shape takes
@@ -280,7 +278,7 @@ class _Graphs:
             self.peak_pool_bytes = max(self.peak_pool_bytes, self.pool_bytes)
             self._largest = max(self._largest, size)
             return captured
-        if no_memory and not self.sync.is_alone:
+        if no_memory and self.mesh.shares_collectives:
             context = "while capturing a CUDA graph; other ranks are in a collective, so the step cannot be repeated"
             raise torch.OutOfMemoryError(f"{reason} ({context})")
         self.discard()
@@ -402,10 +400,10 @@ class GraphedBackward(_Graphs):
     Args:
         step: batch → a tensor to report; runs `backward` and nothing after it.
         parameters: the parameters that get gradients.
-        sync: as in `_Graphs`.
+        mesh: as in `_Graphs`.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], sync: RankSync = SINGLE_RANK):
+    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], mesh: Mesh = SINGLE_PROCESS):
         self.gradients = Gradients(parameters)
 
         def step_and_flush(batch: Batch) -> Tensor:
@@ -413,7 +411,7 @@ class GraphedBackward(_Graphs):
             self.gradients.flush()
             return result
 
-        super().__init__(step_and_flush, self.gradients.discard_pending, sync)
+        super().__init__(step_and_flush, self.gradients.discard_pending, mesh)
 
     def __call__(self, batch: Batch, may_capture: bool = True) -> Tensor:
         self.gradients.start()
@@ -426,7 +424,7 @@ class GraphedBackward(_Graphs):
         try:
             return super()._eager(batch)
         except RuntimeError as error:
-            if not is_out_of_memory(error) or not self.holds_graphs or not self.sync.is_alone:
+            if not is_out_of_memory(error) or not self.holds_graphs or self.mesh.shares_collectives:
                 raise
         # outside the handler, whose error references the step's tensors
         self.gradients.discard_pending()

@@ -38,7 +38,6 @@ from ..optim import trained_parameters
 from ..parallel.context import context_parallel
 from ..parallel.pipeline.model import LocalStages, PipelinePartition
 from ..parallel.pipeline.runtime import Pipeline
-from ..parallel.rank_sync import RankSync
 from ..parallel.shard.model import shard_model
 from ..parallel.tensor import apply_tensor_parallel
 from ..plan.estimate import GIB
@@ -152,7 +151,7 @@ def loss_scaler(run: PreparedRun) -> torch.amp.GradScaler:
 
 def make_stepper(run: PreparedRun, model: Any, graphs: bool) -> Stepper:
     """Return the stepper of a run without pipeline; it captures CUDA graphs if `graphs`."""
-    return GraphedStepper(list(trained_parameters(model).values()), RankSync(run.mesh)) if graphs else Stepper()
+    return GraphedStepper(list(trained_parameters(model).values()), run.mesh) if graphs else Stepper()
 
 
 @contextlib.contextmanager

@@ -20,11 +20,11 @@ from ..mesh.reduction import is_norm_distributed
 from ..methods.base import Method
 from ..modeling.compute_dtype import compute_autocast
 from ..optim.fused import FusedOptimizer
-from ..parallel.rank_sync import RankSync
+from ..parallel.padding import pad_to_longest
 from ..parallel.shard.optimizer import ReplicatedOptimizer
 from ..utils.hardware import is_out_of_memory
 from ..utils.notices import notice
-from .graph import SINGLE_RANK, GraphedBackward, GraphedOptimizer
+from .graph import GraphedBackward, GraphedOptimizer
 from .guards import skip_if_not_finite
 
 if TYPE_CHECKING:
@@ -99,15 +99,15 @@ class GraphedStepper(Stepper):
 
     Args:
         parameters: the trained parameters.
-        sync: the ranks that share this rank's collectives.
+        mesh: of the run.
     """
 
     is_eager = False
     captures = True
 
-    def __init__(self, parameters: Sequence[Tensor], sync: RankSync = SINGLE_RANK):
-        self.sync = sync
-        self.graphs = GraphedBackward(self._micro_batch, parameters, sync)
+    def __init__(self, parameters: Sequence[Tensor], mesh: Mesh = SINGLE_PROCESS):
+        self.mesh = mesh
+        self.graphs = GraphedBackward(self._micro_batch, parameters, mesh)
         self.optimizer_graph: GraphedOptimizer | None = None
         self._forward: Forward
         self._before_step: Callable[[], object]
@@ -172,7 +172,7 @@ class GraphedStepper(Stepper):
         return numbers
 
     def pad_across_ranks(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return self.sync.pad(batches)
+        return pad_to_longest(self.mesh, batches)
 
     @property
     def holds_graphs(self) -> bool:  # type: ignore[override]
@@ -185,7 +185,7 @@ class GraphedStepper(Stepper):
         try:
             return work()
         except RuntimeError as error:
-            if not (self.holds_graphs and self.sync.is_alone and is_out_of_memory(error)):
+            if not (self.holds_graphs and not self.mesh.shares_collectives and is_out_of_memory(error)):
                 raise
         self.graphs.give_up()  # outside the handler, whose error references the tensors of `work`
         return work()

@@ -1,4 +1,4 @@
-"""Give the micro-batches of ranks that compute together one shape, and take their decisions together.
+"""Pad the micro-batches of ranks that share collectives to one shape.
 
 Where a forward or backward contains a collective, a rank that captures a CUDA graph records the collective that another
 rank runs, and a rank that repeats a step blocks forever. So these ranks warm up, capture, replay and fall back in the
@@ -29,9 +29,8 @@ from ..batch import (
     padded_entries,
 )
 from ..data.collate import DOCUMENTS
-from ..mesh.mesh import Mesh
+from ..mesh.mesh import COLLECTIVE_AXES, Mesh
 
-TOGETHER = ("shard", "context", "tensor")  # axes along which forwards and backwards contain collectives
 DIGEST_BITS = 48  # of a digest of shapes
 
 
@@ -48,40 +47,22 @@ class SyncedShape:
     size: int
 
 
-class RankSync:
-    """The ranks that this one computes together with.
+def pad_to_longest(mesh: Mesh, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Pad this step's micro-batches to the longest sequence on any rank, and add `SYNCED_SHAPE`.
 
-    Args:
-        mesh: of the run.
+    A collective along `COLLECTIVE_AXES`: every rank calls it with the same number of micro-batches. No device
+    synchronization.
     """
-
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank shares this one's collectives."""
-        return self.mesh.degree(*TOGETHER) == 1
-
-    def pad(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Pad this step's micro-batches to the longest sequence on any rank, and add `SYNCED_SHAPE`.
-
-        A collective: every rank calls it with the same number of micro-batches. No device synchronization.
-        """
-        if self.is_alone or not batches:
-            return list(batches)
-        shapes = [_Shape.of(batch) for batch in batches]
-        gathered = self.mesh.gather_ints([number for shape in shapes for number in shape.numbers], TOGETHER)
-        size = len(shapes[0].numbers)
-        of_ranks = [
-            [_Shape.of_numbers(numbers[start : start + size]) for numbers in gathered]
-            for start in range(0, size * len(shapes), size)
-        ]
-        return list(map(_synced, batches, shapes, of_ranks))
-
-    def any(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank; a collective."""
-        return bool(self.mesh.max(int(flag), TOGETHER))
+    if not mesh.shares_collectives or not batches:
+        return list(batches)
+    shapes = [_Shape.of(batch) for batch in batches]
+    gathered = mesh.gather_ints([number for shape in shapes for number in shape.numbers], COLLECTIVE_AXES)
+    size = len(shapes[0].numbers)
+    of_ranks = [
+        [_Shape.of_numbers(numbers[start : start + size]) for numbers in gathered]
+        for start in range(0, size * len(shapes), size)
+    ]
+    return list(map(_synced, batches, shapes, of_ranks))
 
 
 @dataclass(frozen=True)

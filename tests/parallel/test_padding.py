@@ -11,7 +11,7 @@ from halfbyte.batch import COUNTS, SYNCED_SHAPE
 from halfbyte.data.collate import PackedCollator, PaddedCollator
 from halfbyte.mesh.mesh import SINGLE_PROCESS
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.parallel.rank_sync import RankSync
+from halfbyte.parallel.padding import pad_to_longest
 from halfbyte.parallel.shard.model import shard_model
 from halfbyte.train import stepper
 from halfbyte.train.graph import WARMUP
@@ -39,7 +39,7 @@ def micro_batch(lengths, packed):
 def case_agrees(mesh, packed):
     """Return this rank's micro-batches of a step before and after padding."""
     own = [micro_batch(lengths, packed) | {COUNTS: {}} for lengths in LENGTHS[mesh.coordinate("shard") :: 2]]
-    return list(zip(own, RankSync(mesh).pad(own), strict=True))
+    return list(zip(own, pad_to_longest(mesh, own), strict=True))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -77,7 +77,7 @@ def test_unpadded_batches_share_the_synced_shape(two):
 def case_others(mesh):
     sizes = [(2, 2), (2, 3), (2, 3)]
     own = [{"pairs": torch.zeros(pair[mesh.coordinate("shard")])} for pair in sizes]
-    agreed = RankSync(mesh).pad(own)
+    agreed = pad_to_longest(mesh, own)
     assert [each["pairs"].shape for each in agreed] == [each["pairs"].shape for each in own]
     return [each[SYNCED_SHAPE] for each in agreed]
 
@@ -117,7 +117,7 @@ def case_trains(mesh, free):
         patched.setattr(stepper, "GraphedBackward", stand_in.backwards)
 
         def graphed(trained):
-            return stepper.GraphedStepper(trained, RankSync(mesh))
+            return stepper.GraphedStepper(trained, mesh)
 
         return trains(model, graphed, mesh)
 
