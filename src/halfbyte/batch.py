@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 Batch = Mapping[str, Any]
 
 # What transformers' models take.
-INPUT_IDS, LABELS, ATTENTION_MASK, POSITION_IDS = "input_ids", "labels", "attention_mask", "position_ids"  # [B, T]
+INPUT_IDS, LABELS = "input_ids", "labels"  # [B, T]
+ATTENTION_MASK, POSITION_IDS = "attention_mask", "position_ids"  # [B, T]
 SHIFT_LABELS = "shift_labels"  # [B, T]: the label of the next token, in place of labels
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # int32 [documents + 1]: where documents begin in the flattened batch
 LONGEST = ("max_length_q", "max_length_k")  # a number that no document's length exceeds
@@ -39,7 +40,8 @@ AT, WANTED = "at", "wanted"  # int [M]: position of each trained token's logits 
 ANSWER = "answer"  # int [M]: the answer that each trained token belongs to; -1: padding
 ENDS = "ends"  # int [N]: position of each answer's last token
 PLACE, REAL = "place", "real"  # int [M]: the token's number within its answer; bool [N]: the answer is not padding
-MARGIN, LABEL, RIGHT = "margin", "label", "right"  # [N]: required margin, desirable (KTO), correct step (PRM)
+MARGIN, LABEL = "margin", "label"  # [N]: required margin, desirable (KTO)
+RIGHT = "right"  # [N]: correct step (PRM)
 REFERENCE = "reference"  # fp32 [M]: the reference's log-probabilities; also the name of PEFT's frozen adapter
 OLD, SAMPLED = "old", "sampled"  # fp32 [M]: log-probabilities before the update, and those of the sampler
 ADVANTAGES, ITEMS = "advantages", "items"  # fp32 [N]: advantage of each answer, and the divisor of its tokens' losses
@@ -90,9 +92,9 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def model_inputs(batch: Batch, *more: str) -> dict[str, Any]:
-    """Return the columns that the model's forward takes, without `more`."""
-    left_out = {*more, *(column.name for column in COLUMNS.values() if not column.in_forward)}
+def model_inputs(batch: Batch, *excluded: str) -> dict[str, Any]:
+    """Return the columns that the model's forward takes, without `excluded`."""
+    left_out = {*excluded, *(column.name for column in COLUMNS.values() if not column.in_forward)}
     return {name: value for name, value in batch.items() if name not in left_out}
 
 
@@ -114,7 +116,7 @@ def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
 def take_counts(batches: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Remove `COUNTS` from every batch and return their sums."""
     counts = [batch.pop(COUNTS) for batch in batches]
-    return {name: sum(each[name] for each in counts) for name in counts[0]}
+    return {name: sum(count[name] for count in counts) for name in counts[0]}
 
 
 def is_per_token(name: str, value: Any, rows: int, length: int) -> bool:

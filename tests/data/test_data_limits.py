@@ -44,7 +44,9 @@ def test_runaway_template_names_the_row(make_tokenizer):
         for said in ("a", "now", "a")
     ]
     with pytest.raises(DataError, match=r"d:2:.*512 MiB"):
-        Encoder(tokenizer, ChatTemplate(tokenizer), max_length=99)({"document": rows, "where": ["d:1", "d:2", "d:3"]})
+        Encoder(tokenizer, ChatTemplate(tokenizer), max_length=99)(
+            {"document": rows, "location": ["d:1", "d:2", "d:3"]}
+        )
 
 
 @pytest.mark.parametrize("name", ["llama-40m", "llama-2", "qwen2.5", "phi-3"])
@@ -66,7 +68,7 @@ def test_long_text_has_the_first_tokens_of_the_full_text(real_tokenizer, name, m
 def test_a_very_long_row_is_quick_and_quiet(make_tokenizer, caplog, word):
     tokenizer = make_tokenizer(None)
     rows = [json.dumps({"prompt": word * 700_000, "completion": "b"})]
-    found = Encoder(tokenizer, None, max_length=64)({"document": rows, "where": ["d:1"]})
+    found = Encoder(tokenizer, None, max_length=64)({"document": rows, "location": ["d:1"]})
     assert (len(found["input_ids"][0]), found["dropped"]) == (64, [CUT_AWAY])
     assert found["length"][0] == pytest.approx(4_900_000, rel=0.01)
     assert caplog.text == ""

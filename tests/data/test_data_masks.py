@@ -43,7 +43,7 @@ def encode(tokenizer, document, *, max_length=100_000, overlong="truncate"):
     template = template_of(tokenizer, tokenizer.chat_template)
     document = template.adapt(document) if "messages" in document else document
     encoder = Encoder(tokenizer, template, max_length=max_length, overlong=overlong)
-    row = {key: values[0] for key, values in encoder({"document": [json.dumps(document)], "where": ["d:1"]}).items()}
+    row = {key: values[0] for key, values in encoder({"document": [json.dumps(document)], "location": ["d:1"]}).items()}
     assert all(label in (IGNORE_INDEX, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     return row
 

@@ -5,8 +5,8 @@ import torch
 from datasets import Dataset
 
 from halfbyte.config import RunConfig
+from halfbyte.data.answer_documents import as_documents, documents_in, documents_of, trained_tokens, with_own_prompts
 from halfbyte.data.batches import batches_of, document_lengths, longest_row
-from halfbyte.data.collate_answers import as_documents, documents_in, documents_of, trained_tokens, with_own_prompts
 from halfbyte.data.prepare import PreparedData
 from halfbyte.data.shared_prefix import BranchCollator, Tree, trees_of
 from halfbyte.data.tables import packed

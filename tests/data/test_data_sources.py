@@ -77,7 +77,7 @@ def test_damaged_compressed_files_are_named(damage, suffix, tmp_path):
 def test_jsonl_skips_blank_lines_and_numbers_the_others(write):
     [source] = read_sources(write('{"a": 1}\n\n  \n{"a": 2}\n'))
     assert source.rows == [{"a": 1}, {"a": 2}]
-    assert source.where(1).endswith("data.jsonl:4")
+    assert source.location(1).endswith("data.jsonl:4")
 
 
 @pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"data": rows}])
@@ -95,7 +95,7 @@ def test_csv_with_quotes_and_newlines(write):
     text = 'question,answer\n1+1?,2\n"2, ""or""\n3?",both\n'
     [source] = read_sources(write(text, "d.csv"))
     assert source.rows == ROWS
-    assert source.where(1).endswith("d.csv:3")
+    assert source.location(1).endswith("d.csv:3")
 
 
 def test_parquet_drops_the_nulls_that_arrow_adds(tmp_path):
@@ -133,7 +133,7 @@ def saved(rows, folder, **more):
 
 def test_a_folder_of_save_to_disk_is_read_in_order_without_its_descriptions(tmp_path):
     (source,) = read_sources(str(saved(SAVED, tmp_path / "saved", num_shards=2)))
-    assert (source.kind, source.rows, source.path) == ("arrow", SAVED, str(tmp_path / "saved"))
+    assert (source.file_format, source.rows, source.path) == ("arrow", SAVED, str(tmp_path / "saved"))
     assert not notices_so_far()
 
 
@@ -151,7 +151,7 @@ def test_arrow_files_are_read(tmp_path, as_file):
     folder = saved(SAVED, tmp_path / "saved")
     (folder / "state.json").unlink()  # as in the library's cache
     (source,) = read_sources(str(next(folder.glob("*.arrow")) if as_file else folder))
-    assert (source.kind, source.rows) == ("arrow", SAVED)
+    assert (source.file_format, source.rows) == ("arrow", SAVED)
 
 
 @pytest.mark.parametrize("change", [
@@ -315,4 +315,4 @@ def test_hub_rows(monkeypatch):
     )
     [source] = read_sources("some-owner/some-set", "test")
     assert source.rows == [{"text": "some-owner/some-set test"}]
-    assert source.kind == "hub"
+    assert source.file_format == "hub"

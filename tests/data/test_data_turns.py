@@ -143,7 +143,7 @@ def encoded(tokenizer, messages):
     document = {"messages": json.loads(json.dumps(messages))}
     document |= {"tools": [TOOL]} if any("tool_calls" in message for message in messages) else {}
     ready = for_template(document, template, "d:1")
-    out = Encoder(tokenizer, template, max_length=4096)({"document": [json.dumps(ready)], "where": ["d:1"]})
+    out = Encoder(tokenizer, template, max_length=4096)({"document": [json.dumps(ready)], "location": ["d:1"]})
     row = {key: value[0] for key, value in out.items()}
     ids = [int(token) for token in row["input_ids"]]
     pairs = groupby(zip(ids, row["labels"], strict=True), lambda pair: pair[1] != IGNORE_INDEX)

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from halfbyte.config import RunConfig
-from halfbyte.data.collate_answers import as_documents
+from halfbyte.data.answer_documents import as_documents
 from halfbyte.methods import METHODS
 from halfbyte.train.stepper import SharedNumbers
 from tests.helpers.patch_models import tiny

@@ -10,7 +10,8 @@ from trl import KTOTrainer
 from trl.data_utils import unpair_preference_dataset
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from halfbyte.data.collate_answers import MISMATCHED, answer_collator, as_documents, mismatched, trained_tokens
+from halfbyte.data.answer_documents import MISMATCHED, as_documents, mismatched, trained_tokens
+from halfbyte.data.collate_answers import answer_collator
 from halfbyte.data.prepare_answers import prepare_answers
 from halfbyte.methods.answers import reference_log_probs
 from halfbyte.modeling import shared_prefix

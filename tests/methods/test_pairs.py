@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from halfbyte.config.methods import LOSS_TYPES
-from halfbyte.data.collate_answers import AnswerCollator, trained_tokens
+from halfbyte.data.answer_documents import trained_tokens
+from halfbyte.data.collate_answers import AnswerCollator
 from halfbyte.data.tables import packed
 from halfbyte.methods.answers import as_reference, log_probs, reference_log_probs
 from halfbyte.methods.pair_losses import CPO_LOSSES, DPO_LOSSES, KTO_LOSSES, Options, Pairs, orpo, simpo

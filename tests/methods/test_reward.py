@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
 from halfbyte.adapters.lora import add_adapter
-from halfbyte.data.collate_answers import as_documents
+from halfbyte.data.answer_documents import as_documents
 from halfbyte.data.tables import packed
 from halfbyte.methods.answers import score
 from tests.helpers.pair_models import (

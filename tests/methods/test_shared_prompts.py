@@ -8,7 +8,8 @@ from datasets import Dataset
 from transformers import AutoConfig, GPT2Config
 
 from halfbyte.adapters.lora import add_adapter
-from halfbyte.data.collate_answers import answer_collator, as_documents, first_prompt, with_own_prompts
+from halfbyte.data.answer_documents import as_documents, first_prompt, with_own_prompts
+from halfbyte.data.collate_answers import answer_collator
 from halfbyte.data.tables import packed
 from halfbyte.methods.answers import log_probs
 from halfbyte.modeling.attention import with_shared_prefixes

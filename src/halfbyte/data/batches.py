@@ -29,23 +29,25 @@ def batches_of(config: RunKeys, data: PreparedData, device: torch.device) -> Bat
             count as full.
     """
     train, held_out = (_lengths_for(config, rows, data) for rows in (data.train, data.eval))
-    asked = config.answers_per_generation // config.group_size  # prompts; below, batch sizes count rows
+    prompts_per_step = config.answers_per_generation // config.group_size  # prompts; below, batch sizes count rows
     if data.counted > 1:
         rows = -(-config.per_device_train_batch_size // data.counted)
         config = config.model_copy(update={"per_device_train_batch_size": rows})
     if data.together > 1:
         config = _of_documents(config, data.together, data.shared)
     widths = FINER if config.method in SAMPLING and data.shared else WIDTHS
-    found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
-    found = replace(found, many=found.many or data.shared)  # shapes also depend on the bounds of prompts and answers
+    batches = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
+    batches = replace(
+        batches, many=batches.many or data.shared
+    )  # shapes also depend on the bounds of prompts and answers
     if config.method not in SAMPLING:
-        return found
+        return batches
     return replace(
-        found,
-        second=found.largest,  # answers can have any length
+        batches,
+        second=batches.largest,  # answers can have any length
         many=True,
         evaluation=Shape(0, 0),  # evaluation samples answers instead of reading rows
-        prompts=_longest_prompts(data.train, asked),
+        prompts=_longest_prompts(data.train, prompts_per_step),
         held_out_prompts=() if data.eval is None else _longest_prompts(data.eval, len(data.eval)),
     )
 
@@ -65,8 +67,8 @@ def width_shares(config: RunKeys, data: PreparedData) -> dict[int, float]:
     drawn = min(config.per_device_train_batch_size * data.answers, len(lengths))
     within = [int(np.searchsorted(lengths, width, side="right")) for width in widths]  # rows that are no wider
     within[-1] = len(lengths)  # longer rows are cut
-    places = np.arange(drawn)
-    no_wider = [float(np.prod(np.maximum(rows - places, 0) / (len(lengths) - places))) for rows in within]
+    draws = np.arange(drawn)
+    no_wider = [float(np.prod(np.maximum(rows - draws, 0) / (len(lengths) - draws))) for rows in within]
     return {width: share - below for width, share, below in zip(widths, no_wider, [0.0, *no_wider], strict=False)}
 
 
@@ -92,8 +94,8 @@ def _lengths_for(config: DataSection, rows: Dataset | None, data: PreparedData) 
     lengths = row_lengths(rows)
     if not config.packing or rows is None or "seq_lengths" in rows.column_names:
         return lengths
-    full, rest = divmod(int(np.minimum(lengths, config.max_length).sum()), config.max_length)
-    return np.array([config.max_length] * full + [rest] * bool(rest), dtype=np.int64)
+    full_rows, last_tokens = divmod(int(np.minimum(lengths, config.max_length).sum()), config.max_length)
+    return np.array([config.max_length] * full_rows + [last_tokens] * bool(last_tokens), dtype=np.int64)
 
 
 def row_lengths(rows: Dataset | None) -> np.ndarray:
@@ -198,7 +200,9 @@ def _second(config: RunKeys, lengths: np.ndarray, octave: int) -> Shape:
 def _shape(config: DataSection, lengths: np.ndarray, octave: int) -> Shape:
     """Return the shape of a micro-batch with rows of these lengths; `octave` is the number of widths per octave, 0
     if unrounded."""
-    rows, longest, most = len(lengths), int(lengths.max()), config.max_length
+    rows, longest = len(lengths), int(lengths.max())
+    max_length = config.max_length
     if config.padding_free:
-        rows, longest, most = 1, int(lengths.sum()), most * len(lengths)
-    return Shape(rows, width_of(longest, most, octave) if octave else longest)
+        max_length *= rows
+        rows, longest = 1, int(lengths.sum())
+    return Shape(rows, width_of(longest, max_length, octave) if octave else longest)

@@ -48,7 +48,7 @@ class Features(NamedTuple):
     Attributes:
         tools, tool_calls, tool_results, system: whether the template writes them.
         prompts: whether it writes a generation prompt on request.
-        parts: whether it takes message content as a list of parts.
+        content_parts: whether it takes message content as a list of parts.
         alternating: whether it refuses two user turns in a row.
         closing: the text after the last answer, stripped.
         ending: the special token that ends an answer (of earlier turns, if the last has none); empty without one.
@@ -60,7 +60,7 @@ class Features(NamedTuple):
     tool_results: bool
     system: bool
     prompts: bool
-    parts: bool
+    content_parts: bool
     alternating: bool
     closing: str
     ending: str
@@ -84,15 +84,15 @@ class ChatTemplate:
         special = {*map(str, tokenizer.added_tokens_decoder.values()), *self.ends}
         self.marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._features: dict[bool, Features] = {}
-        self.parts = False
+        self.content_parts = False
         self.rewrote_tools = False  # whether a conversation's tools, calls or results became plain text
         self._bounded = Bounded(self._render_in_child)
-        [found] = self._bounded([None])
-        if isinstance(found, Failure):
-            raise DataError(f"the chat template fails on a conversation of plain text: {found.said}", FIX_TEMPLATE)
-        if isinstance(found, HalfbyteError):
-            raise found
-        self._set_features(found)
+        [features] = self._bounded([None])
+        if isinstance(features, Failure):
+            raise DataError(f"the chat template fails on a conversation of plain text: {features.said}", FIX_TEMPLATE)
+        if isinstance(features, HalfbyteError):
+            raise features
+        self._set_features(features)
 
     def _render_in_child(self, document: Document | None) -> Any:
         """Run in the child process: probe the template (None), else return a conversation's turns, or its text if it
@@ -103,52 +103,52 @@ class ChatTemplate:
         if document is not None:
             return self.assistant_turns(document)
         named = isinstance(self.tokenizer.chat_template, dict)  # tools select another template
-        found = {with_tools: self._probe(with_tools) for with_tools in ((False, True) if named else (False,))}
-        self._set_features(found)
-        return found
+        features = {with_tools: self._probe(with_tools) for with_tools in ((False, True) if named else (False,))}
+        self._set_features(features)
+        return features
 
-    def _set_features(self, found: dict[bool, Features]) -> None:
-        self._features = found
+    def _set_features(self, features: dict[bool, Features]) -> None:
+        self._features = features
         self._use_features(None)
 
     def _use_features(self, tools: list[Any] | None) -> None:
         """Set the features of the template that renders conversations with these tools."""
         features = self._features.get(bool(tools)) or self._features[False]
         self.shows_tools, self.shows_tool_calls, self.shows_tool_results, self.shows_system = features[:4]
-        self.prompts, self.parts, self.alternating, self.closing, self.ending, self.opening = features[4:]
+        self.prompts, self.content_parts, self.alternating, self.closing, self.ending, self.opening = features[4:]
         self.source: str = self.tokenizer.get_chat_template(tools=tools)
         self.marked = bool(MARKS.search(self.source))
 
     def _probe(self, with_tools: bool) -> Features:
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        given = [_tool("t")] if with_tools else None
-        self.parts = False
-        self.render([user, answer], given)
-        self.parts = takes_parts(self.tokenizer, given)
+        tool_list = [_tool("t")] if with_tools else None
+        self.content_parts = False
+        self.render([user, answer], tool_list)
+        self.content_parts = takes_parts(self.tokenizer, tool_list)
         call = {"role": "assistant", "content": "", "tool_calls": [_call(PROBE)]}
         result = {"role": "tool", "content": PROBE, "name": "f", "tool_call_id": CALL_ID}
         tools = self._shows([user, answer], [_tool(PROBE)])
-        tool_calls = self._shows([user, call, {**result, "content": "c"}, answer], given)
+        tool_calls = self._shows([user, call, {**result, "content": "c"}, answer], tool_list)
         calling = {**call, "tool_calls": [_call("f")]} if tool_calls else answer
-        tool_results = self._shows([user, calling, result, answer], given)
-        system = self._shows([{"role": "system", "content": PROBE}, user, answer], given)
-        prompt, bare = self.attempt([user], given, add_generation_prompt=True), self.attempt([user], given)
+        tool_results = self._shows([user, calling, result, answer], tool_list)
+        system = self._shows([{"role": "system", "content": PROBE}, user, answer], tool_list)
+        prompt, bare = self.attempt([user], tool_list, add_generation_prompt=True), self.attempt([user], tool_list)
         prompts = prompt is not None and prompt != bare
-        alternating = self.attempt([user, user, answer], given) is None
+        alternating = self.attempt([user, user, answer], tool_list) is None
         added = prompt[common_prefix(prompt, bare or "") :] if prompt is not None and prompts else ""
-        opening = found[0] if bare is not None and (found := self.marks.search(added)) else ""
-        closing, ending = self._closing(given)
+        opening = mark[0] if bare is not None and (mark := self.marks.search(added)) else ""
+        closing, ending = self._closing(tool_list)
         return Features(
-            tools, tool_calls, tool_results, system, prompts, self.parts, alternating, closing, ending, opening
+            tools, tool_calls, tool_results, system, prompts, self.content_parts, alternating, closing, ending, opening
         )
 
-    def _closing(self, given: list[Any] | None) -> tuple[str, str]:
+    def _closing(self, tool_list: list[Any] | None) -> tuple[str, str]:
         """Return the text that the template writes after the last answer, and the special token that ends answers."""
-        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
-        last = (self.attempt(asked, given) or "").rpartition(PROBE)[2].strip()
+        conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+        last = (self.attempt(conversation, tool_list) or "").rpartition(PROBE)[2].strip()
         follow = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
-        texts = (last, (self.attempt([*asked, *follow], given) or "").rpartition(PROBE)[2].lstrip())
-        firsts = [found[0] for text in texts if (found := self.marks.match(text))]
+        texts = (last, (self.attempt([*conversation, *follow], tool_list) or "").rpartition(PROBE)[2].lstrip())
+        firsts = [mark[0] for text in texts if (mark := self.marks.match(text))]
         ending = next((mark for mark in firsts if mark in self.ends), firsts[0] if self.marks.match(last) else "")
         return last, ending
 
@@ -192,7 +192,7 @@ class ChatTemplate:
             return _render(self.tokenizer, self._in_content_form(messages), tools, add_generation_prompt)
 
     def _in_content_form(self, messages: Sequence[Message]) -> list[Message]:
-        return in_parts(messages) if self.parts else list(messages)
+        return in_parts(messages) if self.content_parts else list(messages)
 
     def adapt(self, document: Document) -> Document:
         """Rewrite parts that the template would ignore or refuse into a form that it writes, with a notice for each
@@ -247,9 +247,9 @@ class ChatTemplate:
         """
         if not self.rewrote_tools:
             return
-        if self.parts:
-            what = "the saved chat template leaves out tools, tool calls and tool results, which the rows contain"
-            notice("tools-saved", f"{what}: write them into the messages, as `halfbyte preview` shows them")
+        if self.content_parts:
+            problem = "the saved chat template leaves out tools, tool calls and tool results, which the rows contain"
+            notice("tools-saved", f"{problem}: write them into the messages, as `halfbyte preview` shows them")
             return
         template = self.tokenizer.chat_template
         named = template if isinstance(template, dict) else {"default": template}
@@ -278,10 +278,10 @@ class ChatTemplate:
 
     def _in_child(self, conversations: Sequence[Document]) -> list[Any]:
         return [
-            DataError(f"the chat template refuses the conversation: {found.said}", FIX_ROW)
-            if isinstance(found, Failure)
-            else found
-            for found in self._bounded(conversations)
+            DataError(f"the chat template refuses the conversation: {rendered.said}", FIX_ROW)
+            if isinstance(rendered, Failure)
+            else rendered
+            for rendered in self._bounded(conversations)
         ]
 
     def assistant_turns(self, document: Document) -> tuple[str, list[Turn], list[str]]:
@@ -306,16 +306,16 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is a program and can raise anything
             raise DataError(f"the chat template refuses the conversation: {error}", FIX_ROW) from error
-        given, untrained = document.get("given", 0), document.get("untrained", ())
+        prompt_answers, untrained = document.get("given", 0), document.get("untrained", ())
         count = sum(message["role"] == "assistant" for message in messages)
-        if (given or untrained) and len(spans) != count:
+        if (prompt_answers or untrained) and len(spans) != count:
             raise DataError(
                 f"the chat template marks {len(spans)} parts in {count} assistant turns, so halfbyte cannot match parts"
                 " with the turns to train",
                 "mark each assistant turn with {% generation %} ... {% endgeneration %}",
             )
         turns = with_ends(self, text, spans)
-        turns = [replace(turn, trained=i not in untrained) for i, turn in enumerate(turns)][given:]
+        turns = [replace(turn, trained=i not in untrained) for i, turn in enumerate(turns)][prompt_answers:]
         lost = not_shown(messages, text) + ["turns after the last answer"] * bool(document.get("removed"))
         return text, turns, lost
 
@@ -362,20 +362,20 @@ def declared_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the tokens that end an answer according to the tokenizer and the generation_config.json in its folder."""
     folder = Path(tokenizer.name_or_path or "")
     stored = declared_stop_tokens(folder) if tokenizer.name_or_path and folder.is_dir() else []
-    names = tokenizer.convert_ids_to_tokens([each for each in stored if each < len(tokenizer)])
+    names = tokenizer.convert_ids_to_tokens([index for index in stored if index < len(tokenizer)])
     return tuple(dict.fromkeys(str(name) for name in (tokenizer.eos_token, *names) if name))
 
 
 def takes_parts(tokenizer: Any, tools: list[Any] | None = None) -> bool:
     """Return whether a chat template writes message content given as a list of parts but not as text (LLaVA)."""
     messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
-    for parts in (False, True):
+    for in_content_parts in (False, True):
         try:
-            text = _render(tokenizer, in_parts(messages) if parts else messages, tools, False)
+            text = _render(tokenizer, in_parts(messages) if in_content_parts else messages, tools, False)
         except Exception:  # a template is a program and can raise anything
             continue
         if PROBE in text:
-            return parts
+            return in_content_parts
     return False
 
 
@@ -417,12 +417,12 @@ def prompt_text(
         held = weakref.ref(tokenizer)  # a strong reference would keep the dictionary's key alive
         renderer = Bounded(lambda item: _prompt(held(), *item))
         _renderers[tokenizer] = tokenizer.chat_template, renderer
-    [found] = renderer([(list(messages), tools, add_generation_prompt, continue_final_message, variables)])
-    if isinstance(found, Failure):
-        raise DataError(f"the chat template refuses the conversation: {found.said}", "change the turns")
-    if isinstance(found, HalfbyteError):
-        raise found
-    return found
+    [rendered] = renderer([(list(messages), tools, add_generation_prompt, continue_final_message, variables)])
+    if isinstance(rendered, Failure):
+        raise DataError(f"the chat template refuses the conversation: {rendered.said}", "change the turns")
+    if isinstance(rendered, HalfbyteError):
+        raise rendered
+    return rendered
 
 
 def _prompt(tokenizer: Any, messages: list[Message], *options: Any) -> str:
@@ -490,21 +490,21 @@ def _prepend_system(messages: list[Message], text: str) -> None:
 
 
 def _system_into_user(messages: list[Message]) -> list[Message]:
-    system, rest = messages[0], messages[1:]
-    if not rest or rest[0]["role"] != "user":
-        return [{"role": "user", "content": system["content"]}, *rest]
-    return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+    system, turns = messages[0], messages[1:]
+    if not turns or turns[0]["role"] != "user":
+        return [{"role": "user", "content": system["content"]}, *turns]
+    return [{**turns[0], "content": f"{system['content']}\n\n{turns[0]['content']}"}, *turns[1:]]
 
 
 def _merge_user_turns(messages: list[Message], results: Sequence[bool]) -> list[Message]:
     """Merge tool results, which are user turns here, with the user turns next to them."""
     joined: list[Message] = []
-    before = False  # whether the last message contains a result
+    last_is_result = False  # whether the last message contains a result
     for message, result in zip(messages, results, strict=True):
-        if joined and message["role"] == joined[-1]["role"] == "user" and (result or before):
+        if joined and message["role"] == joined[-1]["role"] == "user" and (result or last_is_result):
             joined[-1]["content"] += f"\n\n{message['content']}"
         else:
             joined.append(message)
-            before = False
-        before |= result
+            last_is_result = False
+        last_is_result |= result
     return joined

@@ -49,16 +49,16 @@ def rounds_widths(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def width_of(longest: int, most: int | None = None, widths: int = WIDTHS) -> int:
+def width_of(longest: int, max_tokens: int | None = None, widths: int = WIDTHS) -> int:
     """Return the rounded width of a batch whose longest row has `longest` tokens.
 
     Args:
-        most: upper bound of a row's tokens, if known; the width does not exceed it (rounded up to `LENGTHS`).
+        max_tokens: upper bound of a row's tokens, if known; the width does not exceed it (rounded up to `LENGTHS`).
         widths: number of widths per octave, a power of two.
     """
     octave = (longest - 1).bit_length()
     width = _up(longest, max(LENGTHS, 1 << max(octave - widths.bit_length(), 0)))
-    return width if most is None else min(width, _up(most, LENGTHS))
+    return width if max_tokens is None else min(width, _up(max_tokens, LENGTHS))
 
 
 @dataclass(frozen=True)
@@ -110,22 +110,31 @@ class PackedCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         ids = [list(row["input_ids"]) for row in rows]
         lengths = [list(row.get("seq_lengths") or [len(row["input_ids"])]) for row in rows]
-        labels = [_without_first(row["labels"], _starts(parts)) for row, parts in zip(rows, lengths, strict=True)]
+        labels = [
+            _without_first(row["labels"], _starts(document_lengths))
+            for row, document_lengths in zip(rows, lengths, strict=True)
+        ]
         if self.one_row:
             ids, labels, lengths = ([[item for row in rows for item in row]] for rows in (ids, labels, lengths))
-        longest, most = max(map(len, ids)), self.max_length
-        if self.one_row and most is not None:
-            most *= len(rows)
-        width = width_of(longest, most) if self.fused or self.rounded else longest
-        documents = [(*parts, width - sum(parts)) for parts in lengths]
-        positions = [[position for length in parts for position in range(length)] for parts in documents]
+        longest, max_length = max(map(len, ids)), self.max_length
+        if self.one_row and max_length is not None:
+            max_length *= len(rows)
+        width = width_of(longest, max_length) if self.fused or self.rounded else longest
+        documents = [(*document_lengths, width - sum(document_lengths)) for document_lengths in lengths]
+        positions = [
+            [position for length in document_lengths for position in range(length)] for document_lengths in documents
+        ]
         batch: Batch = {
             "input_ids": _stack(ids, width, self.pad_token_id),
             "labels": _stack(labels, width, IGNORE_INDEX),
             "position_ids": _stack(positions, width, 0),
             **collate_columns(rows, self.rounded),
         }
-        return batch | _bounds([length for parts in documents for length in parts]) if self.fused else batch
+        return (
+            batch | _bounds([length for document_lengths in documents for length in document_lengths])
+            if self.fused
+            else batch
+        )
 
 
 Collator = PaddedCollator | PackedCollator

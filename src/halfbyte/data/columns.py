@@ -32,11 +32,11 @@ def columns_of(sources: Iterable[Source]) -> list[Column]:
     return [column for column in declared if column.name in present]
 
 
-def array_bytes(row: Mapping[str, Any], column: Column, where: str) -> bytes:
+def array_bytes(row: Mapping[str, Any], column: Column, location: str) -> bytes:
     """Return the entries of a row, [*shape] or for a ragged column [n, *shape].
 
     Args:
-        where: the row's file and line, for errors.
+        location: the row's file and line, for errors.
 
     Raises:
         DataError: the row has no array of the column's shape and dtype.
@@ -45,26 +45,26 @@ def array_bytes(row: Mapping[str, Any], column: Column, where: str) -> bytes:
     if value is None and column.ragged:
         value = []
     if isinstance(value, str):  # of a CSV file
-        value = parse_json(value, f"{where}, column {column.name!r}", DataError, "write the array as JSON")
+        value = parse_json(value, f"{location}, column {column.name!r}", DataError, "write the array as JSON")
     try:
         numbers = np.asarray(value)
         array = numbers.astype(column.dtype)
     except (TypeError, ValueError, OverflowError):  # lists of unequal lengths, texts, nothing
-        raise _misfit(value, column, where) from None
+        raise _misfit(value, column, location) from None
     is_exact = array.dtype.kind == "f" or np.array_equal(array, numbers)
     entry_shape = array.shape[1:] if column.ragged else array.shape
     has_shape = entry_shape == column.shape and array.ndim == len(column.shape) + column.ragged
     is_empty = column.ragged and array.shape == (0,)
     if not (numbers.dtype.kind in "biuf" and is_exact and np.isfinite(array).all() and (has_shape or is_empty)):
-        raise _misfit(value, column, where)
+        raise _misfit(value, column, location)
     return array.tobytes()
 
 
-def _misfit(value: Any, column: Column, where: str) -> DataError:
+def _misfit(value: Any, column: Column, location: str) -> DataError:
     shape = ["n", *column.shape] if column.ragged else [*column.shape]
     expected = f"an array of {column.dtype} [{', '.join(map(str, shape))}]"
     return DataError(
-        f"{where}: column {column.name!r} holds {described(value)}, not {expected}", f"give {expected} in every row"
+        f"{location}: column {column.name!r} holds {described(value)}, not {expected}", f"give {expected} in every row"
     )
 
 

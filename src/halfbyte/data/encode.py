@@ -25,7 +25,9 @@ from .turns import Turn
 TOO_LONG = "longer than max_length"
 CUT_AWAY = "no trained tokens left after truncation"
 UNTRAINED = "no trained tokens"
-CHARACTERS_A_TOKEN, READ_BEYOND, WORDS_BEYOND, VAST = 16, 10_000, 8, 2**20  # for long texts, see Encoder._tokenize
+# For long texts, see Encoder._tokenize.
+CHARACTERS_A_TOKEN, READ_BEYOND = 16, 10_000
+WORDS_BEYOND, VAST = 8, 2**20
 # The instruction format for tokenizers without a chat template.
 INSTRUCTION = "### Instruction:\n{prompt}\n\n### Response:\n"
 
@@ -91,7 +93,7 @@ class Encoder:
         self.prefix = _prefix_of(tokenizer)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Convert `document` and `where` to columns.
+        """Convert `document` and `location` to columns.
 
         The columns are input_ids, labels, length (before truncation), dropped (the reason, or ""), ends, across, empty
         and not_shown.
@@ -102,20 +104,20 @@ class Encoder:
         does not write.
         """
         documents = [json.loads(document) for document in batch["document"]]
-        texts = self._texts(documents, batch["where"])
-        rows = [self._label(text, *found) for text, found in zip(texts, self._tokenize(texts), strict=True)]
+        texts = self._texts(documents, batch["location"])
+        rows = [self._label(text, *tokens) for text, tokens in zip(texts, self._tokenize(texts), strict=True)]
         for row, document, text in zip(rows, documents, texts, strict=True):
             row["not_shown"] = text.not_shown
             row["empty"] = not document.get("train_all") and not has_answer(document)
         return {key: [row[key] for row in rows] for key in rows[0]}
 
-    def _texts(self, documents: list[Document], places: list[str]) -> list[_Text]:
+    def _texts(self, documents: list[Document], locations: list[str]) -> list[_Text]:
         """Render all documents. Conversations are rendered together, in the template's child process."""
         chats = [index for index, document in enumerate(documents) if "messages" in document]
         rendered = self.template.turns_of([documents[index] for index in chats]) if self.template else []
-        check_rendered(rendered, [places[index] for index in chats])
-        found = dict(zip(chats, rendered, strict=True))
-        return [self._text(document, found.get(index)) for index, document in enumerate(documents)]
+        check_rendered(rendered, [locations[index] for index in chats])
+        rendered_chats = dict(zip(chats, rendered, strict=True))
+        return [self._text(document, rendered_chats.get(index)) for index, document in enumerate(documents)]
 
     def _text(self, document: Document, rendered: Any) -> _Text:
         everything = document.get("train_all", False)
@@ -139,8 +141,8 @@ class Encoder:
         its tokens are those of its beginning.
         """
         first = READ_BEYOND + self.max_length * CHARACTERS_A_TOKEN
-        found: list[tuple[np.ndarray, np.ndarray, int] | None] = [None] * len(texts)
-        while left := [index for index, answer in enumerate(found) if answer is None]:
+        tokenized: list[tuple[np.ndarray, np.ndarray, int] | None] = [None] * len(texts)
+        while left := [index for index, answer in enumerate(tokenized) if answer is None]:
             begun = [texts[index].text[:first] for index in left]
             encoded = self.tokenizer(begun, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             for row, index in enumerate(left):
@@ -152,9 +154,9 @@ class Encoder:
                         continue
                     length = round(length * total / first)
                 offsets = np.fromiter(chain.from_iterable(encoded["offset_mapping"][row]), dtype=np.int64)
-                found[index] = ids, offsets, length
+                tokenized[index] = ids, offsets, length
             first *= 8
-        return [answer for answer in found if answer is not None]
+        return [answer for answer in tokenized if answer is not None]
 
     def _is_enough(self, words: list[int | None]) -> bool:
         """Return whether the first max_length tokens belong to words well before the end of the tokenized text."""
@@ -234,16 +236,16 @@ class Encoder:
 
     def _untrained(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the mask (bool) of tokens in turns that the row excludes from training."""
-        found = np.zeros(len(ids), dtype=bool)
+        untrained = np.zeros(len(ids), dtype=bool)
         for turn in text.untrained:
-            found |= self._tokens_of(turn, text.text, ids, offsets)
-        return found
+            untrained |= self._tokens_of(turn, text.text, ids, offsets)
+        return untrained
 
     def _tokens_of(self, turn: Turn, text: str, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the mask (bool) of a turn's answer and its end tokens."""
         starts, stops = offsets[::2], offsets[1::2]
         answer = np.zeros(len(ids), dtype=bool)
-        for start, end in turn.parts or ((turn.start, turn.end),):
+        for start, end in turn.spans or ((turn.start, turn.end),):
             answer |= self._from(start, ids, offsets) & (starts < end)
         closing = np.flatnonzero(self.is_marker[ids] & (starts >= turn.end) & (stops <= turn.limit))
         if len(closing):
@@ -282,20 +284,21 @@ def instruction_of(document: Document) -> str:
     system = f"{document['system']}\n\n" if "system" in document else ""
     turns = [turn["content"] for turn in document.get("history", ())]
     earlier = "".join(
-        f"{INSTRUCTION.format(prompt=asked)}{answer}\n\n" for asked, answer in zip(turns[::2], turns[1::2], strict=True)
+        f"{INSTRUCTION.format(prompt=question)}{answer}\n\n"
+        for question, answer in zip(turns[::2], turns[1::2], strict=True)
     )
     return system + earlier + INSTRUCTION.format(prompt=document["prompt"])
 
 
-def check_rendered(rendered: Sequence[Any], places: Sequence[str]) -> None:
+def check_rendered(rendered: Sequence[Any], locations: Sequence[str]) -> None:
     """Raise the first error in `rendered`, with the row's place.
 
     Raises:
         DataError: the chat template refuses a conversation.
     """
-    for found, place in zip(rendered, places, strict=True):
-        if isinstance(found, HalfbyteError):
-            raise DataError(f"{place}: {found.message}", found.fix) from found
+    for text, location in zip(rendered, locations, strict=True):
+        if isinstance(text, HalfbyteError):
+            raise DataError(f"{location}: {text.message}", text.fix) from text
 
 
 def has_answer(document: Document) -> bool:
@@ -314,22 +317,22 @@ def _answers(document: Document) -> list[dict[str, Any]]:
             }
         ]
     answers = [message for message in document["messages"] if message["role"] == "assistant"]
-    given, untrained = document.get("given", 0), document.get("untrained", ())
-    return [message for number, message in enumerate(answers) if number >= given and number not in untrained]
+    prompt_answers, untrained = document.get("given", 0), document.get("untrained", ())
+    return [message for number, message in enumerate(answers) if number >= prompt_answers and number not in untrained]
 
 
 def _has_content(message: dict[str, Any]) -> bool:
     """Return whether a message contains anything but white space."""
     content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    more = [value for key, value in message.items() if key not in ("role", "content")]  # calls, thoughts
-    return any(part.strip() if isinstance(part, str) else part for part in (*parts, *more))
+    texts = content if isinstance(content, list) else [content]
+    attachments = [value for key, value in message.items() if key not in ("role", "content")]  # calls, thoughts
+    return any(text.strip() if isinstance(text, str) else text for text in (*texts, *attachments))
 
 
 def _prefix_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that a tokenizer puts before every text: [BOS] or nothing."""
-    alone, whole = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (False, True))
-    for start in range(len(whole) - len(alone) + 1):
-        if whole[start : start + len(alone)] == alone:
-            return whole[:start]
+    alone, with_special = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (False, True))
+    for start in range(len(with_special) - len(alone) + 1):
+        if with_special[start : start + len(alone)] == alone:
+            return with_special[:start]
     return []

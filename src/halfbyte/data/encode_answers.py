@@ -56,7 +56,7 @@ class AnswerEncoder(Encoder):
 
     Args:
         tokenizer, template, max_length, overlong: as in `Encoder`; `max_length` bounds a prompt with one answer.
-        kind: kind of the rows.
+        row_type: type of the rows.
         everything: train every token of an answer, including turns of other roles.
         room: tokens that a prompt without answers must leave for an answer.
         separator: text after each step.
@@ -66,7 +66,7 @@ class AnswerEncoder(Encoder):
     def __init__(
         self,
         *args: Any,
-        kind: Kind,
+        row_type: Kind,
         everything: bool = False,
         room: int = 1,
         separator: str = "\n",
@@ -74,43 +74,45 @@ class AnswerEncoder(Encoder):
         **options: Any,
     ):
         super().__init__(*args, **options)
-        self.kind, self.everything, self.room, self.separator, self.uncut = kind, everything, room, separator, uncut
+        self.row_type, self.everything = row_type, everything
+        self.room, self.separator = room, separator
+        self.uncut = uncut
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Convert `document` and `where` to columns.
+        """Convert `document` and `location` to columns.
 
         The columns are prompt_ids; `_ids` and `_mask` of each answer (see `NAMES`); the row's own columns; `length` (of
         the longest answer with its prompt, before truncation); `dropped`, `ends`, `across`, `empty` and `not_shown` as
         in `Encoder`; and `otherwise`: whether the chat template writes the prompt differently without an answer.
         """
         rows = [json.loads(row) for row in batch["document"]]
-        if self.kind == "prompts":
-            found = self._prompts(rows, batch["where"])
-        elif self.kind == "stepwise":
-            found = self._steps(rows, batch["where"])
+        if self.row_type == "prompts":
+            encoded = self._prompts(rows, batch["location"])
+        elif self.row_type == "stepwise":
+            encoded = self._steps(rows, batch["location"])
         else:
-            found = self._answers(rows, batch["where"])
-        return {key: [each[key] for each in found] for key in found[0]}
+            encoded = self._answers(rows, batch["location"])
+        return {key: [row[key] for row in encoded] for key in encoded[0]}
 
-    def _answers(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
+    def _answers(self, rows: list[dict[str, Any]], locations: list[str]) -> list[dict[str, Any]]:
         documents = [document for row in rows for document in row["answers"]]
-        each = len(NAMES[self.kind])
-        texts = self._texts(documents, [place for place in places for _ in range(each)])
-        wholes = [
-            self._answer(document, text, *found)
-            for document, text, found in zip(documents, texts, self._tokenize(texts), strict=True)
+        answers_per_row = len(NAMES[self.row_type])
+        texts = self._texts(documents, [location for location in locations for _ in range(answers_per_row)])
+        answers = [
+            self._answer(document, text, *tokens)
+            for document, text, tokens in zip(documents, texts, self._tokenize(texts), strict=True)
         ]
-        otherwise = self._otherwise(documents[::each], [text.text for text in texts[::each]])
-        found = []
+        otherwise = self._otherwise(documents[::answers_per_row], [text.text for text in texts[::answers_per_row]])
+        encoded = []
         for index, row in enumerate(rows):
-            own = slice(index * each, (index + 1) * each)
-            empty = not all(map(has_answer, documents[own]))
+            span = slice(index * answers_per_row, (index + 1) * answers_per_row)
+            empty = not all(map(has_answer, documents[span]))
             label = {"label": row["label"]} if "label" in row else {}
-            lost = sorted({name for text in texts[own] for name in text.not_shown})
-            found.append(
-                {**self._row(wholes[own]), **label, "empty": empty, "otherwise": otherwise[index], "not_shown": lost}
+            lost = sorted({name for text in texts[span] for name in text.not_shown})
+            encoded.append(
+                {**self._row(answers[span]), **label, "empty": empty, "otherwise": otherwise[index], "not_shown": lost}
             )
-        return found
+        return encoded
 
     def _otherwise(self, documents: list[Document], texts: list[str]) -> list[bool]:
         """Return for each document whether the chat template writes its prompt differently without an answer, as in
@@ -151,15 +153,15 @@ class AnswerEncoder(Encoder):
         length = max(len(answer.ids) + answer.beyond for answer in answers)
         row: dict[str, Any] = {"prompt_ids": first[:begin], "length": length, "ends": []}
         row["across"] = sum(answer.across for answer in answers)
-        for name, answer in zip(NAMES[self.kind], answers, strict=True):
+        for name, answer in zip(NAMES[self.row_type], answers, strict=True):
             row[f"{name}_ids"] = answer.ids[begin:limit]
             row[f"{name}_mask"] = answer.trained[begin:limit].astype(np.int8)
-            row["ends"] += [token for place, token in answer.ends if place < limit]
+            row["ends"] += [token for index, token in answer.ends if index < limit]
         row["dropped"] = self._why_dropped(row, answers)
         return row
 
     def _why_dropped(self, row: dict[str, Any], answers: list[_Encoded]) -> str:
-        names = NAMES[self.kind]
+        names = NAMES[self.row_type]
         if not all(answer.trained.any() or answer.beyond for answer in answers):
             return UNTRAINED
         if not len(row["prompt_ids"]):
@@ -171,11 +173,11 @@ class AnswerEncoder(Encoder):
         equal = len(names) > 1 and np.array_equal(*(row[f"{name}_ids"] for name in names))
         return EQUAL if equal else ""
 
-    def _prompts(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
-        found = []
-        for row, ids in zip(rows, self._prompt_ids([row["prompt"] for row in rows], places), strict=True):
+    def _prompts(self, rows: list[dict[str, Any]], locations: list[str]) -> list[dict[str, Any]]:
+        encoded = []
+        for row, ids in zip(rows, self._prompt_ids([row["prompt"] for row in rows], locations), strict=True):
             full = len(ids) > self.max_length - self.room
-            found.append(
+            encoded.append(
                 {
                     "prompt_ids": ids[: self.max_length],
                     "prompt": json.dumps(row["asked"]),
@@ -189,9 +191,9 @@ class AnswerEncoder(Encoder):
                     "not_shown": [],
                 }
             )
-        return found
+        return encoded
 
-    def _steps(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
+    def _steps(self, rows: list[dict[str, Any]], locations: list[str]) -> list[dict[str, Any]]:
         """Return rows of a prompt (as in generation) and its steps, each followed by the separator.
 
         Steps are tokenized separately, as in TRL, so that each has its own last token, which carries the label.
@@ -199,23 +201,23 @@ class AnswerEncoder(Encoder):
         Raises:
             DataError: a step with its separator has no token.
         """
-        prompts = self._prompt_ids([row["prompt"] for row in rows], places)
+        prompts = self._prompt_ids([row["prompt"] for row in rows], locations)
         texts = [step for row in rows for step in row["steps"]]
         encoded = self.tokenizer([self.separator, *texts], add_special_tokens=False, verbose=False)["input_ids"]
         separator, steps = encoded[0], iter(encoded[1:])
-        found = []
-        for row, prompt, place in zip(rows, prompts, places, strict=True):
+        encoded_rows = []
+        for row, prompt, location in zip(rows, prompts, locations, strict=True):
             ids: list[int] = []
             mask: list[int] = []
             for text, step in zip(row["steps"], steps, strict=False):
                 if not (step or separator):
-                    wrong = f"{place}: the step {brief(text)} has no token"
+                    wrong = f"{location}: the step {brief(text)} has no token"
                     raise DataError(wrong, "write the step's text, or set step_separator")
                 ids += [*step, *separator]
                 mask += [0] * (len(ids) - len(mask) - 1) + [1]
             length, room = len(prompt) + len(ids), max(self.max_length - len(prompt), 0)
             mask = mask[:room]
-            found.append(
+            encoded_rows.append(
                 {
                     "prompt_ids": prompt[: self.max_length],
                     "steps_ids": ids[:room],
@@ -230,7 +232,7 @@ class AnswerEncoder(Encoder):
                     "not_shown": [],
                 }
             )
-        return found
+        return encoded_rows
 
     def _why_no_steps(self, prompt: list[int], mask: list[int], length: int) -> str:
         if not prompt:
@@ -243,11 +245,11 @@ class AnswerEncoder(Encoder):
             return ""
         return TOO_LONG if self.overlong == "drop" else CUT if self.uncut else ""
 
-    def _prompt_ids(self, documents: list[Document], places: list[str]) -> list[list[int]]:
+    def _prompt_ids(self, documents: list[Document], locations: list[str]) -> list[list[int]]:
         """Return the ids of prompts as in generation."""
         if self.template is not None:
             texts = self.template.prompts_of(documents)
-            check_rendered(texts, places)
+            check_rendered(texts, locations)
         else:
             texts = [instruction_of(document) for document in documents]
         encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

@@ -126,24 +126,25 @@ def recognise(
     if text_field != "text":
         mapped.setdefault("text", text_field)
     check_mapping(source, mapped, PARTS, mapping or {})
-    others = [("pairs", pair) for pair in PAIR_COLUMNS] + [("stepwise", STEP_COLUMNS)]
-    for kind, columns in others if format == "auto" else ():
+    other_rows = [("pairs", pair) for pair in PAIR_COLUMNS] + [("stepwise", STEP_COLUMNS)]
+    for row_type, columns in other_rows if format == "auto" else ():
         if set(columns) <= set(present):
             raise DataError(
-                f"{source.path} holds {WORDS[kind]} (columns {' and '.join(columns)}), not {WORDS['text']}",
-                f"set method: {METHODS_FOR[kind]}; or map the columns to train on with column_mapping and"
+                f"{source.path} holds {WORDS[row_type]} (columns {' and '.join(columns)}), not {WORDS['text']}",
+                f"set method: {METHODS_FOR[row_type]}; or map the columns to train on with column_mapping and"
                 " dataset_format",
             )
     # Mapped columns decide if they fit a format by themselves; otherwise all columns count.
     names = {column: column for column in present}
     layout = _match(source, mapped, format) or _match(source, {**names, **mapped}, format)
     if layout is None:
-        found = f"the columns of {source.path} ({', '.join(present)}) fit"
-        if format != "auto" and (other := _match(source, {**names, **mapped}, "auto")):
-            wrong = f"{found} dataset_format {other.format}, not {format}"
-            raise DataError(wrong, f"set dataset_format: {other.format}, or map the columns with column_mapping")
+        problem = f"the columns of {source.path} ({', '.join(present)}) fit"
+        if format != "auto" and (fitting := _match(source, {**names, **mapped}, "auto")):
+            wrong = f"{problem} dataset_format {fitting.format}, not {format}"
+            raise DataError(wrong, f"set dataset_format: {fitting.format}, or map the columns with column_mapping")
         raise DataError(
-            f"{found} {'no known format' if format == 'auto' else f'not dataset_format {format}'}; {_nearest(present)}",
+            f"{problem} {'no known format' if format == 'auto' else f'not dataset_format {format}'};"
+            f" {_nearest(present)}",
             "map them, e.g. column_mapping: {prompt: your_column, completion: your_other_column}",
         )
     optional = {} if layout.format == "text" else find_system_and_tools(source, layout.columns, mapped)
@@ -151,31 +152,36 @@ def recognise(
     return Layout(layout.format, {**layout.columns, **optional}, source.note or layout.why)
 
 
-def check_mapping(source: Source, mapped: Mapping[str, str], parts: Sequence[str], given: Mapping[str, str]) -> None:
+def check_mapping(
+    source: Source, mapped: Mapping[str, str], fields: Sequence[str], column_mapping: Mapping[str, str]
+) -> None:
     """Check that column_mapping names known parts and existing columns.
 
     Args:
         mapped: part to column.
-        parts: the known parts.
-        given: entries of `mapped` that come from column_mapping; the rest comes from dataset_text_field.
+        fields: the known parts.
+        column_mapping: entries of `mapped` that come from column_mapping; the rest comes from dataset_text_field.
 
     Raises:
         DataError: a part is unknown, a column does not exist, or two parts name the same column.
     """
     present = columns_of(source)
-    for part, column in mapped.items():
-        if other := next((each for each in given if each != part and given[each] == given.get(part)), None):
-            wrong = f"column_mapping: the column {brief(column)} is mapped to both {part} and {other}"
+    for field, column in mapped.items():
+        if twin := next(
+            (name for name in column_mapping if name != field and column_mapping[name] == column_mapping.get(field)),
+            None,
+        ):
+            wrong = f"column_mapping: the column {brief(column)} is mapped to both {field} and {twin}"
             raise DataError(wrong, "map each part to a different column")
-        if part not in parts:
+        if field not in fields:
             raise DataError(
-                f"column_mapping names an unknown part {brief(part)}{did_you_mean(part, parts)}",
-                f"known parts are: {', '.join(parts)}",
+                f"column_mapping names an unknown part {brief(field)}{did_you_mean(field, fields)}",
+                f"known parts are: {', '.join(fields)}",
             )
         if column not in present:
-            key = "column_mapping" if part in given else "dataset_text_field"
+            key = "column_mapping" if field in column_mapping else "dataset_text_field"
             raise DataError(
-                f"{key}: {source.path} has no column {brief(column)} (for {part}){did_you_mean(column, present)}",
+                f"{key}: {source.path} has no column {brief(column)} (for {field}){did_you_mean(column, present)}",
                 f"its columns are: {', '.join(present)}",
             )
 
@@ -191,25 +197,25 @@ def _match(source: Source, columns: Mapping[str, str], format: str) -> Layout | 
     def allowed(name: str) -> bool:
         return format in ("auto", name)
 
-    for part in CHAT_COLUMNS:
-        if part in columns and (allowed("messages") or allowed("sharegpt")):
-            column = columns[part]
+    for field in CHAT_COLUMNS:
+        if field in columns and (allowed("messages") or allowed("sharegpt")):
+            column = columns[field]
             style = "sharegpt" if _has_from_value(source, column) else "messages"
             keys = "from/value" if style == "sharegpt" else "role/content"
             return Layout(style, {"messages": column}, f"column {column} holds {keys} turns")
     if allowed("alpaca") and {"instruction", "output"} <= set(columns):
-        parts = {part: columns[part] for part in ("instruction", "input", "output") if part in columns}
-        return Layout("alpaca", parts, f"columns {', '.join(parts.values())}")
+        fields = {field: columns[field] for field in ("instruction", "input", "output") if field in columns}
+        return Layout("alpaca", fields, f"columns {', '.join(fields.values())}")
     for prompt, completion in PAIRS if allowed("prompt-completion") else ():
         if prompt in columns and completion in columns:
-            parts = {"prompt": columns[prompt], "completion": columns[completion]}
+            fields = {"prompt": columns[prompt], "completion": columns[completion]}
             if (prompt, completion) != ("prompt", "completion"):
                 notice(
                     f"columns:{source.path}",
-                    f"{source.path}: reading column {parts['prompt']} as the prompt, {parts['completion']} as the"
+                    f"{source.path}: reading column {fields['prompt']} as the prompt, {fields['completion']} as the"
                     " completion",
                 )
-            return Layout("prompt-completion", parts, f"columns {parts['prompt']}, {parts['completion']}")
+            return Layout("prompt-completion", fields, f"columns {fields['prompt']}, {fields['completion']}")
     if allowed("text") and "text" in columns:
         return Layout("text", {"text": columns["text"]}, f"column {columns['text']}")
     return None
@@ -220,43 +226,43 @@ def _has_from_value(source: Source, column: str) -> bool:
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _nearest(present: Sequence[str]) -> str:
-    known = sorted({*CHAT_COLUMNS, *PARTS, *(name for pair in PAIRS for name in pair)})
+    names = sorted({*CHAT_COLUMNS, *PARTS, *(name for pair in PAIRS for name in pair)})
     for column in present:
-        if column not in known and (near := difflib.get_close_matches(column, known, n=1)):
+        if column not in names and (near := difflib.get_close_matches(column, names, n=1)):
             return f"did you mean {near[0]!r} for {column!r}?"
-    return f"known names are {', '.join(known)}"
+    return f"known names are {', '.join(names)}"
 
 
 def documents(source: Source, layout: Layout) -> Iterator[tuple[str, Document]]:
-    """Yield `(where, document)` for every row; `where` names file and line.
+    """Yield `(location, document)` for every row; `location` names file and line.
 
     Raises:
         DataError: a row lacks a column or holds the wrong type in it. The message names the row.
     """
     convert = {"messages": _chat, "sharegpt": _chat, "alpaca": _alpaca, "prompt-completion": _pair, "text": _text}
     for index, row in enumerate(source.rows):
-        where = source.where(index)
-        yield where, convert[layout.format](row, layout.columns, where)
+        location = source.location(index)
+        yield location, convert[layout.format](row, layout.columns, location)
 
 
-def text_in(row: Row, column: str, where: str) -> str:
+def text_in(row: Row, column: str, location: str) -> str:
     if column not in row:
-        missing = f"{where}: the row has no column {column!r}{did_you_mean(column, list(row))}"
+        missing = f"{location}: the row has no column {column!r}{did_you_mean(column, list(row))}"
         raise DataError(missing, "add it to every row, or map another column with column_mapping")
     if not isinstance(row[column], str):
         raise DataError(
-            f"{where}: column {column!r} holds {described(row[column])}, not text", "make it a string in every row"
+            f"{location}: column {column!r} holds {described(row[column])}, not text", "make it a string in every row"
         )
     return row[column]
 
 
-def number_in(row: Row, column: str, where: str) -> float:
+def number_in(row: Row, column: str, location: str) -> float:
     """Return the finite number in a column."""
     value = row.get(column)
     try:
@@ -264,7 +270,9 @@ def number_in(row: Row, column: str, where: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise DataError(f"{where}: column {column!r} holds {brief(value)}, not a number", "give a number in every row")
+        raise DataError(
+            f"{location}: column {column!r} holds {brief(value)}, not a number", "give a number in every row"
+        )
     return number
 
 
@@ -273,62 +281,62 @@ def described(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
-def _text(row: Row, columns: Mapping[str, str], where: str) -> Document:
-    return {"text": text_in(row, columns["text"], where)}
+def _text(row: Row, columns: Mapping[str, str], location: str) -> Document:
+    return {"text": text_in(row, columns["text"], location)}
 
 
-def _pair(row: Row, columns: Mapping[str, str], where: str) -> Document:
-    names = [columns[part] for part in ("prompt", "completion")]
+def _pair(row: Row, columns: Mapping[str, str], location: str) -> Document:
+    names = [columns[field] for field in ("prompt", "completion")]
     if any(isinstance(row.get(name), list) for name in names):
-        return _pair_of_turns(row, columns, where)
-    document = {part: text_in(row, columns[part], where) for part in ("prompt", "completion")}
-    return {**document, **prompt_parts(document["prompt"], row, columns, where)}
+        return _pair_of_turns(row, columns, location)
+    document = {field: text_in(row, columns[field], location) for field in ("prompt", "completion")}
+    return {**document, **prompt_parts(document["prompt"], row, columns, location)}
 
 
-def _pair_of_turns(row: Row, columns: Mapping[str, str], where: str) -> Document:
+def _pair_of_turns(row: Row, columns: Mapping[str, str], location: str) -> Document:
     """Return the conversation of TRL's conversational form; the turns of the prompt are not trained."""
-    names = [columns[part] for part in ("prompt", "completion")]
-    for name, other in zip(names, reversed(names), strict=True):
+    names = [columns[field] for field in ("prompt", "completion")]
+    for name, sibling in zip(names, reversed(names), strict=True):
         if not isinstance(row.get(name), list):
-            found = described(row[name]) if name in row else "nothing"
+            value = described(row[name]) if name in row else "nothing"
             raise DataError(
-                f"{where}: column {name!r} holds {found}, not a list of turns, as column {other!r} does",
+                f"{location}: column {name!r} holds {value}, not a list of turns, as column {sibling!r} does",
                 "make both columns lists of turns, or both texts",
             )
-    prompt, completion = (turns_in(row, name, where, f"{name}, ") for name in names)
+    prompt, completion = (turns_in(row, name, location, f"{name}, ") for name in names)
     if not any(message["role"] == "assistant" for message in completion):
-        raise DataError(f"{where}: column {names[1]!r} has no assistant turn", "put the answer there")
-    given = sum(message["role"] == "assistant" for message in prompt)
-    return {**conversation(prompt + completion, row, columns, where), "given": given}
+        raise DataError(f"{location}: column {names[1]!r} has no assistant turn", "put the answer there")
+    prompt_answers = sum(message["role"] == "assistant" for message in prompt)
+    return {**conversation(prompt + completion, row, columns, location), "given": prompt_answers}
 
 
-def _alpaca(row: Row, columns: Mapping[str, str], where: str) -> Document:
-    prompt, completion = (text_in(row, columns[part], where) for part in ("instruction", "output"))
-    return {"completion": completion, **prompt_parts(prompt, row, columns, where)}
+def _alpaca(row: Row, columns: Mapping[str, str], location: str) -> Document:
+    prompt, completion = (text_in(row, columns[field], location) for field in ("instruction", "output"))
+    return {"completion": completion, **prompt_parts(prompt, row, columns, location)}
 
 
-def prompt_parts(prompt: str, row: Row, columns: Mapping[str, str], where: str) -> Document:
+def prompt_parts(prompt: str, row: Row, columns: Mapping[str, str], location: str) -> Document:
     """Return the prompt with everything that is shown with it: a document's prompt, system, history and tools."""
     # A context or an input may be missing, null or empty.
     if row.get(columns.get("context", "")):
-        prompt = f"{text_in(row, columns['context'], where)}\n\n{prompt}"
+        prompt = f"{text_in(row, columns['context'], location)}\n\n{prompt}"
     if row.get(columns.get("input", "")):
-        prompt = f"{prompt}\n\n{text_in(row, columns['input'], where)}"
-    tools = tools_in(row.get(columns.get("tools", "")), where)
+        prompt = f"{prompt}\n\n{text_in(row, columns['input'], location)}"
+    tools = tools_in(row.get(columns.get("tools", "")), location)
     further = {"tools": tools} if tools else {}
-    return {"prompt": prompt, **system_of(row, columns, where), **_history_of(row, columns, where), **further}
+    return {"prompt": prompt, **system_of(row, columns, location), **_history_of(row, columns, location), **further}
 
 
-def _history_of(row: Row, columns: Mapping[str, str], where: str) -> dict[str, list[Message]]:
+def _history_of(row: Row, columns: Mapping[str, str], location: str) -> dict[str, list[Message]]:
     """Return earlier turns from LLaMA-Factory's history, a list of [prompt, answer]."""
     column = columns.get("history", "")
     pairs = row.get(column)
     if isinstance(pairs, str) and pairs.strip():
-        pairs = parse_json(pairs, f"{where}, column {column}", DataError, "write it as a list")
+        pairs = parse_json(pairs, f"{location}, column {column}", DataError, "write it as a list")
     turns: list[Message] = []
     for number, pair in enumerate(pairs if isinstance(pairs, list) else [pairs] if pairs else [], 1):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            wrong = f"{where}: entry {number} of column {column!r} is {described(pair)}, not a prompt and its answer"
+            wrong = f"{location}: entry {number} of column {column!r} is {described(pair)}, not a prompt and its answer"
             raise DataError(wrong, 'write the earlier turns as [["prompt", "answer"], ...]')
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     if turns:
@@ -336,99 +344,101 @@ def _history_of(row: Row, columns: Mapping[str, str], where: str) -> dict[str, l
     return {"history": turns} if turns else {}
 
 
-def system_of(row: Row, columns: Mapping[str, str], where: str) -> dict[str, str]:
+def system_of(row: Row, columns: Mapping[str, str], location: str) -> dict[str, str]:
     column = columns.get("system")
-    return {"system": text_in(row, column, where)} if column and row.get(column) else {}
+    return {"system": text_in(row, column, location)} if column and row.get(column) else {}
 
 
-def _chat(row: Row, columns: Mapping[str, str], where: str) -> Document:
-    return conversation(turns_in(row, columns["messages"], where), row, columns, where)
+def _chat(row: Row, columns: Mapping[str, str], location: str) -> Document:
+    return conversation(turns_in(row, columns["messages"], location), row, columns, location)
 
 
-def turns_in(row: Row, column: str, where: str, prefix: str = "") -> list[Message]:
+def turns_in(row: Row, column: str, location: str, prefix: str = "") -> list[Message]:
     turns = row.get(column)
     if not isinstance(turns, list) or not turns:
-        found = described(turns) if column in row else "nothing"
-        wrong = f"{where}: column {column!r} holds {found}, not a list of turns"
+        value = described(turns) if column in row else "nothing"
+        wrong = f"{location}: column {column!r} holds {value}, not a list of turns"
         raise DataError(wrong, 'write turns as [{"role": "user", "content": "..."}]')
-    return [message_of(turn, f"{where}, {prefix}turn {number}") for number, turn in enumerate(turns, 1)]
+    return [message_of(turn, f"{location}, {prefix}turn {number}") for number, turn in enumerate(turns, 1)]
 
 
-def conversation(messages: list[Message], row: Row, columns: Mapping[str, str], where: str) -> Document:
-    system = system_of(row, columns, where)
+def conversation(messages: list[Message], row: Row, columns: Mapping[str, str], location: str) -> Document:
+    system = system_of(row, columns, location)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system["system"]})
     answers = [message for message in messages if message["role"] == "assistant"]
-    document: Document = {"messages": [{k: v for k, v in each.items() if k != UNTRAINED} for each in messages]}
+    document: Document = {"messages": [{k: v for k, v in message.items() if k != UNTRAINED} for message in messages]}
     if untrained := [number for number, message in enumerate(answers) if UNTRAINED in message]:
         document["untrained"] = untrained
-    if tools := tools_in(row.get(columns.get("tools", "")), where):
+    if tools := tools_in(row.get(columns.get("tools", "")), location):
         document["tools"] = tools
     return document
 
 
-def message_of(turn: Any, where: str) -> Message:
+def message_of(turn: Any, location: str) -> Message:
     if not isinstance(turn, dict):
-        raise DataError(f"{where}: the turn is {described(turn)}, not an object with role and content")
+        raise DataError(f"{location}: the turn is {described(turn)}, not an object with role and content")
     name = turn.get("role", turn.get("from"))
     if not isinstance(name, str) or name not in ROLES:
         hint = did_you_mean(name, list(ROLES)) if isinstance(name, str) else ""
-        raise DataError(f"{where}: unknown role {brief(name)}{hint}", f"known roles: {', '.join(ROLES)}")
-    content = _content(turn.get("content", turn.get("value")), where, optional=bool(turn.get("tool_calls")))
+        raise DataError(f"{location}: unknown role {brief(name)}{hint}", f"known roles: {', '.join(ROLES)}")
+    content = _content(turn.get("content", turn.get("value")), location, optional=bool(turn.get("tool_calls")))
     message: Message = {"role": ROLES[name], "content": content}
     message |= {key: turn[key] for key in MESSAGE_KEYS if turn.get(key) is not None}
     if "tool_calls" in message:
         calls = message["tool_calls"]
         if not isinstance(calls, list):
-            raise DataError(f"{where}: tool_calls are {described(calls)}, not a list", "write [] for no calls")
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+            raise DataError(f"{location}: tool_calls are {described(calls)}, not a list", "write [] for no calls")
+        message["tool_calls"] = [_tool_call(call, location) for call in calls]
     elif name == "function_call" and (calls := _parsed_calls(content)):
         # Templates without tool calls use the text; see chat.ChatTemplate.adapt.
         message |= {"tool_calls": calls, "content": "", "call_text": content}
-    return message if _is_trained(turn, message["role"], where) else {**message, UNTRAINED: True}
+    return message if _is_trained(turn, message["role"], location) else {**message, UNTRAINED: True}
 
 
-def _is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
+def _is_trained(turn: Mapping[str, Any], role: str, location: str) -> bool:
     """Return whether no mark excludes a turn from training."""
     marks = {key: turn[key] for key in MARKS if turn.get(key) is not None}
     for key, value in marks.items():
         if not isinstance(value, bool | int | float):
-            wrong = f"{where}: {key} is {described(value)}, not true or false"
+            wrong = f"{location}: {key} is {described(value)}, not true or false"
             raise DataError(wrong, "write true or false, or 1 or 0")
         if value not in (0, 1):
-            found = f"{where}: {key} is {value:g}, but halfbyte has no weights between turns"
-            notice("loss-weight", f"{found}: training this turn and similar ones fully; write 0 or 1")
+            problem = f"{location}: {key} is {value:g}, but halfbyte has no weights between turns"
+            notice("loss-weight", f"{problem}: training this turn and similar ones fully; write 0 or 1")
     if role != "assistant" and any(marks.values()):
         notice(
-            "trained-roles", f"{where}: ignoring {', '.join(marks)} of role {role}: only assistant turns are trained"
+            "trained-roles", f"{location}: ignoring {', '.join(marks)} of role {role}: only assistant turns are trained"
         )
     return all(marks.values())
 
 
-def _content(content: Any, where: str, *, optional: bool) -> str:
+def _content(content: Any, location: str, *, optional: bool) -> str:
     if content is None and optional:
         return ""
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        others = {str(part.get("type")) for part in content} - {"text"}
-        if others:
-            wrong = f"{where}: content of type {', '.join(sorted(others))}; halfbyte trains text only"
+    if isinstance(content, list) and all(isinstance(piece, dict) for piece in content):
+        other_types = {str(piece.get("type")) for piece in content} - {"text"}
+        if other_types:
+            wrong = f"{location}: content of type {', '.join(sorted(other_types))}; halfbyte trains text only"
             raise DataError(wrong, "remove that part, or the row")
-        content = "".join(_content(part.get("text", part.get("value")), where, optional=False) for part in content)
+        content = "".join(
+            _content(piece.get("text", piece.get("value")), location, optional=False) for piece in content
+        )
     if not isinstance(content, str):
-        raise DataError(f"{where}: the content is {described(content)}, not text")
+        raise DataError(f"{location}: the content is {described(content)}, not text")
     return content
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, location: str) -> dict[str, Any]:
     """Return a call in the form that templates expect: arguments as an object (OpenAI's API has JSON text)."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}: a tool call without a function name: {described(call)}", WRITE_CALL)
+        raise DataError(f"{location}: a tool call without a function name: {described(call)}", WRITE_CALL)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = parse_json(arguments or "{}", f"{where}, arguments of {function['name']}", DataError, WRITE_CALL)
+        arguments = parse_json(arguments or "{}", f"{location}, arguments of {function['name']}", DataError, WRITE_CALL)
     if not isinstance(arguments, dict):
-        wrong = f"{where}: the arguments of {brief(function['name'])} are {described(arguments)}, not an object"
+        wrong = f"{location}: the arguments of {brief(function['name'])} are {described(arguments)}, not an object"
         raise DataError(wrong, WRITE_CALL)
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", **identity, "function": {"name": function["name"], "arguments": arguments}}
@@ -446,14 +456,14 @@ def _parsed_calls(text: str) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls]
 
 
-def tools_in(value: Any, where: str) -> list[dict[str, Any]]:
+def tools_in(value: Any, location: str) -> list[dict[str, Any]]:
     """Return the tools, each wrapped as `{"type": "function", "function": {...}}`, from a list or its JSON text."""
     if isinstance(value, str) and value.strip():
-        value = parse_json(value, f"{where}, column of tools", DataError)
+        value = parse_json(value, f"{location}, column of tools", DataError)
     if not value:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"{where}: tools are {described(value)}, not a list of objects")
+        raise DataError(f"{location}: tools are {described(value)}, not a list of objects")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
@@ -475,11 +485,13 @@ def find_system_and_tools(source: Source, columns: Mapping[str, str], mapped: Ma
         mapped: column_mapping.
     """
     every = every_column(source)
-    found = {part: mapped.get(part, part) for part in ("system", "tools") if mapped.get(part, part) in every}
+    optional = {field: mapped.get(field, field) for field in ("system", "tools") if mapped.get(field, field) in every}
     asking = columns.get("prompt", columns.get("instruction"))
     if asking is not None and isinstance(_first_value(source, asking), str) and "tools" not in mapped:
-        found = {part: name for part, name in found.items() if part != "tools" or _is_tools(_first_value(source, name))}
-    return found
+        optional = {
+            field: name for field, name in optional.items() if field != "tools" or _is_tools(_first_value(source, name))
+        }
+    return optional
 
 
 def find_context(source: Source, columns: Mapping[str, str], mapped: Mapping[str, str]) -> dict[str, str]:
@@ -496,18 +508,18 @@ def find_context(source: Source, columns: Mapping[str, str], mapped: Mapping[str
     if asking is None or not isinstance(_first_value(source, asking), str):
         return {}
     every, used = every_column(source), set(columns.values())
-    found: dict[str, str] = {}
-    for part, names in {"context": (), "input": (), "history": ("history",), **WITH_PROMPT.get(asking, {})}.items():
-        if part in mapped:
-            found[part] = mapped[part]
+    context: dict[str, str] = {}
+    for field, names in {"context": (), "input": (), "history": ("history",), **WITH_PROMPT.get(asking, {})}.items():
+        if field in mapped:
+            context[field] = mapped[field]
             continue
-        fits = _is_history if part == "history" else _is_text
-        free = (name for name in names if name in every and name not in used and part not in columns)
+        fits = _is_history if field == "history" else _is_text
+        free = (name for name in names if name in every and name not in used and field not in columns)
         if name := next((name for name in free if fits(_first_value(source, name))), ""):
-            found[part] = name
-            if part != "history":  # history has its own notice, once a row contains one
-                notice(f"columns:{source.path}:{part}", f"{source.path}: showing column {name} with column {asking}")
-    return found
+            context[field] = name
+            if field != "history":  # history has its own notice, once a row contains one
+                notice(f"columns:{source.path}:{field}", f"{source.path}: showing column {name} with column {asking}")
+    return context
 
 
 def _first_value(source: Source, column: str) -> Any:

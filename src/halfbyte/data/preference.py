@@ -82,20 +82,20 @@ class RowLayout:
     """Layout of the rows of one source.
 
     Attributes:
-        kind: the kind of rows that the method asks for.
+        row_type: the type of rows that the method asks for.
         columns: part (see `PARTS`) to column name.
         why: which columns the layout was recognised by.
         paired: whether the rows are pairs. If `kind` is unpaired, each pair becomes two rows.
     """
 
-    kind: Kind
+    row_type: Kind
     columns: dict[str, str]
     why: str
     paired: bool
 
 
-def recognise_rows(source: Source, kind: Kind, mapping: Mapping[str, str] | None = None) -> RowLayout:
-    """Find the columns of `source` that rows of `kind` consist of, by the first 100 rows.
+def recognise_rows(source: Source, row_type: Kind, mapping: Mapping[str, str] | None = None) -> RowLayout:
+    """Find the columns of `source` that rows of `row_type` consist of, by the first 100 rows.
 
     Args:
         source: at least one row.
@@ -107,44 +107,44 @@ def recognise_rows(source: Source, kind: Kind, mapping: Mapping[str, str] | None
     mapped = dict(mapping or {})
     check_mapping(source, mapped, PARTS, mapped)
     columns = {column: column for column in columns_of(source)} | mapped
-    found = _kind_of(columns)
-    parts = _parts(columns, "pairs" if kind == "unpaired" and found == "pairs" else kind)
-    if parts is None or (kind == "prompts" and found in ("pairs", "stepwise")):
-        raise _misfit(source, kind, found)
-    parts |= find_system_and_tools(source, parts, mapped)
-    parts |= find_context(source, parts, mapped)
-    for part in ("prompt", "completion", "label"):
-        if parts.get(part, part) != part and part not in mapped:
-            notice(f"columns:{source.path}:{part}", f"{source.path}: reading column {parts[part]} as the {part}")
-    paired = "chosen" in parts
-    if kind == "unpaired" and paired:
+    present_type = _row_type_of(columns)
+    fields = _fields(columns, "pairs" if row_type == "unpaired" and present_type == "pairs" else row_type)
+    if fields is None or (row_type == "prompts" and present_type in ("pairs", "stepwise")):
+        raise _misfit(source, row_type, present_type)
+    fields |= find_system_and_tools(source, fields, mapped)
+    fields |= find_context(source, fields, mapped)
+    for field in ("prompt", "completion", "label"):
+        if fields.get(field, field) != field and field not in mapped:
+            notice(f"columns:{source.path}:{field}", f"{source.path}: reading column {fields[field]} as the {field}")
+    paired = "chosen" in fields
+    if row_type == "unpaired" and paired:
         notice(
             f"unpaired:{source.path}",
             f"{source.path}: splitting each pair into two rows: chosen is desirable, rejected is not",
         )
-    return RowLayout(kind, parts, f"columns {', '.join(parts.values())}", paired)
+    return RowLayout(row_type, fields, f"columns {', '.join(fields.values())}", paired)
 
 
-def _kind_of(columns: Mapping[str, str]) -> str | None:
+def _row_type_of(columns: Mapping[str, str]) -> str | None:
     """Return the kind of rows that have these parts, or None."""
-    for kind in ("stepwise", "pairs", "unpaired"):
-        if _parts(columns, kind) is not None:
-            return kind
+    for row_type in ("stepwise", "pairs", "unpaired"):
+        if _fields(columns, row_type) is not None:
+            return row_type
     pairs = any(prompt in columns and answer in columns for prompt, answer in PAIRS)
     if pairs or "text" in columns or _first(CHAT_COLUMNS, columns):
         return "text"
-    return "prompts" if _parts(columns, "prompts") is not None else None
+    return "prompts" if _fields(columns, "prompts") is not None else None
 
 
-def _parts(columns: Mapping[str, str], kind: str) -> dict[str, str] | None:
-    """Return the columns of rows of `kind`, by part, or None if one is missing."""
+def _fields(columns: Mapping[str, str], row_type: str) -> dict[str, str] | None:
+    """Return the columns of rows of `row_type`, by part, or None if one is missing."""
     prompt = _prompt_columns(columns)
-    if kind == "prompts":
+    if row_type == "prompts":
         return prompt or None
-    if kind == "stepwise":
-        steps = {part: columns[part] for part in STEP_COLUMNS if part in columns}
+    if row_type == "stepwise":
+        steps = {field: columns[field] for field in STEP_COLUMNS if field in columns}
         return {**prompt, **steps} if prompt and len(steps) == 2 else None
-    if kind == "pairs":
+    if row_type == "pairs":
         chosen, rejected = _first(CHOSEN, columns), _first(REJECTED, columns)
         if not (chosen and rejected):
             return None
@@ -160,34 +160,34 @@ def _parts(columns: Mapping[str, str], kind: str) -> dict[str, str] | None:
 def _prompt_columns(columns: Mapping[str, str]) -> dict[str, str]:
     """Return the columns of the prompt, by part; empty if the answers contain the prompt."""
     if "instruction" in columns and "input" in columns and "prompt" not in columns:
-        return {part: columns[part] for part in ("instruction", "input")}
-    if found := _first(PROMPTS, columns):
-        return {"prompt": columns[found]}
-    found = _first(CHAT_COLUMNS, columns)
-    return {"messages": columns[found]} if found else {}
+        return {field: columns[field] for field in ("instruction", "input")}
+    if column := _first(PROMPTS, columns):
+        return {"prompt": columns[column]}
+    column = _first(CHAT_COLUMNS, columns)
+    return {"messages": columns[column]} if column else {}
 
 
 def _first(names: Sequence[str], columns: Mapping[str, str]) -> str:
     return next((name for name in names if name in columns), "")
 
 
-def _misfit(source: Source, kind: Kind, found: str | None) -> DataError:
-    """Return the error for rows that are not of `kind`."""
+def _misfit(source: Source, row_type: Kind, present_type: str | None) -> DataError:
+    """Return the error for rows that are not of `row_type`."""
     present = columns_of(source)
-    what = f"{source.path} (columns {', '.join(present)})"
-    known = sorted({*PARTS, *CHAT_COLUMNS, *PROMPTS, *ANSWERS, *CHOSEN, *REJECTED, *LABELS})
-    near = ((column, difflib.get_close_matches(column, known, n=1)) for column in present if column not in known)
+    subject = f"{source.path} (columns {', '.join(present)})"
+    names = sorted({*PARTS, *CHAT_COLUMNS, *PROMPTS, *ANSWERS, *CHOSEN, *REJECTED, *LABELS})
+    near = ((column, difflib.get_close_matches(column, names, n=1)) for column in present if column not in names)
     hint = next((f"; did you mean {names[0]!r} for {column!r}?" for column, names in near if names), "")
-    if found is not None and found != kind:
-        fix = f"set method: {METHODS_FOR[found]}, or map other columns, e.g. {EXAMPLES[kind]}"
-        return DataError(f"{what} holds {WORDS[found]}, not {WORDS[kind]}{hint}", fix)
-    return DataError(f"{what} holds no {WORDS[kind]}{hint}", f"map its columns, e.g. {EXAMPLES[kind]}")
+    if present_type is not None and present_type != row_type:
+        fix = f"set method: {METHODS_FOR[present_type]}, or map other columns, e.g. {EXAMPLES[row_type]}"
+        return DataError(f"{subject} holds {WORDS[present_type]}, not {WORDS[row_type]}{hint}", fix)
+    return DataError(f"{subject} holds no {WORDS[row_type]}{hint}", f"map its columns, e.g. {EXAMPLES[row_type]}")
 
 
 def rows_in(
     source: Source, layout: RowLayout, *, templated: bool, answers: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `(where, row)` in order; `where` names file and line. A pair read as unpaired answers yields two rows.
+    """Yield `(location, row)` in order; `location` names file and line. A pair as unpaired answers yields two rows.
 
     Args:
         templated: whether there is a chat template, so that dialogues written as text become conversations.
@@ -199,27 +199,27 @@ def rows_in(
     """
     columns, cut = layout.columns, 0
     for index, row in enumerate(source.rows):
-        where = source.where(index)
-        if layout.kind == "prompts":
-            row, answer = _without_answer(row, columns, where)
-            prompt = _prompt_row(row, columns, where)
+        location = source.location(index)
+        if layout.row_type == "prompts":
+            row, answer = _without_answer(row, columns, location)
+            prompt = _prompt_row(row, columns, location)
             cut += answer is not None
             if answer is not None and answers:
                 prompt["columns"]["completion"] = [answer]
-            yield where, prompt
+            yield location, prompt
             continue
-        if layout.kind == "stepwise":
-            yield where, _stepwise_row(row, columns, where)
+        if layout.row_type == "stepwise":
+            yield location, _stepwise_row(row, columns, location)
             continue
-        names = [columns[part] for part in ("chosen", "rejected", "completion") if part in columns]
-        documents = _answer_documents(row, columns, names, where, templated)
-        if layout.kind == "pairs":
-            margin = {"margin": number_in(row, columns["margin"], where)} if "margin" in columns else {}
-            yield where, {"answers": documents, **margin}
+        names = [columns[field] for field in ("chosen", "rejected", "completion") if field in columns]
+        documents = _answer_documents(row, columns, names, location, templated)
+        if layout.row_type == "pairs":
+            margin = {"margin": number_in(row, columns["margin"], location)} if "margin" in columns else {}
+            yield location, {"answers": documents, **margin}
         elif layout.paired:
-            yield from ((where, {"answers": [document], "label": i == 0}) for i, document in enumerate(documents))
+            yield from ((location, {"answers": [document], "label": i == 0}) for i, document in enumerate(documents))
         else:
-            yield where, {"answers": documents, "label": _label(row, columns["label"], where)}
+            yield location, {"answers": documents, "label": _label(row, columns["label"], location)}
     if cut and not answers:
         notice(
             f"answers:{source.path}",
@@ -228,7 +228,7 @@ def rows_in(
         )
 
 
-def _without_answer(row: Row, columns: Columns, where: str) -> tuple[Row, Message | None]:
+def _without_answer(row: Row, columns: Columns, location: str) -> tuple[Row, Message | None]:
     """Return a row of prompts without the assistant's turn that ends its conversation, and that turn."""
     column = columns.get("messages", "")
     turns = row.get(column)
@@ -236,178 +236,187 @@ def _without_answer(row: Row, columns: Columns, where: str) -> tuple[Row, Messag
         return row, None
     if ROLES.get(str(turns[-1].get("role", turns[-1].get("from")))) != "assistant":
         return row, None
-    return {**row, column: turns[:-1]}, message_of(turns[-1], where)
+    return {**row, column: turns[:-1]}, message_of(turns[-1], location)
 
 
-def _prompt_row(row: Row, columns: Columns, where: str) -> dict[str, Any]:
-    parts = ("prompt", "messages", "instruction", *(["input"] if "instruction" in columns else []))
-    own = {columns[part] for part in parts if part in columns}
-    document = _prompt_document(row, columns, where)
+def _prompt_row(row: Row, columns: Columns, location: str) -> dict[str, Any]:
+    fields = ("prompt", "messages", "instruction", *(["input"] if "instruction" in columns else []))
+    prompt_columns = {columns[field] for field in fields if field in columns}
+    document = _prompt_document(row, columns, location)
     turns = columns.get("prompt", columns.get("messages", ""))
     return {
         "prompt": document,
         "asked": document["prompt"] if "prompt" in document else row[turns],
-        "columns": {name: value for name, value in row.items() if name not in own},
+        "columns": {name: value for name, value in row.items() if name not in prompt_columns},
     }
 
 
-def _prompt_document(row: Row, columns: Columns, where: str) -> Document:
+def _prompt_document(row: Row, columns: Columns, location: str) -> Document:
     """Return the document of a prompt without an answer."""
-    prompt = _prompt_in(row, columns, where)
+    prompt = _prompt_in(row, columns, location)
     if isinstance(prompt, str):
-        return {"completion": "", **prompt_parts(prompt, row, columns, where)}
-    _check_prompt_in(prompt or [], where)
-    return conversation(list(prompt or []), row, columns, where)
+        return {"completion": "", **prompt_parts(prompt, row, columns, location)}
+    _check_prompt_in(prompt or [], location)
+    return conversation(list(prompt or []), row, columns, location)
 
 
-def _stepwise_row(row: Row, columns: Columns, where: str) -> dict[str, Any]:
-    prompt = _prompt_document(row, columns, where)
-    steps, labels = (_list_in(row, columns[part], where) for part in ("completions", "labels"))
+def _stepwise_row(row: Row, columns: Columns, location: str) -> dict[str, Any]:
+    prompt = _prompt_document(row, columns, location)
+    steps, labels = (_list_in(row, columns[field], location) for field in ("completions", "labels"))
     names = f"columns {columns['completions']!r} and {columns['labels']!r}"
     if len(steps) != len(labels):
-        wrong = f"{where}: {names} hold {len(steps)} steps and {len(labels)} labels"
+        wrong = f"{location}: {names} hold {len(steps)} steps and {len(labels)} labels"
         raise DataError(wrong, "give each step a label, true or false")
     for number, step in enumerate(steps, 1):
         if not (isinstance(step, str) and step.strip()):
-            wrong = f"{where}: step {number} in column {columns['completions']!r} is {described(step)}, not a text"
+            wrong = f"{location}: step {number} in column {columns['completions']!r} is {described(step)}, not a text"
             raise DataError(wrong, "write the step's text")
-    return {"prompt": prompt, "steps": steps, "labels": [_bool_in(each, columns["labels"], where) for each in labels]}
+    return {
+        "prompt": prompt,
+        "steps": steps,
+        "labels": [_bool_in(label, columns["labels"], location) for label in labels],
+    }
 
 
-def _list_in(row: Row, column: str, where: str) -> list[Any]:
+def _list_in(row: Row, column: str, location: str) -> list[Any]:
     value = row.get(column)
     if isinstance(value, list) and value:
         return value
-    found = "nothing" if column not in row else "no steps" if value == [] else described(value)
-    raise DataError(f"{where}: column {column!r} holds {found}, not a list", "give a list with one entry per step")
+    content = "nothing" if column not in row else "no steps" if value == [] else described(value)
+    raise DataError(f"{location}: column {column!r} holds {content}, not a list", "give a list with one entry per step")
 
 
-def _prompt_in(row: Row, columns: Columns, where: str) -> Side | None:
+def _prompt_in(row: Row, columns: Columns, location: str) -> Side | None:
     """Return the prompt of a row, or None if the answers contain it."""
     if "instruction" in columns:
-        return text_in(row, columns["instruction"], where)
+        return text_in(row, columns["instruction"], location)
     if "prompt" in columns:
-        return _side(row, columns["prompt"], where)
-    return turns_in(row, columns["messages"], where) if "messages" in columns else None
+        return _side(row, columns["prompt"], location)
+    return turns_in(row, columns["messages"], location) if "messages" in columns else None
 
 
-def _side(row: Row, column: str, where: str) -> Side:
+def _side(row: Row, column: str, location: str) -> Side:
     """Return a column's text or turns; LLaMA-Factory stores a single turn without a list."""
     value = row.get(column)
     if isinstance(value, dict):
-        return [message_of(value, f"{where}, {column}")]
+        return [message_of(value, f"{location}, {column}")]
     if isinstance(value, list):
-        return turns_in(row, column, where, f"{column}, ")
-    return text_in(row, column, where)
+        return turns_in(row, column, location, f"{column}, ")
+    return text_in(row, column, location)
 
 
-def _answer_documents(row: Row, columns: Columns, names: Sequence[str], where: str, templated: bool) -> list[Document]:
+def _answer_documents(
+    row: Row, columns: Columns, names: Sequence[str], location: str, templated: bool
+) -> list[Document]:
     """Return one document per answer column in `names`: the prompt followed by that answer."""
-    prompt = _prompt_in(row, columns, where)
+    prompt = _prompt_in(row, columns, location)
     if not names:  # a conversation that contains its answer, with a label
-        names, answers, prompt = [columns["messages"]], [prompt or ""], None
+        names, answers = [columns["messages"]], [prompt or ""]
+        prompt = None
     else:
-        answers = [_side(row, name, where) for name in names]
+        answers = [_side(row, name, location) for name in names]
     if any(isinstance(side, list) for side in (prompt, *answers)):
-        return _conversation_documents(prompt, answers, row, columns, names, where)
+        return _conversation_documents(prompt, answers, row, columns, names, location)
     texts = [side for side in answers if isinstance(side, str)]
-    return _text_documents(prompt if isinstance(prompt, str) else None, texts, row, columns, where, templated)
+    return _text_documents(prompt if isinstance(prompt, str) else None, texts, row, columns, location, templated)
 
 
 def _conversation_documents(
-    prompt: Side | None, answers: Sequence[Side], row: Row, columns: Columns, names: Sequence[str], where: str
+    prompt: Side | None, answers: Sequence[Side], row: Row, columns: Columns, names: Sequence[str], location: str
 ) -> list[Document]:
     sides = [[{"role": "assistant", "content": side}] if isinstance(side, str) else side for side in answers]
     hold_prompt = all(side[0]["role"] in ("system", "user") for side in sides)
     if prompt is None or (isinstance(prompt, str) and hold_prompt):
-        prompt, sides = _split_prompt_in(sides, names, where)
+        prompt, sides = _split_prompt_in(sides, names, location)
     elif isinstance(prompt, str):
-        asked = prompt_parts(prompt, row, columns, where)
-        prompt = [*asked.get("history", []), {"role": "user", "content": asked["prompt"]}]
+        question = prompt_parts(prompt, row, columns, location)
+        prompt = [*question.get("history", []), {"role": "user", "content": question["prompt"]}]
     else:
         sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
-    _check_prompt_in(prompt, where)
+    _check_prompt_in(prompt, location)
     for name, side in zip(names, sides, strict=True):
         if not side or side[0]["role"] != "assistant":
             wrong = f"starts with a turn of role {side[0]['role']}" if side else "ends with the prompt"
-            raise DataError(f"{where}: column {name!r} {wrong}, so it is not an answer", ANSWER_RULE)
-    given = sum(message["role"] == "assistant" for message in prompt)
-    return [{**conversation([*prompt, *side], row, columns, where), "given": given} for side in sides]
+            raise DataError(f"{location}: column {name!r} {wrong}, so it is not an answer", ANSWER_RULE)
+    prompt_answers = sum(message["role"] == "assistant" for message in prompt)
+    return [{**conversation([*prompt, *side], row, columns, location), "given": prompt_answers} for side in sides]
 
 
 def _split_prompt_in(
-    sides: Sequence[list[Message]], names: Sequence[str], where: str
+    sides: Sequence[list[Message]], names: Sequence[str], location: str
 ) -> tuple[list[Message], list[list[Message]]]:
     """Split conversations into the turns that all share and the rest of each; one conversation alone at its last
     assistant turn."""
     if len(sides) == 1:
         roles = [message["role"] for message in sides[0]]
         if "assistant" not in roles:
-            raise DataError(f"{where}: column {names[0]!r} has no assistant turn", ANSWER_RULE)
+            raise DataError(f"{location}: column {names[0]!r} has no assistant turn", ANSWER_RULE)
         common = len(roles) - 1 - roles[::-1].index("assistant")
     else:
-        first, *others = sides
+        first, *later = sides
         common = min(map(len, sides)) - 1  # every side keeps at least one turn as its answer
-        common = next((i for i in range(common) if any(side[i] != first[i] for side in others)), common)
+        common = next((i for i in range(common) if any(side[i] != first[i] for side in later)), common)
     if not common:
         raise DataError(
-            f"{where}: columns {' and '.join(map(repr, names))} differ in their first turn, so they share no prompt",
+            f"{location}: columns {' and '.join(map(repr, names))} differ in their first turn, so they share no prompt",
             "give both the same turns up to the answer, or add a column prompt",
         )
     return sides[0][:common], [side[common:] for side in sides]
 
 
-def _check_prompt_in(prompt: Sequence[Message], where: str) -> None:
+def _check_prompt_in(prompt: Sequence[Message], location: str) -> None:
     if prompt and prompt[-1]["role"] == "assistant":
-        raise DataError(f"{where}: the prompt ends with an assistant turn", ANSWER_RULE)
+        raise DataError(f"{location}: the prompt ends with an assistant turn", ANSWER_RULE)
 
 
 def _text_documents(
-    prompt: str | None, answers: Sequence[str], row: Row, columns: Columns, where: str, templated: bool
+    prompt: str | None, answers: Sequence[str], row: Row, columns: Columns, location: str, templated: bool
 ) -> list[Document]:
     """Return the documents of answers that are texts: an HH dialogue, a prompt with an answer, or texts with a
     common prefix."""
-    whole = [(prompt or "") + answer for answer in answers]
-    if all(text.lstrip().startswith("Human:") and "\n\nAssistant:" in text for text in whole):
-        return _dialogue_documents([text.lstrip() for text in whole], row, columns, where, templated)
+    dialogues = [(prompt or "") + answer for answer in answers]
+    if all(text.lstrip().startswith("Human:") and "\n\nAssistant:" in text for text in dialogues):
+        return _dialogue_documents([text.lstrip() for text in dialogues], row, columns, location, templated)
     if prompt is not None:
-        asked = prompt_parts(prompt, row, columns, where)
-        return [{**asked, "completion": answer} for answer in answers]
-    start = _common_prompt_end(whole)
+        question = prompt_parts(prompt, row, columns, location)
+        return [{**question, "completion": answer} for answer in answers]
+    start = _common_prompt_end(dialogues)
     if not start:
         raise DataError(
-            f"{where}: the answers share no prompt (column {columns.get('chosen', columns.get('completion'))!r} starts"
-            f" with {described(whole[0])})",
+            f"{location}: the answers share no prompt (column {columns.get('chosen', columns.get('completion'))!r}"
+            f" starts with {described(dialogues[0])})",
             "give the prompt in a separate column, named prompt",
         )
-    return [{"text": text, "answer_from": start} for text in whole]
+    return [{"text": text, "answer_from": start} for text in dialogues]
 
 
 def _dialogue_documents(
-    texts: Sequence[str], row: Row, columns: Columns, where: str, templated: bool
+    texts: Sequence[str], row: Row, columns: Columns, location: str, templated: bool
 ) -> list[Document]:
     """Return HH's dialogues as conversations if there is a chat template, else as plain texts."""
     if templated:
         notice("dialogues", "reading texts with Human: and Assistant: turns as conversations")
         sides = [_dialogue_turns(text) for text in texts]
-        names = [columns[part] for part in ("chosen", "rejected", "completion") if part in columns]
-        return _conversation_documents(None, sides, row, columns, names, where)
+        names = [columns[field] for field in ("chosen", "rejected", "completion") if field in columns]
+        return _conversation_documents(None, sides, row, columns, names, location)
     shared = common_prefix(*texts) if len(texts) > 1 else len(texts[0])
-    ends = [found.end() for found in SPEAKER.finditer(texts[0]) if found[1] == "Assistant" and found.end() <= shared]
+    ends = [
+        speaker.end() for speaker in SPEAKER.finditer(texts[0]) if speaker[1] == "Assistant" and speaker.end() <= shared
+    ]
     if not ends:
-        wrong = f"{where}: the dialogues differ in their first question, so they share no prompt"
+        wrong = f"{location}: the dialogues differ in their first question, so they share no prompt"
         raise DataError(wrong, "give both answers to one question, or add a column prompt")
     return [{"text": text, "answer_from": ends[-1]} for text in texts]
 
 
 def _dialogue_turns(text: str) -> list[Message]:
     """Return the turns of an HH dialogue."""
-    found = list(SPEAKER.finditer(text))
-    stops = [each.start() for each in found[1:]] + [len(text)]
+    speakers = list(SPEAKER.finditer(text))
+    stops = [speaker.start() for speaker in speakers[1:]] + [len(text)]
     roles = {"Human": "user", "Assistant": "assistant"}
     return [
-        {"role": roles[each[1]], "content": text[each.end() : stop].strip()}
-        for each, stop in zip(found, stops, strict=True)
+        {"role": roles[speaker[1]], "content": text[speaker.end() : stop].strip()}
+        for speaker, stop in zip(speakers, stops, strict=True)
     ]
 
 
@@ -416,26 +425,26 @@ def _common_prompt_end(texts: Sequence[str]) -> int:
     if len(texts) < 2:
         return 0
     shared = common_prefix(*texts)
-    before = texts[0][:shared]
+    prefix = texts[0][:shared]
     if all(text[shared : shared + 1].isspace() for text in texts):  # the texts differ in the white space itself
-        return len(before.rstrip())
-    return len(before[: max((at for at, char in enumerate(before) if char.isspace()), default=0)].rstrip())
+        return len(prefix.rstrip())
+    return len(prefix[: max((at for at, char in enumerate(prefix) if char.isspace()), default=0)].rstrip())
 
 
-def _label(row: Row, column: str, where: str) -> bool:
+def _label(row: Row, column: str, location: str) -> bool:
     if column in row:
-        return _bool_in(row[column], column, where)
-    raise _not_a_bool("nothing", column, where)
+        return _bool_in(row[column], column, location)
+    raise _not_a_bool("nothing", column, location)
 
 
-def _bool_in(value: Any, column: str, where: str) -> bool:
+def _bool_in(value: Any, column: str, location: str) -> bool:
     if isinstance(value, bool):
         return value
-    raise _not_a_bool(described(value), column, where)
+    raise _not_a_bool(described(value), column, location)
 
 
-def _not_a_bool(found: str, column: str, where: str) -> DataError:
+def _not_a_bool(content: str, column: str, location: str) -> DataError:
     return DataError(
-        f"{where}: column {column!r} holds {found}, not true or false",
+        f"{location}: column {column!r} holds {content}, not true or false",
         "write true for a good answer or step and false for a bad one, without quotes",
     )

@@ -90,8 +90,8 @@ class PreparedData:
 
 @dataclass
 class Documents:
-    """Documents as JSON text (Arrow would merge the keys of all rows), with their places, the numbers of their datasets
-    (`origins`) and their sources.
+    """Documents as JSON text (Arrow would merge the keys of all rows), with their locations, the numbers of their
+    datasets (`origins`) and their sources.
 
     Attributes:
         columns: further columns of the prepared rows, name → a value per document.
@@ -99,7 +99,7 @@ class Documents:
     """
 
     texts: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
+    locations: list[str] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
     masks: dict[str, None] = field(default_factory=dict)
@@ -112,16 +112,18 @@ class Documents:
         return sum((Counter(source.get("left_out", {})) for source in self.sources), Counter())
 
     def select(self, indices: np.ndarray) -> Documents:
-        texts, places, origins = ([values[i] for i in indices] for values in (self.texts, self.places, self.origins))
+        texts, locations, origins = (
+            [values[i] for i in indices] for values in (self.texts, self.locations, self.origins)
+        )
         columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
-        return replace(self, texts=texts, places=places, origins=origins, columns=defaultdict(list, columns))
+        return replace(self, texts=texts, locations=locations, origins=origins, columns=defaultdict(list, columns))
 
 
 @dataclass(frozen=True)
 class _Split:
     """One finished split: its documents, the rows made of them, and its part of the report."""
 
-    kept: Dataset
+    documents: Dataset
     rows: Dataset
     report: dict[str, Any]
 
@@ -180,9 +182,9 @@ def preparer(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Seque
             "mask": "; ".join(training.masks),
             "train": train.report,
             "eval": evaluation.report if evaluation else None,
-            **endings(train.kept, tokenizer),
-            "samples": samples(train.kept, tokenizer),
-            "held_out": held_out(evaluation.kept) if evaluation else [],
+            **endings(train.documents, tokenizer),
+            "samples": samples(train.documents, tokenizer),
+            "held_out": held_out(evaluation.documents) if evaluation else [],
         }
         return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
 
@@ -217,7 +219,7 @@ def _read(
     if sources is None:
         sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
     arrays = columns_of(sources)
-    found = Documents(features={name: NUMBERS for name in columns} | {column.name: ARRAYS for column in arrays})
+    raw = Documents(features={name: NUMBERS for name in columns} | {column.name: ARRAYS for column in arrays})
     for source in sources:
         layout = recognise(
             source,
@@ -228,47 +230,47 @@ def _read(
         source = parse_csv_values(source, layout.columns, columns)
         pairs = layout.format in ("prompt-completion", "alpaca")
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
-        for (where, document), row in zip(documents(source, layout), source.rows, strict=True):
-            ready = for_template(document, template, where) | {"train_all": everything}
+        for (location, document), row in zip(documents(source, layout), source.rows, strict=True):
+            ready = for_template(document, template, location) | {"train_all": everything}
             if config.train_on == "last" and "messages" in ready:
                 answers = sum(message["role"] == "assistant" for message in ready["messages"])
                 ready["given"] = max(ready.get("given", 0), answers - 1)
             for name in columns:
-                found.columns[name].append([number_in(row, name, where)])
+                raw.columns[name].append([number_in(row, name, location)])
             for column in arrays:
-                found.columns[column.name].append([array_bytes(row, column, where)])
+                raw.columns[column.name].append([array_bytes(row, column, location)])
             text = json.dumps(ready, ensure_ascii=False, default=str)
             if not text.isascii():
-                check_unicode(text, where)
-            found.texts.append(text)
-            found.places.append(where)
-            found.origins.append(source.dataset)
-        found.masks[mask_of(layout.format, everything, template)] = None
-        left_out = count_unread(source, layout.columns, found.features)
+                check_unicode(text, location)
+            raw.texts.append(text)
+            raw.locations.append(location)
+            raw.origins.append(source.dataset)
+        raw.masks[mask_of(layout.format, everything, template)] = None
+        left_out = count_unread(source, layout.columns, raw.features)
         summary = {"path": source.path, "format": layout.format, "why": layout.why, "rows": len(source.rows)}
-        found.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
-    report_unread([entry.path for entry in entries], found.left_out)
-    return found
+        raw.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
+    report_unread([entry.path for entry in entries], raw.left_out)
+    return raw
 
 
-def for_template(document: Document, template: ChatTemplate | None, where: str) -> Document:
+def for_template(document: Document, template: ChatTemplate | None, location: str) -> Document:
     """Convert a document to a form that the template can render: with a template, prompt and completion become a
     conversation."""
     if "prompt" in document:
         if template is None:
             notice("no-template", f"no chat template: writing rows as {INSTRUCTION!r} and the completion")
-            before = [document["system"]] if "system" in document else []
-            before += [tool_text(document["tools"])] if "tools" in document else []
-            return document | ({"system": "\n\n".join(before)} if before else {})
+            texts = [document["system"]] if "system" in document else []
+            texts += [tool_text(document["tools"])] if "tools" in document else []
+            return document | ({"system": "\n\n".join(texts)} if texts else {})
         earlier, answer = prompt_turns(document), {"role": "assistant", "content": document["completion"]}
-        given = len(document.get("history", ())) // 2
+        prompt_answers = len(document.get("history", ())) // 2
         tools = {"tools": document["tools"]} if "tools" in document else {}
-        document = {"messages": [*earlier, answer]} | ({"given": given} if given else {}) | tools
+        document = {"messages": [*earlier, answer]} | ({"given": prompt_answers} if prompt_answers else {}) | tools
     if "messages" not in document:
         return document
     if template is None:
         raise DataError(
-            f"{where} is a conversation, but the tokenizer has no chat template",
+            f"{location} is a conversation, but the tokenizer has no chat template",
             "give one with chat_template_path, or use the tokenizer of the instruction-tuned model",
         )
     return template.adapt(document)
@@ -280,11 +282,11 @@ def prompt_turns(document: Document) -> list[dict[str, Any]]:
     return [*system, *document.get("history", ()), {"role": "user", "content": document["prompt"]}]
 
 
-def check_unicode(text: str, where: str) -> None:
+def check_unicode(text: str, location: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        wrong = f"{where}: half a surrogate pair ({error.object[error.start]!r}) is not a character"
+        wrong = f"{location}: half a surrogate pair ({error.object[error.start]!r}) is not a character"
         raise DataError(wrong, "remove it, or write both halves") from error
 
 
@@ -325,9 +327,9 @@ def read_parts(
     return training, None, training.sources
 
 
-def _split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Documents]:
+def _split_off(raw: Documents, size: float, seed: int) -> tuple[Documents, Documents]:
     """Hold out a share (below 1) or a count of documents; the same data and seed give the same split."""
-    total = len(found.texts)
+    total = len(raw.texts)
     count = int(size) if size >= 1 else max(1, round(size * total))
     if count >= total:
         raise ConfigError(
@@ -335,23 +337,23 @@ def _split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Doc
             "lower eval_split_size, or give eval_dataset",
         )
     order = np.random.default_rng(seed).permutation(total)
-    return found.select(np.sort(order[count:])), found.select(np.sort(order[:count]))
+    return raw.select(np.sort(order[count:])), raw.select(np.sort(order[:count]))
 
 
-def _finish(found: Documents, encoder: Encoder, config: RunKeys, name: str) -> _Split:
-    encoded = encode(found, encoder, config, ENCODED)
-    total, kept = len(found.texts), kept_rows(encoded, f"{name} documents", config.max_length, REMEDY)
-    truncated = sum(length > config.max_length for length in kept["length"])
+def _finish(raw: Documents, encoder: Encoder, config: RunKeys, name: str) -> _Split:
+    encoded = encode(raw, encoder, config, ENCODED)
+    total, trainable = len(raw.texts), kept_rows(encoded, f"{name} documents", config.max_length, REMEDY)
+    truncated = sum(length > config.max_length for length in trainable["length"])
     if truncated:
-        longest = f"the longest has {max(kept['length']):,} tokens"
+        longest = f"the longest has {max(trainable['length']):,} tokens"
         notice(
             f"truncated:{name}",
             f"{truncated} of {total} {name} documents cut to max_length {config.max_length}: {longest}",
         )
-    across = across_of(kept, f"{name} documents")
-    not_shown = not_shown_of(kept, f"{name} documents")
-    empty = sum(kept["empty"])
-    if empty == len(kept) and name == "training":
+    across = across_of(trainable, f"{name} documents")
+    not_shown = not_shown_of(trainable, f"{name} documents")
+    empty = sum(trainable["empty"])
+    if empty == len(trainable) and name == "training":
         raise DataError(
             f"all answers are empty: {total} training documents would train only the end token",
             "check the rows and columns of the data (column_mapping, dataset_format)",
@@ -361,32 +363,33 @@ def _finish(found: Documents, encoder: Encoder, config: RunKeys, name: str) -> _
             f"empty:{name}",
             f"{empty} of {total} {name} documents have empty answers and train the model to answer nothing",
         )
-    kept, mixture = mixed(config, kept, found, encoded) if name == "training" else (kept, {})
-    columns = ["input_ids", "labels", *found.features]
-    rows = _pack(kept, config.max_length, found.features) if config.packing else kept.select_columns(columns)
+    trainable, mixture = mixed(config, trainable, raw, encoded) if name == "training" else (trainable, {})
+    columns = ["input_ids", "labels", *raw.features]
+    rows = _pack(trainable, config.max_length, raw.features) if config.packing else trainable.select_columns(columns)
     capacity = config.max_length if config.packing else None
-    report = split_report(encoded, kept, rows, truncated, empty, capacity)
-    return _Split(kept, rows, {**report, "tokens_across_border": across, "not_shown": not_shown, **mixture})
+    report = split_report(encoded, trainable, rows, truncated, empty, capacity)
+    return _Split(trainable, rows, {**report, "tokens_across_border": across, "not_shown": not_shown, **mixture})
 
 
-def mixed(config: RunKeys, kept: Dataset, found: Documents, encoded: Dataset) -> tuple[Dataset, dict[str, Any]]:
+def mixed(config: RunKeys, trainable: Dataset, raw: Documents, encoded: Dataset) -> tuple[Dataset, dict[str, Any]]:
     """Return the training rows of an epoch, and with several datasets the rows and share of each for the report.
 
     Args:
-        kept: rows of `encoded` that are not dropped.
+        trainable: rows of `encoded` that are not dropped.
     """
     if len(config.datasets) == 1 or (config.streaming and config.mixing == "concat"):
-        return kept, {}
-    origins = np.array(found.origins)[np.array(list(encoded["dropped"])) == ""]
-    drawn = np.arange(len(kept)) if config.streaming else draw_rows(config, origins)
-    if not np.array_equal(drawn, np.arange(len(kept))):
-        kept = kept.select(drawn)
+        return trainable, {}
+    origins = np.array(raw.origins)[np.array(list(encoded["dropped"])) == ""]
+    drawn = np.arange(len(trainable)) if config.streaming else draw_rows(config, origins)
+    if not np.array_equal(drawn, np.arange(len(trainable))):
+        trainable = trainable.select(drawn)
     read, counts = (np.bincount(numbers, minlength=len(config.datasets)) for numbers in (origins, origins[drawn]))
-    parts = zip(config.datasets, read.tolist(), counts.tolist(), strict=True)
+    datasets_read = zip(config.datasets, read.tolist(), counts.tolist(), strict=True)
     shares = [
-        {"path": entry.path, "rows": rows, "drawn": count, "share": count / len(drawn)} for entry, rows, count in parts
+        {"path": entry.path, "rows": rows, "drawn": count, "share": count / len(drawn)}
+        for entry, rows, count in datasets_read
     ]
-    return kept, {"mixture": shares}
+    return trainable, {"mixture": shares}
 
 
 def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[str, str]) -> Dataset:
@@ -412,68 +415,68 @@ def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[st
     return encoded.select(np.flatnonzero(reasons == ""))
 
 
-def across_of(kept: Dataset, name: str) -> int:
+def across_of(trainable: Dataset, name: str) -> int:
     """Count the tokens that hold the end of a prompt and the start of its answer, with a notice.
 
     Args:
         name: what the rows are called, as in "training rows".
     """
-    across = np.array(kept["across"])
+    across = np.array(trainable["across"])
     if total := int(across.sum()):
         notice(
             f"across:{name}",
-            f"{np.count_nonzero(across):,} of {len(kept):,} {name}: the tokenizer joins the end of the prompt and the"
-            f" start of the answer in one token ({total:,} tokens), which generation, with the prompt alone, does not"
-            " see; end prompts, and start answers, with other characters than white space",
+            f"{np.count_nonzero(across):,} of {len(trainable):,} {name}: the tokenizer joins the end of the prompt and"
+            f" the start of the answer in one token ({total:,} tokens), which generation, with the prompt alone, does"
+            " not see; end prompts, and start answers, with other characters than white space",
         )
     return total
 
 
-def not_shown_of(kept: Dataset, name: str) -> dict[str, int]:
+def not_shown_of(trainable: Dataset, name: str) -> dict[str, int]:
     """Count the rows by message part that the chat template does not write, with one notice.
 
     Args:
         name: what the rows are called, as in "training rows".
     """
-    found = Counter(each for names in kept["not_shown"] for each in set(names))
-    if found:
-        counts = ", ".join(f"{part} ({count:,} of {len(kept):,})" for part, count in found.most_common())
+    missing = Counter(name for names in trainable["not_shown"] for name in set(names))
+    if missing:
+        counts = ", ".join(f"{name} ({count:,} of {len(trainable):,})" for name, count in missing.most_common())
         notice(
             f"not-shown:{name}",
             f"{name}: the chat template does not write {counts}, so these parts are not trained; to train them, give a"
             " template that writes them with chat_template_path",
         )
-    return dict(found)
+    return dict(missing)
 
 
-def encode(found: Documents, encoder: Encoder, config: DataSection, features: Mapping[str, Any]) -> Dataset:
+def encode(raw: Documents, encoder: Encoder, config: DataSection, features: Mapping[str, Any]) -> Dataset:
     """Return the columns that `encoder` makes of documents, in parallel if there are enough rows, and their further
     columns."""
-    rows = len(found.texts)
+    rows = len(raw.texts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(config.dataset_num_proc or max(1, rows // ROWS_PER_PROCESS), cores)
     with _progress(rows >= ROWS_WITH_PROGRESS):
-        encoded = Table.from_dict({"document": found.texts, "where": found.places}).map(
+        encoded = Table.from_dict({"document": raw.texts, "location": raw.locations}).map(
             encoder,
             batched=True,
             batch_size=256,
             num_proc=min(processes, rows) if processes > 1 else None,
-            remove_columns=["document", "where"],
+            remove_columns=["document", "location"],
             features=Features(features),
             keep_in_memory=True,
             load_from_cache_file=False,
             new_fingerprint="tokenized",  # nothing is cached, so hashing the tokenizer would be wasted
             desc="tokenizing",
         )
-    for name, feature in found.features.items():
-        encoded = encoded.add_column(name, found.columns[name], new_fingerprint=new_fingerprint(), feature=feature)
+    for name, feature in raw.features.items():
+        encoded = encoded.add_column(name, raw.columns[name], new_fingerprint=new_fingerprint(), feature=feature)
     return encoded
 
 
 @contextlib.contextmanager
-def _progress(wanted: bool) -> Iterator[None]:
+def _progress(is_long: bool) -> Iterator[None]:
     """Hide the progress bars of datasets for short work or without a terminal."""
-    if (wanted and sys.stderr.isatty()) or datasets.are_progress_bars_disabled():
+    if (is_long and sys.stderr.isatty()) or datasets.are_progress_bars_disabled():
         yield
         return
     datasets.disable_progress_bars()
@@ -483,8 +486,8 @@ def _progress(wanted: bool) -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-def _pack(kept: Dataset, max_length: int, features: Mapping[str, Any]) -> Dataset:
-    (ids, lengths), (labels, _) = ragged(kept, "input_ids"), ragged(kept, "labels")
+def _pack(trainable: Dataset, max_length: int, features: Mapping[str, Any]) -> Dataset:
+    (ids, lengths), (labels, _) = ragged(trainable, "input_ids"), ragged(trainable, "labels")
     stops = np.cumsum(lengths)
     rows = pack(lengths.tolist(), max_length)
 
@@ -495,7 +498,7 @@ def _pack(kept: Dataset, max_length: int, features: Mapping[str, Any]) -> Datase
     columns["seq_lengths"] = [lengths[row] for row in rows]
     features = {**{name: IDS for name in columns}, **features}
     for name in features.keys() - columns.keys():
-        values = kept[name][:]  # lists of one value, of each document
+        values = trainable[name][:]  # lists of one value, of each document
         columns[name] = [[values[i][0] for i in row] for row in rows]
     return Table.from_dict({name: columns[name] for name in features}, features=Features(features))
 
@@ -527,6 +530,6 @@ def collated_rows(
     rows: Iterable[dict[str, Any]], collate: Collator, device: torch.device, together: int = 1
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the model's forward arguments and `labels` on `device`, `together` rows of `packed_rows` at a time."""
-    rest = iter(rows)
-    while group := list(itertools.islice(rest, together)):
+    remaining = iter(rows)
+    while group := list(itertools.islice(remaining, together)):
         yield {key: value.to(device) for key, value in collate(group).items() if torch.is_tensor(value)}

@@ -64,8 +64,8 @@ REMEDIES = {
 }
 
 
-def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> PreparedData:
-    """Read, recognise, split, mask and tokenize rows of `kind`.
+def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, row_type: Kind) -> PreparedData:
+    """Read, recognise, split, mask and tokenize rows of `row_type`.
 
     The columns of the rows are, as lists of ints unless noted otherwise,
 
@@ -87,10 +87,10 @@ def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: K
         DataError, ModelError, ConfigError: as in `prepare`; and for rows of another method, labels other than true and
             false, or equal labels everywhere.
     """
-    return preparer_of_answers(config, tokenizer, kind)()
+    return preparer_of_answers(config, tokenizer, row_type)()
 
 
-def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> Prepare:
+def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, row_type: Kind) -> Prepare:
     """Return the function that prepares rows as `prepare_answers` describes."""
     template = template_of(config, tokenizer)
     encoder = AnswerEncoder(
@@ -98,7 +98,7 @@ def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kin
         template,
         max_length=config.max_length,
         overlong=config.overlong,
-        kind=kind,
+        row_type=row_type,
         everything=not config.assistant_only_loss,
         room=config.max_completion_length,
         separator=config.step_separator,
@@ -106,108 +106,114 @@ def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kin
     )
 
     def prepare_rows(sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData:
-        read = partial(_read, config, template, kind)
+        read = partial(_read, config, template, row_type)
         if later:
             rows, _ = _finish(read([], sources=sources), encoder, config, LATER)
-            return PreparedData(_rows(rows, kind), None, {})
+            return PreparedData(_rows(rows, row_type), None, {})
         training, evaluated, summaries = read_parts(config, read, sources)
         train, train_report = _finish(training, encoder, config, "training")
         held, held_report = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
-        texts = _as_texts(train, kind)
+        texts = _as_texts(train, row_type)
         if template is not None:
             template.save_tools()
         report = {
-            "kind": kind,
+            "kind": row_type,
             "sources": summaries,
             "template": tokenizer.chat_template,
             "mask": "; ".join(training.masks),
             "train": train_report,
             "eval": held_report,
-            **(_stops(encoder) if kind == "prompts" else endings(train, tokenizer) if kind in ANSWERED else NO_END),
+            **(
+                _stops(encoder)
+                if row_type == "prompts"
+                else endings(train, tokenizer)
+                if row_type in ANSWERED
+                else NO_END
+            ),
             "samples": samples(texts, tokenizer),
-            "held_out": held_out(_as_texts(held, kind)) if held is not None and kind in ANSWERED else [],
+            "held_out": held_out(_as_texts(held, row_type)) if held is not None and row_type in ANSWERED else [],
         }
-        return PreparedData(_rows(train, kind), _rows(held, kind) if held is not None else None, report)
+        return PreparedData(_rows(train, row_type), _rows(held, row_type) if held is not None else None, report)
 
     return prepare_rows
 
 
-def _rows(kept: Dataset, kind: Kind) -> Dataset:
+def _rows(trainable: Dataset, row_type: Kind) -> Dataset:
     """Return the columns that training reads."""
-    rows = kept.select_columns([name for name in kept.column_names if name not in (*ENCODED, "otherwise")])
-    return rows.with_transform(as_read) if kind == "prompts" else rows
+    rows = trainable.select_columns([name for name in trainable.column_names if name not in (*ENCODED, "otherwise")])
+    return rows.with_transform(as_read) if row_type == "prompts" else rows
 
 
-def _features(kind: Kind) -> dict[str, Any]:
+def _features(row_type: Kind) -> dict[str, Any]:
     """Return the features of encoded rows."""
     common = {name: ENCODED[name] for name in ("length", "dropped", "ends", "across", "empty", "not_shown")}
     common["otherwise"] = Value("bool")
-    ids = {f"{name}_ids": IDS for name in ("prompt", *NAMES[kind])}
-    masks = {f"{name}_mask": MASK for name in NAMES[kind]}
+    ids = {f"{name}_ids": IDS for name in ("prompt", *NAMES[row_type])}
+    masks = {f"{name}_mask": MASK for name in NAMES[row_type]}
     further: dict[str, Any] = {
         "pairs": {},
         "unpaired": {"label": Value("bool")},
         "prompts": {"prompt": Value("string"), "columns": Value("string")},
         "stepwise": {"right": datasets.List(Value("bool"))},
-    }[kind]
+    }[row_type]
     return {**ids, **masks, **further, **common}
 
 
 def _read(
     config: RunKeys,
     template: ChatTemplate | None,
-    kind: Kind,
+    row_type: Kind,
     entries: Sequence[DatasetEntry],
     evaluating: bool = False,
     sources: Sequence[Source] | None = None,
 ) -> Documents:
-    found, margins = Documents(), {}
+    raw, margins = Documents(), {}
     if sources is None:
         sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
     for source in sources:
-        layout = recognise_rows(source, kind, config.column_mapping)
-        source, before = parse_csv_values(source, layout.columns), len(found.texts)
+        layout = recognise_rows(source, row_type, config.column_mapping)
+        source, first = parse_csv_values(source, layout.columns), len(raw.texts)
         as_text, answers = True, config.method in DISTILLING and config.lmbda < 1
-        for where, row in rows_in(source, layout, templated=template is not None, answers=answers):
+        for location, row in rows_in(source, layout, templated=template is not None, answers=answers):
             as_text = as_text and any("text" in document for document in row.get("answers", ()))
             if "margin" in row:
-                found.columns["margin"].append(row.pop("margin"))
-            found.texts.append(_text(_for_template(row, template, where), where))
-            found.places.append(where)
-            found.origins.append(source.dataset)
-        found.masks[_mask_of(config, template, kind)] = None
-        rows = len(found.texts) - before
+                raw.columns["margin"].append(row.pop("margin"))
+            raw.texts.append(_text(_for_template(row, template, location), location))
+            raw.locations.append(location)
+            raw.origins.append(source.dataset)
+        raw.masks[_mask_of(config, template, row_type)] = None
+        rows = len(raw.texts) - first
         # Reward functions read the further columns of prompts. Only a reward model reads margins. Rows that are plain
         # texts with their prompt show no system text and no tools.
         unread = [] if config.method == "reward" else ["margin"]
         unread += ["system", "tools"] if as_text else []
-        read = {part: name for part, name in layout.columns.items() if part not in unread}
-        left_out = count_unread(source, read, None if kind == "prompts" and config.reward_funcs else ())
-        summary = {"path": source.path, "format": kind, "why": layout.why, "rows": rows}
-        found.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
+        read = {field: name for field, name in layout.columns.items() if field not in unread}
+        left_out = count_unread(source, read, None if row_type == "prompts" and config.reward_funcs else ())
+        summary = {"path": source.path, "format": row_type, "why": layout.why, "rows": rows}
+        raw.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
         margins[source.path] = "margin" in layout.columns
     if len(set(margins.values())) > 1:
-        with_it, without = (next(path for path, has in margins.items() if has is wanted) for wanted in (True, False))
+        with_it, without = (next(path for path, has in margins.items() if has is present) for present in (True, False))
         raise DataError(f"{without} has no column margin, but {with_it} has one", "give it in both, or in neither")
-    report_unread([entry.path for entry in entries], found.left_out)
-    found.features = {name: Value("float64") for name in found.columns}
-    return found
+    report_unread([entry.path for entry in entries], raw.left_out)
+    raw.features = {name: Value("float64") for name in raw.columns}
+    return raw
 
 
-def _mask_of(config: DataSection, template: ChatTemplate | None, kind: Kind) -> str:
+def _mask_of(config: DataSection, template: ChatTemplate | None, row_type: Kind) -> str:
     """Describe the trained tokens, for the data report."""
-    if kind == "stepwise":
+    if row_type == "stepwise":
         return "the last token of each step"
     return mask_of("answers", False, template) if config.assistant_only_loss else "every token of an answer"
 
 
-def _for_template(row: dict[str, Any], template: ChatTemplate | None, where: str) -> dict[str, Any]:
+def _for_template(row: dict[str, Any], template: ChatTemplate | None, location: str) -> dict[str, Any]:
     """Return the row with its documents in a form that the template writes."""
     if "answers" in row:
-        return {**row, "answers": [for_template(document, template, where) for document in row["answers"]]}
+        return {**row, "answers": [for_template(document, template, location) for document in row["answers"]]}
     prompt: Document = row["prompt"]
     if template is None:
-        return {**row, "prompt": for_template(prompt, None, where)}
+        return {**row, "prompt": for_template(prompt, None, location)}
     messages = prompt.get("messages")
     if messages is None:
         messages = prompt_turns(prompt)
@@ -215,71 +221,73 @@ def _for_template(row: dict[str, Any], template: ChatTemplate | None, where: str
     return {**row, "prompt": {"messages": messages, "tools": tools}}
 
 
-def _text(row: dict[str, Any], where: str) -> str:
+def _text(row: dict[str, Any], location: str) -> str:
     try:
         text = json.dumps(row, ensure_ascii=False)
     except (TypeError, ValueError) as error:  # dates and bytes of a Parquet file
-        wrong = f"{where}: a value of the row is neither text nor a number: {error}"
+        wrong = f"{location}: a value of the row is neither text nor a number: {error}"
         raise DataError(wrong, "convert it to text") from error
     if not text.isascii():
-        check_unicode(text, where)
+        check_unicode(text, location)
     return text
 
 
-def _finish(found: Documents, encoder: AnswerEncoder, config: RunKeys, name: str) -> tuple[Dataset, dict[str, Any]]:
+def _finish(raw: Documents, encoder: AnswerEncoder, config: RunKeys, name: str) -> tuple[Dataset, dict[str, Any]]:
     """Return the kept rows of a split, with all their columns, and its part of the report."""
-    kind, total = encoder.kind, len(found.texts)
-    encoded = encode(found, encoder, config, _features(kind))
-    kept = kept_rows(encoded, f"{name} rows", config.max_length, REMEDIES)
-    truncated = sum(length > config.max_length for length in kept["length"])
+    row_type, total = encoder.row_type, len(raw.texts)
+    encoded = encode(raw, encoder, config, _features(row_type))
+    trainable = kept_rows(encoded, f"{name} rows", config.max_length, REMEDIES)
+    truncated = sum(length > config.max_length for length in trainable["length"])
     if truncated:
         notice(
             f"truncated:{name}",
             f"{truncated} of {total} {name} rows have answers cut to max_length {config.max_length}:"
             f" the longest row has {max(encoded['length']):,} tokens",
         )
-    if otherwise := sum(kept["otherwise"]):
+    if otherwise := sum(trainable["otherwise"]):
         notice(
             f"otherwise:{name}",
             f"{otherwise} of {total} {name} rows: the chat template writes the prompt differently without an answer, so"
             " generation sees another prompt than training",
         )
-    _check_answers(kept, kind, name)
-    contradicting = _contradicting(found.texts, kind)
+    _check_answers(trainable, row_type, name)
+    contradicting = _contradicting(raw.texts, row_type)
     if contradicting:
         notice(f"contradicting:{name}", f"{contradicting} {name} rows contradict another row")
-    across, not_shown = across_of(kept, f"{name} rows"), not_shown_of(kept, f"{name} rows")
-    kept, mixture = mixed(config, kept, found, encoded) if name == "training" else (kept, {})
-    report = answers_report(encoded, kept, NAMES[kind], truncated)
+    across, not_shown = across_of(trainable, f"{name} rows"), not_shown_of(trainable, f"{name} rows")
+    trainable, mixture = mixed(config, trainable, raw, encoded) if name == "training" else (trainable, {})
+    report = answers_report(encoded, trainable, NAMES[row_type], truncated)
     report |= {"tokens_across_border": across, "not_shown": not_shown}
-    return kept, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise, **mixture}
+    return trainable, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise, **mixture}
 
 
-def _check_answers(kept: Dataset, kind: Kind, name: str) -> None:
+def _check_answers(trainable: Dataset, row_type: Kind, name: str) -> None:
     """Check that the answers of a split are not all empty and its labels not all equal."""
-    empty, total = sum(kept["empty"]), len(kept)
-    if empty == total and kind != "prompts" and name == "training":
+    empty, total = sum(trainable["empty"]), len(trainable)
+    if empty == total and row_type != "prompts" and name == "training":
         raise DataError(
             f"all {total} {name} rows have an empty answer", "check the rows and columns of the data (column_mapping)"
         )
     if empty:
         notice(f"empty:{name}", f"{empty} of {total} {name} rows have an empty answer")
-    if name != "training" or kind not in FIXES:
+    if name != "training" or row_type not in FIXES:
         return
-    labels = set(kept["label"]) if kind == "unpaired" else {label for row in kept["right"] for label in row}
+    labels = (
+        set(trainable["label"]) if row_type == "unpaired" else {label for row in trainable["right"] for label in row}
+    )
     if len(labels) == 1:
         wrong = f"all {total} {name} rows have the label {json.dumps(labels.pop())}"
-        raise DataError(f"{wrong}: there is no contrast to learn", FIXES[kind])
+        raise DataError(f"{wrong}: there is no contrast to learn", FIXES[row_type])
 
 
-def _contradicting(texts: list[str], kind: Kind) -> int:
+def _contradicting(texts: list[str], row_type: Kind) -> int:
     """Count rows that contradict an earlier one: the same answers swapped, or the same answer with the other label."""
-    if kind == "prompts":
+    if row_type == "prompts":
         return 0
     seen: set[tuple[int, int]] = set()
     count = 0
     for row in (json.loads(text) for text in texts):
-        if kind == "stepwise":
+        if row_type == "stepwise":
             row = _last_step(row)
         answers = [hash(json.dumps(document)) for document in row["answers"]]
         claim = (answers[0], answers[1] if len(answers) > 1 else row["label"])
@@ -294,17 +302,17 @@ def _last_step(row: dict[str, Any]) -> dict[str, Any]:
     return {"answers": [[row["prompt"], row["steps"]]], "label": row["labels"][-1]}
 
 
-def _as_texts(rows: Dataset, kind: Kind) -> Dataset:
+def _as_texts(rows: Dataset, row_type: Kind) -> Dataset:
     """Return the first rows as ids and labels, each prompt with its first answer."""
     first = rows.select(range(min(len(rows), MOST_SHOWN)))
-    name = next(iter(NAMES[kind]), "")
+    name = next(iter(NAMES[row_type]), "")
     ids, labels = [], []
     for row in first:
         answer, mask = (row[f"{name}_ids"], row[f"{name}_mask"]) if name else ([], [])
         ids.append([*row["prompt_ids"], *answer])
-        given = [IGNORE_INDEX] * len(row["prompt_ids"])
+        untrained = [IGNORE_INDEX] * len(row["prompt_ids"])
         labels.append(
-            [*given, *(token if trained else IGNORE_INDEX for token, trained in zip(answer, mask, strict=True))]
+            [*untrained, *(token if trained else IGNORE_INDEX for token, trained in zip(answer, mask, strict=True))]
         )
     return Table.from_dict({"input_ids": ids, "labels": labels}, features=Features({"input_ids": IDS, "labels": IDS}))
 

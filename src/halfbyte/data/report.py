@@ -28,22 +28,22 @@ MOST_NAMED = 20
 
 
 def split_report(
-    encoded: Dataset, kept: Dataset, rows: Dataset, truncated: int, empty: int, row_capacity: int | None
+    encoded: Dataset, trainable: Dataset, rows: Dataset, truncated: int, empty: int, row_capacity: int | None
 ) -> dict[str, Any]:
     """Return the report's part on one split.
 
     Args:
         encoded: every document, with its length in tokens before truncation and the reason for dropping it, if any.
-        kept: the documents that are trained on.
-        rows: the rows made of `kept`, packed or not.
+        trainable: the documents that are trained on.
+        rows: the rows made of `trainable`, packed or not.
         truncated: number of truncated documents.
         empty: number of documents with empty answers.
         row_capacity: tokens that a packed row may hold; None if rows are not packed.
     """
-    labels, lengths = ragged(kept, "labels")
+    labels, lengths = ragged(trainable, "labels")
     tokens = int(lengths.sum())
     return {
-        "documents": len(kept),
+        "documents": len(trainable),
         "rows": len(rows),
         "tokens": tokens,
         "trained_tokens": int(np.count_nonzero(labels != IGNORE_INDEX)),
@@ -55,41 +55,41 @@ def split_report(
     }
 
 
-def answers_report(encoded: Dataset, kept: Dataset, names: Sequence[str], truncated: int) -> dict[str, Any]:
+def answers_report(encoded: Dataset, trainable: Dataset, names: Sequence[str], truncated: int) -> dict[str, Any]:
     """Return the report's part on one split of rows with prompts and answers.
 
     Args:
         encoded: every row, with the tokens of its prompt and longest answer before truncation and the reason for
             dropping it, if any.
-        kept: the rows that are trained on.
+        trainable: the rows that are trained on.
         names: names of the answers: `NAME_ids` and `NAME_mask` are columns.
         truncated: number of rows with truncated answers.
     """
-    prompts = ragged(kept, "prompt_ids")[1]
-    lengths = {name: ragged(kept, f"{name}_ids")[1] for name in names}
-    trained = sum(int(ragged(kept, f"{name}_mask")[0].sum()) for name in names)
+    prompts = ragged(trainable, "prompt_ids")[1]
+    lengths = {name: ragged(trainable, f"{name}_ids")[1] for name in names}
+    trained = sum(int(ragged(trainable, f"{name}_mask")[0].sum()) for name in names)
     tokens = {"prompt": prompts, **lengths}
-    if "label" in kept.column_names:
-        good = np.array(kept["label"])
+    if "label" in trainable.column_names:
+        good = np.array(trainable["label"])
         tokens |= {"desirable": lengths["completion"][good], "undesirable": lengths["completion"][~good]}
     report = {
-        "documents": len(kept),
-        "rows": len(kept),
-        "tokens": int(prompts.sum()) + sum(int(each.sum()) for each in lengths.values()),
+        "documents": len(trainable),
+        "rows": len(trainable),
+        "tokens": int(prompts.sum()) + sum(int(counts.sum()) for counts in lengths.values()),
         "trained_tokens": trained,
         "dropped": dict(Counter(reason for reason in encoded["dropped"] if reason)),
         "truncated": truncated,
-        "empty_answers": sum(kept["empty"]),
+        "empty_answers": sum(trainable["empty"]),
         "packing_efficiency": None,
         "length_histogram": _histogram(np.array(list(encoded["length"]))),
-        "mean_tokens": {name: float(each.mean()) for name, each in tokens.items() if len(each)},
+        "mean_tokens": {name: float(counts.mean()) for name, counts in tokens.items() if len(counts)},
     }
     if "chosen" in lengths:
         report["chosen_longer"] = float((lengths["chosen"] > lengths["rejected"]).mean())
-    if "label" in kept.column_names:
+    if "label" in trainable.column_names:
         report["desirable"] = int(good.sum())
     if "steps" in lengths:
-        right = ragged(kept, "right")[0]
+        right = ragged(trainable, "right")[0]
         report |= {"steps": len(right), "right_steps": int(right.sum())}
     return report
 
@@ -111,12 +111,12 @@ def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
-def endings(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def endings(trainable: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return whether the model learns to stop: `eos_trained`, and `stop_tokens`, the tokens that end trained turns.
 
     Warns if a trained turn has no end token, or another one than the tokenizer's EOS.
     """
-    ends = Counter(ragged(kept, "ends")[0].tolist())
+    ends = Counter(ragged(trainable, "ends")[0].tolist())
     total, open_turns = ends.total(), ends.pop(-1, 0)
     names = [str(tokenizer.convert_ids_to_tokens(end)) for end, _ in ends.most_common()]
     if open_turns:
@@ -136,31 +136,31 @@ def endings(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]
     return {"eos_trained": bool(ends) and not open_turns, "stop_tokens": names}
 
 
-def samples(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, list[Any]]]:
+def samples(trainable: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, list[Any]]]:
     """Return the first three documents, at most 400 tokens each, as token strings and whether each token is trained."""
     shown = []
-    for row in kept.select(range(min(SAMPLES, len(kept)))):
+    for row in trainable.select(range(min(SAMPLES, len(trainable)))):
         ids, labels = row["input_ids"][:SAMPLE_TOKENS], row["labels"][:SAMPLE_TOKENS]
         shown.append({"tokens": token_strings(tokenizer, ids), "trained": [label != IGNORE_INDEX for label in labels]})
     return shown
 
 
-def held_out(kept: Dataset) -> list[dict[str, list[Any]]]:
+def held_out(documents: Dataset) -> list[dict[str, list[Any]]]:
     """Return the first held-out documents, `HELD_OUT_TOKENS` tokens in total, as ids and whether each counts in the
     loss.
 
     `merge` compares losses on them, even if the data have moved since.
     """
-    found: list[dict[str, list[Any]]] = []
+    selected: list[dict[str, list[Any]]] = []
     left = HELD_OUT_TOKENS
-    for row in kept:
+    for row in documents:
         ids, labels = row["input_ids"][:left], row["labels"][:left]
         if any(label != IGNORE_INDEX for label in labels[1:]):
-            found.append({"input_ids": ids, "trained": [label != IGNORE_INDEX for label in labels]})
+            selected.append({"input_ids": ids, "trained": [label != IGNORE_INDEX for label in labels]})
             left -= len(ids)
         if left <= 0:
             break
-    return found
+    return selected
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
@@ -192,15 +192,15 @@ def count_unread(source: Source, columns: Mapping[str, str], further: Collection
         further: other columns that are read; None: all of them.
     """
     read = {*columns.values(), *(further or ())}
-    with_turns = [columns[part] for part in TURN_PARTS if part in columns]
-    found: Counter[str] = Counter()
+    with_turns = [columns[field] for field in TURN_PARTS if field in columns]
+    unread: Counter[str] = Counter()
     for row in source.rows:
         names = {name for name, value in row.items() if name not in read and value not in EMPTY}
         names = set() if further is None else names
         for column in with_turns:
             names |= {f"{column}[].{key}" for turn in _turns(row, column) for key in _unread_keys(turn)}
-        found.update(names | _shadowed(row, columns))
-    return found
+        unread.update(names | _shadowed(row, columns))
+    return unread
 
 
 def _turns(row: Row, column: str) -> list[dict[str, Any]]:
@@ -215,8 +215,8 @@ def _unread_keys(turn: Mapping[str, Any]) -> Iterator[str]:
     yield from (key for key, value in turn.items() if key not in read and value not in EMPTY)
     calls = turn.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
-        for read_here, place, value in ((CALL_KEYS, "", call), (FUNCTION_KEYS, "function.", _function(call))):
-            yield from (f"tool_calls[].{place}{key}" for key in value if key not in read_here)
+        for read_here, prefix, value in ((CALL_KEYS, "", call), (FUNCTION_KEYS, "function.", _function(call))):
+            yield from (f"tool_calls[].{prefix}{key}" for key in value if key not in read_here)
 
 
 def _function(call: Any) -> Any:
@@ -230,33 +230,33 @@ def _shadowed(row: Row, columns: Mapping[str, str]) -> set[str]:
     A system turn replaces a system column. A conversation in the answers replaces a text prompt that is not in it, and
     the columns shown with that prompt.
     """
-    turns = [turn for part in TURN_PARTS if part in columns for turn in _turns(row, columns[part])]
+    turns = [turn for field in TURN_PARTS if field in columns for turn in _turns(row, columns[field])]
     texts = {text.strip() for turn in turns if isinstance(text := turn.get("content", turn.get("value")), str)}
-    found = set()
+    shadowed = set()
     system, prompt = columns.get("system", ""), columns.get("prompt", "")
     if any(_role(turn) == "system" for turn in turns[:1]) and row.get(system):
-        found |= {system} if str(row[system]).strip() not in texts else set()
-    with_prompt = {columns[part] for part in TEXT_PROMPT_PARTS if row.get(columns.get(part, ""))}
+        shadowed |= {system} if str(row[system]).strip() not in texts else set()
+    with_prompt = {columns[field] for field in TEXT_PROMPT_PARTS if row.get(columns.get(field, ""))}
     if isinstance(row.get(prompt), list):
-        found |= with_prompt
+        shadowed |= with_prompt
     elif isinstance(row.get(prompt), str) and any(_role(turn) != "assistant" for turn in turns[:1]):
-        found |= with_prompt | ({prompt} if row[prompt].strip() not in texts else set())
-    return found
+        shadowed |= with_prompt | ({prompt} if row[prompt].strip() not in texts else set())
+    return shadowed
 
 
 def _role(turn: Mapping[str, Any]) -> str | None:
     return ROLES.get(str(turn.get("role", turn.get("from"))))
 
 
-def report_unread(names: str | Sequence[str], found: Mapping[str, int]) -> None:
+def report_unread(names: str | Sequence[str], unread: Mapping[str, int]) -> None:
     """Log one notice with the columns and keys of a dataset that nothing reads."""
-    if not found:
+    if not unread:
         return
     dataset = names if isinstance(names, str) else ", ".join(names)
-    counts = sorted(found.items(), key=lambda each: -each[1])
+    counts = sorted(unread.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{brief(name)} ({count:,} row{'s' * (count > 1)})" for name, count in counts[:MOST_NAMED])
-    more = f" and {len(counts) - MOST_NAMED} more" if len(counts) > MOST_NAMED else ""
+    remainder = f" and {len(counts) - MOST_NAMED} more" if len(counts) > MOST_NAMED else ""
     notice(
         f"left-out:{dataset}",
-        f"{dataset}: ignoring {shown}{more}; to use a column, map its part with column_mapping",
+        f"{dataset}: ignoring {shown}{remainder}; to use a column, map its part with column_mapping",
     )

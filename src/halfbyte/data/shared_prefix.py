@@ -36,7 +36,7 @@ class Tree(NamedTuple):
         return self.prompt + sum(self.answers)
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """A prompt, an answer or padding: `tokens` tokens from `begin` on.
 
     Tokens before `last` may attend to the part; the part attends to the `prompt` tokens from `opening` on.
@@ -59,18 +59,18 @@ def trees_of(row: Row) -> list[Tree]:
 def as_trees(rows: Sequence[Row]) -> list[Row]:
     """Convert rows of one prompt (`GIVEN` tokens) and one answer to rows of trees; adjacent rows with equal prompts
     share one."""
-    found: list[Row] = []
+    trees: list[Row] = []
     last: list[int] | None = None
     for row in rows:
-        ids, given = list(row["input_ids"]), row[GIVEN]
-        if ids[:given] != last:
-            last = ids[:given]
-            found.append({"input_ids": list(last), "seq_lengths": [given], ANSWERS: [0]})
-        tree = found[-1]
-        tree["input_ids"] += ids[given:]
-        tree["seq_lengths"].append(len(ids) - given)
+        ids, prompt_tokens = list(row["input_ids"]), row[GIVEN]
+        if ids[:prompt_tokens] != last:
+            last = ids[:prompt_tokens]
+            trees.append({"input_ids": list(last), "seq_lengths": [prompt_tokens], ANSWERS: [0]})
+        tree = trees[-1]
+        tree["input_ids"] += ids[prompt_tokens:]
+        tree["seq_lengths"].append(len(ids) - prompt_tokens)
         tree[ANSWERS][0] += 1
-    return found
+    return trees
 
 
 def document_places(tree: Tree, begin: int) -> Iterator[np.ndarray]:
@@ -81,11 +81,11 @@ def document_places(tree: Tree, begin: int) -> Iterator[np.ndarray]:
         at += answer
 
 
-def _parts(tree: Tree, begin: int) -> Iterator[Part]:
+def _segments(tree: Tree, begin: int) -> Iterator[Segment]:
     at, end = begin + tree.prompt, begin + tree.tokens
-    yield Part(begin, tree.prompt, end)
+    yield Segment(begin, tree.prompt, end)
     for answer in tree.answers:
-        yield Part(at, answer, at + answer, begin, tree.prompt)
+        yield Segment(at, answer, at + answer, begin, tree.prompt)
         at += answer
 
 
@@ -120,8 +120,8 @@ class BranchCollator:
         """Return the equivalent of `collate` for rows that hold a prompt with up to `answers` answers."""
         one_row = isinstance(collate, PackedCollator) and collate.one_row
         flat = isinstance(collate, PackedCollator)  # its max_length already bounds whole rows
-        most = collate.max_length if flat or collate.max_length is None else answers * collate.max_length
-        return cls(collate.pad_token_id, one_row, most, collate.rounded)
+        max_length = collate.max_length if flat or collate.max_length is None else answers * collate.max_length
+        return cls(collate.pad_token_id, one_row, max_length, collate.rounded)
 
     def __call__(self, rows: Sequence[Row]) -> tuple[Batch, list[np.ndarray]]:
         """Return the batch, and the positions of every document's tokens in the flattened batch."""
@@ -129,20 +129,22 @@ class BranchCollator:
         trees = [trees_of(row) for row in rows]
         if self.one_row:
             ids, trees = [np.concatenate(ids)], [[tree for row in trees for tree in row]]
-        width, most = max(map(len, ids)), self.max_length
+        width, max_length = max(map(len, ids)), self.max_length
         if self.rounded:
-            width = width_of(width, most if most is None or not self.one_row else most * len(rows), self.widths)
-        parts: list[Part] = []
-        places: list[np.ndarray] = []
+            width = width_of(
+                width, max_length if max_length is None or not self.one_row else max_length * len(rows), self.widths
+            )
+        segments: list[Segment] = []
+        positions: list[np.ndarray] = []
         for number, row in enumerate(trees):
             at = number * width
             for tree in row:
-                parts += _parts(tree, at)
-                places += document_places(tree, at)
+                segments += _segments(tree, at)
+                positions += document_places(tree, at)
                 at += tree.tokens
             left = (number + 1) * width - at
-            parts += [Part(at, left, at + left)] * bool(left)
-        return self._laid_out(ids, width, parts), places
+            segments += [Segment(at, left, at + left)] * bool(left)
+        return self._laid_out(ids, width, segments), positions
 
     def further_answers(
         self, answers: Sequence[Sequence[int]], prompts: Sequence[np.ndarray], tokens: int
@@ -159,29 +161,31 @@ class BranchCollator:
         """
         ids = np.concatenate([np.asarray(answer, dtype=np.int64) for answer in answers])
         width = width_of(len(ids), widths=self.widths) if self.rounded else len(ids)
-        parts, places, at = list[Part](), list[np.ndarray](), tokens
+        segments: list[Segment] = []
+        positions: list[np.ndarray] = []
+        at = tokens
         for answer, prompt in zip(answers, prompts, strict=True):
-            parts.append(Part(at, len(answer), at + len(answer), int(prompt[0]), len(prompt)))
-            places.append(np.concatenate([prompt, np.arange(at, at + len(answer))]))
+            segments.append(Segment(at, len(answer), at + len(answer), int(prompt[0]), len(prompt)))
+            positions.append(np.concatenate([prompt, np.arange(at, at + len(answer))]))
             at += len(answer)
         left = tokens + width - at
-        parts += [Part(at, left, at + left)] * bool(left)
-        return self._laid_out([ids], width, parts), places
+        segments += [Segment(at, left, at + left)] * bool(left)
+        return self._laid_out([ids], width, segments), positions
 
-    def _laid_out(self, ids: Sequence[np.ndarray], width: int, parts: list[Part]) -> Batch:
+    def _laid_out(self, ids: Sequence[np.ndarray], width: int, segments: list[Segment]) -> Batch:
         padded = np.full((len(ids), width), self.pad_token_id)
         for line, tokens in zip(padded, ids, strict=True):
             line[: len(tokens)] = tokens
-        batch = {"input_ids": torch.from_numpy(padded), **self._layout(parts)}
+        batch = {"input_ids": torch.from_numpy(padded), **self._layout(segments)}
         batch["position_ids"] = batch["position_ids"].view(padded.shape)
         return batch
 
-    def _layout(self, parts: list[Part]) -> Batch:
-        lengths, prompts = (np.array([getattr(part, name) for part in parts]) for name in ("tokens", "prompt"))
-        begins, openings = (np.array([getattr(part, name) for part in parts]) for name in ("begin", "opening"))
+    def _layout(self, segments: list[Segment]) -> Batch:
+        lengths, prompts = (np.array([getattr(segment, name) for segment in segments]) for name in ("tokens", "prompt"))
+        begins, openings = (np.array([getattr(segment, name) for segment in segments]) for name in ("begin", "opening"))
         keys = lengths + prompts
-        bounds, key_bounds = (np.concatenate([[0], each.cumsum()]) for each in (lengths, keys))
-        spans = [begins, np.array([part.last for part in parts]), openings, openings + prompts]
+        bounds, key_bounds = (np.concatenate([[0], sizes.cumsum()]) for sizes in (lengths, keys))
+        spans = [begins, np.array([segment.last for segment in segments]), openings, openings + prompts]
         branches = np.stack([span.repeat(lengths) for span in spans])
         seen = np.arange(keys.sum()) - key_bounds[:-1].repeat(keys)  # index among the keys of its part
         first = np.where(seen < prompts.repeat(keys), openings.repeat(keys), (begins - prompts).repeat(keys))
@@ -189,9 +193,9 @@ class BranchCollator:
         longest, longest_keys = int(lengths.max()), int(keys.max())
         key_places = first + seen
         if self.rounded:
-            longest, longest_keys = (1 << (most - 1).bit_length() for most in (longest, longest_keys))
-            fill = -(-len(parts) // DOCUMENTS) * DOCUMENTS - len(parts)
-            bounds, key_bounds = (np.pad(each, (0, fill), mode="edge") for each in (bounds, key_bounds))
+            longest, longest_keys = (1 << (size - 1).bit_length() for size in (longest, longest_keys))
+            fill = -(-len(segments) // DOCUMENTS) * DOCUMENTS - len(segments)
+            bounds, key_bounds = (np.pad(sizes, (0, fill), mode="edge") for sizes in (bounds, key_bounds))
             filled = width_of(len(key_places), widths=self.widths)
             key_places = np.pad(key_places, (0, filled - len(key_places)))
         return {
@@ -199,7 +203,7 @@ class BranchCollator:
             BRANCHES: torch.from_numpy(branches.astype(np.int32)),
             KEY_POSITIONS: torch.from_numpy(key_places),
             **dict(
-                zip(BOUNDS, (torch.from_numpy(each.astype(np.int32)) for each in (bounds, key_bounds)), strict=True)
+                zip(BOUNDS, (torch.from_numpy(sizes.astype(np.int32)) for sizes in (bounds, key_bounds)), strict=True)
             ),
             **dict(zip(LONGEST, (longest, longest_keys), strict=True)),
         }

@@ -42,7 +42,8 @@ KINDS = {
     "test": ("test", "testing"),
 }
 # Files that datasets' `save_to_disk` writes: of a dataset, of its columns, and of a folder of splits.
-SAVED, DESCRIPTION, SAVED_SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+SAVED = "state.json"
+DESCRIPTION, SAVED_SPLITS = "dataset_info.json", "dataset_dict.json"
 SHARD = re.compile(r"-\d+-of-\d+$")
 SUFFIX = re.compile(r"(?<=.)(set|data|split)$")  # as in trainset, testdata
 MOST_NAMED = 10
@@ -59,7 +60,7 @@ class Source:
 
     Attributes:
         path: the file, or the Hub id.
-        kind: jsonl, json, csv, parquet, arrow, text or hub.
+        file_format: jsonl, json, csv, parquet, arrow, text or hub.
         rows: column name to value, one dictionary per row.
         lines: the line where each row starts (1-based), for kinds with lines.
         note: how plain text was split into documents; empty for the other kinds.
@@ -68,14 +69,14 @@ class Source:
     """
 
     path: str
-    kind: str
+    file_format: str
     rows: list[Row]
     lines: Sequence[int] | None = None
     note: str = ""
     dataset: int = 0
     first: int = 0
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the place of row `index`: `file:line`, or `file, row N` (1-based)."""
         return f"{self.path}:{self.lines[index]}" if self.lines else f"{self.path}, row {self.first + index + 1}"
 
@@ -156,9 +157,9 @@ def files_of(name: str) -> list[Path] | None:
         fix = f"write {hub_id}" if hub_id else "download it, and give the file's path"
         raise DataError(f"{name}: halfbyte does not read data from URLs", fix)
     fix = "give the folder, or a list of files" if "*" in name else "check the path"
-    parts = [part.strip() for part in name.split(",")]
-    if len(parts) > 1 and os.path.exists(os.path.expanduser(parts[0])):
-        fix = f"write several as a list: [{', '.join(parts)}]"
+    names = [name.strip() for name in name.split(",")]
+    if len(names) > 1 and os.path.exists(os.path.expanduser(names[0])):
+        fix = f"write several as a list: [{', '.join(names)}]"
     if (closest := _closest(path)) == OTHER_UNICODE:
         fix = "rename that file, or give its folder"
     raise DataError(f"no such file: {name}{closest}", fix)
@@ -180,26 +181,26 @@ def _files_in(folder: Path) -> list[Path]:
             f"cannot read {error.filename}: {explain_os_error(error)}", "change its permissions, or give another path"
         )
 
-    for place, inner, names in os.walk(folder, onerror=refuse):
+    for directory, inner, names in os.walk(folder, onerror=refuse):
         inner[:] = [name for name in inner if not name.startswith(".")]
         if SAVED in names and DESCRIPTION in names:
             names, inner[:] = [SAVED], []
         elif any(name.endswith(".arrow") for name in names) or SAVED_SPLITS in names:
             names = [name for name in names if name not in (DESCRIPTION, SAVED_SPLITS)]
-        found = (Path(place, name) for name in names if not name.startswith("."))
-        files += [path for path in found if path.is_file()]
+        paths = (Path(directory, name) for name in names if not name.startswith("."))
+        files += [path for path in paths if path.is_file()]
         if len(files) > MOST_FILES:
             raise DataError(f"{folder} holds more than {MOST_FILES:,} files", "give a folder that contains only data")
     files.sort()
-    known = [file for file in files if suffix_of(file) in READERS]
-    if not known:
+    data_files = [file for file in files if suffix_of(file) in READERS]
+    if not data_files:
         raise DataError(f"no data files in {folder}", f"add files of these kinds: {KNOWN}")
-    if len(known) < len(files):
-        others = [str(file.relative_to(folder)) for file in files if suffix_of(file) not in READERS]
-        more = f" and {len(others) - 10:,} more" if len(others) > 10 else ""
-        left_out = ", ".join(others[:10]) + more
+    if len(data_files) < len(files):
+        skipped = [str(file.relative_to(folder)) for file in files if suffix_of(file) not in READERS]
+        remainder = f" and {len(skipped) - 10:,} more" if len(skipped) > 10 else ""
+        left_out = ", ".join(skipped[:10]) + remainder
         notice(f"data-folder:{folder}", f"{folder}: skipping {left_out} (known kinds: {KNOWN})")
-    return known
+    return data_files
 
 
 def suffix_of(path: Path) -> str:
@@ -247,7 +248,7 @@ def _lines(file: TextIO, path: Path) -> Iterator[str]:
 def _bar(path: Path, total: int, unit: str) -> Iterator[Callable[[int], object]]:
     """Show a progress bar for a long file on a terminal; yields the function that advances it."""
     if path.stat().st_size < LONG or not sys.stderr.isatty():
-        yield lambda more: None
+        yield lambda amount: None
         return
     from tqdm import tqdm
 
@@ -263,12 +264,12 @@ def _read_jsonl(path: Path) -> Source:
         return _read_json(path)
 
 
-def _source_of(kind: str, path: Path, numbered: Iterator[tuple[int, Row]]) -> Source:
+def _source_of(file_format: str, path: Path, numbered: Iterator[tuple[int, Row]]) -> Source:
     rows, lines = [], []
     for line, row in numbered:
         rows.append(row)
         lines.append(line)
-    return Source(str(path), kind, rows, lines)
+    return Source(str(path), file_format, rows, lines)
 
 
 class _IsArrayError(DataError):
@@ -296,8 +297,10 @@ def _read_json(path: Path) -> Source:
         text = "".join(_lines(file, path))
     if not text.strip():
         return Source(str(path), "json", [])
-    first, _, rest = text.strip().partition("\n")
-    if first.startswith("{") and first.rstrip().endswith("}") and rest:  # one object per line: JSONL named .json
+    first_line, _, later_lines = text.strip().partition("\n")
+    if (
+        first_line.startswith("{") and first_line.rstrip().endswith("}") and later_lines
+    ):  # one object per line: JSONL named .json
         return _read_jsonl(path)
     value = parse_json(text, str(path), DataError, "correct the file", unique=True)
     if isinstance(value, dict) and isinstance(value.get("data"), list):
@@ -306,10 +309,10 @@ def _read_json(path: Path) -> Source:
     return Source(str(path), "json", [_checked(row, f"{path}, row {i}") for i, row in enumerate(rows, 1)])
 
 
-def _checked(row: Any, where: str) -> Row:
+def _checked(row: Any, location: str) -> Row:
     if isinstance(row, dict):
         return row
-    raise DataError(f"{where}: the row is a {type(row).__name__}, not an object", 'write rows as {"column": value}')
+    raise DataError(f"{location}: the row is a {type(row).__name__}, not an object", 'write rows as {"column": value}')
 
 
 def _read_csv(path: Path) -> Source:
@@ -334,9 +337,9 @@ def csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
             start = reader.line_num + 1
             for row in reader:
                 if None in row or None in row.values():
-                    found = sum(value is not None for key, value in row.items() if key) + len(row.get(None) or [])
+                    fields = sum(value is not None for key, value in row.items() if key) + len(row.get(None) or [])
                     fix = "put fields that hold commas or quotes in quotes"
-                    raise DataError(f"{path}:{start}: {found} fields, but the header has {len(names)}", fix)
+                    raise DataError(f"{path}:{start}: {fields} fields, but the header has {len(names)}", fix)
                 yield start, dict(row)
                 start = reader.line_num + 1
         except csv.Error as error:
@@ -344,20 +347,22 @@ def csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
             raise DataError(wrong, "close its quotes, and double quotes inside fields") from None
 
 
-def _check_delimiter(names: Sequence[str], delimiter: str, where: str) -> None:
+def _check_delimiter(names: Sequence[str], delimiter: str, location: str) -> None:
     """Raise a DataError if the header is a single name that contains another delimiter."""
-    others = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
-    found = next((each for each in others if each != delimiter and len(names) == 1 and each in names[0]), None)
-    if found is not None:
-        wrong = f"{where}: the header is {brief(names[0])}: its fields are separated by {others[found]}"
-        fix = {"\t": "name it .tsv", ",": "name it .csv"}.get(found, f"separate them by {others[delimiter]}")
+    delimiter_names = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
+    actual = next(
+        (mark for mark in delimiter_names if mark != delimiter and len(names) == 1 and mark in names[0]), None
+    )
+    if actual is not None:
+        wrong = f"{location}: the header is {brief(names[0])}: its fields are separated by {delimiter_names[actual]}"
+        fix = {"\t": "name it .tsv", ",": "name it .csv"}.get(actual, f"separate them by {delimiter_names[delimiter]}")
         raise DataError(wrong, fix)
 
 
-def _check_columns(names: Sequence[str], where: str) -> None:
+def _check_columns(names: Sequence[str], location: str) -> None:
     twice = [name for number, name in enumerate(names) if name in names[:number]]
     if twice:
-        raise DataError(f"{where}: two columns are named {brief(twice[0])}", "rename or remove one of them")
+        raise DataError(f"{location}: two columns are named {brief(twice[0])}", "rename or remove one of them")
 
 
 def _read_parquet(path: Path) -> Source:
@@ -490,64 +495,66 @@ def files_of_split(files: Sequence[Path], folder: Path, split: str) -> list[Path
                 "dataset_split", f"dataset_split: {split}: no file of {folder} is named for a split: reading all rows"
             )
         return list(files)
-    asked = [part.partition("[")[0].strip() for part in split.split("+")]
+    splits = [name.partition("[")[0].strip() for name in split.split("+")]
     if "[" in split:
         notice(
             "dataset_split",
-            f"dataset_split: {split}: slices do not apply to files: reading all rows of {' and '.join(asked)}",
+            f"dataset_split: {split}: slices do not apply to files: reading all rows of {' and '.join(splits)}",
         )
-    found = [file for file in files if any(_is_of(names[file], part) for part in asked)]
-    if not found and asked == [TRAIN]:
-        found = [file for file in files if not names[file]] or _only_kind(files, names.values())
-    if not found:
-        there = ", ".join(dict.fromkeys(name for name in names.values() if name))
+    selected = [file for file in files if any(_is_of(names[file], name) for name in splits)]
+    if not selected and splits == [TRAIN]:
+        selected = [file for file in files if not names[file]] or _only_kind(files, names.values())
+    if not selected:
+        present = ", ".join(dict.fromkeys(name for name in names.values() if name))
         raise DataError(
-            f"{folder} has no files of dataset_split {split}; it has files of: {there}",
+            f"{folder} has no files of dataset_split {split}; it has files of: {present}",
             f"set dataset_split to one of these, or give files, e.g. {files[0]}",
         )
-    if left_out := [str(file.relative_to(folder)) for file in files if file not in found]:
-        more = f" and {len(left_out) - MOST_NAMED:,} more" if len(left_out) > MOST_NAMED else ""
+    if left_out := [str(file.relative_to(folder)) for file in files if file not in selected]:
+        remainder = f" and {len(left_out) - MOST_NAMED:,} more" if len(left_out) > MOST_NAMED else ""
         notice(
             f"splits:{folder}:{split}",
-            f"{folder}: reading the {len(found):,} files of split {split} and skipping"
-            f" {', '.join(left_out[:MOST_NAMED])}{more}; dataset_split picks another split, and eval_dataset: {folder}"
-            " evaluates on its validation or test files",
+            f"{folder}: reading the {len(selected):,} files of split {split} and skipping"
+            f" {', '.join(left_out[:MOST_NAMED])}{remainder}; dataset_split picks another split, and eval_dataset:"
+            f" {folder} evaluates on its validation or test files",
         )
-    return found
+    return selected
 
 
 def evaluation_split(files: Sequence[Path], folder: Path, split: str) -> str:
     """Return the split to evaluate on: `split` unless it is the default, else validation or test, the first one with
     files."""
     names = [_split_of(file, folder) for file in files]
-    others = [kind for kind in KINDS if kind != TRAIN and any(_is_of(name, kind) for name in names)]
-    return others[0] if others and split == TRAIN else split
+    held_out_splits = [
+        split_name for split_name in KINDS if split_name != TRAIN and any(_is_of(name, split_name) for name in names)
+    ]
+    return held_out_splits[0] if held_out_splits and split == TRAIN else split
 
 
 def _split_of(file: Path, folder: Path) -> str:
     """Return the part of a file's path that names its split, or ""."""
     *folders, _ = file.relative_to(folder).parts
     stem = Path(file.stem).stem if file.suffix.lower() in COMPRESSIONS else file.stem
-    return next((name for name in (SHARD.sub("", stem), *reversed(folders)) if _kind(name)), "")
+    return next((name for name in (SHARD.sub("", stem), *reversed(folders)) if _split_name(name)), "")
 
 
-def _kind(name: str) -> str:
+def _split_name(name: str) -> str:
     """Return the key of KINDS that a name refers to; empty for none or several."""
     words = [SUFFIX.sub("", word) for word in re.split(r"[^a-z]+", name.lower())]
-    found = [kind for kind, names in KINDS.items() if any(word in names for word in words)]
-    return found[0] if len(found) == 1 else ""
+    split_names = [split_name for split_name, names in KINDS.items() if any(word in names for word in words)]
+    return split_names[0] if len(split_names) == 1 else ""
 
 
-def _is_of(name: str, asked: str) -> bool:
-    """Return whether a file of split `name` belongs to the split `asked`, by any name of its kind or literally."""
-    if any(asked in names for names in KINDS.values()):
-        return _kind(name) == _kind(asked)
-    return name == asked
+def _is_of(name: str, split: str) -> bool:
+    """Return whether a file of split `name` belongs to the split `split`, by any name of its kind or literally."""
+    if any(split in names for names in KINDS.values()):
+        return _split_name(name) == _split_name(split)
+    return name == split
 
 
 def _only_kind(files: Sequence[Path], names: Iterable[str]) -> list[Path]:
     """Return all files if they belong to a single split."""
-    return list(files) if len({_kind(name) for name in names}) == 1 else []
+    return list(files) if len({_split_name(name) for name in names}) == 1 else []
 
 
 # --- values of CSV files ----------------------------------------------------------------------------------------------
@@ -563,35 +570,37 @@ def parse_csv_values(source: Source, columns: Mapping[str, str], numbers: Collec
     Raises:
         DataError: a label is neither true nor false, or a list is not JSON. The message names file, row and column.
     """
-    if source.kind != "csv":
+    if source.file_format != "csv":
         return source
     rows = []
     for index, row in enumerate(source.rows):
-        parsed = {column: _parsed(part, row[column], column, source.where(index)) for part, column in columns.items()}
+        parsed = {
+            column: _parsed(field, row[column], column, source.location(index)) for field, column in columns.items()
+        }
         parsed |= {column: _number(row[column]) for column in numbers if column in row}
         rows.append({**row, **parsed})
     return replace(source, rows=rows)
 
 
-def _parsed(part: str, text: Any, column: str, where: str) -> Any:
-    if part == "label":
-        return _truth(text, column, where)
-    if part == "margin":
+def _parsed(field: str, text: Any, column: str, location: str) -> Any:
+    if field == "label":
+        return _truth(text, column, location)
+    if field == "margin":
         return _number(text)
-    if part not in LISTS:
+    if field not in LISTS:
         return text
-    values = parse_json(text, f"{where}, column {column!r}", DataError, "write the list as JSON")
-    if part == "labels" and isinstance(values, list):
-        return [each if isinstance(each, bool) else _truth(str(each), column, where) for each in values]
+    values = parse_json(text, f"{location}, column {column!r}", DataError, "write the list as JSON")
+    if field == "labels" and isinstance(values, list):
+        return [label if isinstance(label, bool) else _truth(str(label), column, location) for label in values]
     return values
 
 
-def _truth(text: str, column: str, where: str) -> bool:
-    found = TRUTHS.get(text.strip().casefold())
-    if found is None:
-        wrong = f"{where}: column {column!r} holds {brief(text)}, not true or false"
+def _truth(text: str, column: str, location: str) -> bool:
+    truth = TRUTHS.get(text.strip().casefold())
+    if truth is None:
+        wrong = f"{location}: column {column!r} holds {brief(text)}, not true or false"
         raise DataError(wrong, "write true (or 1) for a good answer or step and false (or 0) for a bad one")
-    return found
+    return truth
 
 
 def _number(text: str) -> float | str:

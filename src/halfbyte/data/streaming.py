@@ -45,13 +45,13 @@ class _File:
 
     Attributes:
         name: the path, or the Hub id.
-        kind: as in `Source`.
+        file_format: as in `Source`.
         load: returns (line, row) pairs for kinds with lines, else a dataset of the library datasets.
         count: returns the number of rows, or an upper bound; None if it is not known.
     """
 
     name: str
-    kind: str
+    file_format: str
     load: Callable[[], Any]
     count: Callable[[], int | None]
 
@@ -141,12 +141,12 @@ class DatasetReader:
             lines, rows = [line for line, _ in rows], [row for _, row in rows]
         else:
             rows = [without_null(row) for row in rows]
-        return Source(file.name, file.kind, rows, lines, dataset=self.number, first=first)
+        return Source(file.name, file.file_format, rows, lines, dataset=self.number, first=first)
 
     def _open(self, file: _File) -> None:
         """Go to the next row of a file."""
         rows = file.load()
-        if file.kind in ("jsonl", "csv"):
+        if file.file_format in ("jsonl", "csv"):
             self._rows = islice(rows, self._row, None)
             return
         self._dataset = rows
@@ -171,8 +171,8 @@ def _file(path: Path) -> _File:
     """
     suffix = suffix_of(path)
     if rows := LINES.get(suffix):
-        kind = "csv" if rows is csv_rows else "jsonl"
-        return _File(str(path), kind, partial(rows, path), partial(_count_lines, path))
+        file_format = "csv" if rows is csv_rows else "jsonl"
+        return _File(str(path), file_format, partial(rows, path), partial(_count_lines, path))
     if suffix == ".parquet":
         return _File(str(path), "parquet", partial(_load_parquet, path), partial(_count_parquet, path))
     if path.name == SAVED or suffix == ".arrow":
@@ -219,8 +219,8 @@ def _hub_file(name: str, split: str) -> _File:
         return datasets.load_dataset(name, split=split, streaming=True)
 
     def count() -> int | None:
-        known = load().info.splits or {}
-        return known[split].num_examples if split in known else None
+        splits = load().info.splits or {}
+        return splits[split].num_examples if split in splits else None
 
     return _File(name, "hub", load, count)
 
@@ -253,12 +253,12 @@ class RowStream:
         if not sources:
             paths = ", ".join(entry.path for entry in config.datasets)
             raise DataError(f"the dataset is empty: {paths} holds no rows", "put at least one row into it")
-        self.first, self._after_first = prepare(sources), self._place
+        self.first, self._after_first = prepare(sources), self._positions
         self._read = _rows_in(sources)
         self.first.report["train"]["streamed"] = True
 
     @property
-    def _place(self) -> list[Position]:
+    def _positions(self) -> list[Position]:
         """Where each dataset was read up to."""
         return [reader.position for reader in self.readers]
 
@@ -272,10 +272,12 @@ class RowStream:
         if self._ended:
             self._check_total(len(self.first.train))
         counts = [reader.count() if share else 0 for reader, share in zip(self.readers, self.shares, strict=True)]
-        known = [count for count in counts if count is not None]
-        if len(known) == len(counts) and len(self.first.train) <= self._read:  # else a row of the data becomes several
+        row_counts = [count for count in counts if count is not None]
+        if (
+            len(row_counts) == len(counts) and len(self.first.train) <= self._read
+        ):  # else a row of the data becomes several
             concatenated = self.config.mixing == "concat"
-            total = sum(known) if concatenated else total_rows(self.config, known, self.shares) + self.size
+            total = sum(row_counts) if concatenated else total_rows(self.config, row_counts, self.shares) + self.size
             self._check_total(total, "at most ")
 
     def _check_total(self, rows: int, bound: str = "") -> None:
@@ -287,10 +289,10 @@ class RowStream:
         if rows >= self.needed:
             return
         steps = rows // (self.needed // self.config.max_steps)
-        wanted = f"max_steps: {self.config.max_steps:,} steps need {self.needed:,} rows"
-        more = "add data, or remove streaming to train several epochs"
-        fix = f"set max_steps: {bound}{steps}, or {more}" if steps else more
-        raise ConfigError(f"{wanted}, and the stream has {bound}{rows:,}", fix)
+        problem = f"max_steps: {self.config.max_steps:,} steps need {self.needed:,} rows"
+        remedy = "add data, or remove streaming to train several epochs"
+        fix = f"set max_steps: {bound}{steps}, or {remedy}" if steps else remedy
+        raise ConfigError(f"{problem}, and the stream has {bound}{rows:,}", fix)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
@@ -305,32 +307,32 @@ class RowStream:
             return sources, left > 0
         sources = []
         for reader, share in zip(self.readers, self.shares, strict=True):
-            wanted = math.floor(share * self.size * (number + 1)) - math.floor(share * self.size * number)
-            taken, complete = self._take(reader, wanted)
-            sources += taken
+            count = math.floor(share * self.size * (number + 1)) - math.floor(share * self.size * number)
+            block, complete = self._take(reader, count)
+            sources += block
             if not complete:
                 return sources, True
         return sources, False
 
-    def _take(self, reader: DatasetReader, wanted: int) -> tuple[list[Source], bool]:
+    def _take(self, reader: DatasetReader, count: int) -> tuple[list[Source], bool]:
         """Return the next rows of a dataset, and whether they are complete.
 
         With `stopping: all` a shorter dataset starts again until all have ended.
         """
-        taken = reader.take(wanted)
-        while (missing := wanted - _rows_in(taken)) > 0:
+        sources = reader.take(count)
+        while (missing := count - _rows_in(sources)) > 0:
             reader.ended = True
-            drawn = (other for other, share in zip(self.readers, self.shares, strict=True) if share)
-            if self.config.stopping == "first" or all(other.ended for other in drawn):
-                return taken, False
+            drawn = (r for r, share in zip(self.readers, self.shares, strict=True) if share)
+            if self.config.stopping == "first" or all(r.ended for r in drawn):
+                return sources, False
             reader.restart()
-            again = reader.take(missing)
-            if not again:
+            from_start = reader.take(missing)
+            if not from_start:
                 raise DataError(
                     f"the dataset is empty: {reader.entry.path} holds no rows", "put a row into it, or remove it"
                 )
-            taken += again
-        return taken, True
+            sources += from_start
+        return sources, True
 
     def _block(self, number: int) -> tuple[Any, bool]:
         """Return the prepared rows of the next block, which may be none, and whether the stream ends with it."""
@@ -388,7 +390,7 @@ class RowStream:
             reader.seek(position)
         ended = False
         while not ended:
-            self._starts.append({"block": number, "row": row, "datasets": self._place if number else None})
+            self._starts.append({"block": number, "row": row, "datasets": self._positions if number else None})
             try:
                 rows, ended = self._block(number)
                 if ended:

@@ -94,10 +94,10 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
-def packed(rows: Dataset, most: int) -> Dataset:
-    """Pack rows of documents into rows of at most `most` tokens."""
+def packed(rows: Dataset, max_tokens: int) -> Dataset:
+    """Pack rows of documents into rows of at most `max_tokens` tokens."""
     columns = {name: rows[name][:] for name in rows.column_names}
-    together = pack([len(ids) for ids in columns["input_ids"]], most)
+    together = pack([len(ids) for ids in columns["input_ids"]], max_tokens)
     joined = {
         name: [[item for index in indices for item in values[index]] for indices in together]
         for name, values in columns.items()

@@ -85,14 +85,14 @@ class Turn:
         start, end: the answer.
         limit: end of the end-of-turn token (and white space before it) after the answer; `end` without one.
         trained: False if the row excludes the turn from training.
-        parts: the pieces of `start:end` that a template marks; empty: all of it.
+        spans: the pieces of `start:end` that a template marks; empty: all of it.
     """
 
     start: int
     end: int
     limit: int
     trained: bool = True
-    parts: tuple[tuple[int, int], ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class Turns:
@@ -105,7 +105,8 @@ class Turns:
     """
 
     def __init__(self, template: Template, messages: list[Message], tools: list[Any] | None, text: str):
-        self.template, self.messages, self.tools, self.text = template, messages, tools, text
+        self.template, self.text = template, text
+        self.messages, self.tools = messages, tools
         self.probe, self.other_probe = islice(self._characters(), 2)
         self._results: list[tuple[int, int]] | None = None
 
@@ -118,7 +119,7 @@ class Turns:
         indices = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         turns = [self._turn(index) for index in indices]
         for index, turn in zip(indices, turns, strict=True):
-            for start, end in turn.parts or ((turn.start, turn.end),):
+            for start, end in turn.spans or ((turn.start, turn.end),):
                 if any(begin < end and start < stop for begin, stop in self.results):
                     self._raise_contradiction(index, start)
         return turns
@@ -133,15 +134,15 @@ class Turns:
         if len(blocks) == len(indices):
             return [Turn(start, end, end) for start, end in blocks]
         regions = [self._regions(index) for index in indices]
-        starts = [self._begin(index, *_hull(found)) for index, found in zip(indices, regions, strict=True)]
+        starts = [self._begin(index, *_hull(region)) for index, region in zip(indices, regions, strict=True)]
         owned: list[list[tuple[int, int]]] = [[] for _ in indices]
         for start, end in blocks:
-            owner = max((place for place, begin in enumerate(starts) if begin < end), default=0)
+            owner = max((number for number, begin in enumerate(starts) if begin < end), default=0)
             owned[owner].append((start, end))
         return [
-            Turn(parts[0][0], parts[-1][1], parts[-1][1], parts=tuple(parts) if len(parts) > 1 else ())
-            for parts in owned
-            if parts
+            Turn(marked[0][0], marked[-1][1], marked[-1][1], spans=tuple(marked) if len(marked) > 1 else ())
+            for marked in owned
+            if marked
         ]
 
     @property
@@ -165,14 +166,14 @@ class Turns:
         start = self._begin(index, start, calls)
         if not later:
             return Turn(start, calls, calls)
-        return Turn(start, end, end, parts=((start, calls), _hull(later)))
+        return Turn(start, end, end, spans=((start, calls), _hull(later)))
 
     def _around_results(self, regions: dict[str, tuple[int, int]]) -> tuple[Any, Any]:
         """Split a turn's regions into those before the first result of its calls, and texts after it."""
         start, end = _hull(regions.values())
         cut = min((begin for begin, _ in self.results if start < begin < end), default=end)
-        later = [place for name, place in regions.items() if place[0] >= cut and not name.startswith("tool_calls")]
-        return [place for place in regions.values() if place not in later] or later, later
+        later = [region for name, region in regions.items() if region[0] >= cut and not name.startswith("tool_calls")]
+        return [region for region in regions.values() if region not in later] or later, later
 
     def _regions(self, index: int) -> dict[str, tuple[int, int]]:
         """Return the region of the rendering that changes with each part of an assistant's turn, by the part's name.
@@ -180,8 +181,8 @@ class Turns:
         Raises:
             DataError: nothing changes.
         """
-        parts = with_probes(self.messages[index], self.template.source, self._characters, self._numbers)
-        regions = {name: self._region(index, replacements) for name, replacements in parts}
+        replaced = with_probes(self.messages[index], self.template.source, self._characters, self._numbers)
+        regions = {name: self._region(index, replacements) for name, replacements in replaced}
         shown = {name: region for name, region in regions.items() if region is not None}
         if shown:
             return shown
@@ -241,11 +242,11 @@ class Turns:
 
     def _exact(self, changed: str, probes: Sequence[str]) -> tuple[int, int] | None:
         """Return the region that probes replace in `changed`, or None if more differs than probes and white space."""
-        places = [found.span() for found in re.finditer("|".join(probes), changed)]
-        first, last = places[0][0], places[-1][1]
+        spans = [match.span() for match in re.finditer("|".join(probes), changed)]
+        first, last = spans[0][0], spans[-1][1]
         start, end = self._differing(changed)
         longer = len(changed) - len(self.text)
-        once = len(places) == len({changed[begin:stop] for begin, stop in places})
+        once = len(spans) == len({changed[begin:stop] for begin, stop in spans})
         if not once or changed[start:first].strip() or changed[last : end + longer].strip():
             return None
         return min(start, first), max(end, last - longer)
@@ -266,14 +267,14 @@ class Turns:
         turn, content = self.text[start:end], self.messages[index].get("content")
         if isinstance(content, str) and turn.strip() == content.strip():
             return
-        for other, message in enumerate(self.messages):
+        for number, message in enumerate(self.messages):
             content = message.get("content")
-            if other == index or message["role"] == "tool" or not isinstance(content, str) or not content.strip():
+            if number == index or message["role"] == "tool" or not isinstance(content, str) or not content.strip():
                 continue
             if content.strip() in turn:
-                changed = self._with(other, {**message, "content": self.probe})
+                changed = self._with(number, {**message, "content": self.probe})
                 if changed is not None and turn not in changed:
-                    self._raise_ambiguous(other, changed)
+                    self._raise_ambiguous(number, changed)
 
     def _begin(self, index: int, start: int, end: int) -> int:
         """Return where the model would start to write: right after the generation prompt.
@@ -281,28 +282,28 @@ class Turns:
         This is before `start` if the template writes the beginning of an answer (Qwen3's empty thoughts) or the marks
         of a call, and after it if the generation prompt opens the thought that the row contains.
         """
-        before = self.messages[:index]
-        if before and self.template.prompts:
-            prompt = self.template.attempt(before, self.tools, add_generation_prompt=True)
+        earlier = self.messages[:index]
+        if earlier and self.template.prompts:
+            prompt = self.template.attempt(earlier, self.tools, add_generation_prompt=True)
             if prompt is not None and len(prompt) <= end and self.text.startswith(prompt):
                 return len(prompt)
         message = self.messages[index]
         if message.get("tool_calls") or any(message.get(key) for key in THOUGHTS):
             start = self._after_header(index, start)
-        return next((found.start() for found in self._marks_around(start)), start)
+        return next((mark.start() for mark in self._marks_around(start)), start)
 
     def _after_header(self, index: int, start: int) -> int:
         """Return where a turn starts if the template writes its first marks: after the header of a plain turn.
 
         The header is the text between the previous message and a plain text in place of the turn.
         """
-        before, plain = self.messages[max(0, index - 1) : index], {"role": "assistant", "content": self.probe}
-        if not before or not isinstance(before[0].get("content"), str):
+        previous, plain = self.messages[max(0, index - 1) : index], {"role": "assistant", "content": self.probe}
+        if not previous or not isinstance(previous[0].get("content"), str):
             return start
-        floor = self._change(index - 1, {**before[0], "content": self.probe})
-        earlier = [*self.messages[: index - 1], {**before[0], "content": self.other_probe}, plain]
-        for after in (self.messages[index + 1 :], []):
-            changed = self.template.attempt([*earlier, *after], self.tools) or ""
+        floor = self._change(index - 1, {**previous[0], "content": self.probe})
+        earlier = [*self.messages[: index - 1], {**previous[0], "content": self.other_probe}, plain]
+        for later in (self.messages[index + 1 :], []):
+            changed = self.template.attempt([*earlier, *later], self.tools) or ""
             header = changed.partition(self.other_probe)[2].partition(self.probe)
             if floor and header[1] and self.text.startswith(header[0], floor[1]) and floor[1] + len(header[0]) <= start:
                 return floor[1] + len(header[0])
@@ -328,10 +329,12 @@ class Turns:
 
         Returns None if that is before `end`: the template rewrites earlier turns, or refuses calls without results.
         """
-        rest = self.messages[index + 1 :]
-        while rest and rest[0]["role"] == "tool":
-            rest = rest[1:]
-        alone = [self.template.attempt([*self.messages[: index + 1], *after], self.tools) for after in ([], rest)]
+        later = self.messages[index + 1 :]
+        while later and later[0]["role"] == "tool":
+            later = later[1:]
+        alone = [
+            self.template.attempt([*self.messages[: index + 1], *following], self.tools) for following in ([], later)
+        ]
         shared = {text: common_prefix(self.text, text) for text in alone if text is not None}
         if not shared or max(shared.values()) < end:
             return None
@@ -341,14 +344,14 @@ class Turns:
 
     def _before_a_mark(self, border: int) -> int:
         """Move a border out of a mark whose beginning both renderings share by chance."""
-        inside = next((found.start() for found in self._marks_around(border)), None)
+        inside = next((mark.start() for mark in self._marks_around(border)), None)
         return len(self.text[:border].rstrip(OPENERS)) if inside is None else inside
 
-    def _marks_around(self, place: int) -> Iterator[re.Match[str]]:
+    def _marks_around(self, position: int) -> Iterator[re.Match[str]]:
         """Yield the special token that contains a position."""
-        for found in self.template.marks.finditer(self.text, max(0, place - 200), place + 200):
-            if found.start() < place < found.end():
-                yield found
+        for mark in self.template.marks.finditer(self.text, max(0, position - 200), position + 200):
+            if mark.start() < position < mark.end():
+                yield mark
 
     def _raise_ambiguous(self, index: int, changed: str) -> NoReturn:
         start, end = self._differing(changed)
@@ -374,8 +377,8 @@ class Turns:
 
 def _hull(regions: Any) -> tuple[int, int]:
     """Return the first and the last position of some regions."""
-    places = list(regions.values() if isinstance(regions, dict) else regions)
-    return min(start for start, _ in places), max(end for _, end in places)
+    spans = list(regions.values() if isinstance(regions, dict) else regions)
+    return min(start for start, _ in spans), max(end for _, end in spans)
 
 
 def with_probes(
@@ -400,19 +403,19 @@ def with_probes(
     for key in THOUGHTS:
         if message.get(key):
             yield key, [Replacement({**message, key: probe}, probe)]
-    for place, call in enumerate(calls):
+    for number, call in enumerate(calls):
         function, probes = call["function"], list[str]()
         arguments = _with_leaves(function.get("arguments"), characters(), numbers(), probes)
-        ways = [({"arguments": arguments}, probes, True)]
+        changes_of_call = [({"arguments": arguments}, probes, True)]
         if not probes:  # some templates fail on a number in place of empty arguments, or write more around it
             number = next(numbers())
-            ways = [({"arguments": number}, [str(number)], False)]
+            changes_of_call = [({"arguments": number}, [str(number)], False)]
         replacements = []
-        for changes, written, decides in (*ways, ({"name": probe}, [probe], True)):
+        for changes, written, decides in (*changes_of_call, ({"name": probe}, [probe], True)):
             changed = {**call, "function": {**function, **changes}}
-            several = [*calls[:place], changed, *calls[place + 1 :]]
+            several = [*calls[:number], changed, *calls[number + 1 :]]
             replacements.append(Replacement({**message, "tool_calls": several}, written, decides))
-        yield f"tool_calls[{place}]", replacements
+        yield f"tool_calls[{number}]", replacements
 
 
 def _between_tags(message: Message, source: str, characters: Iterator[str]) -> Iterator[Replacement]:
@@ -443,9 +446,9 @@ def _with_leaves(value: Any, characters: Iterator[str], numbers: Iterator[int], 
     if not value:
         return value
     if isinstance(value, dict):
-        return {key: _with_leaves(each, characters, numbers, probes) for key, each in value.items()}
+        return {key: _with_leaves(leaf, characters, numbers, probes) for key, leaf in value.items()}
     if isinstance(value, list):
-        return [_with_leaves(each, characters, numbers, probes) for each in value]
+        return [_with_leaves(leaf, characters, numbers, probes) for leaf in value]
     probe = next(characters) if isinstance(value, str) else next(numbers)
     probes.append(str(probe))
     return probe
@@ -460,25 +463,25 @@ def with_ends(template: Template, text: str, turns: Sequence[Turn]) -> list[Turn
     if not turns:
         return []
     last, _ = _run(template, text, turns[-1].end)
-    found = []
+    extended = []
     for turn in turns:
         run, declared = _run(template, text, turn.end)
         limit = declared or turn.end + common_prefix(text[turn.end : run], text[turns[-1].end : last])
-        found.append(replace(turn, limit=limit))
-    return found
+        extended.append(replace(turn, limit=limit))
+    return extended
 
 
 def _run(template: Template, text: str, end: int) -> tuple[int, int | None]:
     """Return where the run of special tokens and white space after an answer ends, and the end of its last declared
     end token."""
-    place, declared = end, None
-    while found := template.marks.match(text, len(text) - len(text[place:].lstrip())):
-        if found[0] in template.ends:
-            declared = found.end()
-        elif template.opening and found[0] == template.opening:
+    position, declared = end, None
+    while mark := template.marks.match(text, len(text) - len(text[position:].lstrip())):
+        if mark[0] in template.ends:
+            declared = mark.end()
+        elif template.opening and mark[0] == template.opening:
             break
-        place = found.end()
-    return place, declared
+        position = mark.end()
+    return position, declared
 
 
 def not_shown(messages: Sequence[Message], text: str) -> list[str]:
@@ -500,32 +503,32 @@ def _texts(message: Message) -> Iterator[tuple[str, str]]:
     for key in THOUGHTS:
         if isinstance(message.get(key), str):
             yield f"{role} {key}", message[key]
-    for place, call in enumerate(message.get("tool_calls") or []):
+    for number, call in enumerate(message.get("tool_calls") or []):
         for value in (call["function"].get("name"), *_leaves(call["function"].get("arguments"))):
             if isinstance(value, str):
-                yield f"tool_calls[{place}]", value
+                yield f"tool_calls[{number}]", value
 
 
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
-        for each in value.values():
-            yield from _leaves(each)
+        for item in value.values():
+            yield from _leaves(item)
     elif isinstance(value, list):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     else:
         yield value
 
 
 def _is_shown(value: str, shown: str) -> bool:
     written = (json.dumps(value, ensure_ascii=escaped)[1:-1] for escaped in (False, True))
-    return any(_squeezed(each) in shown for each in (value, *written, *(_html(value),)))
+    return any(_squeezed(form) in shown for form in (value, *written, *(_html(value),)))
 
 
 def _html(value: str) -> str:
     """Return a text as jinja's tojson writes it, with HTML characters escaped."""
     escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
-    return re.sub("[<>&']", lambda found: escapes[found[0]], json.dumps(value)[1:-1])
+    return re.sub("[<>&']", lambda match: escapes[match[0]], json.dumps(value)[1:-1])
 
 
 def _squeezed(text: str) -> str:

@@ -77,7 +77,7 @@ class PairedMethod(Method):
         return Numbers(metrics, metrics)
 
     def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
-        from ..data.collate_answers import documents_in
+        from ..data.answer_documents import documents_in
 
         return documents_in(config, data, ANSWERS)
 
@@ -371,7 +371,7 @@ class KahnemanTverskyOptimization(Method):
         return replace(found, whole=config.gradient_accumulation_steps == 1, device=config.device)
 
     def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
-        from ..data.collate_answers import MISMATCHED, documents_in, mismatched
+        from ..data.answer_documents import MISMATCHED, documents_in, mismatched
 
         answers = [("completion_ids", "completion_mask")]
         if self.looks_ahead:
@@ -388,7 +388,7 @@ class KahnemanTverskyOptimization(Method):
         return unpaired_collator(config, tokenizer, device, joined=self.joined)
 
     def tokens(self, rows: Rows) -> int:
-        from ..data.collate_answers import documents_of
+        from ..data.answer_documents import documents_of
         from ..data.shared_prefix import ANSWERS
 
         if self.joined and rows and ANSWERS in rows[0]:

@@ -47,7 +47,7 @@ class RewardModelling(Method):
         return replace(self, center=config.center_rewards_coefficient or 0.0)
 
     def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
-        from ..data.collate_answers import documents_in
+        from ..data.answer_documents import documents_in
 
         return documents_in(config, data, ANSWERS)
 
@@ -115,9 +115,9 @@ class ProcessRewardModelling(Method):
         return self
 
     def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
-        from ..data.collate_answers import steps_in
+        from ..data.answer_documents import documents_in
 
-        return steps_in(config, data)
+        return documents_in(config, data, [("steps_ids", "steps_mask")])
 
     def collator(
         self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from .. import __version__
 from ..batch import REFERENCE
-from ..data.collate_answers import answer_collator, trained_tokens
+from ..data.answer_documents import trained_tokens
+from ..data.collate_answers import answer_collator
 from ..data.tables import new_fingerprint
 from ..mesh.mesh import DATA_AXES
 from ..methods.answers import as_reference, log_probs

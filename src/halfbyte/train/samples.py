@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..batch import Batch
 from ..config import RunConfig
+from ..data.answer_documents import documents_of
 from ..data.chat import prompt_text
-from ..data.collate_answers import documents_of
 from ..generation import forget, generate
 from ..generation.decoder import context_length
 from ..ops import IGNORE_INDEX

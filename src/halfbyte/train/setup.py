@@ -16,8 +16,9 @@ from transformers import set_seed
 
 from ..adapters.lora import add_adapter, reads_base_weights
 from ..batch import Batch, to_device
+from ..data.answer_documents import first_prompt, with_own_prompts
 from ..data.collate import make_collator
-from ..data.collate_answers import answer_collator, first_prompt, with_own_prompts
+from ..data.collate_answers import answer_collator
 from ..layers.plain import multiply_by_onednn
 from ..loading.expert_offload import offload_experts
 from ..loading.load import load_model
