@@ -70,10 +70,10 @@ def texts(tmp_path):
 class TestFinding:
     def test_a_run_its_adapter_a_checkpoint_and_a_model(self, run_folder, model_folder):
         resolved = run_folder / "config.resolved.yaml"
-        assert saved.find(str(run_folder)) == saved.Place("", run_folder / "adapter", resolved)
-        assert saved.find(str(run_folder / "adapter")) == saved.Place("", run_folder / "adapter", resolved)
-        assert saved.find(str(model_folder)) == saved.Place(str(model_folder), None, None)
-        assert saved.find("org/name") == saved.Place("org/name", None, None)
+        assert saved.find(str(run_folder)) == saved.SavedPaths("", run_folder / "adapter", resolved)
+        assert saved.find(str(run_folder / "adapter")) == saved.SavedPaths("", run_folder / "adapter", resolved)
+        assert saved.find(str(model_folder)) == saved.SavedPaths(str(model_folder), None, None)
+        assert saved.find("org/name") == saved.SavedPaths("org/name", None, None)
 
     def test_a_full_fine_tuning(self, tmp_path, run_folder):
         (tmp_path / "model").mkdir()

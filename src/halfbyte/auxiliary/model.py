@@ -88,8 +88,9 @@ class AuxiliaryModel:
         from ..loading.load import load_model
 
         assert self.files is not None
-        how: dict[str, Any] = {"device": device, "attn_implementation": config.attn_implementation}
-        model = load_model(self.files, config.storage, dtype=dtype, **how)
+        model = load_model(
+            self.files, config.storage, dtype=dtype, device=device, attn_implementation=config.attn_implementation
+        )
         return model if self.adapter is None else load_adapter(model, self.adapter, self.files.name)
 
 
@@ -169,20 +170,20 @@ def find_teacher(config: RunConfig) -> AuxiliaryModel:
     return AuxiliaryModel(adapter, None if origin is None else find_model(origin))
 
 
-def _check_vocabulary(key: str, files: ModelFiles, own: Any, tokens: dict[str, int]) -> None:
+def _check_vocabulary(key: str, files: ModelFiles, model_config: Any, tokens: dict[str, int]) -> None:
     """Check that another model has the tokens of the trained one, whose token → id is `tokens`."""
     from ..loading.load import load_tokenizer
 
     fix = "name a model that shares the vocabulary of the trained model"
-    size, other_size = (config.get_text_config().vocab_size for config in (own, files.config))
+    size, other_size = (config.get_text_config().vocab_size for config in (model_config, files.config))
     if size != other_size:
         wrong = f"{files.name} has a vocabulary of {other_size:,}, and the model one of {size:,}"
         raise ConfigError(f"{key}: {wrong}", fix)
     folder = Path(files.place.name)
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
         return
-    other = load_tokenizer(files.place).get_vocab()
-    if differing := next((token for token, at in tokens.items() if other.get(token) != at), None):
+    vocabulary = load_tokenizer(files.place).get_vocab()
+    if differing := next((token for token, at in tokens.items() if vocabulary.get(token) != at), None):
         wrong = f"token {tokens[differing]} is {differing!r:.40} in the model, and another one in {files.name}"
         raise ConfigError(f"{key}: {wrong}", fix)
 

@@ -49,19 +49,19 @@ def check_teacher(
     if config.method not in DISTILLING:
         return
     with attribute_to_key(KEY):
-        found = find_teacher(config)
-        if found.files is not None:
-            name, trust = f"the teacher {found.files.name}", config.trust_remote_code
-            check_positions(found.files.config, longest, trust_remote_code=trust, name=name)
-        found.check(KEY, config, model_config, tokenizer)
-    console.print(one_line(f"teacher: {_describe(found)}"), soft_wrap=True)
+        teacher = find_teacher(config)
+        if teacher.files is not None:
+            name, trust = f"the teacher {teacher.files.name}", config.trust_remote_code
+            check_positions(teacher.files.config, longest, trust_remote_code=trust, name=name)
+        teacher.check(KEY, config, model_config, tokenizer)
+    console.print(one_line(f"teacher: {_describe(teacher)}"), soft_wrap=True)
 
 
-def _describe(found: AuxiliaryModel) -> str:
-    name = f"the adapter in {found.adapter}" if found.adapter else "the model without its adapter"
-    if found.files is None:
+def _describe(teacher: AuxiliaryModel) -> str:
+    name = f"the adapter in {teacher.adapter}" if teacher.adapter else "the model without its adapter"
+    if teacher.files is None:
         return f"{name}; it shares the model's weights"
-    return f"{name}, on {found.files.name}" if found.adapter else found.files.name
+    return f"{name}, on {teacher.files.name}" if teacher.adapter else teacher.files.name
 
 
 @contextlib.contextmanager
@@ -85,44 +85,39 @@ def loaded_teacher(
     if config.method not in DISTILLING:
         yield
         return
-    found = find_teacher(config)
-    if found.files is None:
-        with _on_trained_weights(config, trained, found) as teacher, use_teacher(trained, teacher):
-            yield
-        return
-    model = _load(config, found, tokenizer, rows, device, dtype)
-    with use_teacher(trained, Teacher(model, partial(compute_autocast, model, dtype))):
+    auxiliary = find_teacher(config)
+    if auxiliary.files is not None:
+        model = _load(config, auxiliary, tokenizer, rows, device, dtype)
+        teacher = Teacher(model, partial(compute_autocast, model, dtype))
+    elif auxiliary.adapter is None:
+        teacher = Teacher(trained, partial(without_adapter, trained))
+    else:
+        teacher = Teacher(trained, partial(as_adapter, trained, ADAPTER_NAME))
+    with contextlib.ExitStack() as stack:
+        if auxiliary.files is None and auxiliary.adapter is not None:
+            stack.enter_context(additional_adapter(config, trained, auxiliary.adapter, ADAPTER_NAME))
+        stack.enter_context(use_teacher(trained, teacher))
         yield
-
-
-@contextlib.contextmanager
-def _on_trained_weights(config: RunConfig, model: Any, found: AuxiliaryModel) -> Iterator[Teacher]:
-    """Yield the trained model with the teacher's adapter instead of its own, or without adapter."""
-    if found.adapter is None:
-        yield Teacher(model, partial(without_adapter, model))
-        return
-    with additional_adapter(config, model, found.adapter, ADAPTER_NAME):
-        yield Teacher(model, partial(as_adapter, model, ADAPTER_NAME))
 
 
 def _load(
     config: RunConfig,
-    found: AuxiliaryModel,
+    teacher: AuxiliaryModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Dataset,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Any:
     """Load a teacher with its own weights, frozen, in eval mode, with the run's kernels."""
-    model = found.load(config, device, dtype)
+    model = teacher.load(config, device, dtype)
     model.requires_grad_(False)
     if config.use_kernels and device.type != "cpu":
         patch(model)
     isolation = isolate_for_run(model, config, make_collator(config, tokenizer, device), rows, dtype)
     if isolation is not None and isolation.method != "positions":
-        assert found.files is not None
+        assert teacher.files is not None
         raise ModelError(
-            f"padding_free: true: documents would see each other in the teacher {found.files.name}",
+            f"padding_free: true: documents would see each other in the teacher {teacher.files.name}",
             "set padding_free: false",
         )
     return model.eval()

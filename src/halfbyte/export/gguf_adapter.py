@@ -16,7 +16,7 @@ from ..gguf.graph import checked_family
 from ..gguf.quants import FLOATS, Type, quantize
 from ..gguf.tensors import Layout
 from ..loading.checkpoint import BaseCheckpoint
-from ..runs.saved import Place, find, saved_config, trained_tokenizer
+from ..runs.saved import SavedPaths, find, saved_config, trained_tokenizer
 from ..runs.stop_tokens import data_report, declared_stop_tokens, known_stop_tokens
 from ..utils.errors import CheckpointError, ConfigError
 from ..utils.files import new_file
@@ -65,7 +65,7 @@ def export_adapter(
     return path
 
 
-def _report_ends(config: RunKeys, saved: Place) -> None:
+def _report_ends(config: RunKeys, saved: SavedPaths) -> None:
     """Report the trained end tokens that the base's file does not declare, where llama.cpp would not stop."""
     tokenizer, base = trained_tokenizer(saved.adapter, config), BaseCheckpoint(config.origin).folder
     declared = {tokenizer.eos_token_id, *declared_stop_tokens(base)}

@@ -3,14 +3,13 @@
 A checkpoint is written to a temporary folder and renamed, so it is complete or absent. It contains `halfbyte.json` (the
 configuration, the size of the data and the open metrics window) and, written last, a manifest of all its files. A
 checkpoint that differs from its manifest is damaged: a notice names the damage, and the newest complete checkpoint is
-used. The step is read from the state, not from the folder's name.
+used. The step is read from the manifest, not from the folder's name.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from ..config import RunConfig
 from ..config.run_config import PATHS, expand_home
 from ..config.yaml import dump_value
 from ..reading import read_json
-from ..reading.tensors import ADAPTER, read_header, safetensors_files
 from ..utils.errors import CheckpointError, ConfigError, HalfbyteError, explain_os_error
 from ..utils.files import clear_leftovers, new_directory, remove, write_json
 from ..utils.notices import notice, silent
@@ -27,9 +25,6 @@ from .layout import (
     CHECKPOINTS,
     METRICS,
     MODEL,
-    OPTIMIZER_STATE,
-    RANDOM_STATE,
-    SCHEDULER_STATE,
     TRAINER_STATE,
     WEIGHTS,
     checkpoint_folder,
@@ -39,7 +34,6 @@ from .layout import RESOLVED_CONFIG as RESOLVED
 from .manifest import FORMAT, damage_by_manifest, read_manifest
 from .metrics import MetricsFile, Window
 
-PICKLED = (OPTIMIZER_STATE, SCHEDULER_STATE, RANDOM_STATE)  # torch writes them as zip files
 EARLIER = "resume from an earlier checkpoint, or start a new run in another output_dir"
 
 LENGTH = ("num_train_epochs", "max_steps")  # they may grow, see `check_length`
@@ -76,12 +70,10 @@ INPUTS = MODELS | {
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of optimizer steps before a checkpoint, from its state; -1 if that cannot be read."""
+    """Return the number of optimizer steps before a checkpoint, from its manifest; -1 if that cannot be read."""
     try:
-        if (checkpoint / STATE).is_file() and "format" in read_state(checkpoint):
-            return read_manifest(checkpoint)["step"]
-        return int(read_json(checkpoint / TRAINER_STATE, CheckpointError, EARLIER)["global_step"])
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+        return read_manifest(checkpoint)["step"]
+    except (CheckpointError, OSError, ValueError):
         return -1
 
 
@@ -115,38 +107,13 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
         state = read_state(checkpoint)
         if missing := {"config", "data", "window"} - state.keys():
             return f"{STATE} has no {min(missing)!r}"
-        if "format" in state:
-            return damage_by_manifest(checkpoint, read_manifest(checkpoint), contents)
-        return _damage_without_manifest(checkpoint, contents)
+        return damage_by_manifest(checkpoint, read_manifest(checkpoint), contents)
     except CheckpointError as error:
         return error.message
     except OSError as error:
         return explain_os_error(error)
-    except (ValueError, zipfile.BadZipFile) as error:
+    except ValueError as error:
         return str(error)
-
-
-def _damage_without_manifest(checkpoint: Path, contents: bool) -> str | None:
-    """Return the damage of a checkpoint without manifest (written by 0.x), by the files that resuming reads."""
-    for name in (TRAINER_STATE, *PICKLED):
-        if not (checkpoint / name).is_file():
-            return f"{name} is missing"
-    single = checkpoint / ADAPTER
-    weights = [single] if single.is_file() else safetensors_files(checkpoint)
-    if not weights:
-        return f"{ADAPTER} is missing"
-    if contents:
-        if step_of(checkpoint) < 0:
-            return f"{TRAINER_STATE} is truncated or names no step"
-        for file in weights:
-            read_header(file)
-        for name in PICKLED:
-            if not zipfile.is_zipfile(checkpoint / name):
-                return f"{name} is truncated"
-            with zipfile.ZipFile(checkpoint / name) as archive:
-                if archive.testzip():
-                    return f"{name} is damaged"
-    return None
 
 
 def write_state(
@@ -155,7 +122,7 @@ def write_state(
     data: dict[str, int],
     window: Window,
     evaluation_pending: bool = False,
-    ways: int = 1,
+    row_ranks: int = 1,
     best: dict[str, Any] | None = None,
     stream: dict[str, Any] | None = None,
 ) -> None:
@@ -163,11 +130,11 @@ def write_state(
 
     Args:
         evaluation_pending: whether the evaluation after this step was not done.
-        ways: number of ranks that the rows of a step were distributed to.
+        row_ranks: number of ranks that the rows of a step were distributed to.
         best: the best evaluation so far, see `train.best_evaluation`.
         stream: position of the next step's rows, see `data.streaming`.
     """
-    state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict(), "ways": ways}
+    state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict(), "ways": row_ranks}
     if evaluation_pending:
         state["owes_evaluation"] = True
     if best is not None:
@@ -192,9 +159,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def keep_newest(output_dir: Path, limit: int | None) -> None:
     """Remove all checkpoints but the newest `limit` and the best. Each is renamed first, so that none is ever
     incomplete."""
-    kept = best(output_dir) if limit else None
+    best_checkpoint = best(output_dir) if limit else None
     for path in checkpoints(output_dir)[: -limit if limit else 0]:
-        if path != kept:
+        if path != best_checkpoint:
             remove(path)
 
 
@@ -251,8 +218,8 @@ def rename_newer(output_dir: Path, chosen: Path) -> None:
                 number += 1
                 aside = path.with_name(f"{path.name}.set-aside-{number}")
             path.rename(aside)
-            what = f"{path} is newer and was renamed to {aside.name}; remove it if you do not need it"
-            notice(f"set-aside {path}", f"the run continues from {chosen}: {what}")
+            problem = f"{path} is newer and was renamed to {aside.name}; remove it if you do not need it"
+            notice(f"set-aside {path}", f"the run continues from {chosen}: {problem}")
 
 
 # --- preflight checks ------------------------------------------------------------------------------------------------
@@ -277,9 +244,10 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
                     f"output_dir: {output} holds {held[0]}/, where a run writes the trained model",
                     "name a folder that only this run uses",
                 )
-            again = "continue it with --resume, or " if can_resume(config) else ""
+            resume_hint = "continue it with --resume, or " if can_resume(config) else ""
             raise ConfigError(
-                f"output_dir: {output} already holds a run ({', '.join(held)})", f"{again}choose another output_dir"
+                f"output_dir: {output} already holds a run ({', '.join(held)})",
+                f"{resume_hint}choose another output_dir",
             )
         return None
     if resume is True:
@@ -353,22 +321,25 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
         ConfigError: some differ; names each key with both values.
     """
     # An older checkpoint may not have all keys.
-    known = {key: field.default for key, field in RunConfig.model_fields.items()}
+    defaults = {key: field.default for key, field in RunConfig.model_fields.items()}
     state = read_state(checkpoint)
-    before, now = known | state["config"], config.model_dump(mode="json")
-    before |= {key: expand_home(before[key]) for key in PATHS}  # earlier versions stored paths as they were given
-    before["reward_funcs"], now["reward_funcs"] = (_without_folders(keys["reward_funcs"]) for keys in (before, now))
+    saved = defaults | state["config"]
+    current = config.model_dump(mode="json")
+    saved |= {key: expand_home(saved[key]) for key in PATHS}  # earlier versions stored paths as they were given
+    saved["reward_funcs"], current["reward_funcs"] = (
+        _without_folders(keys["reward_funcs"]) for keys in (saved, current)
+    )
     free = FREE_KEYS
     if MODELS.keys() <= state["data"].keys():  # digests of the inputs, which `check_same_inputs` compares
         free |= {*PATHS, "model_revision", "teacher_model_revision"}
     key = "num_train_epochs" if config.max_steps < 0 else "max_steps"
-    if before[key] > now[key] and (before["max_steps"] > 0) == (config.max_steps > 0):
-        wrong = f"{dump_value(key, now[key])} is less than the {before[key]:g} that {checkpoint} was made with"
-        raise ConfigError(wrong, f"set {key} to {before[key]:g} or more, or start a new run in another output_dir")
+    if saved[key] > current[key] and (saved["max_steps"] > 0) == (config.max_steps > 0):
+        wrong = f"{dump_value(key, current[key])} is less than the {saved[key]:g} that {checkpoint} was made with"
+        raise ConfigError(wrong, f"set {key} to {saved[key]:g} or more, or start a new run in another output_dir")
     differing = [
-        f"{dump_value(key, before[key])} then, {dump_value(key, now[key]).removeprefix(f'{key}: ')} now"
-        for key in now
-        if key not in free and before[key] != now[key]
+        f"{dump_value(key, saved[key])} then, {dump_value(key, current[key]).removeprefix(f'{key}: ')} now"
+        for key in current
+        if key not in free and saved[key] != current[key]
     ]
     if differing:
         raise ConfigError(
@@ -386,8 +357,8 @@ def check_length(config: RunConfig, checkpoint: Path, steps: int) -> None:
     Raises:
         ConfigError: `num_train_epochs` or `max_steps` became smaller.
     """
-    before, planned = read_state(checkpoint)["config"], planned_steps(checkpoint)
-    if steps < planned and any(before[key] != getattr(config, key) for key in LENGTH):
+    saved, planned = read_state(checkpoint)["config"], planned_steps(checkpoint)
+    if steps < planned and any(saved[key] != getattr(config, key) for key in LENGTH):
         key = "max_steps" if config.max_steps > 0 else "num_train_epochs"
         wrong = f"{config.written(key)}, which is {steps} steps: {checkpoint} was made in a run of {planned}"
         fix = f"give {key} that is at least as much, or start a new run in another output_dir"
@@ -410,8 +381,8 @@ def _without_folders(entries: list[Any] | None) -> list[Any]:
     return plain
 
 
-def keep_step_size(config: RunConfig, checkpoint: Path, ways: int) -> RunConfig:
-    """Return the configuration whose steps on `ways` ranks have the checkpoint's number of micro-batches.
+def keep_step_size(config: RunConfig, checkpoint: Path, row_ranks: int) -> RunConfig:
+    """Return the configuration whose steps on `row_ranks` ranks have the checkpoint's number of micro-batches.
 
     If the number of ranks changed, `gradient_accumulation_steps` changes inversely.
 
@@ -419,24 +390,29 @@ def keep_step_size(config: RunConfig, checkpoint: Path, ways: int) -> RunConfig:
         ConfigError: the micro-batches do not divide evenly, or the key was changed.
     """
     state = read_state(checkpoint)
-    key, now = "gradient_accumulation_steps", config.gradient_accumulation_steps
-    before, ways_before = state["config"][key], state.get("ways", 1)
-    step = before * ways_before
-    if now * ways == step:
+    key, accumulation = "gradient_accumulation_steps", config.gradient_accumulation_steps
+    saved_accumulation, saved_ranks = state["config"][key], state.get("ways", 1)
+    step = saved_accumulation * saved_ranks
+    if accumulation * row_ranks == step:
         return config
-    if ways == ways_before or now != before:
+    if row_ranks == saved_ranks or accumulation != saved_accumulation:
         raise ConfigError(
-            f"{checkpoint} was made with other settings ({key}: {before} then, {now} now)",
-            f"resume with {key}: {before}, or start a new run in another output_dir (adapter_path continues weights)",
+            f"{checkpoint} was made with other settings ({key}: {saved_accumulation} then, {accumulation} now)",
+            f"resume with {key}: {saved_accumulation}, or start a new run in another output_dir (adapter_path continues"
+            " weights)",
         )
-    if step % ways:
+    if step % row_ranks:
         fitting = ", ".join(str(n) for n in range(1, step + 1) if step % n == 0)
         raise ConfigError(
-            f"a step of {checkpoint} has {step} micro-batches, which {ways} processes cannot share evenly",
+            f"a step of {checkpoint} has {step} micro-batches, which {row_ranks} processes cannot share evenly",
             f"resume on a number of processes that divides it: {fitting}",
         )
-    notice(key, f"{key}: {step // ways} instead of {before}, so that a step has the same rows on {ways} processes")
-    return config.model_copy(update={key: step // ways})
+    notice(
+        key,
+        f"{key}: {step // row_ranks} instead of {saved_accumulation}, so that a step has the same rows on {row_ranks}"
+        " processes",
+    )
+    return config.model_copy(update={key: step // row_ranks})
 
 
 def check_same_inputs(inputs: dict[str, Any], checkpoint: Path) -> None:
@@ -448,12 +424,12 @@ def check_same_inputs(inputs: dict[str, Any], checkpoint: Path) -> None:
     Raises:
         ConfigError: an input differs; names its key.
     """
-    before = read_state(checkpoint)["data"]
-    if missing := inputs.keys() - before.keys():
+    saved = read_state(checkpoint)["data"]
+    if missing := inputs.keys() - saved.keys():
         names = ", ".join(sorted(missing))
         notice(f"no-digest {names}", f"{checkpoint} has no digest of {names}, so a change of these is not detected")
     fix = "restore it, or start a new run in another output_dir (adapter_path continues weights)"
-    differing = [key for key in inputs if key in before and before[key] != inputs[key]]
+    differing = [key for key in inputs if key in saved and saved[key] != inputs[key]]
     for key in INPUTS:
         if key in differing:
             raise ConfigError(f"{key}: {INPUTS[key]} changed since {checkpoint} was made", fix)
@@ -461,5 +437,5 @@ def check_same_inputs(inputs: dict[str, Any], checkpoint: Path) -> None:
         size = next((name for name in SIZES if name in differing), None)
         words = "it has as many rows and tokens, with other contents"
         if size is not None:
-            words = f"{before[size]:,} {SIZES[size]} then, {inputs[size]:,} now"
+            words = f"{saved[size]:,} {SIZES[size]} then, {inputs[size]:,} now"
         raise ConfigError(f"dataset: the data changed since {checkpoint} was made: {words}", fix)

@@ -76,7 +76,7 @@ def free_output_dir(config: RunConfig) -> str:
     folders = [Path(name).resolve() for name in _names(config.dataset, config.eval_dataset) if os.path.isdir(name)]
     path = config.output_path
     if any(path.resolve().is_relative_to(folder) for folder in folders):
-        outside = (place for place in path.resolve().parents if not any(map(place.is_relative_to, folders)))
+        outside = (parent for parent in path.resolve().parents if not any(map(parent.is_relative_to, folders)))
         path = Path(os.path.relpath(next(outside, path.resolve().parent) / path.name))
     for name in (str(path), *(f"{path}-{number}" for number in range(2, 100))):
         with contextlib.suppress(HalfbyteError):
@@ -87,14 +87,16 @@ def free_output_dir(config: RunConfig) -> str:
 
 def _check_adapter_head(config: RunConfig, method: Method) -> None:
     """Check that the adapter to continue from has the score head that the method trains, or none if it trains none."""
-    kind = read_adapter_config(Path(str(config.adapter_path))).get("task_type")
-    if kind != method.scores and (method.scores or kind in SCORES):
-        said = f"a score head ({kind})" if kind in SCORES else "no score head"
-        made = next((other for other, each in METHODS.items() if each.scores == kind and kind in SCORES), "sft")
+    task_type = read_adapter_config(Path(str(config.adapter_path))).get("task_type")
+    if task_type != method.scores and (method.scores or task_type in SCORES):
+        head = f"a score head ({task_type})" if task_type in SCORES else "no score head"
+        fitting = next(
+            (name for name, entry in METHODS.items() if entry.scores == task_type and task_type in SCORES), "sft"
+        )
         raise CheckpointError(
-            f"adapter_path: {config.adapter_path} has {said}, and method: {config.method} trains"
-            f" {'another' if kind in SCORES and method.scores else 'one' if method.scores else 'none'}",
-            f"set method: {made}, as it was trained, or continue from another adapter",
+            f"adapter_path: {config.adapter_path} has {head}, and method: {config.method} trains"
+            f" {'another' if task_type in SCORES and method.scores else 'one' if method.scores else 'none'}",
+            f"set method: {fitting}, as it was trained, or continue from another adapter",
         )
 
 
@@ -107,12 +109,12 @@ def check_path_spelling(config: RunConfig) -> None:
     for key in PATHS:
         value = getattr(config, key)
         for path in (entry.path for entry in entries_of(value)):
-            if not isinstance(path, str) or not (found := VARIABLE.search(path)) or os.path.lexists(path):
+            if not isinstance(path, str) or not (variable := VARIABLE.search(path)) or os.path.lexists(path):
                 continue
-            name = found[1] or found[2]
-            known = os.environ.get(name)
-            fix = f"write {VARIABLE.sub(known, path, count=1)}" if known else "write the path itself"
-            unset = "" if known else ", and is not set"
+            name = variable[1] or variable[2]
+            expanded = os.environ.get(name)
+            fix = f"write {VARIABLE.sub(expanded, path, count=1)}" if expanded else "write the path itself"
+            unset = "" if expanded else ", and is not set"
             raise ConfigError(f"{key}: {path}: {name} is not expanded, as a shell would{unset}", fix)
 
 
@@ -132,7 +134,11 @@ def check_inputs(config: RunConfig) -> None:
             check_teacher_files(config)
     if config.chat_template_path is not None:
         with attribute_to_key("chat_template_path"):
-            _check_template(config.chat_template_path)
+            fix = "give the path of a Jinja file"
+            file_type = look(config.chat_template_path, ConfigError, fix)
+            if file_type != "file":
+                path = config.chat_template_path
+                raise ConfigError(f"{path} is a folder" if file_type else f"there is no file {path}", fix)
     check_reward_models(config, read_specs(config.reward_funcs or [], None))
     check_datasets([entry.path for entry in config.datasets], config.eval_dataset)
 
@@ -141,8 +147,8 @@ def _check_output_outside_data(config: RunKeys) -> None:
     """Check that output_dir is not inside a folder that is read as data."""
     for name in _names(config.dataset, config.eval_dataset):
         if os.path.isdir(name) and config.output_path.resolve().is_relative_to(Path(name).resolve()):
-            what = f"output_dir: {config.output_dir} is inside the dataset's folder {name}, which is read"
-            raise ConfigError(what, "name a folder outside of it")
+            problem = f"output_dir: {config.output_dir} is inside the dataset's folder {name}, which is read"
+            raise ConfigError(problem, "name a folder outside of it")
 
 
 def check_tensor_sizes(config: RunKeys) -> None:
@@ -155,9 +161,9 @@ def check_tensor_sizes(config: RunKeys) -> None:
     layout, folder = config.layout, Path(config.origin.name)
     if layout is None or layout.tensor == 1 or not folder.is_dir():
         return
-    found = read_config(folder)
-    text = found.get("text_config")
-    sizes = text if isinstance(text, dict) else found
+    model_config = read_config(folder)
+    text = model_config.get("text_config")
+    sizes = text if isinstance(text, dict) else model_config
     heads, key_heads, channels = (
         sizes.get(name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     )
@@ -185,13 +191,6 @@ def _names(*keys: Any) -> list[str]:
     return [entry.path for value in keys for entry in entries_of(value)]
 
 
-def _check_template(name: str) -> None:
-    fix = "give the path of a Jinja file"
-    kind = look(name, ConfigError, fix)
-    if kind != "file":
-        raise ConfigError(f"{name} is a folder" if kind else f"there is no file {name}", fix)
-
-
 def check_output_dir(output_dir: str) -> None:
     """Check that a run can write into `output_dir`, which need not exist, without creating anything.
 
@@ -203,20 +202,20 @@ def check_output_dir(output_dir: str) -> None:
         raise ConfigError("output_dir is empty", fix)
     path = Path(output_dir)
     try:
-        there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-        for below in (*path.relative_to(there).parts, LONGEST_BELOW):
-            _exists(there / below)  # limits of the file system: for names, and for the full path
+        existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+        for below in (*path.relative_to(existing).parts, LONGEST_BELOW):
+            _exists(existing / below)  # limits of the file system: for names, and for the full path
         _exists(path / LONGEST_BELOW)
-        what = "" if there.is_dir() else "is a file" if there.exists() else "is a link to nothing"
-        if there.resolve().is_relative_to("/proc") or there.resolve().is_relative_to("/sys"):
-            what = "belongs to the operating system and holds no user files"
-        if not what and not os.access(there, os.W_OK | os.X_OK):
-            what = "is not writable for you"
+        problem = "" if existing.is_dir() else "is a file" if existing.exists() else "is a link to nothing"
+        if existing.resolve().is_relative_to("/proc") or existing.resolve().is_relative_to("/sys"):
+            problem = "belongs to the operating system and holds no user files"
+        if not problem and not os.access(existing, os.W_OK | os.X_OK):
+            problem = "is not writable for you"
     except (OSError, ValueError) as error:  # ValueError: a NUL
         reason = explain_os_error(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(f"output_dir: cannot write into {brief(output_dir)}: {reason}", fix) from error
-    if what:
-        raise ConfigError(f"output_dir: cannot write into {path}: {there} {what}", fix)
+    if problem:
+        raise ConfigError(f"output_dir: cannot write into {path}: {existing} {problem}", fix)
     for name in (CONFIG, ADAPTER_CONFIG):
         if (path / name).exists():
             raise ConfigError(f"output_dir: {path} holds a model ({name})", "name a folder for the run alone")

@@ -107,7 +107,8 @@ CHECKPOINT_STATE = "halfbyte.json"
 TRAINER_STATE = "trainer_state.json"
 """transformers' TrainerState."""
 
-OPTIMIZER_STATE, SCHEDULER_STATE, RANDOM_STATE = "optimizer.pt", "scheduler.pt", "rng_state.pth"
+OPTIMIZER_STATE, SCHEDULER_STATE = "optimizer.pt", "scheduler.pt"
+RANDOM_STATE = "rng_state.pth"
 """transformers' names; `random_state` names the random state of each rank."""
 
 SCALER_STATE = "scaler.pt"

@@ -23,7 +23,7 @@ from ..utils.processes import Process
 from .layout import LOCK
 
 HELD = (errno.EACCES, errno.EAGAIN)
-_ours: set[Path] = set()  # folders that this process holds: fcntl would grant them a second time
+_held_here: set[Path] = set()  # folders that this process holds: fcntl would grant them a second time
 
 
 class _Holder(NamedTuple):
@@ -50,12 +50,12 @@ def run_lock(output: Path) -> Iterator[None]:
         except OSError as error:
             message, fix = write_problem(error.filename or output, error)
             raise ConfigError(f"output_dir: {message}", fix) from error
-        place = output.resolve()
-        _ours.add(place)
+        folder = output.resolve()
+        _held_here.add(folder)
         try:
             yield
         finally:
-            _ours.discard(place)
+            _held_here.discard(folder)
             with contextlib.suppress(OSError):
                 (output / LOCK).unlink()
             os.close(descriptor)
@@ -68,16 +68,16 @@ def check_free(output: Path) -> None:
         ConfigError: the process of the run that is.
     """
     path = output / LOCK
-    if output.resolve() in _ours:  # opening and closing it would release the lock
+    if output.resolve() in _held_here:  # opening and closing it would release the lock
         raise ConfigError(*_refusal(path, _this_one()))
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:  # missing or not writable, which the run itself reports
         return
     try:
-        before = _holder(descriptor)
-        if not _lock(descriptor, path) and before and before.process.is_running is not False:
-            raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
+        holder = _holder(descriptor)
+        if not _lock(descriptor, path) and holder and holder.process.is_running is not False:
+            raise ConfigError(*_refusal(path, str(holder), f"; remove {path} if that process has ended"))
     finally:
         os.close(descriptor)
 
@@ -88,24 +88,24 @@ def _open_locked(path: Path) -> int:
     Raises:
         ConfigError: another process holds it, or may hold it on a file system without locks.
     """
-    if path.parent.resolve() in _ours:
+    if path.parent.resolve() in _held_here:
         raise ConfigError(*_refusal(path, _this_one()))
-    descriptor, ours = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
+    descriptor, is_locked_here = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
     try:
-        locked, before = _lock(descriptor, path), _holder(descriptor)
-        if before and not locked and before.process.is_running is not False:
-            raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
-        ours = True
+        locked, holder = _lock(descriptor, path), _holder(descriptor)
+        if holder and not locked and holder.process.is_running is not False:
+            raise ConfigError(*_refusal(path, str(holder), f"; remove {path} if that process has ended"))
+        is_locked_here = True
         os.ftruncate(descriptor, 0)
         named = {"host": socket.gethostname(), **Process.current()._asdict()}
         os.pwrite(descriptor, json.dumps(named).encode(), 0)
         if _is_still(descriptor, path):
-            if before:
-                what = f"{before} was writing into {path.parent} and ended without releasing it"
-                notice(f"lock {path}", f"{what}; this run takes over")
+            if holder:
+                problem = f"{holder} was writing into {path.parent} and ended without releasing it"
+                notice(f"lock {path}", f"{problem}; this run takes over")
             return descriptor
     except BaseException:
-        if ours:
+        if is_locked_here:
             path.unlink(missing_ok=True)
         os.close(descriptor)
         raise
@@ -123,17 +123,17 @@ def _lock(descriptor: int, path: Path) -> bool:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in HELD:
-            before = _holder(descriptor)
-            raise ConfigError(*_refusal(path, str(before or "another process"))) from None
-        what = f"the file system of {path.parent} has no locks ({error.strerror})"
-        notice("no-locks", f"{what}: only the process named in {path.name} protects the folder from a second run")
+            holder = _holder(descriptor)
+            raise ConfigError(*_refusal(path, str(holder or "another process"))) from None
+        problem = f"the file system of {path.parent} has no locks ({error.strerror})"
+        notice("no-locks", f"{problem}: only the process named in {path.name} protects the folder from a second run")
         return False
     return True
 
 
-def _refusal(path: Path, holder: str, more: str = "") -> tuple[str, str]:
+def _refusal(path: Path, holder: str, hint: str = "") -> tuple[str, str]:
     """Message and fix for a folder in use."""
-    fix = f"wait until it has ended, or choose another output_dir{more}"
+    fix = f"wait until it has ended, or choose another output_dir{hint}"
     return f"output_dir: {holder} is writing into {path.parent}", fix
 
 

@@ -15,7 +15,7 @@ from ..utils.errors import CheckpointError
 from ..utils.files import write_json
 from .layout import MANIFEST
 
-FORMAT = 1  # version of checkpoints; earlier ones have no version and no manifest
+FORMAT = 1  # version of checkpoints
 
 
 def write_manifest(folder: Path, step: int) -> None:
@@ -43,14 +43,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{MANIFEST} is missing")
     manifest = read_json(path, CheckpointError)
     try:
-        format_, step, files = manifest["format"], manifest["step"], manifest["files"]
-        sound = isinstance(step, int) and all({"bytes", "sha256"} <= entry.keys() for entry in files.values())
+        version = manifest["format"]
+        sound = isinstance(manifest["step"], int)
+        sound = sound and all({"bytes", "sha256"} <= entry.keys() for entry in manifest["files"].values())
     except (KeyError, TypeError, AttributeError):
         sound = False
     if not sound:
         raise CheckpointError(f"{MANIFEST} is damaged")
-    if format_ != FORMAT:
-        raise CheckpointError(f"it has format {format_}, and this version of halfbyte reads {FORMAT}")
+    if version != FORMAT:
+        raise CheckpointError(f"it has format {version}, and this version of halfbyte reads {FORMAT}")
     return manifest
 
 

@@ -47,9 +47,9 @@ class Window:
 
     def add(self, sums: Mapping[str, float], counts: Mapping[str, float], seconds: float) -> None:
         """Add a step."""
-        for mine, theirs in ((self.sums, sums), (self.counts, counts)):
-            for name in mine:
-                mine[name] += theirs[name]
+        for totals, added in ((self.sums, sums), (self.counts, counts)):
+            for name in totals:
+                totals[name] += added[name]
         self.seconds += seconds
         self.steps += 1
 
@@ -80,10 +80,10 @@ class Window:
     @classmethod
     def of_dict(cls, state: Mapping[str, float]) -> Window:
         """Return the window that `as_dict` stored."""
-        rest = dict(state)
-        seconds, steps = rest.pop("seconds"), int(rest.pop("steps"))
-        sums = {name.removesuffix(SUM): rest.pop(name) for name in state if name.endswith(SUM)}
-        return cls(sums, rest, seconds, steps)
+        counts = dict(state)
+        seconds, steps = counts.pop("seconds"), int(counts.pop("steps"))
+        sums = {name.removesuffix(SUM): counts.pop(name) for name in state if name.endswith(SUM)}
+        return cls(sums, counts, seconds, steps)
 
 
 def last_records(trained: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -128,24 +128,24 @@ class MetricsFile:
             ConfigError: the file was not written by a run.
         """
         fix = "remove it, or choose another output_dir"
-        kind = look(self.path, ConfigError, fix)
-        if kind == "folder":
+        file_type = look(self.path, ConfigError, fix)
+        if file_type == "folder":
             raise ConfigError(f"{self.path} is a folder", fix)
-        if not kind:
+        if not file_type:
             return []
         *lines, _ = read_text(self.path, ConfigError, fix).split("\n")
-        where, found = str(self.path), []
+        records = []
         for number, line in enumerate(lines, 1):
-            record = parse_json(line, where, ConfigError, fix, line=number)
+            record = parse_json(line, str(self.path), ConfigError, fix, line=number)
             if not _is_record(record):
-                raise ConfigError(f"{where}:{number} is not a record of a run", fix)
-            found.append(record)
-        return found
+                raise ConfigError(f"{self.path}:{number} is not a record of a run", fix)
+            records.append(record)
+        return records
 
     def keep_until(self, step: int) -> None:
         """Drop the records after `step`, atomically; the resumed run writes them again."""
-        kept = [json.dumps(record) + "\n" for record in self.records() if record["step"] <= step]
-        write_text(self.path, "".join(kept))
+        lines = [json.dumps(record) + "\n" for record in self.records() if record["step"] <= step]
+        write_text(self.path, "".join(lines))
 
 
 def evaluation_of_weights(evaluations: Sequence[dict[str, Any]], best: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -166,10 +166,10 @@ def describe_best(best: Mapping[str, Any]) -> str:
     return f"{end}best evaluation: {best['metric']} {best['value']:.5g} after step {best['step']}; {weights}"
 
 
-def _is_record(found: Any) -> bool:
-    """Return whether `found` has the keys of every record, and if it is a training record, the keys of a summary."""
-    if not isinstance(found, dict) or "kind" not in found or type(found.get("step")) is not int:
+def _is_record(record: Any) -> bool:
+    """Return whether `record` has the keys of every record, and if it is a training record, the keys of a summary."""
+    if not isinstance(record, dict) or "kind" not in record or type(record.get("step")) is not int:
         return False
-    loss, tokens, rate = (found.get(name) for name in ("loss", TOKENS, "tokens_per_second"))
+    loss, tokens, rate = (record.get(name) for name in ("loss", TOKENS, "tokens_per_second"))
     numbers = all(isinstance(number, int | float) for number in (loss, tokens, rate))
-    return found["kind"] != "train" or (numbers and rate > 0)  # type: ignore[operator]
+    return record["kind"] != "train" or (numbers and rate > 0)  # type: ignore[operator]

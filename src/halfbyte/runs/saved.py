@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ REQUIRED_KEYS = ("model_name_or_path", "load_in_4bit", "r", "max_length", "learn
 
 
 @dataclass
-class Place:
+class SavedPaths:
     """Paths of a saved model.
 
     Attributes:
@@ -57,10 +56,10 @@ class Saved:
     model: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase
     config: RunKeys
-    place: Place
+    paths: SavedPaths
 
 
-def find(name: str) -> Place:
+def find(name: str) -> SavedPaths:
     """Locate a run's output_dir, a checkpoint or adapter folder, or a model.
 
     Raises:
@@ -68,34 +67,38 @@ def find(name: str) -> Place:
     """
     folder = Path(name)
     if not folder.is_dir():
-        return Place(name, None, None)
+        return SavedPaths(name, None, None)
     clear_leftovers(folder)  # restores files that a killed process had moved aside
     for adapter in (folder / ADAPTER, folder):
         if (adapter / ADAPTER_CONFIG).is_file():
             configs = (parent / RESOLVED_CONFIG for parent in (folder, folder.parent))
             resolved = next((config for config in configs if config.is_file()), None)
-            base = "" if resolved else _base_of(adapter)
-            return Place(base, adapter, resolved)
+            base = "" if resolved else read_adapter_config(adapter).get("base_model_name_or_path")
+            if not (base or resolved):
+                raise CheckpointError(
+                    f"{adapter}/adapter_config.json does not name its base model", "add base_model_name_or_path"
+                )
+            return SavedPaths(str(base), adapter, resolved)
     for model in (folder / MODEL, folder):
         if (model / CONFIG).is_file():
             resolved = folder / RESOLVED_CONFIG
-            return Place(str(model), None, resolved if resolved.is_file() else None)
+            return SavedPaths(str(model), None, resolved if resolved.is_file() else None)
     raise CheckpointError(
         f"{name}: neither a run (adapter/ or model/), an adapter (adapter_config.json) nor a model (config.json)",
         "name a run's output_dir after it has finished, or one of its checkpoint folders",
     )
 
 
-def find_trained(folder: Path) -> Place:
+def find_trained(folder: Path) -> SavedPaths:
     """Locate a run or an adapter to merge.
 
     Raises:
         CheckpointError: there is no such folder, or it holds neither.
     """
-    place = find(str(folder))
-    if place.adapter is None and not folder.is_dir():
+    paths = find(str(folder))
+    if paths.adapter is None and not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}", "name a run's output_dir or an adapter")
-    return place
+    return paths
 
 
 def find_adapter(name: str) -> Path:
@@ -110,7 +113,7 @@ def find_adapter(name: str) -> Path:
     return folder
 
 
-def look_up(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> tuple[Place, RunConfig]:
+def look_up(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> tuple[SavedPaths, RunConfig]:
     """Locate a run, an adapter or a model, and read the configuration to load it with, without importing torch.
 
     Args: as of `load_saved`.
@@ -118,65 +121,42 @@ def look_up(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> 
     Raises:
         CheckpointError, ConfigError, ModelError: nothing loadable is there.
     """
-    place = find(name)
-    config = saved_config(place, overrides, dataset)
-    with _base_named(place):
-        preflight_model(config.origin)
-    return place, config
-
-
-@contextlib.contextmanager
-def _base_named(place: Place) -> Iterator[None]:
-    """Add the file that refers to a missing base to its error."""
+    paths = find(name)
+    config = saved_config(paths, overrides, dataset)
     try:
-        yield
+        preflight_model(config.origin)
     except ModelError as error:
-        if place.adapter is None:
+        if paths.adapter is None:
             raise
-        file = place.resolved or place.adapter / ADAPTER_CONFIG
-        key = "model_name_or_path" if place.resolved else "base_model_name_or_path"
-        what = f"the base model in {file}: {error.message}"
-        raise ModelError(what, f"put it back, or correct {key} there") from error
+        file = paths.resolved or paths.adapter / ADAPTER_CONFIG  # the file that refers to the missing base
+        key = "model_name_or_path" if paths.resolved else "base_model_name_or_path"
+        problem = f"the base model in {file}: {error.message}"
+        raise ModelError(problem, f"put it back, or correct {key} there") from error
+    return paths, config
 
 
-def _base_of(adapter: Path) -> str:
-    base = read_adapter_config(adapter).get("base_model_name_or_path")
-    if not base:
-        raise CheckpointError(
-            f"{adapter}/adapter_config.json does not name its base model", "add base_model_name_or_path"
-        )
-    return str(base)
-
-
-def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "none") -> RunConfig:
-    """Return the configuration to load `place` with: the run's, else the model as stored; then `overrides`.
+def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str = "none") -> RunConfig:
+    """Return the configuration to load `paths` with: the run's, else the model as stored; then `overrides`.
 
     The base's own code runs only if `overrides` have trust_remote_code=true. The run's value of this key is ignored,
     because the folder may be from another person.
     """
     overrides = ["trust_remote_code=false", *overrides]
     named = any(token.removeprefix("--").partition("=")[0] == "quantization" for token in overrides)
-    quantized = named or _is_quantized(place.base)
-    defaults = {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": quantized}
-    if place.resolved:
-        _check_complete(place.resolved)
-    with _known_keys(place):
-        config = load_config(place.resolved, overrides, defaults)
-    if place.base and not place.adapter:
-        config.model_name_or_path = place.base
-    return config
-
-
-@contextlib.contextmanager
-def _known_keys(place: Place) -> Iterator[None]:
-    """Report an unknown key in a run's configuration as another version's, not as misspelled."""
+    quantized = named or _is_quantized(paths.base)
+    defaults = {"model_name_or_path": paths.base, "dataset": dataset, "load_in_4bit": quantized}
+    if paths.resolved:
+        _check_complete(paths.resolved)
     try:
-        yield
+        config = load_config(paths.resolved, overrides, defaults)
     except ConfigError as error:
-        if place.resolved is None or not re.match(rf"{re.escape(str(place.resolved))}:\d+: unknown key", error.message):
+        if paths.resolved is None or not re.match(rf"{re.escape(str(paths.resolved))}:\d+: unknown key", error.message):
             raise
         fix = f"use the halfbyte version that wrote it (see {ENVIRONMENT}), or remove that line"
-        raise ConfigError(error.message, fix) from error
+        raise ConfigError(error.message, fix) from error  # the key is of another version, not misspelled
+    if paths.base and not paths.adapter:
+        config.model_name_or_path = paths.base
+    return config
 
 
 def _check_complete(resolved: Path) -> None:
@@ -212,52 +192,45 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     Raises:
         CheckpointError, ConfigError, ModelError: nothing loadable is there, or it has code that is not trusted.
     """
-    place, config = look_up(name, overrides, dataset)
+    paths, config = look_up(name, overrides, dataset)
     from ..adapters.lora import check_adapter_files, check_base_unchanged, load_adapter
+    from ..generation.sampling import eos_tokens
     from ..loading.load import load_tokenizer, resolve_dtype
     from ..qat.model import quantize_trained, round_merged
+    from .stop_tokens import data_report, joined_stop_tokens, known_stop_tokens
 
-    template = place.adapter / "chat_template.jinja" if place.adapter else None
+    template = paths.adapter / "chat_template.jinja" if paths.adapter else None
     if template and template.is_file():  # the template used in training, even if chat_template_path has moved
         config.chat_template_path = str(template)
-    if place.adapter:
-        kind = read_adapter_config(place.adapter).get("task_type")
-        if not scores and kind in SCORES:
+    if paths.adapter:
+        task_type = read_adapter_config(paths.adapter).get("task_type")
+        if not scores and task_type in SCORES:
             raise CheckpointError(
                 f"{name} is a reward model: it scores texts and does not generate",
-                f"measure it with `halfbyte eval`, or load it with PEFT and {SCORES[kind][1]}",
+                f"measure it with `halfbyte eval`, or load it with PEFT and {SCORES[task_type][1]}",
             )
-        check_adapter_files(place.adapter)
-    if place.adapter:
-        check_base_unchanged(place.adapter, quantized=config.storage.quantized)
+        check_adapter_files(paths.adapter)
+        check_base_unchanged(paths.adapter, quantized=config.storage.quantized)
     files = find_model(config.origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     scheme = config.storage.qat_scheme
-    quantized_later = scheme and not place.adapter  # fully trained weights are quantized after loading
+    quantized_later = scheme and not paths.adapter  # fully trained weights are quantized after loading
     model = _load_base(files, config, config.storage, "float32" if quantized_later else config.precision.compute)
-    if place.adapter:
+    if paths.adapter:
         rows = model.get_input_embeddings().weight.shape[0]
-        model = load_adapter(model, place.adapter, config.model_name_or_path)
+        model = load_adapter(model, paths.adapter, config.model_name_or_path)
         if model.get_input_embeddings().weight.shape[0] > rows:  # the adapter adds tokens
-            tokenizer = trained_tokenizer(place.adapter, config)
+            tokenizer = trained_tokenizer(paths.adapter, config)
     if scheme:
         round_merged(model)
         quantize_trained(model)
         if quantized_later:
             model.to(resolve_dtype(config.precision.compute, next(model.parameters()).device))
     if not scores:
-        _set_stop_tokens(model, tokenizer, place)
-    return Saved(model.eval(), tokenizer, config, place)
-
-
-def _set_stop_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> None:
-    """Set all stop tokens in the model's generation config."""
-    from ..generation.sampling import eos_tokens
-    from .stop_tokens import data_report, joined_stop_tokens, known_stop_tokens
-
-    learned = known_stop_tokens(data_report(place.run_dir), tokenizer)
-    ends = joined_stop_tokens(sorted(eos_tokens(model)), [tokenizer.eos_token_id], learned)
-    model.generation_config.eos_token_id = ends
+        learned = known_stop_tokens(data_report(paths.run_dir), tokenizer)
+        ends = joined_stop_tokens(sorted(eos_tokens(model)), [tokenizer.eos_token_id], learned)
+        model.generation_config.eos_token_id = ends
+    return Saved(model.eval(), tokenizer, config, paths)
 
 
 def _load_base(files: ModelFiles, config: RunKeys, storage: Storage, dtype: str) -> Any:
@@ -269,13 +242,19 @@ def _load_base(files: ModelFiles, config: RunKeys, storage: Storage, dtype: str)
     from ..utils.hardware import chosen_device, free_bytes
     from ..utils.notices import notice
 
-    device, attention = chosen_device(config.device), config.attn_implementation
+    device = chosen_device(config.device)
     offloaded = offloaded_at_inference(config, files.config, device, free_bytes(device))
-    how: dict[str, Any] = {"attn_implementation": attention, "experts_on_host": offloaded}
-    model = load_model(files, storage, dtype=dtype, device=device, **how)
+    model = load_model(
+        files,
+        storage,
+        dtype=dtype,
+        device=device,
+        attn_implementation=config.attn_implementation,
+        experts_on_host=offloaded,
+    )
     if offloaded:
-        what = f"keeping the experts of {len(offloaded)} layers in host memory: the model does not fit {device}"
-        notice("experts-offloaded", what)
+        message = f"keeping the experts of {len(offloaded)} layers in host memory: the model does not fit {device}"
+        notice("experts-offloaded", message)
         offload_experts([*decoder_layers(model)[1]], offloaded, device)
     return model
 

@@ -30,7 +30,7 @@ def data_report(run_dir: Path | None) -> dict[str, Any]:
         return {}
     report = read_json(path, CheckpointError, fix)
     sources = report.get("sources", []) if isinstance(report, dict) else None
-    if not isinstance(sources, list) or not all(isinstance(each, dict) and "format" in each for each in sources):
+    if not isinstance(sources, list) or not all(isinstance(source, dict) and "format" in source for source in sources):
         raise CheckpointError(f"{path}: it is not a run's data report", fix)
     return report
 
@@ -62,7 +62,7 @@ def known_stop_tokens(report: Mapping[str, Any], tokenizer: PreTrainedTokenizerB
 
 def joined_stop_tokens(*ends: Iterable[int | None]) -> list[int]:
     """Concatenate stop tokens without duplicates, in order."""
-    return list(dict.fromkeys(index for some in ends for index in some if index is not None))
+    return list(dict.fromkeys(index for tokens in ends for index in tokens if index is not None))
 
 
 def generation_keys(folder: Path, tokenizer: PreTrainedTokenizerBase, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,10 +72,10 @@ def generation_keys(folder: Path, tokenizer: PreTrainedTokenizerBase, report: Ma
         tokenizer: the tokenizer used in training.
         report: `data_report` of the run.
     """
-    found = read_generation_config(folder)
-    if not found and look(folder / CONFIG, CheckpointError):
+    keys = read_generation_config(folder)
+    if not keys and look(folder / CONFIG, CheckpointError):
         config = read_config(folder)
-        found = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
-    known = known_stop_tokens(report, tokenizer)
-    ends = joined_stop_tokens(declared_stop_tokens(folder), [tokenizer.eos_token_id], known)
-    return {**found, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+        keys = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+    learned = known_stop_tokens(report, tokenizer)
+    ends = joined_stop_tokens(declared_stop_tokens(folder), [tokenizer.eos_token_id], learned)
+    return {**keys, "eos_token_id": ends[0] if len(ends) == 1 else ends}

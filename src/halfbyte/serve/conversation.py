@@ -37,7 +37,7 @@ class Conversation:
         self.max_new_tokens = max_new_tokens
         self.penalties = penalties
         self.messages: list[Message] = []
-        report = data_report(saved.place.run_dir)
+        report = data_report(saved.paths.run_dir)
         self.style = _style(saved.tokenizer, report)
         learned = trained_stop_tokens(report, saved.tokenizer)
         self.stops = sorted({*stop_tokens(saved.tokenizer, saved.model, ()), *learned})

@@ -327,8 +327,8 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
     folders = {key: _adapter(path) for key, path in adapters.items()}
     ends: dict[str, list[int]] = {}
     saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
-    names: dict[str, str | None] = {_name(name): "default" if saved.place.adapter else None}
-    if saved.place.adapter:
+    names: dict[str, str | None] = {_name(name): "default" if saved.paths.adapter else None}
+    if saved.paths.adapter:
         names.setdefault(_name(saved.config.model_name_or_path), None)
     for key, folder in folders.items():
         if key in names:
