@@ -59,5 +59,5 @@ class Batches:
     def longer(self, share: float) -> Batches:
         """The same micro-batches with every length multiplied by `share`."""
         shapes = (self.largest, self.usual, self.second, self.evaluation)
-        largest, usual, second, evaluation = (Shape(each.rows, math.ceil(share * each.length)) for each in shapes)
+        largest, usual, second, evaluation = (Shape(s.rows, math.ceil(share * s.length)) for s in shapes)
         return replace(self, largest=largest, usual=usual, second=second, evaluation=evaluation)

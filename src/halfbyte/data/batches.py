@@ -33,8 +33,14 @@ def batches_of(config: RunKeys, data: PreparedData, device: torch.device) -> Bat
     if data.counted > 1:
         rows = -(-config.per_device_train_batch_size // data.counted)
         config = config.model_copy(update={"per_device_train_batch_size": rows})
-    if data.together > 1:
-        config = _of_documents(config, data.together, data.shared)
+    if data.together > 1:  # rows hold several documents: wider rows, or more of them
+        if config.packing or config.padding_free or data.shared:
+            sizes = {"max_length": data.together * config.max_length}
+        else:
+            sizes = {"per_device_train_batch_size": data.together * config.per_device_train_batch_size}
+            if config.per_device_eval_batch_size:
+                sizes["per_device_eval_batch_size"] = data.together * config.per_device_eval_batch_size
+        config = config.model_copy(update=sizes)
     widths = FINER if config.method in SAMPLING and data.shared else WIDTHS
     batches = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
     batches = replace(
@@ -70,16 +76,6 @@ def width_shares(config: RunKeys, data: PreparedData) -> dict[int, float]:
     draws = np.arange(drawn)
     no_wider = [float(np.prod(np.maximum(rows - draws, 0) / (len(lengths) - draws))) for rows in within]
     return {width: share - below for width, share, below in zip(widths, no_wider, [0.0, *no_wider], strict=False)}
-
-
-def _of_documents(config: RunKeys, answers: int, shared: bool) -> RunKeys:
-    """Return `config` for batches whose rows hold several documents: wider rows, or more of them."""
-    if config.packing or config.padding_free or shared:
-        return config.model_copy(update={"max_length": answers * config.max_length})
-    rows = {"per_device_train_batch_size": answers * config.per_device_train_batch_size}
-    if config.per_device_eval_batch_size:
-        rows["per_device_eval_batch_size"] = answers * config.per_device_eval_batch_size
-    return config.model_copy(update=rows)
 
 
 def _lengths_for(config: DataSection, rows: Dataset | None, data: PreparedData) -> np.ndarray:

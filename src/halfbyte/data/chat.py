@@ -231,12 +231,19 @@ class ChatTemplate:
         if self.alternating and not self.shows_tool_results:
             messages = _merge_user_turns(messages, results)
         if tools and messages and not self.shows_tools:
-            _prepend_system(messages, tool_text(tools))
+            if messages[0]["role"] == "system":
+                messages[0]["content"] += f"\n\n{tool_text(tools)}"
+            else:
+                messages.insert(0, {"role": "system", "content": tool_text(tools)})
             self.rewrote_tools = True
             notice("tools", "the chat template ignores tools: writing their descriptions into the system message")
             tools = None
         if messages and messages[0]["role"] == "system" and not self.shows_system:
-            messages = _system_into_user(messages)
+            system, *messages = messages
+            if messages and messages[0]["role"] == "user":
+                messages[0]["content"] = f"{system['content']}\n\n{messages[0]['content']}"
+            else:
+                messages.insert(0, {"role": "user", "content": system["content"]})
             notice("system", "the chat template does not support role system: writing it before the first user turn")
         return messages, tools
 
@@ -253,19 +260,18 @@ class ChatTemplate:
             return
         template = self.tokenizer.chat_template
         named = template if isinstance(template, dict) else {"default": template}
-        extended = {name: self._with_tools(text, name == "tool_use") for name, text in named.items()}
+        extended = {}
+        for name, text in named.items():
+            features = self._features.get(name == "tool_use") or self._features[False]
+            extended[name] = with_tools(
+                text,
+                tools=features.tools,
+                tool_calls=features.tool_calls,
+                tool_results=features.tool_results,
+                system=features.system,
+                alternating=features.alternating,
+            )
         self.tokenizer.chat_template = extended if isinstance(template, dict) else extended["default"]
-
-    def _with_tools(self, template: str, for_tools: bool) -> str:
-        features = self._features.get(for_tools) or self._features[False]
-        return with_tools(
-            template,
-            tools=features.tools,
-            tool_calls=features.tool_calls,
-            tool_results=features.tool_results,
-            system=features.system,
-            alternating=features.alternating,
-        )
 
     def turns_of(self, conversations: Sequence[Document]) -> list[tuple[str, list[Turn]] | HalfbyteError]:
         """Return `assistant_turns` of each conversation, from a child process with time and memory limits
@@ -480,20 +486,6 @@ def tool_text(tools: list[dict[str, Any]]) -> str:
 def call_text(calls: list[dict[str, Any]]) -> str:
     """Return tool calls as plain text, one JSON object per line."""
     return "\n".join(_json(call["function"]) for call in calls)
-
-
-def _prepend_system(messages: list[Message], text: str) -> None:
-    if messages[0]["role"] == "system":
-        messages[0]["content"] += f"\n\n{text}"
-    else:
-        messages.insert(0, {"role": "system", "content": text})
-
-
-def _system_into_user(messages: list[Message]) -> list[Message]:
-    system, turns = messages[0], messages[1:]
-    if not turns or turns[0]["role"] != "user":
-        return [{"role": "user", "content": system["content"]}, *turns]
-    return [{**turns[0], "content": f"{system['content']}\n\n{turns[0]['content']}"}, *turns[1:]]
 
 
 def _merge_user_turns(messages: list[Message], results: Sequence[bool]) -> list[Message]:

@@ -150,18 +150,17 @@ class Encoder:
                 length, total = len(ids), len(texts[index].text)
                 if total > first:
                     far = total > VAST and length > 4 * self.max_length + READ_BEYOND
-                    if not (far or self._is_enough(encoded.word_ids(row))):
+                    words = encoded.word_ids(row)
+                    last = words[self.max_length] if self.max_length < length else None
+                    # whether the first max_length tokens belong to words well before the end of the tokenized text
+                    enough = last is not None and words[-1] is not None and last + WORDS_BEYOND < words[-1]
+                    if not (far or enough):
                         continue
                     length = round(length * total / first)
                 offsets = np.fromiter(chain.from_iterable(encoded["offset_mapping"][row]), dtype=np.int64)
                 tokenized[index] = ids, offsets, length
             first *= 8
         return [answer for answer in tokenized if answer is not None]
-
-    def _is_enough(self, words: list[int | None]) -> bool:
-        """Return whether the first max_length tokens belong to words well before the end of the tokenized text."""
-        last = words[self.max_length] if self.max_length < len(words) else None
-        return last is not None and words[-1] is not None and last + WORDS_BEYOND < words[-1]
 
     def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray, length: int) -> dict[str, Any]:
         beyond = length - len(ids)  # estimated tokens after the tokenized beginning
@@ -194,8 +193,11 @@ class Encoder:
             ids, trained = np.append(ids[: ends[-1] + 1], end), np.append(trained[: ends[-1] + 1], True)
             ends = [*ends[:-1], len(ids) - 1]
         if text.bare and len(ids):
-            ids, trained, added = self._add_bos_and_eos(ids, trained)
-            ends = [len(ids) - 1]
+            prefix = [] if self.prefix and ids[0] == self.prefix[0] else self.prefix
+            suffix = [] if ids[-1] == self.tokenizer.eos_token_id else [self.tokenizer.eos_token_id]
+            ids = np.concatenate([np.array(prefix, dtype=np.int64), ids, np.array(suffix, dtype=np.int64)])
+            trained = np.concatenate([np.zeros(len(prefix), dtype=bool), trained, np.ones(len(suffix), dtype=bool)])
+            ends, added = [len(ids) - 1], len(prefix)
         trained[:1] = False
         return ids, trained, ends, added
 
@@ -269,14 +271,6 @@ class Encoder:
                 visible[2 * i] = text.index(token, start)
                 visible[2 * i + 1] = visible[2 * i] + len(token)
         return visible
-
-    def _add_bos_and_eos(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """Add the tokenizer's prefix and EOS unless the ids have them; also return the number of prefix ids."""
-        prefix = [] if self.prefix and ids[0] == self.prefix[0] else self.prefix
-        suffix = [] if ids[-1] == self.tokenizer.eos_token_id else [self.tokenizer.eos_token_id]
-        ids = np.concatenate([np.array(prefix, dtype=np.int64), ids, np.array(suffix, dtype=np.int64)])
-        trained = np.concatenate([np.zeros(len(prefix), dtype=bool), trained, np.ones(len(suffix), dtype=bool)])
-        return ids, trained, len(prefix)
 
 
 def instruction_of(document: Document) -> str:

@@ -118,7 +118,10 @@ class AnswerEncoder(Encoder):
         """Return for each document whether the chat template writes its prompt differently without an answer, as in
         generation."""
         chats = [index for index, document in enumerate(documents) if document.get("messages")]
-        prompts = [_prompt_of(documents[index]) for index in chats]
+        prompts = []
+        for document in (documents[index] for index in chats):
+            answers = [at for at, message in enumerate(document["messages"]) if message["role"] == "assistant"]
+            prompts.append({**document, "messages": document["messages"][: answers[document.get("given", 0)]]})
         alone = self.template.prompts_of(prompts) if self.template else []
         differ = {
             index
@@ -217,6 +220,7 @@ class AnswerEncoder(Encoder):
                 mask += [0] * (len(ids) - len(mask) - 1) + [1]
             length, room = len(prompt) + len(ids), max(self.max_length - len(prompt), 0)
             mask = mask[:room]
+            dropped = self._why_too_long(length) or ("" if any(mask) else CUT_AWAY)
             encoded_rows.append(
                 {
                     "prompt_ids": prompt[: self.max_length],
@@ -224,7 +228,7 @@ class AnswerEncoder(Encoder):
                     "steps_mask": mask,
                     "right": row["labels"][: sum(mask)],
                     "length": length,
-                    "dropped": self._why_no_steps(prompt, mask, length),
+                    "dropped": dropped if prompt else NO_PROMPT,
                     "ends": [],
                     "across": 0,
                     "empty": False,
@@ -233,11 +237,6 @@ class AnswerEncoder(Encoder):
                 }
             )
         return encoded_rows
-
-    def _why_no_steps(self, prompt: list[int], mask: list[int], length: int) -> str:
-        if not prompt:
-            return NO_PROMPT
-        return self._why_too_long(length) or ("" if any(mask) else CUT_AWAY)
 
     def _why_too_long(self, length: int) -> str:
         """Return why a row with an answer is dropped for its length, or ""."""
@@ -255,9 +254,3 @@ class AnswerEncoder(Encoder):
         encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         prefix = self.prefix if self.template is None else []
         return [ids if ids[:1] == prefix[:1] else [*prefix, *ids] for ids in encoded]
-
-
-def _prompt_of(document: Document) -> Document:
-    """Return a conversation up to its answer."""
-    answers = [index for index, message in enumerate(document["messages"]) if message["role"] == "assistant"]
-    return {**document, "messages": document["messages"][: answers[document.get("given", 0)]]}

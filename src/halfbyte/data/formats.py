@@ -200,7 +200,9 @@ def _match(source: Source, columns: Mapping[str, str], format: str) -> Layout | 
     for field in CHAT_COLUMNS:
         if field in columns and (allowed("messages") or allowed("sharegpt")):
             column = columns[field]
-            style = "sharegpt" if _has_from_value(source, column) else "messages"
+            turns = source.rows[0].get(column)
+            has_from = isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0]
+            style = "sharegpt" if has_from else "messages"
             keys = "from/value" if style == "sharegpt" else "role/content"
             return Layout(style, {"messages": column}, f"column {column} holds {keys} turns")
     if allowed("alpaca") and {"instruction", "output"} <= set(columns):
@@ -219,11 +221,6 @@ def _match(source: Source, columns: Mapping[str, str], format: str) -> Layout | 
     if allowed("text") and "text" in columns:
         return Layout("text", {"text": columns["text"]}, f"column {columns['text']}")
     return None
-
-
-def _has_from_value(source: Source, column: str) -> bool:
-    turns = source.rows[0].get(column)
-    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
@@ -487,10 +484,10 @@ def find_system_and_tools(source: Source, columns: Mapping[str, str], mapped: Ma
     every = every_column(source)
     optional = {field: mapped.get(field, field) for field in ("system", "tools") if mapped.get(field, field) in every}
     asking = columns.get("prompt", columns.get("instruction"))
-    if asking is not None and isinstance(_first_value(source, asking), str) and "tools" not in mapped:
-        optional = {
-            field: name for field, name in optional.items() if field != "tools" or _is_tools(_first_value(source, name))
-        }
+    has_text_prompt = asking is not None and isinstance(_first_value(source, asking), str)
+    is_guess = has_text_prompt and "tools" in optional and "tools" not in mapped
+    if is_guess and not _is_list_of(_first_value(source, "tools"), dict):
+        del optional["tools"]
     return optional
 
 
@@ -513,12 +510,14 @@ def find_context(source: Source, columns: Mapping[str, str], mapped: Mapping[str
         if field in mapped:
             context[field] = mapped[field]
             continue
-        fits = _is_history if field == "history" else _is_text
-        free = (name for name in names if name in every and name not in used and field not in columns)
-        if name := next((name for name in free if fits(_first_value(source, name))), ""):
-            context[field] = name
-            if field != "history":  # history has its own notice, once a row contains one
-                notice(f"columns:{source.path}:{field}", f"{source.path}: showing column {name} with column {asking}")
+        for name in (name for name in names if name in every and name not in used and field not in columns):
+            value = _first_value(source, name)
+            if _is_list_of(value, list) if field == "history" else isinstance(value, str):
+                context[field] = name
+                break
+        if field in context and field != "history":  # history has its own notice, once a row contains one
+            shown = f"showing column {context[field]} with column {asking}"
+            notice(f"columns:{source.path}:{field}", f"{source.path}: {shown}")
     return context
 
 
@@ -527,19 +526,8 @@ def _first_value(source: Source, column: str) -> Any:
     return next((row[column] for row in source.rows if row.get(column)), None)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_tools(value: Any) -> bool:
-    """Return whether a value looks like a list of tools, or its JSON text."""
+def _is_list_of(value: Any, entry: type) -> bool:
+    """Return whether a value looks like a list of such entries, or its JSON text (CSV files)."""
     if isinstance(value, str):
         return value.lstrip().startswith("[")
-    return isinstance(value, list) and isinstance(value[0], dict)
-
-
-def _is_history(value: Any) -> bool:
-    """Return whether a value looks like pairs of prompt and answer, or their JSON text (CSV files)."""
-    if isinstance(value, str):
-        return value.lstrip().startswith("[")
-    return isinstance(value, list) and isinstance(value[0], list)
+    return isinstance(value, list) and isinstance(value[0], entry)

@@ -396,7 +396,12 @@ def _dialogue_documents(
     """Return HH's dialogues as conversations if there is a chat template, else as plain texts."""
     if templated:
         notice("dialogues", "reading texts with Human: and Assistant: turns as conversations")
-        sides = [_dialogue_turns(text) for text in texts]
+        roles = {"Human": "user", "Assistant": "assistant"}
+        sides = []
+        for text in texts:
+            _, *pieces = SPEAKER.split(text)  # speaker, text, speaker, text, ...
+            turns = zip(pieces[::2], pieces[1::2], strict=True)
+            sides.append([{"role": roles[speaker], "content": content.strip()} for speaker, content in turns])
         names = [columns[field] for field in ("chosen", "rejected", "completion") if field in columns]
         return _conversation_documents(None, sides, row, columns, names, location)
     shared = common_prefix(*texts) if len(texts) > 1 else len(texts[0])
@@ -407,17 +412,6 @@ def _dialogue_documents(
         wrong = f"{location}: the dialogues differ in their first question, so they share no prompt"
         raise DataError(wrong, "give both answers to one question, or add a column prompt")
     return [{"text": text, "answer_from": ends[-1]} for text in texts]
-
-
-def _dialogue_turns(text: str) -> list[Message]:
-    """Return the turns of an HH dialogue."""
-    speakers = list(SPEAKER.finditer(text))
-    stops = [speaker.start() for speaker in speakers[1:]] + [len(text)]
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [
-        {"role": roles[speaker[1]], "content": text[speaker.end() : stop].strip()}
-        for speaker, stop in zip(speakers, stops, strict=True)
-    ]
 
 
 def _common_prompt_end(texts: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import datasets
@@ -120,7 +121,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class _Split:
+class Split:
     """One finished split: its documents, the rows made of them, and its part of the report."""
 
     documents: Dataset
@@ -166,25 +167,52 @@ def preparer(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Seque
     """Return the function that prepares rows as `prepare` describes."""
     template = template_of(config, tokenizer)
     encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
+    read = partial(_read, config, template, columns)
+    finish = partial(_finish, encoder, config)
+    return split_preparer(config, encoder, read, finish, ends_of=lambda rows: endings(rows, tokenizer))
+
+
+def split_preparer(
+    config: RunKeys,
+    encoder: Encoder,
+    read: Callable[..., Documents],
+    finish: Callable[[Documents, str], Split],
+    *,
+    ends_of: Callable[[Dataset], dict[str, Any]],
+    header: Mapping[str, Any] = MappingProxyType({}),
+    as_texts: Callable[[Dataset], Dataset] = lambda documents: documents,
+    answered: bool = True,
+) -> Prepare:
+    """Return the function that prepares the splits of a run, or of a block of a stream, and reports on them.
+
+    Args:
+        read: as in `read_parts`.
+        finish: takes the documents of a split and its name.
+        ends_of: returns how the documents of the training split end, for the report.
+        header: first entries of the report.
+        as_texts: returns documents of a split with `input_ids` and `labels`, as samples for the report.
+        answered: whether documents contain answers, so that held-out ones can be measured.
+    """
+    tokenizer, template = encoder.tokenizer, encoder.template
 
     def prepare_rows(sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData:
-        read = partial(_read, config, template, columns)
         if later:
-            return PreparedData(_finish(read([], sources=sources), encoder, config, LATER).rows, None, {})
+            return PreparedData(finish(read([], sources=sources), LATER).rows, None, {})
         training, evaluated, summaries = read_parts(config, read, sources)
-        train = _finish(training, encoder, config, "training")
-        evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
+        train = finish(training, "training")
+        evaluation = finish(evaluated, "evaluation") if evaluated else None
         if template is not None:
             template.save_tools()
         report = {
+            **header,
             "sources": summaries,
             "template": tokenizer.chat_template,
             "mask": "; ".join(training.masks),
             "train": train.report,
             "eval": evaluation.report if evaluation else None,
-            **endings(train.documents, tokenizer),
-            "samples": samples(train.documents, tokenizer),
-            "held_out": held_out(evaluation.documents) if evaluation else [],
+            **ends_of(train.documents),
+            "samples": samples(as_texts(train.documents), tokenizer),
+            "held_out": held_out(as_texts(evaluation.documents)) if evaluation and answered else [],
         }
         return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
 
@@ -322,25 +350,20 @@ def read_parts(
         if evaluated.sources == training.sources:
             notice("same-data", "eval_dataset is the training dataset: its loss does not measure generalization")
         return training, evaluated, training.sources + evaluated.sources
-    if config.eval_split_size:
-        return *_split_off(training, config.eval_split_size, config.seed), training.sources
-    return training, None, training.sources
-
-
-def _split_off(raw: Documents, size: float, seed: int) -> tuple[Documents, Documents]:
-    """Hold out a share (below 1) or a count of documents; the same data and seed give the same split."""
-    total = len(raw.texts)
-    count = int(size) if size >= 1 else max(1, round(size * total))
+    size, total = config.eval_split_size, len(training.texts)
+    if not size:
+        return training, None, training.sources
+    count = int(size) if size >= 1 else max(1, round(size * total))  # a count, or a share
     if count >= total:
         raise ConfigError(
             f"eval_split_size {size:g} holds out {count} of {total} documents and leaves none to train on",
             "lower eval_split_size, or give eval_dataset",
         )
-    order = np.random.default_rng(seed).permutation(total)
-    return raw.select(np.sort(order[count:])), raw.select(np.sort(order[:count]))
+    order = np.random.default_rng(config.seed).permutation(total)  # the same data and seed give the same split
+    return training.select(np.sort(order[count:])), training.select(np.sort(order[:count])), training.sources
 
 
-def _finish(raw: Documents, encoder: Encoder, config: RunKeys, name: str) -> _Split:
+def _finish(encoder: Encoder, config: RunKeys, raw: Documents, name: str) -> Split:
     encoded = encode(raw, encoder, config, ENCODED)
     total, trainable = len(raw.texts), kept_rows(encoded, f"{name} documents", config.max_length, REMEDY)
     truncated = sum(length > config.max_length for length in trainable["length"])
@@ -368,7 +391,7 @@ def _finish(raw: Documents, encoder: Encoder, config: RunKeys, name: str) -> _Sp
     rows = _pack(trainable, config.max_length, raw.features) if config.packing else trainable.select_columns(columns)
     capacity = config.max_length if config.packing else None
     report = split_report(encoded, trainable, rows, truncated, empty, capacity)
-    return _Split(trainable, rows, {**report, "tokens_across_border": across, "not_shown": not_shown, **mixture})
+    return Split(trainable, rows, {**report, "tokens_across_border": across, "not_shown": not_shown, **mixture})
 
 
 def mixed(config: RunKeys, trainable: Dataset, raw: Documents, encoded: Dataset) -> tuple[Dataset, dict[str, Any]]:

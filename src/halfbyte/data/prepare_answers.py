@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.datasets import DatasetEntry
 from ..config.policy import DISTILLING
-from ..config.schema import DataSection, RunKeys
+from ..config.schema import RunKeys
 from ..ops import IGNORE_INDEX
 from ..utils.errors import DataError
 from ..utils.notices import notice
@@ -25,11 +25,11 @@ from .preference import Kind, recognise_rows, rows_in
 from .prepare import (
     ENCODED,
     IDS,
-    LATER,
     REMEDY,
     Documents,
     Prepare,
     PreparedData,
+    Split,
     across_of,
     check_unicode,
     encode,
@@ -39,10 +39,10 @@ from .prepare import (
     mixed,
     not_shown_of,
     prompt_turns,
-    read_parts,
+    split_preparer,
     template_of,
 )
-from .report import answers_report, count_unread, endings, held_out, report_unread, samples
+from .report import answers_report, count_unread, endings, report_unread
 from .sources import Source, parse_csv_values, read_sources
 from .tables import Table
 
@@ -105,43 +105,21 @@ def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, row
         uncut=config.method in SCORED,
     )
 
-    def prepare_rows(sources: Sequence[Source] | None = None, later: bool = False) -> PreparedData:
-        read = partial(_read, config, template, row_type)
-        if later:
-            rows, _ = _finish(read([], sources=sources), encoder, config, LATER)
-            return PreparedData(_rows(rows, row_type), None, {})
-        training, evaluated, summaries = read_parts(config, read, sources)
-        train, train_report = _finish(training, encoder, config, "training")
-        held, held_report = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
-        texts = _as_texts(train, row_type)
-        if template is not None:
-            template.save_tools()
-        report = {
-            "kind": row_type,
-            "sources": summaries,
-            "template": tokenizer.chat_template,
-            "mask": "; ".join(training.masks),
-            "train": train_report,
-            "eval": held_report,
-            **(
-                _stops(encoder)
-                if row_type == "prompts"
-                else endings(train, tokenizer)
-                if row_type in ANSWERED
-                else NO_END
-            ),
-            "samples": samples(texts, tokenizer),
-            "held_out": held_out(_as_texts(held, row_type)) if held is not None and row_type in ANSWERED else [],
-        }
-        return PreparedData(_rows(train, row_type), _rows(held, row_type) if held is not None else None, report)
+    def ends_of(rows: Dataset) -> dict[str, Any]:
+        if row_type == "prompts":
+            return _stops(encoder)
+        return endings(rows, tokenizer) if row_type in ANSWERED else NO_END
 
-    return prepare_rows
-
-
-def _rows(trainable: Dataset, row_type: Kind) -> Dataset:
-    """Return the columns that training reads."""
-    rows = trainable.select_columns([name for name in trainable.column_names if name not in (*ENCODED, "otherwise")])
-    return rows.with_transform(as_read) if row_type == "prompts" else rows
+    return split_preparer(
+        config,
+        encoder,
+        partial(_read, config, template, row_type),
+        partial(_finish, encoder, config),
+        ends_of=ends_of,
+        header={"kind": row_type},
+        as_texts=partial(_as_texts, row_type),
+        answered=row_type in ANSWERED,
+    )
 
 
 def _features(row_type: Kind) -> dict[str, Any]:
@@ -181,7 +159,13 @@ def _read(
             raw.texts.append(_text(_for_template(row, template, location), location))
             raw.locations.append(location)
             raw.origins.append(source.dataset)
-        raw.masks[_mask_of(config, template, row_type)] = None
+        if row_type == "stepwise":
+            trained_part = "the last token of each step"
+        elif config.assistant_only_loss:
+            trained_part = mask_of("answers", False, template)
+        else:
+            trained_part = "every token of an answer"
+        raw.masks[trained_part] = None
         rows = len(raw.texts) - first
         # Reward functions read the further columns of prompts. Only a reward model reads margins. Rows that are plain
         # texts with their prompt show no system text and no tools.
@@ -198,13 +182,6 @@ def _read(
     report_unread([entry.path for entry in entries], raw.left_out)
     raw.features = {name: Value("float64") for name in raw.columns}
     return raw
-
-
-def _mask_of(config: DataSection, template: ChatTemplate | None, row_type: Kind) -> str:
-    """Describe the trained tokens, for the data report."""
-    if row_type == "stepwise":
-        return "the last token of each step"
-    return mask_of("answers", False, template) if config.assistant_only_loss else "every token of an answer"
 
 
 def _for_template(row: dict[str, Any], template: ChatTemplate | None, location: str) -> dict[str, Any]:
@@ -232,8 +209,7 @@ def _text(row: dict[str, Any], location: str) -> str:
     return text
 
 
-def _finish(raw: Documents, encoder: AnswerEncoder, config: RunKeys, name: str) -> tuple[Dataset, dict[str, Any]]:
-    """Return the kept rows of a split, with all their columns, and its part of the report."""
+def _finish(encoder: AnswerEncoder, config: RunKeys, raw: Documents, name: str) -> Split:
     row_type, total = encoder.row_type, len(raw.texts)
     encoded = encode(raw, encoder, config, _features(row_type))
     trainable = kept_rows(encoded, f"{name} rows", config.max_length, REMEDIES)
@@ -258,7 +234,9 @@ def _finish(raw: Documents, encoder: AnswerEncoder, config: RunKeys, name: str) 
     trainable, mixture = mixed(config, trainable, raw, encoded) if name == "training" else (trainable, {})
     report = answers_report(encoded, trainable, NAMES[row_type], truncated)
     report |= {"tokens_across_border": across, "not_shown": not_shown}
-    return trainable, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise, **mixture}
+    report |= {"contradicting": contradicting, "prompts_otherwise_alone": otherwise, **mixture}
+    rows = trainable.select_columns([name for name in trainable.column_names if name not in (*ENCODED, "otherwise")])
+    return Split(trainable, rows.with_transform(as_read) if row_type == "prompts" else rows, report)
 
 
 def _check_answers(trainable: Dataset, row_type: Kind, name: str) -> None:
@@ -302,7 +280,7 @@ def _last_step(row: dict[str, Any]) -> dict[str, Any]:
     return {"answers": [[row["prompt"], row["steps"]]], "label": row["labels"][-1]}
 
 
-def _as_texts(rows: Dataset, row_type: Kind) -> Dataset:
+def _as_texts(row_type: Kind, rows: Dataset) -> Dataset:
     """Return the first rows as ids and labels, each prompt with its first answer."""
     first = rows.select(range(min(len(rows), MOST_SHOWN)))
     name = next(iter(NAMES[row_type]), "")

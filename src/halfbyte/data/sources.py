@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -126,7 +126,7 @@ def _read(name: str, split: str, evaluating: bool) -> list[Source]:
     files = files_to_read(name, split, evaluating)
     if files is None:
         return [_read_hub(name, split)]
-    return [_read_saved(file) if file.name == SAVED else READERS[suffix_of(file)](file) for file in files]
+    return [_read_arrow(file) if file.name == SAVED else READERS[suffix_of(file)](file) for file in files]
 
 
 def split_to_evaluate(name: str, split: str) -> str:
@@ -402,30 +402,17 @@ def without_null(row: Row) -> Row:
 
 
 def _read_arrow(path: Path) -> Source:
+    """Read an Arrow file, or the folder of a state.json, which datasets' `save_to_disk` wrote."""
     import datasets
 
     with open_bytes(path, DataError):
         pass  # raises for a missing, unreadable or special file
-    return Source(str(path), "arrow", _rows_of(path, datasets.Dataset.from_file))
-
-
-def _read_saved(state: Path) -> Source:
-    """Read a folder that datasets' `save_to_disk` wrote."""
-    import datasets
-
-    return Source(str(state.parent), "arrow", _rows_of(state.parent, datasets.load_from_disk))
-
-
-def _rows_of(path: Path, load: Callable[[str], Any]) -> list[Row]:
-    """Return the rows of a dataset that the library datasets loads from a path.
-
-    Raises:
-        DataError: it cannot.
-    """
+    load: Callable[[str], Any] = datasets.load_from_disk if path.name == SAVED else datasets.Dataset.from_file
+    path = path.parent if path.name == SAVED else path
     try:
         dataset = load(str(path))
         _check_columns(dataset.column_names, str(path))
-        return [without_null(row) for row in dataset]
+        return Source(str(path), "arrow", [without_null(row) for row in dataset])
     except DataError:
         raise
     except Exception as error:  # Arrow's own, the library's, or Python's for a damaged description
@@ -503,7 +490,9 @@ def files_of_split(files: Sequence[Path], folder: Path, split: str) -> list[Path
         )
     selected = [file for file in files if any(_is_of(names[file], name) for name in splits)]
     if not selected and splits == [TRAIN]:
-        selected = [file for file in files if not names[file]] or _only_kind(files, names.values())
+        selected = [file for file in files if not names[file]]
+        if not selected and len({_split_name(name) for name in names.values()}) == 1:
+            selected = list(files)
     if not selected:
         present = ", ".join(dict.fromkeys(name for name in names.values() if name))
         raise DataError(
@@ -550,11 +539,6 @@ def _is_of(name: str, split: str) -> bool:
     if any(split in names for names in KINDS.values()):
         return _split_name(name) == _split_name(split)
     return name == split
-
-
-def _only_kind(files: Sequence[Path], names: Iterable[str]) -> list[Path]:
-    """Return all files if they belong to a single split."""
-    return list(files) if len({_split_name(name) for name in names}) == 1 else []
 
 
 # --- values of CSV files ----------------------------------------------------------------------------------------------

@@ -174,10 +174,16 @@ def _file(path: Path) -> _File:
         file_format = "csv" if rows is csv_rows else "jsonl"
         return _File(str(path), file_format, partial(rows, path), partial(_count_lines, path))
     if suffix == ".parquet":
-        return _File(str(path), "parquet", partial(_load_parquet, path), partial(_count_parquet, path))
+        import datasets
+        from pyarrow import parquet
+
+        load = partial(datasets.load_dataset, "parquet", data_files=[str(path)], split="train", streaming=True)
+        return _File(str(path), "parquet", load, lambda: int(parquet.read_metadata(path).num_rows))
     if path.name == SAVED or suffix == ".arrow":
         saved = path.parent if path.name == SAVED else path
-        return _File(str(saved), "arrow", partial(_load_arrow, saved), lambda: len(_arrow_table(saved)))
+        return _File(
+            str(saved), "arrow", lambda: _arrow_table(saved).to_iterable_dataset(), lambda: len(_arrow_table(saved))
+        )
     fix = "write it as JSONL (one object per line) or Parquet, or remove streaming"
     raise DataError(f"{path}: streaming: true cannot read {suffix} files row by row", fix)
 
@@ -190,26 +196,10 @@ def _count_lines(path: Path) -> int | None:
         return 1 + sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b""))
 
 
-def _load_parquet(path: Path) -> Any:
-    import datasets
-
-    return datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True)
-
-
-def _count_parquet(path: Path) -> int:
-    from pyarrow import parquet
-
-    return int(parquet.read_metadata(path).num_rows)
-
-
 def _arrow_table(path: Path) -> Any:
     import datasets
 
     return (datasets.load_from_disk if path.is_dir() else datasets.Dataset.from_file)(str(path))  # memory-mapped
-
-
-def _load_arrow(path: Path) -> Any:
-    return _arrow_table(path).to_iterable_dataset()
 
 
 def _hub_file(name: str, split: str) -> _File:
@@ -365,17 +355,17 @@ class RowStream:
     ) -> RankLoader:
         """Return the micro-batches of one rank, see `rows.TrainingRows.load`; the order depends on the run's seed."""
         total = self.needed // size - skip
-        micro_batches = _MicroBatches(lambda: self._micro_batches(size, skip, total, rank, ranks))
-        loader: DataLoader = DataLoader(micro_batches, batch_size=None, collate_fn=collate, pin_memory=pinned)
-        return RankLoader(loader, total // ranks, total)
 
-    def _micro_batches(self, size: int, skip: int, total: int, rank: int, ranks: int) -> Iterator[list[Row]]:
-        """Yield the rows of each micro-batch of a rank, from micro-batch number `skip` on."""
-        rows = self.rows(skip * size)
-        for number in range(total):
-            micro_batch = list(islice(rows, size))
-            if number % ranks == rank:
-                yield micro_batch
+        def micro_batches() -> Iterator[list[Row]]:
+            rows = self.rows(skip * size)
+            for number in range(total):
+                micro_batch = list(islice(rows, size))
+                if number % ranks == rank:
+                    yield micro_batch
+
+        loaded = _MicroBatches(micro_batches)
+        loader: DataLoader = DataLoader(loaded, batch_size=None, collate_fn=collate, pin_memory=pinned)
+        return RankLoader(loader, total // ranks, total)
 
     def rows(self, first: int) -> Iterator[Row]:
         """Yield the rows of the run from row number `first` on.

@@ -161,19 +161,15 @@ class Turns:
         self._check_others(index, start, end)
         if not self.messages[index].get("tool_calls"):
             return Turn(self._begin(index, start, end), end, end)
-        first, later = self._around_results(regions)
+        # the regions before the first result of the turn's calls, and texts after it
+        cut = min((begin for begin, _ in self.results if start < begin < end), default=end)
+        later = [region for name, region in regions.items() if region[0] >= cut and not name.startswith("tool_calls")]
+        first = [region for region in regions.values() if region not in later] or later
         calls = self._end_of_calls(index, *_hull(first))
         start = self._begin(index, start, calls)
         if not later:
             return Turn(start, calls, calls)
         return Turn(start, end, end, spans=((start, calls), _hull(later)))
-
-    def _around_results(self, regions: dict[str, tuple[int, int]]) -> tuple[Any, Any]:
-        """Split a turn's regions into those before the first result of its calls, and texts after it."""
-        start, end = _hull(regions.values())
-        cut = min((begin for begin, _ in self.results if start < begin < end), default=end)
-        later = [region for name, region in regions.items() if region[0] >= cut and not name.startswith("tool_calls")]
-        return [region for region in regions.values() if region not in later] or later, later
 
     def _regions(self, index: int) -> dict[str, tuple[int, int]]:
         """Return the region of the rendering that changes with each part of an assistant's turn, by the part's name.
@@ -340,10 +336,9 @@ class Turns:
             return None
         longest = max(shared, key=shared.__getitem__)
         border = shared[longest]
-        return border if border in (len(longest), len(self.text)) else self._before_a_mark(border)
-
-    def _before_a_mark(self, border: int) -> int:
-        """Move a border out of a mark whose beginning both renderings share by chance."""
+        if border in (len(longest), len(self.text)):
+            return border
+        # both renderings may share the beginning of different marks by chance
         inside = next((mark.start() for mark in self._marks_around(border)), None)
         return len(self.text[:border].rstrip(OPENERS)) if inside is None else inside
 
@@ -521,14 +516,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_shown(value: str, shown: str) -> bool:
-    written = (json.dumps(value, ensure_ascii=escaped)[1:-1] for escaped in (False, True))
-    return any(_squeezed(form) in shown for form in (value, *written, *(_html(value),)))
-
-
-def _html(value: str) -> str:
-    """Return a text as jinja's tojson writes it, with HTML characters escaped."""
-    escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
-    return re.sub("[<>&']", lambda match: escapes[match[0]], json.dumps(value)[1:-1])
+    plain, escaped = (json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
+    escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}  # as jinja's tojson writes them
+    html = re.sub("[<>&']", lambda match: escapes[match[0]], escaped)
+    return any(_squeezed(form) in shown for form in (value, plain, escaped, html))
 
 
 def _squeezed(text: str) -> str:
