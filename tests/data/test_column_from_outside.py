@@ -15,7 +15,6 @@ from halfbyte.data.collate import PackedCollator, make_collator
 from halfbyte.data.prepare import prepare
 from halfbyte.data.tables import digest_of_rows
 from halfbyte.optim import trained_parameters
-from halfbyte.train import setup
 from halfbyte.train.stepper import GraphedStepper
 from halfbyte.utils.errors import DataError, HalfbyteError
 from tests.helpers.graph_stand_in import StandIn
@@ -77,13 +76,13 @@ def test_graphs_replay_steps_with_the_arrays_of_each_batch(place, tmp_path, monk
         replayed.append(batch.keys())
         return graph
 
-    def graphed(run, model, sums, scaler, graphs):
-        stepper = GraphedStepper(sums, list(trained_parameters(model).values()))
+    def graphed(run, model, graphs):
+        stepper = GraphedStepper(list(trained_parameters(model).values()))
         stand_in.graphs, stand_in.gradients = stepper.graphs, stepper.graphs.gradients
         return stepper
 
     monkeypatch.setattr("halfbyte.train.graph._Captured", captured)
-    monkeypatch.setattr(setup, "make_stepper", graphed)
+    monkeypatch.setattr("halfbyte.train.run.make_stepper", graphed)
     assert run(place, tmp_path / "graphed", **keys) == pytest.approx(eager, rel=1e-6)
     assert any("pixels" in columns for columns in replayed)
 
