@@ -19,16 +19,12 @@ SIZES = {
     "pad_token_id": PAD,
 }
 # A window of 8 tokens is shorter than some documents below, which tests sliding layers.
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "llama": {},
-    "qwen3": {},
     "mistral": {"sliding_window": 8},
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8},
-    "gemma3_text": {
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 8, **LAYERS},
 }
 NO_SDPA = ("gemma2", "sdpa")  # transformers refuses it for the softcap of Gemma 2
 LENGTHS = [[13, 5, 1, 9], [6, 17]]  # two packed rows, 28 and 23 tokens
@@ -122,16 +118,18 @@ def test_fused_flat_batches_have_document_bounds():
 
 def test_make_collator(config, make_tokenizer):
     tokenizer = make_tokenizer("plain")
-    pad, most = tokenizer.pad_token_id, config("d").max_length
-    assert make_collator(config("d"), tokenizer) == PaddedCollator(pad, max_length=most)
-    assert make_collator(config("d", packing=True), tokenizer) == PackedCollator(pad, max_length=most)
+    pad, max_length = tokenizer.pad_token_id, config("d").max_length
+    assert make_collator(config("d"), tokenizer) == PaddedCollator(pad, max_length=max_length)
+    assert make_collator(config("d", packing=True), tokenizer) == PackedCollator(pad, max_length=max_length)
     one_row = make_collator(config("d", padding_free=True), tokenizer)
-    assert one_row == PackedCollator(pad, one_row=True, max_length=most)
+    assert one_row == PackedCollator(pad, one_row=True, max_length=max_length)
     gpu = torch.device("cuda")
-    assert make_collator(config("d"), tokenizer, gpu) == PaddedCollator(pad, True, most, True)
-    assert make_collator(config("d", packing=True), tokenizer, gpu) == PackedCollator(pad, False, True, most, True)
+    assert make_collator(config("d"), tokenizer, gpu) == PaddedCollator(pad, True, max_length, True)
+    assert make_collator(config("d", packing=True), tokenizer, gpu) == PackedCollator(
+        pad, False, True, max_length, True
+    )
     stock = make_collator(config("d", use_kernels=False), tokenizer, gpu)
-    assert stock == PaddedCollator(pad, False, most, True)
+    assert stock == PaddedCollator(pad, False, max_length, True)
     batch = stock([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}])  # in few widths, too
     assert batch["attention_mask"].shape == (1, 128)
     assert batch["attention_mask"].sum() == 3
@@ -144,23 +142,23 @@ def test_make_collator(config, make_tokenizer):
 )
 def test_documents_of_a_row_do_not_see_each_other(family, attention, one_row):
     model, rows, collate = tiny_model(family, attention), packed_rows(), PackedCollator(PAD, one_row=one_row)
-    before = logits(model, collate(rows))
+    unperturbed = logits(model, collate(rows))
     # Alone, each document gives the logits it gives in the pack.
-    places = [(index, *place) for index, row in enumerate(rows) for place in split(row)]
+    spans = [(index, *span) for index, row in enumerate(rows) for span in split(row)]
     offsets = [0, len(rows[0]["input_ids"])] if one_row else [0, 0]
-    for index, start, stop in places:
+    for index, start, stop in spans:
         alone = model(input_ids=torch.tensor([rows[index]["input_ids"][start:stop]])).logits[0]
-        packed = before[0 if one_row else index, offsets[index] + start : offsets[index] + stop]
+        packed = unperturbed[0 if one_row else index, offsets[index] + start : offsets[index] + stop]
         torch.testing.assert_close(packed, alone, rtol=0, atol=2e-6)
     # Perturbed, a document changes its own logits and not one bit of the others'.
-    for index, start, stop in places[:3] + places[-1:]:
+    for index, start, stop in spans[:3] + spans[-1:]:
         perturbed = [{**row, "input_ids": list(row["input_ids"])} for row in rows]
         perturbed[index]["input_ids"][start] = 2
-        changed = (logits(model, collate(perturbed)) != before).any(-1)
-        own = torch.zeros_like(changed)
-        own[0 if one_row else index, offsets[index] + start : offsets[index] + stop] = True
-        assert not changed[~own].any()
-        assert changed[own][:13].all()  # as far as two windows reach
+        changed = (logits(model, collate(perturbed)) != unperturbed).any(-1)
+        inside = torch.zeros_like(changed)
+        inside[0 if one_row else index, offsets[index] + start : offsets[index] + stop] = True
+        assert not changed[~inside].any()
+        assert changed[inside][:13].all()  # as far as two windows reach
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -169,17 +167,17 @@ def test_mask_of_ones_or_cache_leaks_between_documents(attention, extra):
     """A flat batch has neither, because transformers then does not isolate documents."""
     model, [row, _] = tiny_model("llama", attention), packed_rows()
     batch = PackedCollator(PAD)([row]) | extra
-    before = logits(model, batch)
+    unperturbed = logits(model, batch)
     batch["input_ids"][0, 0] = 2
-    assert (logits(model, batch) != before).any(-1)[0, 13:].any()
+    assert (logits(model, batch) != unperturbed).any(-1)[0, 13:].any()
 
 
 def test_packed_loss_is_the_sum_of_the_documents_losses():
     """No token is trained across documents: the summed loss equals the sum over separate documents."""
     model, rows = tiny_model("llama", "sdpa"), packed_rows()
     with torch.no_grad():
-        whole = model(**PackedCollator(PAD)(rows), use_cache=False, num_items_in_batch=1).loss
-        parts = sum(
+        packed_loss = model(**PackedCollator(PAD)(rows), use_cache=False, num_items_in_batch=1).loss
+        sum_of_losses = sum(
             model(
                 input_ids=torch.tensor([row["input_ids"][start:stop]]),
                 labels=torch.tensor([row["labels"][start:stop]]),
@@ -189,4 +187,4 @@ def test_packed_loss_is_the_sum_of_the_documents_losses():
             for start, stop in split(row)
             if stop - start > 1
         )
-    torch.testing.assert_close(whole, parts, rtol=1e-6, atol=0)
+    torch.testing.assert_close(packed_loss, sum_of_losses, rtol=1e-6, atol=0)

@@ -40,12 +40,12 @@ def test_report(config, make_tokenizer, write):
     assert report["mask"].startswith("assistant turns, by difference of two renderings")
     assert "generation-marks" in notices_so_far()
     assert (report["eos_trained"], report["stop_tokens"]) == (True, ["<|im_end|>"])
-    for dataset, part in ((data.train, report["train"]), (data.eval, report["eval"])):
+    for dataset, split in ((data.train, report["train"]), (data.eval, report["eval"])):
         lengths = [len(row["input_ids"]) for row in dataset]
-        assert (part["documents"], part["rows"], part["tokens"]) == (len(dataset), len(dataset), sum(lengths))
-        assert part["trained_tokens"] == sum(label != IGNORE_INDEX for row in dataset for label in row["labels"])
-        assert (part["dropped"], part["truncated"], part["packing_efficiency"]) == ({}, 0, None)
-        edges, counts = part["length_histogram"]["edges"], part["length_histogram"]["counts"]
+        assert (split["documents"], split["rows"], split["tokens"]) == (len(dataset), len(dataset), sum(lengths))
+        assert split["trained_tokens"] == sum(label != IGNORE_INDEX for row in dataset for label in row["labels"])
+        assert (split["dropped"], split["truncated"], split["packing_efficiency"]) == ({}, 0, None)
+        edges, counts = split["length_histogram"]["edges"], split["length_histogram"]["counts"]
         assert sum(counts) == len(dataset)
         assert len(edges) == len(counts) + 1
         assert counts[0] == sum(edges[0] <= length < edges[1] for length in lengths)
@@ -58,13 +58,13 @@ def test_report(config, make_tokenizer, write):
 
 def test_split_depends_only_on_the_seed(config, make_tokenizer, write):
     path, tokenizer = write(PAIRS), make_tokenizer("marked")
-    one, again, other = (
+    first, shorter, reseeded = (
         prepare(config(path, eval_split_size=5, seed=seed, max_length=length, packing=packing), tokenizer)
         for seed, length, packing in ((1, 200, False), (1, 100, False), (2, 200, False))
     )
-    assert rows_of(one.eval) == rows_of(again.eval)
-    assert rows_of(one.eval) != rows_of(other.eval)
-    everything = sorted(map(json.dumps, rows_of(one.train) + rows_of(one.eval)))
+    assert rows_of(first.eval) == rows_of(shorter.eval)
+    assert rows_of(first.eval) != rows_of(reseeded.eval)
+    everything = sorted(map(json.dumps, rows_of(first.train) + rows_of(first.eval)))
     assert everything == sorted(map(json.dumps, rows_of(prepare(config(path), tokenizer).train)))
 
 
@@ -88,8 +88,8 @@ def test_no_rows_are_pickled_for_a_hash(config, make_tokenizer, write, monkeypat
 
     monkeypatch.setattr("datasets.arrow_dataset.generate_fingerprint", fail)
     rows = [row, row | {"label": False}] if "label" in row else [row, row]
-    asked = config(write(rows), eval_split_size=1, **keys) if "label" not in row else config(write(rows), **keys)
-    assert len(method_of(asked).ready(asked, make_tokenizer("plain")).train)
+    run_config = config(write(rows), eval_split_size=1, **keys) if "label" not in row else config(write(rows), **keys)
+    assert len(method_of(run_config).ready(run_config, make_tokenizer("plain")).train)
 
 
 def test_eval_dataset(config, make_tokenizer, write):
@@ -126,10 +126,10 @@ def test_packing(config, make_tokenizer, write):
             assert row["labels"][start] == IGNORE_INDEX
             documents.append((row["input_ids"][start:stop], row["labels"][start:stop]))
     assert sorted(documents) == sorted((row["input_ids"], row["labels"]) for row in loose.train)
-    part = packed.report["train"]
-    assert (part["documents"], part["rows"]) == (30, len(packed.train))
-    assert part["packing_efficiency"] == part["tokens"] / (len(packed.train) * 200) > 0.8
-    assert part["trained_tokens"] == loose.report["train"]["trained_tokens"]
+    report = packed.report["train"]
+    assert (report["documents"], report["rows"]) == (30, len(packed.train))
+    assert report["packing_efficiency"] == report["tokens"] / (len(packed.train) * 200) > 0.8
+    assert report["trained_tokens"] == loose.report["train"]["trained_tokens"]
 
 
 def test_overlong_rows_are_counted_and_reported(config, make_tokenizer, write):
@@ -140,16 +140,11 @@ def test_overlong_rows_are_counted_and_reported(config, make_tokenizer, write):
     assert cut.report["train"]["dropped"] == {"no trained tokens left after truncation": 1}
     assert [len(row["input_ids"]) for row in cut.train][1] == 80
     assert cut.report["train"]["length_histogram"]["edges"][-1] > 200
-    assert (
-        notices_so_far()["truncated:training"]
-        == "1 of 3 training documents cut to max_length 80: the longest has 122 tokens"
-    )
+    assert notices_so_far()["truncated:training"].startswith("1 of 3 ")
     dropped = prepare(config(path, max_length=80, overlong="drop"), tokenizer)
     assert dropped.report["train"]["dropped"] == {"longer than max_length": 2}
     assert dropped.report["train"]["truncated"] == 0
-    assert any(
-        "2 of 3 training documents dropped: longer than max_length" in text for text in notices_so_far().values()
-    )
+    assert notices_so_far()["dropped:training documents:longer than max_length"].startswith("2 of 3 ")
 
 
 @pytest.mark.parametrize("template", ["marked", None])
@@ -169,11 +164,8 @@ def test_empty_answers_are_counted_and_reported(config, make_tokenizer, write, t
 def test_tool_calls_and_other_turns_count_as_answers(config, make_tokenizer, write):
     """Tool calls, and turns of which one is empty. Turns before a completion are not answers."""
     user, nothing = {"role": "user", "content": "q"}, {"role": "assistant", "content": ""}
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
-    }
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
     said_once = [user, {"role": "assistant", "content": "a"}, user, nothing]
     rows = [{"messages": [user, call]}, {"messages": said_once}]
     tokenizer = make_tokenizer("marked")

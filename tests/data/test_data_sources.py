@@ -126,8 +126,8 @@ def test_text_documents(write, text, documents, unit):
 SAVED = [{"messages": [{"role": "user", "content": f"question {n}"}]} for n in range(5)]
 
 
-def saved(rows, folder, **more):
-    datasets.Dataset.from_list(rows).save_to_disk(str(folder), **more)
+def saved(rows, folder, **options):
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder), **options)
     return folder
 
 
@@ -141,8 +141,8 @@ def test_a_folder_of_save_to_disk_is_read_in_order_without_its_descriptions(tmp_
     ("keys", "rows"), [({}, SAVED), ({"split": "test"}, SAVED[:2]), ({"evaluating": True}, SAVED[:2])]
 )
 def test_splits_of_save_to_disk(tmp_path, keys, rows):
-    whole = datasets.Dataset.from_list(SAVED)
-    datasets.DatasetDict({"train": whole, "test": whole.select(range(2))}).save_to_disk(str(tmp_path))
+    rows_saved = datasets.Dataset.from_list(SAVED)
+    datasets.DatasetDict({"train": rows_saved, "test": rows_saved.select(range(2))}).save_to_disk(str(tmp_path))
     assert [row for source in read_sources(str(tmp_path), **keys) for row in source.rows] == rows
 
 
@@ -186,24 +186,16 @@ def test_several_sources_are_concatenated(write):
     [
         ("d.jsonl", '{"a": 1}\n\n{"a": \n', r"d\.jsonl:3:.*JSON"),
         ("d.json", '[{"a": 1},\n{"a" 2}]', r"d\.json:2:.*JSON:.*6"),
-        ("d.jsonl", '{"a": 1}\n[1]\n', r"d\.jsonl:2:"),
         ("d.json", '[{"a": 1}, "b"]', r"d\.json, row 2:"),
         ("d.csv", "a,b\n1,2\n1,2,3\n", r"d\.csv:3: 3 .* 2"),
-        ("d.csv", "a,b\n1,2\n1\n", r"d\.csv:3: 1 .* 2"),
         ("d.csv", 'a,b\n1,"2\n', r"d\.csv:2:.*CSV"),
         ("d.csv", "prompt,prompt,completion\n1,2,3\n", r"d\.csv:1:.*'prompt'"),
-        ("d.csv", '"a', r"d\.csv:1:.*CSV"),
         ("d.jsonl", '{"a": 1}\n{"n": ' + "9" * 5000 + "}\n", r"d\.jsonl:2:"),
-        ("d.jsonl", "[" * 100_000, r"d\.jsonl:.*100 levels"),
         ("d.jsonl", '{"a": ' + "[" * 100_000, r"d\.jsonl:1:.*100 levels"),
         ("d.jsonl", '{"a": 1, "a": 2}', r"d\.jsonl:1:.*'a'"),
-        ("d.parquet", "PAR?", r"d\.parquet"),
         ("d.parquet", "PAR1 and nothing that it says PAR1", r"d\.parquet"),
         ("d.xlsx", "?", r"d\.xlsx"),
         ("d.jsonl", "", None),
-        ("d.json", "[]", None),
-        ("d.csv", "a,b\n", None),
-        ("d.txt", "\n\n", None),
     ],
 )
 def test_malformed_files_are_named(write, name, content, message):
@@ -289,11 +281,6 @@ def test_missing_file_names_the_closest(write, tmp_path):
         read_sources(str(tmp_path / "folder" / "trian.jsonl"))
     with pytest.raises(DataError, match=r"/folder\)"):
         read_sources(str(tmp_path / "foldr" / "train.jsonl"))
-
-
-def test_empty_folder(tmp_path):
-    with pytest.raises(DataError):
-        read_sources(str(tmp_path))
 
 
 def test_hub_id_offline_is_one_clear_error(monkeypatch):

@@ -31,7 +31,7 @@ def left_out(report):
 
 
 @pytest.mark.parametrize(
-    ("row", "asked", "named"),
+    ("row", "shown", "named"),
     [
         ({"instruction": "i", "context": "c", "response": "r", "category": "x"}, "i\n\nc", {"category": 1}),
         ({"id": 0, "title": "t", "context": "c", "question": "q", "answer": "r"}, "c\n\nq", {"id": 1, "title": 1}),
@@ -45,9 +45,9 @@ def left_out(report):
         ({"prompt": "p", "completion": "r", "context": "c", "source": None}, "p", {"context": 1}),
     ],
 )
-def test_contexts_are_shown_and_unread_columns_named(prepared, row, asked, named):
+def test_contexts_are_shown_and_unread_columns_named(prepared, row, shown, named):
     report, text, trained = prepared([row])
-    assert text == f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\nr<|im_end|>\n"
+    assert text == f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\nr<|im_end|>\n"
     assert trained == "r<|im_end|>"
     assert left_out(report) == named
 

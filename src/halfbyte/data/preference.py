@@ -177,7 +177,7 @@ def _misfit(source: Source, row_type: Kind, present_type: str | None) -> DataErr
     subject = f"{source.path} (columns {', '.join(present)})"
     names = sorted({*PARTS, *CHAT_COLUMNS, *PROMPTS, *ANSWERS, *CHOSEN, *REJECTED, *LABELS})
     near = ((column, difflib.get_close_matches(column, names, n=1)) for column in present if column not in names)
-    hint = next((f"; did you mean {names[0]!r} for {column!r}?" for column, names in near if names), "")
+    hint = next((f"; did you mean {close[0]!r} for {column!r}?" for column, close in near if close), "")
     if present_type is not None and present_type != row_type:
         fix = f"set method: {METHODS_FOR[present_type]}, or map other columns, e.g. {EXAMPLES[row_type]}"
         return DataError(f"{subject} holds {WORDS[present_type]}, not {WORDS[row_type]}{hint}", fix)

@@ -157,7 +157,7 @@ def files_of(name: str) -> list[Path] | None:
         fix = f"write {hub_id}" if hub_id else "download it, and give the file's path"
         raise DataError(f"{name}: halfbyte does not read data from URLs", fix)
     fix = "give the folder, or a list of files" if "*" in name else "check the path"
-    names = [name.strip() for name in name.split(",")]
+    names = [entry.strip() for entry in name.split(",")]
     if len(names) > 1 and os.path.exists(os.path.expanduser(names[0])):
         fix = f"write several as a list: [{', '.join(names)}]"
     if (closest := _closest(path)) == OTHER_UNICODE:
@@ -482,13 +482,13 @@ def files_of_split(files: Sequence[Path], folder: Path, split: str) -> list[Path
                 "dataset_split", f"dataset_split: {split}: no file of {folder} is named for a split: reading all rows"
             )
         return list(files)
-    splits = [name.partition("[")[0].strip() for name in split.split("+")]
+    splits = [entry.partition("[")[0].strip() for entry in split.split("+")]
     if "[" in split:
         notice(
             "dataset_split",
             f"dataset_split: {split}: slices do not apply to files: reading all rows of {' and '.join(splits)}",
         )
-    selected = [file for file in files if any(_is_of(names[file], name) for name in splits)]
+    selected = [file for file in files if any(_is_of(names[file], entry) for entry in splits)]
     if not selected and splits == [TRAIN]:
         selected = [file for file in files if not names[file]]
         if not selected and len({_split_name(name) for name in names.values()}) == 1:

@@ -398,7 +398,7 @@ def with_probes(
     for key in THOUGHTS:
         if message.get(key):
             yield key, [Replacement({**message, key: probe}, probe)]
-    for number, call in enumerate(calls):
+    for index, call in enumerate(calls):
         function, probes = call["function"], list[str]()
         arguments = _with_leaves(function.get("arguments"), characters(), numbers(), probes)
         changes_of_call = [({"arguments": arguments}, probes, True)]
@@ -408,9 +408,9 @@ def with_probes(
         replacements = []
         for changes, written, decides in (*changes_of_call, ({"name": probe}, [probe], True)):
             changed = {**call, "function": {**function, **changes}}
-            several = [*calls[:number], changed, *calls[number + 1 :]]
+            several = [*calls[:index], changed, *calls[index + 1 :]]
             replacements.append(Replacement({**message, "tool_calls": several}, written, decides))
-        yield f"tool_calls[{number}]", replacements
+        yield f"tool_calls[{index}]", replacements
 
 
 def _between_tags(message: Message, source: str, characters: Iterator[str]) -> Iterator[Replacement]:
