@@ -201,7 +201,7 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     transposed = bool(family.experts and family.experts.interleaved)  # codes are [N, K] in any case
     merged = ""
     weights = {
-        stored.name: Weight(stored.shape, partial(base.read, stored), transposed and not stored.parts)
+        stored.name: Weight(stored.shape, partial(base.read, stored), transposed and not stored.entries)
         for stored in base.weights
     }
     if saved.adapter:

@@ -125,7 +125,7 @@ class MergedWeights:
         for stored in base.weights:
             parameter, is_whole, piece = adapter.parameter_of(stored.name)
             self._add(stored.name, stored, parameter, piece)
-            if stored.parts:
+            if stored.entries:
                 self._formats.pop(parameter, None)
                 self._stacks.formats.pop(parameter, None)
             self._pieces |= set() if is_whole or piece else {parameter}
@@ -178,8 +178,10 @@ class MergedWeights:
 
     def _is_transposed(self, source: Stored, parameter: str) -> bool:
         """Return whether the base stores a stack packed as [E, N, K] that the model has as [E, K, N]."""
-        shape = self.adapter.shapes.get(parameter, ())
-        return bool(source.parts) and parameter in self.adapter.transposed and source.shape == (shape[0], *shape[:0:-1])
+        if not source.entries or parameter not in self.adapter.transposed:
+            return False
+        shape = self.adapter.shapes[parameter]
+        return source.shape == (shape[0], *shape[:0:-1])
 
     def _untie(self, parameter: str, tied_to: str) -> None:
         """Give both parameters their own tensor; if the base stores only one, the other starts as its copy."""
@@ -230,7 +232,7 @@ class MergedWeights:
     def _is_computed(self, output: Output, target: Target) -> bool:
         return (
             output.parameter in self.adapter.changed
-            or bool(output.source.parts)
+            or bool(output.source.entries)
             or (target == "dequantized" and output.parameter in self._formats | self._stacks.formats)
         )
 

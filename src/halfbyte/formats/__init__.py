@@ -3,7 +3,8 @@
 import difflib
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ..utils.errors import ModelError
 from .base import FORMATS, Format
@@ -36,6 +37,7 @@ __all__ = [
     "from_spec",
     "named",
     "names",
+    "of_checkpoint",
     "recognize",
 ]
 
@@ -80,6 +82,15 @@ def named(name: str) -> Format:
     elif "," in name:
         hint = "write one, or a mapping from layers' names to them, {'*.down_proj': kbit5, '*': nf4}; "
     raise ModelError(f"there is no format {name!r}", f"{hint}formats: {', '.join(sorted(specs))}")
+
+
+def of_checkpoint(entry: Mapping[str, Any]) -> Format | None:
+    """The format of another tool's checkpoint, from the `quantization_config` in its config.json; None if unknown.
+
+    Raises:
+        CheckpointError: the tool's format has options that halfbyte does not read.
+    """
+    return next(filter(None, (cls.from_quantization_config(entry) for cls in FORMATS.values())), None)
 
 
 def recognize(suffixes: Iterable[str], prefer: type[Format]) -> type[Format]:

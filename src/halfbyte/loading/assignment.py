@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import SIXTEEN, Storage
-from ..formats import FORMATS, Blockwise4, named
+from ..formats import Blockwise4, named, of_checkpoint
 from ..formats.base import Format
 from ..modeling.architectures import expert_stacks
 from ..modeling.layer import decoder_layers
@@ -116,7 +116,8 @@ def quantized_names(entry: Any) -> set[str]:
 def skipped_modules(entry: Mapping[str, Any]) -> list[str] | None:
     """Return the patterns of unquantized modules in a `quantization_config`, as `quantizable` takes them."""
     if entry.get("quant_method") == "compressed-tensors":
-        return [each[3:] if each.startswith("re:") else f"{re.escape(each)}$" for each in entry.get("ignore") or []]
+        ignored = entry.get("ignore") or []
+        return [name[3:] if name.startswith("re:") else f"{re.escape(name)}$" for name in ignored]
     return next(filter(None, map(entry.get, SKIP_KEYS)), None)
 
 
@@ -143,11 +144,12 @@ def stored_formats(storage: Storage, model_config: Any, model: nn.Module, names:
     Formats are assigned by `storage`, except for modules that `model_config` describes as stored quantized.
     """
     entry = getattr(model_config, "quantization_config", None) or {}
-    found = next(filter(None, (cls.from_quantization_config(entry) for cls in FORMATS.values())), None)
-    if found is not None:
-        formats, stacks = dict.fromkeys(names, found), [name for name in expert_stacks(model, []) if name in names]
-        if isinstance(found, Blockwise4):  # experts' nested scales are un-nested when stacked (`expert_stacks`)
-            formats |= {name: replace(found, nested=False) for name in stacks}
+    stored_format = of_checkpoint(entry)
+    if stored_format is not None:
+        formats = dict.fromkeys(names, stored_format)
+        stacks = [name for name in expert_stacks(model, []) if name in names]
+        if isinstance(stored_format, Blockwise4):  # experts' nested scales are un-nested when stacked (`expert_stacks`)
+            formats |= {name: replace(stored_format, nested=False) for name in stacks}
         for name in _float_stacks(model_config, stacks):
             del formats[name]
         return formats

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import Origin
-from ..formats import FORMATS, Format, Stack, named, recognize
+from ..formats import Format, Stack, named, of_checkpoint, recognize
 from ..formats.base import parameter_of_entry
 from ..formats.stack import STACK_META
 from ..gguf.cache import checkpoint_folder
@@ -39,14 +39,14 @@ class Stored:
         file: shard that holds it.
         dtype: dtype of its values in safetensors' spelling; for a quantized weight, of the dequantized values.
         shape: shape of its values.
-        parts: for a quantized weight: suffix → entry name; empty for others.
+        entries: for a quantized weight: suffix → entry name; empty for others.
     """
 
     name: str
     file: str
     dtype: str
     shape: tuple[int, ...]
-    parts: Mapping[str, str] = field(default_factory=dict)
+    entries: Mapping[str, str] = field(default_factory=dict)
 
 
 class BaseCheckpoint:
@@ -80,19 +80,19 @@ class BaseCheckpoint:
     @cached_property
     def weights(self) -> list[Stored]:
         """All weights in the order of the shards, from headers only."""
-        parts = self._quantized_parts() if self.quantized else {}
-        of_parts = {entry for entries in parts.values() for entry in entries.values()}
+        quantized_entries = self._quantized_entries() if self.quantized else {}
+        packed_entries = {entry for entries in quantized_entries.values() for entry in entries.values()}
         packed: dict[str, list[Stored]] = {file: [] for file in self.headers}
-        for name, own in parts.items():
-            file = self._file_of[own.get("", next(iter(own.values())))]
-            packed[file].append(self._packed(name, file, own))
-        found = []
+        for name, entries_of_weight in quantized_entries.items():
+            file = self._file_of[entries_of_weight.get("", next(iter(entries_of_weight.values())))]
+            packed[file].append(self._packed(name, file, entries_of_weight))
+        weights = []
         for file, header in self.headers.items():
             for name, entry in header.items():
-                if name not in of_parts:
-                    found.append(Stored(name, file, entry["dtype"], tuple(entry["shape"])))
-            found += packed[file]
-        return found
+                if name not in packed_entries:
+                    weights.append(Stored(name, file, entry["dtype"], tuple(entry["shape"])))
+            weights += packed[file]
+        return weights
 
     @cached_property
     def _format_classes(self) -> list[type[Format]]:
@@ -105,13 +105,13 @@ class BaseCheckpoint:
         if "formats" in entry:
             stacks = [Stack] if any(name.endswith(STACK_META) for name in self._file_of) else []
             return list(dict.fromkeys([*(type(named(spec)) for spec in entry["formats"]), *stacks]))
-        found = [type(format_) for cls in FORMATS.values() if (format_ := cls.from_quantization_config(entry))]
-        if not found:
+        format_ = of_checkpoint(entry)
+        if format_ is None:
             raise CheckpointError(
                 f"{self.folder} is stored as {entry.get('quant_method')}, which halfbyte does not read",
                 "merge onto the 16-bit model: name it as model_name_or_path in the run's config.resolved.yaml",
             )
-        return found
+        return [type(format_)]
 
     @cached_property
     def _stored_as(self) -> dict[str, type[Format]]:
@@ -119,10 +119,10 @@ class BaseCheckpoint:
         listed = self.config["quantization_config"].get("formats", {})
         return {f"{name}.weight": type(named(spec)) for spec, names in listed.items() for name in names}
 
-    def _quantized_parts(self) -> dict[str, dict[str, str]]:
+    def _quantized_entries(self) -> dict[str, dict[str, str]]:
         """Return quantized weight → suffix → entry; codes are stored under the weight's own name or a suffix of it."""
         suffixes = {suffix for cls in self._format_classes for suffix in cls.state_suffixes()} - {""}
-        found: dict[str, dict[str, str]] = {}
+        entries: dict[str, dict[str, str]] = {}
         for entry in self._file_of:
             for suffix in suffixes:
                 name = parameter_of_entry(entry, suffix)
@@ -131,15 +131,15 @@ class BaseCheckpoint:
                 # "scales" is below the weight in one format, a sibling of it in another
                 stack = name in self._file_of or suffix.startswith("_")  # [E, N, K], a parameter of its module
                 if name and (stack or (name.endswith(".weight") and not name.endswith(".weight.weight"))):
-                    found.setdefault(name, {"": name} if name in self._file_of else {})[suffix] = entry
-        return found
+                    entries.setdefault(name, {"": name} if name in self._file_of else {})[suffix] = entry
+        return entries
 
-    def _packed(self, name: str, file: str, parts: Mapping[str, str]) -> Stored:
-        state = {suffix: self._described(suffix, entry) for suffix, entry in parts.items()}
+    def _packed(self, name: str, file: str, entries: Mapping[str, str]) -> Stored:
+        state = {suffix: self._described(suffix, entry) for suffix, entry in entries.items()}
         _, _, shape, dtype = self._class_of(name, state).from_state(state, name)
         if "kept" in self.config["quantization_config"]:  # an unpacked GGUF file, which stores no dtype of values
             dtype = getattr(torch, self.config["dtype"])
-        return Stored(name, file, NAMES[dtype], shape, parts)
+        return Stored(name, file, NAMES[dtype], shape, entries)
 
     def _described(self, suffix: str, entry: str) -> Tensor:
         """Return an entry on the meta device, or the entry itself if it describes other entries (quant_state)."""
@@ -154,15 +154,15 @@ class BaseCheckpoint:
         classes = self._format_classes
         return classes[0] if len(classes) == 1 else recognize(state, prefer=classes[0])
 
-    def _quantized(self, name: str, parts: Mapping[str, str]) -> QuantizedTensor:
-        state = {suffix: self._tensor(entry) for suffix, entry in parts.items()}
+    def _quantized(self, name: str, entries: Mapping[str, str]) -> QuantizedTensor:
+        state = {suffix: self._tensor(entry) for suffix, entry in entries.items()}
         return QuantizedTensor(*self._class_of(name, state).from_state(state, name))
 
     def read(self, stored: Stored) -> Tensor:
         """Read the values on the CPU: as stored, or dequantized to fp32."""
-        if not stored.parts:
+        if not stored.entries:
             return self._tensor(stored.name)
-        return self._quantized(stored.name, stored.parts).dequantize(torch.float32)
+        return self._quantized(stored.name, stored.entries).dequantize(torch.float32)
 
     def _tensor(self, name: str) -> Tensor:
         return read_tensor(self.folder / self._file_of[name], name)
@@ -178,7 +178,7 @@ class BaseCheckpoint:
     def written_dtype(self, stored: Stored) -> str:
         """Return the stored dtype, or bf16 for 32-bit weights, except single fp32 tensors of a 16-bit model."""
         wide = stored.dtype in ("F32", "F64")
-        return "BF16" if wide and (self.dtype == stored.dtype or stored.parts) else stored.dtype
+        return "BF16" if wide and (self.dtype == stored.dtype or stored.entries) else stored.dtype
 
     def written_bytes(self, stored: Stored) -> int:
         """Return the size of the values in `written_dtype`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Origin
-from ..formats import FORMATS
+from ..formats import of_checkpoint
 from ..formats.base import QUANT_METHOD
 from ..modeling.architectures import auto_class, expert_stacks
 from ..reading.boundary import answered, text_of
@@ -33,7 +33,7 @@ EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 PICKLE_FIX = "save it again where you trust it (model.save_pretrained writes safetensors)"
 
 
-def check_complete(place: Origin, config: Any) -> None:
+def check_complete(origin: Origin, config: Any) -> None:
     """Compare names and shapes of a local checkpoint's weights with the model that its config describes.
 
     Args:
@@ -43,13 +43,13 @@ def check_complete(place: Origin, config: Any) -> None:
     Raises:
         CheckpointError: the config describes no model that can be built, or a weight is missing, misshapen or damaged.
     """
-    folder = Path(place.name)
+    folder = Path(origin.name)
     if not folder.is_dir():
         return
     stored = getattr(config, "quantization_config", None)
     if stored is not None and not _is_supported(stored if isinstance(stored, dict) else stored.to_dict()):
         return  # loading reports the unsupported format
-    weights = _weights(place, folder)
+    weights = _weights(origin, folder)
     _check_experts(weights, folder, config.get_text_config())
     text = config.get_text_config()
     for key in LAYERS:
@@ -58,7 +58,7 @@ def check_complete(place: Origin, config: Any) -> None:
                 f"{folder / CONFIG}: {key} is {getattr(text, key)}, and the checkpoint holds {len(weights)} tensors"
             )
             raise CheckpointError(message, MISMATCH_FIX)
-    model = meta_model(place, config)
+    model = meta_model(origin, config)
     for name, module in expert_stacks(model, []).items() if stored is not None else ():
         if module.is_transposed and name in weights:  # quantized stacks have the other orientation
             shape = model.get_parameter(name).shape
@@ -82,7 +82,7 @@ def check_complete(place: Origin, config: Any) -> None:
     check_loaded(info, str(folder), config)
 
 
-def meta_model(place: Origin, config: Any) -> Any:
+def meta_model(origin: Origin, config: Any) -> Any:
     """Build a model on torch's meta device: names and shapes, no weights, and no quantization.
 
     Args:
@@ -92,7 +92,7 @@ def meta_model(place: Origin, config: Any) -> Any:
     Raises:
         CheckpointError: the config describes no model that can be built.
     """
-    path = Path(place.name) / CONFIG
+    path = Path(origin.name) / CONFIG
     try:
         with (
             answered(f"{path} describes no model that can be built", MISMATCH_FIX),
@@ -100,7 +100,7 @@ def meta_model(place: Origin, config: Any) -> Any:
             quiet_transformers(),
         ):
             return auto_class(config).from_config(
-                _unquantized_config(config), attn_implementation="eager", trust_remote_code=place.trust_remote_code
+                _unquantized_config(config), attn_implementation="eager", trust_remote_code=origin.trust_remote_code
             )
     except CheckpointError as error:
         cause = error.__cause__
@@ -128,43 +128,42 @@ def _unquantized_config(config: Any) -> Any:
 
 def _is_supported(entry: Mapping[str, Any]) -> bool:
     try:
-        return entry.get("quant_method") == QUANT_METHOD or any(
-            cls.from_quantization_config(dict(entry)) for cls in FORMATS.values()
-        )
+        return entry.get("quant_method") == QUANT_METHOD or of_checkpoint(entry) is not None
     except HalfbyteError as error:
         raise CheckpointError(f"{CONFIG}: quantization_config: {error.message}", error.fix) from error
     except Exception as error:
         raise CheckpointError(f"{CONFIG}: quantization_config: {text_of(error)}", MISMATCH_FIX) from error
 
 
-def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
+def _weights(origin: Origin, folder: Path) -> dict[str, Tensor]:
     """Return name → meta tensor of the weight's shape; for a quantized weight, the shape of its values."""
     if not safetensors_files(folder):
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if not (files := pickled_files(folder)):
             raise CheckpointError(f"{folder} holds no weights: there is no {SINGLE}", "re-download the checkpoint")
         for file in files:
             state = read_state(file, AGAIN, "meta", PICKLE_FIX)
             if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
                 raise CheckpointError(f"{file} is no dict of tensors", PICKLE_FIX)
-            found |= state
-        return found
+            tensors |= state
+        return tensors
     with answered(f"cannot read the headers of {folder}", MISMATCH_FIX):
-        base = BaseCheckpoint(place)
+        base = BaseCheckpoint(origin)
         weights = base.weights
     held = {entry["dtype"] for header in base.headers.values() for entry in header.values()}
     if base.quantized and not base.in_part and held <= DTYPES.keys():  # codes of all formats have other dtypes
         method = base.config["quantization_config"].get("quant_method")
         wrong = f"{folder}: {CONFIG} declares {method} quantization, but every tensor is stored in 16 bits or more"
         raise CheckpointError(wrong, f"re-download the checkpoint, or remove quantization_config from {CONFIG}")
-    for each in weights:
-        if not base.quantized and each.name.endswith(".weight") and each.dtype not in DTYPES:
-            wrong = f"{folder}: {each.name} is stored as {each.dtype}, but {CONFIG} has no quantization_config"
+    for weight in weights:
+        if not base.quantized and weight.name.endswith(".weight") and weight.dtype not in DTYPES:
+            wrong = f"{folder}: {weight.name} is stored as {weight.dtype}, but {CONFIG} has no quantization_config"
             raise CheckpointError(wrong, "re-download config.json")
     if base.quantized:
         _check_entries((name for header in base.headers.values() for name in header), folder)
     return {
-        each.name: torch.empty(each.shape, dtype=TYPES.get(each.dtype, torch.uint8), device="meta") for each in weights
+        weight.name: torch.empty(weight.shape, dtype=TYPES.get(weight.dtype, torch.uint8), device="meta")
+        for weight in weights
     }
 
 
@@ -172,15 +171,15 @@ def _check_entries(names: Iterable[str], folder: Path) -> None:
     """Check that an expert has all entries that other experts of its layer have; a format may have optional ones."""
     holders: dict[tuple[str, str], dict[str, set[int]]] = {}  # layer and matrix → entry → experts
     for name in names:
-        if found := EXPERT.fullmatch(name):
-            matrix = found[3].split(".")[1]
-            holders.setdefault((found[1], matrix), {}).setdefault(found[3], set()).add(int(found[2]))
-    for (before, _), entries in holders.items():
+        if match := EXPERT.fullmatch(name):
+            matrix = match[3].split(".")[1]
+            holders.setdefault((match[1], matrix), {}).setdefault(match[3], set()).add(int(match[2]))
+    for (prefix, _), entries in holders.items():
         experts = set().union(*entries.values())
-        for after, own in entries.items():
-            if missing := experts - own:
+        for suffix, holders_of_entry in entries.items():
+            if missing := experts - holders_of_entry:
                 raise CheckpointError(
-                    f"{folder} lacks {before}{min(missing)}{after}, which other experts have", MISMATCH_FIX
+                    f"{folder} lacks {prefix}{min(missing)}{suffix}, which other experts have", MISMATCH_FIX
                 )
 
 
@@ -193,22 +192,24 @@ def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> 
         return
     groups: dict[tuple[str, str], dict[int, Tensor]] = {}
     for name, weight in weights.items():
-        if found := EXPERT.fullmatch(name):
-            groups.setdefault((found[1], found[3]), {})[int(found[2])] = weight
+        if match := EXPERT.fullmatch(name):
+            groups.setdefault((match[1], match[3]), {})[int(match[2])] = weight
     counts: dict[str, int] = {}
-    for (before, _), experts in groups.items():
-        counts[before] = max(counts.get(before, 0), max(experts) + 1)
-    key, most = next(((key, most) for key in EXPERTS if type(most := getattr(config, key, None)) is int), ("", 0))
-    if key and counts and max(counts.values()) > most:
-        message = f"{folder / CONFIG}: {key} is {most}, and the checkpoint holds {max(counts.values())} experts a layer"
+    for (prefix, _), experts in groups.items():
+        counts[prefix] = max(counts.get(prefix, 0), max(experts) + 1)
+    limits = {key: getattr(config, key, None) for key in EXPERTS}
+    key, limit = next(((key, limit) for key, limit in limits.items() if type(limit) is int), ("", 0))
+    if key and counts and max(counts.values()) > limit:
+        stored = max(counts.values())
+        message = f"{folder / CONFIG}: {key} is {limit}, and the checkpoint holds {stored} experts a layer"
         raise CheckpointError(message, MISMATCH_FIX)
-    for (before, after), experts in groups.items():
-        if missing := [at for at in range(counts[before]) if at not in experts]:
-            raise CheckpointError(f"{folder} lacks {before}{missing[0]}{after}", MISMATCH_FIX)
+    for (prefix, suffix), experts in groups.items():
+        if missing := [expert for expert in range(counts[prefix]) if expert not in experts]:
+            raise CheckpointError(f"{folder} lacks {prefix}{missing[0]}{suffix}", MISMATCH_FIX)
         [(usual, _)] = Counter(tuple(weight.shape) for weight in experts.values()).most_common(1)
-        for at, weight in experts.items():
+        for expert, weight in experts.items():
             if tuple(weight.shape) != usual:
-                message = f"{folder}: {before}{at}{after} has shape {tuple(weight.shape)}, other experts {usual}"
+                message = f"{folder}: {prefix}{expert}{suffix} has shape {tuple(weight.shape)}, other experts {usual}"
                 raise CheckpointError(message, MISMATCH_FIX)
 
 
@@ -227,14 +228,13 @@ def check_loaded(info: Mapping[str, Any], name: str, config: Any) -> None:
         )
         raise CheckpointError(message, f"re-download the checkpoint, or {CONFIG} if it was edited")
     if misshapen := sorted(info["mismatched_keys"], key=str):
-        key, found, expected = misshapen[0]
-        others = set(expected) - set(found)
-        sizes = ", ".join(
-            f"{each} {size}" for each, size in _flat_keys(config.to_dict()) if type(size) is int and size in others
-        )
+        key, shape, expected = misshapen[0]
+        differing_sizes = set(expected) - set(shape)
+        config_sizes = ((name, size) for name, size in _flat_keys(config.to_dict()) if type(size) is int)
+        sizes = ", ".join(f"{name} {size}" for name, size in config_sizes if size in differing_sizes)
         by = f"{CONFIG} ({sizes})" if sizes else CONFIG
         raise CheckpointError(
-            f"misshapen tensors: {name}: {key} has shape {tuple(found)}, and by {by} it is {tuple(expected)}",
+            f"misshapen tensors: {name}: {key} has shape {tuple(shape)}, and by {by} it is {tuple(expected)}",
             MISMATCH_FIX,
         )
     if unexpected := sorted(info["unexpected_keys"]):

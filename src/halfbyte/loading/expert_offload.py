@@ -79,8 +79,10 @@ class ExpertWindow:
     """
 
     def __init__(self, layers: Sequence[_Layer], device: torch.device):
-        self.layers, self.device, self.copies = layers, device, 0
-        size = max(each.host.nbytes for each in layers)
+        self.layers = layers
+        self.device = device
+        self.copies = 0
+        size = max(layer.host.nbytes for layer in layers)
         self.slots = [
             _Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(min(WINDOW, len(layers)))
         ]
@@ -90,8 +92,8 @@ class ExpertWindow:
         if self.stream is not None:
             pinned: list[Tensor] = []
             weakref.finalize(self, HOST.unpin, pinned)
-            for each in layers:
-                pinned.append(HOST.pin(each.host))
+            for layer in layers:
+                pinned.append(HOST.pin(layer.host))
 
     @property
     def nbytes(self) -> int:
@@ -100,42 +102,38 @@ class ExpertWindow:
 
     @property
     def host_bytes(self) -> int:
-        return sum(each.host.nbytes for each in self.layers)
+        return sum(layer.host.nbytes for layer in self.layers)
 
-    def fetch(self, at: int) -> dict[str, QuantizedTensor]:
-        """The stacks of layer `at` on the device, and start copying the next layer.
+    def fetch(self, index: int) -> dict[str, QuantizedTensor]:
+        """The stacks of layer `index` on the device, and start copying the next layer.
 
         Kernels launched on the current stream may read them until another layer is fetched.
         """
         compute = None if self.stream is None else torch.cuda.current_stream(self.device)
         if compute is not None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot capture offloaded experts, which are copied on a separate stream")
-        if at != self._current:
-            self._record_read(compute)
+        if index != self._current:
+            for slot in self.slots:  # all kernels that read the current layer have been launched
+                if compute is not None and slot.layer is not None and slot.layer == self._current:
+                    slot.read = compute.record_event()
             if self._current is not None:
-                self._step = 1 if at > self._current else -1
-            self._current = at
-        upcoming = [at + self._step * ahead for ahead in range(len(self.slots))]
-        wanted = [each for each in upcoming if 0 <= each < len(self.layers)]
-        first, *_ = [self._load(each, wanted) for each in wanted]
+                self._step = 1 if index > self._current else -1
+            self._current = index
+        upcoming = [index + self._step * ahead for ahead in range(len(self.slots))]
+        needed = [layer for layer in upcoming if 0 <= layer < len(self.layers)]
+        first, *_ = [self._load(layer, needed) for layer in needed]
         if compute is not None:
             compute.wait_event(first.copied)
         return first.stacks
 
-    def _record_read(self, compute: Any) -> None:
-        """Record that all kernels that read the current layer have been launched."""
-        for slot in self.slots:
-            if compute is not None and slot.layer is not None and slot.layer == self._current:
-                slot.read = compute.record_event()
-
-    def _load(self, at: int, wanted: Collection[int]) -> _Slot:
-        """The slot of layer `at`; starts a copy to a slot whose layer is not `wanted` if it is not loaded."""
-        found = next((slot for slot in self.slots if slot.layer == at), None)
-        if found is not None:
-            return found
-        slot = next(slot for slot in self.slots if slot.layer not in wanted)
-        layer = self.layers[at]
-        slot.layer, slot.stacks = at, layer.views(slot.memory)
+    def _load(self, index: int, needed: Collection[int]) -> _Slot:
+        """The slot of layer `index`; starts a copy to a slot whose layer is not `needed` if it is not loaded."""
+        loaded = next((slot for slot in self.slots if slot.layer == index), None)
+        if loaded is not None:
+            return loaded
+        slot = next(slot for slot in self.slots if slot.layer not in needed)
+        layer = self.layers[index]
+        slot.layer, slot.stacks = index, layer.views(slot.memory)
         self._copy(layer.host, slot)
         self.copies += 1
         return slot
@@ -191,7 +189,7 @@ def _pack(module: Any) -> _Layer:
     for name in names_of(module):
         stack = getattr(module, name).detach()
         raw = stack.to_bytes()[0]
-        stacks[name] = stack.map(lambda part: part.to("meta")), end
+        stacks[name] = stack.map(lambda tensor: tensor.to("meta")), end
         raws.append(raw)
         end += -(-raw.numel() // ALIGNMENT) * ALIGNMENT
     layer = _Layer(whole_pages(end), stacks)

@@ -76,23 +76,20 @@ def supported_stacks(
     Args:
         stored: whether the checkpoint stores them in these formats.
     """
-    reasons = {
-        name: found
-        for name in stacks.keys() & formats.keys()
-        if (
-            found := stack_unsupported_reason(
-                formats[name], _stored_shape(model.get_parameter(name), stacks[name]), stored
-            )
-        )
-    }
+    reasons: dict[str, str] = {}
+    for name in stacks.keys() & formats.keys():
+        shape = _stored_shape(model.get_parameter(name), stacks[name])
+        if reason := stack_unsupported_reason(formats[name], shape, stored):
+            reasons[name] = reason
     for name, module in stacks.items():
-        own = {other for other in stacks if stacks[other] is module}
-        if module.is_transposed and name in formats and (own & reasons.keys() or own - formats.keys() or len(own) < 2):
+        siblings = {sibling for sibling in stacks if stacks[sibling] is module}
+        apart = siblings & reasons.keys() or siblings - formats.keys() or len(siblings) < 2
+        if module.is_transposed and name in formats and apart:
             reasons.setdefault(name, "stacks of transposed experts are quantized together, or not at all")
-    for name, found in reasons.items():
+    for name, reason in reasons.items():
         formats.pop(name)
         leaf = name.rpartition(".")[2]
-        notice(f"stack-{leaf}-{found}", f"keeping {leaf} of the experts in 16 bits: {found}")
+        notice(f"stack-{leaf}-{reason}", f"keeping {leaf} of the experts in 16 bits: {reason}")
     return [name for name in stacks if name in formats]
 
 
@@ -126,12 +123,12 @@ def prepare_stacks(
         Parameter → its module, for the stacks to quantize.
     """
     stacks = expert_stacks(model, skip_modules)
-    found = {name: stacks[name] for name in supported_stacks(model, stacks, formats, stored)}
-    for module in {id(module): module for module in found.values()}.values():
+    quantized = {name: stacks[name] for name in supported_stacks(model, stacks, formats, stored)}
+    for module in {id(module): module for module in quantized.values()}.values():
         prepare_module(module)
-    if found:
+    if quantized:
         use_halfbyte_experts(model)
-    return found
+    return quantized
 
 
 def use_halfbyte_experts(model: Any) -> None:
@@ -148,9 +145,9 @@ class LazyConverter(WeightConverter):
     __slots__ = ()
 
     def materialize_tensors(self) -> dict[str, Any]:
-        found = dict(self.collected_tensors)
+        tensors = dict(self.collected_tensors)
         self.collected_tensors.clear()
-        return found
+        return tensors
 
 
 class _QuantizeExperts(ConversionOps):
@@ -180,20 +177,19 @@ class _QuantizeExperts(ConversionOps):
 
     def _stack(self, name: str, entries: list[list[Any]], shape: tuple[int, ...]) -> nn.Parameter:
         format_ = self.hf_quantizer.format_of(name)
-        counts = {len(each) for each in entries}
+        counts = {len(source_entries) for source_entries in entries}
         if counts != {shape[0]}:
             raise CheckpointError(
                 f"{name}: the checkpoint has {sorted(counts)} matrices for {shape[0]} experts", MISMATCH_FIX
             )
 
         def experts() -> Iterator[Tensor]:
-            for at in range(shape[0]):
-                parts = [read_entry(each[at]) for each in entries]
-                weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+            for expert in range(shape[0]):
+                matrices_of_expert = [read_entry(source_entries[expert]) for source_entries in entries]
+                weight = torch.cat(matrices_of_expert) if len(matrices_of_expert) > 1 else matrices_of_expert[0]
                 if tuple(weight.shape) != shape[1:]:
-                    found, wanted = tuple(weight.shape), shape[1:]
-                    message = f"{name}: expert {at} has shape {found} in the checkpoint, {wanted} in the model"
-                    raise CheckpointError(message, MISMATCH_FIX)
+                    described = f"shape {tuple(weight.shape)} in the checkpoint, {shape[1:]} in the model"
+                    raise CheckpointError(f"{name}: expert {expert} has {described}", MISMATCH_FIX)
                 yield weight
 
         matrices = experts()
@@ -224,53 +220,50 @@ class _LoadQuantizedExperts(ConversionOps):
     def __init__(
         self, hf_quantizer: StackQuantizer, operations: list[ConversionOps], patterns: dict[str, tuple[str, str]]
     ):
-        self.hf_quantizer, self.operations, self.patterns = hf_quantizer, operations, patterns
+        self.hf_quantizer = hf_quantizer
+        self.operations = operations
+        self.patterns = patterns
 
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any) -> dict[str, Any]:
         matrices: dict[str, Entries] = {source: {} for source, _ in self.patterns.values()}
         for pattern, entries in input_dict.items():
             source, suffix = self.patterns[pattern]
             matrices[source][suffix] = entries
-        plain = all(found.keys() == {""} for found in matrices.values())
-        if plain and all(read_entry(found[""][0]).dtype in FLOATS for found in matrices.values()):
-            return self._in_16_bits(full_layer_name, model, matrices, kwargs)
+        plain = all(state.keys() == {""} for state in matrices.values())
+        if plain and all(read_entry(state[""][0]).dtype in FLOATS for state in matrices.values()):
+            if full_layer_name in self.hf_quantizer.stacks:
+                self.hf_quantizer.keep_unquantized(full_layer_name)
+            dtype = model.get_parameter(full_layer_name).dtype
+            tensors: dict[str, Any] = {
+                source: [read_entry(entry).to(dtype) for entry in state[""]] for source, state in matrices.items()
+            }
+            for operation in self.operations:
+                tensors = operation.convert(tensors, **(kwargs | {"source_patterns": [*matrices]}))
+            return tensors
         shape = tuple(model.get_parameter(full_layer_name).shape)
         result: dict[str, Tensor] = {}
         self.hf_quantizer.attempt(full_layer_name, lambda: self._stack(full_layer_name, matrices, shape), result)
         return result
 
-    def _in_16_bits(
-        self, name: str, model: Any, matrices: dict[str, Entries], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        dtype = model.get_parameter(name).dtype
-        if name in self.hf_quantizer.stacks:
-            self.hf_quantizer.keep_unquantized(name)
-        found: dict[str, Any] = {
-            source: [read_entry(each).to(dtype) for each in entries[""]] for source, entries in matrices.items()
-        }
-        for operation in self.operations:
-            found = operation.convert(found, **(kwargs | {"source_patterns": [*matrices]}))
-        return found
-
     def _stack(self, name: str, matrices: dict[str, Entries], shape: tuple[int, ...]) -> nn.Parameter:
-        counts = {len(each) for entries in matrices.values() for each in entries.values()}
+        counts = {len(format_) for entries in matrices.values() for format_ in entries.values()}
         if counts != {shape[0]}:
             wrong = f"{name}: the checkpoint has {sorted(counts)} entries for {shape[0]} experts"
             raise CheckpointError(wrong, MISMATCH_FIX)
         experts = self._experts(name, matrices, shape)
-        each, parts, dtype = next(experts)
-        stacked = each.stacked()
+        format_, first_parts, dtype = next(experts)
+        stacked = format_.stacked()
 
         def filled() -> Iterator[Mapping[str, Tensor]]:
-            yield parts
-            for at, (other, own, _) in enumerate(experts, 1):
-                if other != each:
-                    wrong = f"{name}: expert {at} is stored as {other.spec}, expert 0 as {each.spec}"
+            yield first_parts
+            for expert, (other_format, parts, _) in enumerate(experts, 1):
+                if other_format != format_:
+                    wrong = f"{name}: expert {expert} is stored as {other_format.spec}, expert 0 as {format_.spec}"
                     raise CheckpointError(wrong, "use a checkpoint that stores all experts of a layer in one format")
-                yield own
+                yield parts
 
-        self.hf_quantizer.quantization_config.formats[name] = each
-        if next(iter(parts.values())).is_meta:  # another rank reads it
+        self.hf_quantizer.quantization_config.formats[name] = format_
+        if next(iter(first_parts.values())).is_meta:  # another rank reads it
             tensor = QuantizedTensor.quantize(torch.empty(shape, dtype=dtype, device="meta"), stacked)
         else:
             tensor = QuantizedTensor(stacked, stacked.stack_parts(filled(), shape), shape, dtype)
@@ -280,36 +273,36 @@ class _LoadQuantizedExperts(ConversionOps):
         self, name: str, matrices: dict[str, Entries], shape: tuple[int, ...]
     ) -> Iterator[tuple[Format, dict[str, Tensor], torch.dtype]]:
         """Yield format, parts and dtype of each expert of the stack, gate above up."""
-        each = (shape[1] // len(matrices), shape[2])
+        matrix_shape = (shape[1] // len(matrices), shape[2])
         stored = type(self.hf_quantizer.format_of(name))
-        before = name.partition(".experts.")[0]
-        for at in range(shape[0]):
-            found: list[tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]] = []
+        prefix = name.partition(".experts.")[0]
+        for expert in range(shape[0]):
+            loaded: list[tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]] = []
             for source, entries in matrices.items():
-                label = f"{before}.experts.{at}.{source.rpartition('*.')[2]}"
-                state = {suffix: read_entry(entries[suffix][at]) for suffix in entries}
+                label = f"{prefix}.experts.{expert}.{source.rpartition('*.')[2]}"
+                state = {suffix: read_entry(entries[suffix][expert]) for suffix in entries}
                 unread = any(tensor.is_meta for tensor in state.values())  # another rank reads it
                 if unread and not issubclass(stored, Int4):  # Int4's options follow from the entries' shapes
                     tensor = QuantizedTensor.quantize(
-                        torch.empty(each, device="meta"), self.hf_quantizer.format_of(name)
+                        torch.empty(matrix_shape, device="meta"), self.hf_quantizer.format_of(name)
                     )
-                    found.append((tensor.format, tensor.parts, each, self.hf_quantizer.dtypes[name]))
+                    loaded.append((tensor.format, tensor.parts, matrix_shape, self.hf_quantizer.dtypes[name]))
                     continue
                 if "" in state:
                     state[""] = original_codes(state[""])
-                found.append(recognize(state, prefer=stored).from_state(state, label))
-                if found[-1][2] != each:
-                    wrong = f"{label} has shape {found[-1][2]} in the checkpoint, {each} in the model"
+                loaded.append(recognize(state, prefer=stored).from_state(state, label))
+                if loaded[-1][2] != matrix_shape:
+                    wrong = f"{label} has shape {loaded[-1][2]} in the checkpoint, {matrix_shape} in the model"
                     raise CheckpointError(wrong, MISMATCH_FIX)
-            first, _, _, dtype = found[0]
-            if any(other != first for other, *_ in found):
+            first, _, _, dtype = loaded[0]
+            if any(format_ != first for format_, *_ in loaded):
                 raise CheckpointError(
-                    f"{name}: gate and up of expert {at} are stored in different formats", MISMATCH_FIX
+                    f"{name}: gate and up of expert {expert} are stored in different formats", MISMATCH_FIX
                 )
             try:
-                yield (*first.concat_rows([parts for _, parts, *_ in found], each), dtype)
+                yield (*first.concat_rows([parts for _, parts, *_ in loaded], matrix_shape), dtype)
             except ModelError as error:
-                raise ModelError(f"{name}: expert {at}: {error.message}", error.fix) from error
+                raise ModelError(f"{name}: expert {expert}: {error.message}", error.fix) from error
 
     def __deepcopy__(self, memo: Any) -> _LoadQuantizedExperts:
         """Return self: transformers copies converters per layer, but failures must reach the one quantizer."""
@@ -366,8 +359,8 @@ def only_stacks(conversion: Any) -> bool:
     """Return whether a transformers converter only stacks experts, gate above up."""
     if not isinstance(conversion, WeightConverter):
         return False
-    kinds = [(type(each), getattr(each, "dim", None)) for each in conversion.operations]
-    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    operations = [(type(operation), getattr(operation, "dim", None)) for operation in conversion.operations]
+    return operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def is_stacking(conversion: Any) -> bool:

@@ -65,11 +65,11 @@ def find_model(origin: Origin) -> ModelFiles:
 
     downloads = not os.path.exists(origin.name)  # with bars of its own
     with waiting("reading the model's files"), drawing_waits() if downloads else contextlib.nullcontext():
-        place = local_origin(origin)
-        check_checkpoint(Path(place.name))
-        config = load_model_config(place)
-        check_complete(place, config)
-    return ModelFiles(origin.name, place, config)
+        local = local_origin(origin)
+        check_checkpoint(Path(local.name))
+        config = load_model_config(local)
+        check_complete(local, config)
+    return ModelFiles(origin.name, local, config)
 
 
 def preflight_model(origin: Origin) -> None:
@@ -81,8 +81,8 @@ def preflight_model(origin: Origin) -> None:
         ConfigError: `keep` is set but there are no GGUF types to keep.
     """
     if "://" in origin.name:
-        there = hub.id_of_url(origin.name)
-        fix = f"write {there}" if there else "download it, and name its folder or file"
+        hub_id = hub.id_of_url(origin.name)
+        fix = f"write {hub_id}" if hub_id else "download it, and name its folder or file"
         raise ModelError(f"{origin.name}: halfbyte does not read models from URLs", fix)
     if gguf_file(origin.name, origin.keep) is None:
         _check_folder(origin.name)
@@ -98,9 +98,9 @@ def local_origin(model: str | Origin) -> Origin:
         ModelError: the folder or file does not exist, or has no config.
     """
     origin = Origin(model) if isinstance(model, str) else model
-    place = replace(origin, name=checkpoint_folder(origin.name, origin.keep), keep=False)
-    _check_folder(place.name)
-    return place
+    local = replace(origin, name=checkpoint_folder(origin.name, origin.keep), keep=False)
+    _check_folder(local.name)
+    return local
 
 
 def read_model_config(model: str | Origin) -> Any:
@@ -111,8 +111,8 @@ def read_model_config(model: str | Origin) -> Any:
     """
     from transformers import AutoConfig
 
-    place = local_origin(model)
-    name = place.name
+    origin = local_origin(model)
+    name = origin.name
     local = Path(name).is_dir()
     if local:
         _check_model_type(Path(name))
@@ -123,7 +123,7 @@ def read_model_config(model: str | Origin) -> Any:
         answered(message, fix, CheckpointError if local else ModelError),
         quiet_transformers(),
     ):
-        config = AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
+        config = AutoConfig.from_pretrained(name, revision=origin.revision, trust_remote_code=origin.trust_remote_code)
     if getattr(config, "quantization_config", {}) is None:  # merging tools write "quantization_config": null
         del config.quantization_config
     return config
@@ -133,11 +133,11 @@ def _check_model_type(folder: Path) -> None:
     """Check that transformers knows the config's model_type, unless the checkpoint has its own code."""
     from transformers import CONFIG_MAPPING, __version__
 
-    found = read_config(folder)
-    kind = found.get("model_type")
-    if kind is not None and kind not in CONFIG_MAPPING and "auto_map" not in found:
+    config = read_config(folder)
+    model_type = config.get("model_type")
+    if model_type is not None and model_type not in CONFIG_MAPPING and "auto_map" not in config:
         raise ModelError(
-            f"{folder / CONFIG}: transformers {__version__} knows no model_type {brief(kind)}",
+            f"{folder / CONFIG}: transformers {__version__} knows no model_type {brief(model_type)}",
             "correct it, or update transformers where the model is newer",
         )
 
@@ -179,11 +179,11 @@ def load_model_config(model: str | Origin) -> Any:
             f"{name} is a {config.model_type} model, which is not a causal language model",
             "give a decoder-only language model",
         )
-    known = [family.package for family in FAMILIES if family.tower]
-    if config.model_type not in known:
+    supported = [family.package for family in FAMILIES if family.tower]
+    if config.model_type not in supported:
         raise ModelError(
             f"{name} is a {config.model_type} model; of models that take images, halfbyte knows the text parts"
-            f" of {' and '.join(known)}",
+            f" of {' and '.join(supported)}",
             "give one of those, or a decoder-only language model",
         )
     return config
@@ -192,17 +192,18 @@ def load_model_config(model: str | Origin) -> Any:
 def _check_folder(name_or_path: str) -> None:
     """Raise on a path that does not exist or holds no model, naming a similar folder; hub ids pass."""
     path, fix = Path(name_or_path), "give a folder with a Hugging Face checkpoint"
-    kind = look(path, ModelError, fix)
-    if kind == "file":
-        there = (path.parent / "config.json").exists()
-        raise ModelError(f"{path} is a file, not a model's folder", f"did you mean {path.parent}?" if there else fix)
-    if kind == "folder":
+    path_type = look(path, ModelError, fix)
+    if path_type == "file":
+        has_config = (path.parent / "config.json").exists()
+        fix = f"did you mean {path.parent}?" if has_config else fix
+        raise ModelError(f"{path} is a file, not a model's folder", fix)
+    if path_type == "folder":
         if not (path / CONFIG).exists():
             if adapter := next((at for at in (path, path / "adapter") if (at / ADAPTER_CONFIG).exists()), None):
-                how = (
+                advice = (
                     f"name the model it was trained on, and adapter_path={adapter} to go on from it; or merge it first"
                 )
-                raise ModelError(f"{path} holds an adapter, but no model", how)
+                raise ModelError(f"{path} holds an adapter, but no model", advice)
             inside = sorted([*path.glob(f"*/{CONFIG}"), *path.glob(f"snapshots/*/{CONFIG}")], key=os.path.getmtime)
             raise ModelError(f"{path} has no {CONFIG}", f"did you mean {inside[-1].parent}?" if inside else fix)
     elif hub.is_local(name_or_path):

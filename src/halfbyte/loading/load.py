@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import Origin, Storage, storage_of
-from ..formats import FORMATS
+from ..formats import of_checkpoint
 from ..formats.base import FLOATS
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..modeling.architectures import auto_class, non_text_modules, refuse_conv1d
@@ -75,7 +75,7 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
     except (ImportError, ValueError) as error:  # transformers names the missing package, or the known names
         raise ConfigError(f"attn_implementation: {name}: {str(error).splitlines()[0]}", fix) from error
     if name == FLEX and trains:
-        size = min(each.head_dim for each in layer_sizes(config.get_text_config()))
+        size = min(sizes.head_dim for sizes in layer_sizes(config.get_text_config()))
         if device.type == "cpu":
             raise ConfigError(f"attn_implementation: {name} computes no gradients on a CPU", fix)
         if size < MIN_FLEX_HEAD:
@@ -150,8 +150,8 @@ def load_model(
     from ..qat.model import fake_quantize_linears, qat_format
 
     storage = storage_of(storage, **keys)
-    asked = Origin(str(name_or_path), revision, trust_remote_code, storage.keep)
-    files = find_model(asked) if isinstance(name_or_path, str) else name_or_path
+    origin = Origin(str(name_or_path), revision, trust_remote_code, storage.keep)
+    files = find_model(origin) if isinstance(name_or_path, str) else name_or_path
     target, config = chosen_device(device), copy.deepcopy(files.config)
     check_attention(config, attn_implementation, target)
     attn_implementation = attn_implementation or default_attention(config.get_text_config())
@@ -161,22 +161,17 @@ def load_model(
     options |= {"attn_implementation": attn_implementation, "dtype": resolve_dtype(dtype, target)}
     load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
     model = load(device=target) if mesh.size == 1 else load_together(files.place, config, share, target, load)
-    if target.type == "cpu":
-        _hold_in_memory(model)
+    if target.type == "cpu":  # copy views of a mapped file: one of them would keep all pages of the file in memory
+        for tensor in (*model.parameters(), *model.buffers()):
+            for stored in tensor.parts.values() if isinstance(tensor, QuantizedTensor) else (tensor,):
+                if not stored.untyped_storage().resizable():
+                    stored.data = stored.data.clone()
     refuse_conv1d(model, getattr(getattr(model, "hf_quantizer", None), "conv1d", ()))
     for name in non_text_modules(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:
         fake_quantize_linears(model, qat_format(storage.qat_scheme))
     return model.eval()
-
-
-def _hold_in_memory(model: Any) -> None:
-    """Copy tensors that are parts of a mapped file: one of them would keep all pages of the file in memory."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        for part in tensor.parts.values() if isinstance(tensor, QuantizedTensor) else (tensor,):
-            if not part.untyped_storage().resizable():
-                part.data = part.data.clone()
 
 
 def check_stored(files: ModelFiles, storage: Storage) -> None:
@@ -192,7 +187,7 @@ def check_stored(files: ModelFiles, storage: Storage) -> None:
 
 
 def _quantization_options(
-    config: Any, name: str, storage: Storage, ways: int = 1, on_host: Collection[int] = ()
+    config: Any, name: str, storage: Storage, ranks: int = 1, on_host: Collection[int] = ()
 ) -> dict[str, Any]:
     """Return from_pretrained's options that make `HalfbyteQuantizer` load the model.
 
@@ -202,10 +197,9 @@ def _quantization_options(
 
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
-        config.quantization_config = _prequantized(stored, name, storage) | {"ways": ways, "on_host": [*on_host]}
+        config.quantization_config = _prequantized(stored, name, storage) | {"ways": ranks, "on_host": [*on_host]}
         return {}
-    own = HalfbyteConfig(storage, ways=ways, on_host=on_host) if storage.quantized else None
-    return {"quantization_config": own} if own else {}
+    return {"quantization_config": HalfbyteConfig(storage, ways=ranks, on_host=on_host)} if storage.quantized else {}
 
 
 def _from_pretrained(
@@ -276,23 +270,21 @@ def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
     if not storage.quantized:
         raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
     if "kept" in entry:
-        others = f"; quantizing others by the bnb_4bit keys: {counts(entry['others'])}" if entry["others"] else ""
-        notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {counts(entry['kept'])}{others}")
+        decoded = f"; quantizing others by the bnb_4bit keys: {counts(entry['others'])}" if entry["others"] else ""
+        notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {counts(entry['kept'])}{decoded}")
         return entry | {"storage": storage}
     if entry.get("quant_method") == "halfbyte":
         notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}): keeping its bytes")
         return entry
-    found = (cls.from_quantization_config(entry) for cls in FORMATS.values())
-    format_ = next(filter(None, found), None)
+    format_ = of_checkpoint(entry)
     if format_ is None:
         raise ModelError(
             f"{name} is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
             "use the 16-bit model, or a bitsandbytes one",
         )
     notice("prequantized", f"{name} is already quantized ({format_.spec}): keeping its bytes")
-    skip = skipped_modules(entry)
     as_stored = Storage((("*", format_.spec),))
-    return {"quant_method": "halfbyte", "storage": as_stored, "llm_int8_skip_modules": skip}
+    return {"quant_method": "halfbyte", "storage": as_stored, "llm_int8_skip_modules": skipped_modules(entry)}
 
 
 def load_tokenizer(
@@ -316,8 +308,8 @@ def load_tokenizer(
 
     if isinstance(name_or_path, str):
         name_or_path = Origin(name_or_path, revision, trust_remote_code)
-    place = local_origin(name_or_path)
-    name = place.name
+    origin = local_origin(name_or_path)
+    name = origin.name
     local = Path(name, "tokenizer.json").is_file()
     fix = "correct or re-download the tokenizer's files" if local else "add tokenizer.json to the model's folder"
     files = " (tokenizer.json, tokenizer_config.json)" if local else ""
@@ -326,10 +318,10 @@ def load_tokenizer(
             pass  # raises an error that names the file if it cannot be read
     with explain_remote_code(name), answered(f"cannot load the tokenizer of {name!r}{files}", fix, ModelError):
         tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=place.revision, trust_remote_code=place.trust_remote_code
+            name, revision=origin.revision, trust_remote_code=origin.trust_remote_code
         )
-    for key, kinds in TOKENIZER_KINDS.items():
-        if not isinstance(value := getattr(tokenizer, key), kinds):
+    for key, types in TOKENIZER_KINDS.items():
+        if not isinstance(value := getattr(tokenizer, key), types):
             raise ModelError(f"{name}/tokenizer_config.json: {key} cannot be {value!r:.80}", fix)
     if tokenizer.eos_token_id is None:
         raise ModelError(

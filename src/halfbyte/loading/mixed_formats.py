@@ -118,14 +118,15 @@ def measure(
         ModelError: a weight cannot be stored in a format, no token reached a layer, or a gradient is NaN or Inf.
     """
     linears, stacks = quantizable(model), measurable_stacks(model)
-    for name, each in stacks.items():
-        _check_stackable(name, each, formats)
+    for name, group in stacks.items():
+        _check_stackable(name, group, formats)
     risen = {name: dict.fromkeys(formats, 0.0) for name in (*linears, *stacks)}
     reached: dict[str, set[int]] = {name: set() for name in risen}
     tokens = 0
 
     def visit(name: str, expert: int, weight: Tensor, x: Tensor, gradient: Tensor) -> None:
-        x, gradient = (each.reshape(-1, each.shape[-1]).float() for each in (x, gradient))
+        x = x.reshape(-1, x.shape[-1]).float()
+        gradient = gradient.reshape(-1, gradient.shape[-1]).float()
         if not bool(gradient.isfinite().all()):
             raise ModelError(f"the loss has a gradient of NaN or Inf at {name}", "use bfloat16 or float32 weights")
         if len(x):
@@ -143,17 +144,22 @@ def measure(
         if not reached[name] or not tokens:
             raise ModelError(f"no token of the calibration text reached {name}", "give more text")
     shapes = {name: [module.weight] for name, module in linears.items()}
-    shapes |= {name: list(each.matrices().values()) for name, each in stacks.items()}
-    found = {}
+    shapes |= {name: list(group.matrices().values()) for name, group in stacks.items()}
+    options = {}
     for name, weights in shapes.items():
         factor = _expert_count(stacks[name]) / len(reached[name]) / tokens if name in stacks else 1 / tokens
-        found[name] = [Option(SIXTEEN, 2 * sum(weight.numel() for weight in weights), 0.0)]
-        found[name] += [
+        options[name] = [Option(SIXTEEN, 2 * sum(weight.numel() for weight in weights), 0.0)]
+        options[name] += [
             Option(key, sum(_nbytes(format_, weight) for weight in weights), risen[name][key] * factor)
             for key, format_ in formats.items()
         ]
-    _notify_unreached(stacks, reached)
-    return found
+    experts = {id(group.module): (name, _expert_count(group)) for name, group in stacks.items()}
+    missed = sum(count - len(reached[name]) for name, count in experts.values())
+    if missed:
+        total = sum(count for _, count in experts.values())
+        message = f"no token of the calibration text reached {missed} of {total} experts"
+        notice("mix-unreached", f"{message}: using the mean error of their layers' other experts; give more text")
+    return options
 
 
 def _expert_count(stacks: StackGroup) -> int:
@@ -168,18 +174,10 @@ def _nbytes(format: Format, weight: Tensor) -> float:
 def _check_stackable(name: str, stacks: StackGroup, formats: Mapping[str, Format]) -> None:
     for leaf, stack in stacks.matrices().items():
         for key, format_ in formats.items():
-            if why := stack_unsupported_reason(format_, tuple(stack.shape)):
-                others = ", ".join(other for other in formats if other != key) or "another one"
-                raise ModelError(f"{name}: {leaf} cannot be stored in {key}: {why}", f"name other formats: {others}")
-
-
-def _notify_unreached(stacks: Mapping[str, StackGroup], reached: Mapping[str, set[int]]) -> None:
-    places = {id(each.module): (name, _expert_count(each)) for name, each in stacks.items()}
-    total = sum(experts for _, experts in places.values())
-    missed = sum(experts - len(reached[name]) for name, experts in places.values())
-    if missed:
-        message = f"no token of the calibration text reached {missed} of {total} experts"
-        notice("mix-unreached", f"{message}: using the mean error of their layers' other experts; give more text")
+            if reason := stack_unsupported_reason(format_, tuple(stack.shape)):
+                alternatives = ", ".join(format_name for format_name in formats if format_name != key) or "another one"
+                fix = f"name other formats: {alternatives}"
+                raise ModelError(f"{name}: {leaf} cannot be stored in {key}: {reason}", fix)
 
 
 @contextlib.contextmanager
@@ -223,7 +221,7 @@ def _gradients(
 
 def _checkpointed_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `forward` and save only its inputs for backward; reentrant, so hooks fire in the rerun."""
-    if not any(isinstance(each, Tensor) and each.requires_grad for each in args):
+    if not any(isinstance(argument, Tensor) and argument.requires_grad for argument in args):
         return forward(*args, **kwargs)
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=True)
 
@@ -237,12 +235,12 @@ def _round_trip(weight: Tensor, format: Format, name: str, dtype: torch.dtype) -
 
 def measurable_stacks(model: Any) -> dict[str, StackGroup]:
     """Return pattern for `quantization:` → stacks of `model` that may be quantized."""
-    found: dict[str, StackGroup] = {}
+    groups: dict[str, StackGroup] = {}
     for name, module in expert_stacks(model).items():
-        place, _, leaf = name.rpartition(".")
-        key = f"{place}.*" if module.is_transposed else name
-        found[key] = StackGroup(module, (*(found[key].leaves if key in found else ()), leaf))
-    return found
+        module_name, _, leaf = name.rpartition(".")
+        key = f"{module_name}.*" if module.is_transposed else name
+        groups[key] = StackGroup(module, (*(groups[key].leaves if key in groups else ()), leaf))
+    return groups
 
 
 @contextlib.contextmanager
@@ -251,8 +249,8 @@ def hook_experts(stacks: Mapping[str, StackGroup], visit: Visit) -> Iterator[Non
 
     Applies to backwards inside the context.
     """
-    modules = {id(each.module): each.module for each in stacks.values()}
-    names = {(id(each.module), leaf): name for name, each in stacks.items() for leaf in each.leaves}
+    modules = {id(group.module): group.module for group in stacks.values()}
+    names = {(id(group.module), leaf): name for name, group in stacks.items() for leaf in group.leaves}
     try:
         for module in modules.values():
             module.forward = partial(_forward, module, names, visit)
@@ -284,9 +282,9 @@ def _forward(
         return result
 
     for expert in top_k_index.unique().tolist():
-        tokens, places = torch.where(top_k_index == expert)
+        tokens, slots = torch.where(top_k_index == expert)
         hidden = product(second, expert, unit(product(first, expert, hidden_states[tokens])))
-        weighted = hidden * top_k_weights[tokens, places, None].to(hidden.dtype)
+        weighted = hidden * top_k_weights[tokens, slots, None].to(hidden.dtype)
         total = total.index_add(0, tokens, weighted.to(total.dtype))
     return total
 
@@ -304,34 +302,36 @@ def loss_with_formats(model: nn.Module, layers: Mapping[str, Format], batches: I
         ModelError: a weight cannot be stored in its format.
     """
     originals: dict[tuple[str, str], Tensor] = {}
-    stacks = {name: each for name, each in measurable_stacks(model).items() if name in layers}
+    stacks = {name: group for name, group in measurable_stacks(model).items() if name in layers}
     linears = {name: model.get_submodule(name) for name in layers if name not in stacks}
-    places: dict[str, tuple[nn.Module, tuple[str, ...]]]
-    places = {name: (module, ("weight",)) for name, module in linears.items()}
-    places |= {name: (each.module, each.leaves) for name, each in stacks.items()}
+    owners: dict[str, tuple[nn.Module, tuple[str, ...]]]
+    owners = {name: (module, ("weight",)) for name, module in linears.items()}
+    owners |= {name: (group.module, group.leaves) for name, group in stacks.items()}
 
     def store(name: str, module: nn.Module, args: Any) -> None:
-        for leaf in places[name][1]:
+        for leaf in owners[name][1]:
             parameter = getattr(module, leaf)
             originals[name, leaf] = parameter.data
             parameter.data = _round_trip_in_layout(module, parameter, layers[name], f"{name}.{leaf}")
 
     def restore(name: str, module: nn.Module, *_: Any) -> None:
-        for leaf in places[name][1]:
+        for leaf in owners[name][1]:
             getattr(module, leaf).data = originals.pop((name, leaf))
 
-    handles = [module.register_forward_pre_hook(partial(store, name)) for name, (module, _) in places.items()]
-    handles += [module.register_forward_hook(partial(restore, name)) for name, (module, _) in places.items()]
-    total, tokens = 0.0, 0
+    handles = [module.register_forward_pre_hook(partial(store, name)) for name, (module, _) in owners.items()]
+    handles += [module.register_forward_hook(partial(restore, name)) for name, (module, _) in owners.items()]
+    total = 0.0
+    tokens = 0
     try:
         for batch in batches:
             loss, count = causal_lm_loss(model, batch)
-            total, tokens = total + float(loss), tokens + int(count)
+            total += float(loss)
+            tokens += int(count)
     finally:
         for handle in handles:
             handle.remove()
         for (name, leaf), weight in originals.items():  # after a forward that raised
-            getattr(places[name][0], leaf).data = weight
+            getattr(owners[name][0], leaf).data = weight
     return total / max(tokens, 1)
 
 
@@ -366,12 +366,13 @@ def best(
     """
     mixtures, weights = {"mixture": mix(options, bits)}, _weights(options)
     for key in (SIXTEEN, *formats):
-        uniform = _mixture({name: next(o for o in each if o.format == key) for name, each in options.items()}, weights)
+        in_format = {name: next(o for o in layer if o.format == key) for name, layer in options.items()}
+        uniform = _mixture(in_format, weights)
         if uniform.bits <= bits:
             mixtures[key] = uniform
     losses = {}
-    for key, each in mixtures.items():
-        stored = {name: formats[o.format] for name, o in each.layers.items() if o.format != SIXTEEN}
+    for key, mixture in mixtures.items():
+        stored = {name: formats[o.format] for name, o in mixture.layers.items() if o.format != SIXTEEN}
         losses[key] = loss_with_formats(model, stored, batches)
     return mixtures[min(losses, key=lambda key: (losses[key], key == "mixture"))], losses
 
@@ -386,26 +387,27 @@ def mix(options: Mapping[str, Sequence[Option]], bits: float) -> Mixture:
         ModelError: even the smallest options take more.
     """
     weights = _weights(options)
-    hulls = {name: lower_hull(each) for name, each in options.items()}
+    hulls = {name: lower_hull(layer_options) for name, layer_options in options.items()}
     chosen = {name: hull[0] for name, hull in hulls.items()}
-    room = bits / 8 * weights - sum(option.nbytes for option in chosen.values())
-    if room < 0:
-        least = 8 * sum(option.nbytes for option in chosen.values()) / weights
-        raise ModelError(f"{bits} bits per weight: the smallest formats take {least:.3f}", "raise it, or add a format")
+    headroom = bits / 8 * weights - sum(option.nbytes for option in chosen.values())
+    if headroom < 0:
+        smallest_bits = 8 * sum(option.nbytes for option in chosen.values()) / weights
+        message = f"{bits} bits per weight: the smallest formats take {smallest_bits:.3f}"
+        raise ModelError(message, "raise it, or add a format")
     steps = [
-        ((one.error - two.error) / (two.nbytes - one.nbytes), name, one, two)
+        ((smaller.error - larger.error) / (larger.nbytes - smaller.nbytes), name, smaller, larger)
         for name, hull in hulls.items()
-        for one, two in itertools.pairwise(hull)
+        for smaller, larger in itertools.pairwise(hull)
     ]
-    for _, name, one, two in sorted(steps, key=lambda step: -step[0]):
-        if chosen[name] is one and two.nbytes - one.nbytes <= room:
-            chosen[name] = two
-            room -= two.nbytes - one.nbytes
+    for _, name, smaller, larger in sorted(steps, key=lambda step: -step[0]):
+        if chosen[name] is smaller and larger.nbytes - smaller.nbytes <= headroom:
+            chosen[name] = larger
+            headroom -= larger.nbytes - smaller.nbytes
     return _mixture(chosen, weights)
 
 
 def _weights(options: Mapping[str, Sequence[Option]]) -> float:
-    return sum(next(o.nbytes for o in each if o.format == SIXTEEN) / 2 for each in options.values())
+    return sum(next(o.nbytes for o in layer_options if o.format == SIXTEEN) / 2 for layer_options in options.values())
 
 
 def _mixture(chosen: dict[str, Option], weights: float) -> Mixture:
@@ -424,5 +426,5 @@ def lower_hull(options: Iterable[Option]) -> list[Option]:
     return hull
 
 
-def _slope(one: Option, two: Option) -> float:
-    return (two.error - one.error) / (two.nbytes - one.nbytes)
+def _slope(smaller: Option, larger: Option) -> float:
+    return (larger.error - smaller.error) / (larger.nbytes - smaller.nbytes)

@@ -36,7 +36,7 @@ class _QuantizedModel:
         Raises:
             CastError: a dtype is given.
         """
-        casts = "dtype" in kwargs or any(isinstance(each, (torch.dtype, Tensor)) for each in args)
+        casts = "dtype" in kwargs or any(isinstance(argument, (torch.dtype, Tensor)) for argument in args)
         if casts and getattr(self, "is_quantized", False):
             raise CastError(
                 "a quantized model cannot be cast to another dtype",
@@ -51,10 +51,10 @@ class _QuantizedModel:
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of parameters; transformers would import bitsandbytes for `is_loaded_in_4bit` models."""
-        tables = [part for part in self.modules() if isinstance(part, nn.Embedding)]  # type: ignore[attr-defined]
-        left_out = {id(table.weight) for table in tables} if exclude_embeddings else set()
-        counted = [each for each in self.parameters() if id(each) not in left_out]  # type: ignore[attr-defined]
-        return sum(each.numel() for each in counted if each.requires_grad or not only_trainable)
+        tables = [module for module in self.modules() if isinstance(module, nn.Embedding)]  # type: ignore[attr-defined]
+        excluded = {id(table.weight) for table in tables} if exclude_embeddings else set()
+        counted = [p for p in self.parameters() if id(p) not in excluded]  # type: ignore[attr-defined]
+        return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
 
 
 _classes: dict[type, type] = {}
@@ -92,8 +92,8 @@ def _number_devices(model: Any) -> None:
 
     accelerate refuses to train a 4-bit model on "cuda:0" that was placed on "cuda".
     """
-    for key, place in getattr(model, "hf_device_map", {}).items():
-        if isinstance(place, (str, torch.device)) and place != "disk" and torch.device(place).index is None:
+    for key, device in getattr(model, "hf_device_map", {}).items():
+        if isinstance(device, (str, torch.device)) and device != "disk" and torch.device(device).index is None:
             held = next(model.get_submodule(key).parameters(), None)
             if held is not None and held.device.index is not None:
                 model.hf_device_map[key] = held.device

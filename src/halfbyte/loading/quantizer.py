@@ -21,7 +21,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..config import Storage, storage_of
-from ..formats import FORMATS, Blockwise4, Format, named, recognize
+from ..formats import Blockwise4, Format, named, of_checkpoint, recognize
 from ..formats.base import FLOATS, QUANT_METHOD, entry_name
 from ..layers import QuantizedLinear, QuantizedWeight, hold_table, quantized_parameter
 from ..modeling.architectures import (
@@ -139,8 +139,8 @@ class HalfbyteConfig(QuantizationConfigMixin):
                 "llm_int8_skip_modules": self.llm_int8_skip_modules,
             }
         names = {
-            spec: [name for name, other in self.formats.items() if other.spec == spec]
-            for spec in dict.fromkeys(each.spec for each in self.formats.values())
+            spec: [name for name, format_ in self.formats.items() if format_.spec == spec]
+            for spec in dict.fromkeys(format_.spec for format_ in self.formats.values())
         }
         entry = {
             "quant_method": QUANT_METHOD,
@@ -150,7 +150,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         if self.is_assigned:
             return entry
         return entry | {
-            "storage": asdict(self.storage) | {"formats": [list(each) for each in self.storage.formats]},
+            "storage": asdict(self.storage) | {"formats": [list(pair) for pair in self.storage.formats]},
             "others": dict(self.others),
             "kept": dict(self.kept),
             "ways": self.ways,
@@ -160,10 +160,10 @@ class HalfbyteConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """Return the config of a `to_dict` entry, from before or after a model was loaded."""
-        found = next(filter(None, (each.from_quantization_config(config_dict) for each in FORMATS.values())), None)
-        if config_dict.get("quant_method") != QUANT_METHOD and found is not None:
+        stored_format = of_checkpoint(config_dict)
+        if config_dict.get("quant_method") != QUANT_METHOD and stored_format is not None:
             config_dict = {
-                "storage": Storage((("*", found.spec),)),
+                "storage": Storage((("*", stored_format.spec),)),
                 "llm_int8_skip_modules": skipped_modules(config_dict),
             }
         return super().from_dict(dict(config_dict), return_unused_kwargs, **kwargs)
@@ -179,26 +179,24 @@ def _as_storage(storage: Storage | Mapping[str, Any] | None) -> Storage | None:
 _merge_configs = AutoHfQuantizer.merge_quantization_configs
 
 
-def _merge_quantization_configs(stored: Any, given: QuantizationConfigMixin | None) -> QuantizationConfigMixin:
+def _merge_quantization_configs(stored: Any, requested: QuantizationConfigMixin | None) -> QuantizationConfigMixin:
     """Let a `HalfbyteConfig` load a checkpoint that another tool quantized.
 
     transformers rejects a config of another class than the checkpoint's, and asks no quantizer. Every other pair of
     configs goes to transformers' own function.
     """
-    if not isinstance(given, HalfbyteConfig):
-        return _merge_configs(stored, given)
+    if not isinstance(requested, HalfbyteConfig):
+        return _merge_configs(stored, requested)
     entry = stored if isinstance(stored, dict) else stored.to_dict()
-    if entry.get("quant_method") != QUANT_METHOD and not any(
-        each.from_quantization_config(entry) for each in FORMATS.values()
-    ):
+    if entry.get("quant_method") != QUANT_METHOD and of_checkpoint(entry) is None:
         raise ModelError(
             f"the checkpoint is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
             "use the 16-bit model, or a bitsandbytes one",
         )
     config = HalfbyteConfig.from_dict(entry)
-    config.ways, config.on_host = given.ways, given.on_host
+    config.ways, config.on_host = requested.ways, requested.on_host
     formats = list(config.formats.values()) or [format_ for _, format_ in config.assignment.patterns if format_]
-    specs = ", ".join(dict.fromkeys(each.spec for each in formats))
+    specs = ", ".join(dict.fromkeys(format_.spec for format_ in formats))
     notice("prequantized", f"the checkpoint is already quantized ({specs}): keeping its bytes")
     return config
 
@@ -239,7 +237,8 @@ class _Deserialize(ConversionOps):
 
         def load() -> nn.Parameter:
             if any(value.is_meta for value in state.values()):  # another rank reads it
-                return self._meta_parameter(model.get_parameter(full_layer_name), full_layer_name)
+                empty = model.get_parameter(full_layer_name).to("meta")
+                return quantized_parameter(empty, self.hf_quantizer.stored_format(full_layer_name))
             if self.hf_quantizer.quantization_config.others and state.keys() == {""} and state[""].dtype in FLOATS:
                 weight = state[""].to(model.get_parameter(full_layer_name).dtype)
                 return _quantized(self.hf_quantizer, full_layer_name, weight, model)
@@ -256,10 +255,6 @@ class _Deserialize(ConversionOps):
 
         self.hf_quantizer.attempt(full_layer_name, load, result)
         return result
-
-    def _meta_parameter(self, expected: nn.Parameter, name: str) -> nn.Parameter:
-        """Return the parameter without data, in the shape and dtype of `expected`."""
-        return quantized_parameter(expected.to("meta"), self.hf_quantizer.stored_format(name))
 
     def __deepcopy__(self, memo: Any) -> _Deserialize:
         """Return self: transformers copies converters per layer, but failures must reach the one quantizer."""
@@ -291,10 +286,10 @@ def _check_shape(model: nn.Module, weight: Tensor, name: str) -> None:
     _check_same_shape(name, tuple(weight.shape), tuple(model.get_parameter(name).shape))
 
 
-def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
+def _check_same_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
         raise CheckpointError(
-            f"{name} has shape {found} in the checkpoint, {expected} in the model",
+            f"{name} has shape {shape} in the checkpoint, {expected} in the model",
             "check that config.json belongs to these weights",
         )
 
@@ -346,9 +341,9 @@ class HalfbyteQuantizer(HfQuantizer):
         transformers turns exceptions of conversions into log lines and one exception that names no tensor.
         """
         try:
-            made = make()
-            offloaded = key in self.stacks and key.startswith(self.on_host) and isinstance(made, QuantizedTensor)
-            result[key] = nn.Parameter(made.detach().to("cpu"), requires_grad=False) if offloaded else made
+            parameter = make()
+            offloaded = key in self.stacks and key.startswith(self.on_host) and isinstance(parameter, QuantizedTensor)
+            result[key] = nn.Parameter(parameter.detach().to("cpu"), requires_grad=False) if offloaded else parameter
         except HalfbyteError as error:
             self.failure = self.failure or error
 
@@ -361,8 +356,9 @@ class HalfbyteQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.llm_int8_skip_modules is None and non_text_modules(model):  # saved, so that other tools skip them too
             config.llm_int8_skip_modules = unquantized_modules(model, non_text=not self.pre_quantized)
-        kinds = quantizable, conv1d_layers, expert_stacks
-        linears, conv1d, stacks = (each(model, config.llm_int8_skip_modules) for each in kinds)
+        linears = quantizable(model, config.llm_int8_skip_modules)
+        conv1d = conv1d_layers(model, config.llm_int8_skip_modules)
+        stacks = expert_stacks(model, config.llm_int8_skip_modules)
         if not linears and not conv1d and not stacks:
             raise ModelError(
                 f"{type(model).__name__} has no layers that compute x·Wᵀ + b (nn.Linear or Conv1D) to quantize",
@@ -396,7 +392,7 @@ class HalfbyteQuantizer(HfQuantizer):
             raise self.failure
         self._keep_new_heads(model)
         # Saving would reverse the conversions of loading, but these state dicts have the checkpoint's layout already.
-        model._weight_conversions = [each for each in model._weight_conversions if not _is_halfbyte_conversion(each)]
+        model._weight_conversions = [c for c in model._weight_conversions if not _is_halfbyte_conversion(c)]
         for name in list(self.stacks):
             if not isinstance(parameter := model.get_parameter(name), QuantizedTensor):
                 if self.pre_quantized and not parameter.is_meta:
@@ -428,8 +424,8 @@ class HalfbyteQuantizer(HfQuantizer):
             if is_base or not isinstance(module, QuantizedLinear) or module.weight.is_meta:
                 fix = "re-download the checkpoint"
                 if model.base_model_prefix not in ("", "model"):
-                    other = f"key_mapping={{'^model': '{model.base_model_prefix}'}}"
-                    fix += f"; if its names begin with model., pass {other} to from_pretrained"
+                    mapping = f"key_mapping={{'^model': '{model.base_model_prefix}'}}"
+                    fix += f"; if its names begin with model., pass {mapping} to from_pretrained"
                 raise CheckpointError(f"{name}.weight is missing from the checkpoint", fix)
             if config.llm_int8_skip_modules is None:  # saved, so that loading skips the head too
                 config.llm_int8_skip_modules = unquantized_modules(model)
@@ -444,12 +440,13 @@ class HalfbyteQuantizer(HfQuantizer):
         Raises:
             ModelError: names the first such module.
         """
-        places = device_map if isinstance(device_map, Mapping) else {}
-        on_disk = [name for name, place in places.items() if place == "disk"]
+        devices = device_map if isinstance(device_map, Mapping) else {}
+        on_disk = [name for name, device in devices.items() if device == "disk"]
         if on_disk:
-            more = f" and {len(on_disk) - 1} more" if len(on_disk) > 1 else ""
+            further = f" and {len(on_disk) - 1} more" if len(on_disk) > 1 else ""
             raise ModelError(
-                f"device_map puts {on_disk[0] or 'the model'}{more} on the disk, but quantized weights cannot be there",
+                f"device_map puts {on_disk[0] or 'the model'}{further} on the disk,"
+                " but quantized weights cannot be there",
                 "put them on a GPU or the CPU, raise max_memory, or store the model in fewer bits",
             )
 
@@ -467,22 +464,22 @@ class HalfbyteQuantizer(HfQuantizer):
         suffixes = {suffix for cls in classes for suffix in cls.state_suffixes()} - {""}
         # transformers replaces a pattern's match in a key by the target, and passes entries by their pattern
         patterns = {f"{entry_name('weight', suffix)}$": suffix for suffix in sorted(suffixes)} | {"weight": ""}
-        found = [WeightConverter([*patterns], "weight", operations=[_Deserialize(self, patterns)])]
+        converters = [WeightConverter([*patterns], "weight", operations=[_Deserialize(self, patterns)])]
         for leaf in {".".join(name.split(".")[-2:]) for name in self.stacks}:
-            classes = {type(each(name)) for name in self.stacks for each in (self.format_of, self.stored_format)}
-            suffixes = {each for cls in classes for each in cls.state_suffixes() if each and not each.startswith("../")}
+            classes = {type(of(name)) for name in self.stacks for of in (self.format_of, self.stored_format)}
+            suffixes = {s for cls in classes for s in cls.state_suffixes() if s and not s.startswith("../")}
             patterns = {f"{entry_name(leaf, suffix)}$": suffix for suffix in sorted(suffixes)} | {f"{leaf}$": ""}
             # before the linears' converter: `scales` may be a sibling of a weight, or below a stack
-            found.insert(0, WeightConverter([*patterns], leaf, operations=[_Deserialize(self, patterns)]))
-        return found
+            converters.insert(0, WeightConverter([*patterns], leaf, operations=[_Deserialize(self, patterns)]))
+        return converters
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         if self.stacks and self.pre_quantized:
             formats = {type(format_) for format_ in self.quantization_config.formats.values()}
             suffixes = {suffix for cls in formats for suffix in cls.state_suffixes()}
-            weight_conversions = [prequantized_converter(each, self, suffixes) for each in weight_conversions]
+            weight_conversions = [prequantized_converter(c, self, suffixes) for c in weight_conversions]
         elif self.stacks:
-            weight_conversions = [stacking_converter(each, self) for each in weight_conversions]
+            weight_conversions = [stacking_converter(conversion, self) for conversion in weight_conversions]
         return weight_conversions + self.get_weight_conversions()
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:

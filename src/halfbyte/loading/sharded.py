@@ -59,12 +59,11 @@ class ModelShare:
         axes = self.along if self.mesh.degree(*self.along) > 1 else ()
         layers = f"{decoder_layers(model)[0]}." if axes else ""
         dims = sharded_dims(model) if axes == (AXIS,) else None
-        absent = (
-            [self.elsewhere(model, place) for place in range(self.mesh.degree("pipeline"))] if self.elsewhere else []
-        )
+        stage_range = range(self.mesh.degree("pipeline"))
+        absent = [self.elsewhere(model, stage) for stage in stage_range] if self.elsewhere else []
 
         def placement(name: str) -> Placement:
-            stages = frozenset(place for place, other in enumerate(absent) if not other(name)) if absent else None
+            stages = frozenset(stage for stage, lacks in enumerate(absent) if not lacks(name)) if absent else None
             if dims is not None:
                 return Placement(axes if name in dims else (), stages, dims.get(name))
             return Placement(axes if name.startswith(layers) else (), stages)
@@ -77,7 +76,7 @@ class ModelShare:
         return self.mesh.degree(*self.along, *(("pipeline",) if self.elsewhere else ()))
 
 
-def load_together(place: Origin, config: Any, share: ModelShare, device: torch.device, load: Load) -> Any:
+def load_together(origin: Origin, config: Any, share: ModelShare, device: torch.device, load: Load) -> Any:
     """Load a model in all ranks together; each keeps its share.
 
     Args:
@@ -93,17 +92,17 @@ def load_together(place: Origin, config: Any, share: ModelShare, device: torch.d
     """
     mesh = share.mesh
     local = local_group(mesh)
-    folder = mesh.local_first(lambda: base_folder(place))
-    why = "" if safetensors_files(folder) else "it has no safetensors files"
-    if not why:
+    folder = mesh.local_first(lambda: base_folder(origin))
+    reason = "" if safetensors_files(folder) else "it has no safetensors files"
+    if not reason:
         ranks = len(local.ranks)
-        make = functools.partial(_load_own_entries, place, folder, config, local.index, ranks, load, device)
-        model, why = _gather_results(mesh, make)
-    if not why:
+        make = functools.partial(_load_own_entries, origin, folder, config, local.index, ranks, load, device)
+        model, reason = _gather_results(mesh, make)
+    if not reason:
         read = gather_loaded(model, mesh, local)
-        why = f"no rank alone can make {read.missing[0]}" if read.missing else ""
-    if why:
-        notice("loaded-whole", f"every rank loads all of {place.name}: {why}")
+        reason = f"no rank alone can make {read.missing[0]}" if read.missing else ""
+    if reason:
+        notice("loaded-whole", f"every rank loads all of {origin.name}: {reason}")
         model = None  # free it before the next one is loaded
         on = device if share.memory_degree == 1 else torch.device("cpu")
         model, _ = _gather_results(mesh, lambda: (load(device=on), ""))
@@ -118,26 +117,27 @@ def _gather_results(mesh: Mesh, make: Callable[[], tuple[Any, str]]) -> tuple[An
     Raises:
         HalfbyteError: the first that `make` raised in any rank.
     """
-    made, error, why = None, None, ""
+    model = error = None
+    reason = ""
     try:
-        made, why = make()
+        model, reason = make()
     except HalfbyteError as raised:
         error = raised
-    answers = mesh.gather((error, why))
-    if first := next((other for other, _ in answers if other is not None), None):
+    outcomes = mesh.gather((error, reason))
+    if first := next((raised for raised, _ in outcomes if raised is not None), None):
         raise first from error
-    return made, next((other for _, other in answers if other), "")
+    return model, next((reason for _, reason in outcomes if reason), "")
 
 
 def _load_own_entries(
-    place: Origin, folder: Path, config: Any, own: int, ranks: int, load: Load, device: torch.device
+    origin: Origin, folder: Path, config: Any, local_rank: int, ranks: int, load: Load, device: torch.device
 ) -> tuple[Any, str]:
     """Load a model from this rank's entries: (model, "") or (None, reason why this is impossible)."""
-    cls = type(meta_model(place, config))
+    cls = type(meta_model(origin, config))
     if cls.__module__.startswith("transformers_modules."):
         return None, "it comes with its own code"
     with contextlib.ExitStack() as opened:
-        entries = _entries(folder, own, ranks, opened)
+        entries = _entries(folder, local_rank, ranks, opened)
         try:
             return load(device=device, state_dict=entries, cls=cls), ""
         except HalfbyteError as error:
@@ -169,25 +169,25 @@ def assign_readers(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def _block(name: str) -> str:
-    found = BLOCK_PREFIX.match(name)
-    return found.group() if found else ""
+    match = BLOCK_PREFIX.match(name)
+    return match.group() if match else ""
 
 
-def _entries(folder: Path, own: int, ranks: int, opened: contextlib.ExitStack) -> dict[str, Any]:
+def _entries(folder: Path, local_rank: int, ranks: int, opened: contextlib.ExitStack) -> dict[str, Any]:
     """Return entry → slice that transformers' loader reads it from."""
     from safetensors import safe_open
 
     headers = {file: read_header(file) for file in safetensors_files(folder)}
     described = {name: entry for header in headers.values() for name, entry in header.items()}
     sizes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in described.items()}
-    reader = assign_readers(sizes, ranks)
+    readers = assign_readers(sizes, ranks)
     entries: dict[str, Any] = {}
     for file, header in headers.items():
-        mine = [name for name in header if reader[name] == own]
+        mine = [name for name in header if readers[name] == local_rank]
         if mine:
             tensors = opened.enter_context(safe_open(file, framework="pt"))
             entries |= {name: tensors.get_slice(name) for name in mine}
-        entries |= {name: AbsentSlice(**entry) for name, entry in header.items() if reader[name] != own}
+        entries |= {name: AbsentSlice(**entry) for name, entry in header.items() if readers[name] != local_rank}
     return entries
 
 
