@@ -24,12 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ..adapter_kinds import Factors, adapter_kind
 from ..adapters.expert_adapters import expert_factors, expert_wrappers
-from ..adapters.lora import (
-    check_base_weight,
-    create_adapter,
-    load_adapter_weights,
-    saved_adapter_config,
-)
+from ..adapters.lora import check_base_weight, create_adapter, load_adapter_weights, saved_adapter_config
 from ..adapters.router_adapters import folded_weight, router_wrappers
 from ..config import Origin, Storage
 from ..config.methods import SCORES

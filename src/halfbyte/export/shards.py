@@ -38,9 +38,7 @@ class Entry:
 
 
 def write_shard(
-    path: Path,
-    groups: Sequence[tuple[Entry, ...]],
-    make: Callable[[tuple[Entry, ...]], Mapping[str, Tensor]],
+    path: Path, groups: Sequence[tuple[Entry, ...]], make: Callable[[tuple[Entry, ...]], Mapping[str, Tensor]]
 ) -> dict[str, int]:
     """Write the tensors of all `groups`; each group is computed when it is written.
 

@@ -21,6 +21,8 @@ from .linear import add_term, linear_rows
 
 Parts = Mapping[str, Tensor]
 PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Shards = tuple["Format", list[dict[str, Tensor]]]  # format of all shards of a matrix, parts of each
+Loaded = tuple["Format", dict[str, Tensor], tuple[int, ...], torch.dtype]  # format, parts, shape and dtype of values
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DECODED = (*FLOATS, torch.float64)  # dtypes of dequantized values
@@ -209,7 +211,7 @@ class Format(abc.ABC):
     def _stacks_error(self) -> ModelError:
         return ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
 
-    def split(self, parts: Parts, shape: tuple[int, ...], dim: int, n: int) -> tuple[Format, list[dict[str, Tensor]]]:
+    def split(self, parts: Parts, shape: tuple[int, ...], dim: int, n: int) -> Shards:
         """Split a matrix into `n` equal shards along `dim`, each in its own memory; on the meta device, shapes only.
 
         The values of the shards are bit-equal to those of the matrix. Where a shard boundary falls inside a block, the
@@ -243,9 +245,7 @@ class Format(abc.ABC):
         shard_shape = tuple(size // n if axis == dim else size for axis, size in enumerate(shape))
         return format_, [{name: shard[name] for name in format_.part_specs(shard_shape)} for shard in shards]
 
-    def _split(
-        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
-    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+    def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         """`split` along a divisible dimension; or the number that the shard's size must be a multiple of."""
         raise ModelError(f"{self.spec}: nothing splits weights of this format", "use parallel: {data: N} or {shard: N}")
 
@@ -261,7 +261,7 @@ class Format(abc.ABC):
         return state | {META_KEY + self.name: json_entry(meta)}
 
     @classmethod
-    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+    def from_state(cls, state: Parts, name: str) -> Loaded:
         """Format, parts, shape and dtype from checkpoint entries: the inverse of `to_state`.
 
         Raises:

@@ -26,6 +26,7 @@ from .base import (
     Format,
     Parts,
     PartSpecs,
+    Shards,
     check_not_negative,
     check_weight_finite,
     cut,
@@ -386,9 +387,7 @@ class KBit(Format):
         }
         return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)
 
-    def _split(
-        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
-    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+    def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         if dim and (shape[1] // n) % BLOCK:
             return BLOCK
         rows = {name: parts[name].view(shape[0], -1) for name in ("packed", "scales", "zeros") if name in parts}

@@ -39,6 +39,7 @@ from .base import (
     Format,
     Parts,
     PartSpecs,
+    Shards,
     check_finite,
     check_not_negative,
     check_parts,
@@ -370,9 +371,7 @@ class Blockwise4(Format):
             dtype,
         )
 
-    def _split(
-        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
-    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+    def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         run = shape[1] // n if dim else shape[0] * shape[1] // n  # contiguous values of one shard
         lines = shape[0] if dim else 1
 

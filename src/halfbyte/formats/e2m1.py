@@ -97,12 +97,7 @@ def decode_scales(scales: Tensor, factor: Tensor | None) -> Tensor:
 
 @op("triton.packed4")
 def dequantize_e2m1(
-    packed: Tensor,
-    scales: Tensor,
-    factor: Tensor | None,
-    tile: tuple[int, int],
-    width: int,
-    dtype: torch.dtype,
+    packed: Tensor, scales: Tensor, factor: Tensor | None, tile: tuple[int, int], width: int, dtype: torch.dtype
 ) -> Tensor:
     """Dequantize packed codes.
 

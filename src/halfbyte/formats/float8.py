@@ -28,8 +28,10 @@ from ..utils.errors import CheckpointError, ModelError
 from .base import (
     DAMAGED,
     Format,
+    Loaded,
     Parts,
     PartSpecs,
+    Shards,
     check_parts,
     check_weight_finite,
     cut,
@@ -178,9 +180,7 @@ class Float8(Format):
             scale = scale[rows].unsqueeze(1)
         return (codes.float() * scale).to(dtype)
 
-    def _split(
-        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
-    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+    def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         codes, scale = {"codes": cut(parts["codes"], n, dim)}, parts["scale"]
         if self.scaling == "tensor" or (self.scaling == "row" and dim):
             return self, split_parts(n, codes, {"scale": scale})
@@ -194,7 +194,7 @@ class Float8(Format):
         return {"": parts["codes"].view(E4M3), SCALE_INV: parts["scale"]}
 
     @classmethod
-    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+    def from_state(cls, state: Parts, name: str) -> Loaded:
         if SCALE_INV not in state and any("quant_state" in suffix for suffix in state):
             return super().from_state(state, name)
         format_, label = cls("tile"), entry_name(name, SCALE_INV)

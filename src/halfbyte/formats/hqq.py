@@ -25,6 +25,7 @@ from .base import (
     Format,
     Parts,
     PartSpecs,
+    Shards,
     check_not_negative,
     check_weight_finite,
     cut,
@@ -244,9 +245,7 @@ class HQQ(Format):
         chosen = {name: part.view(shape[0], -1)[rows].view(-1) for name, part in parts.items()}
         return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)
 
-    def _split(
-        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
-    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+    def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         size = max((size for size in GROUPS if self.group % size == 0 == (shape[1] // n) % size), default=0)
         size = size if dim else self.group
         if not size:

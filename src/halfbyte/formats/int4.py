@@ -37,7 +37,20 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..utils.errors import CheckpointError, ModelError
-from .base import DAMAGED, FLOATS, Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
+from .base import (
+    DAMAGED,
+    FLOATS,
+    Format,
+    Loaded,
+    Parts,
+    PartSpecs,
+    Shards,
+    check_parts,
+    cut,
+    entry_name,
+    register_format,
+    split_parts,
+)
 
 PACK = 8  # codes per word
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit position of each of eight neighbours
@@ -165,9 +178,7 @@ class Int4(Format):
             for name, part in first.items()
         }
 
-    def _split(
-        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
-    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+    def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         shard_size = shape[dim] // n
         if shard_size % PACK:
             return PACK
@@ -192,7 +203,7 @@ class Int4(Format):
         return {self.entries[part]: value for part, value in parts.items()}
 
     @classmethod
-    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+    def from_state(cls, state: Parts, name: str) -> Loaded:
         labels = {part: entry_name(name, key) for part, key in cls.entries.items()}
         stored = {part: state[key] for part, key in cls.entries.items() if key in state}
         for part in ("qweight", "scales"):

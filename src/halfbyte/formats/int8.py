@@ -42,6 +42,7 @@ from .base import (
     Format,
     Parts,
     PartSpecs,
+    Shards,
     check_parts,
     check_weight_finite,
     cut,
@@ -234,9 +235,7 @@ class Int8(Format):
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows_int8(parts["codes"][rows], parts["absmax"][rows], dtype)
 
-    def _split(
-        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
-    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+    def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         codes, absmax = {"codes": cut(parts["codes"], n, dim)}, parts["absmax"]
         if dim:
             return self, split_parts(n, codes, {"absmax": absmax})

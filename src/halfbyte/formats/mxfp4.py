@@ -22,8 +22,10 @@ from ..utils.errors import CheckpointError, ModelError
 from .base import (
     DAMAGED,
     Format,
+    Loaded,
     Parts,
     PartSpecs,
+    Shards,
     check_parts,
     check_weight_finite,
     cut,
@@ -88,9 +90,7 @@ class Mxfp4(Format):
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_e2m1(parts["packed"][rows], parts["scale"][rows], None, (1, BLOCK), shape[1], dtype)
 
-    def _split(
-        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
-    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+    def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         if dim and (shape[1] // n) % BLOCK:
             return BLOCK
         return self, split_parts(n, {name: cut(part, n, dim) for name, part in parts.items()}, {})
@@ -102,7 +102,7 @@ class Mxfp4(Format):
         return {"": parts["packed"], SCALE: parts["scale"]}
 
     @classmethod
-    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+    def from_state(cls, state: Parts, name: str) -> Loaded:
         if {BLOCKS, SCALES} & state.keys():
             labels = {"packed": f"{name}{BLOCKS}", "scale": f"{name}{SCALES}"}
             parts, shape = _from_gpt_oss(state, labels)

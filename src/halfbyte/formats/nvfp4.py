@@ -42,8 +42,10 @@ from ..utils.notices import notice
 from .base import (
     DAMAGED,
     Format,
+    Loaded,
     Parts,
     PartSpecs,
+    Shards,
     check_parts,
     check_weight_finite,
     cut,
@@ -237,9 +239,7 @@ class Nvfp4(Format):
         packed, scale = parts["packed"][rows], parts["scale"][rows // self.tile[0]]
         return dequantize_e2m1(packed, scale, parts["factor"], (1, BLOCK), shape[1], dtype)
 
-    def _split(
-        self, parts: Parts, shape: tuple[int, int], dim: int, n: int
-    ) -> tuple[Format, list[dict[str, Tensor]]] | int:
+    def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         if dim and (shape[1] // n) % BLOCK:
             return BLOCK
         format_, scale = self, parts["scale"]
@@ -255,7 +255,7 @@ class Nvfp4(Format):
         return {"": parts["packed"], SCALE: parts["scale"].view(torch.float8_e4m3fn), FACTOR: parts["factor"]}
 
     @classmethod
-    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
+    def from_state(cls, state: Parts, name: str) -> Loaded:
         if not {SCALE, FACTOR} & state.keys():
             return super().from_state(state, name)
         if INPUT_SCALE in state:

@@ -209,10 +209,7 @@ KINDS: dict[str, tuple[Check, str]] = {
     **{f"{TOKENIZER}{name}": (_text, "text") for name in ("model", "pre")},
     f"{TOKENIZER}tokens": (_list_of(_text), "a list of texts"),
     f"{TOKENIZER}merges": (_list_of(_merge), "a list of pairs"),
-    f"{TOKENIZER}scores": (
-        _list_of(lambda score: type(score) is float and not math.isnan(score)),
-        "a list of numbers",
-    ),
+    f"{TOKENIZER}scores": (_list_of(lambda score: type(score) is float and not math.isnan(score)), "a list of numbers"),
     f"{TOKENIZER}token_type": (_list_of(_integer), "a list of numbers"),
     **{f"{TOKENIZER}{name}_token_id": (_integer, "a token's number") for name in SPECIAL},
     **{

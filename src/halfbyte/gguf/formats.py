@@ -84,10 +84,7 @@ def _hqq(blocks: Tensor) -> dict[str, Tensor]:
 def _mxfp4(blocks: Tensor) -> dict[str, Tensor]:
     scales, packed = blocks[..., 0].contiguous(), blocks[..., 1:]
     codes = torch.cat([packed & 15, packed >> 4], dim=-1)  # a block's first half is in the low nibbles
-    return {
-        "packed": pack_e2m1(codes).view(len(blocks), -1),
-        "scale": _checked(scales, scales == NAN),
-    }
+    return {"packed": pack_e2m1(codes).view(len(blocks), -1), "scale": _checked(scales, scales == NAN)}
 
 
 EXACT: dict[Type, tuple[Format, Callable[[Tensor], dict[str, Tensor]]]] = {

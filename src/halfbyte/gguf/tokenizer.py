@@ -47,11 +47,7 @@ GENERATION_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 def add_tokenizer(
-    writer: GGUFWriter,
-    tokenizer: Any,
-    vocab_size: int,
-    end_ids: Sequence[int] = (),
-    chats: Sequence[str] = (),
+    writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: Sequence[int] = (), chats: Sequence[str] = ()
 ) -> None:
     """Write the keys that llama.cpp builds the tokenizer from.
 

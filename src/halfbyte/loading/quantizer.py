@@ -40,13 +40,7 @@ from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, HalfbyteError, ModelError
 from ..utils.notices import notice
 from .assignment import format_assignment, skipped_modules
-from .expert_stacks import (
-    is_stacking,
-    prepare_stacks,
-    prequantized_converter,
-    stacked_parameter,
-    stacking_converter,
-)
+from .expert_stacks import is_stacking, prepare_stacks, prequantized_converter, stacked_parameter, stacking_converter
 from .quantized_model import as_linear, dequantize, mark_quantized, unfilled_conv1d
 
 
@@ -142,11 +136,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
             spec: [name for name, format_ in self.formats.items() if format_.spec == spec]
             for spec in dict.fromkeys(format_.spec for format_ in self.formats.values())
         }
-        entry = {
-            "quant_method": QUANT_METHOD,
-            "llm_int8_skip_modules": self.llm_int8_skip_modules,
-            "formats": names,
-        }
+        entry = {"quant_method": QUANT_METHOD, "llm_int8_skip_modules": self.llm_int8_skip_modules, "formats": names}
         if self.is_assigned:
             return entry
         return entry | {
