@@ -62,14 +62,6 @@ def test_block_fp8_loads_without_quantizing_again(dtype):
     assert again["../weight_scale_inv"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
-def test_corrupted_scales_are_found(wrong):
-    state, _ = hugging_face_block()
-    state["../weight_scale_inv"][1, 2] = wrong
-    with pytest.raises(CheckpointError, match=r"q\.weight_scale_inv"):
-        Float8.from_state(state, "q.weight")
-
-
 def test_quantization_config_of_hugging_face():
     entry = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     assert Float8.from_quantization_config(entry) == Float8("tile")

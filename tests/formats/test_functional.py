@@ -49,19 +49,3 @@ def test_bytes_of_another_tensor_are_refused():
     _, state = quantize_4bit(torch.randn(66))
     with pytest.raises(ModelError, match=r"32 packed.*shape \(66,\)"):
         dequantize_4bit(packed, state)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"), [({"blocksize": 100}, "100"), ({"quant_type": "int4"}, "int4"), ({"blocksize": 16}, "16")]
-)
-def test_unsupported_options_are_named(options, named):
-    with pytest.raises(ModelError, match=named):
-        quantize_4bit(torch.randn(64), **options)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_and_inf_are_refused(bad):
-    A = torch.randn(3, 50)
-    A[2, 49] = bad
-    with pytest.raises(ModelError, match="NaN"):
-        quantize_4bit(A)

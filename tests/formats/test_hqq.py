@@ -7,7 +7,7 @@ import torch
 
 from halfbyte.formats import HQQ, from_spec, hqq
 from halfbyte.formats.bitplane import unpack_planes
-from halfbyte.utils.errors import CheckpointError, ModelError
+from halfbyte.utils.errors import ModelError
 from tests.helpers.sqnr import normal, sqnr
 
 
@@ -72,13 +72,6 @@ def test_against_the_authors_package(bits):
 def test_unsupported_options_are_refused(options, named):
     with pytest.raises(ModelError, match=named):
         HQQ(*options)
-
-
-def test_scales_that_are_not_finite_are_found_on_load():
-    state = HQQ().to_state(HQQ().quantize(normal(3, 40)), (3, 40), torch.bfloat16)
-    state["scales"] = torch.full_like(state["scales"], torch.inf)
-    with pytest.raises(CheckpointError, match=r"layer\.w\.scales.*NaN"):
-        HQQ.from_state(state, "layer.w")
 
 
 def test_zeros_from_the_range():
