@@ -144,7 +144,7 @@ def test_texts_need_a_tokenizer(shared):
         ({"adapter": [None]}, "names 1.*3 prompts"),
     ],
 )
-def test_bad_requests(keys, message):
+def test_bad_requests_are_refused(keys, message):
     with pytest.raises((ConfigError, ModelError), match=message):
         generation.generate(tiny("Llama", adapter=False).eval(), PROMPTS, **keys)
 
@@ -181,7 +181,7 @@ def test_nan_logits_raise():
     ("temperature", -1), ("temperature", float("nan")), ("temperature", "hot"), ("top_k", -2), ("top_p", 0),
     ("top_p", 1.5),
 ])  # fmt: skip
-def test_sampling_out_of_range(name, value):
+def test_sampling_out_of_range_is_refused(name, value):
     with pytest.raises(ConfigError, match=name):
         Sampling(**{name: value})
 

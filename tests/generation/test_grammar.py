@@ -63,7 +63,7 @@ def test_grammars_are_one_for_each_prompt(tokenizer, model):
         generate(model, [[5], [6]], grammars=[None])
 
 
-def test_a_model_that_lacks_the_tokens(tokenizer):
+def test_a_model_without_the_tokens_of_a_grammar_is_refused(tokenizer):
     small = LlamaForCausalLM(LlamaConfig(vocab_size=8, eos_token_id=7, **SIZES)).eval()
     with pytest.raises(ModelError):
         generate(small, [[5]], stops=[7], grammars=[Grammar(tokenizer, [tokenizer.eos_token_id])])
@@ -77,7 +77,7 @@ def test_a_model_that_lacks_the_tokens(tokenizer):
     {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "allOf": [{"required": ["a"]}]},
     {"$ref": "#/$defs/there", "$defs": {"there": {"$ref": "#/$defs/back"}, "back": {"$ref": "#/$defs/there"}}},
 ])  # fmt: skip
-def test_recursion_without_an_end(root):
+def test_recursion_without_an_end_is_refused(root):
     with pytest.raises(ConfigError):
         check_recursion({"$defs": {"node": NODE}, **root})
 
@@ -89,7 +89,7 @@ def test_recursion_without_an_end(root):
     {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]},
     {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "null"}}},
 ])  # fmt: skip
-def test_recursion_that_can_end(root):
+def test_recursion_that_can_end_is_accepted(root):
     check_recursion({"$defs": {"node": NODE}, **root})
 
 
@@ -138,6 +138,6 @@ def test_a_repetition_penalty_reads_prompt_and_answer(model):
 
 
 @pytest.mark.parametrize("value", [0, -1, 1e-300, 101, float("nan"), float("inf"), "1"])
-def test_repetition_penalties_out_of_range(value):
+def test_repetition_penalties_out_of_range_are_refused(value):
     with pytest.raises(ConfigError):
         Penalties(repetition=value)

@@ -69,7 +69,7 @@ def packed(tmp_path, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_sinks(device, tmp_path):
+def test_tokens_of_a_model_with_sinks_equal_transformers(device, tmp_path):
     """With a window in every other layer. Sinks that are trained are read as they are."""
     model = packed(tmp_path, device)
     expected = [transformers_greedy(model, ids) for ids in PROMPTS]

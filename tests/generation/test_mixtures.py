@@ -77,7 +77,7 @@ def test_each_row_uses_its_own_adapter(name, tmp_path):
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
-def test_rollouts(name, tmp_path):
+def test_greedy_rollouts_equal_transformers(name, tmp_path):
     """While a run counts how often experts are chosen, in training."""
     model = made(name, tmp_path)
     expected = [transformers_greedy(model, ids, 20) for ids in PROMPTS]

@@ -229,7 +229,7 @@ def test_longest_rows_start_first(monkeypatch):
         ({}, {"prompts": [[1], [2, 10**6]]}, "prompt 1.*token 1000000"),
     ],
 )
-def test_bad_requests(make, keys, message):
+def test_bad_requests_are_refused(make, keys, message):
     options = {"prompts": prompts_of(3, 4), "max_new_tokens": 2} | keys
     with pytest.raises((ConfigError, ModelError), match=message):
         Rollouts(model_of(), **make).generate(**options)

@@ -54,7 +54,7 @@ def test_special_tokens_are_silent():
 
 
 @pytest.mark.parametrize("folder", ["models/llama-40m"])
-def test_a_real_tokenizer(shared, folder):
+def test_pieces_of_a_real_tokenizer_add_up(shared, folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(shared / folder)
     words = "Hello, wörld 🙂 –  two spaces\n\n\tand 日本語."
     ids = tokenizer(words, add_special_tokens=False)["input_ids"]

@@ -31,33 +31,33 @@ def contained(program, limits=LIMITS, given=b""):
     return outcome
 
 
-def test_an_honest_program():
+def test_a_program_reads_its_input_and_prints():
     outcome = contained("import sys, json, math\nprint(sum(map(int, sys.stdin)))", given=b"1\n2\n39\n")
     assert (outcome.output, outcome.ended, outcome.code) == (b"42\n", "exit", 0)
 
 
-def test_sleep_that_ignores_signals():
+def test_a_program_that_ignores_signals_is_killed_in_time():
     program = "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
     assert contained(f"{program}    except (OSError, ValueError): pass\ntime.sleep(600)").ended == "time"
 
 
-def test_fork_bomb():
+def test_a_fork_bomb_is_contained():
     contained("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
 
 
-def test_memory():
+def test_memory_is_bounded():
     outcome = contained("kept = bytearray(4 << 30)\nprint(len(kept))")
     assert outcome.output == b""
     assert outcome.code != 0
 
 
-def test_a_gigabyte_of_output():
+def test_output_is_bounded():
     outcome = contained("import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))")
     assert outcome.ended == "output"
     assert len(outcome.output) == LIMITS.output_bytes
 
 
-def test_a_full_disk():
+def test_files_are_bounded():
     program = "n = 0\ntry:\n    for i in range(64):\n"
     program += "        with open(f'/tmp/{i}', 'wb') as f: n += f.write(bytes(8 << 20))\n"
     outcome = contained(f"{program}except OSError: print('stopped', n)", Limits(seconds=5))
@@ -65,7 +65,7 @@ def test_a_full_disk():
     assert int(outcome.output.split()[1]) <= LIMITS.temporary_bytes
 
 
-def test_network():
+def test_the_network_is_unreachable():
     program = """
 import socket
 for address in (("127.0.0.1", {port}), ("1.1.1.1", 53)):
@@ -97,7 +97,7 @@ def test_home_and_parent_files_are_hidden(tmp_path):
     assert set(contained(program).output.split()) == {b"False"}
 
 
-def test_open_files_and_environment(monkeypatch):
+def test_open_files_and_environment_are_hidden(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     program = "import os\nprint(dict(os.environ))\nfor n in range(3, 64):\n    try: os.fstat(n); print('open', n)\n"
     outcome = contained(f"{program}    except OSError: pass")
@@ -150,13 +150,13 @@ print("gone")
     assert not [p for p in psutil.process_iter(["cmdline"]) if name in (p.info["cmdline"] or [])]
 
 
-def test_program_cannot_kill_other_processes():
+def test_a_program_cannot_kill_other_processes():
     program = "import os, signal\nfor pid in (1, -1, os.getppid(), 0):\n    try: os.kill(pid, signal.SIGKILL)\n"
     contained(f"{program}    except OSError: pass\nprint('alive')")
     assert psutil.Process().is_running()
 
 
-def test_sandbox_ends_with_its_parent():
+def test_the_sandbox_ends_with_its_parent():
     """After SIGKILL of the caller, no process of the sandbox remains."""
     script = "from halfbyte.rewards.sandbox import Limits, run\nrun('import time; time.sleep(600)', b'', Limits(600))"
     process = subprocess.Popen([sys.executable, "-c", script])

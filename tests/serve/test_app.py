@@ -47,7 +47,7 @@ def theirs(folder, prompt: str, adapter=None, new=12) -> str:
 
 
 class TestAnswers:
-    def test_models(self, client):
+    def test_models_are_listed_by_name(self, client):
         listed = client.get("/v1/models").json()
         assert listed["object"] == "list"
         assert [model["id"] for model in listed["data"]] == ["tiny", "poet", "clerk"]
@@ -142,7 +142,7 @@ class TestAnswers:
         full = {"model": "tiny", "prompt": "a" * CONTEXT, "max_tokens": 0}  # at the end of the context
         assert client.post(TEXT, json=full).json()["usage"]["prompt_tokens"] == CONTEXT
 
-    def test_several_answers(self, client):
+    def test_n_gives_several_answers(self, client):
         plain = client.post(CHAT, json=HELLO | GREEDY).json()
         body = HELLO | GREEDY | {"n": 3}
         answer = client.post(CHAT, json=body).json()
@@ -231,7 +231,7 @@ def text_of(response) -> str:
 
 
 class TestStreams:
-    def test_a_chat_adds_up(self, client):
+    def test_the_events_of_a_chat_add_up(self, client):
         whole = client.post(CHAT, json=HELLO | GREEDY).json()
         body = HELLO | GREEDY | {"stream": True, "stream_options": {"include_usage": True}}
         first, *chunks, last = events(client.post(CHAT, json=body))
@@ -303,14 +303,14 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         ("/v1/embeddings", {}, 404, None, "POST /v1/embeddings:"),
     ],
 )
-def test_malformed_requests(client, path, body, status, param, message):
+def test_malformed_requests_are_refused_by_field(client, path, body, status, param, message):
     content = body if isinstance(body, str | bytes) else json.dumps(body)
     error = error_of(client.post(path, content=content, headers={"content-type": "application/json"}), status)
     assert message in error["message"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
 
 
-def test_methods_and_content_types(client):
+def test_other_methods_and_content_types_are_refused(client):
     assert "Method Not Allowed" in error_of(client.get(TEXT), 405)["message"]
     assert "Method Not Allowed" in error_of(client.delete(CHAT), 405)["message"]
     for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
@@ -487,14 +487,14 @@ class TestLoading:
                 answer = client.post(TEXT, json=ONCE | GREEDY | {"model": name}).json()["choices"][0]["text"]
                 assert answer == theirs(base_folder, ONCE["prompt"], folder), name
 
-    def test_names_and_folders(self, base_folder, adapters, tmp_path):
+    def test_a_used_name_and_a_folder_without_adapter_are_refused(self, base_folder, adapters, tmp_path):
         with pytest.raises(ConfigError, match="--adapter"):
             load(str(base_folder), {"tiny": str(adapters["poet"])})
         with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
             load(str(base_folder), {"poet": str(base_folder)})
 
     @pytest.mark.parametrize("first", [True, False])
-    def test_an_adapter_of_another_base(self, first, adapters, base_folder, tiny_checkpoint, tmp_path):
+    def test_an_adapter_of_another_base_is_refused(self, first, adapters, base_folder, tiny_checkpoint, tmp_path):
         other = random_adapter(tiny_checkpoint("Llama"), tmp_path / "other", 3)
         further = {} if first else {"poet": str(adapters["poet"])}
         message = r"other\S+ \S+q_proj\S+ .*\(2, 64\).*\(2, 32\)"

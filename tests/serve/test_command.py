@@ -101,7 +101,7 @@ def test_a_port_in_use_is_reported_before_loading(base_folder):
 @pytest.mark.parametrize(
     ("host", "cause"), [("nowhere.invalid", "[A-Z][a-z]"), ("x" * 70, "invalid host name"), ("a\0b", "[A-Z][a-z]")]
 )
-def test_hosts_that_are_none(base_folder, host, cause):
+def test_invalid_hosts_are_refused(base_folder, host, cause):
     with pytest.raises(ConfigError, match=f"(?s):0: {cause}.*--host.*--port"):
         command.serve_model(str(base_folder), host, 0, [])
 
@@ -110,7 +110,7 @@ def test_hosts_that_are_none(base_folder, host, cause):
     ("adapters", "message"),
     [(["poet"], "--adapter"), (["=x"], None), (["a=x", "a=y"], None)],
 )
-def test_adapters_are_name_and_path(adapters, message):
+def test_an_adapter_is_a_name_and_a_path(adapters, message):
     with pytest.raises(ConfigError, match=message):
         command.serve_model("m", "127.0.0.1", 0, adapters)
 

@@ -52,13 +52,13 @@ def test_undecodable_bytes_fail_only_their_line(talk, lost):
 
 
 @pytest.mark.parametrize("line", ["/rest", "/exit", "/Resett"])
-def test_misspelt_commands(talk, line):
+def test_misspelt_commands_are_refused(talk, line):
     said = talk(f"{line}\n/etc/passwd is a file\n".encode(), "line 1 of the input has")
     assert "line 1:" in said
     assert said.count("model: ") == 1
 
 
-def test_a_conversation_that_exceeds_the_positions(talk):
+def test_a_conversation_beyond_the_positions_is_refused(talk):
     said = talk(b"x" * 2 * CONTEXT + b"\n/reset\nHello\n", max_new_tokens=None)
     assert f"{CONTEXT} positions" in said
     assert "(/reset" in said
@@ -92,7 +92,7 @@ def test_a_raising_template_is_reported(base_folder, template):
 
 
 @pytest.mark.parametrize(("key", "message"), [("nan", "nan"), ("inf", "inf")])
-def test_temperatures(base_folder, key, message, monkeypatch, tmp_path):
+def test_a_temperature_that_is_no_number_is_refused(base_folder, key, message, monkeypatch, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Hello")
     for run in (lambda: chat(str(base_folder), **GREEDY | {"temperature": float(key)}),
@@ -169,7 +169,7 @@ def test_prompts_that_are_too_long_are_all_named_before_any_answer(base_folder, 
         (None, None),
     ],
 )
-def test_files_that_hold_no_prompts(base_folder, tmp_path, content, message):
+def test_files_without_prompts_are_refused(base_folder, tmp_path, content, message):
     file = tmp_path / "p.jsonl"
     if content is not None:
         file.write_bytes(content)
@@ -179,7 +179,7 @@ def test_files_that_hold_no_prompts(base_folder, tmp_path, content, message):
 
 
 @pytest.mark.parametrize("report", ["{", "[]", '{"sources": [{}]}'])
-def test_a_damaged_data_report(base_folder, tmp_path, report):
+def test_a_damaged_data_report_is_refused(base_folder, tmp_path, report):
     (tmp_path / "data_report.json").write_text(report)
     with pytest.raises(CheckpointError, match=r"data_report\.json"):
         data_report(tmp_path)

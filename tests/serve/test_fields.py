@@ -56,7 +56,7 @@ class TestEcho:
             assert max(best.values()) == pytest.approx(after.max().item(), abs=2e-4)
         assert scores["text_offset"] == list(range(9 + new))
 
-    def test_prompts_of_several_lengths(self, client, theirs):
+    def test_echoed_prompts_may_have_several_lengths(self, client, theirs):
         body = ONCE | {"prompt": ["Once upon", "A", "To be"], "echo": True, "logprobs": 0, "max_tokens": 0}
         answer = client.post(TEXT, json=body).json()
         assert answer["usage"]["completion_tokens"] == 0
@@ -67,7 +67,7 @@ class TestEcho:
             assert found["finish_reason"] == "length"
             assert found["logprobs"]["token_logprobs"][1:] == pytest.approx(wanted, abs=2e-4)
 
-    def test_a_prompt_that_fills_the_context(self, client):
+    def test_a_prompt_that_fills_the_context_is_echoed_without_scores(self, client):
         body = {"model": "tiny", "prompt": [5] * 128, "echo": True, "max_tokens": 0}
         assert client.post(TEXT, json=body).json()["usage"]["prompt_tokens"] == 128
         assert error_of(client.post(TEXT, json=body | {"logprobs": 1}), 400)["code"] == "context_length_exceeded"

@@ -127,13 +127,13 @@ def test_a_missing_key_is_reported_before_loading(base_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["", " ", "schlüssel", "a\nb", " a"])
-def test_invalid_keys(key):
+def test_invalid_keys_are_refused(key):
     with pytest.raises(ConfigError, match="--api-key"):
         access_to("127.0.0.1", "127.0.0.1", [], key)
 
 
 @pytest.mark.parametrize("name", ["a*", "*a.com", "http://a.com", "a/b"])
-def test_invalid_allowed_hosts(name):
+def test_invalid_allowed_hosts_are_refused(name):
     with pytest.raises(ConfigError, match="--allowed-host"):
         access_to("127.0.0.1", "127.0.0.1", [name], None)
 

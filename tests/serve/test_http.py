@@ -234,12 +234,3 @@ def test_any_body_is_answered_or_refused(client, path, fields, own):
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert len(error["message"]) < 1000
-
-
-@pytest.mark.slow
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_any_bytes_are_refused(client, body):
-    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -71,7 +71,7 @@ def test_log_probabilities_are_the_models_own(client):
     assert token["top_logprobs"][0]["logprob"] > token["logprob"]
 
 
-def test_an_answer_that_is_cut_off(client):
+def test_an_answer_may_be_cut_off(client):
     def answer(**keys):
         body = HELLO | {"max_tokens": 100, "temperature": 0, "logit_bias": COMPACT} | schema(PERSON) | keys
         [choice] = client.post(CHAT, json=body).json()["choices"]
@@ -82,7 +82,7 @@ def test_an_answer_that_is_cut_off(client):
     assert answer(stop=":") == (whole.partition(":")[0], "stop")
 
 
-def test_completions_of_several_prompts(client):
+def test_completions_of_several_prompts_follow_a_schema(client):
     body = ONCE | {"prompt": ["Once", "A"], "n": 2, "best_of": 3, "echo": True} | schema(PERSON)
     body |= {"max_tokens": 100, "logit_bias": COMPACT}
     texts = [choice["text"] for choice in client.post(TEXT, json=body).json()["choices"]]
@@ -100,7 +100,7 @@ def test_completions_of_several_prompts(client):
     {"oneOf": [{"type": "integer"}, {"type": "number"}]}, {"x-guidance": {"lenient": True}}, {"minLength": -1},
     {"description": "a" * 200_000},
 ])  # fmt: skip
-def test_schemas_that_are_refused(client, content, monkeypatch):
+def test_unsupported_schemas_are_refused(client, content, monkeypatch):
     monkeypatch.setattr(serve_model, "continue_texts", None)
     error = error_of(client.post(CHAT, json=HELLO | schema(content)), 400)
     assert (error["param"], error["type"]) == ("response_format", "invalid_request_error")
@@ -114,7 +114,7 @@ def test_schemas_that_are_refused(client, content, monkeypatch):
      "response_format.json_schema"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
 ])  # fmt: skip
-def test_formats_that_are_malformed(client, keys, param):
+def test_malformed_formats_are_refused(client, keys, param):
     assert error_of(client.post(CHAT, json=HELLO | keys), 400)["param"] == param
 
 
@@ -126,7 +126,7 @@ def test_a_missing_package_is_named(client, monkeypatch):
     assert client.post(CHAT, json=HELLO | {"max_tokens": 1}).status_code == 200
 
 
-def test_variables_of_the_template(base_folder, tmp_path, in_float32):
+def test_variables_reach_the_template(base_folder, tmp_path, in_float32):
     served = load(str(base_folder), {})
     tokenizer = AutoTokenizer.from_pretrained(base_folder)
     thinking = "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}{% set x = 1 %}"
