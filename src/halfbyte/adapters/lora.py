@@ -36,8 +36,6 @@ from torch import nn
 
 from ..adapter_kinds import (
     PREFIX,
-    AdapterKind,
-    Header,
     adapter_kind,
     adapter_type_of,
     adapter_types,
@@ -342,29 +340,19 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
         )
     with answered(f"cannot read {folder / ADAPTER_CONFIG}", ADAPTER_AGAIN):
         peft_config = PeftConfig.from_pretrained(str(folder))
+    targets: Any = peft_config.target_modules
+    named = None if getattr(peft_config, "target_parameters", None) or isinstance(targets, str) else targets
     for key in header:
-        if (reason := _contradiction(row, peft_config, key, header)) is not None:
+        match = row.tensors.fullmatch(key)
+        if match is None or row.file_problem is None:
+            continue
+        reason = row.file_problem(peft_config, match, header)
+        module = match["module"].removeprefix(PREFIX)
+        if reason is None and named and not any(named_by(module, target) for target in named):
+            reason = f"target_modules names {brief(sorted(named))}"
+        if reason is not None:
             raise CheckpointError(f"{folder / ADAPTER}: {key} contradicts {ADAPTER_CONFIG}: {reason}", SAME_ADAPTER)
     return peft_config
-
-
-def _contradiction(row: AdapterKind, config: Any, key: str, header: Header) -> str | None:
-    """Return why a tensor of an adapter's file cannot belong to the adapter that its config describes.
-
-    Args:
-        header: of the file.
-    """
-    match = row.tensors.fullmatch(key)
-    if match is None or row.file_problem is None:
-        return None
-    if (problem := row.file_problem(config, match, header)) is not None:
-        return problem
-    targets, module = config.target_modules, match["module"].removeprefix(PREFIX)
-    if getattr(config, "target_parameters", None) or isinstance(targets, str) or not targets:
-        return None
-    if any(named_by(module, target) for target in targets):
-        return None
-    return f"target_modules names {brief(sorted(targets))}"
 
 
 def create_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "default", *, autocast: bool) -> PeftModel:
@@ -450,7 +438,7 @@ def _check_weights(
             raise _wrong_shape(model, key, held[key].shape, tensor.shape, path, vocabulary=vocabulary)
     for key in sorted(held.keys() - expected.keys()):
         match = pattern.fullmatch(key)
-        module = match["module"] if match else key
+        module = (match["module"] if match else None) or key
         if any(name.startswith(f"{module}.") for name, _ in model.named_parameters(remove_duplicate=False)):
             raise CheckpointError(f"{path} holds {key}, which {ADAPTER_CONFIG} does not ask for", SAME_ADAPTER)
         raise CheckpointError(f"{path} holds {key}, which this model has no place for", WRONG_BASE)

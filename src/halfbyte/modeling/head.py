@@ -87,7 +87,13 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     head, causal_lm = verified_head(model, inputs), causal_lm_of(model)
     if isinstance(head, str):
         notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
-        return _loss_of_full_logits(model, inputs, labels, trained_tokens), trained_tokens
+        output = model(**inputs, use_cache=False)
+        logits = output.logits.flatten(0, -2).float()
+        targets = labels.flatten().to(logits.device)
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        if getattr(output, "aux_loss", None) is not None:  # a mixture's, a mean: weighted as in transformers
+            loss = loss + _text_config(model).router_aux_loss_coef * output.aux_loss * trained_tokens
+        return loss, trained_tokens
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden_loss(causal_lm, head, hidden, labels), trained_tokens
 
@@ -147,19 +153,6 @@ def backbone_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
 def uses_hidden_states(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether the loss is computed from the backbone's hidden states, without full logits."""
     return not isinstance(verified_head(model, inputs), str)
-
-
-def _loss_of_full_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, trained_tokens: Tensor) -> Tensor:
-    output = model(**inputs, use_cache=False)
-    loss = F.cross_entropy(
-        output.logits.flatten(0, -2).float(),
-        labels.flatten().to(output.logits.device),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-    )
-    if getattr(output, "aux_loss", None) is not None:  # a mixture's balancing loss, a mean: weighted as in transformers
-        loss = loss + _text_config(model).router_aux_loss_coef * output.aux_loss * trained_tokens
-    return loss
 
 
 def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:

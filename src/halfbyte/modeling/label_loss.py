@@ -116,6 +116,8 @@ def _forward_of(model_class: Any) -> Callable[..., Any]:
 
 def _fused_loss(model: Any, arguments: Mapping[str, Any]) -> Any:
     """Return the model's output with the loss and without logits, or None if its own forward must run."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     if arguments.get("labels") is None or arguments.get("input_ids") is None or arguments.get("return_dict") is False:
         return None
     if any(_is_set(arguments.get(name)) for name in UNFUSED):
@@ -124,7 +126,16 @@ def _fused_loss(model: Any, arguments: Mapping[str, Any]) -> Any:
         return None
     passed = {key: value for key, value in arguments.items() if value is not None and key not in NOT_FOR_THE_BACKBONE}
     inputs = backbone_inputs(model, passed)
-    head = _verified(model, inputs, arguments["input_ids"])
+    head: Head | str
+    if model.loss_function is not ForCausalLMLoss:
+        head = f"{type(model).__name__} has a loss_function of its own"
+    else:
+        head = _reason(model) or verified_head(model, inputs)
+    if not isinstance(head, str):
+        if model not in _checked:
+            _checked[model] = _is_cross_entropy(model, arguments["input_ids"])
+        if not _checked[model]:
+            head = f"{type(model).__name__} adds to the cross-entropy"
     if isinstance(head, str):
         notice("full_logits", f"the loss is computed from full logits, which takes more memory: {head}")
         return None
@@ -133,22 +144,6 @@ def _fused_loss(model: Any, arguments: Mapping[str, Any]) -> Any:
 
 def _is_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, int) and value == 0)  # False is 0
-
-
-def _verified(model: Any, inputs: Mapping[str, Any], tokens: Tensor) -> Head | str:
-    """Return the head with which the fused loss equals the model's, or why the model's own is needed."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    if model.loss_function is not ForCausalLMLoss:
-        return f"{type(model).__name__} has a loss_function of its own"
-    if reason := _reason(model):
-        return reason
-    head = verified_head(model, inputs)
-    if isinstance(head, str):
-        return head
-    if model not in _checked:
-        _checked[model] = _is_cross_entropy(model, tokens)
-    return head if _checked[model] else f"{type(model).__name__} adds to the cross-entropy"
 
 
 def _output(model: Any, head: Head, inputs: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:

@@ -149,7 +149,11 @@ def isolate_documents(
             wrap(module, recurrent.isolated_forward)
         tried[method] = probe()
         if tried[method].isolated:
-            return _notify(model, Isolation(method, tried, leak))
+            if method != "positions":
+                name, reason = type(causal_lm).__name__, leak or tried["positions"]
+                message = f"packed documents would see each other in {name} ({reason}): {NOTICES[method]}"
+                notice(f"isolation-{name}", message)
+            return Isolation(method, tried, leak)
         if method == "positions" and tried[method].error is None:
             leak = probe.first_leak()
         remove_isolation(model)
@@ -199,16 +203,6 @@ def remove_isolation(model: nn.Module) -> None:
     """Undo `isolate_documents`."""
     for module in model.modules():
         unwrap(module)
-
-
-def _notify(model: nn.Module, isolation: Isolation) -> Isolation:
-    """Log the isolation method if the model needs one."""
-    if isolation.method != "positions":
-        name = type(causal_lm_of(model)).__name__
-        reason = isolation.leak or isolation.tried["positions"]
-        message = f"packed documents would see each other in {name} ({reason}): {NOTICES[isolation.method]}"
-        notice(f"isolation-{name}", message)
-    return isolation
 
 
 class _Probe:
