@@ -38,11 +38,6 @@ def logits(model):
         return model(input_ids=IDS, use_cache=False).logits
 
 
-def test_they_are_most_packages():
-    assert len(FAMILIES) >= 40
-    assert {"qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_5_moe", "glm4_moe"} <= {*FAMILIES}
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_experts_in_nf4(name, tmp_path):
     model = built(name)

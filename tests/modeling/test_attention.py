@@ -345,19 +345,14 @@ def test_full_rows_are_repeatable_if_cheap_or_requested(hopper, monkeypatch):
     assert hopper == ["whole"] * 2
 
 
-def test_rows_of_varying_lengths_take_the_kernel_without_plans(hopper, monkeypatch):
-    monkeypatch.setattr(causal, "row_attention", None)
+@pytest.mark.parametrize("planned", [False, True])
+def test_only_rows_of_a_frequent_length_take_the_kernel_with_plans(hopper, monkeypatch, planned):
+    monkeypatch.setattr(causal, "varlen_attention" if planned else "row_attention", None)
     rows, length = batch()["input_ids"].shape
-    with attention.cudnn_lengths({length + 1}):
+    with attention.cudnn_lengths({length if planned else length + 1}):
         check_same_loss("Llama", batch())
-    assert [documents[0].unique().tolist() for documents in hopper] == [[length * row for row in range(rows)]] * 2
-
-
-def test_rows_of_a_length_that_comes_often_take_the_kernel_with_plans(hopper, monkeypatch):
-    monkeypatch.setattr(causal, "varlen_attention", None)
-    with attention.cudnn_lengths({batch()["input_ids"].shape[1]}):
-        check_same_loss("Llama", batch())
-    assert not hopper
+    starts = [documents[0].unique().tolist() for documents in hopper]
+    assert starts == ([] if planned else [[length * row for row in range(rows)]] * 2)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import halfbyte
@@ -19,7 +18,6 @@ from halfbyte.modeling.checkpointing import LEVELS
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes
-from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
 from tests.helpers.families import FAMILIES, HYBRIDS
 from tests.helpers.patch_models import batch, loss_and_gradients, tiny
@@ -174,13 +172,6 @@ def test_transformers_checkpointing_with_levels_is_refused():
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with pytest.raises(ModelError, match="gradient_checkpointing_disable"):
         halfbyte.patch(model, "checkpoint")
-
-
-def test_a_model_that_is_not_patched_is_left_to_transformers():
-    config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=1, n_head=2)
-    report = halfbyte.patch(transformers.AutoModelForCausalLM.from_config(config), "checkpoint")
-    assert not report.fused
-    assert "activations" in notices.notices_so_far()
 
 
 def test_evaluation_and_generation_do_not_recompute():
