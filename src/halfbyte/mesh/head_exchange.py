@@ -51,7 +51,9 @@ class ContextGroup:
             query: [B, hq, degree · t, D], hq = ⌈Hq / degree⌉.
             key, value: [B, hk, degree · t, D] and [B, hk, degree · t, E], hk dividing hq.
         """
-        repeats, padding = self._fit(query.shape[1], key.shape[1])
+        padding = -query.shape[1] % self.degree  # zero heads
+        sent = query.shape[1] if padding else math.lcm(key.shape[1], self.degree)
+        repeats = sent // key.shape[1]  # of each key head
         key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
         heads = (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x for x in (query, key, value))
         slices = (x.unflatten(1, (self.degree, -1)).permute(1, 0, 3, 2, 4) for x in heads)  # [degree, B, t, h, D]
@@ -71,12 +73,6 @@ class ContextGroup:
         """
         slices = out.unflatten(1, (self.degree, -1)).transpose(0, 1)
         return _AllToAll.apply(self.group, slices)[0].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :heads]
-
-    def _fit(self, heads: int, key_heads: int) -> tuple[int, int]:
-        """Return how often each key head is repeated, and the number of zero heads that pad the heads."""
-        padding = -heads % self.degree
-        sent = heads if padding else math.lcm(key_heads, self.degree)
-        return sent // key_heads, padding
 
 
 class _AllToAll(OnceFunction):

@@ -211,7 +211,10 @@ class Vocabulary:
         hidden = _pad_rows(hidden, longest)
         chunks: list[list[Tensor]] = [[], [], []]
         for rows, every in self._chunks(labels, weight):
-            logits = _padded_matmul(all_gather(hidden[rows], self.token_group), weight)
+            # rows of logits are aligned to 16 elements for vector loads and tensor cores
+            gathered = all_gather(hidden[rows], self.token_group)
+            logits = gathered.new_empty(len(gathered), -(-len(weight) // 16) * 16)[:, : len(weight)]
+            torch.mm(gathered, weight.T, out=logits)
             if argmax:
                 chunks[2].append(self._local_part(self._argmax(logits)))
             losses, logsumexp = self._losses(logits, every, objective)
@@ -293,9 +296,3 @@ def _check_frozen(weight: Tensor) -> None:
 def _pad_rows(rows: Tensor, length: int) -> Tensor:
     """Pad [n, H] with zeros to [length, H]."""
     return rows if len(rows) == length else F.pad(rows, (0, 0, 0, length - len(rows)))
-
-
-def _padded_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x·Wᵀ [n, V_i], with rows aligned to 16 elements for vector loads and tensor cores."""
-    width = len(weight)
-    return torch.mm(x, weight.T, out=x.new_empty(len(x), -(-width // 16) * 16)[:, :width])

@@ -167,7 +167,11 @@ def check_context_parallel(
     except (TypeError, AttributeError) as error:  # a forward that does not pass keyword arguments to its layers
         raise ConfigError(f"{prefix}{error}", WITHOUT_CONTEXT) from error
     local = slice(mesh.coordinate(CONTEXT) * PROBE_TOKENS, (mesh.coordinate(CONTEXT) + 1) * PROBE_TOKENS)
-    largest = max(_distance(hidden, expected[:, local]) for hidden, expected in zip(slices, full, strict=True))
+    largest = 0.0  # error of a token's hidden state, relative to its norm
+    for hidden, expected in zip(slices, full, strict=True):
+        expected = expected[:, local]
+        errors = (hidden - expected).norm(dim=-1) / expected.norm(dim=-1)
+        largest = max(largest, float(errors.nan_to_num(torch.inf).max()))
     if not mesh.max(largest) <= TOLERANCE:
         raise ConfigError(f"{prefix}its layers mix tokens outside attention", WITHOUT_CONTEXT)
 
@@ -175,12 +179,6 @@ def check_context_parallel(
 @torch.no_grad()
 def _hidden_states(model: Any, batch: Mapping[str, Any]) -> Tensor:
     return model.base_model(**backbone_inputs(model, batch), use_cache=False).last_hidden_state
-
-
-def _distance(hidden: Tensor, expected: Tensor) -> float:
-    """Return the largest error of a token's hidden state [B, T, H], relative to its norm."""
-    errors = (hidden - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return float(errors.nan_to_num(torch.inf).max())
 
 
 def context_shard(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:

@@ -63,15 +63,12 @@ def check_tensor_parallel(model: nn.Module, degree: int) -> None:
                 weight, dim = _base(linear).weight.data, int(linear is block.output)
                 unsharded = weight.shape[dim] == (_base(linear).in_features if dim else _base(linear).out_features)
                 if isinstance(weight, QuantizedTensor) and unsharded:
-                    _check_split(weight, dim, degree, name)
-
-
-def _check_split(weight: QuantizedTensor, dim: int, degree: int, name: str) -> None:
-    tensors = {name: tensor.to("meta") for name, tensor in weight.parts.items()}
-    try:
-        weight.format.split(tensors, tuple(weight.shape), dim, degree)
-    except ModelError as error:
-        raise ModelError(f"parallel: {{tensor: {degree}}}: {name}: {error.message}", error.fix) from error
+                    tensors = {key: tensor.to("meta") for key, tensor in weight.parts.items()}
+                    try:
+                        weight.format.split(tensors, tuple(weight.shape), dim, degree)
+                    except ModelError as error:
+                        problem = f"parallel: {{tensor: {degree}}}: {name}: {error.message}"
+                        raise ModelError(problem, error.fix) from error
 
 
 def _unsupported_layer(model: nn.Module, degree: int) -> Reason | None:

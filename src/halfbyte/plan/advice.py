@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..config import Parallel, RunConfig
-from ..config.schema import AdapterSection, RunKeys
+from ..config.schema import RunKeys
 from ..config.yaml import dump_value
 from ..data.batch_shapes import Batches
 from ..optim import OPTIMIZERS
@@ -158,23 +158,22 @@ def _changes(config: RunKeys, rows: int, mixture: bool) -> Iterator[list[Keys]]:
     if not config.use_peft:
         yield [{"use_peft": True}]
     if mixture and config.use_peft and config.target_parameters is None and not config.adapter_path:
-        yield [*_ranks_of_experts(config), {"target_parameters": []}]
+        # lower ranks for the experts' adapters, most of a mixture's trained parameters, at constant alpha / rank
+        ranks = [config.r >> halvings for halvings in range(1, config.r.bit_length())]
+        lower = [
+            {
+                "rank_pattern": config.rank_pattern | {EXPERTS: rank},
+                "alpha_pattern": config.alpha_pattern | {EXPERTS: config.lora_alpha * rank / config.r},
+            }
+            for rank in ranks
+            if rank >= SMALLEST_OF_EXPERTS
+        ]
+        yield [*lower, {"target_parameters": []}]
     lengths = [config.max_length >> halvings for halvings in range(1, config.max_length.bit_length())]
     if lengths := [length for length in lengths if length >= SHORTEST]:
         yield [{"max_length": length} for length in lengths]
     if config.use_peft and config.r > SMALLEST_RANK and not config.adapter_path:
         yield [{"r": SMALLEST_RANK}]
-
-
-def _ranks_of_experts(config: AdapterSection) -> Iterator[Keys]:
-    """Lower ranks for the experts' adapters, most of a mixture's trained parameters, at constant alpha / rank."""
-    rank = config.r // 2
-    while rank >= SMALLEST_OF_EXPERTS:
-        yield {
-            "rank_pattern": config.rank_pattern | {EXPERTS: rank},
-            "alpha_pattern": config.alpha_pattern | {EXPERTS: config.lora_alpha * rank / config.r},
-        }
-        rank //= 2
 
 
 def advise_out_of_memory(plan: Any, error: BaseException, config: RunKeys | None = None) -> str:

@@ -266,7 +266,11 @@ def _failure(ranks: SubprocessContext, rank: int, code: int) -> Failure:
     fix = "continue with --resume"
     if code == -signal.SIGKILL:
         fix = f"check whether the host ran out of memory (`dmesg`), and {fix}"
-    output = _last_lines(ranks.stderrs[rank])
+    output = ""
+    with contextlib.suppress(OSError):  # rank 0 prints to the terminal
+        text = Path(ranks.stderrs[rank]).read_text(encoding="utf-8", errors="replace")
+        if lines := text.splitlines()[-LAST_LINES:]:
+            output = "; its last output:\n" + "\n".join(lines)
     return Failure(rank, TrainingError(f"process {rank} of {ranks.nprocs} {end}{output}", fix))
 
 
@@ -275,11 +279,3 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _last_lines(file: str) -> str:
-    """Return the last lines of a rank's output; rank 0 prints to the terminal."""
-    with contextlib.suppress(OSError):
-        if lines := Path(file).read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]:
-            return "; its last output:\n" + "\n".join(lines)
-    return ""

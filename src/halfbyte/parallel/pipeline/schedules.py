@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -207,7 +208,11 @@ def simulate(actions: RankActions, seconds: Sequence[Seconds], *, ahead: bool = 
         assert sum(done) > previous, "deadlock: every rank needs the result of another"
     timed.sort(key=lambda end: (end[0], end[1], actions[end[1]].index(end[2])))
     last, worked = max(free), sum(_work(action, seconds[action.stage]) for order in actions for action in order)
-    return Simulation(last, 1 - worked / (last * len(actions)), tuple(timed), tuple(map(_max_in_flight, actions)))
+    changes = {"F": 1, "B": -1, "I": -1, "W": 0}  # of the micro-batches between forward and backward
+    in_flight = (accumulate(changes[action.operation] for action in order) for order in actions)
+    return Simulation(
+        last, 1 - worked / (last * len(actions)), tuple(timed), tuple(max(counts, default=0) for counts in in_flight)
+    )
 
 
 def _input_ready(action: Action, stages: int, ends: dict[Action, float]) -> float | None:
@@ -231,14 +236,6 @@ def _work(action: Action, seconds: Seconds) -> float:
         "I": seconds.backward,
         "W": seconds.weights,
     }[action.operation]
-
-
-def _max_in_flight(order: Sequence[Action]) -> int:
-    largest = in_flight = 0
-    for action in order:
-        in_flight += {"F": 1, "B": -1, "I": -1, "W": 0}[action.operation]
-        largest = max(largest, in_flight)
-    return largest
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
