@@ -199,13 +199,6 @@ def test_an_incomplete_part_is_updated_at_the_end():
     assert "layers.1.2.weight" not in changed
 
 
-def test_parts_must_be_the_parameters():
-    model = Model()
-    optimizer = fused.AdamW(model.parameters(), 1e-2)
-    with pytest.raises(TrainingError):
-        optimizer.update_in_backward(backward_parts(model)[1:])
-
-
 def test_parts_are_layers_from_the_last():
     model = Model()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -235,23 +228,21 @@ def test_a_second_backward_is_refused(skip):
     optimizer.step()
 
 
-def test_clipping_and_loss_scales_are_refused():
+def test_what_the_backward_cannot_do_is_refused():
+    """Lists of other parameters, clipping to the norm of all gradients, loss scales, and added groups."""
     model = Model()
     optimizer = in_backward(model)
     with pytest.raises(TrainingError):
+        optimizer.update_in_backward(backward_parts(model)[1:])
+    with pytest.raises(TrainingError):
         optimizer.clip(1.0)
+    with pytest.raises(TrainingError):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 1
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.arange(6)[None])).backward()
     with pytest.raises(TrainingError):
         scaler.step(optimizer)
-
-
-def test_added_groups_are_refused():
-    model, added = Model(), nn.Parameter(torch.ones(3))
-    optimizer = in_backward(model)
-    with pytest.raises(TrainingError):
-        optimizer.add_param_group({"params": [added]})
-    assert len(optimizer.param_groups) == 1
 
 
 def test_a_layer_may_be_frozen_and_trained_again():

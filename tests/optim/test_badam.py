@@ -158,11 +158,6 @@ def test_a_skipped_step_changes_nothing():
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
 
 
-def test_a_start_block_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="badam_start_block"):
-        make(Model(), start_block=3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"badam_mode": "ratio", "badam_update_ratio": 0.3},
                                      {"badam_mode": "ratio", "badam_mask_mode": "scatter"}])  # fmt: skip
@@ -203,11 +198,14 @@ def test_weights_that_change_their_kind_are_named(change):
     assert torch.equal(model.layers[0].bias, before)
 
 
-@pytest.mark.parametrize("parameter", [torch.randn(6, 4).t(), torch.ones(3), torch.ones(0)])
-def test_parameters_that_a_ratio_cannot_divide_are_refused(parameter):
-    trained = {"weight": nn.Parameter(parameter)}
-    with pytest.raises(ConfigError):
-        BAdam([{"params": [*trained.values()]}], trained, inner, lr=RATE, blocks=Blocks("ratio", update_ratio=0.25))
+def test_blocks_that_cannot_be_made_are_refused():
+    """A start block beyond the last, and parameters that a ratio cannot divide."""
+    with pytest.raises(ConfigError, match="badam_start_block"):
+        make(Model(), start_block=3)
+    for parameter in (torch.randn(6, 4).t(), torch.ones(3), torch.ones(0)):
+        trained = {"weight": nn.Parameter(parameter)}
+        with pytest.raises(ConfigError):
+            BAdam([{"params": [*trained.values()]}], trained, inner, lr=RATE, blocks=Blocks("ratio", update_ratio=0.25))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

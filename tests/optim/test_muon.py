@@ -111,22 +111,22 @@ def test_batches_equal_single_matrices(bits, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(12, 10), (3, 12, 10)])
-def test_parts_of_a_split_step_like_matrices_of_their_own(shape):
+def test_matrices_of_a_split_weight_step_like_separate_matrices(shape):
     sizes = [6, 3, 3]
-    (whole,) = parameters(shape)
-    parts = [nn.Parameter(part.detach().clone()) for part in whole.split(sizes, dim=-2)]
-    optimizers = Muon([whole], splits={whole: sizes}, **KEYS), Muon(parts, **KEYS)
+    (weight,) = parameters(shape)
+    matrices = [nn.Parameter(m.detach().clone()) for m in weight.split(sizes, dim=-2)]
+    optimizers = Muon([weight], splits={weight: sizes}, **KEYS), Muon(matrices, **KEYS)
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
-        whole.grad = torch.randn(shape, generator=generator)
-        for part, gradient in zip(parts, whole.grad.split(sizes, dim=-2), strict=True):
-            part.grad = gradient
+        weight.grad = torch.randn(shape, generator=generator)
+        for matrix, gradient in zip(matrices, weight.grad.split(sizes, dim=-2), strict=True):
+            matrix.grad = gradient
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(whole.detach(), torch.cat([part.detach() for part in parts], -2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.detach(), torch.cat([m.detach() for m in matrices], -2), rtol=1e-5, atol=1e-5)
     unsplit = parameters(shape)
     take_steps(Muon(unsplit, **KEYS), unsplit, 5)
-    assert (unsplit[0] - whole).abs().max() > 1e-2
+    assert (unsplit[0] - weight).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("numel", [1, 3, 2047, 2048, 2049, 5000])
@@ -290,27 +290,14 @@ def test_states_of_other_optimizers_are_refused(kind):
     assert_equal_states(copied(optimizer), before)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"method": "svd"},
-        {"adjust_lr_fn": "none"},
-        {"momentum_bits": 4},
-        {"ns_steps": 0},
-        {"momentum": -0.1},
-        {"weight_decay": -1.0},
-        {"lr": -1.0},
-        {"lr": float("nan")},
-        {"lr": torch.ones(2)},
-    ],
-)
-def test_wrong_options(keys):
-    with pytest.raises(ModelError):
-        Muon(parameters((4, 3)), **keys)
-
-
-def test_wrong_parameters_and_gradients():
+def test_wrong_options_and_parameters_are_refused():
     (matrix, vector) = parameters((6, 3), (3,))
+    for keys in (
+        {"method": "svd"}, {"adjust_lr_fn": "none"}, {"momentum_bits": 4}, {"ns_steps": 0}, {"momentum": -0.1},
+        {"weight_decay": -1.0}, {"lr": -1.0}, {"lr": float("nan")}, {"lr": torch.ones(2)},
+    ):  # fmt: skip
+        with pytest.raises(ModelError):
+            Muon([matrix], **keys)
     with pytest.raises(ModelError):
         Muon([{"params": [vector], "use_muon": True}])
     with pytest.raises(ModelError):
