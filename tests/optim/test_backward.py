@@ -199,7 +199,7 @@ def test_an_incomplete_part_is_updated_at_the_end():
     assert "layers.1.2.weight" not in changed
 
 
-def test_parts_are_layers_from_the_last():
+def test_parameters_are_divided_by_layer_from_the_last():
     model = Model()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parts = [[names[id(parameter)] for parameter in part] for part in backward_parts(model)]

@@ -343,7 +343,7 @@ def test_trust_ratios_see_clipped_and_unscaled_gradients(name):
 
 
 @pytest.mark.parametrize("name", TRUSTED)
-def test_trust_ratios_are_one_beside_zeros(name):
+def test_trust_ratios_of_zero_norms_are_one(name):
     """A weight of zeros, as LoRA's B, starts; a gradient of zeros leaves no NaN; a broken step changes nothing."""
     made = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.ones(300)), nn.Parameter(torch.zeros(0))]
     optimizer = TRUSTED[name](made, weight_decay=0.0)

@@ -145,7 +145,7 @@ def test_momentum_in_8_bits(numel):
     assert not found[1].any()
 
 
-def test_the_rest_steps_by_the_given_optimizer():
+def test_other_parameters_step_by_the_auxiliary_optimizer():
     shapes = [(9, 7), (7,), (11, 7), ()]
     given, expected = parameters(*shapes), parameters(*shapes)
     groups = [{"params": given[:2]}, {"params": given[2:], "use_muon": False, "lr": 0.1, "weight_decay": 0.0}]

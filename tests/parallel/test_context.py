@@ -102,11 +102,11 @@ def compares(mesh, family, inputs, shape=None):
 @pytest.mark.parametrize(
     "family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Qwen3Moe", "Qwen2_5_VL", "Gemma3"]
 )
-def test_two_ranks(two, family, way):
+def test_two_ranks_equal_one_process(two, family, way):
     assert_close(two.run(compares, family, batch(way == "packed"), layout={"context": 2}))
 
 
-def test_padded_rows(two):
+def test_padded_rows_equal_one_process(two):
     assert_close(two.run(compares, "Mistral", padded(), layout={"context": 2}))
 
 
@@ -120,7 +120,7 @@ HEADS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS)
-def test_four_ranks(four, heads):
+def test_four_ranks_equal_one_process(four, heads):
     """26 tokens are padded to 28."""
     assert_close(four.run(compares, "Gemma2", batch(True), HEADS[heads], layout={"context": 4}))
 
@@ -164,7 +164,7 @@ def fused(mesh, family, packed, level):
 
 @pytest.mark.parametrize("level", ["keep", "recompute_mlp", "checkpoint"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_fused_attention(two, packed, level):
+def test_fused_attention_equals_one_process(two, packed, level):
     answers = two.run(fused, "Mistral" if level == "keep" else "Qwen3", packed, level, layout={"context": 2})
     assert_close(answer[:2] for answer in answers)
 

@@ -26,7 +26,7 @@ def verbs(mesh):
     }
 
 
-def test_collectives(two):
+def test_collectives_of_two_ranks(two):
     for rank, found in enumerate(two.run(verbs)):
         assert (found["sum"], found["float"], found["max"]) == (3, 1.0, 1)
         assert type(found["sum"]) is int

@@ -146,7 +146,7 @@ def check(ranks, name, chunks, *, family="Llama", keys=None, layers=8, window=4,
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-1p", 2), ("zb-v", 2)])
-def test_two_processes(two, name, chunks):
+def test_two_processes_equal_one(two, name, chunks):
     check(two, name, chunks)
 
 
@@ -154,7 +154,7 @@ def test_two_processes(two, name, chunks):
 @pytest.mark.parametrize(
     ("name", "chunks", "window"), [("1f1b", 1, 4), ("interleaved", 2, 8), ("zb-1p", 2, 4), ("zb-v", 2, 8)]
 )
-def test_four_processes(four, name, chunks, window):
+def test_four_processes_equal_one(four, name, chunks, window):
     check(four, name, chunks, window=window)
 
 
@@ -175,7 +175,7 @@ def test_recomputation_before_the_gradient_arrives(two, level, ahead):
         ("Qwen3", {"tie_word_embeddings": True}, True),
     ],
 )
-def test_families(two, family, keys, patched):
+def test_families_equal_one_process(two, family, keys, patched):
     check(two, "zb-v", 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
 
 

@@ -141,14 +141,14 @@ def gathered_as_due(results, stays, micro_batches=2, steps=3):
         *(pytest.param([stay] * 4, marks=pytest.mark.slow) for stay in ("backward", "always")),
     ],
 )
-def test_three_steps(two, stays):
+def test_three_steps_equal_one_process(two, stays):
     results = two.run(case_trains, "keep", stays, layout={"shard": 2})
     check(results, expected("keep"))
     gathered_as_due(results, stays)
 
 
 @pytest.mark.parametrize("levels", slow_except([*LEVELS[1:], None], ["recompute"]))
-def test_every_activation_level(two, levels):
+def test_every_activation_level_equals_one_process(two, levels):
     """Backward recomputes with the gathered weights of its block; None: transformers' own layers."""
     results = two.run(case_trains, levels, CALL, layout={"shard": 2})
     check(results, expected(levels))
@@ -157,7 +157,7 @@ def test_every_activation_level(two, levels):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"shard": 4}, pytest.param({"data": 2, "shard": 2}, marks=pytest.mark.slow)])
-def test_four_ranks(four, layout):
+def test_four_ranks_equal_one_process(four, layout):
     results = four.run(case_trains, "recompute", ["call", "always"] * 2, layout=layout)
     check(results, expected("recompute", ranks=4))
     gathered_as_due(results, ["call", "always"] * 2)
@@ -165,7 +165,7 @@ def test_four_ranks(four, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
-def test_families(two, family):
+def test_families_equal_one_process(two, family):
     check(two.run(case_trains, "checkpoint", CALL, family, layout={"shard": 2}), expected("checkpoint", family))
 
 

@@ -98,7 +98,7 @@ def assert_same_training(results, expected, loss_error=1e-6, error=1e-5):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
-def test_families(two, family, fused):
+def test_families_equal_one_process(two, family, fused):
     """Biases of all linears, q and k norms, norms after blocks, and softcaps; float64 excludes rounding."""
     results = two.run(trained, family, None, fused, layout={"tensor": 2})
     assert_same_training(results, trained(SINGLE_PROCESS, family, None, fused), 1e-8, 1e-6)
@@ -106,7 +106,7 @@ def test_families(two, family, fused):
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("spec", KINDS)
-def test_formats(two, spec):
+def test_formats_equal_one_process(two, spec):
     assert_same_training(
         two.run(trained, "Llama", spec, True, layout={"tensor": 2}), trained(SINGLE_PROCESS, "Llama", spec, True)
     )
@@ -114,7 +114,7 @@ def test_formats(two, spec):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("level", ["recompute", "recompute_mlp", "checkpoint", "tiled"])
-def test_levels(two, level):
+def test_activation_levels_equal_one_process(two, level):
     results = two.run(trained, "Mistral", KINDS[0], True, level, layout={"tensor": 2})
     assert_same_training(results, trained(SINGLE_PROCESS, "Mistral", KINDS[0], True, level))
 
@@ -143,7 +143,7 @@ def test_saved_stream_is_sharded(two, level):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tensor": 4}, {"shard": 2, "tensor": 2}], ids=str)
-def test_four_processes(four, layout):
+def test_four_processes_equal_one(four, layout):
     results = four.run(trained, "Llama", KINDS[0], True, layout=layout)
     assert_same_training(results, trained(SINGLE_PROCESS, "Llama", KINDS[0], True))
 

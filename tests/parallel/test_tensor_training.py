@@ -57,7 +57,7 @@ def test_resumed_by_one_process_and_by_two(alone, divided, place, two, tmp_path)
         pytest.param({"use_peft": False, "load_in_4bit": False}, r"ConfigError|ModelError", marks=pytest.mark.slow),
     ],
 )
-def test_refusals(place, two, tmp_path, keys, said):
+def test_unsupported_adapters_and_full_training_are_refused(place, two, tmp_path, keys, said):
     with pytest.raises(AssertionError, match=said):
         two.run(refused, place, tmp_path / "out", keys)
     assert not (tmp_path / "out").exists()

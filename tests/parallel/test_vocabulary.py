@@ -82,7 +82,7 @@ def assert_as_one(results, vocabulary, tokens, how, dtype=torch.float32):
 
 @pytest.mark.parametrize("how", [{}, CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("tokens", [(40, 40), (37, 5), (0, 9), (1, 0), (0, 0)], ids=str)
-def test_ranks_with_different_tokens(two, tokens, how):
+def test_ranks_with_different_tokens_equal_one_process(two, tokens, how):
     for vocabulary in (101, 32, 3):
         results = two.run(loss_and_gradient, ("shard",), vocabulary, tokens, torch.float32, how, layout={"shard": 2})
         assert_as_one(results, vocabulary, tokens, how)
@@ -90,7 +90,7 @@ def test_ranks_with_different_tokens(two, tokens, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"shard": 4}, {"shard": 2, "tensor": 2}, {"shard": 2, "context": 2}], ids=str)
-def test_four_processes(four, layout):
+def test_four_processes_equal_one(four, layout):
     axes, tokens = tuple(layout), (13, 40, 2, 9)
     results = four.run(loss_and_gradient, axes, 3203, tokens, torch.float32, CAPPED, layout=layout)
     assert sorted({result[0] for result in results}) == list(range(4 // layout.get("tensor", 1)))
@@ -179,7 +179,7 @@ def divided_model(mesh, family, tied, axes):
 @pytest.mark.parametrize(
     ("family", "tied"), [("Llama", False), ("Llama", True), ("Gemma2", True), ("Gemma3Text", True)]
 )
-def test_models(two, family, tied, axis):
+def test_models_with_a_sharded_vocabulary_equal_one_process(two, family, tied, axis):
     ways = 2 if axis == "shard" else 1
     results = two.run(divided_model, family, tied, (axis,), layout={axis: 2})
     loss, tokens, grads, *_ = of_a_model(family, tied, slice(None))

@@ -73,7 +73,7 @@ def test_plan_matches_an_engines_bytes():
     assert sum(weights) <= plan.decoded == pytest.approx(sum(weights), rel=0.25)  # this one has no adapter
 
 
-def test_states_beside_pages():
+def test_recurrent_states_are_planned_in_addition_to_pages():
     """Of a hybrid, byte for byte of its engine's tensors; a CPU's batch is never filled up."""
     from tests.helpers.patch_models import tiny
 
@@ -103,7 +103,7 @@ def test_the_8b_within_40_gib():
 
 
 @pytest.mark.slow
-def test_graphs_stay_where_rollouts_lack_nothing_beside_them():
+def test_graphs_are_used_if_rollouts_keep_all_their_memory():
     roomy, tight = plan_8b(130), plan_8b(40)
     assert roomy.use_graphs
     assert replace(roomy.answering, stays=False) == tight.answering
