@@ -79,12 +79,9 @@ def collate_columns(rows: Sequence[Mapping[str, Any]], rounded: bool) -> dict[st
         if column.in_data and column.name in rows[0]:
             stored = bytearray(b"".join(array for row in rows for array in row[column.name]))
             entries = np.frombuffer(stored, dtype=column.dtype).reshape(-1, *column.shape)
-            count = _rounded_count(len(entries)) if rounded else len(entries)
+            count = len(entries)
+            if rounded and count:  # to four counts per octave; up to 8 entries are exact
+                step = 1 << max((count - 1).bit_length() - 3, 0)
+                count = -(-count // step) * step
             columns[column.name] = pad_entries(torch.from_numpy(entries), count, column.fill)
     return columns
-
-
-def _rounded_count(entries: int) -> int:
-    """Round up to one of four counts per octave; up to 8 entries are exact."""
-    step = 1 << max((entries - 1).bit_length() - 3, 0) if entries else 1
-    return -(-entries // step) * step

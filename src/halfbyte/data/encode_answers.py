@@ -160,21 +160,19 @@ class AnswerEncoder(Encoder):
             row[f"{name}_ids"] = answer.ids[begin:limit]
             row[f"{name}_mask"] = answer.trained[begin:limit].astype(np.int8)
             row["ends"] += [token for index, token in answer.ends if index < limit]
-        row["dropped"] = self._why_dropped(row, answers)
-        return row
-
-    def _why_dropped(self, row: dict[str, Any], answers: list[_Encoded]) -> str:
         names = NAMES[self.row_type]
         if not all(answer.trained.any() or answer.beyond for answer in answers):
-            return UNTRAINED
-        if not len(row["prompt_ids"]):
-            return NO_PROMPT
-        if too_long := self._why_too_long(row["length"]):
-            return too_long
-        if not all(row[f"{name}_mask"].any() for name in names):
-            return CUT_AWAY
-        equal = len(names) > 1 and np.array_equal(*(row[f"{name}_ids"] for name in names))
-        return EQUAL if equal else ""
+            row["dropped"] = UNTRAINED
+        elif not len(row["prompt_ids"]):
+            row["dropped"] = NO_PROMPT
+        elif too_long := self._why_too_long(length):
+            row["dropped"] = too_long
+        elif not all(row[f"{name}_mask"].any() for name in names):
+            row["dropped"] = CUT_AWAY
+        else:
+            equal = len(names) > 1 and np.array_equal(*(row[f"{name}_ids"] for name in names))
+            row["dropped"] = EQUAL if equal else ""
+        return row
 
     def _prompts(self, rows: list[dict[str, Any]], locations: list[str]) -> list[dict[str, Any]]:
         encoded = []

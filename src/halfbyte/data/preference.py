@@ -71,6 +71,7 @@ EXAMPLES = {
     "stepwise": "column_mapping: {prompt: your_column, completions: the_steps, labels: which_are_right}",
 }
 Columns = Mapping[str, str]
+MISSING = object()  # value of a column that a row does not have
 Side = str | list[Message]
 ANSWER_RULE = "start each answer with a turn of role assistant; the turns before it are the prompt"
 # Start of a turn in Anthropic's HH, which stores a dialogue as one text.
@@ -219,7 +220,8 @@ def rows_in(
         elif layout.paired:
             yield from ((location, {"answers": [document], "label": i == 0}) for i, document in enumerate(documents))
         else:
-            yield location, {"answers": documents, "label": _label(row, columns["label"], location)}
+            label = _bool_in(row.get(columns["label"], MISSING), columns["label"], location)
+            yield location, {"answers": documents, "label": label}
     if cut and not answers:
         notice(
             f"answers:{source.path}",
@@ -425,20 +427,10 @@ def _common_prompt_end(texts: Sequence[str]) -> int:
     return len(prefix[: max((at for at, char in enumerate(prefix) if char.isspace()), default=0)].rstrip())
 
 
-def _label(row: Row, column: str, location: str) -> bool:
-    if column in row:
-        return _bool_in(row[column], column, location)
-    raise _not_a_bool("nothing", column, location)
-
-
 def _bool_in(value: Any, column: str, location: str) -> bool:
     if isinstance(value, bool):
         return value
-    raise _not_a_bool(described(value), column, location)
-
-
-def _not_a_bool(content: str, column: str, location: str) -> DataError:
-    return DataError(
-        f"{location}: column {column!r} holds {content}, not true or false",
+    raise DataError(
+        f"{location}: column {column!r} holds {'nothing' if value is MISSING else described(value)}, not true or false",
         "write true for a good answer or step and false for a bad one, without quotes",
     )

@@ -485,7 +485,14 @@ def not_shown(messages: Sequence[Message], text: str) -> list[str]:
     White space and JSON escapes do not count. A text that is shown without its thoughts is named for the thoughts.
     """
     shown = _squeezed(text)
-    return [name for message in messages for name, value in _texts(message) if not _is_shown(value, shown)]
+    escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}  # as jinja's tojson writes them
+    missing = []
+    for name, value in (named for message in messages for named in _texts(message)):
+        plain, escaped = (json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
+        html = re.sub("[<>&']", lambda match: escapes[match[0]], escaped)
+        if not any(_squeezed(form) in shown for form in (value, plain, escaped, html)):
+            missing.append(name)
+    return missing
 
 
 def _texts(message: Message) -> Iterator[tuple[str, str]]:
@@ -513,13 +520,6 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield value
-
-
-def _is_shown(value: str, shown: str) -> bool:
-    plain, escaped = (json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
-    escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}  # as jinja's tojson writes them
-    html = re.sub("[<>&']", lambda match: escapes[match[0]], escaped)
-    return any(_squeezed(form) in shown for form in (value, plain, escaped, html))
 
 
 def _squeezed(text: str) -> str:
