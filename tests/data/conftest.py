@@ -64,8 +64,8 @@ def real_tokenizer(shared):
             return AutoTokenizer.from_pretrained(folders[name])
         tokenizer, config = files[name]
         keys = json.loads((folder / config).read_text())
-        wanted = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
-        special = {key: keys[key] for key in wanted if keys.get(key)}
+        special_keys = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        special = {key: keys[key] for key in special_keys if keys.get(key)}
         return PreTrainedTokenizerFast(tokenizer_file=str(folder / tokenizer), **special)
 
     return load

@@ -28,11 +28,11 @@ RUNAWAYS = [
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("text", "said"), RUNAWAYS)
-def test_runaway_template_is_stopped(make_tokenizer, text, said):
+@pytest.mark.parametrize(("text", "limit"), RUNAWAYS)
+def test_runaway_template_is_stopped(make_tokenizer, text, limit):
     with pytest.raises(DataError) as caught:
         ChatTemplate(make_tokenizer(text))
-    assert said in caught.value.message
+    assert limit in caught.value.message
     assert "chat_template_path" in caught.value.fix
 
 

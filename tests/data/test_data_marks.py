@@ -70,17 +70,19 @@ def test_marks_apply_to_pairs_and_labelled_answers(config, write, make_tokenizer
     tokenizer = make_tokenizer("plain")
 
     def trained(row, name):
-        both = zip(row[f"{name}_ids"], row[f"{name}_mask"], strict=True)
-        return tokenizer.decode([token for token, kept in both if kept])
+        tokens = zip(row[f"{name}_ids"], row[f"{name}_mask"], strict=True)
+        return tokenizer.decode([token for token, is_trained in tokens if is_trained])
 
     answers = turns({"train": False})[1:]
-    other = [{**turn, "content": turn["content"].upper()} for turn in answers]
-    rows = [{"prompt": turns()[:1], "chosen": answers, "rejected": other}]
+    shouted = [{**turn, "content": turn["content"].upper()} for turn in answers]
+    rows = [{"prompt": turns()[:1], "chosen": answers, "rejected": shouted}]
     [row] = prepare_answers(config(write(rows), method="dpo", **keys), tokenizer, "pairs").train
     for name, bad, good in (("chosen", "bad", "good"), ("rejected", "BAD", "GOOD")):
         assert good in trained(row, name)
         assert bad not in trained(row, name)
-    labels = [{"prompt": turns()[:1], "completion": each, "label": each is other} for each in (answers, other)]
+    labels = [
+        {"prompt": turns()[:1], "completion": answer, "label": answer is shouted} for answer in (answers, shouted)
+    ]
     data = prepare_answers(config(write(labels), method="kto", **keys), tokenizer, "unpaired")
     assert [("good" in trained(row, "completion"), "bad" in trained(row, "completion")) for row in data.train] == [
         (True, False), (False, False),

@@ -102,8 +102,8 @@ PAIRS = [{"prompt": f"q{i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for 
 def test_every_method_draws_shares_and_reports_them(make_tokenizer, config, write, rows, keys):
     large, small = write(rows, "large.jsonl"), write(rows[:3], "small.jsonl")
     dataset = [{"path": large, "weight": 1}, {"path": small, "weight": 3}]
-    asked = config(dataset, mixing="interleave", stopping="all", max_length=64, **keys)
-    report = method_of(asked).prepare(asked, make_tokenizer("plain")).report
+    run_config = config(dataset, mixing="interleave", stopping="all", max_length=64, **keys)
+    report = method_of(run_config).prepare(run_config, make_tokenizer("plain")).report
     first, second = report["train"]["mixture"]
     assert [first["path"], second["path"]] == [large, small]
     assert second["drawn"] == 3 * first["drawn"]
@@ -122,17 +122,17 @@ def test_held_out_rows_are_never_drawn(make_tokenizer, config, write):
 
 
 def test_one_dataset_and_datasets_without_weights_are_prepared_as_before(make_tokenizer, config, write):
-    one, two = write(CHATS[:5], "one.jsonl"), write(CHATS[5:], "two.jsonl")
-    whole = prepare(config(write(CHATS, "all.jsonl")), make_tokenizer("plain"))
-    parts = prepare(config([one, two]), make_tokenizer("plain"))
-    assert whole.train[:] == parts.train[:]
-    assert "mixture" not in whole.report["train"]
-    assert [part["drawn"] for part in parts.report["train"]["mixture"]] == [5, 7]
+    first, second = write(CHATS[:5], "one.jsonl"), write(CHATS[5:], "two.jsonl")
+    single = prepare(config(write(CHATS, "all.jsonl")), make_tokenizer("plain"))
+    split = prepare(config([first, second]), make_tokenizer("plain"))
+    assert single.train[:] == split.train[:]
+    assert "mixture" not in single.report["train"]
+    assert [entry["drawn"] for entry in split.report["train"]["mixture"]] == [5, 7]
 
 
 def test_max_samples_limits_each_dataset_from_its_start(make_tokenizer, config, write):
-    one, two = write(CHATS, "one.jsonl"), write(CHATS, "two.jsonl")
-    limited = config([one, {"path": two, "max_samples": 5}], max_samples=2, eval_dataset=one)
+    first, second = write(CHATS, "one.jsonl"), write(CHATS, "two.jsonl")
+    limited = config([first, {"path": second, "max_samples": 5}], max_samples=2, eval_dataset=first)
     data = prepare(limited, make_tokenizer("plain"))
     assert [source["rows"] for source in data.report["sources"]] == [2, 5, 2]
 

@@ -30,13 +30,13 @@ def test_shared_rows_have_the_documents_of_separate_rows():
     assert first["input_ids"] == [11, 12, 13, 21, 22, 31]
     assert first["labels"] == [-100, -100, -100, 21, 22, 31]
     assert trees_of(first) == [Tree(3, (2, 1))]
-    both = list(packed(rows(), 12))
-    assert [trees_of(row) for row in both] == [[Tree(3, (2, 1)), Tree(1, (1, 3))]]
+    packed_rows = list(packed(rows(), 12))
+    assert [trees_of(row) for row in packed_rows] == [[Tree(3, (2, 1)), Tree(1, (1, 3))]]
     for shared, alone in zip((first, second), rows(shared=False), strict=True):
         assert documents_of(shared) == documents_of(alone)
         assert with_own_prompts(shared) == alone
         assert trained_tokens(shared) == trained_tokens(alone)
-    assert documents_of(both[0]) == documents_of(first) + documents_of(second)
+    assert documents_of(packed_rows[0]) == documents_of(first) + documents_of(second)
     assert document_lengths(rows()).tolist() == document_lengths(rows(shared=False)).tolist() == [5, 4, 2, 4]
     assert longest_row(rows(), 2) == 5
 
@@ -51,23 +51,27 @@ def sees(batch):
 def by_hand(width):
     """Return the expected attention of both padded rows: bool [N, N]."""
     whose = [["p", "p", "p", "a", "a", "b"], ["p", "a", "b", "b", "b"]]
-    whose = [f"{row}{kind}" for row, kinds in enumerate(whose) for kind in [*kinds, *["-"] * (width - len(kinds))]]
-    made = torch.zeros(len(whose), len(whose), dtype=torch.bool)
-    for query, own in enumerate(whose):
+    whose = [
+        f"{row}{segment}"
+        for row, segments in enumerate(whose)
+        for segment in [*segments, *["-"] * (width - len(segments))]
+    ]
+    attends = torch.zeros(len(whose), len(whose), dtype=torch.bool)
+    for query, owner in enumerate(whose):
         for key in range(query + 1):
-            made[query, key] = whose[key] == own or (whose[key] == f"{own[0]}p" and own[1] in "ab")
-    return made
+            attends[query, key] = whose[key] == owner or (whose[key] == f"{owner[0]}p" and owner[1] in "ab")
+    return attends
 
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_padded_batch_attends_like_the_mask(rounded):
-    batch, places = BranchCollator(0, rounded=rounded)(list(rows()))
+    batch, positions = BranchCollator(0, rounded=rounded)(list(rows()))
     width = 128 if rounded else 6
     assert batch["input_ids"].shape == batch["position_ids"].shape == (2, width)
     assert batch["input_ids"][1, :6].tolist() == [14, 23, 32, 33, 34, 0]
     assert batch["position_ids"][0, :6].tolist() == [0, 1, 2, 3, 4, 3]
     assert batch["position_ids"][1, :6].tolist() == [0, 1, 1, 2, 3, 0]
-    assert [place.tolist() for place in places] == [
+    assert [document.tolist() for document in positions] == [
         [0, 1, 2, 3, 4], [0, 1, 2, 5], [width, width + 1], [width, width + 2, width + 3, width + 4],
     ]  # fmt: skip
     assert torch.equal(sees(batch), by_hand(width))
@@ -79,12 +83,14 @@ def test_bounds_key_places_and_branches_agree():
     assert len(bounds) == len(keys) == 33
     for number in range(32):
         begin, end = bounds[number : number + 2].tolist()
-        places = batch["key_places"][keys[number] : keys[number + 1]]
-        own = torch.arange(begin, end)
-        for at, query in enumerate(own):  # queries are the last of the keys
-            assert seen[query].nonzero().flatten().tolist() == places[: len(places) - len(own) + at + 1].tolist()
+        attended = batch["key_places"][keys[number] : keys[number + 1]]
+        queries = torch.arange(begin, end)
+        for at, query in enumerate(queries):  # queries are the last of the keys
+            assert (
+                seen[query].nonzero().flatten().tolist() == attended[: len(attended) - len(queries) + at + 1].tolist()
+            )
         assert end - begin <= batch["max_length_q"]
-        assert len(places) <= batch["max_length_k"]
+        assert len(attended) <= batch["max_length_k"]
     for key, last in enumerate(batch["branches"][1].tolist()):
         assert seen[:, key].nonzero().max() == last - 1
 
@@ -97,6 +103,6 @@ def test_plan_and_report_count_computed_tokens(layout):
     assert (data.report["train"]["computed_tokens"], data.report["train"]["tokens_apart"]) == (11, 15)
     assert report == {"train": {"tokens": 1}, "eval": None}
     assert batches_of(config, data, torch.device("cpu")).largest.tokens == (12 if not layout else 11)
-    whole = documents_in(config, PreparedData(ROWS, None, report), ANSWERS)
-    assert "computed_tokens" not in whole.report["train"]
-    assert batches_of(config, whole, torch.device("cpu")).largest.tokens == (20 if not layout else 15)
+    unshared = documents_in(config, PreparedData(ROWS, None, report), ANSWERS)
+    assert "computed_tokens" not in unshared.report["train"]
+    assert batches_of(config, unshared, torch.device("cpu")).largest.tokens == (20 if not layout else 15)

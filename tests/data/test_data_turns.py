@@ -147,7 +147,7 @@ def encoded(tokenizer, messages):
     row = {key: value[0] for key, value in out.items()}
     ids = [int(token) for token in row["input_ids"]]
     pairs = groupby(zip(ids, row["labels"], strict=True), lambda pair: pair[1] != IGNORE_INDEX)
-    spans = [tokenizer.decode([token for token, _ in part]) for trained, part in pairs if trained]
+    spans = [tokenizer.decode([token for token, _ in run]) for trained, run in pairs if trained]
     return spans, tokenizer.decode(ids), row
 
 
@@ -156,14 +156,16 @@ def encoded(tokenizer, messages):
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_assistants_words_are_trained(make_tokenizer, kind, talk):
     tokenizer, messages = with_template(make_tokenizer, KINDS[kind]), TALKS[talk]
-    spans, whole, row = encoded(tokenizer, messages)
+    spans, rendered, row = encoded(tokenizer, messages)
     trained = " ".join(spans)
     words = set(re.findall(r"(?:USER|SYSTEM|RESULT|SAID|CALL|THOUGHT)\d?", json.dumps(messages)))
-    others = {word for word in words if word.startswith(("USER", "SYSTEM", "RESULT"))}
-    assert not {word for word in others if word in trained}
-    assert {word for word in others if word not in whole} == set()
-    assert {word for word in words - others if word in whole} == {word for word in words - others if word in trained}
-    lost = {word for word in words - others if word not in whole}
+    untrained = {word for word in words if word.startswith(("USER", "SYSTEM", "RESULT"))}
+    assert not {word for word in untrained if word in trained}
+    assert {word for word in untrained if word not in rendered} == set()
+    assert {word for word in words - untrained if word in rendered} == {
+        word for word in words - untrained if word in trained
+    }
+    lost = {word for word in words - untrained if word not in rendered}
     assert bool(lost) == bool(row["not_shown"])
     assert spans[-1].strip().endswith("<|im_end|>")
     assert row["ends"][-1] == tokenizer.eos_token_id
@@ -201,10 +203,10 @@ def test_generation_prompt_at_the_end_does_not_end_an_answer(make_tokenizer):
 
 
 def test_end_token_only_between_turns_is_appended(make_tokenizer):
-    spans, whole, _ = encoded(with_template(make_tokenizer, KINDS["no end at the end"]), TALKS["plain"])
+    spans, rendered, _ = encoded(with_template(make_tokenizer, KINDS["no end at the end"]), TALKS["plain"])
     assert spans == ["SAID1<|im_end|>", "SAID2<|im_end|>"]
     first, second = (f"<|user|>USER{n}<|im_end|><|assistant|>SAID{n}<|im_end|>" for n in (1, 2))
-    assert whole == first + second
+    assert rendered == first + second
 
 
 def test_two_marked_parts_are_one_turn(make_tokenizer):
@@ -243,7 +245,7 @@ def test_the_next_roles_token_ends_an_answer_that_generation_stops_at(make_token
     """GLM-4: no token ends an answer, and generation_config.json stops at the first token of the user's turn."""
     tokenizer = with_template(make_tokenizer, f"{EACH}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{{% endfor %}}")
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|user|>"])
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ends[place] for place in declared]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ends[index] for index in declared]}))
     tokenizer.name_or_path = str(tmp_path)
     spans, _, _ = encoded(tokenizer, TALKS["plain"])
     assert spans == (["SAID1<|user|>", "SAID2<|user|>"] if 1 in declared else ["SAID1", "SAID2<|im_end|>"])
@@ -310,6 +312,6 @@ def test_arguments_that_are_no_text_are_trained(make_tokenizer, arguments):
 
 def test_users_may_say_the_same_as_the_assistant(make_tokenizer):
     messages = [user("no"), answer("no"), user("no"), answer("no")]
-    spans, whole, _ = encoded(with_template(make_tokenizer, CHATML), messages)
+    spans, rendered, _ = encoded(with_template(make_tokenizer, CHATML), messages)
     assert spans == ["no<|im_end|>"] * 2
-    assert whole.count("no") == 4
+    assert rendered.count("no") == 4
