@@ -92,12 +92,12 @@ class QuantizedTensor(Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Stored bytes, scales included."""
-        return sum(part.numel() * part.element_size() for part in self.parts.values())
+        return sum(stored.numel() * stored.element_size() for stored in self.parts.values())
 
     @property
     def is_freed(self) -> bool:
         """Whether FSDP2 has freed its memory until the next all-gather."""
-        return any(part.untyped_storage().nbytes() == 0 < part.numel() for part in self.parts.values())
+        return any(stored.untyped_storage().nbytes() == 0 < stored.numel() for stored in self.parts.values())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Values in `dtype` (default: the tensor's own), rounded once from fp32.
@@ -151,7 +151,7 @@ class QuantizedTensor(Tensor):
 
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
         """A tensor with the same format and shape whose parts are `function(part)`."""
-        parts = {name: function(part) for name, part in self.parts.items()}
+        parts = {name: function(stored) for name, stored in self.parts.items()}
         mapped = QuantizedTensor(self.format, parts, tuple(self.shape), dtype or self.dtype)
         mapped.name = self.name
         return mapped
@@ -167,8 +167,8 @@ class QuantizedTensor(Tensor):
         offsets, total = part_offsets(self.format, tuple(self.shape))
         length = -(-total // (chunks * ALIGNMENT)) * ALIGNMENT
         buffer = torch.zeros(chunks * length, dtype=torch.uint8, device=self.device)
-        for name, part in self.parts.items():
-            raw = part.contiguous().view(-1).view(torch.uint8)
+        for name, stored in self.parts.items():
+            raw = stored.contiguous().view(-1).view(torch.uint8)
             buffer[offsets[name] : offsets[name] + raw.numel()] = raw
         return buffer.view(chunks, length)
 
@@ -310,7 +310,7 @@ def _to_copy(function, tensor: QuantizedTensor, *, dtype=None, device=None, non_
     """`.to(...)`: the dtype changes the dtype of dequantized values; the device moves the parts."""
     if dtype is not None and dtype not in DECODED:
         raise ModelError(f"a quantized weight has no values in {dtype} ({tensor!r})", "convert weight.dequantize()")
-    return tensor.map(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)
+    return tensor.map(lambda stored: stored.to(device=device, non_blocking=non_blocking, copy=True), dtype)
 
 
 def _split(function, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedShard]:
@@ -331,8 +331,8 @@ def _copy(function, target: Tensor, source: Tensor, non_blocking: bool = False) 
         return target.copy_(source.dequantize(), non_blocking)
     if not isinstance(source, QuantizedTensor):
         source = QuantizedTensor.quantize(source.to(target.device, target.dtype), target.format)
-    for part, new in zip(target.parts.values(), source.parts.values(), strict=True):
-        part.copy_(new, non_blocking=non_blocking)
+    for stored, new in zip(target.parts.values(), source.parts.values(), strict=True):
+        stored.copy_(new, non_blocking=non_blocking)
     return target
 
 
@@ -346,7 +346,7 @@ def _equal(function, left: Tensor, right: Tensor) -> bool:
     """`torch.equal`: compares the parts of tensors with one format, and dequantized values otherwise."""
     if isinstance(left, QuantizedTensor) and isinstance(right, QuantizedTensor):
         comparable = (left.format, left.shape, left.dtype) == (right.format, right.shape, right.dtype)
-        if comparable and all(torch.equal(part, right.parts[name]) for name, part in left.parts.items()):
+        if comparable and all(torch.equal(stored, right.parts[name]) for name, stored in left.parts.items()):
             return True
     return _read(function, left, right)
 
@@ -374,9 +374,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.as_strided.default: lambda function, tensor, *args, **kwargs: tensor.map(aten.alias.default),
     aten.view.default: _same_shape_view,
     aten._to_copy.default: _to_copy,
-    aten._pin_memory.default: lambda function, tensor, *args: tensor.map(lambda part: part.pin_memory()),
+    aten._pin_memory.default: lambda function, tensor, *args: tensor.map(Tensor.pin_memory),
     aten.empty_like.default: lambda function, tensor, *, dtype=None, device=None, **kwargs: tensor.map(
-        lambda part: torch.empty_like(part, device=device), dtype
+        lambda stored: torch.empty_like(stored, device=device), dtype
     ),
     aten.copy_.default: _copy,
     # No notice for these: DoRA adds the low-rank product to the weight to compute row norms, and PEFT's own forward of
@@ -385,7 +385,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.baddbmm.default: _read,
     aten.addmm.default: _read,
     aten.equal.default: _equal,
-    aten.is_pinned.default: lambda function, tensor, *args: all(part.is_pinned() for part in tensor.parts.values()),
+    aten.is_pinned.default: lambda function, tensor, *args: all(stored.is_pinned() for stored in tensor.parts.values()),
     aten.split.Tensor: _split,
     aten.select.int: _expert,
     aten.new_zeros.default: _new_shard,
@@ -421,7 +421,7 @@ def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
     `weight.data.to(torch.float32)`.
     """
     if isinstance(values, QuantizedTensor) and (values.format, values.shape) == (tensor.format, tensor.shape):
-        values = values.map(lambda part: part, tensor.dtype)
+        values = values.map(lambda stored: stored, tensor.dtype)
     if not isinstance(values, QuantizedTensor):
         if values.shape != tensor.shape:
             raise ModelError(f"values {tuple(values.shape)} do not fit {tensor!r}", "assign values of its shape")
@@ -446,6 +446,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.__dlpack__: _export,
-    Tensor.share_memory_: lambda tensor: [part.share_memory_() for part in tensor.parts.values()] and tensor,
+    Tensor.share_memory_: lambda tensor: [stored.share_memory_() for stored in tensor.parts.values()] and tensor,
     Tensor.data_ptr: lambda tensor: next(iter(tensor.parts.values())).data_ptr(),  # address of the codes
 }

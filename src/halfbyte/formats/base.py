@@ -153,8 +153,8 @@ class Format(abc.ABC):
             if not stored:
                 specs, device = self.part_specs(shape).items(), next(iter(parts.values())).device
                 stored = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in specs}
-            for name, part in parts.items():
-                stored[name].view(shape[0], *part.shape)[index] = part
+            for name, tensor in parts.items():
+                stored[name].view(shape[0], *tensor.shape)[index] = tensor
         return stored
 
     def rows_concatenate(self, rows: int) -> bool:
@@ -189,7 +189,7 @@ class Format(abc.ABC):
             )
         specs = self.part_specs((len(pieces) * shape[0], shape[1]))
         joined = {name: torch.cat([piece[name] for piece in pieces]) for name in specs}
-        return self, {name: part.view(specs[name][0]) for name, part in joined.items()}
+        return self, {name: tensor.view(specs[name][0]) for name, tensor in joined.items()}
 
     def check_stack(self, shape: tuple[int, ...]) -> None:
         """Check that this format can store a stack of `shape`.
@@ -282,9 +282,9 @@ class Format(abc.ABC):
             message = f"{name}.{key} is not usable: {error!r}"
             raise CheckpointError(message, DAMAGED) from error
         suffixes = _own_suffixes(specs)
-        parts = {part: state[suffix] for part, suffix in suffixes.items() if suffix in state}
+        parts = {part_name: state[suffix] for part_name, suffix in suffixes.items() if suffix in state}
         check_parts(parts, specs, suffixes, name)
-        format_.check_values(parts, {part: entry_name(name, suffix) for part, suffix in suffixes.items()})
+        format_.check_values(parts, {part_name: entry_name(name, suffix) for part_name, suffix in suffixes.items()})
         return format_, parts, shape, dtype
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
@@ -362,15 +362,15 @@ def check_weight_finite(magnitudes: Tensor, loss: str) -> None:
         raise ModelError("the weight has NaN or Inf", f"repair the checkpoint: {loss}")
 
 
-def cut(part: Tensor, n: int, dim: int) -> list[Tensor]:
+def cut(tensor: Tensor, n: int, dim: int) -> list[Tensor]:
     """Split `part` into n equal tensors along `dim`, each in its own memory."""
-    return [shard.clone(memory_format=torch.contiguous_format) for shard in part.tensor_split(n, dim)]
+    return [shard.clone(memory_format=torch.contiguous_format) for shard in tensor.tensor_split(n, dim)]
 
 
 def split_parts(n: int, cuts: Mapping[str, Sequence[Tensor]], shared: Parts) -> list[dict[str, Tensor]]:
     """The parts of each of n shards: its own from `cuts`, and copies of the `shared` ones."""
     return [
-        {name: shards[i] for name, shards in cuts.items()} | {name: part.clone() for name, part in shared.items()}
+        {name: shards[i] for name, shards in cuts.items()} | {name: tensor.clone() for name, tensor in shared.items()}
         for i in range(n)
     ]
 
@@ -403,11 +403,11 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
     Raises:
         CheckpointError: a part of parameter `name` is missing, or has another shape or dtype.
     """
-    for part, (size, dtype) in specs.items():
-        label = entry_name(name, suffixes.get(part, part))
-        if part not in parts:
+    for part_name, (size, dtype) in specs.items():
+        label = entry_name(name, suffixes.get(part_name, part_name))
+        if part_name not in parts:
             raise CheckpointError(f"{label} is missing from the checkpoint", DAMAGED)
-        tensor = parts[part]
+        tensor = parts[part_name]
         if tuple(tensor.shape) != size or tensor.dtype != dtype:
             raise CheckpointError(f"{label} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {size}", DAMAGED)
 
@@ -418,9 +418,9 @@ def check_finite(parts: Parts, labels: Mapping[str, str]) -> None:
     Raises:
         CheckpointError: a part has one; the message uses its name in `labels`.
     """
-    for part, tensor in parts.items():
+    for part_name, tensor in parts.items():
         if tensor.dtype in FLOATS and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{labels[part]} has NaN or Inf", DAMAGED)
+            raise CheckpointError(f"{labels[part_name]} has NaN or Inf", DAMAGED)
 
 
 def check_not_negative(scales: Tensor, label: str) -> None:

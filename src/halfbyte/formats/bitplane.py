@@ -365,7 +365,7 @@ class KBit(Format):
 
     def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
         per_matrix = ("factor", "codebook")
-        flat = {name: part if name in per_matrix else part.reshape(-1) for name, part in parts.items()}
+        flat = {name: tensor if name in per_matrix else tensor.reshape(-1) for name, tensor in parts.items()}
         return self.dequantize(flat, shape, dtype)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
@@ -382,8 +382,8 @@ class KBit(Format):
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         chosen = {
-            name: part.view(shape[0], -1)[rows].view(-1) if name in ("packed", "scales", "zeros") else part
-            for name, part in parts.items()
+            name: tensor.view(shape[0], -1)[rows].view(-1) if name in ("packed", "scales", "zeros") else tensor
+            for name, tensor in parts.items()
         }
         return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)
 
@@ -391,8 +391,8 @@ class KBit(Format):
         if dim and (shape[1] // n) % BLOCK:
             return BLOCK
         rows = {name: parts[name].view(shape[0], -1) for name in ("packed", "scales", "zeros") if name in parts}
-        cuts = {name: [shard.view(-1) for shard in cut(part, n, dim)] for name, part in rows.items()}
-        return self, split_parts(n, cuts, {name: part for name, part in parts.items() if name not in rows})
+        cuts = {name: [shard.view(-1) for shard in cut(tensor, n, dim)] for name, tensor in rows.items()}
+        return self, split_parts(n, cuts, {name: tensor for name, tensor in parts.items() if name not in rows})
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
         super().check_values(parts, labels)

@@ -375,8 +375,8 @@ class Blockwise4(Format):
         run = shape[1] // n if dim else shape[0] * shape[1] // n  # contiguous values of one shard
         lines = shape[0] if dim else 1
 
-        def cut(part: Tensor) -> list[Tensor]:
-            return [shard.reshape(-1).clone() for shard in part.view(lines, n, -1).unbind(1)]
+        def cut(tensor: Tensor) -> list[Tensor]:
+            return [shard.reshape(-1).clone() for shard in tensor.view(lines, n, -1).unbind(1)]
 
         codes = [shard.unsqueeze(1) for shard in cut(parts["packed"])] if run % 2 == 0 else []
         if self.nested and not dim and run % (self.blocksize * NESTED_BLOCK) == 0:
@@ -398,7 +398,7 @@ class Blockwise4(Format):
             "dtype": str(dtype).removeprefix("torch."),
             "shape": list(shape),
         }
-        state = {suffix: parts[part] for suffix, part in PART_OF_KEY.items() if part in parts}
+        state = {suffix: parts[part_name] for suffix, part_name in PART_OF_KEY.items() if part_name in parts}
         state["quant_map"] = codebook4(self.quant_type, packed.device).clone()
         if self.nested:
             offset = float(parts["nested_offset"])
@@ -423,15 +423,16 @@ class Blockwise4(Format):
             raise CheckpointError(f"{name}: its quant_state has the shape {shape}", DAMAGED)
         if dtype not in DECODED:
             raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
-        parts = {part: state[suffix] for suffix, part in PART_OF_KEY.items() if suffix in state}
+        parts = {part_name: state[suffix] for suffix, part_name in PART_OF_KEY.items() if suffix in state}
         if "packed" in parts:
             # bitsandbytes can store the bytes viewed as bf16, fp16 or fp32 (bnb_4bit_quant_storage).
             parts["packed"] = parts["packed"].contiguous().view(-1).view(torch.uint8).view(-1, 1)
         if nested:
             parts["nested_offset"] = torch.tensor(offset, dtype=torch.float32, device=next(iter(state.values())).device)
-        suffixes = {part: suffix for suffix, part in PART_OF_KEY.items()}
+        suffixes = {part_name: suffix for suffix, part_name in PART_OF_KEY.items()}
         check_parts(parts, format_.part_specs(shape), suffixes, name)
-        format_.check_values(parts, {part: entry_name(name, suffixes.get(part, part)) for part in parts})
+        labels = {key: entry_name(name, suffixes.get(key, key)) for key in parts}
+        format_.check_values(parts, labels)
         stored_map = state.get("quant_map")
         if stored_map is not None and not stored_map.is_meta:
             expected = codebook4(format_.quant_type, stored_map.device)

@@ -198,7 +198,7 @@ class Float8(Format):
         if SCALE_INV not in state and any("quant_state" in suffix for suffix in state):
             return super().from_state(state, name)
         format_, label = cls("tile"), entry_name(name, SCALE_INV)
-        parts = {part: state[key] for part, key in (("codes", ""), ("scale", SCALE_INV)) if key in state}
+        parts = {part_name: state[key] for part_name, key in (("codes", ""), ("scale", SCALE_INV)) if key in state}
         if "scale" in parts and parts["scale"].dtype in EXACT_IN_FP32:
             parts["scale"] = parts["scale"].float()
         if "codes" in parts and parts["codes"].dtype == E4M3:

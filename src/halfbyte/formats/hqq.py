@@ -242,7 +242,7 @@ class HQQ(Format):
         return linear_hqq(x, *stored, shape[0], bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
-        chosen = {name: part.view(shape[0], -1)[rows].view(-1) for name, part in parts.items()}
+        chosen = {name: tensor.view(shape[0], -1)[rows].view(-1) for name, tensor in parts.items()}
         return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)
 
     def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
@@ -257,8 +257,8 @@ class HQQ(Format):
         rows = {"packed": parts["packed"].view(shape[0], -1), **fine}
         used = {"packed": shape[1] // BLOCK * self.bits, "scales": shape[1] // size, "zeros": shape[1] // size}
         cuts = {
-            name: [shard.view(-1) for shard in cut(part[:, : used[name]] if dim else part, n, dim)]
-            for name, part in rows.items()
+            name: [shard.view(-1) for shard in cut(tensor[:, : used[name]] if dim else tensor, n, dim)]
+            for name, tensor in rows.items()
         }
         return replace(self, group=size), split_parts(n, cuts, {})
 

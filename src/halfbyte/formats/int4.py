@@ -174,8 +174,8 @@ class Int4(Format):
                 "use a checkpoint quantized without desc_act",
             )
         return self, {
-            name: part if name == "g_idx" else torch.cat([piece[name] for piece in pieces], 1)
-            for name, part in first.items()
+            name: tensor if name == "g_idx" else torch.cat([piece[name] for piece in pieces], 1)
+            for name, tensor in first.items()
         }
 
     def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
@@ -200,17 +200,18 @@ class Int4(Format):
         return replace(self, group_size=size), split_parts(n, cuts, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        return {self.entries[part]: value for part, value in parts.items()}
+        return {self.entries[part_name]: value for part_name, value in parts.items()}
 
     @classmethod
     def from_state(cls, state: Parts, name: str) -> Loaded:
-        labels = {part: entry_name(name, key) for part, key in cls.entries.items()}
-        stored = {part: state[key] for part, key in cls.entries.items() if key in state}
-        for part in ("qweight", "scales"):
-            if part not in stored:
-                raise CheckpointError(f"{labels[part]} is missing from the checkpoint", DAMAGED)
-            if stored[part].dim() != 2 or not stored[part].numel():
-                raise CheckpointError(f"{labels[part]} is {tuple(stored[part].shape)}, expected a matrix", DAMAGED)
+        labels = {part_name: entry_name(name, key) for part_name, key in cls.entries.items()}
+        stored = {part_name: state[key] for part_name, key in cls.entries.items() if key in state}
+        for part_name in ("qweight", "scales"):
+            if part_name not in stored:
+                raise CheckpointError(f"{labels[part_name]} is missing from the checkpoint", DAMAGED)
+            shape = tuple(stored[part_name].shape)
+            if len(shape) != 2 or 0 in shape:
+                raise CheckpointError(f"{labels[part_name]} is {shape}, expected a matrix", DAMAGED)
         dtype = stored["scales"].dtype
         if dtype not in FLOATS:
             raise CheckpointError(f"{labels['scales']} is {dtype}, not a float", DAMAGED)
@@ -270,7 +271,7 @@ def _check_config(entry: Mapping[str, Any], key: str, supported: str, default: s
 
 
 def _transposed(parts: Parts) -> dict[str, Tensor]:
-    return {part: value.t().contiguous() if value.dim() == 2 else value for part, value in parts.items()}
+    return {part_name: value.t().contiguous() if value.dim() == 2 else value for part_name, value in parts.items()}
 
 
 @register_format
@@ -329,13 +330,13 @@ class PackQuantized(Int4):
     """
 
     name: ClassVar[str] = "pack_quantized"
-    entries: ClassVar[dict[str, str]] = {part: key for part, key in PACKED.items() if part != "qzeros"}
+    entries: ClassVar[dict[str, str]] = {part_name: key for part_name, key in PACKED.items() if part_name != "qzeros"}
     symmetric: ClassVar[bool] = True
 
     scale_dtype: str = "bfloat16"
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        stored = _transposed({part: value for part, value in parts.items() if part in self.entries})
+        stored = _transposed({part_name: value for part_name, value in parts.items() if part_name in self.entries})
         return super().to_state(stored | {"shape": torch.tensor(shape)}, shape, dtype)
 
     @classmethod
@@ -353,14 +354,14 @@ class PackQuantized(Int4):
 
     def _stored_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         specs = self.part_specs(shape).items()
-        return {part: (size[::-1], dtype) for part, (size, dtype) in specs if part in self.entries}
+        return {part_name: (size[::-1], dtype) for part_name, (size, dtype) in specs if part_name in self.entries}
 
     def _parts_from_stored(self, stored: Parts) -> dict[str, Tensor]:
-        parts = _transposed({part: value for part, value in stored.items() if part != "shape"})
+        parts = _transposed({part_name: value for part_name, value in stored.items() if part_name != "shape"})
         groups, outputs = parts["scales"].shape
         if "qzeros" not in parts:
             parts["qzeros"] = parts["qweight"].new_full((groups, outputs // PACK), ZERO_CODES)
-        return {part: value for part in ENTRIES if (value := parts.get(part)) is not None}
+        return {part_name: value for part_name in ENTRIES if (value := parts.get(part_name)) is not None}
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:

@@ -242,12 +242,12 @@ class Int8(Format):
         return self, split_parts(n, codes | {"absmax": cut(absmax, n, 0)}, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        state = {suffix: parts[part] for part, suffix in SUFFIXES.items()}
+        state = {suffix: parts[part_name] for part_name, suffix in SUFFIXES.items()}
         return state | {WEIGHT_FORMAT: torch.zeros((), dtype=torch.uint8, device=parts["codes"].device)}
 
     @classmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Int8, dict[str, Tensor], tuple[int, ...], torch.dtype]:
-        parts = {part: state[suffix] for part, suffix in SUFFIXES.items() if suffix in state}
+        parts = {part_name: state[suffix] for part_name, suffix in SUFFIXES.items() if suffix in state}
         shape = tuple(parts["codes"].shape) if "codes" in parts else ()
         rows, label = torch.Size(shape[:-1]).numel(), entry_name(name, SUFFIXES["absmax"])
         if "codes" in parts and "absmax" in parts and tuple(parts["absmax"].shape) != (rows,):

@@ -93,7 +93,7 @@ class Mxfp4(Format):
     def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
         if dim and (shape[1] // n) % BLOCK:
             return BLOCK
-        return self, split_parts(n, {name: cut(part, n, dim) for name, part in parts.items()}, {})
+        return self, split_parts(n, {name: cut(tensor, n, dim) for name, tensor in parts.items()}, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         """The published layout for a bf16 matrix; halfbyte's own layout for anything else."""
@@ -110,7 +110,7 @@ class Mxfp4(Format):
             return (cls().stacked() if len(shape) == 3 else cls()), parts, shape, torch.bfloat16
         if SCALE not in state:
             return super().from_state(state, name)
-        parts = {part: state[key] for part, key in (("packed", ""), ("scale", SCALE)) if key in state}
+        parts = {part_name: state[key] for part_name, key in (("packed", ""), ("scale", SCALE)) if key in state}
         rows, half = parts["packed"].shape if "packed" in parts and parts["packed"].dim() == 2 else (0, 0)
         check_parts(parts, cls().part_specs((rows, 2 * half)), {"packed": "", "scale": SCALE}, name)
         cls().check_values(parts, {"packed": name, "scale": entry_name(name, SCALE)})
@@ -134,11 +134,11 @@ class Mxfp4(Format):
 
 def _from_gpt_oss(state: Parts, labels: Mapping[str, str]) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """Parts and shape [..., K] from the blocks and scales of gpt-oss."""
-    for part, key in (("packed", BLOCKS), ("scale", SCALES)):
+    for part_name, key in (("packed", BLOCKS), ("scale", SCALES)):
         if key not in state:
-            raise CheckpointError(f"{labels[part]} is missing from the checkpoint", DAMAGED)
+            raise CheckpointError(f"{labels[part_name]} is missing from the checkpoint", DAMAGED)
         if state[key].dtype != torch.uint8:
-            raise CheckpointError(f"{labels[part]} is {state[key].dtype}, not uint8", DAMAGED)
+            raise CheckpointError(f"{labels[part_name]} is {state[key].dtype}, not uint8", DAMAGED)
     blocks, scales = state[BLOCKS], state[SCALES]
     if blocks.dim() < 3 or blocks.shape[-1] != BLOCK // 2:
         raise CheckpointError(f"{labels['packed']} is {tuple(blocks.shape)}, expected [..., K/32, 16]", DAMAGED)

@@ -260,9 +260,8 @@ class Nvfp4(Format):
             return super().from_state(state, name)
         if INPUT_SCALE in state:
             notice("nvfp4-input-scale", "NVFP4: input_scale is not used; activations are scaled by their own amax")
-        parts = {
-            part: state[key] for part, key in (("packed", ""), ("scale", SCALE), ("factor", FACTOR)) if key in state
-        }
+        keys = {"packed": "", "scale": SCALE, "factor": FACTOR}
+        parts = {name: state[key] for name, key in keys.items() if key in state}
         packed = parts.get("packed")
         if packed is None or packed.dim() != 2:
             problem = "missing" if packed is None else f"{tuple(packed.shape)}, not a matrix"
@@ -271,7 +270,7 @@ class Nvfp4(Format):
             parts["factor"] = parts["factor"].reshape(())
         format_, shape = cls(tiles=False), (packed.shape[0], 2 * packed.shape[1])
         specs = format_.part_specs(shape) | {"scale": ((shape[0], shape[1] // BLOCK), torch.float8_e4m3fn)}
-        check_parts(parts, specs, {"packed": "", "scale": SCALE, "factor": FACTOR}, name)
+        check_parts(parts, specs, keys, name)
         parts["scale"] = parts["scale"].view(torch.uint8)
         format_.check_values(parts, {"scale": entry_name(name, SCALE), "factor": entry_name(name, FACTOR)})
         return format_, parts, shape, torch.bfloat16

@@ -89,7 +89,7 @@ class Stack(Format):
         self.matrix_format.check_values(parts, labels)
 
     def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
-        return self.matrix_format, {name: part[index] for name, part in parts.items()}
+        return self.matrix_format, {name: tensor[index] for name, tensor in parts.items()}
 
     @classmethod
     @functools.cache
