@@ -16,7 +16,7 @@ from ..gguf.graph import checked_family
 from ..gguf.quants import FLOATS, Type, quantize
 from ..gguf.tensors import Layout
 from ..loading.checkpoint import BaseCheckpoint
-from ..runs.saved import SavedPaths, find, saved_config, trained_tokenizer
+from ..runs.saved import find, saved_config, trained_tokenizer
 from ..runs.stop_tokens import data_report, declared_stop_tokens, known_stop_tokens
 from ..utils.errors import CheckpointError, ConfigError
 from ..utils.files import new_file
@@ -61,12 +61,7 @@ def export_adapter(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    _report_ends(config, saved)
-    return path
-
-
-def _report_ends(config: RunKeys, saved: SavedPaths) -> None:
-    """Report the trained end tokens that the base's file does not declare, where llama.cpp would not stop."""
+    # at trained end tokens that the base's file does not declare, llama.cpp would not stop
     tokenizer, base = trained_tokenizer(saved.adapter, config), BaseCheckpoint(config.origin).folder
     declared = {tokenizer.eos_token_id, *declared_stop_tokens(base)}
     missing = [index for index in known_stop_tokens(data_report(saved.run_dir), tokenizer) if index not in declared]
@@ -74,6 +69,7 @@ def _report_ends(config: RunKeys, saved: SavedPaths) -> None:
         names = " ".join(f"--reverse-prompt '{name}'" for name in tokenizer.convert_ids_to_tokens(missing))
         message = "llama.cpp uses the stop tokens of the base's file, and this adapter ends its answers with others"
         notice("adapter-ends", f"{message}: run it with {names}")
+    return path
 
 
 @torch.no_grad()

@@ -156,7 +156,6 @@ class MergeReport:
 class _Job:
     """A validated merge."""
 
-    config: RunKeys
     run: RunKeys
     adapter_dir: Path | None
     run_dir: Path | None
@@ -209,8 +208,14 @@ def merge(
     """
     started = time.perf_counter()
     out = Path(out_dir)
-    _check_out(out, Path(run_or_adapter_dir), base, overwrite)
-    job = _prepare(Path(run_or_adapter_dir), out, base, quantize, verify, trust_remote_code)
+    source = Path(run_or_adapter_dir)
+    if base not in BASES:
+        raise ConfigError(f"base: {base!r} is not one of {', '.join(BASES)}", "use auto")
+    if os.path.lexists(out) and not (out.is_dir() and overwrite):
+        raise ConfigError(f"{out} exists already; merge does not overwrite", "name another folder, or remove this one")
+    if os.path.lexists(out) and source.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(f"{out} holds the adapter to be merged", "name another folder")
+    job = _prepare(source, out, base, quantize, verify, trust_remote_code)
     with progress_bars("merging", console) as progress, new_directory(out) as aside:
         _write_side_files(job, aside)
         fidelities, written, tokens = (_write_closest if verify else _write_unverified)(job, aside, progress)
@@ -259,17 +264,6 @@ def slug(quantize: str) -> str:
 # --- checks before writing -------------------------------------------------------------------------------------------
 
 
-def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
-    if base not in BASES:
-        raise ConfigError(f"base: {base!r} is not one of {', '.join(BASES)}", "use auto")
-    if not os.path.lexists(out):
-        return
-    if not out.is_dir() or not overwrite:
-        raise ConfigError(f"{out} exists already; merge does not overwrite", "name another folder, or remove this one")
-    if source.resolve().is_relative_to(out.resolve()):
-        raise ConfigError(f"{out} holds the adapter to be merged", "name another folder")
-
-
 def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool, trust_remote_code: bool) -> _Job:
     find_trained(source)
     saved, config = look_up(str(source), [f"trust_remote_code={trust_remote_code}"])
@@ -284,9 +278,7 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
     checkpoint = BaseCheckpoint(config.origin)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
-    stored = packing(
-        quantize, config.origin, experts=scheme is None
-    )  # quantization-aware training does not round experts
+    stored = packing(quantize, config.origin, experts=scheme is None)  # QAT does not round experts
     targets, preferred, reason = _targets(config.storage.quantized, checkpoint, base, bool(stored.formats))
     if scheme is not None and not stored.is_scheme(scheme):
         message = f"the run was trained to be stored as {scheme}"
@@ -295,8 +287,7 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
         check_loader(stored.loader)
     weights = MergedWeights(config, checkpoint, AdapterLayers(config, saved.adapter, device), stored)
     check_space(out, weights.nbytes, "free some space, or name a folder on another disk")
-    run_dir = saved.run_dir
-    return _Job(config, config, saved.adapter, run_dir, out, device, weights, targets, preferred, reason)
+    return _Job(config, saved.adapter, saved.run_dir, out, device, weights, targets, preferred, reason)
 
 
 def _targets(
@@ -400,7 +391,7 @@ def _write_side_files(job: _Job, aside: Path) -> None:
         for file in folder.glob(pattern):
             shutil.copyfile(file, aside / file.name)
     write_json(aside / "config.json", job.weights.config())
-    tokenizer = trained_tokenizer(job.adapter_dir or folder, job.config)
+    tokenizer = trained_tokenizer(job.adapter_dir or folder, job.run)
     tokenizer.save_pretrained(aside)
     if (keys := generation_keys(folder, tokenizer, data_report(job.run_dir))) != read_generation_config(folder):
         write_json(aside / GENERATION, keys)

@@ -209,23 +209,19 @@ def go_template(pieces: Pieces) -> str:
     messages, first = ".Messages", ""
     if pieces.result:
         around, inside = {**around, "tool": pieces.result}, TOOLS_OF
-    if pieces.writes_system:
-        messages, first = "$i, $message := .Messages", _without_system(pieces)
+    if pieces.writes_system:  # where a conversation has no system message: the tools, or the default text
+        prefix, suffix = map(_go, pieces.around["system"])
+        default = f"{prefix}{_go(pieces.system)}{suffix}" if pieces.system else ""
+        otherwise = f"{{{{ else }}}}{default}" if default else ""
+        shown = f"{{{{ if $.Tools }}}}{prefix}{TOOLS}{suffix}{otherwise}{{{{ end }}}}" if pieces.result else default
+        messages = "$i, $message := .Messages"
+        first = f'{{{{ if and (eq $i 0) (ne .Role "system") }}}}{shown}{{{{ end }}}}'
     roles = "".join(
         f'{{{{ if eq .Role "{role}" }}}}{_go(prefix)}{{{{ .Content }}}}{inside.get(role, "")}{_go(suffix)}{{{{ end }}}}'
         for role, (prefix, suffix) in around.items()
     )
     text = f"{{{{ range {messages} }}}}{first}{roles}{{{{ end }}}}{_go(pieces.generation)}".replace('"""', QUOTES)
     return text[:-1] + QUOTE if text.endswith('"') else text
-
-
-def _without_system(pieces: Pieces) -> str:
-    """Return Go text that writes a system message if the conversation has none: the tools, or the default text."""
-    prefix, suffix = map(_go, pieces.around["system"])
-    default = f"{prefix}{_go(pieces.system)}{suffix}" if pieces.system else ""
-    otherwise = f"{{{{ else }}}}{default}" if default else ""
-    shown = f"{{{{ if $.Tools }}}}{prefix}{TOOLS}{suffix}{otherwise}{{{{ end }}}}" if pieces.result else default
-    return f'{{{{ if and (eq $i 0) (ne .Role "system") }}}}{shown}{{{{ end }}}}'
 
 
 def _go(text: str) -> str:

@@ -86,7 +86,10 @@ class Verifier:
         self._adapter = adapter
         self._weights = weights
         self._progress = progress
-        self._device = _device_for(weights)
+        self._device = weights.adapter.device
+        if self._device.type == "cuda" and torch.cuda.mem_get_info(self._device)[0] < HEADROOM * weights.nbytes:
+            notice("merge-device", f"verifying on the CPU: the merged model does not fit {self._device}")
+            self._device = torch.device("cpu")
         self._ids = text_ids(tokenizer, run_dir).to(self._device)
         self._documents, self._held_out = loss_documents(run_dir, self._ids) if weights.packing.formats else ([], False)
         observe = self._observe if weights.packing.calibrated else None
@@ -287,15 +290,6 @@ def _check_same(loaded: Tensor, expected: Tensor, output: Output) -> None:
     bound = RELATIVE_TOLERANCE * expected.abs()
     if loaded.shape != expected.shape or not bool(((loaded - expected).abs() <= bound).all()):
         raise CheckpointError(f"{output.parameter} reads back other values than were merged", NOTHING_WRITTEN)
-
-
-def _device_for(weights: MergedWeights) -> torch.device:
-    """Return the run's device, or the CPU with a notice if the merged model does not fit."""
-    device = weights.adapter.device
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < HEADROOM * weights.nbytes:
-        notice("merge-device", f"verifying on the CPU: the merged model does not fit {device}")
-        return torch.device("cpu")
-    return device
 
 
 def text_ids(tokenizer: Path, run_dir: Path | None) -> Tensor:

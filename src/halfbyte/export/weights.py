@@ -136,20 +136,16 @@ class MergedWeights:
         for name in sorted(self.packing.stacks):
             self._join(name)
         for shard in self.shards.values():
-            shard[:] = [self._with_packed(output) for output in shard]
+            for index, output in enumerate(shard):
+                entry, parameter = output.entry, output.parameter
+                if parameter in self.packing.formats:
+                    packed = self.packing.entries(entry.name, parameter, entry.shape, self._packed_dtype(output))
+                    shard[index] = replace(output, packed=packed)
 
     @property
     def outputs(self) -> list[Output]:
         """All weights, in the order of the shards."""
         return [output for shard in self.shards.values() for output in shard]
-
-    def _with_packed(self, output: Output) -> Output:
-        if output.parameter not in self.packing.formats:
-            return output
-        entries = self.packing.entries(
-            output.entry.name, output.parameter, output.entry.shape, self._packed_dtype(output)
-        )
-        return replace(output, packed=entries)
 
     def _join(self, name: str) -> None:
         """Replace a stack's tensors by one, under the stack's name, at the position of the first."""

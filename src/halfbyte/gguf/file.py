@@ -197,10 +197,6 @@ def _list_of(check: Check) -> Check:
     return lambda value: type(value) is list and all(map(check, value))
 
 
-def _merge(value: Any) -> bool:
-    return type(value) is str and value.count(" ") == 1
-
-
 # key → check of its value, and what the value must be
 KINDS: dict[str, tuple[Check, str]] = {
     "general.architecture": (_text, "text"),
@@ -208,7 +204,7 @@ KINDS: dict[str, tuple[Check, str]] = {
     "tokenizer.chat_template": (_text, "text"),
     **{f"{TOKENIZER}{name}": (_text, "text") for name in ("model", "pre")},
     f"{TOKENIZER}tokens": (_list_of(_text), "a list of texts"),
-    f"{TOKENIZER}merges": (_list_of(_merge), "a list of pairs"),
+    f"{TOKENIZER}merges": (_list_of(lambda merge: type(merge) is str and merge.count(" ") == 1), "a list of pairs"),
     f"{TOKENIZER}scores": (_list_of(lambda score: type(score) is float and not math.isnan(score)), "a list of numbers"),
     f"{TOKENIZER}token_type": (_list_of(_integer), "a list of numbers"),
     **{f"{TOKENIZER}{name}_token_id": (_integer, "a token's number") for name in SPECIAL},

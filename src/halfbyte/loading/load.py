@@ -196,10 +196,30 @@ def _quantization_options(
     from .quantizer import HalfbyteConfig
 
     stored = getattr(config, "quantization_config", None)
-    if stored is not None:
-        config.quantization_config = _prequantized(stored, name, storage) | {"ways": ranks, "on_host": [*on_host]}
-        return {}
-    return {"quantization_config": HalfbyteConfig(storage, ways=ranks, on_host=on_host)} if storage.quantized else {}
+    if stored is None:
+        quantization = HalfbyteConfig(storage, ways=ranks, on_host=on_host) if storage.quantized else None
+        return {"quantization_config": quantization} if quantization else {}
+    entry = stored if isinstance(stored, dict) else stored.to_dict()
+    if not storage.quantized:
+        raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
+    if "kept" in entry:
+        decoded = f"; quantizing others by the bnb_4bit keys: {counts(entry['others'])}" if entry["others"] else ""
+        notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {counts(entry['kept'])}{decoded}")
+        entry = entry | {"storage": storage}
+    elif entry.get("quant_method") == "halfbyte":
+        notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}): keeping its bytes")
+    elif format_ := of_checkpoint(entry):
+        notice("prequantized", f"{name} is already quantized ({format_.spec}): keeping its bytes")
+        skipped = skipped_modules(entry)
+        as_stored = Storage((("*", format_.spec),))
+        entry = {"quant_method": "halfbyte", "storage": as_stored, "llm_int8_skip_modules": skipped}
+    else:
+        raise ModelError(
+            f"{name} is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
+            "use the 16-bit model, or a bitsandbytes one",
+        )
+    config.quantization_config = entry | {"ways": ranks, "on_host": [*on_host]}
+    return {}
 
 
 def _from_pretrained(
@@ -262,29 +282,6 @@ def _is_small(name_or_path: str) -> bool:
     """Return whether a local checkpoint loads too fast for a progress bar to help; False for a hub id."""
     folder = Path(name_or_path)
     return folder.is_dir() and sum(file.stat().st_size for file in safetensors_files(folder)) < LARGE_CHECKPOINT
-
-
-def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
-    """Convert the quantization entry of a pre-quantized checkpoint to options of `HalfbyteConfig`."""
-    entry = stored if isinstance(stored, dict) else stored.to_dict()
-    if not storage.quantized:
-        raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
-    if "kept" in entry:
-        decoded = f"; quantizing others by the bnb_4bit keys: {counts(entry['others'])}" if entry["others"] else ""
-        notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {counts(entry['kept'])}{decoded}")
-        return entry | {"storage": storage}
-    if entry.get("quant_method") == "halfbyte":
-        notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}): keeping its bytes")
-        return entry
-    format_ = of_checkpoint(entry)
-    if format_ is None:
-        raise ModelError(
-            f"{name} is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
-            "use the 16-bit model, or a bitsandbytes one",
-        )
-    notice("prequantized", f"{name} is already quantized ({format_.spec}): keeping its bytes")
-    as_stored = Storage((("*", format_.spec),))
-    return {"quant_method": "halfbyte", "storage": as_stored, "llm_int8_skip_modules": skipped_modules(entry)}
 
 
 def load_tokenizer(

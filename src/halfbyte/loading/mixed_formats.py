@@ -119,7 +119,11 @@ def measure(
     """
     linears, stacks = quantizable(model), measurable_stacks(model)
     for name, group in stacks.items():
-        _check_stackable(name, group, formats)
+        for (leaf, stack), (key, format_) in itertools.product(group.matrices().items(), formats.items()):
+            if reason := stack_unsupported_reason(format_, tuple(stack.shape)):
+                alternatives = ", ".join(format_name for format_name in formats if format_name != key) or "another one"
+                fix = f"name other formats: {alternatives}"
+                raise ModelError(f"{name}: {leaf} cannot be stored in {key}: {reason}", fix)
     risen = {name: dict.fromkeys(formats, 0.0) for name in (*linears, *stacks)}
     reached: dict[str, set[int]] = {name: set() for name in risen}
     tokens = 0
@@ -169,15 +173,6 @@ def _expert_count(stacks: StackGroup) -> int:
 def _nbytes(format: Format, weight: Tensor) -> float:
     shape = tuple(weight.shape)
     return (format if len(shape) == 2 else format.stacked()).bits_per_weight(shape) * weight.numel() / 8
-
-
-def _check_stackable(name: str, stacks: StackGroup, formats: Mapping[str, Format]) -> None:
-    for leaf, stack in stacks.matrices().items():
-        for key, format_ in formats.items():
-            if reason := stack_unsupported_reason(format_, tuple(stack.shape)):
-                alternatives = ", ".join(format_name for format_name in formats if format_name != key) or "another one"
-                fix = f"name other formats: {alternatives}"
-                raise ModelError(f"{name}: {leaf} cannot be stored in {key}: {reason}", fix)
 
 
 @contextlib.contextmanager

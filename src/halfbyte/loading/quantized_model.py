@@ -84,14 +84,7 @@ def mark_quantized(model: PreTrainedModel, formats: Collection[Format]) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedTensor):
             parameter.name = name
-    _number_devices(model)
-
-
-def _number_devices(model: Any) -> None:
-    """Add the index to accelerators in the model's device map.
-
-    accelerate refuses to train a 4-bit model on "cuda:0" that was placed on "cuda".
-    """
+    # accelerate refuses to train a 4-bit model on "cuda:0" that was placed on "cuda": add the index
     for key, device in getattr(model, "hf_device_map", {}).items():
         if isinstance(device, (str, torch.device)) and device != "disk" and torch.device(device).index is None:
             held = next(model.get_submodule(key).parameters(), None)

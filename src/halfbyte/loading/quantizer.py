@@ -84,7 +84,9 @@ class HalfbyteConfig(QuantizationConfigMixin):
     ):
         self.quant_method = QUANT_METHOD
         self.llm_int8_skip_modules = llm_int8_skip_modules
-        self.storage = storage_of(_as_storage(storage), **keys)
+        if isinstance(storage, Mapping):  # written by `to_dict`: pairs in a list, since JSON files sort keys
+            storage = Storage(**{**storage, "formats": tuple((pattern, spec) for pattern, spec in storage["formats"])})
+        self.storage = storage_of(storage, **keys)
         self.assignment = format_assignment(self.storage)
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
         self.formats: dict[str, Format] = stored  # module name → format, assigned when the model is known
@@ -157,13 +159,6 @@ class HalfbyteConfig(QuantizationConfigMixin):
                 "llm_int8_skip_modules": skipped_modules(config_dict),
             }
         return super().from_dict(dict(config_dict), return_unused_kwargs, **kwargs)
-
-
-def _as_storage(storage: Storage | Mapping[str, Any] | None) -> Storage | None:
-    """Parse a storage written by `to_dict`: pairs in a list, since JSON files sort the keys of mappings."""
-    if not isinstance(storage, Mapping):
-        return storage
-    return Storage(**{**storage, "formats": tuple((pattern, spec) for pattern, spec in storage["formats"])})
 
 
 _merge_configs = AutoHfQuantizer.merge_quantization_configs
