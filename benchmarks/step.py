@@ -162,11 +162,11 @@ def ours(given: argparse.Namespace, documents: list[int] | None) -> dict[str, di
     tokens = given.batch * given.length
     results = {"halfbyte": timed(lambda: training.step(training.batch), tokens, given.steps)}
     if given.graph:
-        from halfbyte.train.graph import GraphedStep
+        from halfbyte.train.graph import ShapeGraphs
 
         training.restart()
         free_memory()
-        graphed = GraphedStep(training.step, training.optimizer)
+        graphed = ShapeGraphs(training.step, training.optimizer.zero_grad)
         results["halfbyte, graph"] = timed(lambda: graphed(training.batch), tokens, given.steps)
         check_losses(results["halfbyte"]["losses"], results["halfbyte, graph"]["losses"])
     return results

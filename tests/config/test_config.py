@@ -18,7 +18,7 @@ from halfbyte.config import (
 from halfbyte.config import aliases as config_aliases
 from halfbyte.config import foreign as config_foreign
 from halfbyte.optim import OPTIMIZERS, SCHEDULES
-from halfbyte.train.preflight import check_optimizer
+from halfbyte.train.optimizer_checks import check_optimizer
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError
 
@@ -208,7 +208,7 @@ class TestRefusing:
 
     def test_an_optimizer_whose_package_is_missing(self, monkeypatch):
         """The file means the same on every machine; what prepares a run looks (65)."""
-        monkeypatch.setattr("halfbyte.train.preflight.find_spec", lambda name: None)
+        monkeypatch.setattr("halfbyte.train.optimizer_checks.find_spec", lambda name: None)
         row = OPTIMIZERS["sgd"]
         monkeypatch.setitem(OPTIMIZERS, "sgd", dataclasses.replace(row, package="missing"))
         config = load_config(None, with_needed("optim=sgd"))

@@ -26,6 +26,7 @@ from halfbyte.generation.paged import PagedDecoder
 from halfbyte.rewards.process import RewardProcess
 from halfbyte.runs import checkpoints
 from halfbyte.runs.metrics import MetricsFile
+from halfbyte.train import checkpoint
 from halfbyte.train import loop as loops
 from halfbyte.train.run import train
 from tests.helpers.run_records import lines, timeless
@@ -36,8 +37,8 @@ MOMENTS: dict[str, list[tuple[Any, str]]] = {
     "reward": [(RewardProcess, "answer")],
     "step": [(loops.TrainingLoop, "forward"), (loops, "next_rate"), (loops.TrainingLoop, "evaluate")],
     "record": [(MetricsFile, "append")],
-    "save": [(loops, name) for name in ("save_weights", "save_optimizer", "save_random", "write_manifest")]
-    + [(checkpoints, "keep_newest")],
+    "save": [(loops, name) for name in ("save_weights", "save_optimizer", "save_random")]
+    + [(checkpoint, "write_manifest"), (checkpoints, "keep_newest")],
 }
 
 

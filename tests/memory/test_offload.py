@@ -321,7 +321,7 @@ def test_tiles_on_a_gpu():
 def test_levels_in_a_cuda_graph(level, captured):
     """CUDA graphs capture recomputation; offload raises a reasoned error in a capture and runs eagerly."""
     from halfbyte.modeling.head import causal_lm_loss
-    from halfbyte.train.graph import GraphedStep
+    from halfbyte.train.graph import ShapeGraphs
     from halfbyte.utils import notices
 
     notices.reset_notices()
@@ -342,7 +342,7 @@ def test_levels_in_a_cuda_graph(level, captured):
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    graphed = GraphedStep(step, optimizer)
+    graphed = ShapeGraphs(step, optimizer.zero_grad)
     tokens = torch.randint(0, 512, (2, 1024), device="cuda")
     losses = [graphed({"input_ids": tokens, "labels": tokens}).item() for _ in range(8)]
     assert losses[-1] < losses[0]

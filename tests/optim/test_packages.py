@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments, trainer_optimizer
 
 from halfbyte.config import load_config
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.train.preflight import check_loss_scale, check_optimizer
+from halfbyte.train.optimizer_checks import check_loss_scale, check_optimizer
 from halfbyte.utils.errors import ConfigError
 from tests.helpers import optimizer_packages
 from tests.helpers.optimizer_settings import OptimizerSettings

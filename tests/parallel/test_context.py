@@ -21,7 +21,7 @@ from halfbyte.modeling.head import backbone_inputs, causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.modeling.patch import patch
 from halfbyte.parallel.context import check_context_parallel, context_parallel, context_shard
-from halfbyte.train import preflight
+from halfbyte.train import planning
 from halfbyte.train.callbacks import noisy_embeddings
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.patch_models import loop_over_documents, tiny
@@ -309,14 +309,14 @@ def test_context_run_equals_one_process(place, two, tmp_path, packing):
 
 def divides_all(mesh, place, output, keys):
     """Run with a plan that has no memory for unsharded frozen weights."""
-    planned = preflight.estimate
+    planned = planning.estimate
 
     def estimated(*given, **more):
         plan = planned(*given, **more)
         return replace(plan, layout=Sliced(**vars(plan.layout)))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(preflight, "estimate", estimated)
+        patched.setattr(planning, "estimate", estimated)
         trains(mesh, place, output, keys, None)
 
 

@@ -18,7 +18,7 @@ from halfbyte.parallel.shard.model import residencies_of, shard_model, sharded
 from halfbyte.parallel.shard.weights import BlockShard
 from halfbyte.plan.rank import Frozen, Stage, pipeline_of
 from halfbyte.tensor import QuantizedTensor
-from halfbyte.train import preflight
+from halfbyte.train import planning
 from halfbyte.train.preflight import prepare_run
 from tests.helpers.patch_models import batch, quantize, tiny
 from tests.helpers.rank_runs import configured, write_place
@@ -171,7 +171,7 @@ def host_numbers(mesh, ranks_on_host):
         patched.setattr(allocators, "available_bytes", lambda: 1000 - mesh.rank)
         if ranks_on_host is not None:
             patched.setenv("LOCAL_WORLD_SIZE", str(ranks_on_host))
-        return preflight._ranks_per_host(mesh, mesh.layout), preflight._free_host_bytes(mesh)
+        return planning.ranks_on_host(mesh, mesh.layout), planning.free_host_bytes(mesh)
 
 
 def test_ranks_of_a_host_share_its_memory(two):

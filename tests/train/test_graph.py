@@ -11,9 +11,8 @@ from torch import nn
 
 from halfbyte.optim.fused import AdamW
 from halfbyte.train import graph
-from halfbyte.train.graph import GraphedBackward, GraphedStep, pool_segments
+from halfbyte.train.graph import GraphedBackward, ShapeGraphs, pool_segments
 from halfbyte.utils import notices
-from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.hardware import free_cached_memory
 from tests.helpers.graph_stand_in import StandIn
 
@@ -54,7 +53,7 @@ def test_replays_equal_eager_steps_for_every_shape(ours):
     step, _ = training()
     expected = [step(batch).item() for batch in batches(20)]
     step, optimizer = training(ours=ours)
-    graphed = GraphedStep(step, optimizer)
+    graphed = ShapeGraphs(step, optimizer.zero_grad)
     found = [graphed(batch) for batch in batches(20)]
     assert [loss.item() for loss in found] == pytest.approx(expected, rel=1e-5)
     assert sum(captured is not None for captured in graphed._captured.values()) == 2
@@ -65,7 +64,7 @@ def test_a_step_that_synchronizes_stays_eager_with_a_notice():
     step, _ = training(waits=True)
     expected = [step(batch).item() for batch in batches(12)]
     step, optimizer = training(waits=True)
-    graphed = GraphedStep(step, optimizer)
+    graphed = ShapeGraphs(step, optimizer.zero_grad)
     assert [graphed(batch).item() for batch in batches(12)] == pytest.approx(expected, rel=1e-5)
     assert "cuda-graph" in notices.notices_so_far()
 
@@ -73,7 +72,7 @@ def test_a_step_that_synchronizes_stays_eager_with_a_notice():
 @pytest.mark.gpu
 def test_a_failed_capture_restores_random_numbers_and_memory():
     step, optimizer = training(waits=True)
-    graphed = GraphedStep(step, optimizer)
+    graphed = ShapeGraphs(step, optimizer.zero_grad)
     for batch in batches(12):
         graphed(batch)
     torch.cuda.manual_seed(3)
@@ -463,12 +462,6 @@ def test_a_larger_shape_out_of_memory_on_a_gpu(monkeypatch):
     assert backward(batch).item() == pytest.approx(loss.item(), rel=1e-5)
     for gradient, parameter in zip(found, trained, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_an_optimizer_that_cannot_be_captured_is_refused():
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-    with pytest.raises(TrainingError, match="capturable"):
-        GraphedStep(lambda batch: batch, optimizer)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,8 @@ from halfbyte.mesh.mesh import SINGLE_PROCESS
 from halfbyte.optim import OPTIMIZERS, optimizer_row
 from halfbyte.runs import checkpoints
 from halfbyte.train import preflight
-from halfbyte.train.preflight import check_bits, check_loss_scale, check_targets, prepare_run
+from halfbyte.train.optimizer_checks import check_bits, check_host_state, check_loss_scale, check_targets
+from halfbyte.train.preflight import prepare_run
 from halfbyte.utils.errors import ConfigError, TrainingError
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 from tests.helpers.sft_runs import keys as sft_keys
@@ -322,17 +323,17 @@ def test_state_that_host_memory_does_not_hold_is_refused(keys, named, layout, di
     needed = ranks.size * (optimizer_row(config).host_bytes(model, config) // divided)
     free = [needed]
     monkeypatch.setattr(allocators, "available_bytes", lambda: free[0])
-    preflight.check_host_state(config, model, CUDA, SINGLE_PROCESS, ranks)
+    check_host_state(config, model, CUDA, SINGLE_PROCESS, ranks)
     free[0] = needed - 1
-    preflight.check_host_state(config, model, CPU, SINGLE_PROCESS, ranks)
+    check_host_state(config, model, CPU, SINGLE_PROCESS, ranks)
     with pytest.raises(ConfigError, match=f"^{named}"):
-        preflight.check_host_state(config, model, CUDA, SINGLE_PROCESS, ranks)
+        check_host_state(config, model, CUDA, SINGLE_PROCESS, ranks)
 
 
 def test_a_run_whose_ranks_pin_too_much_ends_before_its_data_is_read(place, tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(preflight, "_read_data", lambda *arguments: read.append(arguments))
-    monkeypatch.setattr(preflight, "_machine", lambda *_: SimpleNamespace(**vars(CUDA), facts={}))
+    monkeypatch.setattr(preflight, "read_data", lambda *arguments: read.append(arguments))
+    monkeypatch.setattr(preflight, "look_at_machine", lambda *_: SimpleNamespace(**vars(CUDA), facts={}))
     monkeypatch.setattr(preflight, "print_header", lambda *_: None)
     monkeypatch.setattr(preflight, "check_optimizer", lambda *_: None)  # it would need the GPU
     whole = {"use_peft": False, "load_in_4bit": False, "optim_offload": True, "parallel": {"data": 4}}

@@ -28,11 +28,11 @@ def trained(tmp_path_factory):
 
 
 def test_scales_are_updated_once_a_step(trained):
-    history = trained.scaling.history
+    history = trained.fp8_scales.history
     assert len(losses(trained)) == 4  # of three micro-batches each, and an evaluation after the last
     assert not history[:, 0].any()
     assert history[0, 1:].all()
-    torch.testing.assert_close(trained.scaling.scale[0], 448 / history[0].max())
+    torch.testing.assert_close(trained.fp8_scales.scale[0], 448 / history[0].max())
 
 
 def test_a_resumed_run_restores_scales(trained, tmp_path):
@@ -41,16 +41,16 @@ def test_a_resumed_run_restores_scales(trained, tmp_path):
     assert state["history"][0].count_nonzero() == 2
     again = loop_in(trained.output)
     again.train(middle)
-    assert again.scaling.settled[0]
+    assert again.fp8_scales.settled[0]
     for name, value in load_file(end / SCALING).items():
-        assert torch.equal(again.scaling.state_dict()[name], value)
+        assert torch.equal(again.fp8_scales.state_dict()[name], value)
     theirs = dict(trained.model.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in again.model.named_parameters())
 
 
 def test_missing_scales_and_those_of_another_model_are_refused(trained, tmp_path):
     with pytest.raises(CheckpointError, match=SCALING):
-        load_scaling(tmp_path, trained.scaling)
+        load_scaling(tmp_path, trained.fp8_scales)
     other = loop_in(tmp_path / "other", amax_history_len=5)
     with pytest.raises(CheckpointError, match="history"):
-        load_scaling(checkpoints.checkpoints(trained.output)[0], other.scaling)
+        load_scaling(checkpoints.checkpoints(trained.output)[0], other.fp8_scales)

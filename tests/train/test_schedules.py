@@ -10,7 +10,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 from halfbyte.optim import FOLLOW_METRIC, SCHEDULES
 from halfbyte.runs.layout import checkpoint_folder
 from halfbyte.train.callbacks import training_arguments
-from halfbyte.train.preflight import check_schedule
+from halfbyte.train.optimizer_checks import check_schedule
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.tiny_runs import make_loop, rows, run_config
 

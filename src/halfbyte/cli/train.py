@@ -51,7 +51,7 @@ def _launch_or_train(config: RunConfig, again: str | bool | None, console: Conso
     if (layout := layout_to_launch(config)).size > 1:
         if config.report_to:  # reported before any process starts
             with quick_imports():
-                from ..train.preflight import check_trackers
+                from ..train.callbacks import check_trackers
 
             check_trackers(config.report_to)
         command = [*_python_options(), "-m", "halfbyte", *arguments]

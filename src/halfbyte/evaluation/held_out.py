@@ -73,9 +73,9 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     from ..modeling.packing import isolate_for_run
 
     split = split_to_evaluate(dataset, saved.config.dataset_split)
-    asked = {"dataset": dataset, "dataset_split": split, "eval_dataset": None, "eval_split_size": 0.0}
-    asked |= {"mixing": "concat", "max_samples": None, "streaming": False}
-    config = saved.config.model_copy(update=asked)
+    keys = {"dataset": dataset, "dataset_split": split, "eval_dataset": None, "eval_split_size": 0.0}
+    keys |= {"mixing": "concat", "max_samples": None, "streaming": False}
+    config = saved.config.model_copy(update=keys)
     method = method_of(config)
     if method.rows == "prompts":
         raise ConfigError(

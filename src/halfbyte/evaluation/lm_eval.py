@@ -67,16 +67,17 @@ class HalfbyteLM(TemplateLM):
     ):
         super().__init__()
         if max_batch_size is not None or not str(batch_size).isdigit() or int(batch_size) < 1:
-            asked = batch_size if max_batch_size is None else f"{batch_size} up to {max_batch_size}"
-            raise ConfigError(f"batch_size is {asked}", "use a number")
+            sizes = batch_size if max_batch_size is None else f"{batch_size} up to {max_batch_size}"
+            raise ConfigError(f"batch_size is {sizes}", "use a number")
         if device == COMMANDS_DEVICE and not torch.cuda.is_available():
             notice("lm-eval-device", f"{device}, the default of lm_eval, is not available: halfbyte chooses the device")
         elif device is not None:
             overrides["device"] = device
         self.saved = load_saved(pretrained, [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
-        self.tokenizer: Any = self.saved.tokenizer
+        self.tokenizer = self.saved.tokenizer
         model: Any = self.saved.model
-        self.model, self.batch_size = model, int(batch_size)
+        self.model = model
+        self.batch_size = int(batch_size)
         if max_length is not None and _number(int, "max_length", max_length) < 2:
             raise ConfigError(f"max_length is {max_length}", "use 2 or more, or leave it out")
         self.max_length = int(max_length or context_length(model) or DEFAULT_CONTEXT)
@@ -93,10 +94,10 @@ class HalfbyteLM(TemplateLM):
         Raises:
             ModelError: the tokenizer has neither.
         """
-        found = next((each for each in (self.tokenizer.bos_token_id, self.eot_token_id) if each is not None), None)
-        if found is None:
-            raise ModelError("the tokenizer has neither BOS nor EOS to start a text with", "set one in its config")
-        return found
+        for token in (self.tokenizer.bos_token_id, self.eot_token_id):
+            if token is not None:
+                return token
+        raise ModelError("the tokenizer has neither BOS nor EOS to start a text with", "set one in its config")
 
     @property
     def tokenizer_name(self) -> str:
@@ -144,16 +145,16 @@ class HalfbyteLM(TemplateLM):
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
         scores: dict[int, Score] = {}
         for first in range(0, len(order), self.batch_size):
-            some = order[first : first + self.batch_size]
-            rows = [self._row(*pairs[index]) for index in some]
+            batch = order[first : first + self.batch_size]
+            rows = [self._row(*pairs[index]) for index in batch]
             # Attention is causal, so right padding needs no mask.
             ids = pad_sequence([row[0] for row in rows], batch_first=True).to(self._device)
             labels = pad_sequence([row[1] for row in rows], batch_first=True, padding_value=IGNORE_INDEX)
             with no_input_casts(self.model), compute_autocast(self.model):
                 log_probs, greedy = token_log_probs(self.model, {"input_ids": ids}, labels.to(self._device))
-            lengths = [len(pairs[index][1]) for index in some]
-            parts = zip(some, log_probs.cpu().split(lengths), greedy.cpu().split(lengths), strict=True)
-            scores |= {index: (float(part.double().sum()), bool(same.all())) for index, part, same in parts}
+            lengths = [len(pairs[index][1]) for index in batch]
+            of_texts = zip(batch, log_probs.cpu().split(lengths), greedy.cpu().split(lengths), strict=True)
+            scores |= {index: (float(values.double().sum()), bool(same.all())) for index, values, same in of_texts}
         return [scores[index] for index in range(len(pairs))]
 
     def _row(self, context: list[int], continuation: list[int]) -> tuple[Tensor, Tensor]:
@@ -176,9 +177,9 @@ class HalfbyteLM(TemplateLM):
         for options, members in groups.items():
             members.sort(key=lambda index: -len(requests[index].args[0]))
             for first in range(0, len(members), self.batch_size):
-                some = members[first : first + self.batch_size]
-                found = self._continue([requests[index].args[0] for index in some], json.loads(options))
-                for index, answer in zip(some, found, strict=True):
+                batch = members[first : first + self.batch_size]
+                batch_answers = self._continue([requests[index].args[0] for index in batch], json.loads(options))
+                for index, answer in zip(batch, batch_answers, strict=True):
                     answers[index] = answer
                     self.cache_hook.add_partial("generate_until", requests[index].args, answer)
         return answers
@@ -224,13 +225,13 @@ class HalfbyteLM(TemplateLM):
         return answers
 
 
-def _number(kind: Callable[[Any], Number], name: str, value: Any) -> Number:
+def _number(number_type: Callable[[Any], Number], name: str, value: Any) -> Number:
     """Return an option's value, which the harness may pass as text.
 
     Raises:
         ConfigError: the value is not a number.
     """
     try:
-        return kind(value)
+        return number_type(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} is {brief(value)}", "give a number") from error

@@ -31,8 +31,9 @@ def log_probs(model: nn.Module, batch: Batch) -> Tensor:
 
 def joint_log_probs(model: nn.Module, batch: Batch, further: Batch) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of a batch and, without a gradient, of further answers to its prompts."""
-    asked, theirs = ((each["at"], each["wanted"]) for each in (batch, further))
-    return _joint_log_probs(model, model_inputs(batch), asked, model_inputs(further), theirs)
+    tokens = batch["at"], batch["wanted"]
+    further_tokens = further["at"], further["wanted"]
+    return _joint_log_probs(model, model_inputs(batch), tokens, model_inputs(further), further_tokens)
 
 
 def joint_reference_log_probs(model: nn.Module, batch: Batch, further: Batch) -> tuple[Tensor, Tensor]:
@@ -59,14 +60,14 @@ def reference_log_probs(model: nn.Module, batch: Batch) -> Tensor:
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Disable dropout and embedding noise inside the context, whatever the model's mode."""
-    training = [module.__dict__ for module in model.modules() if module.training]
-    for own in training:
-        own["training"] = False
+    attributes = [module.__dict__ for module in model.modules() if module.training]
+    for of_module in attributes:
+        of_module["training"] = False
     try:
         yield
     finally:
-        for own in training:
-            own["training"] = True
+        for of_module in attributes:
+            of_module["training"] = True
 
 
 def turn_dropout_off(model: nn.Module) -> None:
@@ -110,19 +111,19 @@ def as_reference(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def as_adapter(model: PeftModel, name: str) -> Iterator[None]:
     """Activate another of the model's adapters inside the context, in eval mode."""
-    own = model.active_adapter
+    active = model.active_adapter
     model.set_adapter(name)
     try:
         with in_eval_mode(model):
             yield
     finally:
-        model.set_adapter(own)
+        model.set_adapter(active)
 
 
 def per_answer(values: Tensor, answer: Tensor, answers: int) -> Tensor:
     """Return the sums [answers] of `values` [M] by `answer` [M], in a fixed order, so that results are bit-equal."""
-    own = answer == torch.arange(answers, device=answer.device).unsqueeze(1)
-    return torch.where(own, values, 0).sum(-1)
+    belongs = answer == torch.arange(answers, device=answer.device).unsqueeze(1)  # [answers, M]
+    return torch.where(belongs, values, 0).sum(-1)
 
 
 def shared_lengths(counts: Tensor, answer: Tensor) -> Tensor:

@@ -151,8 +151,8 @@ class Method(ABC):
 
         return prepared(config, documents_of)
 
-    def micro_batches(self, config: RunKeys, rows: int, ways: int = 1) -> int:
-        """Return the micro-batches in an epoch of `rows`, over all `ways` ranks."""
+    def micro_batches(self, config: RunKeys, rows: int) -> int:
+        """Return the micro-batches in an epoch of `rows`, over all ranks."""
         return math.ceil(rows / config.per_device_train_batch_size)
 
     def collator(
@@ -183,7 +183,7 @@ class Method(ABC):
         """Return sums over all micro-batches that the losses of a step need (if `looks_ahead`), without a gradient."""
         return {}
 
-    def needs_ahead(self, taken: Sequence[Batch]) -> bool:
+    def needs_ahead(self, micro_batches: Sequence[Batch]) -> bool:
         """Return whether a step of these micro-batches needs a separate look-ahead forward."""
         return self.looks_ahead
 

@@ -32,18 +32,18 @@ def given_answer(config: RunKeys, columns: Mapping[str, Any], number: int) -> st
     """
     from ..data.preference import ANSWERS
 
-    name = (config.column_mapping or {}).get("completion") or next((each for each in ANSWERS if each in columns), None)
+    name = (config.column_mapping or {}).get("completion") or next((name for name in ANSWERS if name in columns), None)
     fix = "map the answers' column, column_mapping: {completion: COLUMN}, or set lmbda: 1"
     if name is None or name not in columns:
         missing = f"column {name!r}" if name else f"column of answers (columns {', '.join(columns) or 'none'})"
         raise DataError(f"lmbda: {config.lmbda:g} takes answers from the data, which has no {missing}", fix)
-    found = columns[name]
-    if isinstance(found, list) and all(isinstance(turn, Mapping) for turn in found):
-        found = "".join(str(turn.get("content") or "") for turn in found)
-    if not isinstance(found, str) or not found.strip():
-        wrong = f"in prompt {number + 1} column {name!r} is {brief(found)}"
+    answer = columns[name]
+    if isinstance(answer, list) and all(isinstance(turn, Mapping) for turn in answer):
+        answer = "".join(str(turn.get("content") or "") for turn in answer)
+    if not isinstance(answer, str) or not answer.strip():
+        wrong = f"in prompt {number + 1} column {name!r} is {brief(answer)}"
         raise DataError(f"lmbda: {config.lmbda:g} takes answers from the data, but {wrong}", fix)
-    return found
+    return answer
 
 
 class Distillation(PolicyOptimization):
@@ -99,6 +99,5 @@ class Distillation(PolicyOptimization):
         from ..modeling.distillation import teacher_divergence
 
         inputs = {name: value for name, value in batch.items() if name != "at"}
-        how = {"beta": self.beta, "temperature": self.temperature}
-        loss, entropy = teacher_divergence(model, inputs, batch["at"], **how)
+        loss, entropy = teacher_divergence(model, inputs, batch["at"], beta=self.beta, temperature=self.temperature)
         return {"loss": loss, "entropy": entropy}

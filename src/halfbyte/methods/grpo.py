@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from ..config.schema import RunKeys
     from ..data.prepare import PreparedData
 
-ITEMS, TOKENS, ANSWERS, BATCHES = "loss_items", "trained_tokens", "answers", "micro_batches"
+ITEMS = "loss_items"
+TOKENS = "trained_tokens"
+ANSWERS = "answers"
+BATCHES = "micro_batches"
 WEIGHT = "sampling/importance_sampling_ratio/mean"
 FAR = 0.1  # ratios further from 1 count as outside
 REWARD_METRICS = (
@@ -51,13 +54,15 @@ class PolicyOptimization(Method):
         if config is None:
             return
         names = [name for name in Policy.__dataclass_fields__ if name != "loss_type"]
-        own = "rloo" if config.method == "rloo" else str(config.loss_type)
+        loss_type = "rloo" if config.method == "rloo" else str(config.loss_type)
         keys = {name: getattr(config, name) for name in names}
-        keys["beta"] = 0.0 if own == "rloo" else config.beta  # in RLOO the KL is part of the reward
+        keys["beta"] = 0.0 if loss_type == "rloo" else config.beta  # in RLOO the KL is part of the reward
         if config.kv_cache == "fp8":  # an answer's ratio multiplies hundreds of token ratios with errors of 8%
             keys["importance_sampling_mode"] = config.importance_sampling_mode or "token_truncate"
-        self.policy = Policy(loss_type=own, **keys)
-        self.config, self.temperature, self.longest = config, config.temperature, config.max_completion_length
+        self.policy = Policy(loss_type=loss_type, **keys)
+        self.config = config
+        self.temperature = config.temperature
+        self.longest = config.max_completion_length
         self.numbers = self._numbers()
 
     def of(self, config: RunKeys) -> Method:
@@ -81,8 +86,8 @@ class PolicyOptimization(Method):
             mismatch.append(Metric(WEIGHT, "weights against the mismatch", ".4f", TOKENS, brief=False))
         entropy = Metric("entropy", "entropy", ".3f", TOKENS)
         trained = (Metric("loss", "loss", ".4f", ITEMS), *kl, entropy, *clipped, *mismatch)
-        each = self.config.num_generations_eval or self.config.num_generations or 2
-        passed = [Metric(f"pass@{k}", f"pass@{k}", ".1%") for k in dict.fromkeys((1, each))]
+        answers = self.config.num_generations_eval or self.config.num_generations or 2
+        passed = [Metric(f"pass@{k}", f"pass@{k}", ".1%") for k in dict.fromkeys((1, answers))]
         return Numbers(trained, (*REWARD_METRICS[:1], *passed, *REWARD_METRICS[1:]), REWARD_METRICS)
 
     # --- rows --------------------------------------------------------------------------------------------------------
@@ -101,15 +106,18 @@ class PolicyOptimization(Method):
                 "give more data, or lower per_device_train_batch_size or gradient_accumulation_steps",
             )
         longest = config.max_completion_length * len(train)
-        given = sum(map(len, train["prompt_ids"]))
-        sizes = {"rows": len(train), "tokens": given + longest, "trained_tokens": longest}
+        prompt_tokens = sum(map(len, train["prompt_ids"]))
+        sizes = {"rows": len(train), "tokens": prompt_tokens + longest, "trained_tokens": longest}
         if together > 1:
-            sizes |= {"computed_tokens": given + together * longest, "tokens_apart": together * (given + longest)}
+            sizes |= {
+                "computed_tokens": prompt_tokens + together * longest,
+                "tokens_apart": together * (prompt_tokens + longest),
+            }
         report = {**data.report, "train": {**data.report["train"], **sizes}}
         data = replace(data, train=train, eval=held_out, report=report, shared=together > 1)
         return replace(data, answers=together, together=together, counted=together)
 
-    def micro_batches(self, config: RunKeys, rows: int, ways: int = 1) -> int:
+    def micro_batches(self, config: RunKeys, rows: int) -> int:
         """Return the micro-batches of an epoch: those of each generation, times `num_iterations`; prompts that fill
         no generation are skipped."""
         prompts = config.answers_per_generation // (config.num_generations or 1)
@@ -128,8 +136,7 @@ class PolicyOptimization(Method):
         config = self.config
         weights, group = torch.tensor(config.reward_weights or [1.0] * rewards.shape[1]), config.num_generations or 2
         if config.method == "grpo":
-            how = config.scale_rewards, config.multi_objective_aggregation
-            return group_relative(rewards, weights, group, *how)
+            return group_relative(rewards, weights, group, config.scale_rewards, config.multi_objective_aggregation)
         total = combined(rewards, weights)
         if config.reward_clip_range is not None:
             total = total.clamp(*config.reward_clip_range)
@@ -157,16 +164,16 @@ class PolicyOptimization(Method):
 
         def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
             if GIVEN in rows[0]:
-                batch, places = trees(as_trees(rows))
+                batch, positions = trees(as_trees(rows))
                 labels = [torch.tensor(row["labels"][1:]) for row in rows]
-                each = zip(labels, map(torch.from_numpy, places), strict=True)
-                at = torch.cat([where[:-1][following != IGNORE_INDEX] for following, where in each])
-                wanted = torch.cat([following[following != IGNORE_INDEX] for following in labels])
+                of_rows = zip(labels, map(torch.from_numpy, positions), strict=True)
+                at = torch.cat([position[:-1][following != IGNORE_INDEX] for following, position in of_rows])
+                targets = torch.cat([following[following != IGNORE_INDEX] for following in labels])
             else:
                 batch = base(rows)
                 following = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
                 at = (following != IGNORE_INDEX).nonzero().flatten()
-                wanted = following[at]
+                targets = following[at]
             lengths = torch.tensor([len(row["sampled"]) for row in rows])
             flat = {"sampled": [x for row in rows for x in row["sampled"]]}
             for name in ("old", "reference"):
@@ -180,7 +187,7 @@ class PolicyOptimization(Method):
             return {
                 **batch,
                 "at": filled(at, 0),
-                "wanted": filled(wanted, IGNORE_INDEX),
+                "wanted": filled(targets, IGNORE_INDEX),
                 "answer": filled(torch.arange(len(rows)).repeat_interleave(lengths), -1),
                 "advantages": torch.tensor([row["advantage"] for row in rows]),
                 "items": torch.tensor([row["items"] for row in rows], dtype=torch.float64),
@@ -219,9 +226,15 @@ class PolicyOptimization(Method):
         """
         from ..modeling.head import log_probs_at
 
-        trains = train and self.policy.entropy_coef != 0
-        how: dict[str, Any] = {"temperature": self.temperature, "entropy": True, "entropy_grad": trains}
-        log_probs, entropy = log_probs_at(model, model_inputs(batch), batch["at"], batch["wanted"], **how)
+        log_probs, entropy = log_probs_at(
+            model,
+            model_inputs(batch),
+            batch["at"],
+            batch["wanted"],
+            temperature=self.temperature,
+            entropy=True,
+            entropy_grad=train and self.policy.entropy_coef != 0,
+        )
         assert entropy is not None
         return log_probs, entropy.masked_fill(batch["answer"] < 0, 0.0)  # with full logits, padding has an entropy
 
@@ -231,12 +244,17 @@ class PolicyOptimization(Method):
         log_probs, entropy = self.log_probs(model, batch, train=True)
         names = ("answer", "advantages", "old", "sampled", "reference", CORRECTS)
         answers = Answers(*(batch.get(name) for name in names))  # type: ignore[arg-type]
-        found = policy_loss(log_probs, entropy, answers, self.policy)
-        loss = found["loss"] - self.policy.entropy_coef * batch[BONUS] * found["bonus"]
-        sums = {"loss": loss, "kl": found["kl"], "entropy": entropy.detach().sum()}
-        sums |= {"clip_ratio/low_mean": found["low"], "clip_ratio/high_mean": found["high"]}
-        sums["clip_ratio/region_mean"] = found["low"] + found["high"]
-        sums[WEIGHT] = found["weights"]
+        terms = policy_loss(log_probs, entropy, answers, self.policy)
+        loss = terms["loss"] - self.policy.entropy_coef * batch[BONUS] * terms["bonus"]
+        sums = {
+            "loss": loss,
+            "kl": terms["kl"],
+            "entropy": entropy.detach().sum(),
+            "clip_ratio/low_mean": terms["low"],
+            "clip_ratio/high_mean": terms["high"],
+            "clip_ratio/region_mean": terms["low"] + terms["high"],
+            WEIGHT: terms["weights"],
+        }
         sums |= _mismatch((log_probs if answers.old is None else answers.old).detach() - answers.sampled)
         return {metric.name: sums[metric.name] for metric in self.numbers.trained}
 
@@ -263,7 +281,7 @@ def _with_room(rows: Dataset, config: PolicySection, answers: int) -> Dataset:
     rows = rows.with_format(None)  # with a transform, add_column on a selection would store transformed columns
     new, prompts = answers * config.max_completion_length, rows["prompt_ids"]
     ids = [[*prompt, *prompt[-1:] * new] for prompt in prompts]
-    labels = [[IGNORE_INDEX] * (len(each) - new) + each[-new:] for each in ids]
+    labels = [[IGNORE_INDEX] * (len(row) - new) + row[-new:] for row in ids]
     columns: dict[str, list[list[int]]] = {"input_ids": ids, "labels": labels}
     if answers > 1:
         lengths = [[len(prompt), *[config.max_completion_length] * answers] for prompt in prompts]

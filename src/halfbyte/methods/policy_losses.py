@@ -59,8 +59,8 @@ def group_relative(
     """
     if aggregation == "normalize_then_sum":
         grouped = rewards.view(-1, group, rewards.shape[1])
-        each = (grouped - grouped.nanmean(1, keepdim=True)) / (deviation(grouped, 1) + EPSILON)
-        total = (each.view_as(rewards) * weights).nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
+        normalized = (grouped - grouped.nanmean(1, keepdim=True)) / (deviation(grouped, 1) + EPSILON)
+        total = (normalized.view_as(rewards) * weights).nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
         return ((total - total.nanmean()) / (deviation(total, 0) + EPSILON)).nan_to_num(0.0)
     total = combined(rewards, weights)
     grouped = total.view(-1, group)
@@ -79,8 +79,8 @@ def leave_one_out(rewards: Tensor, group: int, normalize: bool = False) -> Tenso
     """
     grouped = rewards.view(-1, group)
     scored = (~grouped.isnan()).sum(1, keepdim=True)
-    others = (grouped.nansum(1, keepdim=True) - grouped) / (scored - 1)
-    advantages = (grouped - others).flatten()
+    mean_of_other_answers = (grouped.nansum(1, keepdim=True) - grouped) / (scored - 1)
+    advantages = (grouped - mean_of_other_answers).flatten()
     if normalize:
         advantages = (advantages - advantages.nanmean()) / (deviation(advantages, 0) + EPSILON)
     return advantages.nan_to_num(0.0, 0.0, 0.0)
@@ -163,23 +163,23 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, answers: Answers, policy: Po
     ratio = (log_ratio if by_answer is None else answers.spread(by_answer)).exp()
     weights = sampling_weights(old, answers, policy) if answers.corrects else None
     loss = _token_loss(log_probs, log_ratio, ratio, advantages, answers, policy, weights)
-    kept = answers.real.to(loss)
+    factor = answers.real.to(loss)
     if weights is not None:
-        weights = weights * kept
-        kept = kept if policy.loss_type == "vespo" else weights
+        weights = weights * factor
+        factor = factor if policy.loss_type == "vespo" else weights
     if policy.off_policy_mask_threshold is not None:
-        kept = kept * answers.spread(on_policy(log_probs, answers, policy.off_policy_mask_threshold))
+        factor = factor * answers.spread(on_policy(log_probs, answers, policy.off_policy_mask_threshold))
     uncertain = most_uncertain(entropy, answers.real, policy.top_entropy_quantile).to(loss)
-    loss = loss * kept * uncertain
+    loss = loss * factor * uncertain
     kl = torch.zeros_like(loss)
     if answers.reference is not None:
         kl = k3(log_probs, answers.reference)
         kl = kl * ratio if policy.use_bias_correction_kl else kl
         loss = loss + policy.beta * kl
-    own = ratio.detach() if by_answer is None else by_answer.detach().exp()
-    clipped = _clipped(own, advantages if by_answer is None else answers.advantages, policy)
     if by_answer is None:
-        clipped = [each * answers.real for each in clipped]
+        clipped = [of_token * answers.real for of_token in _clipped(ratio.detach(), advantages, policy)]
+    else:
+        clipped = _clipped(by_answer.detach().exp(), answers.advantages, policy)
     return {
         "loss": (answers.means(loss) if policy.loss_type in PER_ANSWER else loss).sum(),
         "kl": kl.detach().sum(),
@@ -259,12 +259,12 @@ def sampling_weights(old: Tensor, answers: Answers, policy: Policy) -> Tensor:
     (truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
     training") or set to 0 (masked). The modes are TRL's.
     """
-    level, _, how = policy.sampling_mode.partition("_")
+    level, _, bounding = policy.sampling_mode.partition("_")
     log_ratio = old - answers.sampled
     ratio = (answers.spread(answers.total(log_ratio)) if level == "sequence" else log_ratio).exp()
     low, high = policy.importance_sampling_clip_min, policy.importance_sampling_clip_max
     low, high = 0.0 if low is None else low, math.inf if high is None else high
-    return ratio.clamp(low, high) if how == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    return ratio.clamp(low, high) if bounding == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
 @torch.no_grad()

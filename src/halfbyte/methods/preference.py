@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from ..batch import KTO_KL, NLL_SCALE
+from ..batch import BRANCHES, KTO_KL, LOOK_AHEAD, NLL_SCALE
 from ..ops import IGNORE_INDEX
 from ..utils.errors import ConfigError
 from .base import LOSS, Batch, Collate, Method, Metric, Numbers, Rows
@@ -89,11 +89,12 @@ class PairedMethod(Method):
         return answer_collator(config, tokenizer, device, prompts=self.nll_of_prompts)
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        asked, answer = batch["wanted"] != IGNORE_INDEX, batch["answer"]
+        is_token = batch["wanted"] != IGNORE_INDEX
+        answer = batch["answer"]
         return {
             "pairs": int(batch["real"].sum()),
             "trained_tokens": int((answer >= 0).sum()),
-            "likelihood_tokens": int((asked & self._likely(answer)).sum()),
+            "likelihood_tokens": int((is_token & self._likely(answer)).sum()),
         }
 
     def blank(self, batch: Batch) -> dict[str, Any]:
@@ -137,10 +138,10 @@ class PairedMethod(Method):
         return pairs.chosen, pairs.rejected
 
     def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        found = {**means, **counts}
+        numbers = {**means, **counts}
         if self.nll_weight:
-            found["loss"] += self.nll_weight * means["nll_loss"]
-        return found
+            numbers["loss"] += self.nll_weight * means["nll_loss"]
+        return numbers
 
     def _likely(self, answer: Tensor) -> Tensor:
         """Return bool [M]: tokens of the likelihood term (chosen answers, or prompts with them), and padding."""
@@ -165,11 +166,11 @@ def pairs_of(batch: Batch, policy: Tensor, reference: Tensor | None = None, ld_a
     reference = torch.zeros_like(policy) if reference is None else reference
     if ld_alpha is not None:
         within = batch["place"] < shared_lengths(counts, answer)
-        policy, reference = (torch.where(within, each, ld_alpha * each) for each in (policy, reference))
-    sums = [per_answer(each, answer, answers) for each in (policy, reference)]
-    (chosen, rejected), (ref_chosen, ref_rejected), (chosen_tokens, rejected_tokens) = (
-        each.view(-1, 2).unbind(-1) for each in (*sums, counts.clamp(min=1))
-    )
+        policy = torch.where(within, policy, ld_alpha * policy)
+        reference = torch.where(within, reference, ld_alpha * reference)
+    chosen, rejected = per_answer(policy, answer, answers).view(-1, 2).unbind(-1)
+    ref_chosen, ref_rejected = per_answer(reference, answer, answers).view(-1, 2).unbind(-1)
+    chosen_tokens, rejected_tokens = counts.clamp(min=1).view(-1, 2).unbind(-1)
     return Pairs(chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, batch["real"])
 
 
@@ -222,8 +223,13 @@ class DirectPreferenceOptimization(PairedMethod):
         weights = config.loss_weights or [1.0] * len(names)
         losses = [(name, weight) for name, weight in zip(names, weights, strict=True) if name != "sft"]
         likelihood = sum(weight for name, weight in zip(names, weights, strict=True) if name == "sft")
-        found = replace(super().of(config), losses=tuple(losses), nll_weight=likelihood)
-        return replace(found, ld_alpha=config.ld_alpha, use_weighting=config.use_weighting)
+        return replace(
+            super().of(config),
+            losses=tuple(losses),
+            nll_weight=likelihood,
+            ld_alpha=config.ld_alpha,
+            use_weighting=config.use_weighting,
+        )
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Pairs, Tensor]:
         from .answers import aligned_log_probs, log_probs
@@ -305,7 +311,7 @@ class ContrastivePreferenceOptimization(PairedMethod):
 
         options = self.options
         assert options is not None
-        chosen, rejected = (alpha_reward(each, options.alpha) for each in self.shown(pairs))
+        chosen, rejected = (alpha_reward(log_probs, options.alpha) for log_probs in self.shown(pairs))
         return options.beta * chosen, options.beta * rejected
 
     def shown(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -328,14 +334,14 @@ class KahnemanTverskyOptimization(Method):
     Attributes:
         loss: name in the table of losses.
         weights: of desirable and of undesirable answers.
-        whole: whether a step is one micro-batch.
+        is_single: whether a step is one micro-batch.
         device: the configured device.
     """
 
     loss: str = "kto"
     beta: float = 0.1
     weights: tuple[float, float] = (1.0, 1.0)
-    whole: bool = False
+    is_single: bool = False
     device: str | None = None
 
     rows = "unpaired"
@@ -357,7 +363,7 @@ class KahnemanTverskyOptimization(Method):
         """
         from ..utils.hardware import best_device
 
-        return self.looks_ahead and self.whole and (self.device or best_device().type) == "cpu"
+        return self.looks_ahead and self.is_single and (self.device or best_device().type) == "cpu"
 
     def of(self, config: RunKeys) -> Self:
         check_reference(config)
@@ -366,9 +372,14 @@ class KahnemanTverskyOptimization(Method):
                 "packing: true with method: kto: a step takes a fixed number of answers, so rows cannot be packed",
                 "set padding_free: true, which needs as little padding",
             )
-        weights = config.desirable_weight, config.undesirable_weight
-        found = replace(self, loss=str(config.loss_type), beta=config.beta or 0.0, weights=weights)
-        return replace(found, whole=config.gradient_accumulation_steps == 1, device=config.device)
+        return replace(
+            self,
+            loss=str(config.loss_type),
+            beta=config.beta or 0.0,
+            weights=(config.desirable_weight, config.undesirable_weight),
+            is_single=config.gradient_accumulation_steps == 1,
+            device=config.device,
+        )
 
     def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         from ..data.answer_documents import MISMATCHED, documents_in, mismatched
@@ -407,12 +418,15 @@ class KahnemanTverskyOptimization(Method):
 
     def ahead(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return the sum of Δ over mismatched prompts and answers, and their number."""
-        own, others = _split(batch)
-        ratios = (_joint_ratios(model, own, others)[2] if _is_joined(others) else _ratios(model, others)[0]).detach()
-        return _look_ahead_sums(ratios, others)
+        rows, mismatched = _split(batch)
+        if BRANCHES in mismatched:
+            _, _, ratios = _joint_ratios(model, rows, mismatched)
+        else:
+            ratios, _ = _ratios(model, mismatched)
+        return _look_ahead_sums(ratios.detach(), mismatched)
 
-    def needs_ahead(self, taken: Sequence[Batch]) -> bool:
-        return len(taken) > 1 or not _is_joined(_split(taken[0])[1])
+    def needs_ahead(self, micro_batches: Sequence[Batch]) -> bool:
+        return len(micro_batches) > 1 or BRANCHES not in _split(micro_batches[0])[1]
 
     def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
         if not ahead:
@@ -424,12 +438,12 @@ class KahnemanTverskyOptimization(Method):
 
         from .pair_losses import KTO_LOSSES
 
-        batch, others = _split(batch)
+        batch, mismatched = _split(batch)
         z = batch.pop(KTO_KL, None)
         real, desirable = batch["real"], batch["label"] > 0
-        if z is None and _is_joined(others):
-            ratios, log_probs, other_ratios = _joint_ratios(model, batch, others)
-            z = self.shared({}, _look_ahead_sums(other_ratios, others))[KTO_KL]
+        if z is None and BRANCHES in mismatched:
+            ratios, log_probs, mismatched_ratios = _joint_ratios(model, batch, mismatched)
+            z = self.shared({}, _look_ahead_sums(mismatched_ratios, mismatched))[KTO_KL]
         else:
             z = real.new_zeros(()) if z is None else z
             ratios, log_probs = _ratios(model, batch)
@@ -443,42 +457,36 @@ class KahnemanTverskyOptimization(Method):
         return {**sums, "kl": z.detach() * real.sum()}
 
     def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        found = {**means, **counts}
+        numbers = {**means, **counts}
         if {"rewards/chosen", "rewards/rejected"} <= means.keys():
-            found["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
-        return found
+            numbers["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return numbers
 
 
 def _split(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the entries of the rows' own answers and of the mismatched ones."""
-    from ..batch import LOOK_AHEAD
+    """Split a batch into the columns of its rows' answers, and those of the mismatched answers.
 
-    others = {key.removeprefix(LOOK_AHEAD): value for key, value in batch.items() if key.startswith(LOOK_AHEAD)}
-    return {key: value for key, value in batch.items() if not key.startswith(LOOK_AHEAD)}, others
-
-
-def _is_joined(others: Batch) -> bool:
-    """Return whether the mismatched answers reuse the prompts of the rows' own answers."""
-    from ..batch import BRANCHES
-
-    return BRANCHES in others
+    Mismatched answers that reuse the prompts of the rows have the column `BRANCHES`.
+    """
+    rows = {key: value for key, value in batch.items() if not key.startswith(LOOK_AHEAD)}
+    return rows, {key.removeprefix(LOOK_AHEAD): value for key, value in batch.items() if key.startswith(LOOK_AHEAD)}
 
 
-def _look_ahead_sums(ratios: Tensor, others: Batch) -> dict[str, Tensor]:
-    return {"ratios": (ratios * others["real"]).sum(), "answers": others["real"].sum()}
+def _look_ahead_sums(ratios: Tensor, mismatched: Batch) -> dict[str, Tensor]:
+    return {"ratios": (ratios * mismatched["real"]).sum(), "answers": mismatched["real"].sum()}
 
 
-def _joint_ratios(model: nn.Module, batch: Batch, others: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def _joint_ratios(model: nn.Module, batch: Batch, mismatched: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return Δ and ℓ [N] of the answers of a batch, and Δ [N] of the mismatched ones."""
     from .answers import joint_log_probs, joint_reference_log_probs, per_answer
 
     answers = len(batch["real"])
-    own, theirs = zip(joint_log_probs(model, batch, others), joint_reference_log_probs(model, batch, others),
-                      strict=True)  # fmt: skip
-    log_probs = per_answer(own[0], batch["answer"], answers)
-    found = (per_answer(each[0] - each[1], part["answer"], answers) for each, part in ((own, batch), (theirs, others)))
-    ratios, other_ratios = found
-    return ratios, log_probs, other_ratios
+    policy, policy_mismatched = joint_log_probs(model, batch, mismatched)
+    reference, reference_mismatched = joint_reference_log_probs(model, batch, mismatched)
+    log_probs = per_answer(policy, batch["answer"], answers)
+    ratios = per_answer(policy - reference, batch["answer"], answers)
+    mismatched_ratios = per_answer(policy_mismatched - reference_mismatched, mismatched["answer"], answers)
+    return ratios, log_probs, mismatched_ratios
 
 
 def _ratios(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -138,9 +138,10 @@ class ProcessRewardModelling(Method):
         from .answers import score
 
         logits, real = score(model, batch, "at"), batch["real"]
-        wanted, taken = batch["right"].long(), logits.detach().argmax(-1)
+        labels = batch["right"].long()
+        predicted = logits.detach().argmax(-1)
         return {
-            "loss": (F.cross_entropy(logits, wanted, reduction="none") * real).sum(),
-            "accuracy": ((taken == wanted) * real).sum(),
-            "right": (taken * real).sum(),
+            "loss": (F.cross_entropy(logits, labels, reduction="none") * real).sum(),
+            "accuracy": ((predicted == labels) * real).sum(),
+            "right": (predicted * real).sum(),
         }

@@ -131,7 +131,7 @@ def _masks(backbone: Any, rows: int, length: int, device: torch.device, full: Ma
 def check_context_parallel(
     model_config: Any, mesh: Mesh, *, attention: str | None = None, trust_remote_code: bool = False
 ) -> None:
-    """Check that models of `model_config` support context parallelism, on a few small layers of the same kinds.
+    """Check that models of `model_config` support a mesh's context parallelism, on a few small layers of their kinds.
 
     All ranks of `mesh` must call it.
 
@@ -142,6 +142,8 @@ def check_context_parallel(
         ConfigError: they do not.
     """
     degree = mesh.degree(CONTEXT)
+    if degree == 1:
+        return
     if reason := unsupported_context(model_config, degree, mesh.degree("tensor")):
         raise ConfigError(reason.problem, reason.fix)
     default = "eager" if is_capped(model_config.get_text_config()) else "sdpa"

@@ -419,7 +419,7 @@ def check_same_inputs(inputs: dict[str, Any], checkpoint: Path) -> None:
     """Check that the inputs of a run are the same as when it saved the checkpoint.
 
     Args:
-        inputs: sizes and digests, from `train.identity`.
+        inputs: sizes and digests, from `train.inputs`.
 
     Raises:
         ConfigError: an input differs; names its key.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
@@ -60,6 +60,30 @@ class Callbacks:
         self("on_log", logs=numbers)
 
 
+def check_trackers(names: list[str]) -> list[TrainerCallback]:
+    """Create the callbacks of `report_to`.
+
+    Raises:
+        ConfigError: a tracker does not exist, or is not installed.
+    """
+    callbacks = []
+    for name in names:
+        try:
+            # a single name may be "all" or "none"
+            classes = get_reporting_integration_callbacks(name if len(names) == 1 else [name])
+            callbacks += [callback() for callback in classes]
+        except Exception as error:  # any error of a tracker's library
+            raise ConfigError(
+                f"report_to: {name}: {first_line(error)}", f"install what it needs, or leave {name} out of report_to"
+            ) from error
+    return callbacks
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error message, or the error's class name if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 @contextlib.contextmanager
 def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCESS) -> Iterator[None]:
     """Add NEFTune's noise (Jain et al. 2023) to the embeddings while `model` trains: α / √(tokens of a row · width)."""
@@ -76,24 +100,24 @@ def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCES
 # --- steps and arguments ---------------------------------------------------------------------------------------------
 
 
-def steps_per_epoch(config: RunConfig, rows: int, ways: int = 1) -> int:
+def steps_per_epoch(config: RunConfig, rows: int, data_parallel_degree: int = 1) -> int:
     """Return the optimizer steps of one pass over `rows`; the last accumulation window may be incomplete. A stream is
     passed over once.
 
     Args:
-        ways: number of ranks that rows are distributed to.
+        data_parallel_degree: number of ranks that rows are distributed to.
     """
     if config.streaming:
         return config.max_steps
-    batches = method_of(config).micro_batches(config, rows, ways)
-    return math.ceil(batches / (config.gradient_accumulation_steps * ways))
+    batches = method_of(config).micro_batches(config, rows)
+    return math.ceil(batches / (config.gradient_accumulation_steps * data_parallel_degree))
 
 
-def total_steps(config: RunConfig, rows: int, ways: int = 1) -> int:
+def total_steps(config: RunConfig, rows: int, data_parallel_degree: int = 1) -> int:
     """Return the optimizer steps of the run."""
     if config.max_steps > 0:
         return config.max_steps
-    return math.ceil(config.num_train_epochs * steps_per_epoch(config, rows, ways))
+    return math.ceil(config.num_train_epochs * steps_per_epoch(config, rows, data_parallel_degree))
 
 
 def check_dtype(config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -110,9 +134,14 @@ def check_dtype(config: RunConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 def training_arguments(
-    config: RunConfig, device: torch.device, dtype: torch.dtype, *, rows: int, evaluate: bool, ways: int = 1
+    config: RunConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    evaluate: bool,
+    data_parallel_degree: int = 1,
 ) -> TrainingArguments:
-    """Translate `config` for a training set of `rows`, distributed to `ways` ranks.
+    """Translate `config` for a training set of `rows`, distributed to `data_parallel_degree` ranks.
 
     All intervals are counted in steps (an epoch too), so that the evaluation and the checkpoint of a step always come
     in the same order, also in a resumed run.
@@ -121,8 +150,8 @@ def training_arguments(
         ConfigError: a value that transformers does not know, or float16 without loss scaling.
     """
     check_dtype(config, device, dtype)
-    epoch, shared = steps_per_epoch(config, rows, ways), _shared_keys(config)
-    if config.is_default("warmup_steps") and total_steps(config, rows, ways) == 1:
+    epoch, shared = steps_per_epoch(config, rows, data_parallel_degree), _shared_keys(config)
+    if config.is_default("warmup_steps") and total_steps(config, rows, data_parallel_degree) == 1:
         shared["warmup_steps"] = 0  # a share of one step would be that step, at a learning rate of 0
     try:
         arguments = TrainingArguments(

@@ -7,8 +7,8 @@ bfloat16 adapters to float32). Which checkpoint to use is decided in `runs.check
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from ..runs.layout import OPTIMIZER_STATE as OPTIMIZER
 from ..runs.layout import SCALER_STATE as SCALER
 from ..runs.layout import SCHEDULER_STATE as SCHEDULE
 from ..runs.layout import random_state
+from ..runs.manifest import write_manifest
+from ..utils.files import new_directory
 from .checks import saved_weights
 
 State = dict[str, Any]
@@ -41,6 +43,18 @@ def loading(checkpoint: Path) -> AbstractContextManager[None]:
         CheckpointError: the state does not fit this run; names the folder.
     """
     return answered(f"cannot load the state in {checkpoint}", EARLIER)
+
+
+@contextmanager
+def new_checkpoint(folder: Path, step: int) -> Iterator[Path]:
+    """Yield a temporary folder for the files of a checkpoint; then write its manifest and rename it to `folder`.
+
+    Raises:
+        TrainingError: a file cannot be written (a full disk).
+    """
+    with new_directory(folder) as temporary:
+        yield temporary
+        write_manifest(temporary, step)
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -69,9 +83,9 @@ def load_weights(model: Any, folder: Path, skip: Callable[[str], bool] | None = 
         load_adapter_weights(model, folder, skip=skip)
         return
     with loading(folder):
-        own = model.state_dict()
+        weights = model.state_dict()
         for name, tensor in saved_weights(model, folder):
-            own[name].copy_(tensor)
+            weights[name].copy_(tensor)
 
 
 def save_optimizer(folder: Path, optimizer: State, schedule: Any, grad_scaler: torch.amp.GradScaler) -> None:
@@ -143,8 +157,8 @@ def _random_file(folder: Path, rank: int) -> Path:
 
 def save_random(folder: Path, states: Sequence[dict[str, Any]]) -> None:
     """Save the random states of all ranks."""
-    for rank, own in enumerate(states):
-        _save(own, _random_file(folder, rank))
+    for rank, state in enumerate(states):
+        _save(state, _random_file(folder, rank))
 
 
 def load_random(folder: Path, rank: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a running run: its loss, the files it saved, and whether it is reproducible. Results go to checks.json."""
+"""Checks of a finished run: the files it saved, and whether it is reproducible. Results go to checks.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,19 +18,13 @@ from ..adapters.expert_adapters import attach_adapter_forwards, changed_experts
 from ..adapters.expert_targets import weights_as_modules
 from ..adapters.lora import adapter_weights, load_adapter_weights, saved_adapter_config
 from ..autograd.attention import DIFFERS
-from ..batch import model_inputs
 from ..config import RunConfig
-from ..mesh.mesh import Mesh
 from ..mesh.sharded_linears import are_unsharded, full_parameters
-from ..methods.base import Batch
 from ..modeling.architectures import expert_stacks
 from ..modeling.compute_dtype import compute_autocast
-from ..modeling.head import causal_lm_loss, hidden_states_at
 from ..modeling.patch import PatchReport
 from ..modeling.transformers_versions import quiet_peft
-from ..ops import IGNORE_INDEX
 from ..optim import trained_parameters
-from ..parallel.context import context_shard
 from ..parallel.shard.model import sharded
 from ..qat.model import round_merged
 from ..reading.tensors import ADAPTER, read_tensors, safetensors_files
@@ -40,8 +33,6 @@ from ..utils.notices import notices_so_far
 
 TOKENS = 256  # tokens of the row that is checked: its full logits are small even with a vocabulary of 256k
 ROUNDING = 1 / 64  # tolerance relative to the loss or the largest logit; bfloat16 has 8 bits
-# Tolerance of a token's hidden states, relative; in 16 bits rounding errors grow through the layers.
-HIDDEN_TOLERANCE, HIDDEN_TOLERANCE_16 = {torch.float32: 1e-4}, 0.1
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch requires it for deterministic cuBLAS
 
 
@@ -51,98 +42,6 @@ def logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     model.eval()
     with compute_autocast(model, dtype):
         return model(input_ids=ids, use_cache=False).logits.float()
-
-
-@torch.no_grad()
-def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Compare the training loss (no full logits) with cross-entropy on the model's own logits.
-
-    Raises:
-        TrainingError: they differ by more than rounding, or are NaN or Inf.
-    """
-    full = logits(model, ids, dtype)
-    reference = float(F.cross_entropy(full[0, :-1], ids[0, 1:]))
-    with compute_autocast(model, dtype):
-        loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    return compare_first_loss(float(loss_sum / count), reference, int(count))
-
-
-def compare_first_loss(loss: float, reference: float, tokens: int) -> dict[str, Any]:
-    """Return the result of `loss_check` for the two losses, or raise."""
-    if not abs(loss - reference) <= ROUNDING * abs(reference):  # also when either is NaN
-        raise TrainingError(
-            f"before training, the loss is {loss:.6g} but the model's own logits give {reference:.6g}",
-            "check the checkpoint for NaN; if it has none, this is a bug: please report the model",
-        )
-    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": tokens}
-
-
-@torch.no_grad()
-def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float) -> dict[str, Any]:
-    """Compare the loss through the fused kernels with `reference`, the loss of transformers' own forwards.
-
-    Raises:
-        TrainingError: they differ by more than rounding.
-    """
-    with compute_autocast(model, dtype):
-        loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    return compare_fused_loss(float(loss_sum / count), reference)
-
-
-def compare_fused_loss(loss: float, reference: float) -> dict[str, Any]:
-    """Return the result of `fused_check` for the two losses, or raise."""
-    if not abs(loss - reference) <= ROUNDING * abs(reference):
-        raise TrainingError(
-            f"with fused kernels the loss is {loss:.6g}, with transformers' forwards {reference:.6g}",
-            "set use_kernels: false, and please report the model",
-        )
-    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
-
-
-@torch.no_grad()
-def shared_check(model: nn.Module, shared: Batch, separate: Batch, dtype: torch.dtype) -> dict[str, Any]:
-    """Compare hidden states of answers that share a prompt with those of each answer after its own copy of the prompt.
-
-    Args:
-        shared, separate: batches of the same answers, of `data.collate_answers`.
-
-    Raises:
-        TrainingError: they differ by more than rounding.
-    """
-    with compute_autocast(model, dtype):
-        found, expected = (
-            hidden_states_at(model, model_inputs(batch), batch["at"]).float() for batch in (shared, separate)
-        )
-    real = shared["wanted"] != IGNORE_INDEX
-    found, expected = found[real], expected[separate["wanted"] != IGNORE_INDEX]
-    off = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
-    difference = float(off.median())
-    if not difference <= HIDDEN_TOLERANCE.get(dtype, HIDDEN_TOLERANCE_16):
-        raise TrainingError(
-            f"with shared prompts, hidden states differ by {difference:.3g} from those with a prompt per answer",
-            "set use_kernels: false, and please report the model",
-        )
-    return {"median_difference": difference, "largest_difference": float(off.max()), "tokens": len(off)}
-
-
-@torch.no_grad()
-def divided_check(
-    model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float, mesh: Mesh
-) -> dict[str, Any]:
-    """Compare the loss of a context-parallel row, inside `divided`, with `reference`, the loss of the full row.
-
-    Raises:
-        TrainingError: they differ by more than rounding.
-    """
-    with compute_autocast(model, dtype):
-        loss_sum, _ = causal_lm_loss(model, context_shard({"input_ids": ids, "labels": ids}, mesh))
-    loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
-    if not abs(loss - reference) <= ROUNDING * abs(reference):
-        raise TrainingError(
-            f"with context: {mesh.degree('context')} the loss is {loss:.6g}, without {reference:.6g}",
-            "leave context out of `parallel`, and please report the model",
-        )
-    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
 
 
 def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
@@ -176,15 +75,15 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
             for parameter in parameters:
                 parameter.detach().zero_()
             load_adapter_weights(model, folder)
-    again = logits(model, ids, dtype)
-    differences, largest = (again - trained).abs().amax(-1), float(trained.abs().max())
+    reloaded = logits(model, ids, dtype)
+    differences, largest = (reloaded - trained).abs().amax(-1), float(trained.abs().max())
     result = {"largest_difference": float(differences.max()), "largest_logit": largest}
-    result |= {"median_difference": float(differences.median()), "equal": bool(torch.equal(again, trained))}
+    result |= {"median_difference": float(differences.median()), "equal": bool(torch.equal(reloaded, trained))}
     difference = result["median_difference" if scattered else "largest_difference"]
-    again_changed = changed_experts(model) if unsharded else None
-    if again_changed is not None:
-        result |= {"experts_changed": again_changed[0], "experts": again_changed[1]}
-    if not difference <= ROUNDING * largest or again_changed != changed:
+    reloaded_changes = changed_experts(model) if unsharded else None
+    if reloaded_changes is not None:
+        result |= {"experts_changed": reloaded_changes[0], "experts": reloaded_changes[1]}
+    if not difference <= ROUNDING * largest or reloaded_changes != changed:
         raise TrainingError(
             f"the adapter saved in {folder} gives logits that differ by up to {difference:.3g} from the trained one's",
             "the last checkpoint holds the trained weights; please report this",
@@ -198,29 +97,27 @@ def model_reload(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     Raises:
         TrainingError: a tensor differs.
     """
-    own, compared = model.state_dict(), set()
+    trained = model.state_dict()
+    compared = set()
     for name, tensor in saved_weights(model, folder):
-        _check_equal(folder, name, tensor, own[name])
+        if not torch.equal(tensor, trained[name].cpu()):
+            raise TrainingError(f"{folder}: {name} differs from the trained weight", "please report this")
         compared.add(name)
     return {"tensors": len(compared), "equal": True}
 
 
 def saved_weights(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor of each weight that `model.save_pretrained(folder)` saved, under the names of `model`."""
-    own, renamed = model.state_dict().keys(), False
+    names = model.state_dict().keys()
+    renamed = False
     for path in safetensors_files(folder):
         for name, tensor in read_tensors(path).items():
-            if name in own:
+            if name in names:
                 yield name, tensor
             else:
                 renamed = True
     if renamed:  # transformers saves some families under older names, and translates them when loading
         yield from type(model).from_pretrained(folder, dtype="auto").state_dict().items()
-
-
-def _check_equal(folder: Path, name: str, saved: torch.Tensor, trained: torch.Tensor) -> None:
-    if not torch.equal(saved, trained.cpu()):
-        raise TrainingError(f"{folder}: {name} differs from the trained weight", "please report this")
 
 
 def adapter_file(model: PeftModel, folder: Path) -> dict[str, Any]:
@@ -229,11 +126,12 @@ def adapter_file(model: PeftModel, folder: Path) -> dict[str, Any]:
     Raises:
         TrainingError: a tensor differs or is missing.
     """
-    saved, own = read_tensors(folder / ADAPTER), adapter_weights(model)
-    for name, tensor in own.items():
+    saved = read_tensors(folder / ADAPTER)
+    trained = adapter_weights(model)
+    for name, tensor in trained.items():
         if name not in saved or not torch.equal(saved[name], tensor):
             raise TrainingError(f"{folder}: {name} differs from the trained weight", "please report this")
-    return {"tensors": len(own), "equal": True}
+    return {"tensors": len(trained), "equal": True}
 
 
 # --- reproducibility -------------------------------------------------------------------------------------------------
@@ -254,7 +152,8 @@ def deterministic_algorithms(config: RunConfig, device: torch.device) -> Iterato
         return
     os.environ.setdefault(WORKSPACE, ":4096:8")
     memory: Any = torch.utils.deterministic
-    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    debug_mode = torch.get_deterministic_debug_mode()
+    fills_memory = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False
     try:
@@ -268,8 +167,8 @@ def deterministic_algorithms(config: RunConfig, device: torch.device) -> Iterato
             raise TrainingError(f"deterministic: {reason}", "set deterministic: false") from error
         raise
     finally:
-        torch.set_deterministic_debug_mode(before[0])
-        memory.fill_uninitialized_memory = before[1]
+        torch.set_deterministic_debug_mode(debug_mode)
+        memory.fill_uninitialized_memory = fills_memory
 
 
 def reproducibility(config: RunConfig, device: torch.device, report: PatchReport | None) -> dict[str, Any]:
@@ -286,7 +185,7 @@ def reproducibility(config: RunConfig, device: torch.device, report: PatchReport
         return {"equal": False, "why": f"{notices_so_far()[DIFFERS]}; deterministic: true repeats them"}
     if report is None or not report.fused:
         return {"equal": False, "why": "transformers' own forwards ran; deterministic: true repeats them"}
-    if any(what == "experts" for what, _ in report.unfused):
+    if any(operation == "experts" for operation, _ in report.unfused):
         why = "transformers' function adds experts' results in any order"
         return {"equal": False, "why": f"{why}; deterministic: true repeats them"}
     return {"equal": True, "why": "all kernels of this run add their sums in the same order each time"}

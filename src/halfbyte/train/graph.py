@@ -39,7 +39,6 @@ from ..data.batch_shapes import MAX_GRAPHS
 from ..memory.pinned import AFTER_CAPTURE
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..optim.fused import FusedOptimizer
-from ..utils.errors import TrainingError
 from ..utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
 from ..utils.notices import notice
 
@@ -138,7 +137,9 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self.discard_pending()
-        self._hooks, self.buffers, self.are_zero = [], [], False
+        self._hooks = []
+        self.buffers = []
+        self.are_zero = False
 
 
 class _Captured:
@@ -169,7 +170,7 @@ class _Captured:
         return self.result.clone()
 
 
-class _Graphs:
+class ShapeGraphs:
     """Runs `step` on each batch: eagerly for the first `WARMUP` batches, then as the CUDA graph of its shape.
 
     Every call trains, including the warm-up. A shape whose first capture fails is warmed up on its own and captured
@@ -190,10 +191,12 @@ class _Graphs:
     captured. Returns a copy of the step's result.
     """
 
-    what = "training steps of this shape"
+    steps_name = "training steps of this shape"  # in notices
 
     def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], mesh: Mesh = SINGLE_PROCESS):
-        self.step, self.discard, self.mesh = step, discard, mesh
+        self.step = step
+        self.discard = discard
+        self.mesh = mesh
         # warm-ups and captures use one stream, since autograd remembers a leaf's stream
         self.stream = capture_stream(torch.cuda.current_device())
         self.pool = torch.cuda.graph_pool_handle()
@@ -232,7 +235,7 @@ class _Graphs:
         """Capture a shape; at `MAX_GRAPHS` it replaces the least recently used graph."""
         if self._graphs >= MAX_GRAPHS:
             torch.cuda.synchronize(self.stream.device)  # a graph must not be freed while it runs
-            del self._captured[next(each for each, captured in self._captured.items() if captured is not None)]
+            del self._captured[next(shapes for shapes, captured in self._captured.items() if captured is not None)]
         captured = self._capture(batch, warm)
         if captured is None and not warm:
             self._to_warm_up.add(shapes)
@@ -268,13 +271,13 @@ class _Graphs:
         elif reservable_bytes(self.stream.device) < self.pool_bytes:  # the most that a smaller shape takes
             free_cached_memory(self.stream.device)  # synchronizes, so it is called only if memory is short
         inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
-        before = torch.cuda.memory_reserved(self.stream.device)
+        reserved_bytes = torch.cuda.memory_reserved(self.stream.device)
         try:
             captured = _Captured(self.step, inputs, self.stream, self.pool)
         except RuntimeError as error:
             reason, no_memory = str(error).splitlines()[0], is_out_of_memory(error)
         else:
-            self.pool_bytes += torch.cuda.memory_reserved(self.stream.device) - before
+            self.pool_bytes += torch.cuda.memory_reserved(self.stream.device) - reserved_bytes
             self.peak_pool_bytes = max(self.peak_pool_bytes, self.pool_bytes)
             self._largest = max(self._largest, size)
             return captured
@@ -286,7 +289,7 @@ class _Graphs:
         if no_memory:
             self.give_up()
         elif warm:
-            notice("cuda-graph", f"{self.what} run eagerly, not as a CUDA graph: {reason}")
+            notice("cuda-graph", f"{self.steps_name} run eagerly, not as a CUDA graph: {reason}")
         return None
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
@@ -295,8 +298,8 @@ class _Graphs:
     def _has_headroom(self) -> bool:
         """Return whether the device has enough free bytes for the largest step so far."""
         device = self.stream.device
-        taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        return reservable_bytes(device) >= taken
+        step_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        return reservable_bytes(device) >= step_bytes
 
     @property
     def holds_graphs(self) -> bool:
@@ -307,7 +310,9 @@ class _Graphs:
         if self.holds_graphs:
             torch.cuda.synchronize(self.stream.device)  # graphs must not be freed while they run
             self._captured = {shapes: None for shapes, captured in self._captured.items() if captured is None}
-        self.pool, self.pool_bytes, self._largest = torch.cuda.graph_pool_handle(), 0, 0
+        self.pool = torch.cuda.graph_pool_handle()
+        self.pool_bytes = 0
+        self._largest = 0
         free_cached_memory(self.stream.device)
 
     def give_up(self) -> None:
@@ -367,30 +372,7 @@ def _reset_after_failed_capture(device: int, pool: tuple[int, int], ahead: int) 
         torch._C._cuda_endAllocateToPool(device, pool)
 
 
-class GraphedStep(_Graphs):
-    """A training step with its optimizer as CUDA graphs. The step must end with `zero_grad`.
-
-    Args:
-        step: batch → a tensor to report. Numbers that change, such as the learning rate, are tensors on the device.
-        optimizer: the optimizer that `step` runs, made with `capturable=True`.
-
-    Raises:
-        TrainingError: the optimizer is not capturable.
-    """
-
-    def __init__(self, step: Callable[[Batch], Tensor], optimizer: torch.optim.Optimizer):
-        if not all(group.get("capturable") for group in optimizer.param_groups):
-            raise TrainingError("a CUDA graph cannot hold this optimizer", "make it with capturable=True")
-        super().__init__(step, optimizer.zero_grad)
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
-        result = super()._replay(captured, batch)
-        torch.autograd.graph.increment_version(self.parameters)  # only eager steps increment it
-        return result
-
-
-class GraphedBackward(_Graphs):
+class GraphedBackward(ShapeGraphs):
     """The forward and backward of micro-batches as CUDA graphs; gradients are added to the parameters' `.grad`.
 
     All shapes, and eager steps, use one set of gradients (`Gradients`). `.grad` references its buffers; setting it to
@@ -400,7 +382,7 @@ class GraphedBackward(_Graphs):
     Args:
         step: batch → a tensor to report; runs `backward` and nothing after it.
         parameters: the parameters that get gradients.
-        mesh: as in `_Graphs`.
+        mesh: as in `ShapeGraphs`.
     """
 
     def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], mesh: Mesh = SINGLE_PROCESS):
@@ -449,7 +431,7 @@ class GraphedBackward(_Graphs):
         self.gradients.close()
 
 
-class GraphedOptimizer(_Graphs):
+class GraphedOptimizer(ShapeGraphs):
     """The end of a step with its optimizer as a CUDA graph, captured after `WARMUP` eager ones on the same tensors.
 
     When weights, gradients or state are other tensors (another set of gradients, a loaded state), the graph is dropped.
@@ -461,7 +443,7 @@ class GraphedOptimizer(_Graphs):
     Call with numbers [n] on the device, and whether the step may be captured.
     """
 
-    what = "optimizer steps"
+    steps_name = "optimizer steps"
 
     def __init__(self, step: Callable[[Tensor], Tensor], optimizer: FusedOptimizer):
         super().__init__(lambda batch: step(batch["numbers"]), lambda: None)
@@ -474,7 +456,9 @@ class GraphedOptimizer(_Graphs):
         if tensors != self._tensors:
             if self.holds_graphs:
                 self.drop()
-            self._seen, self._captured, self._tensors = {}, {}, tensors
+            self._seen = {}
+            self._captured = {}
+            self._tensors = tensors
         return super().__call__({"numbers": numbers}, may_capture and tensors is not None)
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:

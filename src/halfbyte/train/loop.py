@@ -55,10 +55,8 @@ from ..parallel.shard.optimizer import ReplicatedOptimizer, shard_optimizer
 from ..rl.dataset import RolloutDataset
 from ..runs import checkpoints
 from ..runs.layout import TRAINER_STATE, checkpoint_folder
-from ..runs.manifest import write_manifest
 from ..runs.metrics import MetricsFile, Window
 from ..utils.errors import TrainingError
-from ..utils.files import new_directory
 from ..utils.notices import notice
 from ..utils.processes import Stopped, StopRequest, request_on_signals
 from ..utils.waiting import waiting
@@ -69,6 +67,7 @@ from .checkpoint import (
     load_random,
     load_scaling,
     load_weights,
+    new_checkpoint,
     random_states,
     save_optimizer,
     save_random,
@@ -92,7 +91,7 @@ class TrainingLoop:
 
     Args:
         config: the run's configuration; part of every checkpoint.
-        identity: returns sizes and digests of the run's inputs, see `train.identity`; part of every checkpoint.
+        identity: returns sizes and digests of the run's inputs, see `train.inputs`; part of every checkpoint.
         metrics: file of the records.
         compute_dtype: dtype of matrix products, independent of the dtype of the trained weights.
         model: a PeftModel, or a transformers model in full fine-tuning, on `device`.
@@ -615,53 +614,37 @@ class TrainingLoop:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
         self.use_evaluation_weights()
-        states = self.mesh.gather(random or random_states())
+        split = self.pipeline_state
+        random_of_ranks = self.mesh.gather(random or random_states())
         with full_parameters(self.trained, self.optimizer):
-            split = self.pipeline_state
             weights = split.weights() if split else None
             optimizer = (split.optimizer_state if split else self.optimizer_shards.full_state)(self.optimizer)
-            scaling = scaling_state(self.fp8_scales, split)
+            fp8_scales = scaling_state(self.fp8_scales, split)
             with self.optimizer_shards.full():
-                if self.mesh.is_main:
-                    self._write_checkpoint(weights, optimizer, scaling, states, evaluation_pending)
-
-    def _write_checkpoint(
-        self,
-        weights: dict[str, torch.Tensor] | None,
-        optimizer: dict[str, Any],
-        scaling: dict[str, torch.Tensor] | None,
-        random: list[dict[str, Any]],
-        evaluation_pending: bool,
-    ) -> None:
-        """Write the files of a checkpoint.
-
-        Args:
-            weights: full weights of a model in stages; None: the model's own.
-            random: random states by rank.
-        """
-        try:
-            with new_directory(self._checkpoint_folder()) as folder:
-                save_weights(self.model, folder, weights)
-                save_optimizer(folder, optimizer, self.schedule, self.grad_scaler)
-                save_random(folder, random)
-                save_scaling(folder, scaling)
-                if self.rollouts is not None:
-                    self.rollouts.save(folder)
-                self.state.save_to_json(str(folder / TRAINER_STATE))
-                checkpoints.write_state(
-                    folder,
-                    self.config,
-                    self.identity(),
-                    self.metrics_log.window,
-                    evaluation_pending,
-                    self.data_parallel_degree,
-                    best=self.best.document() if self.best else None,
-                    stream=self.rows.position(self.state.global_step * self._rows_per_step),
-                )
-                write_manifest(folder, self.state.global_step)
-        except TrainingError as error:
-            raise TrainingError(error.message, f"{error.fix}; {self.guards.last_checkpoint()}") from error
-        checkpoints.keep_newest(self.output, self.config.save_total_limit)
+                if not self.mesh.is_main:
+                    return
+                try:
+                    with new_checkpoint(self._checkpoint_folder(), self.state.global_step) as folder:
+                        save_weights(self.model, folder, weights)
+                        save_optimizer(folder, optimizer, self.schedule, self.grad_scaler)
+                        save_random(folder, random_of_ranks)
+                        save_scaling(folder, fp8_scales)
+                        if self.rollouts is not None:
+                            self.rollouts.save(folder)
+                        self.state.save_to_json(str(folder / TRAINER_STATE))
+                        checkpoints.write_state(
+                            folder,
+                            self.config,
+                            self.identity(),
+                            self.metrics_log.window,
+                            evaluation_pending,
+                            self.data_parallel_degree,
+                            best=self.best.document() if self.best else None,
+                            stream=self.rows.position(self.state.global_step * self._rows_per_step),
+                        )
+                except TrainingError as error:
+                    raise TrainingError(error.message, f"{error.fix}; {self.guards.last_checkpoint()}") from error
+                checkpoints.keep_newest(self.output, self.config.save_total_limit)
 
     def _checkpoint_folder(self) -> Path:
         """Folder of the last step's checkpoint, which need not exist."""

@@ -146,13 +146,14 @@ class MetricsLog:
         gradients with others, and the mean time breakdown.
         """
         local, self._local_seconds = self._local_seconds / max(steps, 1), 0.0
-        shares = self.mesh.sum(found, AXES) if (found := self.breakdown.read()) else {}
-        most = self.mesh.max({"memory_bytes": peak_memory(self.device), "slowest_seconds": local, "fastest": -local})
-        fastest = -most.pop("fastest")
+        memory_bytes = peak_memory(self.device)
         if self.mesh.size == 1:
-            del most["slowest_seconds"]
-            return most
-        return most | {"fastest_seconds": fastest} | {name: each / self.mesh.size for name, each in shares.items()}
+            return {"memory_bytes": memory_bytes}
+        shares = self.breakdown.read()
+        shares = self.mesh.sum(shares, AXES) if shares else {}
+        largest = self.mesh.max({"memory_bytes": memory_bytes, "slowest_seconds": local, "fastest_seconds": -local})
+        largest["fastest_seconds"] = -largest["fastest_seconds"]
+        return largest | {name: share / self.mesh.size for name, share in shares.items()}
 
     def flush(self) -> None:
         """Record the finished steps when the run ends early, and drop the unfinished one.
@@ -214,7 +215,9 @@ class StepNumbers:
     def __init__(
         self, number: int, counts: Mapping[str, float], values: Tensor, local: tuple[TimeMark, TimeMark] | None = None
     ):
-        self.number, self.counts, self._local = number, counts, local
+        self.number = number
+        self.counts = counts
+        self._local = local
         self._values = values.to("cpu", non_blocking=values.device.type in ASYNCHRONOUS)
         self._read: list[float] | None = None
         self._device = values.device
@@ -276,7 +279,7 @@ class TimeBreakdown:
         self.device, self.watched = device, watched
         self.last_step: Span | None = None
         self._spans: dict[str, list[Span]] = {}
-        self._found: tuple[Span, dict[str, list[Span]]] | None = None
+        self._measured: tuple[Span, dict[str, list[Span]]] | None = None
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -286,17 +289,17 @@ class TimeBreakdown:
             return
         watched = self.watched if number % BREAKDOWN_INTERVAL == 1 else {}
         self._spans = {name: [] for name in watched}
-        for name, each in watched.items():
-            each.watch = partial(self._span, self._spans[name])
+        for name, component in watched.items():
+            component.watch = partial(self._span, self._spans[name])
         began = TimeMark(self.device)
         try:
             yield
         finally:
-            for each in watched.values():
-                del each.watch
+            for component in watched.values():
+                del component.watch
         self.last_step = began, TimeMark(self.device)
         if watched:
-            self._found = self.last_step, self._spans
+            self._measured = self.last_step, self._spans
 
     @contextlib.contextmanager
     def _span(self, spans: list[Span], *_: Any) -> Iterator[None]:
@@ -310,14 +313,17 @@ class TimeBreakdown:
 
     def read(self) -> dict[str, float]:
         """Return the shares of the last measured step, once; blocks until its end."""
-        found, self._found = self._found, None
-        if found is None:
+        if self._measured is None:
             return {}
-        (began, end), spans = found
-        seconds = end.seconds_since(began)
-        seen = {name: each for name, each in spans.items() if each}  # a replayed CUDA graph has none
-        parts = {name: sum(end.seconds_since(began) for began, end in each) / seconds for name, each in seen.items()}
-        return {name: 1 - part if name == IDLE else part for name, part in parts.items()}
+        (step_start, step_end), spans_of = self._measured
+        self._measured = None
+        step_seconds = step_end.seconds_since(step_start)
+        shares = {}
+        for name, spans in spans_of.items():
+            if spans:  # a replayed CUDA graph has none
+                share = sum(end.seconds_since(start) for start, end in spans) / step_seconds
+                shares[name] = 1 - share if name == IDLE else share
+        return shares
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -335,6 +341,18 @@ def reserved_memory(device: torch.device) -> dict[str, int]:
     if device.type not in ASYNCHRONOUS:
         return {}
     return {"reserved_bytes": torch.get_device_module(device).max_memory_reserved(device)}
+
+
+def run_peaks(device: torch.device, base_bytes: int, graph_bytes: int) -> dict[str, int]:
+    """Return the memory that a run used, bytes; the plan predicts `run_bytes`.
+
+    Args:
+        base_bytes: held before the run.
+        graph_bytes: peak of its CUDA graphs.
+    """
+    peak = peak_memory(device)
+    graphs = {"graph_pool_bytes": graph_bytes} if graph_bytes else {}
+    return {"peak_bytes": peak, "run_bytes": peak - base_bytes} | graphs | reserved_memory(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -57,15 +57,18 @@ def add_reference(run: PreparedRun, model: Any, console: Console) -> tuple[Any, 
     Raises:
         TrainingError: policy and reference differ before training by more than rounding.
     """
-    began, origin, rows, held_out = time.time(), "each step", run.data.train, run.data.eval
+    start = time.time()
+    origin = "each step"
+    rows = run.data.train
+    held_out = run.data.eval
     if run.computes_reference_once:
         splits = {"train": rows} | ({} if held_out is None else {"eval": held_out})
-        found, origin = _cached_or_computed(run, model, splits)
-        rows = _add_column(rows, found["train"])
+        log_probs_of, origin = _cached_or_computed(run, model, splits)
+        rows = _add_column(rows, log_probs_of["train"])
         if held_out is not None:
-            held_out = _add_column(held_out, found["eval"])
-        tokens = sum(map(len, found.values()))
-        line = f"reference: log-probabilities of {tokens:,} tokens, {origin}, {time.time() - began:.1f} s"
+            held_out = _add_column(held_out, log_probs_of["eval"])
+        tokens = sum(map(len, log_probs_of.values()))
+        line = f"reference: log-probabilities of {tokens:,} tokens, {origin}, {time.time() - start:.1f} s"
         console.print(one_line(line), soft_wrap=True)
     return rows, held_out, {"from": origin, **_compare(run, model, rows)}
 
@@ -79,9 +82,12 @@ def _as_reference(run: PreparedRun, model: Any) -> Iterator[None]:
 
 def _add_column(rows: Any, values: torch.Tensor) -> Dataset:
     """Return `rows` with a column of their trained tokens' log-probabilities."""
-    parts = values.split([trained_tokens(row) for row in rows])
+    of_rows = values.split([trained_tokens(row) for row in rows])
     return rows.add_column(
-        REFERENCE, [part.numpy() for part in parts], new_fingerprint=new_fingerprint(), feature=List(Value("float32"))
+        REFERENCE,
+        [log_probs.numpy() for log_probs in of_rows],
+        new_fingerprint=new_fingerprint(),
+        feature=List(Value("float32")),
     )
 
 
@@ -97,16 +103,16 @@ def _compute(run: PreparedRun, model: Any, rows: Any) -> torch.Tensor:
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # for little padding
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     batches = [order[first : first + size] for first in range(0, len(order), size)]
-    own = batches[mesh.coordinate(*DATA_AXES) :: mesh.degree(*DATA_AXES)]
-    most = -(-len(batches) // mesh.degree(*DATA_AXES))  # forwards of every rank, since sharded ranks gather together
-    found: dict[int, torch.Tensor] = {}
+    of_rank = batches[mesh.coordinate(*DATA_AXES) :: mesh.degree(*DATA_AXES)]
+    forwards = -(-len(batches) // mesh.degree(*DATA_AXES))  # of every rank, since sharded ranks gather together
+    log_probs_of: dict[int, torch.Tensor] = {}  # by index of the row
     model.eval()
-    for indices in own + [order[-1:]] * (most - len(own)):
-        taken = [rows[index] for index in indices]
-        values = _log_probs(model, collate(taken), run.machine.compute_dtype, run.machine.device)
-        found |= zip(indices, values.split([trained_tokens(row) for row in taken]), strict=True)
-    every = {index: values for part in mesh.gather(found) for index, values in part.items()}
-    return torch.cat([every[index] for index in range(len(rows))])
+    for indices in of_rank + [order[-1:]] * (forwards - len(of_rank)):
+        batch_rows = [rows[index] for index in indices]
+        values = _log_probs(model, collate(batch_rows), run.machine.compute_dtype, run.machine.device)
+        log_probs_of |= zip(indices, values.split([trained_tokens(row) for row in batch_rows]), strict=True)
+    gathered = {index: values for shard in mesh.gather(log_probs_of) for index, values in shard.items()}
+    return torch.cat([gathered[index] for index in range(len(rows))])
 
 
 def _log_probs(model: Any, batch: dict[str, Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -133,7 +139,7 @@ def _compare(run: PreparedRun, model: Any, rows: Any) -> dict[str, Any]:
     size = run.config.per_device_eval_batch_size or run.config.per_device_train_batch_size
     dtype = run.machine.compute_dtype
     model.eval()
-    found = []
+    compared = []
     for first in range(0, len(chosen), size):
         batch = collate([rows[index] for index in chosen[first : first + size]])
         policies = _log_probs(model, batch, dtype, run.machine.device)
@@ -142,8 +148,8 @@ def _compare(run: PreparedRun, model: Any, rows: Any) -> dict[str, Any]:
         else:
             with _as_reference(run, model):
                 references = _log_probs(model, batch, dtype, run.machine.device)
-        found.append((policies, references.cpu()))
-    policy, reference = (torch.cat(parts) for parts in zip(*found, strict=True))
+        compared.append((policies, references.cpu()))
+    policy, reference = (torch.cat(batches) for batches in zip(*compared, strict=True))
     difference, scale = (policy - reference).abs(), float(reference.abs().mean())
     if not float(difference.mean()) <= ROUNDING.get(dtype, ROUNDING_16) * max(scale, 1e-3):  # also if either is NaN
         raise TrainingError(
@@ -168,19 +174,19 @@ def _cached_or_computed(run: PreparedRun, model: Any, splits: dict[str, Any]) ->
     file = None if run.mesh.size > 1 else _file(run, model, splits)
     if file is not None and file.is_file():
         with contextlib.suppress(CheckpointError):  # a damaged file is computed again
-            found = read_tensors(file)
-            if all(name in found and len(found[name]) == _tokens(rows) for name, rows in splits.items()):
-                return found, f"kept in {file}"
+            cached = read_tensors(file)
+            if all(name in cached and len(cached[name]) == _tokens(rows) for name, rows in splits.items()):
+                return cached, f"kept in {file}"
     with _as_reference(run, model):
-        found = {name: _compute(run, model, rows) for name, rows in splits.items()}
+        computed = {name: _compute(run, model, rows) for name, rows in splits.items()}
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with new_file(file) as aside:
-                save_file(found, aside)
+                save_file(computed, aside)
         except (OSError, TrainingError) as error:
             notice("reference-cache", f"the reference's log-probabilities are not cached for other runs: {error}")
-    return found, "computed"
+    return computed, "computed"
 
 
 def _tokens(rows: Any) -> int:
@@ -210,8 +216,8 @@ def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if reference_is_initial_model(config) or not tensor.requires_grad:
             digest.update(name.encode())
-            for part in _parts(tensor.detach()):
-                digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            for plain in _plain_tensors(tensor.detach()):
+                digest.update(plain.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return folder / f"{digest.hexdigest()[:32]}.safetensors"
 
 
@@ -222,9 +228,9 @@ def _describe(model: torch.nn.Module) -> str:
     return f"{type(plain).__name__} {json.dumps(keys, sort_keys=True, default=str)}"
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors of a tensor: itself, or the codes and scales of a quantized one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]
+    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]

@@ -9,45 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
 
 from ..config import RunConfig, load_config
 from ..data.rows import RowTable
-from ..generation.sampling import stop_tokens
 from ..mesh.mesh import present_mesh
 from ..modeling.compute_dtype import no_input_casts
-from ..modeling.packing import remove_isolation
-from ..modeling.patch import unpatch
-from ..parallel.context import context_parallel
 from ..parallel.launch.agreement import check_agreement, check_shared
 from ..parallel.launch.launcher import notice_idle_gpus
-from ..parallel.pipeline.full_state import PipelineState
 from ..plan.advice import advise_out_of_memory
 from ..report.terminal import LiveMetrics, print_memory, print_run
 from ..rewards.specs import named
-from ..runs.checkpoints import MODELS, best, read_state, remove_leftovers, step_of
-from ..runs.layout import METRICS, PAGES
+from ..runs.checkpoints import step_of
 from ..runs.lock import run_lock
-from ..runs.metrics import MetricsFile, describe_best
 from ..utils.console import Console, is_verbose
 from ..utils.errors import TrainingError
 from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
-from ..utils.notices import notice, reset_notices, silent
+from ..utils.notices import reset_notices, silent
 from ..utils.processes import is_main_rank
 from ..utils.text import one_line
-from ..utils.waiting import showing_waits, waiting
+from ..utils.waiting import showing_waits
 from . import checks, samples
 from .hub import HubRepository
-from .identity import model_reader
+from .inputs import digests_of_models
 from .loop import TrainingLoop, seed_process
-from .metrics_log import peak_memory, reserved_memory
-from .pipeline_stepper import PipelinedStepper
 from .preflight import PreparedRun, prepare_run
 from .reference import add_reference
 from .rollouts import sampled_rollouts
@@ -55,26 +45,26 @@ from .run_folder import (
     OpenRun,
     finished_measures,
     open_run,
+    print_best,
     save_trained,
     saved_in,
     summarize,
+    write_missing_pages,
     write_report_files,
     write_report_of_stopped,
     write_results,
 )
 from .setup import (
-    autocast_of,
-    counted_experts,
     load_trainable_model,
     loss_scaler,
     make_stepper,
-    patch_and_verify,
-    patch_and_verify_stages,
+    measure_peaks,
     pipelined_stepper,
     process_settings,
     shard_for_rank,
+    training_context,
 )
-from .stepper import Stepper
+from .verify import patch_and_verify, patch_and_verify_stages, remove_patches
 
 
 @dataclass(frozen=True)
@@ -156,16 +146,14 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
 def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> RunResult:
     """Return the result of a run that is already finished; writes its missing pages, and changes no other file."""
     output = run.config.output_path
-    job = OpenRun(run, output, MetricsFile(output / METRICS))
+    job = OpenRun.of(run)
     assert run.checkpoint is not None
     done = step_of(run.checkpoint)
     longer = "" if done >= run.total_steps else " (early stopping; raise early_stopping_patience to continue)"
     line = f"finished already: {done} of {run.total_steps} steps{longer}, {output}"
     console.print(one_line(line), soft_wrap=True)
     if run.mesh.is_main:
-        remove_leftovers(output)
-        if missing := [name for name in PAGES if not (output / name).is_file()]:
-            write_report_files(job, console, card=PAGES[0] in missing)
+        write_missing_pages(job, console)
     return RunResult(output, summarize(job, measured))
 
 
@@ -190,17 +178,19 @@ def _run_or_report(run: OpenRun, console: Console) -> RunResult:
 
 
 def _run(job: OpenRun, console: Console) -> RunResult:
-    run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
+    run = job.prepared
+    device = run.machine.device
+    measured: dict[str, int] = {}
     dtype = run.machine.compute_dtype
     if run.checkpoint is not None:
         line = f"resuming from {run.checkpoint}: {step_of(run.checkpoint)} of {run.total_steps} steps are done"
         console.print(one_line(line), soft_wrap=True)
     hub = HubRepository(run.config) if run.config.push_to_hub and run.mesh.is_main else None
-    models = _digests_of_models(run)
+    models = digests_of_models(run.config, run.files, run.checkpoint, run.mesh.is_main)
     model = load_trainable_model(run, measured)
-    stages = shard_for_rank(run, model)
+    pipeline = shard_for_rank(run, model)
     grad_scaler = loss_scaler(run)
-    pipelined = None if stages is None else pipelined_stepper(run, model, stages, grad_scaler)
+    pipelined = None if pipeline is None else pipelined_stepper(run, model, pipeline.stages, grad_scaler)
     seed_process(run.config, run.mesh)
     ids = torch.tensor([run.data.train[0]["input_ids"][: checks.TOKENS]], device=device)
     rows, held_out = run.data.train, run.data.eval
@@ -212,11 +202,19 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         results = verified.results
         if run.method.reference:
             rows, held_out, results["reference"] = add_reference(run, model, console)
-        before = _answers(run, model, pipelined)
+        answer = partial(
+            samples.answer_prompts,
+            model,
+            run.tokenizer,
+            run.prompts,
+            max_new_tokens=run.config.sample_max_new_tokens,
+            data_stops=run.data.report.get("stop_tokens", []),
+            pipelined=pipelined,
+        )
+        untrained_answers = answer()
         stepper = pipelined or make_stepper(run, model, verified.graphs)
         with (
-            context_parallel(model, run.mesh),
-            counted_experts(job, model, console) as count_experts,
+            training_context(run, model, console) as count_experts,
             sampled_rollouts(job, model, stepper) as rollouts,
         ):
             loop = TrainingLoop(
@@ -236,67 +234,30 @@ def _run(job: OpenRun, console: Console) -> RunResult:
                 mesh=run.mesh,
                 fp8_scales=verified.fp8_scales,
                 rollouts=rollouts,
-                pipeline_state=None if stages is None else PipelineState(run.mesh, stages),
+                pipeline_state=pipeline,
             )
             if hub is not None:
                 loop.add_callback(hub)
             _train(job, loop, console)
-        after = _answers(run, model, pipelined)
-        measured |= _peaks(device, stepper, measured["base_bytes"])
-        remove_isolation(model)
-        unpatch(model)
+        trained_answers = answer()
+        measure_peaks(run, stepper, measured)
+        remove_patches(model)
         results |= save_trained(job, loop, ids)
-    found = results["reproducible"] = checks.reproducibility(run.config, device, verified.report)
+    reproducible = checks.reproducibility(run.config, device, verified.report)
+    results["reproducible"] = reproducible
     if is_verbose(console):
-        same = "gives the same weights, byte for byte" if found["equal"] else "may give other weights"
-        console.print(f"repeating this run on this machine {same}: {found['why']}")
+        weights = "gives the same weights, byte for byte" if reproducible["equal"] else "may give other weights"
+        console.print(f"repeating this run on this machine {weights}: {reproducible['why']}")
     ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
         return RunResult(job.output, {})
-    answers = list(zip(run.prompts, before, after, strict=True))
+    answers = list(zip(run.prompts, untrained_answers, trained_answers, strict=True))
     write_results(job, ranks, results, answers, loop.best_result())
     print_memory(console, run.plan, measured)
     write_report_files(job, console)
     if hub is not None:
         console.print(one_line(hub.finish(job.output / saved_in(run.config))), soft_wrap=True)
     return RunResult(job.output, summarize(job, measured))
-
-
-def _digests_of_models(run: PreparedRun) -> Future[dict[str, Any]]:
-    """Start to read the models for the digests that checkpoints store, in a thread beside loading and training.
-
-    The digests of a resumed run are its checkpoint's, which `prepare_run` has compared. If a file cannot be read any
-    more, checkpoints have no digests, with a notice.
-    """
-    digests: Future[dict[str, Any]] = Future()
-    saved = {} if run.checkpoint is None else read_state(run.checkpoint)["data"]
-    if not run.mesh.is_main or MODELS.keys() <= saved.keys():
-        digests.set_result({key: saved[key] for key in MODELS if key in saved})
-        return digests
-
-    digests_of_models = model_reader(run.config, run.files)
-
-    def read() -> None:
-        try:
-            digests.set_result(digests_of_models())
-        except Exception as error:
-            reason = f"the files of its models could not be read again: {error}"
-            notice("no-digest", f"{reason}. A resumed run will not notice a change of these files")
-            digests.set_result({})
-
-    Thread(target=read, daemon=True).start()
-    return digests
-
-
-@waiting("answering the prompts of generations.json")
-def _answers(run: PreparedRun, model: Any, pipelined: PipelinedStepper | None) -> list[str]:
-    """Return the model's answers to the prompts of generations.json."""
-    stops = stop_tokens(run.tokenizer, model, run.data.report.get("stop_tokens", []))
-    new = run.config.sample_max_new_tokens
-    if pipelined is not None:
-        how = run.tokenizer, run.prompts, autocast_of(run, model)
-        return samples.answer_in_stages(pipelined, *how, max_new_tokens=new, stops=stops)
-    return samples.answer(model, run.tokenizer, run.prompts, max_new_tokens=new, stops=stops)
 
 
 def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
@@ -311,20 +272,10 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()
         loop.load_best()
-    if (result := loop.best_result()) is not None:
-        console.print(one_line(describe_best(result)), soft_wrap=True)
-    elif (path := best(job.output)) is not None:
-        console.print(one_line(f"best checkpoint: {path}, by its rewards on held-out prompts"), soft_wrap=True)
+    print_best(job, loop.best_result(), console)
 
 
 def _recorded(job: OpenRun) -> list[dict[str, Any]]:
     """Return the records so far, as the main rank wrote them; a shared disk may show them to other ranks later."""
     mesh = job.prepared.mesh
     return mesh.from_main(job.metrics.records() if mesh.is_main else [])
-
-
-def _peaks(device: torch.device, stepper: Stepper, base_bytes: int) -> dict[str, int]:
-    """Return the memory that the run used, bytes; the plan predicts `run_bytes`."""
-    peak = peak_memory(device)
-    graphs = {"graph_pool_bytes": held} if (held := stepper.peak_graph_bytes) else {}
-    return {"peak_bytes": peak, "run_bytes": peak - base_bytes} | graphs | reserved_memory(device)

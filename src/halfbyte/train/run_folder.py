@@ -29,10 +29,11 @@ from ..runs.layout import (
     LAST,
     MEMORY,
     METRICS,
+    PAGES,
     RESOLVED_CONFIG,
     WEIGHTS,
 )
-from ..runs.metrics import MetricsFile, evaluation_of_weights, final_loss
+from ..runs.metrics import MetricsFile, describe_best, evaluation_of_weights, final_loss
 from ..runs.stop_tokens import generation_keys
 from ..utils.console import Console
 from ..utils.errors import ConfigError, TrainingError
@@ -64,6 +65,11 @@ class OpenRun:
     output: Path
     metrics: MetricsFile
 
+    @classmethod
+    def of(cls, prepared: PreparedRun) -> OpenRun:
+        output = prepared.config.output_path
+        return cls(prepared, output, MetricsFile(output / METRICS))
+
 
 @contextlib.contextmanager
 def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenRun]:
@@ -76,8 +82,9 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenR
         ConfigError: another run has written into the folder since `prepare_run`.
         TrainingError: a file cannot be written.
     """
-    config, output = prepared.config, prepared.config.output_path
-    run = OpenRun(prepared, output, MetricsFile(output / METRICS))
+    config = prepared.config
+    run = OpenRun.of(prepared)
+    output = run.output
     if not prepared.mesh.is_main:
         yield run
         return
@@ -148,8 +155,8 @@ def _write_first(run: OpenRun) -> None:
 def _write_given_config(file: Path, config: RunConfig) -> None:
     """Write the given keys as a file for `halfbyte train`; a file that a user wrote is not replaced."""
     if not file.exists() or _is_generated(file):
-        again = one_line(f"halfbyte train {file} output_dir=NEW")
-        write_text(file, f"{HEADER} `{again}` does the same again.\n{dump_given(config)}")
+        command = one_line(f"halfbyte train {file} output_dir=NEW")
+        write_text(file, f"{HEADER} `{command}` does the same again.\n{dump_given(config)}")
 
 
 def _is_generated(file: Path) -> bool:
@@ -187,9 +194,9 @@ def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[st
     write_json(run.output / MEMORY, document)
 
 
-def write_environment(run: OpenRun, **more: Any) -> None:
-    """Write environment.json, with all notices so far; `more` holds facts known at a run's end."""
-    facts = run.prepared.machine.facts | {"finished": None} | more
+def write_environment(run: OpenRun, **end_facts: Any) -> None:
+    """Write environment.json, with all notices so far; `end_facts` are known at a run's end."""
+    facts = run.prepared.machine.facts | {"finished": None} | end_facts
     mesh = run.prepared.mesh
     if mesh.size > 1:
         facts |= {"processes": mesh.size, "parallel": str(mesh.layout)}
@@ -260,6 +267,14 @@ def write_results(
     write_environment(job, reproducible=results["reproducible"], finished=time.time(), **compared)
 
 
+def print_best(job: OpenRun, best: dict[str, Any] | None, console: Console) -> None:
+    """Print the best evaluation if evaluations were compared, else the best checkpoint if there is one."""
+    if best is not None:
+        console.print(one_line(describe_best(best)), soft_wrap=True)
+    elif (path := checkpoints.best(job.output)) is not None:
+        console.print(one_line(f"best checkpoint: {path}, by its rewards on held-out prompts"), soft_wrap=True)
+
+
 @waiting("writing the report")
 def write_report_files(job: OpenRun, console: Console, card: bool = True) -> None:
     """Write report.html, and the model card if `card`."""
@@ -274,6 +289,13 @@ def write_report_files(job: OpenRun, console: Console, card: bool = True) -> Non
     loss = final_loss(trained, metric.over)
     final = "" if loss is None else f" · final training {metric.label} {format(loss, metric.format)}"
     console.print(one_line(f"saved: {saved}{final} · report: {report}"), soft_wrap=True)
+
+
+def write_missing_pages(job: OpenRun, console: Console) -> None:
+    """Write the pages that a finished run lacks, and remove what an interrupted one has left."""
+    checkpoints.remove_leftovers(job.output)
+    if missing := [name for name in PAGES if not (job.output / name).is_file()]:
+        write_report_files(job, console, card=PAGES[0] in missing)
 
 
 def write_report_of_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
@@ -298,10 +320,10 @@ def summarize(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
         over = job.prepared.method.numbers.trained[0].over
         summary |= {"steps": trained[-1]["step"], "loss": final_loss(trained, over)}
     if evaluated:
-        first, *others = (metric.name for metric in job.prepared.method.numbers.evaluated)
+        first, *names = (metric.name for metric in job.prepared.method.numbers.evaluated)
         best = read_json(job.output / ENVIRONMENT, ConfigError).get("best")
         last = evaluation_of_weights(evaluated, best)
         summary |= {f"eval_{first}": last[first], f"eval_{first}_before": evaluated[0][first]}
-        summary |= {name: last[name] for name in others if name in last}
+        summary |= {name: last[name] for name in names if name in last}
         summary |= {} if best is None else {"best_step": best["step"], "best_metric": best["value"]}
     return summary

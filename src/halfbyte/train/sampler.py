@@ -18,7 +18,9 @@ class RankBatches:
     """
 
     def __init__(self, rank: RankLoader, collate: CountingCollator):
-        self.rank, self.blank, self.total = rank, collate.blank, rank.total
+        self.rank = rank
+        self.blank = collate.blank
+        self.total = rank.total
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         loader = iter(self.rank.loader)  # draws a random number, now

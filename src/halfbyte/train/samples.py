@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,11 @@ from ..data.answer_documents import documents_of
 from ..data.chat import prompt_text
 from ..generation import forget, generate
 from ..generation.decoder import context_length
+from ..generation.sampling import stop_tokens
 from ..ops import IGNORE_INDEX
 from ..parallel.shard.model import sharded
 from ..utils.hardware import free_cached_memory
+from ..utils.waiting import waiting
 
 if TYPE_CHECKING:
     from .pipeline_stepper import PipelinedStepper
@@ -52,9 +54,9 @@ def pick_prompts(
     """
     if isinstance(config.sample_prompts, list):
         return [_given(text, tokenizer, templated) for text in config.sample_prompts]
-    wanted = config.sample_prompts
-    candidates = [from_row(row, tokenizer) for row in rows.select(range(min(len(rows), 4 * wanted)))]
-    return sorted(candidates, key=lambda prompt: len(prompt.ids) > LONGEST_PROMPT)[:wanted]
+    count = config.sample_prompts
+    candidates = [from_row(row, tokenizer) for row in rows.select(range(min(len(rows), 4 * count)))]
+    return sorted(candidates, key=lambda prompt: len(prompt.ids) > LONGEST_PROMPT)[:count]
 
 
 def _given(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> Prompt:
@@ -82,6 +84,28 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
+@waiting("answering the prompts of generations.json")
+def answer_prompts(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    data_stops: Sequence[str],
+    pipelined: PipelinedStepper | None,
+) -> list[str]:
+    """Return the model's answers to the prompts of generations.json.
+
+    Args:
+        data_stops: tokens that end the trained turns.
+        pipelined: runs the stages of a pipeline; None: the model is in one piece.
+    """
+    stops = stop_tokens(tokenizer, model, data_stops)
+    if pipelined is not None:
+        return answer_in_stages(pipelined, tokenizer, prompts, max_new_tokens=max_new_tokens, stops=stops)
+    return answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens, stops=stops)
+
+
 def answer(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_new_tokens: int, stops: list[int]
 ) -> list[str]:
@@ -99,10 +123,10 @@ def answer(
     try:
         size = len(fitting) if sharded(model) else PROMPTS_PER_BATCH.get(device.type, 1)
         for first in range(0, len(fitting), size or 1):
-            some = fitting[first : first + size]
-            ids, new = [prompts[at].ids for at in some], [lengths[at] for at in some]
-            found = generate(model, ids, max_new_tokens=new, stops=stops)
-            for at, tokens in zip(some, found, strict=True):
+            batch = fitting[first : first + size]
+            prompt_ids = [prompts[at].ids for at in batch]
+            continuations = generate(model, prompt_ids, max_new_tokens=[lengths[at] for at in batch], stops=stops)
+            for at, tokens in zip(batch, continuations, strict=True):
                 answers[at] = _text(tokenizer, tokens)
     finally:
         forget(model)
@@ -114,23 +138,18 @@ def answer_in_stages(
     stepper: PipelinedStepper,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    around: Callable[[], Any],
     *,
     max_new_tokens: int,
     stops: Sequence[int],
 ) -> list[str]:
-    """Return each prompt's greedy continuation through a pipeline, without a KV cache: one forward per token.
-
-    Args:
-        around: the context of a forward.
-    """
+    """Return each prompt's greedy continuation through a pipeline, without a KV cache: one forward per token."""
     model, device = stepper.stages.model, stepper.pipeline.device
     limit = context_length(model) or math.inf
     texts, unfinished = [list(prompt.ids) for prompt in prompts], list(range(len(prompts)))
     model.eval()
 
     def read(batch: Batch) -> Tensor:
-        with around():
+        with stepper.autocast():
             logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         return logits[0, batch["last"]].argmax(-1, keepdim=True).float()
 
@@ -138,8 +157,8 @@ def answer_in_stages(
         unfinished = [index for index in unfinished if len(texts[index]) < limit]
         if not unfinished:
             break
-        found = stepper.map_last_stage([_padded(texts[index], device) for index in unfinished], read, 1)
-        for index, token in zip(unfinished, found[:, 0].long().tolist(), strict=True):
+        tokens = stepper.map_last_stage([_padded(texts[index], device) for index in unfinished], read, 1)
+        for index, token in zip(unfinished, tokens[:, 0].long().tolist(), strict=True):
             texts[index].append(token)
         unfinished = [index for index in unfinished if texts[index][-1] not in stops]
     answers = (text[len(prompt.ids) :] for text, prompt in zip(texts, prompts, strict=True))

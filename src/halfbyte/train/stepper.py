@@ -206,7 +206,10 @@ class SharedNumbers:
     """
 
     def __init__(self, method: Method, model: nn.Module, dtype: torch.dtype | None = None, mesh: Mesh = SINGLE_PROCESS):
-        self.method, self.model, self.dtype, self.mesh = method, model, dtype, mesh
+        self.method = method
+        self.model = model
+        self.dtype = dtype
+        self.mesh = mesh
 
     def add(self, batches: list[dict[str, Any]], counts: Mapping[str, float]) -> list[dict[str, Any]]:
         """Return a step's micro-batches with its numbers, without the columns that only the look-ahead reads."""

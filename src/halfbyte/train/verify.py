@@ -1,0 +1,231 @@
+"""Patch a run's model, and compare its loss after each change with the loss before; results go to checks.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..batch import Batch, model_inputs, to_device
+from ..data.answer_documents import first_prompt, with_own_prompts
+from ..data.collate import make_collator
+from ..data.collate_answers import answer_collator
+from ..mesh.mesh import Mesh
+from ..modeling.compute_dtype import compute_autocast
+from ..modeling.head import causal_lm_loss, hidden_states_at
+from ..modeling.packing import isolate_for_run, remove_isolation
+from ..modeling.patch import PatchReport, patch, patch_attention, unpatch
+from ..modeling.projections import configured_recipe
+from ..ops import IGNORE_INDEX
+from ..ops.fp8_scaling import DelayedScaling
+from ..parallel.context import context_parallel, context_shard
+from ..utils.console import Console, is_verbose
+from ..utils.errors import TrainingError
+from ..utils.waiting import waiting
+from .checks import ROUNDING, logits
+from .pipeline_stepper import PipelinedStepper
+from .preflight import PreparedRun
+
+# Tolerance of a token's hidden states, relative; in 16 bits rounding errors grow through the layers.
+HIDDEN_TOLERANCE = {torch.float32: 1e-4}
+HIDDEN_TOLERANCE_16 = 0.1
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The results of patching and verifying a model.
+
+    Attributes:
+        results: for checks.json.
+        report: report of `patch`; None if the model runs transformers' forwards.
+        fp8_scales: delayed scales of the fp8 recipe.
+        graphs: whether steps may be captured in CUDA graphs.
+    """
+
+    results: dict[str, Any]
+    report: PatchReport | None
+    fp8_scales: DelayedScaling | None = None
+    graphs: bool = False
+
+
+@waiting("checking the model's loss")
+def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console) -> Verified:
+    """Patch the model and isolate packed documents; compare the loss after each change with the loss before.
+
+    Args:
+        ids: token ids [1, T] of the loss.
+
+    Raises:
+        TrainingError: losses differ by more than rounding.
+    """
+    report = fp8_scales = None
+    device = run.machine.device
+    dtype = run.machine.compute_dtype
+    results = {"first_step": loss_check(model, ids, dtype)}
+    if run.config.use_kernels and device.type != "cpu":
+        report = patch(model, run.plan.levels or None)
+        if is_verbose(console):
+            console.print(str(report))
+        results["fused"] = fused_check(model, ids, dtype, results["first_step"]["loss"])
+    elif run.config.use_kernels and run.config.precision.recipe == "bf16" and (name := patch_attention(model)):
+        if is_verbose(console):
+            console.print(f"attention: {name}")
+        results["fused"] = fused_check(model, ids, dtype, results["first_step"]["loss"])
+    plain = make_collator(run.config, run.tokenizer, device)
+    isolation = isolate_for_run(model, run.config, plain, run.data.train, dtype, run.mesh)
+    if isolation is not None:
+        results["isolation"] = isolation.document()
+    if run.data.shared:
+        answers = answer_collator(run.config, run.tokenizer, device, answers=run.data.answers)
+        row = first_prompt(run.data.train[0])
+        shared = to_device(answers([row]), device)
+        separate = to_device(answers([with_own_prompts(row)]), device)
+        results["shared_prompts"] = shared_check(model, shared, separate, dtype)
+    if run.mesh.degree("context") > 1:
+        loss = results.get("fused", results["first_step"])["loss"]
+        with context_parallel(model, run.mesh):
+            results["divided"] = divided_check(model, ids, dtype, loss, run.mesh)
+    by_positions = isolation is None or isolation.method == "positions"  # other methods read the batch's values
+    if run.config.precision.recipe != "bf16":  # on a CPU too
+        fp8_scales = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
+    return Verified(results, report, fp8_scales, run.plan.use_graphs and by_positions)
+
+
+@waiting("checking the model's loss")
+def patch_and_verify_stages(run: PreparedRun, model: Any, stepper: PipelinedStepper, ids: Tensor) -> Verified:
+    """Patch this rank's stages; compare the loss through the pipeline before and after.
+
+    Raises:
+        TrainingError: losses differ by more than rounding.
+    """
+    loss, reference = _pipeline_losses(stepper, ids)
+    results = {"first_step": compare_first_loss(loss, reference, ids.shape[1] - 1)}
+    report = fp8_scales = None
+    assert run.cut is not None
+    rank = run.mesh.coordinate("pipeline")
+    layers = sorted(layer for stage in run.cut.schedule.stages_of(rank) for layer in run.cut.stage_layers[stage])
+    levels = [run.plan.levels[layer] for layer in layers] if run.plan.levels else None
+    if run.config.use_kernels and run.machine.device.type != "cpu":
+        report = patch(model, levels)
+        results["fused"] = compare_fused_loss(_pipeline_losses(stepper, ids)[0], loss)
+    if run.config.precision.recipe != "bf16":
+        fp8_scales = patch(model, levels, configured_recipe(run.config.precision)).scaling
+    return Verified(results, report, fp8_scales)
+
+
+def _pipeline_losses(stepper: PipelinedStepper, ids: Tensor) -> tuple[float, float]:
+    """Return the training loss, and cross-entropy on the model's own logits, of `ids` [1, T] without dropout."""
+    model = stepper.stages.model
+
+    def read(batch: Batch) -> Tensor:
+        with stepper.autocast():
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
+            loss_sum, count = causal_lm_loss(model, batch)
+        return torch.stack([loss_sum / count, F.cross_entropy(logits[0, :-1], ids[0, 1:])])
+
+    model.eval()
+    loss, reference = stepper.map_last_stage([{"input_ids": ids, "labels": ids}], read, 2)[0].tolist()
+    return loss, reference
+
+
+def remove_patches(model: Any) -> None:
+    """Undo `patch_and_verify`: the model runs transformers' forwards again."""
+    remove_isolation(model)
+    unpatch(model)
+
+
+# --- comparisons -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Compare the training loss (no full logits) with cross-entropy on the model's own logits.
+
+    Raises:
+        TrainingError: they differ by more than rounding, or are NaN or Inf.
+    """
+    full = logits(model, ids, dtype)
+    reference = float(F.cross_entropy(full[0, :-1], ids[0, 1:]))
+    with compute_autocast(model, dtype):
+        loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
+    return compare_first_loss(float(loss_sum / count), reference, int(count))
+
+
+def compare_first_loss(loss: float, reference: float, tokens: int) -> dict[str, Any]:
+    """Return the result of `loss_check` for the two losses, or raise."""
+    if not abs(loss - reference) <= ROUNDING * abs(reference):  # also when either is NaN
+        raise TrainingError(
+            f"before training, the loss is {loss:.6g} but the model's own logits give {reference:.6g}",
+            "check the checkpoint for NaN; if it has none, this is a bug: please report the model",
+        )
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": tokens}
+
+
+@torch.no_grad()
+def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float) -> dict[str, Any]:
+    """Compare the loss through the fused kernels with `reference`, the loss of transformers' own forwards.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute_autocast(model, dtype):
+        loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
+    return compare_fused_loss(float(loss_sum / count), reference)
+
+
+def compare_fused_loss(loss: float, reference: float) -> dict[str, Any]:
+    """Return the result of `fused_check` for the two losses, or raise."""
+    if not abs(loss - reference) <= ROUNDING * abs(reference):
+        raise TrainingError(
+            f"with fused kernels the loss is {loss:.6g}, with transformers' forwards {reference:.6g}",
+            "set use_kernels: false, and please report the model",
+        )
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
+
+
+@torch.no_grad()
+def shared_check(model: nn.Module, shared: Batch, separate: Batch, dtype: torch.dtype) -> dict[str, Any]:
+    """Compare hidden states of answers that share a prompt with those of each answer after its own copy of the prompt.
+
+    Args:
+        shared, separate: batches of the same answers, of `data.collate_answers`.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute_autocast(model, dtype):
+        hidden, expected = (
+            hidden_states_at(model, model_inputs(batch), batch["at"]).float()[batch["wanted"] != IGNORE_INDEX]
+            for batch in (shared, separate)
+        )
+    off = (hidden - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    difference = float(off.median())
+    if not difference <= HIDDEN_TOLERANCE.get(dtype, HIDDEN_TOLERANCE_16):
+        raise TrainingError(
+            f"with shared prompts, hidden states differ by {difference:.3g} from those with a prompt per answer",
+            "set use_kernels: false, and please report the model",
+        )
+    return {"median_difference": difference, "largest_difference": float(off.max()), "tokens": len(off)}
+
+
+@torch.no_grad()
+def divided_check(
+    model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float, mesh: Mesh
+) -> dict[str, Any]:
+    """Compare the loss of a context-parallel row, inside `divided`, with `reference`, the loss of the full row.
+
+    Raises:
+        TrainingError: they differ by more than rounding.
+    """
+    with compute_autocast(model, dtype):
+        loss_sum, _ = causal_lm_loss(model, context_shard({"input_ids": ids, "labels": ids}, mesh))
+    loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
+    if not abs(loss - reference) <= ROUNDING * abs(reference):
+        raise TrainingError(
+            f"with context: {mesh.degree('context')} the loss is {loss:.6g}, without {reference:.6g}",
+            "leave context out of `parallel`, and please report the model",
+        )
+    return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
