@@ -11,6 +11,7 @@ from halfbyte.config import RunConfig
 from halfbyte.data.collate import PaddedCollator
 from halfbyte.data.rows import RowTable
 from halfbyte.mesh.mesh import SINGLE_PROCESS
+from halfbyte.methods import method_of
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
 from halfbyte.runs.metrics import MetricsFile
@@ -76,6 +77,7 @@ def make_loop(config, train=None, held_out=None, model=None, graphs=None, recipe
     seed_process(config, SINGLE_PROCESS)
     return TrainingLoop(
         config=config,
+        method=method_of(config),
         identity=lambda: {"rows": len(train)},
         metrics=MetricsFile(Path(config.output_dir) / "metrics.jsonl"),
         compute_dtype=dtype,

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from halfbyte.config import load_config
 from halfbyte.train import run
+from halfbyte.train.samples import answer_prompts
 from halfbyte.utils.notices import notices_so_far as said_by_now
 from halfbyte.utils.notices import reset_notices
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
@@ -89,7 +90,10 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **keys):
         if state.global_step % 30 == 20:
-            run._answers(self.job.prepared, self.loop.model, None)
+            prepared = self.job.prepared
+            answer_prompts(
+                self.loop.model, prepared.tokenizer, prepared.prompts, max_new_tokens=4, data_stops=[], pipelined=None
+            )
         self.found.append(
             {
                 "allocated": torch.cuda.memory_allocated(),

@@ -34,7 +34,6 @@ from ..data.rows import RowTable, TrainingRows
 from ..memory.allocators import free_stream_caches
 from ..mesh.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..mesh.sharded_linears import full_parameters
-from ..methods import method_of
 from ..methods.base import TOKENS, Collate, CountingCollator, Rows
 from ..modeling.cast_cache import cast_replacements
 from ..modeling.compute_dtype import compute_autocast
@@ -91,6 +90,7 @@ class TrainingLoop:
 
     Args:
         config: the run's configuration; part of every checkpoint.
+        method: of the configuration.
         identity: returns sizes and digests of the run's inputs, see `train.inputs`; part of every checkpoint.
         metrics: file of the records.
         compute_dtype: dtype of matrix products, independent of the dtype of the trained weights.
@@ -119,6 +119,7 @@ class TrainingLoop:
         self,
         *,
         config: RunConfig,
+        method: Method,
         identity: Callable[[], dict[str, Any]],
         metrics: MetricsFile,
         compute_dtype: torch.dtype,
@@ -146,7 +147,7 @@ class TrainingLoop:
         self.mesh = mesh
         self.rows = rows
         self.held_out = held_out
-        self.method = method_of(config)
+        self.method = method
         self.collate = CountingCollator(self.method, collate)
         self.shared_numbers = SharedNumbers(self.method, model, compute_dtype, mesh)
         self.loss_count = self.method.numbers.trained[0].over

@@ -219,6 +219,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         ):
             loop = TrainingLoop(
                 config=run.config,
+                method=run.method,
                 identity=lambda: run.identity | models.result(),
                 metrics=job.metrics,
                 compute_dtype=dtype,
