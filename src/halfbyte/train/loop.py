@@ -34,7 +34,7 @@ from ..data.rows import RowTable, TrainingRows
 from ..memory.allocators import free_stream_caches
 from ..mesh.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..mesh.sharded_linears import full_parameters
-from ..methods.base import TOKENS, Collate, CountingCollator, Rows
+from ..methods.base import TOKENS, Collate, CountingCollator, Method, Rows
 from ..modeling.cast_cache import cast_replacements
 from ..modeling.compute_dtype import compute_autocast
 from ..ops.fp8_scaling import DelayedScaling
