@@ -150,7 +150,8 @@ class TrainingLoop:
         self.method = method
         self.collate = CountingCollator(self.method, collate)
         self.shared_numbers = SharedNumbers(self.method, model, compute_dtype, mesh)
-        self.loss_count = self.method.numbers.trained[0].over
+        self.metric_count = len(method.numbers.trained)
+        self.loss_count = method.numbers.trained[0].over
         self.output = Path(config.output_dir)
         self.optimizer_row = optimizer_row(config)
         self.trained = list(trained_parameters(model).values())
@@ -187,7 +188,8 @@ class TrainingLoop:
 
     def train_step(self, micro_batches: Sequence[dict[str, Any]], epoch: float) -> None:
         """Run one optimizer step; `epoch` is the position of the run after it, in epochs."""
-        number = self.state.global_step + 1
+        state = self.callbacks.state
+        number = state.global_step + 1
         self.callbacks("on_step_begin")
         self._use_training_mode()
 
@@ -205,7 +207,7 @@ class TrainingLoop:
         remaining = self._stop_when_late(batches, random_states() if len(batches) > 1 else None)
         with self.metrics_log.breakdown.step(number):
             if self.stepper.is_eager:
-                sums = torch.zeros(len(self.method.numbers.trained), device=self.device)
+                sums = torch.zeros(self.metric_count, device=self.device)
                 for batch in remaining:
                     loss, batch_sums = self.forward(batch, loss_count)
                     loss.backward()
@@ -239,8 +241,8 @@ class TrainingLoop:
         self.optimizer_shards.after_step()
 
         # Record. Its numbers are read while the next step is launched.
-        self.state.global_step = number
-        self.state.epoch = epoch
+        state.global_step = number
+        state.epoch = epoch
         self.callbacks("on_step_end")
         self.metrics_log.finish(rate)
 
@@ -275,7 +277,8 @@ class TrainingLoop:
     def _use_training_mode(self) -> None:
         if not self.model.training:  # after an evaluation; `train()` walks all modules
             self.model.train()
-        self.use_training_weights()
+        if self.optimizer_row.has_modes:
+            self.use_training_weights()
 
     @property
     def may_capture(self) -> bool:
