@@ -180,7 +180,7 @@ class TimeMark:
 
     def __init__(self, device: torch.device):
         self._now = perf_counter()
-        self._event: Any = None
+        self._event: torch.Event | None = None
         if device.type in ASYNCHRONOUS:
             self._event = torch.get_device_module(device).Event(enable_timing=True)
             self._event.record()
@@ -193,7 +193,7 @@ class TimeMark:
     def seconds_since(self, earlier: TimeMark) -> float:
         """Return the seconds from `earlier`, a mark of the same device, to this one; blocks until this one."""
         self.wait()
-        if self._event is None:
+        if self._event is None or earlier._event is None:
             return self._now - earlier._now
         return earlier._event.elapsed_time(self._event) / 1e3
 
