@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) through PEFT: add, load, save, and run them in the compute dtype.
+"""Adapters of any row of `adapter_kinds` through PEFT: add, load, save.
 
 Adapters are PEFT's own modules, so `PeftModel.from_pretrained(base, folder)` reads a saved adapter without halfbyte.
 In addition, this module raises on names that match nothing and makes dtypes explicit.
@@ -8,8 +8,6 @@ adapters on a bfloat16 base, that means float32 matmuls: slow everywhere, and 6-
 Therefore every forward of this package runs within `no_input_casts` and `compute_autocast`: PEFT does not cast, and
 autocast rounds the small float32 factors to the compute dtype for the matmul. Gradients, optimizer state and saved
 weights stay float32.
-
-Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et al. 2024).
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ ROUNDING_OF_COPIES = 2**-7  # relative difference of a weight in bfloat16 and it
 
 
 def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | None = None) -> PeftModel:
-    """Freeze `model` and put trainable LoRA adapters on its linear layers.
+    """Freeze `model` and put trainable adapters on its linear layers.
 
     Args:
         model: any Hugging Face causal LM, 16-bit or with 4-bit linears.

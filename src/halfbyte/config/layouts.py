@@ -6,7 +6,9 @@ so a layout is refused before torch is imported. Requirements of modules are che
 `parallel.pipeline.model.check_stages`.
 
 axis      requires of the layout   of the method          of the keys                     of the model
-all       -                        -                      no layerwise optimizer          -
+all       -                        -                      no layerwise optimizer; an      -
+                                                          adapter whose row in
+                                                          `adapter_kinds` allows it
 data      -                        one process for gkd,   -                               -
                                    grpo and rloo
 shard     -                        sft or a comparison    no lora_preconditioner          decoder layers
