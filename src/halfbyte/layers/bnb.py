@@ -39,8 +39,8 @@ def is_bnb_lora(module: nn.Module) -> bool:
 
     The forward is x·Wᵀ + b plus the adapters' terms, as that of `peft.tuners.lora.Linear`.
     """
-    place, name = _forward(module)
-    return place == LORA_MODULE and name in ("Linear4bit.forward", "Linear8bitLt.forward")
+    module_name, name = _forward(module)
+    return module_name == LORA_MODULE and name in ("Linear4bit.forward", "Linear8bitLt.forward")
 
 
 def weight_view(linear: nn.Linear) -> QuantizedTensor | str:
@@ -94,7 +94,7 @@ def _weight(linear: nn.Module) -> Any:
     return linear.weight if weight is None else weight
 
 
-def _place(weight: Tensor) -> Key:
+def _weight_address(weight: Tensor) -> Key:
     """Return address, size and dtype of a weight; `__torch_function__` of its class would take 5 µs for each."""
     with torch._C.DisableTorchFunctionSubclass():
         return weight.data_ptr(), weight.numel(), weight.dtype
@@ -113,8 +113,8 @@ def _key_4bit(linear: Any) -> Key:
         return ()
     second, packing = state.state2 if state.nested else None, vars(state).get("packing_format_for_cpu")
     nested = () if second is None else (id(second.absmax), id(second.code), id(state.offset), second.blocksize)
-    place = _place(_weight(linear))
-    return *place, id(state.absmax), state.quant_type, state.blocksize, state.shape, packing, *nested
+    address = _weight_address(_weight(linear))
+    return *address, id(state.absmax), state.quant_type, state.blocksize, state.shape, packing, *nested
 
 
 def _view_4bit(linear: Any) -> QuantizedTensor | str:
@@ -143,7 +143,7 @@ def _scales_8bit(linear: Any) -> Tensor | None:
 
 def _key_8bit(linear: Any) -> Key:
     """Return a key that changes with the view of an 8-bit layer."""
-    return *_place(_weight(linear)), id(_scales_8bit(linear)), linear.state.has_fp16_weights
+    return *_weight_address(_weight(linear)), id(_scales_8bit(linear)), linear.state.has_fp16_weights
 
 
 def _view_8bit(linear: Any) -> QuantizedTensor | str:

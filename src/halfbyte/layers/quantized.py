@@ -92,8 +92,8 @@ def hold_stacks(module: nn.Module) -> None:
 
 
 def _stacks(module: nn.Module) -> dict[str, Any]:
-    own = module.named_parameters(recurse=False)
-    return {name: parameter for name, parameter in own if isinstance(parameter, QuantizedTensor)}
+    parameters = module.named_parameters(recurse=False)
+    return {name: parameter for name, parameter in parameters if isinstance(parameter, QuantizedTensor)}
 
 
 def _write_stacks(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -108,10 +108,10 @@ def _write_stacks(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 def _read_stacks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, stack in _stacks(module).items():
         full = f"{prefix}{name}"
-        found = _keys_below(state, full)
-        if not found.keys() - {""}:
+        stored_keys = _keys_below(state, full)
+        if not stored_keys.keys() - {""}:
             continue
-        entries = {suffix: state.pop(key) for suffix, key in found.items()}
+        entries = {suffix: state.pop(key) for suffix, key in stored_keys.items()}
         cls = recognize(entries, prefer=type(stack.format))
         format_, parts, shape, dtype = cls.from_state(entries, full)
         if shape != tuple(stack.shape):

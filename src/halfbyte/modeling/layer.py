@@ -436,8 +436,9 @@ def _reads(module_class: Any, name: str) -> bool:
     forward = inspect.unwrap(module_class.forward)
     eager = forward.__globals__.get("eager_attention_forward")
     attention = [*ALL_ATTENTION_FUNCTIONS.values(), *([eager] if eager is not None else [])]
-    functions = [forward, *(each for each in attention if not each.__module__.startswith(__package__))]
-    passes_on = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
+    functions = [forward, *(function for function in attention if not function.__module__.startswith(__package__))]
+    parameters = inspect.signature(forward).parameters.values()
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return not passes_on or any(_names(inspect.unwrap(function), name) for function in functions)
 
 
