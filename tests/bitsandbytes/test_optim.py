@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 
 import pytest
 import torch
@@ -172,26 +173,27 @@ def test_embeddings_have_fp32_state():
     [
         ("Adam8bit", {"amsgrad": True}), ("AdamW8bit", {"optim_bits": 8}), ("LAMB8bit", {"max_unorm": 0.5}),
         ("Adagrad8bit", {"optim_bits": 32}), ("Adam", {"lr": -1.0}), ("Adam", {"betas": (1.0, 0.9)}),
-    ],
-)  # fmt: skip
-def test_bad_arguments_raise_as_in_bitsandbytes(name, options):
-    with pytest.raises(ValueError):
-        getattr(bnb.optim, name)([nn.Parameter(torch.zeros(3))], **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("Adam", {"amsgrad": True}), ("AdamW32bit", {"optim_bits": 8}), ("Adagrad32bit", {"optim_bits": 8}),
+        # accepted and ignored by bitsandbytes
+        ("AdamW32bit", {"optim_bits": 8}), ("Adagrad32bit", {"optim_bits": 8}),
         ("LAMB", {"bias_correction": False}), ("LAMB", {"adam_w_mode": False}), ("LAMB32bit", {"amsgrad": True}),
         ("LARS", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
         ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
         ("SGD8bit", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}), ("RMSprop", {"momentum": 0.9}),
     ],
 )  # fmt: skip
-def test_arguments_that_bitsandbytes_ignores_are_refused(name, options):
+def test_bad_and_ignored_arguments_are_refused(name, options):
     with pytest.raises(ValueError):
         getattr(bnb.optim, name)([nn.Parameter(torch.zeros(3))], **options)
+
+
+@pytest.mark.parametrize("name", ["Lion", "SGD", "RMSprop", "LAMB", "LARS", "AdEMAMix"])
+def test_a_class_of_fixed_bits_has_the_signature_without_them(name):
+    plain, fixed = (inspect.signature(getattr(bnb.optim, name + suffix)) for suffix in ("", "8bit"))
+    assert [*fixed.parameters] == [key for key in plain.parameters if key != "optim_bits"]
+    arguments = [[nn.Parameter(torch.zeros(3))], 0.1, *([0.9] if "momentum" in list(plain.parameters)[2:3] else [])]
+    assert getattr(bnb.optim, name + "8bit")(*arguments).optim_bits == 8
+    with pytest.raises(TypeError):
+        getattr(bnb.optim, name + "8bit")(*arguments, optim_bits=8)
 
 
 @pytest.mark.parametrize(
