@@ -105,7 +105,13 @@ def linear_divergence(
         ModelError: inconsistent shapes, or a `beta` outside 0 to 1.
     """
     _check(hidden, weight, teacher_hidden, teacher_weight, objectives, beta)
-    chunk = chunk or _chunk_rows(weight)
+    if chunk is None:
+        device, size = weight.device.type, weight.element_size()
+        if divergence_.kernels(device):
+            chunk = chunk_rows(len(weight), device, size)
+        else:
+            rows = chunk_rows(len(weight), device, 4 * BUFFERS + size)
+            chunk = max(64, rows // (BUFFERS if device == "cpu" else 1))
     results: list[tuple[Tensor, Tensor]] = []
     buffer = logits_buffer(teacher_hidden, teacher_weight, chunk)
 
@@ -117,14 +123,6 @@ def linear_divergence(
     grads = products_in_chunks(hidden, weight, nothing, into_gradient, grad_hidden, grad_weight, chunk)
     divergences, entropies = (torch.cat(column) for column in zip(*results, strict=True))
     return Divergences(divergences, entropies, *grads)
-
-
-def _chunk_rows(weight: Tensor) -> int:
-    device = weight.device.type
-    if divergence_.kernels(device):
-        return chunk_rows(len(weight), device, weight.element_size())
-    wide = 4 * BUFFERS + weight.element_size()
-    return max(64, chunk_rows(len(weight), device, wide) // (BUFFERS if device == "cpu" else 1))
 
 
 def _check(

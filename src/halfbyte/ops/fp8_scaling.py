@@ -135,7 +135,8 @@ class DelayedScaling(nn.Module):
         self.history.copy_(self.history.roll(1, 1))
         self.history[:, 0] = 0
         self.inverse.copy_(torch.where(self.scale > 0, 1 / self.scale, 1.0))
-        if self._looks and not all(self.settled) and not _capturing(self.scale):
+        in_graph = self.scale.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._looks and not all(self.settled) and not in_graph:
             self._looks -= 1
             self.settled = (self.scale > 0).tolist()
 
@@ -143,10 +144,6 @@ class DelayedScaling(nn.Module):
         """Recompute `inverse` and `settled` from loaded scales."""
         self.inverse.copy_(torch.where(self.scale > 0, 1 / self.scale, 1.0))
         self.settled = (self.scale > 0).tolist()
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Codes(NamedTuple):
