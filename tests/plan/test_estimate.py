@@ -284,19 +284,19 @@ def test_host_memory_is_the_containers(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "longer", "graphs"), [("positions", 1, True), ("bounds", 1, False), ("unpacked", 4 / 3, False)]
+    ("separation", "longer", "graphs"), [("positions", 1, True), ("bounds", 1, False), ("unpacked", 4 / 3, False)]
 )
-def test_unpacked_documents_need_more_tokens_and_disable_graphs(monkeypatch, way, longer, graphs):
+def test_unpacked_documents_need_more_tokens_and_disable_graphs(monkeypatch, separation, longer, graphs):
     model_config = transformers.StableLmConfig(**SHAPE, max_position_embeddings=600)
     keys = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     config = run_config(packing=True, max_length=300, **keys)
     options = {"device": "cuda", "capacity_bytes": GIB}
-    monkeypatch.setattr("halfbyte.plan.shapes.isolate_tiny_model", lambda *_, **__: SimpleNamespace(way=way))
+    monkeypatch.setattr("halfbyte.plan.shapes.isolate_tiny_model", lambda *_, **__: SimpleNamespace(method=separation))
     found = estimate(config, model_config, **options)
     assert found.use_graphs == graphs
     padded = config.model_copy(update={"packing": False, "max_length": round(300 * longer)})
     expected = estimate(padded, model_config, **options)
-    masks = 2 * 300**2 * SHAPE["num_hidden_layers"] * 4 * (way == "positions")  # SDPA's, as numbers to add
+    masks = 2 * 300**2 * SHAPE["num_hidden_layers"] * 4 * (separation == "positions")  # SDPA's, as numbers to add
     assert found.activations == pytest.approx(expected.activations + masks, rel=0.05)
 
 
