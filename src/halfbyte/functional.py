@@ -60,16 +60,16 @@ class QuantState:
     @classmethod
     def from_dict(cls, state: dict[str, Tensor], name: str = "weight") -> tuple[Tensor, QuantState]:
         """Packed bytes and state from checkpoint entries by suffix."""
-        format_, parts, shape, dtype = Blockwise4.from_state(state, name)
-        return parts["packed"], _state(format_, parts, torch.Size(shape), dtype)
+        format_, tensors, shape, dtype = Blockwise4.from_state(state, name)
+        return tensors["packed"], _state(format_, tensors, torch.Size(shape), dtype)
 
 
-def _state(format_: Blockwise4, parts: dict[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> QuantState:
+def _state(format_: Blockwise4, tensors: dict[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> QuantState:
     nested: dict[str, Any] = {}
     if format_.nested:
-        nested = {"nested_absmax": parts["nested_absmax"], "nested_code": parts["nested_code"]}
-        nested["offset"] = parts["nested_offset"]
-    return QuantState(parts["absmax"], shape, dtype, format_.blocksize, format_.quant_type, **nested)
+        nested = {"nested_absmax": tensors["nested_absmax"], "nested_code": tensors["nested_code"]}
+        nested["offset"] = tensors["nested_offset"]
+    return QuantState(tensors["absmax"], shape, dtype, format_.blocksize, format_.quant_type, **nested)
 
 
 def quantize_4bit(
@@ -90,8 +90,8 @@ def quantize_4bit(
         ModelError: an unsupported option or dtype, or NaN/Inf in `A`.
     """
     format_ = Blockwise4(quant_type, blocksize, compress_statistics)  # type: ignore[arg-type]
-    parts = format_.quantize(A)
-    return parts["packed"], _state(format_, parts, A.shape, A.dtype)
+    tensors = format_.quantize(A)
+    return tensors["packed"], _state(format_, tensors, A.shape, A.dtype)
 
 
 def dequantize_4bit(packed: Tensor, quant_state: QuantState, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -66,7 +66,7 @@ def test_a_runaway_item_is_killed_and_the_others_finish(monkeypatch, function, s
     begin = time.monotonic()
     first, failed, last = Bounded(lambda item: function(item) if item == 1 else item)([0, 1, 2])
     assert (first, last) == (0, 2)
-    assert failed.said.startswith(said)
+    assert failed.reason.startswith(said)
     assert time.monotonic() - begin < 20
 
 

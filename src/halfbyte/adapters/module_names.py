@@ -52,7 +52,7 @@ def matching(key: str, pattern: str, names: Iterable[str], full_pattern: str = "
     match: Bounded[list[str], set[str]] = Bounded(lambda listed: {name for name in listed if compiled.fullmatch(name)})
     [matches] = match([list(names)])
     if isinstance(matches, Failure):
-        raise ConfigError(f"{key}: to match {brief(pattern)} against the names of modules, {matches.said}", fix)
+        raise ConfigError(f"{key}: to match {brief(pattern)} against the names of modules, {matches.reason}", fix)
     assert isinstance(matches, set)
     return matches
 

@@ -22,12 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     end_with_launcher()
     keep_bytecode()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    rest = [argument for argument in given if argument != "--debug"]
-    configure_streams(everything=len(rest) < len(given))
-    given = ["--debug", *rest] if len(rest) < len(given) else rest
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    without_debug = [argument for argument in words if argument != "--debug"]
+    configure_streams(everything=len(without_debug) < len(words))
+    words = ["--debug", *without_debug] if len(without_debug) < len(words) else without_debug
     try:
-        app(given, prog_name="halfbyte", obj=given)
+        app(words, prog_name="halfbyte", obj=words)
     except SystemExit as stop:
         if stop.code and was_launched():
             _end_now(stop.code if isinstance(stop.code, int) else 1)

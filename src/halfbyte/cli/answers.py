@@ -73,8 +73,8 @@ def chat(
             failed.append(str(number))
             print(error, file=sys.stderr, flush=True)
     if failed and not interactive:
-        more = ", …" * (len(failed) > 10)
-        lines = f"line {failed[0]}" if len(failed) == 1 else f"lines {', '.join(failed[:10])}{more}"
+        omitted = ", …" * (len(failed) > 10)
+        lines = f"line {failed[0]}" if len(failed) == 1 else f"lines {', '.join(failed[:10])}{omitted}"
         raise DataError(f"{lines} of the input {'has' if len(failed) == 1 else 'have'} no answer", "see above why")
 
 
@@ -172,20 +172,20 @@ def answer_file(
     saved = load_saved(name, trusting)
 
     talk = Conversation(saved, sampling, max_new_tokens)
-    asked = [talk.prompt_ids(prompt) for _, prompt in prompts]
-    _check_room(talk, file, [number for number, _ in prompts], list(map(len, asked)))
+    prompt_ids = [talk.prompt_ids(prompt) for _, prompt in prompts]
+    _check_room(talk, file, [number for number, _ in prompts], list(map(len, prompt_ids)))
     for first in range(0, len(prompts), batch_size):
-        some = slice(first, first + batch_size)
+        batch = slice(first, first + batch_size)
         with waiting(f"answering prompts {first + 1} to {min(first + batch_size, len(prompts))} of {len(prompts)}"):
             answers = continue_prompts(
                 saved.model,
-                asked[some],
+                prompt_ids[batch],
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 stops=talk.stops,
                 penalties=penalties,
             )
-        for (_, prompt), ids in zip(prompts[some], answers, strict=True):
+        for (_, prompt), ids in zip(prompts[batch], answers, strict=True):
             answer = saved.tokenizer.decode(ids, skip_special_tokens=True)
             yield json_line({"prompt": prompt, "answer": answer})
 
@@ -194,18 +194,18 @@ def _check_room(talk: Conversation, file: Path, numbers: Sequence[int], lengths:
     """Raise a DataError that lists the prompts that do not fit the model's positions."""
     from ..generation.decoder import context_length
 
-    asked, limit = talk.max_new_tokens, context_length(talk.saved.model)
+    max_new_tokens, limit = talk.max_new_tokens, context_length(talk.saved.model)
     if empty := [str(number) for number, tokens in zip(numbers, lengths, strict=True) if not tokens]:
         raise DataError(f"{file}: no tokens in line {', '.join(empty[:10])}", "remove these lines")
-    long = [pair for pair in zip(numbers, lengths, strict=True) if limit and pair[1] + (asked or 1) > limit]
+    long = [pair for pair in zip(numbers, lengths, strict=True) if limit and pair[1] + (max_new_tokens or 1) > limit]
     if not long:
         return
     named = ", ".join(f"line {number} ({tokens:,} tokens)" for number, tokens in long[:10])
-    more = f" and {len(long) - 10} more" if len(long) > 10 else ""
-    new = f" with --max-new-tokens {asked}" if asked else " and an answer"
-    fits = limit is not None and asked and all(tokens < limit for _, tokens in long)
+    omitted = f" and {len(long) - 10} more" if len(long) > 10 else ""
+    new = f" with --max-new-tokens {max_new_tokens}" if max_new_tokens else " and an answer"
+    fits = limit is not None and max_new_tokens and all(tokens < limit for _, tokens in long)
     raise DataError(
-        f"{file}: {named}{more}{new} exceed the model's {limit} positions",
+        f"{file}: {named}{omitted}{new} exceed the model's {limit} positions",
         "lower or remove --max-new-tokens" if fits else "shorten or remove these prompts",
     )
 
@@ -226,10 +226,10 @@ def read_prompts(file: Path) -> list[tuple[int, str]]:
 
 
 def _prompt(file: Path, number: int, line: str) -> str:
-    found = parse_json(line, str(file), DataError, FIX, line=number)
-    if not isinstance(found, dict) or "prompt" not in found:
+    record = parse_json(line, str(file), DataError, FIX, line=number)
+    if not isinstance(record, dict) or "prompt" not in record:
         raise DataError(f'{file}:{number}: not an object with "prompt"', 'write {"prompt": "..."}')
-    prompt = found["prompt"]
+    prompt = record["prompt"]
     if not isinstance(prompt, str) or not prompt.strip():
         problem = "is empty" if isinstance(prompt, str) else "is not text"
         raise DataError(f"{file}:{number}: prompt {problem}", 'write {"prompt": "..."}, or remove the line')

@@ -56,8 +56,8 @@ RepetitionPenalty = Annotated[
 RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"halfbyte {__version__}")
         raise typer.Exit
 
@@ -162,17 +162,17 @@ def evaluate(
     for word in overrides or []:
         if word.startswith("--"):
             check_option(word, ["--trust-remote-code"])
-    given = [*(overrides or []), *(["trust_remote_code=true"] if trust_remote_code else [])]
+    assignments = [*(overrides or []), *(["trust_remote_code=true"] if trust_remote_code else [])]
     with started(model, data):
         from ..runs.inputs import check_datasets
         from ..runs.saved import look_up
 
         check_datasets(data)
-        look_up(model, given, data)
+        look_up(model, assignments, data)
         import_models()
         from ..evaluation.held_out import evaluate as measure
 
-        result = measure(model, data, given)
+        result = measure(model, data, assignments)
     measured = f"{result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s"
     typer.echo(f"{result.shown} · {measured} · {result.precision}")
 

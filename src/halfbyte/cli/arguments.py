@@ -51,21 +51,23 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     if len(names) > 2:
         raise UsageError(f"{names[2]} is one name too many", f"write halfbyte {command} MODEL DATA [KEY=VALUE]...")
     keys = {word.partition("=")[0].removeprefix("--") for word in overrides}
-    given = dict(zip(("model_name_or_path", "dataset"), names, strict=False))
-    if twice := sorted(given.keys() & keys):
-        raise UsageError(f"{twice[0]} is given twice, first as {given[twice[0]]}", "name it once")
-    if len(names) == 1 and (own := Path(names[0]) / GIVEN_CONFIG).is_file():
-        more = _as_new_or_again(own, overrides) if command == "train" else ""
+    positional = dict(zip(("model_name_or_path", "dataset"), names, strict=False))
+    if twice := sorted(positional.keys() & keys):
+        raise UsageError(f"{twice[0]} is given twice, first as {positional[twice[0]]}", "name it once")
+    if len(names) == 1 and (given_config := Path(names[0]) / GIVEN_CONFIG).is_file():
+        ending = _as_new_or_again(given_config, overrides) if command == "train" else ""
         raise UsageError(
-            f"{names[0]} is a run's folder, not a configuration file", f"write halfbyte {command} {own}{more}"
+            f"{names[0]} is a run's folder, not a configuration file",
+            f"write halfbyte {command} {given_config}{ending}",
         )
     as_model = f"{names[0]} is not a configuration file, and a model needs DATA" if names else ""
     for key, word in (("model_name_or_path", "model"), ("dataset", "data")):
-        if key not in given and not any(word in each for each in keys):  # also other tools' keys: base_model, datasets
+        # also other tools' keys: base_model, datasets
+        if key not in positional and not any(word in name for name in keys):
             raise UsageError(as_model or f"{key} is missing", f"write halfbyte {command} MODEL DATA, or RUN.YAML")
     if len(names) == 2:
         check_order(command, *names)
-    return load_config(None, overrides, given)
+    return load_config(None, overrides, positional)
 
 
 def _as_new_or_again(file: Path, overrides: list[str]) -> str:

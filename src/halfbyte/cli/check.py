@@ -61,8 +61,8 @@ def _prepared(config: RunConfig, console: Console) -> PreparedRun:
         from .model_facts import model_facts
 
     layout = layout_to_launch(config)
-    asked = config.layout if is_rank() else None
-    mesh_of_ranks = present_mesh(asked, chosen_device(config.device).type)
+    rank_layout = config.layout if is_rank() else None
+    mesh_of_ranks = present_mesh(rank_layout, chosen_device(config.device).type)
     with mesh_of_ranks as mesh, contextlib.nullcontext() if mesh.is_main else silent():
         check_agreement(mesh, config)
         run = prepare_run(config, None, console, mesh, layout if mesh.size == 1 else None, writes=False)
@@ -109,17 +109,17 @@ def _check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None,
         from ..plan.meshes import Meshes
 
     gpus, device = _device(gpus, gpu_memory)
-    asked = config.layout
-    if asked is not None and asked.size != gpus:
+    layout = config.layout
+    if layout is not None and layout.size != gpus:
         raise ConfigError(
-            f"parallel: {asked} needs {asked.size} GPUs, and --gpus is {gpus}",
+            f"parallel: {layout} needs {layout.size} GPUs, and --gpus is {gpus}",
             f"set parallel: auto, or degrees with the product {gpus}",
         )
     model_config, batches = _inputs(config, device)
     meshes = Meshes(config, model_config, device, batches)
     _table(console, meshes, gpus, device)
-    if asked is not None:
-        _print_asked(console, meshes, asked, config)
+    if layout is not None:
+        _print_asked(console, meshes, layout, config)
         return
     chosen, reason = meshes.choose(gpus)
     if gpus > 1:
@@ -133,16 +133,16 @@ def _device(gpus: int | None, gpu_memory: float | None) -> tuple[int, Device]:
     from ..plan.cards import card_of, card_of_memory, usable_bytes
     from ..plan.meshes import Device
 
-    here = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    if not here and (gpus is None or gpu_memory is None):
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if not devices and (gpus is None or gpu_memory is None):
         missing = "--gpu-memory" if gpus is not None else "--gpus"
         raise ConfigError(f"{missing} is missing, and this machine has no GPU", f"add {missing} NUMBER")
-    gpus = gpus or len(here)
+    gpus = gpus or len(devices)
     if gpu_memory is not None:
         card = card_of_memory(gpu_memory)
-        known = [card_of(device) for device in here if _gib(device) <= 1.1 * gpu_memory]
-        return gpus, Device(torch.device("cuda"), usable_bytes(gpu_memory, gpus), known[0] if known else card)
-    smallest = min(here[:gpus], key=_gib)
+        cards = [card_of(device) for device in devices if _gib(device) <= 1.1 * gpu_memory]
+        return gpus, Device(torch.device("cuda"), usable_bytes(gpu_memory, gpus), cards[0] if cards else card)
+    smallest = min(devices[:gpus], key=_gib)
     return gpus, Device(smallest, usable_bytes(_gib(smallest), gpus), card_of(smallest))
 
 
@@ -181,9 +181,9 @@ def _line(option: Option) -> str:
     plan, name = option.plan, str(option.layout)
     if plan is None:
         return f"{name}: not possible: {option.refused}"
-    parts = ", ".join(f"{COMPONENT_NAMES[part]} {size(n)}" for part, n in plan.predicted().items() if part in
-                      COMPONENT_NAMES and n)  # fmt: skip
-    words = [f"{name}: {'fits' if plan.fits else 'does NOT fit'}: {size(plan.total)} a GPU ({parts})"]
+    counts = {COMPONENT_NAMES[key]: count for key, count in plan.predicted().items() if key != "total" and count}
+    components = ", ".join(f"{component} {size(count)}" for component, count in counts.items())
+    words = [f"{name}: {'fits' if plan.fits else 'does NOT fit'}: {size(plan.total)} a GPU ({components})"]
     if plan.layout.slices > 1:
         resident = f", {len(plan.stays)} blocks stay gathered" if plan.stays else ""
         host = f", shards of {len(plan.hosted)} blocks in host memory" if plan.hosted else ""
@@ -195,9 +195,9 @@ def _line(option: Option) -> str:
     return " · ".join(words)
 
 
-def _print_asked(console: Console, meshes: Meshes, asked: Parallel, config: TrainingSection) -> None:
-    option = meshes.option(asked, config.gradient_accumulation_steps)
+def _print_asked(console: Console, meshes: Meshes, layout: Parallel, config: TrainingSection) -> None:
+    option = meshes.option(layout, config.gradient_accumulation_steps)
     if option.plan is None:
         raise ConfigError(option.refused, "set parallel: auto, or a layout above that fits")
     fits = "fits" if option.fits else "does not fit; `halfbyte check` on that machine suggests changes"
-    console.print(one_line(f"the run sets parallel: {asked}, which {fits}"), soft_wrap=True)
+    console.print(one_line(f"the run sets parallel: {layout}, which {fits}"), soft_wrap=True)

@@ -55,12 +55,12 @@ def print_kernels(name: str | None) -> None:
 
     if name is not None and name not in KNOWN:
         raise UsageError(f"--device {name} is not known", f"choose from {', '.join(KNOWN)}")
-    here = chosen_device(None)
-    found = KNOWN[name or "cpu"] if name or here.type == "cpu" else device_of(torch.empty(0, device=here))
-    table = Table(title=found.name, title_justify="left", box=None)
+    device = chosen_device(None)
+    target = KNOWN[name or "cpu"] if name or device.type == "cpu" else device_of(torch.empty(0, device=device))
+    table = Table(title=target.name, title_justify="left", box=None)
     for column in ("op", "call", "kernel", "why not others"):
         table.add_column(column, overflow="fold")
-    for choice in choices(found):
+    for choice in choices(target):
         why = "; ".join(f"{kernel}: {reason}" for kernel, reason in choice.refusals.items())
         table.add_row(choice.op, choice.shapes, choice.kernel, why)
     Console(width=None if Console().is_terminal else WIDE).print(table)
@@ -159,10 +159,10 @@ def merge_run(
     from ..report.page import write_report
 
     console = Console(soft_wrap=True)
-    place = out or run / merged_folder(slug(quantize) if quantize else "")
+    folder = out or run / merged_folder(slug(quantize) if quantize else "")
     report = merge(
         run,
-        place,
+        folder,
         base=base,
         quantize=_target(quantize),
         verify=verify,
@@ -205,10 +205,10 @@ def mix_formats(
     Raises:
         HalfbyteError: the model, the text or a format cannot be used, or the budget or the text is too small.
     """
-    place = find(name)
-    if place.adapter or not place.base:
+    checkpoint = find(name)
+    if checkpoint.adapter or not checkpoint.base:
         raise ConfigError(f"{name} is a run or an adapter", "name the 16-bit base model")
-    preflight_model(Origin(place.base))
+    preflight_model(Origin(checkpoint.base))
     check_datasets(dataset)
     import_models()
     from ..data.collate import make_collator
@@ -218,10 +218,15 @@ def mix_formats(
     from ..modeling.packing import isolate_for_run
 
     candidates = _candidates(formats)
-    config = saved_config(place, [f"max_length={CALIBRATION_ROW}", "packing=true", "load_in_4bit=false"], dataset)
+    config = saved_config(checkpoint, [f"max_length={CALIBRATION_ROW}", "packing=true", "load_in_4bit=false"], dataset)
     files = find_model(config.origin)
-    how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
-    model = load_model(files, config.storage, dtype=config.precision.compute, **how)
+    model = load_model(
+        files,
+        config.storage,
+        dtype=config.precision.compute,
+        device=config.device,
+        attn_implementation=config.attn_implementation,
+    )
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     collate = make_collator(config, tokenizer)
     rows = packed_rows(config, tokenizer, 2 * max(tokens, HELD_OUT))
@@ -243,9 +248,9 @@ def _candidates(formats: str | None) -> dict[str, Any]:
     """Return the formats by name."""
     from .. import formats as registry
 
-    wanted = sorted(registry.names()) if formats is None else [each.strip() for each in formats.split(",")]
+    names = sorted(registry.names()) if formats is None else [name.strip() for name in formats.split(",")]
     try:
-        return {each: registry.named(each) for each in wanted}
+        return {name: registry.named(name) for name in names}
     except ModelError as error:
         raise UsageError(f"--formats {formats}: {error.message}", error.fix) from error
 
@@ -315,7 +320,7 @@ def serve_model(
 
 
 def _named(adapter: str) -> tuple[str, str]:
-    name, found, path = adapter.partition("=")
-    if not (name and found and path):
+    name, equals, path = adapter.partition("=")
+    if not (name and equals and path):
         raise UsageError(f"--adapter {adapter} is not name=path", "e.g. --adapter poet=runs/poet")
     return name, path

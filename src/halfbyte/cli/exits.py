@@ -26,7 +26,9 @@ from ..utils.processes import Stopped, is_main_rank, raise_on_signals, was_launc
 from ..utils.streams import discard_stdout
 from ..utils.text import visible
 
-FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
+FAILED = 1
+WRONG_USAGE = 2
+UNREAD = 141
 TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer does not export it
 RUN_FOLDER = "halfbyte.run_folder"  # key of a context's meta: folder for bug reports, if it exists
 LONGEST = 300  # characters of the message of a bug
@@ -71,11 +73,11 @@ def _exit_code(error: BaseException, meta: dict[str, Any]) -> int:
     if isinstance(error, BrokenPipeError):
         discard_stdout()
         return UNREAD
-    known = error if isinstance(error, HalfbyteError) else _expected_error(error)
-    shown = known or _bug_report(error, meta)
-    if not (was_launched() and _reported_to_launcher(shown, error, bug=known is None)):
+    expected = error if isinstance(error, HalfbyteError) else _expected_error(error)
+    shown = expected or _bug_report(error, meta)
+    if not (was_launched() and _reported_to_launcher(shown, error, bug=expected is None)):
         print_error(shown)
-    return WRONG_USAGE if isinstance(known, UsageError) else FAILED
+    return WRONG_USAGE if isinstance(expected, UsageError) else FAILED
 
 
 def _reported_to_launcher(shown: HalfbyteError, error: BaseException, *, bug: bool) -> bool:
@@ -118,10 +120,10 @@ def _print_usage_error(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(error.format_message(), err=True)
         return WRONG_USAGE
-    what, _, near = error.message.partition(" Did you mean ")
+    problem, _, near = error.message.partition(" Did you mean ")
     near = ", ".join(getattr(error, "possibilities", None) or []) or near.strip("'?")
     if isinstance(error, typer.BadParameter):
-        what = _wrong_value(error)
+        problem = _wrong_value(error)
     if near:
         fix = f"did you mean {near}?"
     elif ctx:
@@ -129,7 +131,7 @@ def _print_usage_error(error: Any) -> int:
     else:
         option = getattr(error, "option_name", "")
         fix = f"write {option} VALUE" if option else "see `halfbyte -h`"
-    print_error(UsageError(what[:1].lower() + what[1:].rstrip("."), fix))
+    print_error(UsageError(problem[:1].lower() + problem[1:].rstrip("."), fix))
     return WRONG_USAGE
 
 
@@ -142,23 +144,23 @@ def _wrong_value(error: Any) -> str:
     if details:  # from pydantic; earlier versions of typer use click
         why = error.message.partition(",")[0].replace("Input should be", "it must be")
         return f"{name} {details[0]['input']}: {why}"
-    if found := _NO_TYPE.fullmatch(error.message):
-        return f"{name} {found[1]}: it must be a valid {'integer' if found[2].startswith('int') else 'number'}"
-    if found := _OUT_OF_RANGE.fullmatch(error.message):
+    if match := _NO_TYPE.fullmatch(error.message):
+        return f"{name} {match[1]}: it must be a valid {'integer' if match[2].startswith('int') else 'number'}"
+    if match := _OUT_OF_RANGE.fullmatch(error.message):
         low, high = error.param.type.min, error.param.type.max
-        below = low is not None and float(found[1]) < low
+        below = low is not None and float(match[1]) < low
         bound = f"greater than or equal to {low:g}" if below else f"less than or equal to {high:g}"
-        return f"{name} {found[1].removesuffix('.0')}: it must be {bound}"
+        return f"{name} {match[1].removesuffix('.0')}: it must be {bound}"
     return str(error.format_message())
 
 
 def _bug_report(error: BaseException, meta: dict[str, Any]) -> HalfbyteError:
     first = (str(error).strip() or "no message").splitlines()[0]
-    what = f"this is a bug in halfbyte: {type(error).__name__}: {first[:LONGEST]}"
+    summary = f"this is a bug in halfbyte: {type(error).__name__}: {first[:LONGEST]}"
     text = _full_text(error)
     file = _write_report(text, meta.get(RUN_FOLDER))
     return HalfbyteError(
-        what, f"report it with {file}, which has the full text" if file else f"report this text:\n{text}"
+        summary, f"report it with {file}, which has the full text" if file else f"report this text:\n{text}"
     )
 
 
@@ -188,7 +190,9 @@ def _full_text(error: BaseException) -> str:
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command with `***` in place of the values of keys and tokens."""
-    shown = ["***" if before in SECRETS else word for before, word in zip(["", *arguments], arguments, strict=False)]
+    shown = [
+        "***" if previous in SECRETS else word for previous, word in zip(["", *arguments], arguments, strict=False)
+    ]
     return [re.sub(r"^((--)?hub[-_]token=|--api-key=).*", r"\1***", word, flags=re.DOTALL) for word in shown]
 
 
@@ -200,10 +204,10 @@ def _write_report(text: str, run_folder: Path | None) -> Path | None:
     from ..utils.files import cache_folder, write_text
 
     name = f"halfbyte-bug-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    places = [lambda: run_folder if run_folder and run_folder.is_dir() else None, cache_folder, tempfile.gettempdir]
-    for place in places:
+    candidates = [lambda: run_folder if run_folder and run_folder.is_dir() else None, cache_folder, tempfile.gettempdir]
+    for folder_of in candidates:
         with contextlib.suppress(HalfbyteError, OSError):
-            if folder := place():
+            if folder := folder_of():
                 return write_text(Path(folder) / name, visible(text))
     return None
 

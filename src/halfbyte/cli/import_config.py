@@ -104,7 +104,7 @@ def convert(file: Path) -> Imported:
             case Mapped(keys):
                 _record(imported, key, keys, value)
             case Refused(why, fix) if key in OTHER_METHODS:
-                raise ConfigError(f"{written[key].where}: {key}: {brief(value)} is an unsupported method: {why}", fix)
+                raise ConfigError(f"{written[key].source}: {key}: {brief(value)} is an unsupported method: {why}", fix)
             case Refused(why, fix) if key in WITHOUT_EFFECT_ON_RESULT:
                 imported.left_out[key] = f"{why}; {fix}"
             case Refused(why, fix):
@@ -131,11 +131,11 @@ def convert(file: Path) -> Imported:
 
 def _record(imported: Imported, origin: str, keys: dict[str, Any], value: Any = None) -> None:
     """Record our `keys` for the foreign key `origin`, unless the file gives other values already."""
-    for key, given in keys.items():
-        ours = VALUES.get(key, {}).get(given, given) if isinstance(given, str) else given
+    for key, setting in keys.items():
+        converted = VALUES.get(key, {}).get(setting, setting) if isinstance(setting, str) else setting
         if key not in imported.keys:
-            imported.keys[key], imported.origin[key] = ours, origin
-        elif imported.keys[key] != ours:
+            imported.keys[key], imported.origin[key] = converted, origin
+        elif imported.keys[key] != converted:
             why = f"{imported.origin[key]} already gives {dump_value(key, imported.keys[key])}; keep one of them"
             imported.undecided[origin] = value, why
 
@@ -186,10 +186,10 @@ def _drop_invalid(imported: Imported, values: dict[str, Any]) -> None:
             RunConfig(**{**required, **imported.keys})
             return
         except ValidationError as error:
-            given = {key: Located(value, "") for key, value in imported.keys.items()}
+            located = {key: Located(value, "") for key, value in imported.keys.items()}
             detail = error.errors()[0]
             key = key_of(detail)
-            wrong = explain(detail, given)
+            wrong = explain(detail, located)
             why = " ".join("; ".join(filter(None, (wrong.message, wrong.fix))).split())
             if key not in imported.keys:  # a default contradicts a key of the file
                 imported.undecided[key] = RunConfig.model_fields[key].default, why

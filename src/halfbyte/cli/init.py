@@ -77,13 +77,13 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
         *reward_lines,
         *layout_lines,
     ]
-    others = {"parallel"} if layout_lines else set()
-    others |= {"method", *DEFAULTS[method]} if method in DEFAULTS else set()
-    others |= {"max_completion_length"} if rows == "prompts" else set()
-    others |= {"reward_funcs"} if method in POLICY else set()
-    others |= {"teacher_model_name_or_path"} if teacher is not None else set()
+    further_keys = {"parallel"} if layout_lines else set()
+    further_keys |= {"method", *DEFAULTS[method]} if method in DEFAULTS else set()
+    further_keys |= {"max_completion_length"} if rows == "prompts" else set()
+    further_keys |= {"reward_funcs"} if method in POLICY else set()
+    further_keys |= {"teacher_model_name_or_path"} if teacher is not None else set()
     for section in SECTIONS:
-        shown = [key for key in section.model_fields if key in SHOWN_KEYS or key in others]
+        shown = [key for key in section.model_fields if key in SHOWN_KEYS or key in further_keys]
         lines += [
             f"{dump_value(key, getattr(config, key)):<38} # {section.model_fields[key].description}" for key in shown
         ]
@@ -100,10 +100,10 @@ def _method_keys(method: str, teacher: str | None) -> dict[str, Any]:
         missing = teacher is None
         wrong = f"--method {method} needs --teacher" if missing else f"--teacher has no meaning with --method {method}"
         raise UsageError(wrong, "add --teacher MODEL_OR_ADAPTER" if missing else "remove it, or add --method gkd")
-    asked: dict[str, Any] = {"eval_split_size": 0.05} | ({} if method == "sft" else {"method": method})
-    asked |= SAMPLING_KEYS if method in SAMPLING else {}
-    asked |= {"reward_funcs": PLACEHOLDER_REWARDS} if method in POLICY else {}
-    return asked | ({} if teacher is None else {"teacher_model_name_or_path": teacher})
+    keys: dict[str, Any] = {"eval_split_size": 0.05} | ({} if method == "sft" else {"method": method})
+    keys |= SAMPLING_KEYS if method in SAMPLING else {}
+    keys |= {"reward_funcs": PLACEHOLDER_REWARDS} if method in POLICY else {}
+    return keys | ({} if teacher is None else {"teacher_model_name_or_path": teacher})
 
 
 def _accumulation_of_groups(config: RunKeys, size: int) -> int:
@@ -130,7 +130,7 @@ def _with_packing(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunC
 
     packed = base.model_copy(update={"packing": True})
     try:
-        found = isolate_tiny_model(model_config, PackedCollator(0), trust_remote_code=base.trust_remote_code)
+        isolation = isolate_tiny_model(model_config, PackedCollator(0), trust_remote_code=base.trust_remote_code)
     except ConfigError as error:
         return base, [f"# No {' '.join(error.message.split())}"]
     except Exception as error:  # the model's own code may raise anything for tiny sizes
@@ -139,10 +139,10 @@ def _with_packing(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunC
             f"# No packing: the test for attention between documents failed for a tiny {model_config.model_type}",
             f"# ({reason}). With packing: true the run repeats the test.",
         ]
-    if found.method == "positions":
+    if isolation.method == "positions":
         return packed, []
-    reason = found.leak or str(found.tried["positions"])
-    return packed, [f"# Packed documents would attend to each other ({reason}), so {NOTICES[found.method]}."]
+    reason = isolation.leak or str(isolation.tried["positions"])
+    return packed, [f"# Packed documents would attend to each other ({reason}), so {NOTICES[isolation.method]}."]
 
 
 def _with_layout(
@@ -161,8 +161,8 @@ def _with_layout(
     if len(devices) < 2:
         return base, []
     keys = {"max_length": shortest, "per_device_train_batch_size": 1}
-    least = min(map(free_bytes, devices))
-    device = Device(devices[0], least, card_of(devices[0]))
+    free = min(map(free_bytes, devices))
+    device = Device(devices[0], free, card_of(devices[0]))
     meshes = Meshes(
         base.model_copy(update=keys), model_config, device, lambda changed: batches_of(changed, data, devices[0])
     )

@@ -20,7 +20,9 @@ from .startup import quick_imports
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TRAINED, MASKED, EOS = "green", "dim", "reverse"
+TRAINED = "green"
+MASKED = "dim"
+EOS = "reverse"
 REJECTED = "red"  # trained tokens of a rejected answer
 INITIAL_STATE = {"global_step": 0, "max_steps": 0, "num_train_epochs": 0, "epoch": 0.0}  # at the beginning of a run
 
@@ -34,9 +36,9 @@ def preview_rows(config: RunConfig, count: int) -> None:
 
     tokenizer = load_tokenizer(config.origin, chat_template_path=config.chat_template_path)
     method = method_of(config)
-    kind = method.rows
+    row_type = method.rows
     prepared = method.prepare(config, tokenizer)
-    collate = method.collator(config, tokenizer) if kind == "text" else None
+    collate = method.collator(config, tokenizer) if row_type == "text" else None
     stops = [tokenizer.convert_tokens_to_ids(token) for token in prepared.report["stop_tokens"]]
     ends = {tokenizer.eos_token_id, *stops}
     console = Console(soft_wrap=True)
@@ -60,8 +62,8 @@ def legend(marks: bool, *, answers: bool = False) -> Text:
     """
     if marks:
         return Text("⟦trained⟧ masked ⏎=EOS")
-    others = [(" rejected", REJECTED)] if answers else []
-    return Text.assemble(("trained", TRAINED), *others, "  ", ("masked", MASKED), "  ", ("EOS", EOS))
+    rejected = [(" rejected", REJECTED)] if answers else []
+    return Text.assemble(("trained", TRAINED), *rejected, "  ", ("masked", MASKED), "  ", ("EOS", EOS))
 
 
 def render(
@@ -98,11 +100,11 @@ def render_answers(
     yield _coloured(prompt, [IGNORE_INDEX] * len(prompt), tokenizer, ends, marks)
     for name in (name.removesuffix("_mask") for name in row if name.endswith("_mask")):
         ids, mask = row[f"{name}_ids"], row[f"{name}_mask"]
-        wanted = row.get("label", name != "rejected")
-        title = f"{name} ({'desirable' if wanted else 'undesirable'})" if "label" in row else name
+        is_desirable = row.get("label", name != "rejected")
+        title = f"{name} ({'desirable' if is_desirable else 'undesirable'})" if "label" in row else name
         yield _heading(f"row {number + 1}, {title}: {len(ids)} tokens, {sum(mask)} trained")
         labels = [token if trained else IGNORE_INDEX for token, trained in zip(ids, mask, strict=True)]
-        yield _coloured(ids, labels, tokenizer, ends, marks, TRAINED if wanted else REJECTED)
+        yield _coloured(ids, labels, tokenizer, ends, marks, TRAINED if is_desirable else REJECTED)
     further = {name: row[name] for name in ("margin", "right") if name in row} | row.get("columns", {})
     if further:
         yield Text("\n".join(f"{name}: {brief(value)}" for name, value in further.items()), style="cyan")
@@ -132,9 +134,9 @@ def _coloured(
 ) -> Text:
     """Colour tokens; decode runs of one kind together, since a character may consist of several tokens."""
     text = Text()
-    kinds = [(label != IGNORE_INDEX, token in ends) for token, label in zip(tokens, labels, strict=True)]
+    token_marks = [(label != IGNORE_INDEX, token in ends) for token, label in zip(tokens, labels, strict=True)]
     at = 0
-    for (trained, is_eos), run in groupby(kinds):
+    for (trained, is_eos), run in groupby(token_marks):
         size = len(list(run))
         piece = str(tokenizer.decode(tokens[at : at + size], skip_special_tokens=False))
         at += size
@@ -179,44 +181,48 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     try:
         rewards.check()
         check_reward_model_compatibility(config, rewards, files.config, tokenizer, Console(quiet=True))
-        how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
-        model = load_model(files, config.storage, dtype=config.precision.compute, **how)
-        model = (
-            add_adapter(model, config.adapter) if config.adapter else model
-        )  # a new adapter does not change the model
+        model = load_model(
+            files,
+            config.storage,
+            dtype=config.precision.compute,
+            device=config.device,
+            attn_implementation=config.attn_implementation,
+        )
+        if config.adapter:
+            model = add_adapter(model, config.adapter)  # a new adapter does not change the model
         device = chosen_device(config.device)
         dtype = compute_dtype_of(model)
         rollouts = make_rollouts(config, method, model, tokenizer, data, rewards, device=device, compute_dtype=dtype)
         shown = list(range(min(count, len(data.train))))
         with closing(rollouts), loaded_reward_models(config, rewards, model, tokenizer, device, dtype):
-            found = rollouts.answer(shown, [data.train[at] for at in shown], answers, 0, INITIAL_STATE)
+            batch = rollouts.answer(shown, [data.train[at] for at in shown], answers, 0, INITIAL_STATE)
         console = Console(soft_wrap=True)
-        for line in _rollout_lines(found, answers, tokenizer):
+        for line in _rollout_lines(batch, answers, tokenizer):
             console.print(line)
     finally:
         rewards.close()
 
 
-def _rollout_lines(found: Any, answers: int, tokenizer: Any) -> Iterator[Text]:
+def _rollout_lines(batch: Any, answers: int, tokenizer: Any) -> Iterator[Text]:
     """Yield each prompt, its answers with their rewards, and the mean and spread of each reward."""
-    for at, text in enumerate(found.texts):
+    for at, text in enumerate(batch.texts):
         if at % answers == 0:
-            prompt = str(tokenizer.decode(found.prompts[at]["prompt_ids"]))
+            prompt = str(tokenizer.decode(batch.prompts[at]["prompt_ids"]))
             yield Text(f"\n{f'── prompt {at // answers + 1} ':─<100}", style="cyan")
             yield Text(visible(prompt), style="dim")
-        completion = found.completions[at]
-        values = [f"{name} {_shown(rewards[at])}" for name, rewards in found.scored.rewards.items()]
+        completion = batch.completions[at]
+        values = [f"{name} {_shown(rewards[at])}" for name, rewards in batch.scored.rewards.items()]
         ended = "" if completion.ended else ", cut off"
         title = " · ".join([f"answer {at % answers + 1}: {len(completion.ids)} tokens{ended}", *values])
         yield Text(f"{f'── {title} ':─<100}", style="cyan")
         yield Text(visible(text), style="green")
-    if not found.scored.rewards:
+    if not batch.scored.rewards:
         return
     yield Text("")
-    for name in found.scored.rewards:
-        mean, spread = (found.numbers.get(f"rewards/{name}/{kind}") for kind in ("mean", "std"))
+    for name in batch.scored.rewards:
+        mean, spread = (batch.numbers.get(f"rewards/{name}/{statistic}") for statistic in ("mean", "std"))
         yield Text(f"{name}: mean {_shown(mean)}, spread {_shown(spread)}")
-    yield Text(f"groups with equal rewards, which have no gradient: {found.numbers.get('frac_reward_zero_std', 0):.0%}")
+    yield Text(f"groups with equal rewards, which have no gradient: {batch.numbers.get('frac_reward_zero_std', 0):.0%}")
 
 
 def _shown(value: float | None) -> str:

@@ -46,12 +46,12 @@ def keep_bytecode() -> None:
 
 def _source_without_bytecode(package: str) -> Path | None:
     """Return the source of a package that has no bytecode and cannot get any."""
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None or found.cached is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None or spec.cached is None:
         return None
-    source, compiled = Path(found.origin), Path(found.cached)
-    place = compiled.parent if compiled.parent.is_dir() else source.parent
-    return None if compiled.is_file() or os.access(place, os.W_OK) else source
+    source, compiled = Path(spec.origin), Path(spec.cached)
+    folder = compiled.parent if compiled.parent.is_dir() else source.parent
+    return None if compiled.is_file() or os.access(folder, os.W_OK) else source
 
 
 def _installation_hash(site: Path) -> str:
@@ -59,7 +59,7 @@ def _installation_hash(site: Path) -> str:
 
     Python compares a source only by time and size with its bytecode, and some images give all files the same time.
     """
-    installed = sorted(each for each in os.listdir(site) if each.endswith(".dist-info"))
+    installed = sorted(name for name in os.listdir(site) if name.endswith(".dist-info"))
     return hashlib.sha256("\n".join([str(site), *installed]).encode()).hexdigest()[:16]
 
 

@@ -29,8 +29,8 @@ def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None =
         verbose: print details as well.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    again: str | bool | None = True if resume else config.resume_from_checkpoint
-    again = True if was_restarted() else again
+    resume_from: str | bool | None = True if resume else config.resume_from_checkpoint
+    resume_from = True if was_restarted() else resume_from
     console = Console(outlives_reader=True, quiet=not is_main_rank(), verbose=verbose)
     if LAUNCHER not in os.environ:
         print_run(console, config)
@@ -38,13 +38,15 @@ def train_run(config: RunConfig, resume: bool, arguments: Sequence[str] | None =
         print_remarks()
     from ..runs.inputs import check_output, check_paths
 
-    check_output(config, again)
+    check_output(config, resume_from)
     check_paths(config)
     with showing_waits(console):
-        _launch_or_train(config, again, console, arguments)
+        _launch_or_train(config, resume_from, console, arguments)
 
 
-def _launch_or_train(config: RunConfig, again: str | bool | None, console: Console, arguments: Sequence[str]) -> None:
+def _launch_or_train(
+    config: RunConfig, resume_from: str | bool | None, console: Console, arguments: Sequence[str]
+) -> None:
     with quick_imports("torch"):
         from ..parallel.launch.launcher import launch, layout_to_launch
 
@@ -65,7 +67,7 @@ def _launch_or_train(config: RunConfig, again: str | bool | None, console: Conso
         from ..train.run import train
 
     try:
-        train(config, resume=again, console=console)
+        train(config, resume=resume_from, console=console)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         raise Stopped(number, _saved_message(config.output_path, arguments)) from None
@@ -82,5 +84,7 @@ def _saved_message(folder: Path, arguments: Sequence[str]) -> str:
     saved = checkpoints(folder)
     if not saved:
         return "no step is finished yet, so there is no checkpoint"
-    again = shlex.join(["halfbyte", *without_secrets([each for each in arguments if each != "--resume"]), "--resume"])
-    return f"{saved[-1]} is saved; continue with `{again}`"
+    command = shlex.join(
+        ["halfbyte", *without_secrets([argument for argument in arguments if argument != "--resume"]), "--resume"]
+    )
+    return f"{saved[-1]} is saved; continue with `{command}`"

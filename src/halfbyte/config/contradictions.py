@@ -112,10 +112,10 @@ def _keys_of_other_methods(config: RunKeys) -> Iterator[Contradiction]:
 def _loss_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield contradictions of `loss_type`, and of keys that only some losses read."""
     types = [config.loss_type] if isinstance(config.loss_type, str) else config.loss_type or []
-    known, chosen = LOSS_TYPES.get(config.method, ()), config.written("method")
+    allowed, chosen = LOSS_TYPES.get(config.method, ()), config.written("method")
     for name in types:
-        if name not in known:
-            yield "loss_type", f"loss_type: {chosen} has no loss {brief(name)}", _loss_type_fix(name, known)
+        if name not in allowed:
+            yield "loss_type", f"loss_type: {chosen} has no loss {brief(name)}", _loss_type_fix(name, allowed)
     if len(types) > 1 and config.method != "dpo":
         yield (
             "loss_type",
@@ -134,10 +134,12 @@ def _loss_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield "beta", f"{config.written('beta')} with {chosen}: all rewards would be 0", "give a number above 0"
     if "exo_pair" in types and not config.label_smoothing:
         yield "loss_type", "loss_type: exo_pair needs label_smoothing above 0", "set it to 1e-3, as the EXO paper does"
-    others = [name for name in types if name not in DIFFERENCE_LOSSES]
-    if config.f_divergence_type != "reverse_kl" and others:
-        wrong = f"{config.written('f_divergence_type')} with loss_type: {others[0]}, which is not a function of the"
-        " difference of two rewards"
+    pair_losses = [name for name in types if name not in DIFFERENCE_LOSSES]
+    if config.f_divergence_type != "reverse_kl" and pair_losses:
+        wrong = (
+            f"{config.written('f_divergence_type')} with loss_type: {pair_losses[0]}, which is not a function of the"
+            " difference of two rewards"
+        )
         yield "f_divergence_type", wrong, f"remove it, or use one of {', '.join(DIFFERENCE_LOSSES)}"
     sorting = [name for name in types if name.startswith("aot")]
     if config.use_weighting and sorting:
@@ -145,14 +147,14 @@ def _loss_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield "use_weighting", wrong, "remove it, or use another loss type"
 
 
-def _loss_type_fix(name: str, known: Iterable[str]) -> str:
+def _loss_type_fix(name: str, allowed: Iterable[str]) -> str:
     """Return a fix for an unknown loss type: the method that has it, or the most similar loss type of this method."""
-    others = [f"method: {method}" for method, names in LOSS_TYPES.items() if name in names]
-    elsewhere = LOSS_METHODS.get(name) or next(iter(others), "")
+    methods = [f"method: {method}" for method, names in LOSS_TYPES.items() if name in names]
+    elsewhere = LOSS_METHODS.get(name) or next(iter(methods), "")
     if elsewhere:
         return f"set {elsewhere}"
-    near = respelled(name, known)
-    return f"did you mean {near}?" if near else f"one of {', '.join(known)}" if known else "remove it"
+    near = respelled(name, allowed)
+    return f"did you mean {near}?" if near else f"one of {', '.join(allowed)}" if allowed else "remove it"
 
 
 def _recipe_contradictions(config: RunKeys) -> Iterator[Contradiction]:
@@ -180,9 +182,9 @@ def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _option_contradictions("optim_args", config.optim_args, row.options, chosen)
     for key in ADAM_KEYS:
         if key not in row.adam_keys and not config.is_default(key):
-            known = ", ".join(name for name, other in OPTIMIZERS.items() if key in other.adam_keys)
-            own = key == "adam_epsilon" and "eps" in row.options
-            fix = "set optim_args: {eps: NUMBER}" if own else f"remove it, or use one of {known}"
+            alternatives = ", ".join(name for name, candidate in OPTIMIZERS.items() if key in candidate.adam_keys)
+            is_option = key == "adam_epsilon" and "eps" in row.options
+            fix = "set optim_args: {eps: NUMBER}" if is_option else f"remove it, or use one of {alternatives}"
             yield key, f"{config.written(key)} with {chosen}, which does not read it", fix
     if "eps" in (config.optim_args or {}) and not config.is_default("adam_epsilon"):
         yield "adam_epsilon", "adam_epsilon and optim_args: eps are the same number", "remove one of them"
@@ -192,15 +194,16 @@ def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield from _target_contradictions(config, chosen, row.takes_targets)
     if row.updates == "backward":
         by = config.written("optim_in_backward") if config.optim_in_backward is True else chosen
-        where = f"with {by}, which updates each weight in the backward"
+        updating = f"with {by}, which updates each weight in the backward"
         if config.max_grad_norm:
-            wrong = f"{config.written('max_grad_norm')} {where}, before the norm of all gradients is known"
+            wrong = f"{config.written('max_grad_norm')} {updating}, before the norm of all gradients is known"
             yield "max_grad_norm", wrong, "set max_grad_norm: 0"
         if config.gradient_accumulation_steps > 1:
-            wrong = f"{config.written('gradient_accumulation_steps')} {where} of every micro-batch"
+            wrong = f"{config.written('gradient_accumulation_steps')} {updating} of every micro-batch"
             yield "gradient_accumulation_steps", wrong, "set it to 1 and raise per_device_train_batch_size"
         if config.dtype == "float16":
-            yield "dtype", f"dtype: float16 {where}, where its loss scale has no overflow check", "set dtype: bfloat16"
+            wrong = f"dtype: float16 {updating}, where its loss scale has no overflow check"
+            yield "dtype", wrong, "set dtype: bfloat16"
     if config.lora_preconditioner and row.updates == "backward":
         wrong = f"{config.written('lora_preconditioner')} with {chosen}: it needs the gradients of both factors at once"
         yield "lora_preconditioner", wrong, "remove it, or update all weights after the backward"
@@ -215,9 +218,9 @@ def _option_contradictions(
     """Yield a contradiction for each entry of `key` that is no option of `chosen`, or has a value of another type."""
     for name, value in (values or {}).items():
         if (option := options.get(name)) is None:
-            near, known = nearest(name, options), ", ".join(options) or "none"
+            near, names = nearest(name, options), ", ".join(options) or "none"
             wrong = f"{key}: {chosen} has no option {brief(name)}"
-            yield key, wrong, f"did you mean {near}?" if near else f"its options: {known}"
+            yield key, wrong, f"did you mean {near}?" if near else f"its options: {names}"
         elif not option.accepts(value):
             wrong = f"{key}: {name} must be {option.allowed()}, not {brief(value)}"
             yield key, wrong, f"correct it, or remove it (default: {option.default})"
@@ -235,9 +238,9 @@ def _schedule_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if "num_decay_steps" in options and "num_decay_steps" not in values:
         wrong = f"{key}: {chosen} needs the number of its last steps, in which the learning rate falls"
         yield key, wrong, f"set {key}: {{num_decay_steps: NUMBER}}"
-    least = values.get("min_lr", 1e-3)  # greedy's default
-    if config.lr_scheduler_type == "greedy" and not isinstance(least, str) and least >= config.learning_rate:
-        wrong = f"{key}: {chosen} has min_lr {least}, which is not below learning_rate"
+    min_rate = values.get("min_lr", 1e-3)  # greedy's default
+    if config.lr_scheduler_type == "greedy" and not isinstance(min_rate, str) and min_rate >= config.learning_rate:
+        wrong = f"{key}: {chosen} has min_lr {min_rate}, which is not below learning_rate"
         yield key, wrong, f"set {key}: {{min_lr: {config.learning_rate / 100:g}}}"
 
 
@@ -265,30 +268,32 @@ def _hub_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 
 def _state_contradictions(config: RunKeys, chosen: str, options: Mapping[str, Option]) -> Iterator[Contradiction]:
     """Yield contradictions of the state's bits and of the rounding of weights."""
-    given, bits = config.optim_args or {}, config.optim_bits
-    rounding = given.get("rounding", "nearest")
+    optim_args, bits = config.optim_args or {}, config.optim_bits
+    rounding = optim_args.get("rounding", "nearest")
     key = "adapter_dtype" if config.use_peft else "dtype"
     if "rounding" in options and rounding != "nearest" and getattr(config, key) != "bfloat16":
-        where = config.written(key) if config.use_peft else f"use_peft: false and {config.written(key)}"
-        wrong = f"optim_args: rounding {brief(rounding)} with {where}: only bf16 weights are rounded"
+        dtype_keys = config.written(key) if config.use_peft else f"use_peft: false and {config.written(key)}"
+        wrong = f"optim_args: rounding {brief(rounding)} with {dtype_keys}: only bf16 weights are rounded"
         yield "optim_args", wrong, f"set {key}: bfloat16, or remove rounding"
     if bits is None:
         return
     storage = options.get("storage")
     if storage is None:
-        known = ", ".join(name for name, row in OPTIMIZERS.items() if "storage" in row.options)
+        alternatives = ", ".join(name for name, row in OPTIMIZERS.items() if "storage" in row.options)
         yield (
             "optim_bits",
             f"{config.written('optim_bits')} with {chosen}: its state has fixed bits",
-            f"use one of {known}",
+            f"use one of {alternatives}",
         )
         return
-    for each in sorted(set(bits.values() if isinstance(bits, dict) else [bits])):
-        if STORAGE_OF_BITS[each] not in storage.choices:
-            known = ", ".join(str(number) for number, name in STORAGE_OF_BITS.items() if name in storage.choices)
-            yield "optim_bits", f"optim_bits: {chosen} has no state in {each} bits", f"use {known}"
-    if isinstance(bits, int) and "storage" in given:
-        wrong = f"optim_bits: {bits} with optim_args: storage={given['storage']}: both set the state of all parameters"
+    for state_bits in sorted(set(bits.values() if isinstance(bits, dict) else [bits])):
+        if STORAGE_OF_BITS[state_bits] not in storage.choices:
+            alternatives = ", ".join(str(number) for number, name in STORAGE_OF_BITS.items() if name in storage.choices)
+            yield "optim_bits", f"optim_bits: {chosen} has no state in {state_bits} bits", f"use {alternatives}"
+    if isinstance(bits, int) and "storage" in optim_args:
+        wrong = (
+            f"optim_bits: {bits} with optim_args: storage={optim_args['storage']}: both set the state of all parameters"
+        )
         yield "optim_bits", wrong, "remove one of them"
 
 
@@ -296,13 +301,13 @@ def _place_contradictions(config: RunKeys, chosen: str) -> Iterator[Contradictio
     """Yield contradictions of when the optimizer updates, and of where its state is."""
     row = OPTIMIZERS[config.optim]
     if config.optim_in_backward is True and not row.in_backward:
-        known = ", ".join(name for name, other in OPTIMIZERS.items() if other.in_backward)
+        alternatives = ", ".join(name for name, candidate in OPTIMIZERS.items() if candidate.in_backward)
         wrong = f"optim_in_backward: true with {chosen}, which updates all weights at once or always in the backward"
-        yield "optim_in_backward", wrong, f"use one of {known}, or remove it"
+        yield "optim_in_backward", wrong, f"use one of {alternatives}, or remove it"
     if config.optim_offload is True and row.offloaded is None and row.host_bytes is None:
-        known = ", ".join(name for name, other in OPTIMIZERS.items() if other.offloaded)
+        alternatives = ", ".join(name for name, candidate in OPTIMIZERS.items() if candidate.offloaded)
         wrong = f"optim_offload: true with {chosen}, whose state cannot be streamed"
-        yield "optim_offload", wrong, f"use one of {known}, or remove it"
+        yield "optim_offload", wrong, f"use one of {alternatives}, or remove it"
     if config.optim_offload is False and row.host_bytes is not None:
         wrong = f"optim_offload: false with {chosen}, whose state is in host memory"
         yield "optim_offload", wrong, f"set optim: {config.optim.removeprefix('paged_')}, or remove it"
@@ -311,8 +316,9 @@ def _place_contradictions(config: RunKeys, chosen: str) -> Iterator[Contradictio
 def _target_contradictions(config: RunKeys, chosen: str, takes_targets: bool) -> Iterator[Contradiction]:
     targets, key = config.optim_target_modules, "optim_target_modules"
     if not takes_targets:
-        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.takes_targets)
-        yield key, f"{config.written(key)} with {chosen}, which does not project gradients", f"use one of {known}"
+        alternatives = ", ".join(name for name, row in OPTIMIZERS.items() if row.takes_targets)
+        wrong = f"{config.written(key)} with {chosen}, which does not project gradients"
+        yield key, wrong, f"use one of {alternatives}"
     for pattern in [targets] if isinstance(targets, str) else targets or []:
         try:
             re.compile(pattern)
@@ -324,8 +330,10 @@ def _parallel_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     layout = config.layout
     assert layout is not None
     if config.device and ":" in config.device and layout.size > 1:
-        wrong = f"{config.written('device')} with {config.written('parallel')}: a run on several devices cannot use"
-        " a single one"
+        wrong = (
+            f"{config.written('device')} with {config.written('parallel')}: a run on several devices cannot use"
+            " a single one"
+        )
         yield "device", wrong, "remove device or parallel"
     if reason := support.unsupported_reason(layout, config):
         yield reason
@@ -398,8 +406,10 @@ def _sampling_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         fix = f"make {answers_are} a multiple of num_generations"
         yield "num_generations", wrong, fix
     if config.micro_batches_per_generation % config.gradient_accumulation_steps:
-        wrong = f"steps_per_generation: {config.steps_per_generation} micro-batches are not a whole number of"
-        " optimizer steps"
+        wrong = (
+            f"steps_per_generation: {config.steps_per_generation} micro-batches are not a whole number of"
+            " optimizer steps"
+        )
         yield "steps_per_generation", wrong, "give a multiple of gradient_accumulation_steps"
     if config.loss_type == "luspo" and config.importance_sampling_level != "sequence":
         yield "loss_type", "loss_type: luspo needs ratios of sequences", "set importance_sampling_level: sequence"
@@ -430,8 +440,8 @@ def _server_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     elif not _is_server_address(url):
         wrong = f"vllm_server_base_url: {brief(url)} is not the address of a server"
         yield "vllm_server_base_url", wrong, "write http://HOST:PORT, without /v1"
-    own = {"rollout_weights": "auto", "rollout_memory_gib": None, "kv_cache": "auto"}
-    for key, default in own.items():
+    server_keys = {"rollout_weights": "auto", "rollout_memory_gib": None, "kv_cache": "auto"}
+    for key, default in server_keys.items():
         if (value := getattr(config, key)) != default:
             yield key, f"{key}: {value} with rollout: vllm, whose server has its own weights and cache", "remove it"
     if not config.use_peft:
@@ -454,12 +464,12 @@ def _server_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 
 def _is_server_address(url: str) -> bool:
     try:
-        parts = urlsplit(url)
-        complete = parts.port != 0 and not (parts.username or parts.query or parts.fragment)
+        address = urlsplit(url)
+        complete = address.port != 0 and not (address.username or address.query or address.fragment)
     except ValueError:
         return False
-    has_host = parts.scheme in ("http", "https") and parts.hostname and not any(each.isspace() for each in url)
-    return bool(has_host and complete) and not parts.path.rstrip("/").endswith("/v1")
+    has_host = address.scheme in ("http", "https") and address.hostname and not any(map(str.isspace, url))
+    return bool(has_host and complete) and not address.path.rstrip("/").endswith("/v1")
 
 
 def _distillation_contradictions(config: RunKeys) -> Iterator[Contradiction]:
@@ -467,8 +477,10 @@ def _distillation_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         wrong = f"method: {config.method} needs teacher_model_name_or_path"
         yield "teacher_model_name_or_path", wrong, "name the teacher, a model or an adapter"
     if config.beta is not None and config.beta > 1:
-        wrong = f"beta: {config.beta:g} with method: {config.method}, which interpolates between two divergences"
-        " from 0 to 1"
+        wrong = (
+            f"beta: {config.beta:g} with method: {config.method}, which interpolates between two divergences"
+            " from 0 to 1"
+        )
         yield "beta", wrong, "give a number from 0, KL(teacher, model), to 1, KL(model, teacher)"
 
 

@@ -53,7 +53,9 @@ def axolotl_datasets(entries: Any) -> tuple[dict[str, Any], str]:
     }
     formats = {_FORMATS[entry["type"]] for entry in entries if entry.get("type")}
     fields = {entry["field"] for entry in entries if entry.get("field")}
-    columns = {part: {entry[f"field_{part}"] for entry in entries if entry.get(f"field_{part}")} for part in _COLUMNS}
+    columns = {
+        column: {entry[f"field_{column}"] for entry in entries if entry.get(f"field_{column}")} for column in _COLUMNS
+    }
     if max(map(len, (fields, *columns.values()))) > 1:
         return {}, "datasets with different field or field_messages cannot share one file"
     keys["dataset_format"] = formats.pop() if len(formats) == 1 else "auto"
@@ -65,7 +67,7 @@ def axolotl_datasets(entries: Any) -> tuple[dict[str, Any], str]:
         keys["dataset_format"] = "prompt-completion"
     elif answers:
         return {}, "completion_field without messages_field, or with different ones, has no equivalent"
-    named = {part: names.pop() for part, names in columns.items() if names - set(_COLUMNS.get(part, (part,)))}
+    named = {column: names.pop() for column, names in columns.items() if names - set(_COLUMNS.get(column, (column,)))}
     return keys | ({"column_mapping": named} if named else {}), ""
 
 
@@ -86,9 +88,9 @@ def axolotl_test_datasets(entries: Any, training: Any) -> tuple[dict[str, Any], 
 
 
 def _inexpressible(entry: dict[str, Any]) -> str:
-    others = entry.keys() - _EXPRESSIBLE
-    if others:
-        return f"{', '.join(sorted(others))} has no equivalent"
+    unsupported = entry.keys() - _EXPRESSIBLE
+    if unsupported:
+        return f"{', '.join(sorted(unsupported))} has no equivalent"
     if isinstance(entry.get("type"), dict):
         return "a custom prompt format has no equivalent"
     if entry.get("type") and entry["type"] not in _FORMATS:
@@ -128,17 +130,17 @@ def llamafactory_datasets(names: str, folders: list[Path]) -> tuple[str | list[s
         ConfigError: dataset_info.json does not have LLaMA-Factory's format.
     """
     listing = next((file for folder in folders if look(file := folder / "dataset_info.json") == "file"), None)
-    known = read_json(listing, fix="correct LLaMA-Factory's list of datasets") if listing else {}
-    if not isinstance(known, dict) or not all(isinstance(entry, dict) for entry in known.values()):
+    registered = read_json(listing, fix="correct LLaMA-Factory's list of datasets") if listing else {}
+    if not isinstance(registered, dict) or not all(isinstance(entry, dict) for entry in registered.values()):
         raise ConfigError(f"{listing}: expected an object with an object for each dataset", "copy LLaMA-Factory's file")
-    found, unresolved = [], []
-    for name in (part.strip() for part in names.split(",")):
-        entry = known.get(name, {})
+    paths, unresolved = [], []
+    for name in map(str.strip, names.split(",")):
+        entry = registered.get(name, {})
         if "file_name" in entry and listing:
-            found.append(str(listing.parent / str(entry["file_name"])))
+            paths.append(str(listing.parent / str(entry["file_name"])))
         elif "hf_hub_url" in entry:
-            found.append(str(entry["hf_hub_url"]))
+            paths.append(str(entry["hf_hub_url"]))
         else:
-            found.append(name)
+            paths.append(name)
             unresolved.append(name)
-    return _one_or_many(found), unresolved
+    return _one_or_many(paths), unresolved

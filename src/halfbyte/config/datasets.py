@@ -59,11 +59,11 @@ def check_entries(dataset: Any) -> None:
 
 
 def _check_mapping(mapping: dict[str, Any]) -> None:
-    known = [field.name for field in fields(DatasetEntry)]
+    columns = [field.name for field in fields(DatasetEntry)]
     for name, value in mapping.items():
-        if name not in known:
-            near = nearest(name, known)
-            raise _invalid(f"has an entry with the unknown key {{value}}; its keys: {', '.join(known)}", name, near)
+        if name not in columns:
+            near = nearest(name, columns)
+            raise _invalid(f"has an entry with the unknown key {{value}}; its keys: {', '.join(columns)}", name, near)
         number = isinstance(value, int | float)
         if name in ("path", "split") and not (isinstance(value, str) and value.strip()):
             raise _invalid(f"must name a {name} in text, not {{value}}", repr(value))

@@ -54,16 +54,16 @@ def foreign_names() -> list[str]:
 
 def _dtype(key: str) -> Converter:
     """Convert the switches bf16 and fp16; other tools compute in float32 if both are off."""
-    own, others = {"bf16": ("bfloat16", ("fp16", "float16")), "fp16": ("float16", ("bf16", "bfloat16"))}[key]
+    dtype, switches = {"bf16": ("bfloat16", ("fp16", "float16")), "fp16": ("float16", ("bf16", "bfloat16"))}[key]
 
     def convert(value: Any, values: Values) -> Outcome:
         if value == "auto":
             return Mapped({"dtype": "auto"})
         if value:
-            return Mapped({"dtype": own})
-        return (
-            Ignored("") if any(values.get(other) for other in others) or key == "fp16" else Mapped({"dtype": "float32"})
-        )
+            return Mapped({"dtype": dtype})
+        if any(map(values.get, switches)) or key == "fp16":
+            return Ignored("")
+        return Mapped({"dtype": "float32"})
 
     return convert
 
@@ -119,11 +119,11 @@ def _qat(value: Any, values: Values) -> Outcome:
 
 
 def _bnb_config(value: Any, values: Values) -> Outcome:
-    ours = {"bnb_4bit_quant_type", "bnb_4bit_use_double_quant"}
-    others = set(value) - ours - {"load_in_4bit", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"}
-    if others:
-        return Refused(f"bnb_config_kwargs has {', '.join(sorted(others))}, which has no equivalent", "remove it")
-    return Mapped({key: value[key] for key in value if key in ours})
+    quantizer_keys = {"bnb_4bit_quant_type", "bnb_4bit_use_double_quant"}
+    unsupported = set(value) - quantizer_keys - {"load_in_4bit", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"}
+    if unsupported:
+        return Refused(f"bnb_config_kwargs has {', '.join(sorted(unsupported))}, which has no equivalent", "remove it")
+    return Mapped({key: value[key] for key in value if key in quantizer_keys})
 
 
 def _targets(value: Any, values: Values) -> Outcome:
@@ -264,19 +264,19 @@ def _method(key: str) -> Converter:
     def convert(value: Any, values: Values) -> Outcome:
         if is_off(value):
             return Ignored("")
-        found = method_keys(key, values)
-        if found is None:
+        keys = method_keys(key, values)
+        if keys is None:
             fix = "set loss_type and loss_weights" if key.startswith("pref_") else f"set method: {', '.join(METHODS)}"
             return Refused(f"{key}: {brief(value)} is not built yet", fix)
-        return Mapped(found) if found else Ignored("")
+        return Mapped(keys) if keys else Ignored("")
 
     return convert
 
 
 def _trl(value: Any, values: Values) -> Outcome:
-    keys, other = policy_keys(value)
-    if other:
-        return Refused(f"trl: {other} has no equivalent", "remove it; halfbyte samples answers itself")
+    keys, unsupported = policy_keys(value)
+    if unsupported:
+        return Refused(f"trl: {unsupported} has no equivalent", "remove it; halfbyte samples answers itself")
     return Mapped(keys) if keys else Ignored("")
 
 
@@ -294,10 +294,10 @@ def _server_key(value: Any, values: Values) -> Outcome:
 
 def _parallel(value: Any, values: Values) -> Outcome:
     """Convert keys that each give the degree of one axis of `parallel`."""
-    ways, problem = parallel_degrees(values)
+    degrees, problem = parallel_degrees(values)
     if problem:
         return Refused(problem, "set parallel, as in {data: 2, tensor: 2}, and remove the other keys")
-    return Mapped({"parallel": ways}) if ways else Ignored("")
+    return Mapped({"parallel": degrees}) if degrees else Ignored("")
 
 
 def _fsdp(value: Any, values: Values) -> Outcome:
@@ -344,20 +344,20 @@ def parallel_degrees(values: dict[str, Any]) -> tuple[dict[str, int], str]:
     Raises:
         ValueError, TypeError: a degree is not a number, or the section is not a mapping.
     """
-    asked = [(key, values[key]) for key in PARALLEL_AXES if values.get(key) is not None]
-    asked += [
+    degrees = [(key, values[key]) for key in PARALLEL_AXES if values.get(key) is not None]
+    degrees += [
         (key, degree) for key, degree in dict(values.get(PARALLELISM_SECTION) or {}).items() if degree is not None
     ]
-    found: dict[str, tuple[str, int]] = {}
-    for key, degree in asked:
+    axes: dict[str, tuple[str, int]] = {}
+    for key, degree in degrees:
         if key not in PARALLEL_AXES:
             return {}, f"{PARALLELISM_SECTION} has {key}"
         if isinstance(degree, bool) or int(degree) != degree or degree < 1:
             return {}, f"{key} must be a whole number above 0"
-        before, number = found.setdefault(PARALLEL_AXES[key], (key, degree))
+        first_key, number = axes.setdefault(PARALLEL_AXES[key], (key, degree))
         if number != degree:
-            return {}, f"{before}: {number} and {key}: {degree} both give the degree of {PARALLEL_AXES[key]}"
-    return {axis: number for axis, (_, number) in found.items() if number > 1}, ""
+            return {}, f"{first_key}: {number} and {key}: {degree} both give the degree of {PARALLEL_AXES[key]}"
+    return {axis: number for axis, (_, number) in axes.items() if number > 1}, ""
 
 
 # Keys for training methods
@@ -418,19 +418,19 @@ def policy_keys(section: dict[str, Any]) -> tuple[dict[str, Any], str]:
     Raises:
         AttributeError, TypeError: the section has another shape.
     """
-    given = {key: value for key, value in section.items() if value not in (None, False, [], {})}
-    found = {key: value for key, value in given.items() if key in SAME_IN_TRL}
+    set_keys = {key: value for key, value in section.items() if value not in (None, False, [], {})}
+    keys = {key: value for key, value in set_keys.items() if key in SAME_IN_TRL}
     if "scale_rewards" in section:
-        found["scale_rewards"] = {True: "group", False: "none"}.get(section["scale_rewards"], section["scale_rewards"])
-    if "reward_funcs" in given:
-        found["reward_funcs"] = [_as_file_and_function(name) for name in given["reward_funcs"]]
-    served = asks_server(given)
+        keys["scale_rewards"] = {True: "group", False: "none"}.get(section["scale_rewards"], section["scale_rewards"])
+    if "reward_funcs" in set_keys:
+        keys["reward_funcs"] = [_as_file_and_function(name) for name in set_keys["reward_funcs"]]
+    served = asks_server(set_keys)
     if served:
-        found |= {"rollout": "vllm", "vllm_server_base_url": server_address(given)}
-        found |= {key: given[key] for key in ("vllm_server_timeout",) if key in given}
-    engine = [key for key in given if key.startswith("vllm_")] if served or not given.get("use_vllm") else []
-    others = given.keys() - found.keys() - {*IGNORED_IN_TRL, *engine, *(["use_vllm"] if served else [])}
-    return found, min(others, default="")
+        keys |= {"rollout": "vllm", "vllm_server_base_url": server_address(set_keys)}
+        keys |= {key: set_keys[key] for key in ("vllm_server_timeout",) if key in set_keys}
+    engine = [key for key in set_keys if key.startswith("vllm_")] if served or not set_keys.get("use_vllm") else []
+    unsupported = set_keys.keys() - keys.keys() - {*IGNORED_IN_TRL, *engine, *(["use_vllm"] if served else [])}
+    return keys, min(unsupported, default="")
 
 
 def asks_server(values: dict[str, Any]) -> bool:
@@ -492,17 +492,18 @@ def _optimizer(switch: str) -> Converter:
     def convert(value: Any, values: Values) -> Outcome:
         if not value:
             return Ignored("")
-        others = [other for other in OPTIMIZER_SWITCHES if other != switch and values.get(other)]
-        if others:
-            return Refused(f"{switch} and {others[0]} are both true", "keep one of them")
+        conflicting = [candidate for candidate in OPTIMIZER_SWITCHES if candidate != switch and values.get(candidate)]
+        if conflicting:
+            return Refused(f"{switch} and {conflicting[0]} are both true", "keep one of them")
         inner = values.get("optim", "adamw_torch")
         narrow = inner in ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit") and name == "galore"
         if not narrow and inner not in ("adamw_torch", "adamw_torch_fused"):
             return Refused(f"{switch} with optim: {inner} is not built yet", "set optim: adamw_torch")
         layerwise = "_layerwise" if values.get(f"{name}_layerwise") else ""
         optim = name if name == "badam" else f"{name}_adamw{'_8bit' * narrow}{layerwise}"
-        given = {ours: values.get(key, default) for key, (ours, default) in OPTIMIZER_SWITCHES[switch].items()}
-        keys = {"optim": optim, "optim_args": {key: option for key, option in given.items() if option is not None}}
+        switch_keys = OPTIMIZER_SWITCHES[switch].items()
+        options = {option_name: values.get(key, default) for key, (option_name, default) in switch_keys}
+        keys = {"optim": optim, "optim_args": {key: option for key, option in options.items() if option is not None}}
         if name != "badam":
             target = values.get(f"{name}_target", "all")
             keys["optim_target_modules"] = "all-linear" if target == "all" else as_list(target)
@@ -645,20 +646,20 @@ def detect_tool(values: Values) -> str:
     return next((tool for tool, keys in _SIGNS.items() if values.keys() & keys), "")
 
 
-def tool_defaults(values: Values, ours: Values) -> Values:
+def tool_defaults(values: Values, own_keys: Values) -> Values:
     """Return our keys for defaults of the file's tool that differ from halfbyte's."""
     tool = detect_tool(values)
     keys = dict(DEFAULTS.get(tool, {}))
     if tool == "Axolotl" and values.get("adapter") is None:
         keys |= {"use_peft": False, "load_in_4bit": False}
     if tool == "LLaMA-Factory":
-        rank = ours.get("r", 8)
+        rank = own_keys.get("r", 8)
         keys |= {"load_in_4bit": False, "r": 8, "lora_alpha": 2.0 * (rank if isinstance(rank, int) else 8)}
         keys |= {"use_peft": False} if "model_class" in values and not values.get("peft_config") else {}
-    if tool == "Surogate" and ours.get("recipe") == "nvfp4":
+    if tool == "Surogate" and own_keys.get("recipe") == "nvfp4":
         keys |= {"enable_four_over_six": True}
-    if tool == "ms-swift" and ours.get("use_peft") is False:
+    if tool == "ms-swift" and own_keys.get("use_peft") is False:
         keys |= {"learning_rate": 1e-5}
-    if ours.get("quantization"):
+    if own_keys.get("quantization"):
         keys.pop("load_in_4bit", None)
-    return {key: value for key, value in keys.items() if key not in ours}
+    return {key: value for key, value in keys.items() if key not in own_keys}

@@ -63,11 +63,11 @@ def unsupported_reason(layout: Parallel, keys: RunKeys) -> Reason | None:
 
 def unsupported_layout(layout: Parallel) -> Reason | None:
     """Return why no run can have this layout: `pipeline` combines with `data` and `shard` only."""
-    others = [axis for axis in layout.axes if axis not in ("pipeline", *WITH_PIPELINE)]
-    if layout.pipeline == 1 or not others:
+    excluded = [axis for axis in layout.axes if axis not in ("pipeline", *WITH_PIPELINE)]
+    if layout.pipeline == 1 or not excluded:
         return None
-    problem = f"parallel: {layout}: pipeline goes with {' and '.join(WITH_PIPELINE)}, not with {others[0]}"
-    return Reason("parallel", problem, f"leave out pipeline or {others[0]}")
+    problem = f"parallel: {layout}: pipeline goes with {' and '.join(WITH_PIPELINE)}, not with {excluded[0]}"
+    return Reason("parallel", problem, f"leave out pipeline or {excluded[0]}")
 
 
 def _unsupported_method(layout: Parallel, method: str) -> Reason | None:
@@ -108,20 +108,20 @@ def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
     if reason := _unsupported_optimizer(layout, keys):
         return reason
     if tensor and OPTIMIZERS[keys.optim].block_of(keys) != 1:
-        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+        alternatives = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
         problem = f"parallel: {{tensor: {layout.tensor}}}: optim {keys.optim} cannot step slices of a parameter"
-        return Reason("optim", problem, f"use one of {known}")
+        return Reason("optim", problem, f"use one of {alternatives}")
     return None
 
 
 def _unsupported_optimizer(layout: Parallel, keys: RunKeys) -> Reason | None:
     """Return why an optimizer that projects, or that does not update all weights at once, cannot have this layout."""
-    row, where = optimizer_row(keys), f"optim: {keys.optim} with parallel: {layout}"
+    row, optimizer = optimizer_row(keys), f"optim: {keys.optim} with parallel: {layout}"
     if row.updates == "backward" and layout.size > 1:
-        problem = f"{where}: it updates weights in the backward, before gradients are reduced over processes"
+        problem = f"{optimizer}: it updates weights in the backward, before gradients are reduced over processes"
         return Reason("optim", problem, "use an optimizer that is not layerwise, or one process")
     if layout.pipeline > 1 and (row.updates == "block" or row.takes_targets):
-        problem = f"{where}: the checkpoint of a pipeline cannot hold its state"
+        problem = f"{optimizer}: the checkpoint of a pipeline cannot hold its state"
         return Reason("optim", problem, f"use another optimizer, or {WITHOUT_PIPELINE}")
     if keys.lora_preconditioner and layout.shard * layout.tensor > 1:
         key = "lora_preconditioner"
@@ -158,21 +158,21 @@ def unsupported_context(model_config: Any, degree: int, tensor: int = 1) -> Reas
         tensor: the degree of `tensor` in the same layout.
     """
     config = model_config.get_text_config()
-    where, heads = f"parallel: context: {degree}", getattr(config, "num_attention_heads", None)
-    if others := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION):
+    axis, heads = f"parallel: context: {degree}", getattr(config, "num_attention_heads", None)
+    if unsupported := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION):
         problem = (
-            f"{where}: layers of type {', '.join(others)} of {model_config.model_type} mix tokens outside attention"
+            f"{axis}: layers of type {', '.join(unsupported)} of {model_config.model_type} mix tokens outside attention"
         )
         return Reason("parallel", problem, WITHOUT_CONTEXT)
     if not isinstance(heads, int):
-        problem = f"{where}: the config of {model_config.model_type} has no num_attention_heads"
+        problem = f"{axis}: the config of {model_config.model_type} has no num_attention_heads"
         return Reason("parallel", problem, WITHOUT_CONTEXT)
     if degree * tensor > heads:
         fit = ", ".join(str(n) for n in range(2, heads // tensor + 1) if heads % (n * tensor) == 0)
-        problem = f"{where}: a process has {heads // tensor} attention heads"
+        problem = f"{axis}: a process has {heads // tensor} attention heads"
         return Reason("parallel", problem, f"set context to one of {fit}" if fit else WITHOUT_CONTEXT)
     if getattr(config, "output_router_logits", False):
-        return Reason("parallel", f"{where}: the router's loss needs full sequences", WITHOUT_CONTEXT)
+        return Reason("parallel", f"{axis}: the router's loss needs full sequences", WITHOUT_CONTEXT)
     return None
 
 
@@ -196,6 +196,6 @@ def layouts(processes: int) -> Iterator[Parallel]:
     """Yield every supported layout of `processes` processes, those with the fewest axes first."""
     factors = [n for n in range(1, processes + 1) if processes % n == 0]
     degrees = itertools.product(factors, repeat=len(AXES))
-    found = [Parallel(**dict(zip(AXES, each, strict=True))) for each in degrees if math.prod(each) == processes]
-    found.sort(key=lambda layout: (len(layout.axes), [-getattr(layout, axis) for axis in AXES]))
-    yield from (layout for layout in found if unsupported_layout(layout) is None)
+    candidates = [Parallel(**dict(zip(AXES, sizes, strict=True))) for sizes in degrees if math.prod(sizes) == processes]
+    candidates.sort(key=lambda layout: (len(layout.axes), [-getattr(layout, axis) for axis in AXES]))
+    yield from (layout for layout in candidates if unsupported_layout(layout) is None)

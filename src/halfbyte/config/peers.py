@@ -58,8 +58,8 @@ def quantized(key: str, method_key: str) -> Converter:
         if key == method_key and formats and None not in formats:
             return Ignored("")  # the number of bits decides
         if bits not in formats:
-            known = ", ".join(str(number) for number in formats if number) or "none"
-            fix = f"set {key}: {known}, or quantization: with a format's name" if formats else "set quantization: int8"
+            sizes = ", ".join(str(number) for number in formats if number) or "none"
+            fix = f"set {key}: {sizes}, or quantization: with a format's name" if formats else "set quantization: int8"
             return Refused(f"{key}: {value} of {method} has no equivalent", fix)
         return Mapped({"load_in_4bit": True} | ({"quantization": formats[bits]} if formats[bits] else {}))
 
@@ -128,10 +128,10 @@ def _lora_dtype(value: Any, values: Values) -> Outcome:
 
 
 def _init_weights(value: Any, values: Values) -> Outcome:
-    known = {True: True, "true": True, False: False, "false": False, "gaussian": "gaussian"}
-    if value not in known:
+    accepted = {True: True, "true": True, False: False, "false": False, "gaussian": "gaussian"}
+    if value not in accepted:
         return Refused(f"init_weights: {value} is not built yet", "set init_lora_weights: true or gaussian")
-    return Mapped({"init_lora_weights": known[value]})
+    return Mapped({"init_lora_weights": accepted[value]})
 
 
 def _adapters(value: Any, values: Values) -> Outcome:
@@ -157,7 +157,7 @@ def _finetuned_modules(value: Any, values: Values) -> Outcome:
         )
     if not is_off(values.get("target_modules")) and values["target_modules"] not in ("all-linear", "all"):
         return Ignored("target_modules decides")
-    trained = [part for part in _PARTS if values.get(part) is not False]
+    trained = [name for name in _PARTS if values.get(name) is not False]
     if not trained:
         return Refused("finetune_attention_modules and finetune_mlp_modules are both false", "set one of them to true")
     return Ignored("") if len(trained) == len(_PARTS) else Mapped({"target_modules": _PARTS[trained[0]]})
@@ -216,10 +216,10 @@ def _rlhf_type(value: Any, values: Values) -> Outcome:
 
 def _plugins(value: Any, values: Values) -> Outcome:
     """Ignore Axolotl's plugins that are kernels."""
-    kernels = ("liger", "cut_cross_entropy", "kernels")
-    others = [name for name in as_list(value) if not any(f".{kernel}." in f".{name.lower()}." for kernel in kernels)]
-    if others:
-        return Refused(f"plugins: {', '.join(others)} has no equivalent", "remove it; halfbyte loads no plugins")
+    kernels = {"liger", "cut_cross_entropy", "kernels"}
+    unsupported = [name for name in as_list(value) if kernels.isdisjoint(name.lower().split("."))]
+    if unsupported:
+        return Refused(f"plugins: {', '.join(unsupported)} has no equivalent", "remove it; halfbyte loads no plugins")
     return Ignored("halfbyte has its own fused kernels, see use_kernels")
 
 
@@ -341,11 +341,11 @@ def _use_chat_template(value: Any, values: Values) -> Outcome:
 def _pretraining_dataset(value: Any, values: Values) -> Outcome:
     """Convert Axolotl's streamed text."""
     entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in as_list(value)]
-    known = {"path", "split", "text_column", "type", "ds_type", "trust_remote_code"}
-    others = {key for entry in entries for key, option in entry.items() if not is_off(option)} - known
-    if others:
+    convertible = {"path", "split", "text_column", "type", "ds_type", "trust_remote_code"}
+    unsupported = {key for entry in entries for key, option in entry.items() if not is_off(option)} - convertible
+    if unsupported:
         fix = "name the files in dataset, and set streaming: true"
-        return Refused(f"pretraining_dataset: {', '.join(sorted(others))} has no equivalent", fix)
+        return Refused(f"pretraining_dataset: {', '.join(sorted(unsupported))} has no equivalent", fix)
     keys: Values = {"dataset": [entry["path"] for entry in entries], "dataset_format": "text"}
     keys |= {} if "streaming" in values else {"streaming": True}
     splits, columns = ({entry[key] for entry in entries if entry.get(key)} for key in ("split", "text_column"))

@@ -45,14 +45,14 @@ def load_config(
     Raises:
         ConfigError: all problems, each with its key, its place (`run.yaml:4`) and the allowed values.
     """
-    given = read_mapping(path, TEXT_KEYS) if path else {}
+    file_keys = read_mapping(path, TEXT_KEYS) if path else {}
     if isinstance(overrides, dict):
         written = {key: Located(value, "argument") for key, value in overrides.items()}
     else:
         written = _parse_overrides(list(overrides or ()))
-    if path and not (given or written or defaults):
+    if path and not (file_keys or written or defaults):
         raise ConfigError(f"{path} is empty", "write keys into it; `halfbyte init MODEL DATA` prints them")
-    config = _validated(RunConfig, (given, written), defaults or {})
+    config = _validated(RunConfig, (file_keys, written), defaults or {})
     if defaults_of(config.method) and "learning_rate" not in config.model_fields_set:
         trained = "adapters" if config.use_peft else "all weights"
         rate = f"learning_rate: {config.learning_rate:g}, the default of method: {config.method} for {trained}"
@@ -73,8 +73,8 @@ def storage_of(storage: Storage | None = None, /, **keys: Any) -> Storage:
         ConfigError: an unknown key, a value of another type, keys that contradict each other, or keys and a storage.
     """
     if storage is None:
-        given = {key: Located(value, "argument") for key, value in keys.items()}
-        return _validated(QuantizationSection, [given]).storage
+        located = {key: Located(value, "argument") for key, value in keys.items()}
+        return _validated(QuantizationSection, [located]).storage
     if keys:
         raise ConfigError(f"{', '.join(keys)} in addition to a storage", "give one of the two")
     return storage
@@ -85,23 +85,23 @@ def _validated(
 ) -> AnySection:
     """Validate the keys of all layers as a section; later layers override earlier ones."""
     problems: list[ConfigError] = []
-    given: dict[str, Located] = {}
+    settings: dict[str, Located] = {}
     for written in layers:
-        given |= _map_foreign_keys(written, problems)
+        settings |= _map_foreign_keys(written, problems)
     keys = section.model_fields
-    problems += [_unknown(key, given[key].where, keys) for key in given if key not in keys]
+    problems += [_unknown(key, settings[key].source, keys) for key in settings if key not in keys]
     if problems:
         raise _joined(problems)
     try:
-        return section(**{**(defaults or {}), **{key: setting.value for key, setting in given.items()}})
+        return section(**{**(defaults or {}), **{key: setting.value for key, setting in settings.items()}})
     except ValidationError as error:
-        kinds = {(key_of(detail), detail["type"]): detail for detail in reversed(error.errors(include_url=False))}
-        raise _joined([explain(detail, given) for detail in reversed(kinds.values())]) from None
+        unique = {(key_of(detail), detail["type"]): detail for detail in reversed(error.errors(include_url=False))}
+        raise _joined([explain(detail, settings) for detail in reversed(unique.values())]) from None
 
 
 def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
     """Parse `key=value`, `--key=value` and `--key value`; the last value of a repeated key counts."""
-    found: dict[str, Located] = {}
+    overrides: dict[str, Located] = {}
     while tokens:
         token = tokens.pop(0)
         key, equals, text = token.removeprefix("--").partition("=")
@@ -118,44 +118,43 @@ def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
             if key not in SINGLE_TEXT_KEYS or not text.isprintable():
                 raise
             value = text  # a valid folder name that is not YAML, as in `output_dir=[a]b`
-        found[key] = Located(value, "command line")
-    return found
+        overrides[key] = Located(value, "command line")
+    return overrides
 
 
 def _map_foreign_keys(written: dict[str, Located], problems: list[ConfigError]) -> dict[str, Located]:
     """Map other tools' keys to ours with a notice each; add keys that cannot be mapped to `problems`."""
     values = {key: setting.value for key, setting in written.items()}
     overridden = overridden_keys(values)
-    own = {key: setting for key, setting in written.items() if key in RunConfig.model_fields and key not in overridden}
+    mapped = {key: written[key] for key in written if key in RunConfig.model_fields and key not in overridden}
     for key, setting in written.items():
         if key in RunConfig.model_fields:
             continue
         match translate(key, values):
             case None:
-                problems.append(_unknown(key, setting.where, RunConfig.model_fields))
+                problems.append(_unknown(key, setting.source, RunConfig.model_fields))
             case Refused(why, fix):
-                problems.append(ConfigError(f"{setting.where}: {why}", fix))
+                problems.append(ConfigError(f"{setting.source}: {why}", fix))
             case Ignored(why):
                 if why:
-                    notice(f"ignored {key}", f"{setting.where}: {key} is ignored: {why}")
+                    notice(f"ignored {key}", f"{setting.source}: {key} is ignored: {why}")
             case Mapped(keys):
-                as_ours = ", ".join(dump_value(ours, value) for ours, value in keys.items())
-                notice(f"alias {key}", f"{setting.where}: {key} is read as {as_ours}")
-                for ours, value in keys.items():
-                    if ours in own and own[ours].value != value:
-                        message = (
-                            f"{setting.where}: {key} is read as {as_ours}, but {own[ours].where} has another value"
-                        )
-                        problems.append(ConfigError(message, f"keep one of {key} and {ours}"))
-                    own.setdefault(ours, Located(value, f"{setting.where}: {key}"))
-    return own
+                as_ours = ", ".join(dump_value(target, value) for target, value in keys.items())
+                notice(f"alias {key}", f"{setting.source}: {key} is read as {as_ours}")
+                for target, value in keys.items():
+                    if target in mapped and mapped[target].value != value:
+                        contradiction = f"but {mapped[target].source} has another value"
+                        message = f"{setting.source}: {key} is read as {as_ours}, {contradiction}"
+                        problems.append(ConfigError(message, f"keep one of {key} and {target}"))
+                    mapped.setdefault(target, Located(value, f"{setting.source}: {key}"))
+    return mapped
 
 
-def _unknown(key: str, where: str, keys: Collection[str]) -> ConfigError:
+def _unknown(key: str, source: str, keys: Collection[str]) -> ConfigError:
     hint = HINTS.get(key, "")
     near = hint if hint in keys else nearest(key, keys if key in RunConfig.model_fields else [*keys, *foreign_names()])
     return ConfigError(
-        f"{where}: unknown key {brief(key)}", f"did you mean {near}?" if near else "`halfbyte init` lists the keys"
+        f"{source}: unknown key {brief(key)}", f"did you mean {near}?" if near else "`halfbyte init` lists the keys"
     )
 
 
@@ -164,19 +163,19 @@ def key_of(detail: Any) -> str:
     return str(detail.get("ctx", {}).get("key") or detail["loc"][0])
 
 
-def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
+def explain(detail: Any, settings: dict[str, Located]) -> ConfigError:
     """Convert a pydantic error to a ConfigError with its key, place and allowed values."""
     context, key = detail.get("ctx", {}), key_of(detail)
     if detail["type"] == "missing":
         return ConfigError(f"{key} is missing", f"add a line `{key}: ...` ({RunConfig.model_fields[key].description})")
-    where = f"{given[key].where}: " if key in given and given[key].where else ""
+    source = f"{settings[key].source}: " if key in settings and settings[key].source else ""
     if detail["type"] == "contradiction":
-        return ConfigError(where + context["message"], context["fix"])
+        return ConfigError(source + context["message"], context["fix"])
     if "near" in context or detail["type"] in ("empty", "format", "limit", "steps", "whole"):
-        message, near = f"{where}{key} {detail['msg']}", context.get("near")
+        message, near = f"{source}{key} {detail['msg']}", context.get("near")
     else:
-        value = given[key].value
-        message = f"{where}{key} must be {allowed(key)}, not {brief(value)}"
+        value = settings[key].value
+        message = f"{source}{key} must be {allowed(key)}, not {brief(value)}"
         near = nearest(value, _choices(RunConfig.model_fields[key].annotation)) if isinstance(value, str) else ""
     return ConfigError(
         message, f"did you mean {near}?" if near else f"correct it: {RunConfig.model_fields[key].description}"
@@ -188,8 +187,8 @@ def _joined(problems: list[ConfigError]) -> ConfigError:
     if len(unique) == 1:
         return unique[0]
     shown = [f"- {problem}" for problem in unique[:MOST_PROBLEMS]]
-    more = [f"- and {len(unique) - MOST_PROBLEMS} more"] if len(unique) > MOST_PROBLEMS else []
-    return ConfigError("\n".join([f"{len(unique)} problems:", *shown, *more]))
+    remaining = [f"- and {len(unique) - MOST_PROBLEMS} more"] if len(unique) > MOST_PROBLEMS else []
+    return ConfigError("\n".join([f"{len(unique)} problems:", *shown, *remaining]))
 
 
 def allowed(key: str) -> str:
@@ -208,7 +207,7 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
     elif origin is Literal:
         yield from map(str, arguments)
     elif origin is list:
-        mappings = " and mappings" if any(get_origin(each) is dict for each in get_args(arguments[0])) else ""
+        mappings = " and mappings" if dict in map(get_origin, get_args(arguments[0])) else ""
         yield f"a list of {'numbers' if float in arguments else 'text'}{mappings}"
     elif origin is dict:
         yield f"a mapping from {' or '.join(_in_words(arguments[0]))} to {' or '.join(_in_words(arguments[1]))}"

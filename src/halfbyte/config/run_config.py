@@ -26,7 +26,7 @@ PATHS = (  # keys whose value is a path or a list of paths
 def expand_home(paths: Any) -> Any:
     """Expand `~` in the value of a key of `PATHS`, like a shell."""
     if isinstance(paths, list):
-        return [expand_home(each) for each in paths]
+        return [expand_home(path) for path in paths]
     if isinstance(paths, dict):  # an entry of `dataset`
         return paths | {"path": expand_home(paths.get("path"))}
     if not isinstance(paths, str) or "\0" in paths:  # a path with a null byte is refused where it is opened
@@ -92,9 +92,10 @@ class RunConfig(RunKeys):
         return value
 
     def fill_in(self) -> None:
-        found = defaults_of(self.method, adapter=self.use_peft)
+        defaults = defaults_of(self.method, adapter=self.use_peft)
         for key in WITH_DEFAULTS - self.model_fields_set:
-            self.__dict__[key] = found.get(key, type(self).model_fields[key].default)  # not added to model_fields_set
+            default = type(self).model_fields[key].default
+            self.__dict__[key] = defaults.get(key, default)  # not added to model_fields_set
 
     def contradictions(self) -> Iterator[Contradiction]:
         return run_contradictions(self)

@@ -514,16 +514,16 @@ def _mixture_in(path: str) -> dict[str, str]:
     """Read a mapping of module patterns to formats from a YAML file."""
     fix = "name a file with lines `pattern: format`, as `halfbyte mix` writes it"
     try:
-        found = read_patterns(path)
+        patterns = read_patterns(path)
     except ConfigError as error:
         raise contradiction("quantization", f"quantization: {error.message}", fix) from error
-    if not found:
+    if not patterns:
         raise contradiction("quantization", f"quantization: {path} is empty", fix)
-    for pattern, spec in found.items():
+    for pattern, spec in patterns.items():
         if not isinstance(spec, str):
             wrong = f"quantization: {path} is not a mapping of patterns to formats: {pattern} is {spec!r}"
             raise contradiction("quantization", wrong, fix)
-    return found
+    return patterns
 
 
 SECTIONS = (

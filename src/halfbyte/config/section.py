@@ -64,7 +64,7 @@ class Section(BaseModel):
     @classmethod
     def _not_blank(cls, value: Any) -> Any:
         several = value if isinstance(value, list) else [value]
-        if any(isinstance(each, str) and not each.strip() for each in several):
+        if any(isinstance(text, str) and not text.strip() for text in several):
             raise PydanticCustomError("empty", "must not be blank, not {value}", {"value": brief(value)})
         return value
 
@@ -73,7 +73,7 @@ class Section(BaseModel):
     def _small_enough(cls, value: Any, info: Any) -> Any:
         several = value.values() if isinstance(value, Mapping) else value
         numbers = several if isinstance(value, Mapping | list) else [value]
-        too_large = [each for each in numbers if isinstance(each, int | float) and abs(each) > LARGEST]
+        too_large = [number for number in numbers if isinstance(number, int | float) and abs(number) > LARGEST]
         if too_large and info.field_name != "seed":
             raise PydanticCustomError(
                 "limit", "must be at most {most}, not {value}", {"most": f"{LARGEST:,}", "value": brief(too_large[0])}

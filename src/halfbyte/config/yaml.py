@@ -34,7 +34,7 @@ _QUOTE = "correct it; text with any of : # , [ ] { } & * ! | > % @ ` in it goes 
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _TAG = "tag:yaml.org,2002:"
-_NUMBER_TAGS = {_TAG + kind for kind in ("int", "float", "bool", "timestamp")}
+_NUMBER_TAGS = {_TAG + name for name in ("int", "float", "bool", "timestamp")}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "timestamp": "a date"}
 
 
@@ -43,7 +43,7 @@ class Located:
     """A value and its place, e.g. `run.yaml:4` or `command line`."""
 
     value: Any
-    where: str
+    source: str
 
 
 class _Refused(yaml.MarkedYAMLError):
@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node and count its values, including all nested ones."""
         event = self.peek_event()
-        before, is_alias = self.values, isinstance(event, yaml.AliasEvent)
+        values_before, is_alias = self.values, isinstance(event, yaml.AliasEvent)
         self.depth, self.values = self.depth + 1, self.values + 1
         if self.depth > DEEPEST:
             raise _Refused(f"nested more than {DEEPEST} levels deep", event.start_mark, _FLATTEN)
@@ -78,16 +78,16 @@ class _Loader(yaml.SafeLoader):
         if self.values > MOST_VALUES:
             raise _Refused(f"more than {MOST_VALUES:,} values with aliases expanded", event.start_mark, _FLATTEN)
         if not is_alias and node is not None:
-            self.expanded[node] = self.values - before
+            self.expanded[node] = self.values - values_before
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         for key, value in node.value if node.flow_style else ():
             if isinstance(key, yaml.ScalarNode) and ":" in key.value and not key.style and _is_nothing(value):
-                name, _, given = key.value.partition(":")
+                name, _, written = key.value.partition(":")
                 problem = f"a space is missing after the colon of {brief(key.value)}"
-                raise _Refused(problem, key.start_mark, f"write {{{cut(name, 80)}: {cut(given, 80)}}}")
+                raise _Refused(problem, key.start_mark, f"write {{{cut(name, 80)}: {cut(written, 80)}}}")
         first: dict[tuple[str, str], yaml.Node] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
             if first.setdefault((key.tag, key.value), key) is not key:
@@ -102,8 +102,8 @@ class _Loader(yaml.SafeLoader):
         except (yaml.YAMLError, RecursionError):
             raise
         except Exception as error:  # e.g. int() of 5,000 digits, month 13, `!!bool foo`
-            kind = node.tag.removeprefix(_TAG)
-            problem = f"{brief(node.value)} is not {_KINDS.get(kind, kind)}"
+            type_name = node.tag.removeprefix(_TAG)
+            problem = f"{brief(node.value)} is not {_KINDS.get(type_name, type_name)}"
             raise _Refused(problem, node.start_mark, "give such a value, or put it in quotes") from error
 
 
@@ -166,11 +166,11 @@ def read_patterns(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: see `read_mapping`.
     """
-    return {key: found.value for key, found in read_mapping(path, fix="name a YAML file with a mapping").items()}
+    return {key: located.value for key, located in read_mapping(path, fix="name a YAML file with a mapping").items()}
 
 
 @contextlib.contextmanager
-def _loading(text: str, where: str, is_file: bool = True) -> Iterator[_Loader]:
+def _loading(text: str, source: str, is_file: bool = True) -> Iterator[_Loader]:
     """Make a loader of `text`; its errors become ConfigErrors that begin with `where`, and for files the line."""
     loader = None
     try:
@@ -181,34 +181,34 @@ def _loading(text: str, where: str, is_file: bool = True) -> Iterator[_Loader]:
         spelled = visible(chr(error.character))
         problem = f"the character {spelled} is not allowed in YAML"
         fix = f'remove it, or write "{spelled}" in double quotes'
-        raise ConfigError(f"{f'{where}:{line}' if is_file else where}: {problem}", fix) from None
+        raise ConfigError(f"{f'{source}:{line}' if is_file else source}: {problem}", fix) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{where}:{mark.line + 1}" if is_file and mark else where
+        position = f"{source}:{mark.line + 1}" if is_file and mark else source
         if isinstance(error, _Refused):
-            raise ConfigError(f"{place}: {error.problem}", error.fix) from None
+            raise ConfigError(f"{position}: {error.problem}", error.fix) from None
         odd = _SPACE.search(text) if is_file and mark else None
         if odd and mark and (line := text.count("\n", 0, odd.end())) <= mark.line:
             problem = f"not valid YAML: the character U+{ord(odd[0][-1]):04X} looks like a space"
-            raise ConfigError(f"{where}:{line + 1}: {problem}", "write plain spaces") from None
+            raise ConfigError(f"{source}:{line + 1}: {problem}", "write plain spaces") from None
         problem = error.problem or error.context or "it cannot be read"
         if error.context and problem.startswith("but "):
             problem = f"{error.context}, {problem}"
         problem = problem.replace(repr("\0"), "the end").replace("'<stream end>'", "the end")
         fix = "remove the tag" if "for the tag" in problem else _QUOTE
-        raise ConfigError(f"{place}: not valid YAML: {problem}", fix) from None
+        raise ConfigError(f"{position}: not valid YAML: {problem}", fix) from None
     finally:
         if loader is not None:
             loader.dispose()
 
 
 def _located(loader: _Loader, root: yaml.MappingNode, path: Path, text_keys: Collection[str]) -> dict[str, Located]:
-    found: dict[str, Located] = {}
+    keys: dict[str, Located] = {}
     loader.flatten_mapping(root)
     for key_node, value_node in root.value:
         key = str(loader.construct_object(key_node, deep=True))
-        found[key] = Located(_construct(loader, value_node, key in text_keys), f"{path}:{key_node.start_mark.line + 1}")
-    return found
+        keys[key] = Located(_construct(loader, value_node, key in text_keys), f"{path}:{key_node.start_mark.line + 1}")
+    return keys
 
 
 def _construct(loader: _Loader, node: yaml.Node, is_text: bool) -> Any:
@@ -221,7 +221,7 @@ def _kind(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else "plain text"
 
 
-def parse_scalar(text: str, where: str, is_text: bool = False) -> Any:
+def parse_scalar(text: str, source: str, is_text: bool = False) -> Any:
     """Parse `text` as a YAML value: `1e-4` is a float, `[q_proj, v_proj]` a list, empty text null.
 
     Args:
@@ -233,7 +233,7 @@ def parse_scalar(text: str, where: str, is_text: bool = False) -> Any:
     """
     if text.startswith("*"):  # a pattern, not an alias: a single value has no anchors
         return text
-    with _loading(text, where, is_file=False) as loader:
+    with _loading(text, source, is_file=False) as loader:
         node = loader.get_single_node()
         return None if node is None else _construct(loader, node, is_text)
 

@@ -89,7 +89,7 @@ class ChatTemplate:
         self._bounded = Bounded(self._render_in_child)
         [features] = self._bounded([None])
         if isinstance(features, Failure):
-            raise DataError(f"the chat template fails on a conversation of plain text: {features.said}", FIX_TEMPLATE)
+            raise DataError(f"the chat template fails on a conversation of plain text: {features.reason}", FIX_TEMPLATE)
         if isinstance(features, HalfbyteError):
             raise features
         self._set_features(features)
@@ -284,7 +284,7 @@ class ChatTemplate:
 
     def _in_child(self, conversations: Sequence[Document]) -> list[Any]:
         return [
-            DataError(f"the chat template refuses the conversation: {rendered.said}", FIX_ROW)
+            DataError(f"the chat template refuses the conversation: {rendered.reason}", FIX_ROW)
             if isinstance(rendered, Failure)
             else rendered
             for rendered in self._bounded(conversations)
@@ -425,7 +425,7 @@ def prompt_text(
         _renderers[tokenizer] = tokenizer.chat_template, renderer
     [rendered] = renderer([(list(messages), tools, add_generation_prompt, continue_final_message, variables)])
     if isinstance(rendered, Failure):
-        raise DataError(f"the chat template refuses the conversation: {rendered.said}", "change the turns")
+        raise DataError(f"the chat template refuses the conversation: {rendered.reason}", "change the turns")
     if isinstance(rendered, HalfbyteError):
         raise rendered
     return rendered

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|pad|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
 
 # ChatML. The generation tags mark the assistant's tokens, which are trained later.
 CHAT_TEMPLATE = (

@@ -40,7 +40,7 @@ _IDLE_EXIT = 3  # exit code
 class Failure:
     """A call without a result, and the reason."""
 
-    said: str
+    reason: str
 
 
 class Bounded(Generic[Item, Result]):
@@ -87,14 +87,14 @@ class Bounded(Generic[Item, Result]):
         return Bounded, (self.function,)
 
 
-def restart_clock(more: float = 0.0) -> None:
+def restart_clock(extra_seconds: float = 0.0) -> None:
     """Restart the time limit, so that each of a function's many inner calls gets the full limit.
 
     Args:
         more: seconds on top of `SECONDS`.
     """
     if _in_child:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS + more)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + extra_seconds)
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> Any:
@@ -113,14 +113,15 @@ class _Child:
     """A forked child that answers requests until the parent ends or closes the connection."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
-        self.owner, self.ended, self.exited_idle = os.getpid(), False, False
-        self.connection, theirs = socket.socketpair()
+        self.owner = os.getpid()
+        self.ended = self.exited_idle = False
+        self.connection, child_connection = socket.socketpair()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads: the child only computes
             self.pid = os.fork()
         if not self.pid:
-            _serve(function, theirs)
-        theirs.close()
+            _serve(function, child_connection)
+        child_connection.close()
 
     def ask(self, items: Sequence[Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports it
@@ -131,25 +132,25 @@ class _Child:
         try:
             return pickle.loads(_receive(self.connection, TIMEOUT))
         except TimeoutError:
-            said = "it takes too long"
+            problem = "it takes too long"
         except (EOFError, ConnectionResetError):
-            said = ""
+            problem = ""
         except BaseException:  # Ctrl-C: nothing will read the remaining answers
             self.end()
             raise
         status = self.end()
         self.exited_idle = os.WIFEXITED(status) and os.WEXITSTATUS(status) == _IDLE_EXIT
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
-            said = "it takes too long"
-        return Failure(said or "it ends the process that runs it")
+            problem = "it takes too long"
+        return Failure(problem or "it ends the process that runs it")
 
     def end(self) -> int:
         """End the child and return its wait status."""
         self.ended = True
         self.connection.close()
         try:
-            if (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-                return found[1]
+            if (pid_and_status := os.waitpid(self.pid, os.WNOHANG))[0]:
+                return pid_and_status[1]
             os.kill(self.pid, signal.SIGKILL)
             return os.waitpid(self.pid, 0)[1]
         except (ChildProcessError, ProcessLookupError):  # other code in this process reaps all children
@@ -173,13 +174,13 @@ def _receive(connection: socket.socket, timeout: float) -> bytes:
     head = connection.recv(8, socket.MSG_WAITALL)
     connection.settimeout(None)
     left = int.from_bytes(head, "little")
-    parts = []
-    while left and (part := connection.recv(min(left, 2**20), socket.MSG_WAITALL)):
-        parts.append(part)
-        left -= len(part)
+    chunks = []
+    while left and (chunk := connection.recv(min(left, 2**20), socket.MSG_WAITALL)):
+        chunks.append(chunk)
+        left -= len(chunk)
     if left or len(head) < 8:
         raise EOFError
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
 def _serve(function: Callable[[Any], Any], connection: socket.socket) -> None:
@@ -205,7 +206,7 @@ def _serve(function: Callable[[Any], Any], connection: socket.socket) -> None:
         os._exit(1)  # the parent sees the closed connection
 
 
-def _close_inherited(kept: int) -> None:
+def _close_inherited(descriptor: int) -> None:
     """Close all inherited descriptors except standard streams and `kept`, because an open one would hold a run's lock.
 
     Also reset the parent's signal handlers, and ignore Ctrl-C, which the parent handles.
@@ -213,8 +214,8 @@ def _close_inherited(kept: int) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def _address_space() -> int:

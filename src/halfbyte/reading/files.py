@@ -35,9 +35,9 @@ _POINTER, _LARGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
 _BOMS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-def same_place(one: str, other: str) -> bool:
+def same_place(first: str, second: str) -> bool:
     """Return whether two names are equal or refer to the same folder."""
-    return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
+    return first == second or (os.path.exists(first) and os.path.exists(second) and os.path.samefile(first, second))
 
 
 def look(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "") -> Literal["file", "folder", ""]:
@@ -63,11 +63,11 @@ def look(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = 
         raise error(f"cannot read {path}: the name holds a character that no file's name has", "check the name") from (
             None
         )
-    kind = stat.S_IFMT(mode)
-    if kind in _KINDS:
-        said, remedy = _KINDS[kind]
-        raise error(f"cannot read {path}: {said}", remedy)
-    return "folder" if kind == stat.S_IFDIR else "file"
+    file_type = stat.S_IFMT(mode)
+    if file_type in _KINDS:
+        problem_text, remedy = _KINDS[file_type]
+        raise error(f"cannot read {path}: {problem_text}", remedy)
+    return "folder" if file_type == stat.S_IFDIR else "file"
 
 
 @contextlib.contextmanager
@@ -101,10 +101,10 @@ def open_text(
 def _open(
     path: Path | str, error: type[HalfbyteError], fix: str, mode: str, newline: str | None = None
 ) -> Iterator[object]:
-    kind = look(path, error, fix)
-    if not kind:
+    path_type = look(path, error, fix)
+    if not path_type:
         raise error(f"no such file: {path}", fix)
-    if kind == "folder":
+    if path_type == "folder":
         raise error(f"cannot read {path}: it is a folder", _FIXES[errno.EISDIR])
     try:
         if _is_pointer(path):
@@ -136,8 +136,8 @@ def _undecodable(path: Path, error: type[HalfbyteError]) -> HalfbyteError:
             try:
                 line.decode()
             except UnicodeDecodeError as problem:
-                said = f"byte {problem.start + 1} of the line, 0x{line[problem.start]:02x}, is not UTF-8"
-                return error(f"{path}:{number}: {said}", "save the file as UTF-8")
+                problem_text = f"byte {problem.start + 1} of the line, 0x{line[problem.start]:02x}, is not UTF-8"
+                return error(f"{path}:{number}: {problem_text}", "save the file as UTF-8")
     return error(f"{path} is not UTF-8", "save the file as UTF-8")
 
 
@@ -157,6 +157,6 @@ def read_text(
     with open_text(path, error, fix) as file:
         size = os.fstat(file.fileno()).st_size
         if size > largest:
-            said = f"{size / MEBIBYTE:,.0f} MiB, more than the {largest / MEBIBYTE:,.0f} that such a file may have"
-            raise error(f"{path} has {said}", fix or "name another file")
+            sizes = f"{size / MEBIBYTE:,.0f} MiB, more than the {largest / MEBIBYTE:,.0f} that such a file may have"
+            raise error(f"{path} has {sizes}", fix or "name another file")
         return file.read()

@@ -89,11 +89,11 @@ class _Cursor:
                 raise ValueError(f"the key {name} occurs twice")
             values[name] = self.value(self.number("I"), name)
         self.check(tensors, SMALLEST_TENSOR, "tensors")
-        found = [self.tensor() for _ in range(tensors)]
-        if len({each.name for each in found}) < len(found):
+        described = [self.tensor() for _ in range(tensors)]
+        if len({tensor.name for tensor in described}) < len(described):
             raise ValueError("a tensor occurs twice")
         start = self.data_start(values.get("general.alignment", ALIGNMENT))
-        placed = [Described(each.name, each.shape, each.type, start + each.start) for each in found]
+        placed = [Described(tensor.name, tensor.shape, tensor.type, start + tensor.start) for tensor in described]
         return Head(values, placed, len(self.data))
 
     def data_start(self, alignment: Any) -> int:
@@ -101,15 +101,15 @@ class _Cursor:
             raise ValueError(f"general.alignment is {alignment!r}, not a power of two")
         return -(-self.at // alignment) * alignment
 
-    def check(self, count: int, nbytes: int, what: str) -> None:
+    def check(self, count: int, nbytes: int, items: str) -> None:
         """Check that `count` items of at least `nbytes` each fit into the remaining bytes."""
         left = len(self.data) - self.at
         if count * nbytes > left:
-            raise ValueError(f"it declares {count} {what}, and {left} bytes are left")
+            raise ValueError(f"it declares {count} {items}, and {left} bytes are left")
 
-    def number(self, kind: str) -> Any:
-        (value,) = struct.unpack_from(f"<{kind}", self.data, self.at)
-        self.at += struct.calcsize(f"<{kind}")
+    def number(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
+        self.at += struct.calcsize(f"<{code}")
         return value
 
     def text(self) -> str:
@@ -118,23 +118,23 @@ class _Cursor:
         self.at += length
         return str(self.data[self.at - length : self.at], "utf-8")
 
-    def value(self, kind: int, name: str) -> Any:
-        if kind == STRING:
+    def value(self, type_id: int, name: str) -> Any:
+        if type_id == STRING:
             return self.text()
-        if kind in SCALARS:
-            return self.number(SCALARS[kind])
-        if kind != ARRAY:
-            raise ValueError(f"the key {name} is of an unknown type, {kind}")
-        kind, count = self.number("I"), self.number("Q")
-        if kind not in SCALARS and kind != STRING:
-            raise ValueError(f"the key {name} is an array of type {kind}, which is not supported")
-        self.check(count, 8 if kind == STRING else struct.calcsize(f"<{SCALARS[kind]}"), f"values of {name}")
+        if type_id in SCALARS:
+            return self.number(SCALARS[type_id])
+        if type_id != ARRAY:
+            raise ValueError(f"the key {name} is of an unknown type, {type_id}")
+        type_id, count = self.number("I"), self.number("Q")
+        if type_id not in SCALARS and type_id != STRING:
+            raise ValueError(f"the key {name} is an array of type {type_id}, which is not supported")
+        self.check(count, 8 if type_id == STRING else struct.calcsize(f"<{SCALARS[type_id]}"), f"values of {name}")
         if count > MOST_VALUES:
             raise ValueError(f"the key {name} has {count} values, more than {MOST_VALUES}")
-        if kind == STRING:
+        if type_id == STRING:
             return [self.text() for _ in range(count)]
-        values = struct.unpack_from(f"<{count}{SCALARS[kind]}", self.data, self.at)
-        self.at += struct.calcsize(f"<{count}{SCALARS[kind]}")
+        values = struct.unpack_from(f"<{count}{SCALARS[type_id]}", self.data, self.at)
+        self.at += struct.calcsize(f"<{count}{SCALARS[type_id]}")
         return list(values)
 
     def tensor(self) -> Described:

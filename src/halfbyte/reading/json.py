@@ -32,7 +32,7 @@ def read_json(
 
 def parse_json(
     text: str | bytes,
-    where: str,
+    source: str,
     error: type[HalfbyteError] = ConfigError,
     fix: str = "",
     *,
@@ -49,7 +49,7 @@ def parse_json(
     Raises:
         error: not JSON, nested too deeply, or an invalid number or character.
     """
-    place = f"{where}:{line}" if line else where
+    position = f"{source}:{line}" if line else source
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
@@ -60,19 +60,19 @@ def parse_json(
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except json.JSONDecodeError as problem:
-        said = f"malformed JSON: {problem.msg} (column {problem.colno})"
-        raise error(f"{place if line else f'{where}:{problem.lineno}'}: {said}", fix) from None
+        problem_text = f"malformed JSON: {problem.msg} (column {problem.colno})"
+        raise error(f"{position if line else f'{source}:{problem.lineno}'}: {problem_text}", fix) from None
     except RecursionError:
-        raise error(f"{place}: nested more than {DEEPEST} levels deep", fix) from None
+        raise error(f"{position}: nested more than {DEEPEST} levels deep", fix) from None
     except UnicodeDecodeError as problem:
-        raise error(f"{place}: byte {problem.start + 1} is not UTF-8", fix or "save it as UTF-8") from None
+        raise error(f"{position}: byte {problem.start + 1} is not UTF-8", fix or "save it as UTF-8") from None
     except UnicodeEncodeError as problem:
         half = problem.object[problem.start]
-        raise error(f"{place}: half a surrogate pair ({half!r}) is no character", fix) from None
+        raise error(f"{position}: half a surrogate pair ({half!r}) is no character", fix) from None
     except _DuplicateKey as problem:
-        raise error(f"{place}: the key {problem} is given twice in one object", fix or "keep one of them") from None
+        raise error(f"{position}: the key {problem} is given twice in one object", fix or "keep one of them") from None
     except ValueError:  # int() of more digits than Python reads
-        raise error(f"{place}: a number has more digits than can be read", fix) from None
+        raise error(f"{position}: a number has more digits than can be read", fix) from None
 
 
 class _DuplicateKey(Exception):
@@ -81,11 +81,11 @@ class _DuplicateKey(Exception):
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object and refuse duplicate keys."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique_pairs = dict(pairs)
+    if len(unique_pairs) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _DuplicateKey(repr(next(key for key in found if keys.count(key) > 1)))
-    return found
+        raise _DuplicateKey(repr(next(key for key in unique_pairs if keys.count(key) > 1)))
+    return unique_pairs
 
 
 def _nests(text: str, value: Any) -> bool:

@@ -83,27 +83,27 @@ def check_model_config(folder: Path) -> None:
 def _object(path: Path) -> dict[str, Any]:
     config = read_json(path, CheckpointError, FIX.replace(CONFIG, path.name), LARGEST_FILE)
     if not isinstance(config, dict):
-        what = f"{path} holds a {type(config).__name__}, not an object"
-        raise CheckpointError(what, FIX.replace(CONFIG, path.name))
+        problem = f"{path} holds a {type(config).__name__}, not an object"
+        raise CheckpointError(problem, FIX.replace(CONFIG, path.name))
     return config
 
 
 def _check(path: Path, config: Mapping[str, Any], within: str = "") -> None:
     for key in SIZES:
-        value, least = config.get(key), 0 if key in MAY_BE_ZERO else 1
-        for each in value if isinstance(value, list) else [value]:
-            if each is not None and not (type(each) is int and least <= each <= LARGEST):
-                raise _wrong(path, within + key, f"a whole number, {least} or more", value)
-    experts = next((each for key in EXPERTS if isinstance(each := config.get(key), int)), 0)
+        value, minimum = config.get(key), 0 if key in MAY_BE_ZERO else 1
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not (type(number) is int and minimum <= number <= LARGEST):
+                raise _wrong(path, within + key, f"a whole number, {minimum} or more", value)
+    experts = next((number for key in EXPERTS if isinstance(number := config.get(key), int)), 0)
     for key in CHOSEN if experts else ():
         if isinstance(chosen := config.get(key), int) and not 1 <= chosen <= experts:
             raise _wrong(path, within + key, f"1 to {experts} (the number of experts)", chosen)
     for key in LAYERS:
         if isinstance(layers := config.get(key), int) and layers > MOST_LAYERS:
             raise _wrong(path, within + key, f"at most {MOST_LAYERS}", layers)
-    for keys, kind, words in ((MAPPINGS, dict, "an object"), (TEXTS, str, "text")):
+    for keys, expected_type, words in ((MAPPINGS, dict, "an object"), (TEXTS, str, "text")):
         for key in keys:
-            if config.get(key) is not None and not isinstance(config[key], kind):
+            if config.get(key) is not None and not isinstance(config[key], expected_type):
                 raise _wrong(path, within + key, words, config[key])
     named = config.get("transformers_weights")
     if named is not None and named not in WEIGHTS:
@@ -119,14 +119,14 @@ def _check(path: Path, config: Mapping[str, Any], within: str = "") -> None:
 def _check_ids(path: Path, config: Mapping[str, Any], within: str = "") -> None:
     for key in TOKEN_IDS:
         value = config.get(key)
-        for each in value if isinstance(value, list) else [value]:
-            if each is not None and type(each) is not int:
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None and type(token_id) is not int:
                 raise _wrong(path, within + key, "a token's number", value)
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def _wrong(path: Path, key: str, kind: str, value: Any) -> CheckpointError:
-    return CheckpointError(f"{path}: {key} must be {kind}, not {value!r:.80}", FIX.replace(CONFIG, path.name))
+def _wrong(path: Path, key: str, expected: str, value: Any) -> CheckpointError:
+    return CheckpointError(f"{path}: {key} must be {expected}, not {value!r:.80}", FIX.replace(CONFIG, path.name))

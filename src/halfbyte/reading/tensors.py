@@ -71,7 +71,7 @@ def pickled_files(folder: Path) -> list[Path]:
     return _files(folder, PICKLED, PICKLED_INDEX)
 
 
-def checkpoint_digest(place: Path) -> str:
+def checkpoint_digest(path: Path) -> str:
     """Return a digest (XXH3, 128 bits) of a local checkpoint: config, code, index, and every byte of the weights.
 
     Blocks are read by several threads. It detects changes, but is no protection against forgery.
@@ -84,16 +84,16 @@ def checkpoint_digest(place: Path) -> str:
     """
     import xxhash
 
-    files = [place]
-    if not place.is_file():
-        described = [place / name for name in (CONFIG, GENERATION, INDEX, PICKLED_INDEX)] + sorted(place.glob("*.py"))
+    files = [path]
+    if not path.is_file():
+        described = [path / name for name in (CONFIG, GENERATION, INDEX, PICKLED_INDEX)] + sorted(path.glob("*.py"))
         files = [file for file in described if look(file, CheckpointError, AGAIN) == "file"]
-        files += safetensors_files(place) or pickled_files(place)
+        files += safetensors_files(path) or pickled_files(path)
     blocks = [(file, at) for file in files for at in range(0, os.path.getsize(file), DIGEST_BLOCK)]
     digest = xxhash.xxh3_128(repr([os.path.getsize(file) for file in files]).encode())
     with ThreadPoolExecutor(min(DIGEST_THREADS, os.cpu_count() or 1)) as pool:
-        for part in pool.map(_block_digest, blocks):
-            digest.update(part)
+        for block_digest in pool.map(_block_digest, blocks):
+            digest.update(block_digest)
     return digest.hexdigest()
 
 
@@ -118,11 +118,11 @@ def _files(folder: Path, single: str, index: str) -> list[Path]:
     if not look(folder / index, CheckpointError, AGAIN):
         return []
     document = read_json(folder / index, CheckpointError, "re-download the index", LARGEST_HEAD)
-    parts = document if isinstance(document, dict) else {}
-    shards = parts.get("weight_map")
+    fields = document if isinstance(document, dict) else {}
+    shards = fields.get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{folder / index} has no weight_map of tensors to files", "re-download the index")
-    if not isinstance(parts.get("metadata"), dict):
+    if not isinstance(fields.get("metadata"), dict):
         raise CheckpointError(f"{folder / index} has no metadata, which transformers requires", "re-download the index")
     names = sorted(set(shards.values()))
     for name in names:
@@ -157,10 +157,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if pickled.exists() and not (folder / ADAPTER).exists():
         fix = "if you trust it, load it with PEFT and save it again as safetensors"
         raise CheckpointError(f"{pickled} is a pickle, which could run code and is not read", fix)
-    for keys, (sound, kind) in ADAPTER_KINDS.items():
+    for keys, (sound, expected) in ADAPTER_KINDS.items():
         for key in keys:
             if key in document and not sound(document[key]) and (document[key] is not None or key in NOT_NULL):
-                raise CheckpointError(f"{path}: {key} must be {kind}, not {document[key]!r:.80}", ADAPTER_AGAIN)
+                raise CheckpointError(f"{path}: {key} must be {expected}, not {document[key]!r:.80}", ADAPTER_AGAIN)
     return document
 
 
@@ -173,7 +173,7 @@ def _rank(value: Any) -> bool:
 
 
 def _names(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 
 
 def _mapping_to(sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -248,7 +248,7 @@ def _nbytes(file: Path, name: str, entry: dict[str, Any], fix: str) -> int:
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------

@@ -58,12 +58,12 @@ def card(run: Run, *, published: bool = False) -> str:
         published: whether the card is beside the weights, without paths of this machine; default: in the run's folder.
     """
     row = find_adapter_kind(run.config)
-    what = "Fine-tuned weights" if _weights(run) == MODEL else f"A {row.name if row else 'PEFT'} adapter"
+    description = "Fine-tuned weights" if _weights(run) == MODEL else f"A {row.name if row else 'PEFT'} adapter"
     base = _shown(run.model, published)
-    parts = [
+    blocks = [
         f"---\n{yaml.safe_dump(_hub_header(run), sort_keys=False)}---",
         f"# {_plain(Path(run.model).name)}, fine-tuned with halfbyte",
-        f"{what} for `{_code(base)}`, trained by {method(run.config)}.",
+        f"{description} for `{_code(base)}`, trained by {method(run.config)}.",
         f"## Use\n\n```python\n{_usage(run, published)}\n```{_base_warning(run)}",
         f"## Results\n\n{_table(_results(run))}",
         f"## Data\n\n{_table(_data(run, published))}",
@@ -71,8 +71,8 @@ def card(run: Run, *, published: bool = False) -> str:
     ]
     if not published:
         files = f"Every key is in `{RESOLVED_CONFIG}`, every number in `{METRICS}`, and plots are in `{REPORT}`."
-        parts.append(files)
-    return "\n\n".join(parts) + "\n"
+        blocks.append(files)
+    return "\n\n".join(blocks) + "\n"
 
 
 def _weights(run: Run) -> str:
@@ -148,7 +148,7 @@ def _loader(run: Run) -> tuple[str, int]:
 
 
 def _results(run: Run) -> dict[str, str]:
-    results, (loss, *others) = {}, run.numbers.evaluated
+    results, (loss, *metrics) = {}, run.numbers.evaluated
     if run.final_loss is not None:
         steps = f"steps {run.last_steps[0]['step']:,} to {run.train[-1]['step']:,}"
         figure = format(run.final_loss, run.numbers.trained[0].format)
@@ -158,7 +158,7 @@ def _results(run: Run) -> dict[str, str]:
     if run.evals:
         last = run.final_evaluation
         results[f"held-out {loss.label}"] = f"{loss.shown(last)} (step {last['step']})"
-        results |= {f"held-out {metric.label}": metric.shown(last) for metric in others}
+        results |= {f"held-out {metric.label}": metric.shown(last) for metric in metrics}
     if run.best:
         results["checkpoint"] = describe_best(run.best)
     if run.throughput:

@@ -38,9 +38,9 @@ def write_report(run_dir: Path | str) -> Path:
 
 def page(run: Run) -> str:
     """Return the report as HTML."""
-    parts = sections(run)
-    links = "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title, _ in parts)
-    body = "".join(f'<section id="{anchor}"><h2>{title}</h2>{html}</section>' for anchor, title, html in parts)
+    blocks = sections(run)
+    links = "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title, _ in blocks)
+    body = "".join(f'<section id="{anchor}"><h2>{title}</h2>{html}</section>' for anchor, title, html in blocks)
     items = "".join(f"<li>{text(problem)}</li>" for problem in run.problems)
     problems = f'<ul class="problems">{items}</ul>' if items else ""
     return (
@@ -59,14 +59,14 @@ def header(run: Run) -> str:
     """Header with model, method, data and start time."""
     dataset = run.config.get("dataset", "unknown data")
     datasets = dataset if isinstance(dataset, list) else [dataset]
-    paths = (each.get("path") if isinstance(each, dict) else each for each in datasets)
+    paths = (entry.get("path") if isinstance(entry, dict) else entry for entry in datasets)
     names = ", ".join(Path(str(path)).name for path in paths)
     started = run.moment("started")
     when = f" · {started.day} {started:%B %Y, %H:%M %Z}" if started else ""
-    how = f"{method(run.config)} on {names}" if run.config else f"a run without {RESOLVED_CONFIG}"
+    summary = f"{method(run.config)} on {names}" if run.config else f"a run without {RESOLVED_CONFIG}"
     return (
         f'<header><p class="eyebrow">halfbyte run{when}</p><h1>{text(Path(run.model).name)}</h1>'
-        f'<p class="lead">{text(how)}</p></header>'
+        f'<p class="lead">{text(summary)}</p></header>'
     )
 
 
@@ -87,13 +87,13 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
         figure = format(run.final_loss, loss.format)
         yield f"Final training {loss.label}", figure, f"mean from step {since:,} to {run.train[-1]['step']:,}"
     if run.evals:
-        before, after = run.evals[0], run.final_evaluation
-        loss, *others = run.numbers.evaluated
+        initial, final = run.evals[0], run.final_evaluation
+        loss, *metrics = run.numbers.evaluated
         several = len(run.evals) > 1
-        was = f"from {loss.shown(before)} at step {before['step']}" if several else f"at step {after['step']}"
-        yield f"Held-out {loss.label}", loss.shown(after), was
-        for metric in others:
-            yield f"Held-out {metric.label}", metric.shown(after), f"from {metric.shown(before)}" if several else ""
+        was = f"from {loss.shown(initial)} at step {initial['step']}" if several else f"at step {final['step']}"
+        yield f"Held-out {loss.label}", loss.shown(final), was
+        for metric in metrics:
+            yield f"Held-out {metric.label}", metric.shown(final), f"from {metric.shown(initial)}" if several else ""
     if run.throughput:
         yield "Throughput", f"{run.throughput:,.0f} tok/s", f"{run.step_seconds:.3g} s per step (median)"
     if run.peak_bytes:
@@ -114,8 +114,8 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
             f"{split['documents']:,} documents, {share:.1%} trained on",
         )
     if run.config.get("use_peft", True) and "r" in run.config:
-        what, base = f"rank {run.config['r']}", storage(run.config)
-        yield "Adapter", what, f"{base} base, learning rate {run.config['learning_rate']:g}"
+        rank, base = f"rank {run.config['r']}", storage(run.config)
+        yield "Adapter", rank, f"{base} base, learning rate {run.config['learning_rate']:g}"
 
 
 def _memory_tile(run: Run) -> tuple[str, str, str]:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from .run import Record
 
 SIZE, LETTER = (4.6, 2.5), 0.068  # inches: size of a drawing, width of a digit in labels of 8 points
-INK, GRID, FIRST, SECOND = "#000001", "#000002", "#000003", "#000004"
+INK = "#000001"
+GRID = "#000002"
+FIRST = "#000003"
+SECOND = "#000004"
 VARIABLES = {INK: "var(--muted)", GRID: "var(--line)", FIRST: "var(--series-1)", SECOND: "var(--series-2)"}
 
 STYLE: dict[Any, Any] = {

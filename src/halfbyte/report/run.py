@@ -118,8 +118,8 @@ def read_run(path: Path | str) -> Run:
     run = Run(Path(path))
     config = run.path / layout.RESOLVED_CONFIG
     run.config_text = _read(run, config, read_text, CheckpointError) or ""
-    run.config = {key: found.value for key, found in (_read(run, config, read_mapping) or {}).items()}
-    for name, file, kind in (
+    run.config = {key: located.value for key, located in (_read(run, config, read_mapping) or {}).items()}
+    for name, file, expected in (
         ("memory", layout.MEMORY, dict),
         ("data", layout.DATA_REPORT, dict),
         ("generations", layout.GENERATIONS, list),
@@ -128,9 +128,9 @@ def read_run(path: Path | str) -> Run:
         ("experts", layout.EXPERTS, dict),
         ("merge", layout.MERGE, dict),
     ):
-        setattr(run, name, _json(run, run.path / file, kind))
-    others = (_json(run, path, dict) for path in sorted(run.path.glob(layout.MERGE_REPORTS)))
-    run.merges = [each for each in (run.merge, *others) if each]
+        setattr(run, name, _json(run, run.path / file, expected))
+    merge_reports = (_json(run, path, dict) for path in sorted(run.path.glob(layout.MERGE_REPORTS)))
+    run.merges = [merge for merge in (run.merge, *merge_reports) if merge]
     _drop_malformed(run)
     if stopped := (run.environment or {}).get("stopped"):
         run.problems.append(f"the run was not finished: {stopped}")
@@ -162,35 +162,35 @@ def _drop_malformed(run: Run) -> None:
         run.problems.append(f"{layout.MEMORY} cannot be read: its measured values are not numbers of bytes")
 
 
-def _read(run: Run, path: Path, reader: Callable[..., Any], *how: Any) -> Any:
+def _read(run: Run, path: Path, reader: Callable[..., Any], *arguments: Any) -> Any:
     """Read a file of the run with `reader`; None if it is missing or, with a problem reported, unreadable."""
     if not path.exists():
         return None
     try:
-        return reader(path, *how)
+        return reader(path, *arguments)
     except HalfbyteError as error:
         run.problems.append(f"{path.name} cannot be read: {error.message}")
         return None
 
 
-def _json(run: Run, path: Path, kind: type) -> Any:
+def _json(run: Run, path: Path, expected: type) -> Any:
     value = _read(run, path, read_json, CheckpointError)
-    if value is None or isinstance(value, kind):
+    if value is None or isinstance(value, expected):
         return value
-    run.problems.append(f"{path.name} cannot be read: it holds no {'list' if kind is list else 'object'}")
+    run.problems.append(f"{path.name} cannot be read: it holds no {'list' if expected is list else 'object'}")
     return None
 
 
 def _sampled(run: Run) -> list[Record]:
     """Records of the first and the last generation in completions.jsonl."""
-    most = layout.COMPLETIONS_PER_GENERATION
+    limit = layout.COMPLETIONS_PER_GENERATION
     lines = (_read(run, run.path / layout.COMPLETIONS, read_text, CheckpointError) or "").splitlines()
     try:
         first, last = (
-            [parse_json(line, layout.COMPLETIONS, CheckpointError) for line in some]
-            for some in (lines[:most], lines[-most:])
+            [parse_json(line, layout.COMPLETIONS, CheckpointError) for line in span]
+            for span in (lines[:limit], lines[-limit:])
         )
-        begin, end = ({record["step"] for record in some} for some in (first[:1], last[-1:]))
+        begin, end = ({record["step"] for record in span} for span in (first[:1], last[-1:]))
         shown = [record for record in first if record["step"] in begin]
         return shown + [record for record in last if record["step"] in end - begin]
     except (HalfbyteError, KeyError, TypeError):
@@ -213,4 +213,4 @@ def _metrics(run: Run) -> list[Record]:
             records[str(record["kind"]), int(record["step"])] = record
         except (HalfbyteError, ValueError, KeyError, TypeError):
             run.problems.append(f"{layout.METRICS} line {number} cannot be read and is ignored")
-    return [record for _, record in sorted(records.items(), key=lambda each: each[0][1])]
+    return [record for _, record in sorted(records.items(), key=lambda item: item[0][1])]

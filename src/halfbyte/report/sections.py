@@ -24,7 +24,7 @@ SAMPLED = 3  # best and worst answers shown per generation
 
 def sections(run: Run) -> list[Section]:
     """Return every section of the report, in reading order."""
-    parts = [
+    blocks = [
         ("training", "Training", training),
         ("memory", "Memory", memory),
         ("data", "Data", data),
@@ -36,13 +36,13 @@ def sections(run: Run) -> list[Section]:
         ("environment", "Environment", environment),
         ("configuration", "Configuration", configuration),
     ]
-    return [(anchor, title, shown(section, run)) for anchor, title, section in parts]
+    return [(anchor, title, shown(section, run)) for anchor, title, section in blocks]
 
 
-def shown(part: Callable[[Run], str], run: Run) -> str:
+def shown(section: Callable[[Run], str], run: Run) -> str:
     """Render a part of the page; if a file of the run has malformed values, only this part is replaced by a note."""
     try:
-        return part(run)
+        return section(run)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         return missing(f"This cannot be shown from the run's files: {type(error).__name__}: {error}")
 
@@ -57,22 +57,22 @@ def text(value: Any) -> str:
         return escape(f"{value:.5g}")
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return escape(visible(", ".join(value))) or "–"
     return escape(visible(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
 
 
-def missing(what: str) -> str:
+def missing(file: str) -> str:
     """A note in place of missing content."""
-    return f'<p class="missing">{text(what)}</p>'
+    return f'<p class="missing">{text(file)}</p>'
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table of ready HTML cells; the first column is a row header, the others are numbers or words."""
     titles = "".join(f'<th scope="col">{title}</th>' for title in head)
     lines = []
-    for first, *rest in rows:
-        lines.append(f'<tr><th scope="row">{first}</th>{"".join(map(_cell, rest))}</tr>')
+    for first, *cells in rows:
+        lines.append(f'<tr><th scope="row">{first}</th>{"".join(map(_cell, cells))}</tr>')
     header = f"<thead><tr>{titles}</tr></thead>" if titles else ""
     return f'<div class="scroll"><table>{header}<tbody>{"".join(lines)}</tbody></table></div>'
 
@@ -126,7 +126,7 @@ def memory(run: Run) -> str:
     measured = measured_parts(run.memory.get("measured") or {})
     predicted = {"base": measured["base"], **predicted}  # the measured peak includes the process, so both bars do
     scale = max(sum(predicted.values()), sum(measured.values()), 1)
-    names = {part: shown.name for part, shown in (MEMORY_PARTS | MEASURED_PARTS).items()}
+    names = {component: shown.name for component, shown in (MEMORY_PARTS | MEASURED_PARTS).items()}
     html = bar("predicted", predicted, names, scale)
     if run.memory.get("measured"):
         html += bar("measured", measured, names, scale)
@@ -150,32 +150,37 @@ def _processes(run: Run) -> str:
     if not ranks:
         return ""
     names = {"after_load_bytes": "after loading", "peak_bytes": "peak", "reserved_bytes": "reserved"}
-    shown = {key: name for key, name in names.items() if all(key in each for each in ranks)}
-    rows = ((str(rank), *(size(each[key]) for key in shown)) for rank, each in enumerate(ranks))
-    found = table((f"Process, of {text((run.environment or {}).get('parallel'))}", *shown.values()), rows)
-    own = [(each["fastest_seconds"], each["slowest_seconds"]) for each in run.train if "slowest_seconds" in each]
-    if own:
-        fastest, slowest = (sum(each) / len(own) for each in zip(*own, strict=True))
+    shown = {key: name for key, name in names.items() if all(key in rank_record for rank_record in ranks)}
+    rows = ((str(rank), *(size(rank_record[key]) for key in shown)) for rank, rank_record in enumerate(ranks))
+    html = table((f"Process, of {text((run.environment or {}).get('parallel'))}", *shown.values()), rows)
+    step_times = [
+        (rank_record["fastest_seconds"], rank_record["slowest_seconds"])
+        for rank_record in run.train
+        if "slowest_seconds" in rank_record
+    ]
+    if step_times:
+        fastest, slowest = (sum(rank_record) / len(step_times) for rank_record in zip(*step_times, strict=True))
         took = f"a step took the fastest process {fastest:.3g} s and the slowest {slowest:.3g} s"
-        found += f"<p class='note'>Before gradients are summed, {took}.</p>"
-    for key, what in (("gather_share", "weights are being gathered"), ("idle_share", "a pipeline stage is idle")):
-        if shares := [each[key] for each in run.train if key in each]:
-            found += f"<p class='note'>For {statistics.median(shares):.1%} of a step {what}.</p>"
-    return found
+        html += f"<p class='note'>Before gradients are summed, {took}.</p>"
+    for key, cause in (("gather_share", "weights are being gathered"), ("idle_share", "a pipeline stage is idle")):
+        if shares := [rank_record[key] for rank_record in run.train if key in rank_record]:
+            html += f"<p class='note'>For {statistics.median(shares):.1%} of a step {cause}.</p>"
+    return html
 
 
-def bar(title: str, parts: Mapping[str, float], names: Mapping[str, str], scale: float) -> str:
+def bar(title: str, bytes_by_component: Mapping[str, float], names: Mapping[str, str], scale: float) -> str:
     """One stacked bar with its legend; widths are shares of `scale` in percent."""
-    present = {part: count for part, count in parts.items() if count > 0}
+    present = {component: count for component, count in bytes_by_component.items() if count > 0}
     pieces = "".join(
-        f'<i class="{part}" style="width:{count / scale:.4%}" title="{names[part]} {size(count)}"></i>'
-        for part, count in present.items()
+        f'<i class="{component}" style="width:{count / scale:.4%}" title="{names[component]} {size(count)}"></i>'
+        for component, count in present.items()
     )
     legend = "".join(
-        f'<li><i class="{part}"></i>{names[part]} <b>{size(count)}</b></li>' for part, count in present.items()
+        f'<li><i class="{component}"></i>{names[component]} <b>{size(count)}</b></li>'
+        for component, count in present.items()
     )
     return (
-        f'<div class="bar"><p><span>{title}</span> <b>{size(sum(parts.values()))}</b></p>'
+        f'<div class="bar"><p><span>{title}</span> <b>{size(sum(bytes_by_component.values()))}</b></p>'
         f'<div class="pieces">{pieces}</div><ul class="legend">{legend}</ul></div>'
     )
 
@@ -206,9 +211,9 @@ def data(run: Run) -> str:
     histogram = (run.data.get("train") or {}).get("length_histogram")
     if histogram and sum(histogram["counts"]):
         drawn.append(("Document lengths", plots.lengths(histogram, run.config.get("max_length"))))
-    beside = f'<div class="beside">{counts}{figures(*drawn)}</div>'
+    counts_and_plots = f'<div class="beside">{counts}{figures(*drawn)}</div>'
     note = f'<p class="note">Masks: {text(run.data.get("mask"))}.{_ending(run.data)}</p>'
-    return sources + mixture + beside + note + _template(run.data.get("template"))
+    return sources + mixture + counts_and_plots + note + _template(run.data.get("template"))
 
 
 def _ending(report: Mapping[str, Any]) -> str:
@@ -305,30 +310,31 @@ def answers(run: Run) -> str:
     if not run.generations:
         return missing("No answers were generated (sample_prompts was 0, or the run stopped before).")
     cards = []
-    for each in run.generations:
-        columns = [("before", each.get("before")), ("after", each.get("after"))]
-        if each.get("reference"):
-            columns.append(("reference", each["reference"]))
+    for generation in run.generations:
+        columns = [("before", generation.get("before")), ("after", generation.get("after"))]
+        if generation.get("reference"):
+            columns.append(("reference", generation["reference"]))
         shown = "".join(
             f"<div class='{name}'><h4>{name}</h4><pre>{text(answer)}</pre></div>" for name, answer in columns
         )
-        cards.append(
-            f'<article><h4>prompt</h4><pre>{text(each.get("prompt"))}</pre><div class="columns">{shown}</div></article>'
-        )
+        prompt = f"<h4>prompt</h4><pre>{text(generation.get('prompt'))}</pre>"
+        cards.append(f'<article>{prompt}<div class="columns">{shown}</div></article>')
     return "".join(cards)
 
 
 def sampled(run: Run) -> str:
     """Best and worst sampled answers of the first and the last generation, with their rewards."""
     rows = []
-    for step in dict.fromkeys(each["step"] for each in run.sampled):
-        ordered = sorted((each for each in run.sampled if each["step"] == step), key=lambda each: -each["advantage"])
-        for each in [*ordered[:SAMPLED], *ordered[SAMPLED:][-SAMPLED:]]:
-            rewards = "; ".join(f"{name} {text(value)}" for name, value in each["rewards"].items())
-            ended = "" if each["ended"] else " (cut off)"
-            answer = f"<pre>{text(each['completion'])}</pre>{ended}"
-            prompt = f"<pre>{text(each['prompt'])}</pre>"
-            rows.append((f"step {text(step)}", prompt, answer, rewards, f"{each['advantage']:+.2f}"))
+    for step in dict.fromkeys(record["step"] for record in run.sampled):
+        ordered = sorted(
+            (record for record in run.sampled if record["step"] == step), key=lambda record: -record["advantage"]
+        )
+        for record in [*ordered[:SAMPLED], *ordered[SAMPLED:][-SAMPLED:]]:
+            rewards = "; ".join(f"{name} {text(value)}" for name, value in record["rewards"].items())
+            ended = "" if record["ended"] else " (cut off)"
+            answer = f"<pre>{text(record['completion'])}</pre>{ended}"
+            prompt = f"<pre>{text(record['prompt'])}</pre>"
+            rows.append((f"step {text(step)}", prompt, answer, rewards, f"{record['advantage']:+.2f}"))
     return table(("drawn before", "prompt", "answer", "rewards", "advantage"), rows)
 
 
@@ -336,10 +342,10 @@ def experts(run: Run) -> str:
     """Balance of expert choices in each layer, and experts that were never chosen."""
     use = run.experts or {}
     rows = []
-    for name, each in use["layers"].items():
-        used, all_ = each["used"], max(sum(each["used"]), 1)
+    for name, usage in use["layers"].items():
+        used, all_ = usage["used"], max(sum(usage["used"]), 1)
         shares = (f"{chosen / all_:.1%}" for chosen in (max(used), statistics.median(used), min(used)))
-        rows.append((text(name), f"{each['entropy']:.3f}", *shares, text([str(at) for at in each["dead"]])))
+        rows.append((text(name), f"{usage['entropy']:.3f}", *shares, text([str(at) for at in usage["dead"]])))
     head = ("Layer", "entropy, of equal use's", "most used", "median", "least used", "never chosen")
     return f"<p class='note'>{text(expert_usage_line(use))}.</p>" + table(head, rows)
 
@@ -350,11 +356,11 @@ def checks(run: Run) -> str:
     html = merge_fidelity(merge) if merge else missing("Not merged yet: halfbyte merge compares the merge targets.")
     if run.merges:
         html = (html if merge else "") + merge_targets(run.merges)
-    others = {name: values for name, values in (run.checks or {}).items() if name != "merge"}
-    if not others:
+    results = {name: values for name, values in (run.checks or {}).items() if name != "merge"}
+    if not results:
         return html + missing(f"No self-checks were recorded ({CHECKS} is missing).")
     rows = []
-    for name, values in others.items():
+    for name, values in results.items():
         values = values if isinstance(values, dict) else {"result": values}
         numbers = "<br>".join(f"{text(key.replace('_', ' '))} <b>{text(value)}</b>" for key, value in values.items())
         rows.append((text(name.replace("_", " ")), numbers))
@@ -380,7 +386,7 @@ def merge_targets(merges: Iterable[Mapping[str, Any]]) -> str:
     rows = []
     for merge in merges:
         written = (merge.get("targets") or {}).get(merge.get("written")) or {}
-        kept = ((merge.get("update_kept") or {}).get(merge.get("written")) or {}).get("share")
+        kept_share = ((merge.get("update_kept") or {}).get(merge.get("written")) or {}).get("share")
         stored = merge.get("quantize") or "16bit"
         rows.append(
             (
@@ -389,7 +395,7 @@ def merge_targets(merges: Iterable[Mapping[str, Any]]) -> str:
                 size(merge.get("bytes")),
                 text(written.get("kl")),
                 text(written.get("max_logit_difference")),
-                text(kept),
+                text(kept_share),
                 text((written.get("loss") or {}).get("excess")),
             )
         )
@@ -402,22 +408,22 @@ def environment(run: Run) -> str:
     """Machine, versions and notices."""
     if not run.environment:
         return missing(f"No {ENVIRONMENT} in this run.")
-    known = run.environment
-    cpu, compute, kernels = (known.get(name) or {} for name in ("cpu", "compute_dtype", "kernels"))
-    halfbyte = known.get("halfbyte") or {}
+    facts = run.environment
+    cpu, compute, kernels = (facts.get(name) or {} for name in ("cpu", "compute_dtype", "kernels"))
+    halfbyte = facts.get("halfbyte") or {}
     commit = f" ({text(halfbyte['commit'])})" if halfbyte.get("commit") else ""
     rows = [("halfbyte", f"{text(halfbyte.get('version'))}{commit}")]
-    rows += [("GPU", _gpu(gpu)) for gpu in known.get("gpus") or []]
+    rows += [("GPU", _gpu(gpu)) for gpu in facts.get("gpus") or []]
     cpu_words = (text(cpu.get("model")), text(threads(cpu)), size(cpu.get("memory_bytes")))
     rows.append(("CPU", ", ".join(cpu_words)))
     rows.append(("instruction sets", text(cpu.get("instruction_sets"))))
     rows.append(("computes in", f"{text(compute.get('dtype'))}: {text(compute.get('reason'))}"))
     rows.append(("kernels", f"{'on' if kernels.get('enabled') else 'off'}: {text(kernels.get('reason'))}"))
-    rows.append(("system", f"{text(known.get('platform'))}, Python {text(known.get('python'))}"))
-    versions = (known.get("versions") or {}).items()
+    rows.append(("system", f"{text(facts.get('platform'))}, Python {text(facts.get('python'))}"))
+    versions = (facts.get("versions") or {}).items()
     rows.append(("versions", ", ".join(f"{text(name)} {text(version)}" for name, version in versions if version)))
     html = table((), rows)
-    notices = "".join(f"<li>{text(message)}</li>" for message in (known.get("notices") or {}).values())
+    notices = "".join(f"<li>{text(message)}</li>" for message in (facts.get("notices") or {}).values())
     return html + (
         f"<h3>Notices</h3><ul class='plain'>{notices}</ul>" if notices else "<p class='note'>No notices.</p>"
     )

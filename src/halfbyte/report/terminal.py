@@ -125,7 +125,7 @@ def print_processes(console: Console, layout: object, size: int, config: RunConf
 
 def expert_usage_line(use: Mapping[str, Any]) -> str:
     """Describe how evenly a mixture's experts were used, from experts.json."""
-    dead = {name: each["dead"] for name, each in use["layers"].items() if each["dead"]}
+    dead = {name: usage["dead"] for name, usage in use["layers"].items() if usage["dead"]}
     line = f"experts: routed with {use['entropy']:.0%} of the entropy of uniform use"
     if not dead:
         return f"{line}, each of {use['experts']} at least once"
@@ -160,14 +160,14 @@ def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _bitsandbytes(found: Mapping[str, Any]) -> str:
+def _bitsandbytes(state: Mapping[str, Any]) -> str:
     modes = {
         "install": "install: halfbyte answers the import",
         "override": "override: the real package runs halfbyte's kernels",
         "none": "none: halfbyte replaces nothing",
     }
-    real = f"the real package is {found['real']}" if found["real"] else "the real package is not installed"
-    return f"{modes[found['mode']]} · {real}"
+    real = f"the real package is {state['real']}" if state["real"] else "the real package is not installed"
+    return f"{modes[state['mode']]} · {real}"
 
 
 def _gpu(gpu: Mapping[str, Any]) -> str:
@@ -190,8 +190,8 @@ def _cpu(cpu: Mapping[str, Any]) -> str:
 def _device_line(environment: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
     gpus, device = environment["gpus"], environment["device"] or "cpu"
     if gpus and not device.startswith("cpu"):
-        kind, _, index = device.partition(":")
-        return f"{kind}: {_gpu(gpus[int(index or 0)])}"
+        device_type, _, index = device.partition(":")
+        return f"{device_type}: {_gpu(gpus[int(index or 0)])}"
     return _cpu(cpu)
 
 
@@ -264,18 +264,20 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
         measured: base_bytes, after_load_bytes, peak_bytes.
     """
     flat = flat_plan(plan)
-    parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS}
-    total = flat.get("total") or sum(parts.values())
+    components = {name: flat.get(name) or 0 for name in MEMORY_PARTS}
+    total = flat.get("total") or sum(components.values())
     if not is_verbose(console):
         console.print(_facts({"memory": _memory_line(total, measured or {}, flat)}))
         return
     shown = measured_parts(measured) if measured else {}
-    both = {"base": shown.get("base", 0), **parts}  # the process is in the peak, so it is in both bars
-    scale = max((flat.get("capacity_bytes") or 0) + both["base"], sum(both.values()), sum(shown.values()))
-    known = bool(flat.get("capacity_bytes"))
-    lines: dict[str, RenderableType] = {"memory": _stack(console, both, MEASURED_PARTS | MEMORY_PARTS, scale, known)}
+    bar_parts = {"base": shown.get("base", 0), **components}  # the process is in the peak, so it is in both bars
+    scale = max((flat.get("capacity_bytes") or 0) + bar_parts["base"], sum(bar_parts.values()), sum(shown.values()))
+    has_capacity = bool(flat.get("capacity_bytes"))
+    lines: dict[str, RenderableType] = {
+        "memory": _stack(console, bar_parts, MEASURED_PARTS | MEMORY_PARTS, scale, has_capacity)
+    }
     if measured:
-        lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, known)
+        lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, has_capacity)
     lines["total"] = _totals(total, measured or {}, flat)
     console.print(_facts(lines))
 
@@ -298,16 +300,16 @@ def _saved(flat: Mapping[str, Any]) -> str:
 
 
 def _stack(
-    console: Console, parts: Mapping[str, float], names: Mapping[str, Part], scale: float, capacity_known: bool
+    console: Console, components: Mapping[str, float], names: Mapping[str, Part], scale: float, capacity_known: bool
 ) -> Group:
     """Return a stacked bar and its legend; the rest of a known capacity is free."""
     in_colours = has_colours(console)
-    free, cells = max(scale - sum(parts.values()), 0), max(4, min(console.width - 14, 72))
-    used, _ = bar_widths([sum(parts.values()), free], cells)
-    widths = bar_widths(list(parts.values()), used)
+    free, cells = max(scale - sum(components.values()), 0), max(4, min(console.width - 14, 72))
+    used, _ = bar_widths([sum(components.values()), free], cells)
+    widths = bar_widths(list(components.values()), used)
     bar, legend = Text(no_wrap=True), []
-    for (part, count), width in zip(parts.items(), widths, strict=True):
-        name, colour, letter = names[part]
+    for (component, count), width in zip(components.items(), widths, strict=True):
+        name, colour, letter = names[component]
         bar.append(("█" if in_colours else letter) * width, colour)
         if count > 0:
             legend.append(
@@ -381,9 +383,9 @@ def _rows(split: Mapping[str, Any], details: bool) -> list[str]:
     if means is None:
         first = "a stream, first " if split.get("streamed") else ""
         return [f"{first}{split['documents']:,} documents in {split['rows']:,} rows"]
-    kinds = {"chosen": "pairs", "completion": "answers", "steps": "answers in steps"}
-    kind = next((kind for name, kind in kinds.items() if name in means), "prompts")
-    words = [f"{split['rows']:,} {kind}"]
+    nouns = {"chosen": "pairs", "completion": "answers", "steps": "answers in steps"}
+    noun = next((noun for name, noun in nouns.items() if name in means), "prompts")
+    words = [f"{split['rows']:,} {noun}"]
     if "desirable" in split:
         words.append(f"{split['desirable']:,} desirable")
     if "steps" in split:
@@ -423,7 +425,9 @@ class LiveMetrics:
         capacity_bytes: int | None = None,
         every_seconds: float = 10.0,
     ):
-        self.console, self.total_steps, self.method_numbers = console, total_steps, numbers
+        self.console = console
+        self.total_steps = total_steps
+        self.method_numbers = numbers
         self.capacity_bytes, self.every_seconds = capacity_bytes, every_seconds
         self._paces: deque[tuple[float, float]] = deque(maxlen=20)  # seconds of a step, and of all in a record
         self._last_step = 0
@@ -444,7 +448,7 @@ class LiveMetrics:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._wait.close()
         if self._live:
@@ -486,7 +490,7 @@ class LiveMetrics:
         return [progress, Text(self._numbers(record))]
 
     def _metrics(self) -> list[Metric]:
-        return [each for each in (*self.method_numbers.trained, *self.method_numbers.beside) if each.brief]
+        return [metric for metric in (*self.method_numbers.trained, *self.method_numbers.beside) if metric.brief]
 
     def _numbers(self, record: Mapping[str, Any]) -> str:
         capacity = f" of {size(self.capacity_bytes)}" if self.capacity_bytes else ""
@@ -519,8 +523,8 @@ class LiveMetrics:
 
 def evaluation_line(record: Mapping[str, Any], numbers: Numbers, first: Mapping[str, Any] | None = None) -> Text:
     """Describe an evaluation: step, held-out loss (and the first one), the method's other numbers, and time."""
-    loss, *others = numbers.evaluated
+    loss, *metrics = numbers.evaluated
     was = f" (from {loss.shown(first)} at step {first['step']})" if first else ""
-    parts = [f"step {record['step']}", f"{loss.label} {loss.shown(record)}{was}"]
-    parts += [f"{metric.label} {metric.shown(record)}" for metric in others]
-    return Text.assemble(("eval ", "bold cyan"), " · ".join([*parts, duration(record.get("seconds"))]))
+    words = [f"step {record['step']}", f"{loss.label} {loss.shown(record)}{was}"]
+    words += [f"{metric.label} {metric.shown(record)}" for metric in metrics]
+    return Text.assemble(("eval ", "bold cyan"), " · ".join([*words, duration(record.get("seconds"))]))

@@ -19,11 +19,11 @@ class Console(rich_console.Console):
     Args:
         outlives_reader: if the reader closes the pipe, continue without output; default: raise BrokenPipeError.
         verbose: print details as well.
-        how: rich's own arguments.
+        options: rich's own arguments.
     """
 
-    def __init__(self, *, outlives_reader: bool = False, verbose: bool = False, **how: Any):
-        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **how})
+    def __init__(self, *, outlives_reader: bool = False, verbose: bool = False, **options: Any):
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
         self.outlives_reader, self.verbose = outlives_reader, verbose
 
     def render(

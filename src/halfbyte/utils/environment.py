@@ -104,7 +104,7 @@ def compiler() -> list[str]:
 def _bitsandbytes() -> dict[str, Any]:
     """Return which of `install()` and `override()` of halfbyte.bitsandbytes is on, and the real package's version."""
     loaded = sys.modules.get("halfbyte.bitsandbytes.installation")  # not imported: it needs torch
-    versions = [each.version for each in metadata.distributions(name="bitsandbytes")]
+    versions = [distribution.version for distribution in metadata.distributions(name="bitsandbytes")]
     real = next((version for version in versions if not version.endswith("+halfbyte")), None)
     return {"mode": loaded.mode() if loaded else "none", "real": real}
 

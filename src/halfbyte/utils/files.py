@@ -15,6 +15,7 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,20 +56,20 @@ class TemporaryPath(NamedTuple):
         path: the temporary path.
         target: the path that it will be renamed to, or was renamed from.
         owner: the process that made it.
-        kind: NEW or FORMER.
+        role: NEW or FORMER.
     """
 
     path: Path
     target: Path
     owner: Process
-    kind: str
+    role: str
 
     @classmethod
     def parse(cls, path: Path) -> "TemporaryPath | None":
         """Parse the name of `path`; None if it is not temporary."""
-        if found := _NAME.fullmatch(path.name):
-            name, machine, pid, since, kind = found.groups()
-            return cls(path, path.with_name(name), Process(machine, int(pid), int(since)), kind)
+        if match := _NAME.fullmatch(path.name):
+            name, machine, pid, since, role = match.groups()
+            return cls(path, path.with_name(name), Process(machine, int(pid), int(since)), role)
         return None
 
     @property
@@ -81,10 +82,10 @@ class TemporaryPath(NamedTuple):
         return not running
 
 
-def temporary_path(path: Path, kind: str = NEW) -> Path:
+def temporary_path(path: Path, role: str = NEW) -> Path:
     """Return an unused temporary path for `path`, with this process's identity."""
     machine, pid, since = Process.current()
-    return path.with_name(f".{path.name}.halfbyte-{machine}-{pid}-{since}-{next(_numbers)}.{kind}")
+    return path.with_name(f".{path.name}.halfbyte-{machine}-{pid}-{since}-{next(_numbers)}.{role}")
 
 
 def with_target_names(text: str) -> str:
@@ -99,8 +100,9 @@ def clear_leftovers(folder: Path) -> None:
     """
     with contextlib.suppress(OSError):
         hidden = (path for path in folder.iterdir() if path.name.startswith("."))
-        found = [temporary for path in hidden if (temporary := TemporaryPath.parse(path))]
-        for temporary in sorted(found, key=lambda each: each.kind):  # FORMER first: it may be the only version
+        leftovers = [temporary for path in hidden if (temporary := TemporaryPath.parse(path))]
+        # FORMER first: it may be the only version
+        for temporary in sorted(leftovers, key=attrgetter("role")):
             with contextlib.suppress(OSError):
                 if temporary.is_abandoned:
                     _clear(temporary)
@@ -108,12 +110,12 @@ def clear_leftovers(folder: Path) -> None:
 
 def _clear(temporary: TemporaryPath) -> None:
     owner = f"process {temporary.owner.pid}, which ended before it was done"
-    if temporary.kind == FORMER and not os.path.lexists(temporary.target):
+    if temporary.role == FORMER and not os.path.lexists(temporary.target):
         os.replace(temporary.path, temporary.target)
         notice(f"leftover {temporary.path}", f"restored {temporary.target}, which was being replaced by {owner}")
         return
     remove(temporary.path)
-    if temporary.kind == NEW:
+    if temporary.role == NEW:
         notice(f"leftover {temporary.path}", f"removed an unfinished {temporary.target} of {owner}")
 
 
@@ -187,21 +189,21 @@ def _cause(error: BaseException, path: Path) -> OSError | None:
         limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
         number = errno.EFBIG if limited else errno.ENOSPC
         return OSError(number, os.strerror(number))
-    if (found := _RUST.search(str(error))) and int(found[1]) in WRITE_ERRNOS:
-        return OSError(int(found[1]), os.strerror(int(found[1])))
-    before = error.__context__  # torch raises its own error for a Python file that cannot be written
-    return before if isinstance(before, OSError) and before.errno in WRITE_ERRNOS else None
+    if (match := _RUST.search(str(error))) and int(match[1]) in WRITE_ERRNOS:
+        return OSError(int(match[1]), os.strerror(int(match[1])))
+    cause = error.__context__  # torch raises its own error for a Python file that cannot be written
+    return cause if isinstance(cause, OSError) and cause.errno in WRITE_ERRNOS else None
 
 
 @contextlib.contextmanager
 def remove_unused_folders(path: Path) -> Iterator[None]:
     """Remove on exit the folders of `path` that did not exist before and are empty."""
-    made = [folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()]
+    new_folders = [folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()]
     try:
         yield
     finally:
         with contextlib.suppress(OSError):  # keep folders with content
-            for folder in made:
+            for folder in new_folders:
                 folder.rmdir()
 
 

@@ -59,12 +59,12 @@ def fixed_segments(device: torch.device) -> Iterator[None]:
         return
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    asked = next(text for text in map(os.environ.get, names) if text and EXPANDABLE in text)
-    change(asked.replace(EXPANDABLE, FIXED))  # the full setting: torch resets options that it does not name
+    settings = next(text for text in map(os.environ.get, names) if text and EXPANDABLE in text)
+    change(settings.replace(EXPANDABLE, FIXED))  # the full setting: torch resets options that it does not name
     try:
         yield
     finally:
-        change(asked)
+        change(settings)
 
 
 CACHED_PRIMITIVES = 128  # several times the number for one batch shape

@@ -38,17 +38,17 @@ def is_local(name: str) -> bool:
 
 def id_of_url(address: str) -> str:
     """Return the id of the model or dataset of a hub URL; empty for other strings."""
-    found = re.match(r"https?://(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)(?:/tree/main)?/?$", address)
-    return found[1] if found else ""
+    match = re.match(r"https?://(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)(?:/tree/main)?/?$", address)
+    return match[1] if match else ""
 
 
 def nearest_path(path: Path, ratio: float = 0.5) -> Path | None:
     """Return an existing path with a name close to that of `path`, or of its first parent that does not exist."""
-    folder, wanted = path.parent, path.name
+    folder, name = path.parent, path.name
     while not folder.is_dir() and folder != folder.parent:
-        folder, wanted = folder.parent, folder.name
+        folder, name = folder.parent, folder.name
     entries = {entry.name: entry for entry in _entries(folder) if entry.exists() and entry != path}
-    return next((entries[name] for name in difflib.get_close_matches(wanted, list(entries), 1, ratio)), None)
+    return next((entries[name] for name in difflib.get_close_matches(name, list(entries), 1, ratio)), None)
 
 
 def _entries(folder: Path) -> list[Path]:

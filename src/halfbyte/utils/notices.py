@@ -51,8 +51,8 @@ def reset_notices() -> None:
 def silent() -> Iterator[None]:
     """Within the context, notices are neither logged nor kept: for reading back what was just written."""
     global _muted
-    before, _muted = _muted, True
+    was_muted, _muted = _muted, True
     try:
         yield
     finally:
-        _muted = before
+        _muted = was_muted

@@ -60,10 +60,10 @@ def _start_time(pid: int) -> int | None:
     """Return the ticks from boot to a process's start (Unix seconds without /proc), or None if it has ended."""
     if Path("/proc/self/stat").is_file():
         try:
-            state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except (OSError, ValueError):
             return None
-        return None if state in "ZX" else int(rest[18])  # a zombie has ended, but its parent has not reaped it
+        return None if state in "ZX" else int(fields[18])  # a zombie has ended, but its parent has not reaped it
     import psutil
 
     try:
@@ -179,12 +179,12 @@ def request_on_signals(notify: Callable[[int], None]) -> Iterator[StopRequest]:
 @contextlib.contextmanager
 def _handled(handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
     """Install `handlers` in this process for signals with the default handler, Python's, or one of ours."""
-    here = os.getpid()
-    before: dict[signal.Signals, Any] = {}
+    owner = os.getpid()
+    previous: dict[signal.Signals, Any] = {}
 
     def wrapped(handler: Callable[[int, FrameType | None], None]) -> Callable[[int, FrameType | None], None]:
         def handle(number: int, frame: FrameType | None) -> None:
-            if os.getpid() == here:
+            if os.getpid() == owner:
                 return handler(number, frame)
             signal.signal(number, signal.SIG_DFL)  # a forked worker dies at once
             os.kill(os.getpid(), number)
@@ -196,9 +196,9 @@ def _handled(handlers: dict[signal.Signals, Callable[[int, FrameType | None], No
         for sign, handler in handlers.items():
             now = signal.getsignal(sign)
             if now in (signal.SIG_DFL, signal.default_int_handler) or hasattr(now, "halfbyte"):
-                before[sign] = signal.signal(sign, wrapped(handler))
+                previous[sign] = signal.signal(sign, wrapped(handler))
     try:
         yield
     finally:
-        for sign, handler in before.items():
+        for sign, handler in previous.items():
             signal.signal(sign, handler)

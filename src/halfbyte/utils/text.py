@@ -16,18 +16,20 @@ _UNPRINTABLE = re.compile(
 )
 
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 80, 80, 60
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlong = 60
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 4
 
 
 def visible(text: str) -> str:
     r"""Escape the control characters in `text` (`\\x1b`), except newlines and tabs."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def json_line(value: Any) -> str:
     r"""Return `value` as JSON on one line, with control characters escaped as JSON does (`\\u007f`)."""
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def one_line(text: str) -> str:
@@ -78,6 +80,6 @@ def duration(seconds: float | None) -> str:
         return "–"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+    return f"{hours}:{minutes:02d}:{remainder:02d} h" if hours else f"{minutes}:{remainder:02d} min"

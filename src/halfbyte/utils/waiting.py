@@ -71,7 +71,9 @@ class Waits:
 
     def renew(self, name: str, first: float) -> None:
         """Start the outermost wait again under this name; its first line is due after `first` seconds."""
-        self.names[0], self._began, self._announced = name, time.monotonic(), False
+        self.names[0] = name
+        self._announced = False
+        self._began = time.monotonic()
         self._due = self._began + first
 
     def end(self, failed: bool) -> None:
@@ -144,11 +146,11 @@ def renew_wait(name: str) -> None:
 @contextlib.contextmanager
 def showing_waits(console: Console | None) -> Iterator[None]:
     """Within the context, show waits on `console`; on none if it is None or quiet."""
-    before, _waits.console = _waits.console, None if console is None or console.quiet else console
+    previous, _waits.console = _waits.console, None if console is None or console.quiet else console
     try:
         yield
     finally:
-        _waits.console = before
+        _waits.console = previous
 
 
 def spinner() -> RenderableType | None:
@@ -162,12 +164,12 @@ def spinner() -> RenderableType | None:
 @contextlib.contextmanager
 def drawing_waits() -> Iterator[None]:
     """Within the context, something else on the terminal draws waits: they get no spinner of their own."""
-    before, _waits.drawn = _waits.drawn, True
+    was_drawn, _waits.drawn = _waits.drawn, True
     _waits.stop_spinner()
     try:
         yield
     finally:
-        _waits.drawn = before
+        _waits.drawn = was_drawn
 
 
 @contextlib.contextmanager
