@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import Origin, RunConfig
+from ..config import Origin
 from ..config.methods import SCORES
+from ..config.schema import DistillationSection, ModelSection, RunKeys
 from ..loading.find import ModelFiles, find_model, preflight_model
 from ..reading.files import open_bytes, same_place
 from ..reading.tensors import (
@@ -46,7 +47,7 @@ class AuxiliaryModel:
     files: ModelFiles | None
 
     def check(
-        self, key: str, config: RunConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase, *, stored: bool = True
+        self, key: str, config: RunKeys, model_config: Any, tokenizer: PreTrainedTokenizerBase, *, stored: bool = True
     ) -> None:
         """Check that its files are complete and that it has the vocabulary of the trained model.
 
@@ -78,7 +79,7 @@ class AuxiliaryModel:
         adapter = "" if self.adapter is None else adapter_digest(self.adapter)
         return f"{adapter} {'' if self.files is None else self.files.digest()}"
 
-    def load(self, config: RunConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    def load(self, config: RunKeys, device: torch.device, dtype: torch.dtype) -> Any:
         """Load its model, which is not the trained one, with its adapter.
 
         Args:
@@ -95,7 +96,7 @@ class AuxiliaryModel:
 
 
 @contextlib.contextmanager
-def additional_adapter(config: RunConfig, model: Any, folder: Path, name: str) -> Iterator[None]:
+def additional_adapter(config: ModelSection, model: Any, folder: Path, name: str) -> Iterator[None]:
     """Load a frozen adapter as `name` onto the trained model, in addition to its own, and delete it afterwards."""
     from ..adapters.lora import load_adapter
 
@@ -122,7 +123,7 @@ def adapter_in(name: str) -> Path | None:
     return next((folder for folder in folders if (folder / ADAPTER_CONFIG).is_file()), None)
 
 
-def check_teacher_files(config: RunConfig) -> None:
+def check_teacher_files(config: RunKeys) -> None:
     """Check the teacher of a run as far as possible without importing libraries that read it.
 
     Raises:
@@ -154,7 +155,7 @@ def check_origin(origin: Origin | None, adapter: Path | None) -> None:
             preflight_model(origin)
 
 
-def find_teacher(config: RunConfig) -> AuxiliaryModel:
+def find_teacher(config: RunKeys) -> AuxiliaryModel:
     """Return the teacher of a run.
 
     Raises:
@@ -188,18 +189,18 @@ def _check_vocabulary(key: str, files: ModelFiles, model_config: Any, tokens: di
         raise ConfigError(f"{key}: {wrong}", fix)
 
 
-def _teacher_name(config: RunConfig) -> str:
+def _teacher_name(config: DistillationSection) -> str:
     assert config.teacher_model_name_or_path is not None
     return config.teacher_model_name_or_path
 
 
-def _teacher_origin(config: RunConfig, adapter: Path | None) -> Origin | None:
+def _teacher_origin(config: RunKeys, adapter: Path | None) -> Origin | None:
     """Return the teacher's model, or its adapter's base; None if that is the trained model."""
     revision = None if config.teacher_model_revision == "main" else config.teacher_model_revision
     return origin_of(config, _teacher_name(config), adapter, revision)
 
 
-def origin_of(config: RunConfig, name: str, adapter: Path | None, revision: str | None = None) -> Origin | None:
+def origin_of(config: RunKeys, name: str, adapter: Path | None, revision: str | None = None) -> Origin | None:
     """Return the model `name`, or the base of the adapter; None if that is the trained model with frozen weights.
 
     Raises:

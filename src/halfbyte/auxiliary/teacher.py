@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import RunConfig
 from ..config.policy import DISTILLING
+from ..config.schema import RunKeys
 from ..data.collate import make_collator
 from ..methods.answers import as_adapter, without_adapter
 from ..modeling.compute_dtype import compute_autocast
@@ -31,7 +31,7 @@ ADAPTER_NAME = "teacher"  # PEFT's name of the teacher's adapter on the trained 
 
 
 def check_teacher(
-    config: RunConfig,
+    config: RunKeys,
     model_config: Any,
     tokenizer: PreTrainedTokenizerBase,
     console: Console,
@@ -66,7 +66,7 @@ def _describe(teacher: AuxiliaryModel) -> str:
 
 @contextlib.contextmanager
 def loaded_teacher(
-    config: RunConfig,
+    config: RunKeys,
     trained: Any,
     tokenizer: PreTrainedTokenizerBase,
     rows: Dataset,
@@ -101,7 +101,7 @@ def loaded_teacher(
 
 
 def _load(
-    config: RunConfig,
+    config: RunKeys,
     teacher: AuxiliaryModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Dataset,

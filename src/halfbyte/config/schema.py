@@ -552,7 +552,7 @@ class RunKeys(
     DistillationSection,
     ParallelSection,
 ):
-    """All keys of a run, and the typed values that they resolve to. `RunConfig` adds the rules between sections."""
+    """All keys of a run, and the typed values that they resolve to, without the rules between sections."""
 
     @property
     def origin(self) -> Origin:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..config import Parallel, RunConfig
+from ..config import Parallel
 from ..config.schema import RunKeys
 from ..config.yaml import dump_value
 from ..data.batch_shapes import Batches
@@ -37,7 +37,7 @@ Candidate = TypeVar("Candidate")
 
 
 def check_fits(
-    plan: MemoryPlan, config: RunConfig, model_config: Any, *, rows: int, batches: Callable[[RunConfig], Batches]
+    plan: MemoryPlan, config: RunKeys, model_config: Any, *, rows: int, batches: Callable[[RunKeys], Batches]
 ) -> None:
     """Check that a run fits its device; `check_host` checks the host.
 
@@ -96,10 +96,10 @@ def check_host(pinned: Mapping[str, int], ranks: int, free: int) -> None:
 
 
 def what_would_fit(
-    config: RunConfig,
+    config: RunKeys,
     model_config: Any,
     rows: int,
-    batches: Callable[[RunConfig], Batches],
+    batches: Callable[[RunKeys], Batches],
     *,
     layout: Parallel = SINGLE,
     capacity_bytes: int | None = None,

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..auxiliary.model import AuxiliaryModel, find_teacher
-from ..config import RunConfig
 from ..config.policy import DISTILLING
-from ..config.schema import AdapterSection
+from ..config.schema import AdapterSection, RunKeys
 from ..data.batch_shapes import Batches
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header, safetensors_files
 from ..rewards.reward_models import find_reward_models
@@ -63,7 +62,7 @@ class AuxiliaryModels:
         return replace(plan, activations=max(plan.activations + hidden, teacher_forward - plan.logits))
 
 
-def find_auxiliary(config: RunConfig, device: torch.device, itemsize: int = 4) -> AuxiliaryModels:
+def find_auxiliary(config: RunKeys, device: torch.device, itemsize: int = 4) -> AuxiliaryModels:
     """Find the run's teacher and reward models and count their bytes.
 
     Args:
@@ -88,7 +87,7 @@ def find_auxiliary(config: RunConfig, device: torch.device, itemsize: int = 4) -
     return AuxiliaryModels(reward_bytes + _bytes(teacher, shapes), True, shapes)
 
 
-def _shapes(config: RunConfig, model: AuxiliaryModel, device: torch.device) -> ModelShapes | None:
+def _shapes(config: RunKeys, model: AuxiliaryModel, device: torch.device) -> ModelShapes | None:
     """Return the shapes of an auxiliary model; None if it shares the trained model's weights."""
     from .shapes import ModelShapes
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..config import Level, Parallel, RunConfig, Sliced
+from ..config import Level, Parallel, Sliced
 from ..config.policy import DISTILLING, SAMPLING
 from ..config.schema import RunKeys
 from ..data.batch_shapes import Batches, Shape
@@ -65,7 +65,7 @@ GRAPH_RUNTIME = 80 * 2**20  # cuBLAS workspaces of the graphs' stream, and gradi
 
 
 def estimate(
-    config: RunConfig,
+    config: RunKeys,
     model_config: Any,
     *,
     device: str | torch.device | None = None,
@@ -123,7 +123,7 @@ def estimate(
 
 
 def _estimate_of_choice(
-    config: RunConfig,
+    config: RunKeys,
     model_config: Any,
     device: torch.device,
     capacity_bytes: int | None,

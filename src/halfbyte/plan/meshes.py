@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..config import Parallel, RunConfig
+from ..config import Parallel
 from ..config.layouts import layouts, unsupported_context, unsupported_packing, unsupported_reason
 from ..config.schema import RunKeys
 from ..data.batch_shapes import Batches
@@ -70,7 +70,7 @@ class Option:
     """
 
     layout: Parallel
-    config: RunConfig
+    config: RunKeys
     plan: MemoryPlan | None = None
     refused: str = ""
 
@@ -105,7 +105,7 @@ class Meshes:
     """
 
     def __init__(
-        self, config: RunConfig, model_config: Any, device: Device, batches: Callable[[RunConfig], Batches],
+        self, config: RunKeys, model_config: Any, device: Device, batches: Callable[[RunKeys], Batches],
         shapes: ModelShapes | None = None,
     ):  # fmt: skip
         self.config = config

@@ -31,7 +31,7 @@ from ..utils.text import duration, one_line, size
 from ..utils.waiting import drawing_waits, renew_wait, spinner, waiting
 
 if TYPE_CHECKING:
-    from ..config import RunConfig
+    from ..config.schema import RunKeys, TrainingSection
     from ..methods import Metric, Numbers
 
 
@@ -68,7 +68,7 @@ MEASURED_PARTS = {
 }
 
 
-def method(config: RunConfig | Mapping[str, Any]) -> str:
+def method(config: RunKeys | Mapping[str, Any]) -> str:
     """Describe how weights are trained: '4-bit NF4 + LoRA r=16', 'full fine-tuning'."""
     keys = config if isinstance(config, Mapping) else config.model_dump()
     if not keys.get("use_peft", True):
@@ -89,7 +89,7 @@ def storage(keys: Mapping[str, Any]) -> str:
     return chosen or f"4-bit {str(keys.get('bnb_4bit_quant_type', 'nf4')).upper()}"
 
 
-def print_run(console: Console, config: RunConfig) -> None:
+def print_run(console: Console, config: RunKeys) -> None:
     """Print the version, and the model, data and output of a run: the first lines, which need no other library."""
     datasets = [entry.path for entry in config.datasets]
     lines = {
@@ -111,7 +111,7 @@ def print_header(console: Console, environment: Mapping[str, Any]) -> None:
     console.print(_facts({"device": device} | {name: machine[name] for name in reasons}))
 
 
-def print_processes(console: Console, layout: object, size: int, config: RunConfig, data_degree: int) -> None:
+def print_processes(console: Console, layout: object, size: int, config: TrainingSection, data_degree: int) -> None:
     """Print the layout of a run and the micro-batches of its steps.
 
     Args:

@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor
 
 from ..auxiliary.model import additional_adapter
-from ..config import RunConfig
 from ..config.methods import SCORES
+from ..config.schema import RunKeys
 from ..data.chat import ChatTemplate
 from ..data.encode import Encoder
 from ..methods.answers import as_adapter, score
@@ -36,7 +36,7 @@ PAD = 0  # token id of padding; no score is read at its positions
 
 
 def check_reward_model_compatibility(
-    config: RunConfig, rewards: Rewards, model_config: Any, tokenizer: PreTrainedTokenizerBase, console: Console
+    config: RunKeys, rewards: Rewards, model_config: Any, tokenizer: PreTrainedTokenizerBase, console: Console
 ) -> None:
     """Check that the reward models of a run exist and have the vocabulary of the trained model; print their kind.
 
@@ -57,7 +57,7 @@ def check_reward_model_compatibility(
 
 @contextlib.contextmanager
 def loaded_reward_models(
-    config: RunConfig,
+    config: RunKeys,
     rewards: Rewards,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -93,7 +93,7 @@ Scorer = Callable[[dict[str, Tensor]], Tensor]
 
 @contextlib.contextmanager
 def _loaded_scorer(
-    config: RunConfig, files: RewardModelFiles, model: Any, device: torch.device, dtype: torch.dtype, name: str
+    config: RunKeys, files: RewardModelFiles, model: Any, device: torch.device, dtype: torch.dtype, name: str
 ) -> Iterator[tuple[Scorer, Around]]:
     """Yield the function that scores a batch, and the context of its forward."""
     if files.adapter is None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..auxiliary.model import AuxiliaryModel, adapter_in, check_origin, origin_of
-from ..config import Origin, RunConfig
+from ..config import Origin
 from ..config.methods import SCORES
+from ..config.schema import ModelSection, RunKeys
 from ..loading.find import ModelFiles, find_model, local_origin, preflight_model, read_model_config
 from ..reading.tensors import read_adapter_config
 from ..utils.errors import ConfigError, attribute_to_key
@@ -36,7 +37,7 @@ class RewardModelFiles(AuxiliaryModel):
         return str(self.spec.options.get("step_separator", SEPARATOR))
 
 
-def check_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
+def check_reward_models(config: RunKeys, specs: Sequence[RewardSpec]) -> None:
     """Check the reward models of a run as far as possible without importing libraries that read them.
 
     Raises:
@@ -60,7 +61,7 @@ def key_of(path: str) -> str:
     return f"reward_funcs: model: {path}"
 
 
-def find_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> list[RewardModelFiles]:
+def find_reward_models(config: RunKeys, specs: Sequence[RewardSpec]) -> list[RewardModelFiles]:
     """Return the reward models of a run.
 
     Raises:
@@ -101,11 +102,11 @@ def _task_type(adapter: Path) -> str:
     return str(task_type)
 
 
-def _model_origin(config: RunConfig, path: str) -> Origin:
+def _model_origin(config: ModelSection, path: str) -> Origin:
     return Origin(path, trust_remote_code=config.trust_remote_code)
 
 
-def _find_checkpoint(config: RunConfig, spec: RewardSpec, path: str) -> RewardModelFiles:
+def _find_checkpoint(config: RunKeys, spec: RewardSpec, path: str) -> RewardModelFiles:
     origin = _model_origin(config, path)
     location, model_config = local_origin(origin), read_model_config(origin)
     classes = getattr(model_config, "architectures", None) or [""]

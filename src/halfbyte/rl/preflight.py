@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import RunConfig
 from ..config.policy import POLICY
+from ..config.schema import PolicySection, RunKeys
 from ..data.prepare import PreparedData
 from ..rewards.model_scores import check_reward_model_compatibility
 from ..rewards.score import Rewards
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def rewards_of(config: RunConfig, data: PreparedData) -> Rewards:
+def rewards_of(config: PolicySection, data: PreparedData) -> Rewards:
     """Return the functions that `reward_funcs` names, for the prompts of `data`.
 
     Raises:
@@ -31,7 +31,7 @@ def rewards_of(config: RunConfig, data: PreparedData) -> Rewards:
 
 
 def check_rewards(
-    config: RunConfig,
+    config: RunKeys,
     data: PreparedData,
     model_config: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -64,7 +64,7 @@ def check_rewards(
     check_reward_model_compatibility(config, rewards, model_config, tokenizer, console)
 
 
-def reference_adapter(config: RunConfig) -> Path | None:
+def reference_adapter(config: RunKeys) -> Path | None:
     """Return the adapter that a run continues from, if it is also the reference policy."""
     uses_reference = config.beta and config.method in POLICY
     return Path(config.adapter_path) if config.adapter_path and uses_reference else None

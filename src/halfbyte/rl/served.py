@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..data.prepare import PreparedData
 from ..export.adapter import AdapterLayers
 from ..export.served_adapter import ServedAdapter
@@ -34,13 +34,13 @@ MIN_TOKENS = 32  # tokens below which that share is not significant
 COMPARED_IDS = 64  # token ids of a prompt that both tokenizers decode
 
 
-def server_of(config: RunConfig) -> VllmServer:
+def server_of(config: RunKeys) -> VllmServer:
     """Return the client of a run's server; sends no request."""
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     return VllmServer(str(config.vllm_server_base_url), config.model_name_or_path, rank, config.vllm_server_timeout)
 
 
-def check_server(config: RunConfig, data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+def check_server(config: RunKeys, data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
     """Check the run's vLLM server, if it has one, before a model is loaded.
 
     Raises:
@@ -95,7 +95,7 @@ class ServedRollouts:
         model: the trained model with its adapter.
     """
 
-    def __init__(self, config: RunConfig, model: Any):
+    def __init__(self, config: RunKeys, model: Any):
         self.server = server_of(config)
         self.config, self.model = config, model
         folder = config.output_path if config.output_path.is_dir() else Path(tempfile.gettempdir())
@@ -186,7 +186,7 @@ class ServedRollouts:
         )
 
 
-def engine_of(config: RunConfig, model: Any, rows: int, plan: RolloutPlan | None) -> Rollouts | ServedRollouts:
+def engine_of(config: RunKeys, model: Any, rows: int, plan: RolloutPlan | None) -> Rollouts | ServedRollouts:
     """Return the engine that samples a run's answers, at most `rows` at once."""
     if config.rollout == "vllm":
         return ServedRollouts(config, model)

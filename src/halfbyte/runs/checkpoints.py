@@ -15,6 +15,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..config.run_config import PATHS, expand_home
+from ..config.schema import RunKeys
 from ..config.yaml import dump_value
 from ..reading import read_json
 from ..utils.errors import CheckpointError, ConfigError, HalfbyteError, explain_os_error
@@ -118,7 +119,7 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
 
 def write_state(
     folder: Path,
-    config: RunConfig,
+    config: RunKeys,
     data: dict[str, int],
     window: Window,
     evaluation_pending: bool = False,
@@ -348,7 +349,7 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
         )
 
 
-def check_length(config: RunConfig, checkpoint: Path, steps: int) -> None:
+def check_length(config: RunKeys, checkpoint: Path, steps: int) -> None:
     """Check that a resumed run is at least as long as it was.
 
     Args:

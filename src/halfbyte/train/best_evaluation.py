@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..config.section import nearest
 from ..methods import Method
 from ..optim import FOLLOW_METRIC
@@ -39,7 +39,7 @@ class BestEvaluation:
     waited: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig, method: Method) -> BestEvaluation | None:
+    def of(cls, config: RunKeys, method: Method) -> BestEvaluation | None:
         """Return it for the start of a run; None if nothing compares evaluations.
 
         Raises:

@@ -14,7 +14,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from ..config import RunConfig
+from ..config.schema import AdapterSection, RunKeys, TrainingSection
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..methods import method_of
 from ..utils.errors import ConfigError
@@ -100,7 +100,7 @@ def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCES
 # --- steps and arguments ---------------------------------------------------------------------------------------------
 
 
-def steps_per_epoch(config: RunConfig, rows: int, data_parallel_degree: int = 1) -> int:
+def steps_per_epoch(config: RunKeys, rows: int, data_parallel_degree: int = 1) -> int:
     """Return the optimizer steps of one pass over `rows`; the last accumulation window may be incomplete. A stream is
     passed over once.
 
@@ -113,14 +113,14 @@ def steps_per_epoch(config: RunConfig, rows: int, data_parallel_degree: int = 1)
     return math.ceil(batches / (config.gradient_accumulation_steps * data_parallel_degree))
 
 
-def total_steps(config: RunConfig, rows: int, data_parallel_degree: int = 1) -> int:
+def total_steps(config: RunKeys, rows: int, data_parallel_degree: int = 1) -> int:
     """Return the optimizer steps of the run."""
     if config.max_steps > 0:
         return config.max_steps
     return math.ceil(config.num_train_epochs * steps_per_epoch(config, rows, data_parallel_degree))
 
 
-def check_dtype(config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
+def check_dtype(config: AdapterSection, device: torch.device, dtype: torch.dtype) -> None:
     """Check that a run can train in `dtype` on `device`.
 
     Raises:
@@ -134,7 +134,7 @@ def check_dtype(config: RunConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 def training_arguments(
-    config: RunConfig,
+    config: RunKeys,
     device: torch.device,
     dtype: torch.dtype,
     rows: int,
@@ -174,7 +174,7 @@ def training_arguments(
     return arguments
 
 
-def _shared_keys(config: RunConfig) -> dict[str, Any]:
+def _shared_keys(config: TrainingSection) -> dict[str, Any]:
     """Return the keys that have the same name and meaning in TrainingArguments."""
     names = (
         "output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate"

@@ -18,7 +18,7 @@ from ..adapters.expert_adapters import attach_adapter_forwards, changed_experts
 from ..adapters.expert_targets import weights_as_modules
 from ..adapters.lora import adapter_weights, load_adapter_weights, saved_adapter_config
 from ..autograd.attention import DIFFERS
-from ..config import RunConfig
+from ..config.schema import TrainingSection
 from ..mesh.sharded_linears import are_unsharded, full_parameters
 from ..modeling.architectures import expert_stacks
 from ..modeling.compute_dtype import compute_autocast
@@ -138,7 +138,7 @@ def adapter_file(model: PeftModel, folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def deterministic_algorithms(config: RunConfig, device: torch.device) -> Iterator[None]:
+def deterministic_algorithms(config: TrainingSection, device: torch.device) -> Iterator[None]:
     """Use torch's deterministic algorithms inside, if the run sets `deterministic: true` on a GPU.
 
     torch would also fill new tensors, so that reading uninitialized memory repeats; that costs a quarter of a small
@@ -171,7 +171,7 @@ def deterministic_algorithms(config: RunConfig, device: torch.device) -> Iterato
         memory.fill_uninitialized_memory = fills_memory
 
 
-def reproducibility(config: RunConfig, device: torch.device, report: PatchReport | None) -> dict[str, Any]:
+def reproducibility(config: TrainingSection, device: torch.device, report: PatchReport | None) -> dict[str, Any]:
     """Return whether another run with this seed on this machine has equal bytes, and the reason, for checks.json.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..optim import optimizer_row
 from ..runs import checkpoints
 from ..utils.errors import TrainingError
@@ -54,7 +54,7 @@ class StepGuards:
             zero gradient.
     """
 
-    def __init__(self, config: RunConfig, count_name: str, sampled: bool = False):
+    def __init__(self, config: RunKeys, count_name: str, sampled: bool = False):
         self.config, self.count_name = config, count_name.replace("_", " ").removesuffix("s")
         self.sampled = sampled
         # name of the first parameter with a broken gradient, of an optimizer that updates in the backward and checks it

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..config import RunConfig
+from ..config.schema import RunKeys, TrainingSection
 from ..runs.layout import (
     CHECKPOINT_STATE,
     FP8_SCALING,
@@ -41,7 +41,7 @@ STATES = (  # files of a checkpoint besides the weights
 )  # fmt: skip
 
 
-def check_hub_token(config: RunConfig) -> None:
+def check_hub_token(config: TrainingSection) -> None:
     """Check that there is a token, without the network.
 
     Raises:
@@ -63,7 +63,7 @@ class HubRepository(TrainerCallback):
         ConfigError: the hub cannot be reached, or does not let the token write.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunKeys):
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
 

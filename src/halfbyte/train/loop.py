@@ -29,7 +29,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments, set_s
 from transformers.trainer_utils import speed_metrics
 
 from ..batch import Batch, take_counts, to_device
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..data.rows import RowTable, TrainingRows
 from ..memory.allocators import free_stream_caches
 from ..mesh.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
@@ -79,7 +79,7 @@ from .sampler import batches
 from .stepper import SharedNumbers, Stepper, with_numbers
 
 
-def seed_process(config: RunConfig, mesh: Mesh) -> None:
+def seed_process(config: RunKeys, mesh: Mesh) -> None:
     """Seed the random numbers of this rank. Dropout differs between ranks except along `tensor`, whose ranks compute
     the same rows."""
     set_seed(config.seed + mesh.coordinate(*(axis for axis in AXES if axis != "tensor")))
@@ -118,7 +118,7 @@ class TrainingLoop:
     def __init__(
         self,
         *,
-        config: RunConfig,
+        config: RunKeys,
         method: Method,
         identity: Callable[[], dict[str, Any]],
         metrics: MetricsFile,

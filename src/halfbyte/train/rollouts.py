@@ -12,8 +12,8 @@ import torch
 from ..auxiliary.model import additional_adapter
 from ..auxiliary.teacher import loaded_teacher
 from ..batch import REFERENCE
-from ..config import RunConfig
 from ..config.policy import DISTILLING
+from ..config.schema import RunKeys
 from ..data.prepare import PreparedData
 from ..generation.sampling import stop_tokens
 from ..memory.allocators import GraphMemory
@@ -46,7 +46,7 @@ def answer_stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, data: Pre
 
 
 def make_rollouts(
-    config: RunConfig,
+    config: RunKeys,
     method: PolicyOptimization,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,

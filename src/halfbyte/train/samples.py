@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..batch import Batch
-from ..config import RunConfig
+from ..config.schema import TrainingSection
 from ..data.answer_documents import documents_of
 from ..data.chat import prompt_text
 from ..generation import forget, generate
@@ -44,7 +44,7 @@ class Prompt:
 
 
 def pick_prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset, *, templated: bool
+    config: TrainingSection, tokenizer: PreTrainedTokenizerBase, rows: Dataset, *, templated: bool
 ) -> list[Prompt]:
     """Return the prompts of `config.sample_prompts`: the given texts, or the prompts of its number of first `rows`.
 

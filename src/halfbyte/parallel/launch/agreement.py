@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ...config import RunConfig
+from ...config.schema import RunKeys
 from ...mesh.mesh import Mesh
 from ...utils.errors import ConfigError
 from ...utils.text import cut
@@ -23,7 +23,7 @@ PACKAGES = ("torch", "transformers", "peft")
 VISIBILITY_TIMEOUT = 15.0  # seconds until another host sees a new file; network file systems cache directories
 
 
-def check_agreement(mesh: Mesh, config: RunConfig) -> None:
+def check_agreement(mesh: Mesh, config: RunKeys) -> None:
     """Check that all ranks have equal keys and versions and a GPU each.
 
     Raises:

@@ -31,8 +31,9 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
-from ...config import Parallel, RunConfig
+from ...config import Parallel
 from ...config.policy import SAMPLING
+from ...config.schema import RunKeys
 from ...mesh.ranks import Failure, read_failure
 from ...utils.errors import ConfigError, TrainingError
 from ...utils.hardware import chosen_device
@@ -47,7 +48,7 @@ HOST = "127.0.0.1"
 SEVERAL_HOSTS = "for several hosts, start it with torchrun on each (docs/several-gpus.md)"
 
 
-def layout_to_launch(config: RunConfig) -> Parallel:
+def layout_to_launch(config: RunKeys) -> Parallel:
     """Return the mesh whose ranks are to be started; of size 1 if this process needs none or is a rank itself.
 
     Raises:
@@ -77,7 +78,7 @@ def layout_to_launch(config: RunConfig) -> Parallel:
     return layout
 
 
-def notice_idle_gpus(config: RunConfig) -> None:
+def notice_idle_gpus(config: RunKeys) -> None:
     """Log which GPUs a single-process run leaves idle, unless the user chose that."""
     if config.parallel == "auto" and (idle := layout_to_launch(config).size - 1):
         idle_gpus = f"{idle} more GPU{'s are' if idle > 1 else ' is'} idle"
