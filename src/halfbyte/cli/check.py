@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from ..config import Parallel, RunConfig
-from ..config.schema import RunKeys, TrainingSection
+from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..report.terminal import print_facts, print_run
 from ..utils.console import Console
 from ..utils.errors import ConfigError, HalfbyteError
@@ -119,7 +119,11 @@ def _check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None,
     meshes = Meshes(config, model_config, device, batches)
     _table(console, meshes, gpus, device)
     if layout is not None:
-        _print_asked(console, meshes, layout, config)
+        option = meshes.option(layout, config.gradient_accumulation_steps)
+        if option.plan is None:
+            raise ConfigError(option.refused, "set parallel: auto, or a layout above that fits")
+        fits = "fits" if option.fits else "does not fit; `halfbyte check` on that machine suggests changes"
+        console.print(one_line(f"the run sets parallel: {layout}, which {fits}"), soft_wrap=True)
         return
     chosen, reason = meshes.choose(gpus)
     if gpus > 1:
@@ -193,11 +197,3 @@ def _line(option: Option) -> str:
     if plan.seconds is not None:
         words.append(f"{plan.seconds:.3g} s per step")
     return " · ".join(words)
-
-
-def _print_asked(console: Console, meshes: Meshes, layout: Parallel, config: TrainingSection) -> None:
-    option = meshes.option(layout, config.gradient_accumulation_steps)
-    if option.plan is None:
-        raise ConfigError(option.refused, "set parallel: auto, or a layout above that fits")
-    fits = "fits" if option.fits else "does not fit; `halfbyte check` on that machine suggests changes"
-    console.print(one_line(f"the run sets parallel: {layout}, which {fits}"), soft_wrap=True)

@@ -75,16 +75,14 @@ def _exit_code(error: BaseException, meta: dict[str, Any]) -> int:
         return UNREAD
     expected = error if isinstance(error, HalfbyteError) else _expected_error(error)
     shown = expected or _bug_report(error, meta)
-    if not (was_launched() and _reported_to_launcher(shown, error, bug=expected is None)):
+    reported = False  # to the launcher, which prints an error once for all ranks
+    if was_launched():
+        from ..mesh.ranks import report_error
+
+        reported = report_error(shown, error, bug=expected is None)
+    if not reported:
         print_error(shown)
     return WRONG_USAGE if isinstance(expected, UsageError) else FAILED
-
-
-def _reported_to_launcher(shown: HalfbyteError, error: BaseException, *, bug: bool) -> bool:
-    """Report the error to the launcher, which prints it once for all ranks; False without a launcher."""
-    from ..mesh.ranks import report_error
-
-    return report_error(shown, error, bug=bug)
 
 
 def _expected_error(error: BaseException) -> HalfbyteError | None:

@@ -56,7 +56,8 @@ def _launch_or_train(
                 from ..train.callbacks import check_trackers
 
             check_trackers(config.report_to)
-        command = [*_python_options(), "-m", "halfbyte", *arguments]
+        imports_current_folder = sys.path[:1] in ([""], [os.getcwd()])
+        command = [*([] if imports_current_folder else ["-P"]), "-m", "halfbyte", *arguments]
 
         def program(now: Parallel) -> list[str]:
             """Return the command for a layout; after a restart on fewer devices `auto` chooses again."""
@@ -71,11 +72,6 @@ def _launch_or_train(
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         raise Stopped(number, _saved_message(config.output_path, arguments)) from None
-
-
-def _python_options() -> list[str]:
-    """Return -P, unless this process imports from its current folder as well."""
-    return [] if sys.path[:1] in ([""], [os.getcwd()]) else ["-P"]
 
 
 def _saved_message(folder: Path, arguments: Sequence[str]) -> str:

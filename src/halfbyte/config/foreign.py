@@ -14,7 +14,19 @@ from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, ON_BY_DEFAULT
 from .dataset_keys import axolotl_datasets, axolotl_test_datasets
 from .methods import DEFAULTS as METHODS
 from .methods import LOSS_TYPES
-from .outcomes import Converter, Ignored, Mapped, Outcome, Refused, Values, as_list, is_off, one_of
+from .outcomes import (
+    Converter,
+    Ignored,
+    Mapped,
+    Outcome,
+    Refused,
+    Values,
+    as_list,
+    is_off,
+    one_of,
+    only_with,
+    when_on,
+)
 from .peers import asks_stored
 from .schema import RunKeys
 
@@ -87,11 +99,6 @@ def _load_in_8bit(value: Any, values: Values) -> Outcome:
     if value and values.get("load_in_4bit"):
         return Refused("load_in_8bit and load_in_4bit are both true", "keep one of them")
     return Mapped({"load_in_4bit": True, "quantization": "int8"}) if value else Ignored("")
-
-
-def _gptq(value: Any, values: Values) -> Outcome:
-    """Convert the switch for a GPTQ base, which is loaded as it is stored."""
-    return Mapped({"load_in_4bit": True}) if value else Ignored("")
 
 
 def overridden_keys(values: Values) -> set[str]:
@@ -192,10 +199,6 @@ def _strategy(key: str) -> Converter:
     return convert
 
 
-def _checkpointing_off(value: Any, values: Values) -> Outcome:
-    return Mapped({"activation_checkpointing": not value})
-
-
 def _checkpointing(value: Any, values: Values) -> Outcome:
     if value is True and values.get("activation_offloading") is True:
         value = "offload"
@@ -286,10 +289,6 @@ def _use_vllm(value: Any, values: Values) -> Outcome:
     if not asks_server(values):
         return Refused("use_vllm without vllm_mode: server has no equivalent", OWN_ENGINE)
     return Mapped({"rollout": "vllm", "vllm_server_base_url": server_address(values)})
-
-
-def _server_key(value: Any, values: Values) -> Outcome:
-    return Ignored("" if values.get("use_vllm") else "it has a meaning only with use_vllm")
 
 
 def _parallel(value: Any, values: Values) -> Outcome:
@@ -512,10 +511,6 @@ def _optimizer(switch: str) -> Converter:
     return convert
 
 
-def _optimizer_key(switch: str) -> Converter:
-    return lambda value, values: Ignored("" if values.get(switch) else f"it has a meaning only with {switch}")
-
-
 # Sections of keys
 
 
@@ -567,12 +562,12 @@ CONVERTED: dict[str, Converter] = {
         ("bitsandbytes", "bnb", "bitsandbytes (4/8)", "hqq"), "quantization_method is not built yet", "set bitsandbytes"
     ),
     "load_in_8bit": _load_in_8bit,
-    "gptq": _gptq,
+    "gptq": when_on(load_in_4bit=True),
     "qat": _qat,
     **{key: _method(key) for key in METHOD_KEYS},
     TRL_SECTION: _trl,
     "use_vllm": _use_vllm,
-    **dict.fromkeys(("vllm_mode", "vllm_server_host", "vllm_server_port"), _server_key),
+    **dict.fromkeys(("vllm_mode", "vllm_server_host", "vllm_server_port"), only_with("use_vllm")),
     "bnb_config_kwargs": _bnb_config,
     "peft": _peft,
     **dict.fromkeys([*PARALLEL_AXES, PARALLELISM_SECTION], _parallel),
@@ -596,7 +591,7 @@ CONVERTED: dict[str, Converter] = {
     "gradient_checkpointing": _checkpointing,
     "use_gradient_checkpointing": _checkpointing,
     "bias": one_of(("none", False), "adapters have no bias, so bias has no equivalent", "set bias: none"),
-    "disable_gradient_checkpointing": _checkpointing_off,
+    "disable_gradient_checkpointing": lambda value, _: Mapped({"activation_checkpointing": not value}),
     "activation_offloading": _offloading,
     **dict.fromkeys(("warmup_ratio", "lr_warmup_fraction"), _warmup_ratio),
     "logging_strategy": one_of(("steps",), "logging_strategy has no equivalent", "set logging_steps"),
@@ -611,7 +606,7 @@ CONVERTED: dict[str, Converter] = {
     "packing_strategy": one_of(("bfd",), "packing_strategy has no equivalent", "remove it"),
     **{switch: _optimizer(switch) for switch in OPTIMIZER_SWITCHES},
     **{
-        key: _optimizer_key(switch)
+        key: only_with(switch)
         for switch, keys in OPTIMIZER_SWITCHES.items()
         for key in (*keys, *OPTIMIZER_KEYS[switch])
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,3 +49,29 @@ def one_of(same: tuple[Any, ...], why: str, fix: str) -> Converter:
 def as_list(value: Any) -> list[Any]:
     """Return a list, or the parts of comma-separated text."""
     return value if isinstance(value, list) else [name.strip() for name in str(value).split(",") if name.strip()]
+
+
+def when_on(**keys: Any) -> Converter:
+    """Make a converter of a switch that gives `keys` if it is on."""
+    return lambda value, _: Mapped(dict(keys)) if value else Ignored("")
+
+
+def only_with(key: str) -> Converter:
+    """Make a converter of a key that the converter of `key` reads."""
+    return lambda _, values: Ignored("" if values.get(key) else f"it has a meaning only with {key}")
+
+
+def choice(key: str, keys_of: Mapping[Any, Values], fix: str) -> Converter:
+    """Make a converter of a key with named values.
+
+    Args:
+        keys_of: value → our keys; without keys, the value is ignored.
+        fix: for any other value.
+    """
+
+    def convert(value: Any, values: Values) -> Outcome:
+        if value not in keys_of:
+            return Refused(f"{key}: {value} has no equivalent", fix)
+        return Mapped(dict(keys_of[value])) if keys_of[value] else Ignored("")
+
+    return convert

@@ -9,7 +9,20 @@ from typing import Any
 
 from .aliases import VALUES
 from .methods import DEFAULTS as METHODS
-from .outcomes import Converter, Ignored, Mapped, Outcome, Refused, Values, as_list, is_off, one_of
+from .outcomes import (
+    Converter,
+    Ignored,
+    Mapped,
+    Outcome,
+    Refused,
+    Values,
+    as_list,
+    choice,
+    is_off,
+    one_of,
+    only_with,
+    when_on,
+)
 
 # Stored weights and adapters
 
@@ -87,15 +100,6 @@ def _qlora_fp4(value: Any, values: Values) -> Outcome:
     return Mapped(keys)
 
 
-def _qlora_bnb(value: Any, values: Values) -> Outcome:
-    return Mapped({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) if value else Ignored("")
-
-
-def _only_with(switch: str) -> Converter:
-    """Make a converter of a key that the converter of `switch` reads."""
-    return lambda value, values: Ignored("" if values.get(switch) else f"it has a meaning only with {switch}")
-
-
 def _of_recipe(recipe: str, key: str) -> Converter:
     """Make a converter of an option of one recipe."""
 
@@ -114,17 +118,6 @@ def _load_in_fp8(value: Any, values: Values) -> Outcome:
     if value not in formats:
         return Refused(f"load_in_fp8: {value} has no equivalent", "set load_in_fp8: true, row or block")
     return Mapped({"load_in_4bit": True, "quantization": formats[value]})
-
-
-def _load_in_16bit(value: Any, values: Values) -> Outcome:
-    return Mapped({"load_in_4bit": False}) if value else Ignored("")
-
-
-def _lora_dtype(value: Any, values: Values) -> Outcome:
-    names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
-    if value in names:
-        return Mapped({"adapter_dtype": names[value]})
-    return Ignored("") if value == "AUTO" else Refused(f"lora_dtype: {value} has no equivalent", "set float32")
 
 
 def _init_weights(value: Any, values: Values) -> Outcome:
@@ -163,10 +156,6 @@ def _finetuned_modules(value: Any, values: Values) -> Outcome:
     return Ignored("") if len(trained) == len(_PARTS) else Mapped({"target_modules": _PARTS[trained[0]]})
 
 
-def _vision_layers(value: Any, values: Values) -> Outcome:
-    return Ignored("halfbyte trains the language layers only" if value else "")
-
-
 def _task_type(value: Any, values: Values) -> Outcome:
     if str(value).rpartition(".")[2].lower() == "causal_lm":
         return Ignored("")
@@ -203,10 +192,6 @@ def _offload_optimizer(value: Any, values: Values) -> Outcome:
     return Mapped({"optim_offload": True}) if value else Ignored("")
 
 
-def _gpus(value: Any, values: Values) -> Outcome:
-    return Ignored("halfbyte uses all visible GPUs: CUDA_VISIBLE_DEVICES limits them, and parallel divides the run")
-
-
 def _rlhf_type(value: Any, values: Values) -> Outcome:
     method = {"rm": "reward"}.get(value, value)
     if method in METHODS:
@@ -221,11 +206,6 @@ def _plugins(value: Any, values: Values) -> Outcome:
     if unsupported:
         return Refused(f"plugins: {', '.join(unsupported)} has no equivalent", "remove it; halfbyte loads no plugins")
     return Ignored("halfbyte has its own fused kernels, see use_kernels")
-
-
-def _switch(**keys: Any) -> Converter:
-    """Make a converter of a switch that gives `keys` if it is on."""
-    return lambda value, _: Mapped(dict(keys)) if value else Ignored("")
 
 
 # Learning rate schedules
@@ -263,34 +243,14 @@ def _schedule(value: Any, values: Values) -> Outcome:
     return Mapped({"lr_scheduler_type": name} | ({"lr_scheduler_kwargs": options} if options else {}))
 
 
-def _floor(value: Any, values: Values) -> Outcome:
-    return _schedule(value, values) if value else Ignored("")
-
-
-def _embedding_rate(value: Any, values: Values) -> Outcome:
-    """Convert Axolotl's rate of embeddings, a multiple of the learning rate."""
-    return Mapped({"embedding_learning_rate": float(value) * float(values["learning_rate"])})
-
-
 # Data
 
-_MIXTURES = {
-    "concat": {"mixing": "concat"},
-    "interleave_under": {"mixing": "interleave", "stopping": "first"},
-    "interleave_over": {"mixing": "interleave", "stopping": "all"},
-}
 _STOPPINGS = {"first_exhausted": "first", "all_exhausted": "all"}
 
 
 def _asks_weights(values: Values) -> bool:
     mixed = str(values.get("mix_strategy", "")).startswith("interleave")
     return bool(values.get("interleave_prob") or (values.get("interleave_probs") and mixed))
-
-
-def _mix_strategy(value: Any, values: Values) -> Outcome:
-    if value not in _MIXTURES:
-        return Refused(f"mix_strategy: {value} has no equivalent", "set mixing: interleave, and stopping: first or all")
-    return Mapped(dict(_MIXTURES[value]))
 
 
 def _interleave(value: Any, values: Values) -> Outcome:
@@ -309,33 +269,6 @@ def _stopping_strategy(value: Any, values: Values) -> Outcome:
     if not _asks_weights(values):
         return Ignored("it has a meaning only with interleave_prob")
     return Mapped({"stopping": _STOPPINGS[value]})
-
-
-def _mask_history(value: Any, values: Values) -> Outcome:
-    return Mapped({"train_on": "last"}) if value else Ignored("")
-
-
-def _truncation_strategy(value: Any, values: Values) -> Outcome:
-    overlong = {"delete": "drop", "right": "truncate"}
-    if value not in overlong:
-        return Refused(f"truncation_strategy: {value} has no equivalent", "set overlong: truncate or drop")
-    return Mapped({"overlong": overlong[value]})
-
-
-def _loss_scale(value: Any, values: Values) -> Outcome:
-    scales: dict[str, Values] = {"default": {}, "all": {"assistant_only_loss": False, "completion_only_loss": False}}
-    scales["last_round"] = {"train_on": "last"}
-    if value not in scales:
-        return Refused(f"loss_scale: {value} has no equivalent", "set train_on: last or all, or assistant_only_loss")
-    return Mapped(scales[value]) if scales[value] else Ignored("")
-
-
-def _train_on_completions(value: Any, values: Values) -> Outcome:
-    return Mapped({"assistant_only_loss": bool(value), "completion_only_loss": bool(value)})
-
-
-def _use_chat_template(value: Any, values: Values) -> Outcome:
-    return Ignored("" if value else "chat rows always have a template, and rows of text have none")
 
 
 def _pretraining_dataset(value: Any, values: Values) -> Outcome:
@@ -358,12 +291,6 @@ def _model_name(value: Any, values: Values) -> Outcome:
     if isinstance(value, list) or "model" in values or "model_author" in values:
         return Ignored("it fills in ms-swift's own data about the model's name")
     return Mapped({"model_name_or_path": value})
-
-
-def _batching_strategy(value: Any, values: Values) -> Outcome:
-    if value in ("normal", "padding_free"):
-        return Mapped({"padding_free": True}) if value == "padding_free" else Ignored("")
-    return Refused(f"batching_strategy: {value} has no equivalent", "set packing: true or padding_free: true")
 
 
 # Sections
@@ -395,73 +322,114 @@ UNSET = {
 }
 
 
-def _dist_config(value: Any, values: Values) -> Outcome:
-    return Ignored("parallel: auto shards if the memory plan needs it, and parallel: {shard: N} always")
-
-
-_DTYPES = {
-    "bf16_mixed": "bfloat16", "bf16": "bfloat16", "fp16_mixed": "float16", "fp16": "float16", "fp32": "float32",
-}  # fmt: skip
-
-
-def _mixed_precision(value: Any, values: Values) -> Outcome:
-    if value in ("no", False):
-        return Ignored("")
-    if value not in _DTYPES:
-        return Refused(f"mixed_precision: {value} has no equivalent", "set dtype: bfloat16")
-    return Mapped({"dtype": _DTYPES[value]})
-
-
 CONVERTED: dict[str, Converter] = {
     **{key: tuning(key) for key in ("finetuning_type", "tuner_type", "train_type")},
     "quant_bits": quantized("quant_bits", "quant_method"),
     "quant_method": quantized("quant_method", "quant_method"),
     "quantization_bit": quantized("quantization_bit", "quantization_method"),
     "qlora_fp8": _qlora_fp8,
-    "qlora_block_size": _only_with("qlora_fp8"),
+    "qlora_block_size": only_with("qlora_fp8"),
     "qlora_fp4": _qlora_fp4,
-    "qlora_four_over_six": _only_with("qlora_fp4"),
-    "qlora_bnb": _qlora_bnb,
+    "qlora_four_over_six": only_with("qlora_fp4"),
+    "qlora_bnb": when_on(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "fp4_four_over_six": _of_recipe("nvfp4", "enable_four_over_six"),
     "fp8_amax_history": _of_recipe("fp8-hybrid", "amax_history_len"),
     "load_in_fp8": _load_in_fp8,
-    "load_in_16bit": _load_in_16bit,
-    "lora_dtype": _lora_dtype,
+    "load_in_16bit": when_on(load_in_4bit=False),
+    "lora_dtype": choice(
+        "lora_dtype",
+        {
+            "AUTO": {},
+            "bf16": {"adapter_dtype": "bfloat16"},
+            "bfloat16": {"adapter_dtype": "bfloat16"},
+            "fp32": {"adapter_dtype": "float32"},
+            "float32": {"adapter_dtype": "float32"},
+        },
+        "set float32",
+    ),
     "init_weights": _init_weights,
     "adapters": _adapters,
     **dict.fromkeys(("finetune_language_layers", *_PARTS), _finetuned_modules),
-    "finetune_vision_layers": _vision_layers,
+    "finetune_vision_layers": lambda value, _: Ignored("halfbyte trains the language layers only" if value else ""),
     "task_type": _task_type,
     "lora_task_type": _task_type,
     **dict.fromkeys(_TRACKERS, _tracker),
     **dict.fromkeys(("recompute", "offload_residual", "offload_saved_tensors"), _recompute),
     "offload_optimizer": _offload_optimizer,
-    "qlora_offload_experts": _switch(expert_offload=True),
-    "use_muon": _switch(optim="muon"),
-    "float32": _switch(dtype="float32"),
-    **dict.fromkeys(("full_finetuning", "full_finetune"), _switch(use_peft=False, load_in_4bit=False)),
-    "gpus": _gpus,
+    "qlora_offload_experts": when_on(expert_offload=True),
+    "use_muon": when_on(optim="muon"),
+    "float32": when_on(dtype="float32"),
+    **dict.fromkeys(("full_finetuning", "full_finetune"), when_on(use_peft=False, load_in_4bit=False)),
+    "gpus": lambda *_: Ignored(
+        "halfbyte uses all visible GPUs: CUDA_VISIBLE_DEVICES limits them, and parallel divides the run"
+    ),
     "rlhf_type": _rlhf_type,
     "advantage_estimator": one_of(("grpo",), "advantage_estimator has no equivalent", "set method: grpo or rloo"),
     "plugins": _plugins,
     "lr_scheduler": _schedule,
     "lr_decay_style": _schedule,
-    **dict.fromkeys((*_FLOORS, "wsd_decay_steps_fraction"), _floor),
-    "embedding_lr_scale": _embedding_rate,
-    "mix_strategy": _mix_strategy,
+    **dict.fromkeys(
+        (*_FLOORS, "wsd_decay_steps_fraction"), lambda value, values: _schedule(value, values) if value else Ignored("")
+    ),
+    "embedding_lr_scale": lambda value, values: Mapped(  # a multiple of the learning rate
+        {"embedding_learning_rate": float(value) * float(values["learning_rate"])}
+    ),
+    "mix_strategy": choice(
+        "mix_strategy",
+        {
+            "concat": {"mixing": "concat"},
+            "interleave_under": {"mixing": "interleave", "stopping": "first"},
+            "interleave_over": {"mixing": "interleave", "stopping": "all"},
+        },
+        "set mixing: interleave, and stopping: first or all",
+    ),
     "interleave_prob": _interleave,
     "interleave_probs": _interleave,
     "stopping_strategy": _stopping_strategy,
-    "mask_history": _mask_history,
-    "truncation_strategy": _truncation_strategy,
-    "loss_scale": _loss_scale,
-    "train_on_completions": _train_on_completions,
-    "use_chat_template": _use_chat_template,
+    "mask_history": when_on(train_on="last"),
+    "truncation_strategy": choice(
+        "truncation_strategy",
+        {"delete": {"overlong": "drop"}, "right": {"overlong": "truncate"}},
+        "set overlong: truncate or drop",
+    ),
+    "loss_scale": choice(
+        "loss_scale",
+        {
+            "default": {},
+            "all": {"assistant_only_loss": False, "completion_only_loss": False},
+            "last_round": {"train_on": "last"},
+        },
+        "set train_on: last or all, or assistant_only_loss",
+    ),
+    "train_on_completions": lambda value, _: Mapped(
+        dict.fromkeys(("assistant_only_loss", "completion_only_loss"), bool(value))
+    ),
+    "use_chat_template": lambda value, _: Ignored(
+        "" if value else "chat rows always have a template, and rows of text have none"
+    ),
     "pretraining_dataset": _pretraining_dataset,
     "model_name": _model_name,
-    "batching_strategy": _batching_strategy,
-    "mixed_precision": _mixed_precision,
-    "dist_config": _dist_config,
+    "batching_strategy": choice(
+        "batching_strategy",
+        {"normal": {}, "padding_free": {"padding_free": True}},
+        "set packing: true or padding_free: true",
+    ),
+    "mixed_precision": choice(
+        "mixed_precision",
+        {
+            "no": {},
+            False: {},
+            "bf16_mixed": {"dtype": "bfloat16"},
+            "bf16": {"dtype": "bfloat16"},
+            "fp16_mixed": {"dtype": "float16"},
+            "fp16": {"dtype": "float16"},
+            "fp32": {"dtype": "float32"},
+        },
+        "set dtype: bfloat16",
+    ),
+    "dist_config": lambda *_: Ignored(
+        "parallel: auto shards if the memory plan needs it, and parallel: {shard: N} always"
+    ),
     "training_type": tuning("training_type"),
     "inference": lambda value, _: Ignored("its settings are for generating, see `halfbyte generate`"),
 }

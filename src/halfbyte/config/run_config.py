@@ -37,10 +37,7 @@ def expand_home(paths: Any) -> Any:
 class RunConfig(RunKeys):
     """Everything one run needs. `RunConfig(**keys)` validates; `load_config` reads a YAML file with overrides."""
 
-    @field_validator(*PATHS)
-    @classmethod
-    def _expand_home(cls, value: Any) -> Any:
-        return expand_home(value)
+    _expand_home = field_validator(*PATHS)(expand_home)
 
     @field_validator("report_to", mode="before")
     @classmethod

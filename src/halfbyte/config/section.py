@@ -32,15 +32,10 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _paths_as_text(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _value_of_another_tool(cls, value: Any, info: Any) -> Any:
-        """Convert values that other tools name differently, and refuse those without an equivalent."""
+    def _accept_paths_and_other_names(cls, value: Any, info: Any) -> Any:
+        """Convert paths, and values that other tools name differently; refuse values without an equivalent."""
         if not isinstance(value, str):
-            return value
+            return os.fspath(value) if isinstance(value, os.PathLike) else value
         if refusal := REFUSED_VALUES.get(info.field_name, {}).get(value):
             raise contradiction(info.field_name, f"{info.field_name}: {value}: {refusal[0]}", refusal[1])
         return VALUES.get(info.field_name, {}).get(value, value)

@@ -84,7 +84,8 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         for key, value in node.value if node.flow_style else ():
-            if isinstance(key, yaml.ScalarNode) and ":" in key.value and not key.style and _is_nothing(value):
+            is_empty = isinstance(value, yaml.ScalarNode) and not value.value and not value.style
+            if isinstance(key, yaml.ScalarNode) and ":" in key.value and not key.style and is_empty:
                 name, _, written = key.value.partition(":")
                 problem = f"a space is missing after the colon of {brief(key.value)}"
                 raise _Refused(problem, key.start_mark, f"write {{{cut(name, 80)}: {cut(written, 80)}}}")
@@ -105,11 +106,6 @@ class _Loader(yaml.SafeLoader):
             type_name = node.tag.removeprefix(_TAG)
             problem = f"{brief(node.value)} is not {_KINDS.get(type_name, type_name)}"
             raise _Refused(problem, node.start_mark, "give such a value, or put it in quotes") from error
-
-
-def _is_nothing(node: yaml.Node) -> bool:
-    """Return whether a node is an empty value."""
-    return isinstance(node, yaml.ScalarNode) and not node.value and not node.style
 
 
 class _Dumper(yaml.SafeDumper):
@@ -157,7 +153,13 @@ def read_mapping(path: Path | str, text_keys: Collection[str] = (), fix: str = _
             return {}
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}: expected `key: value` lines, found {_kind(root)}", fix)
-        return _located(loader, root, path, text_keys)
+        keys: dict[str, Located] = {}
+        loader.flatten_mapping(root)
+        for key_node, value_node in root.value:
+            key = str(loader.construct_object(key_node, deep=True))
+            value = _construct(loader, value_node, key in text_keys)
+            keys[key] = Located(value, f"{path}:{key_node.start_mark.line + 1}")
+        return keys
 
 
 def read_patterns(path: str) -> dict[str, Any]:
@@ -200,15 +202,6 @@ def _loading(text: str, source: str, is_file: bool = True) -> Iterator[_Loader]:
     finally:
         if loader is not None:
             loader.dispose()
-
-
-def _located(loader: _Loader, root: yaml.MappingNode, path: Path, text_keys: Collection[str]) -> dict[str, Located]:
-    keys: dict[str, Located] = {}
-    loader.flatten_mapping(root)
-    for key_node, value_node in root.value:
-        key = str(loader.construct_object(key_node, deep=True))
-        keys[key] = Located(_construct(loader, value_node, key in text_keys), f"{path}:{key_node.start_mark.line + 1}")
-    return keys
 
 
 def _construct(loader: _Loader, node: yaml.Node, is_text: bool) -> Any:

@@ -48,17 +48,14 @@ def gather(seed: int = 0) -> Corpus:
     definitions = list(dict.fromkeys([*_builtin_definitions(), *_library_definitions()]))
     prose = [f'{head}:\n    """{docstring}"""'[:LONGEST] for head, _, docstring in definitions]
     prose = list(dict.fromkeys([*prose, *_help_topics(), _zen(), *_license()]))
-    exchanges = list(_exchanges(definitions))
-    random.Random(seed).shuffle(prose)
-    random.Random(seed).shuffle(exchanges)
-    return Corpus(prose, exchanges)
-
-
-def _exchanges(definitions: list[Definition]) -> Iterator[tuple[str, str]]:
+    exchanges = []
     for number, (_, name, docstring) in enumerate(definitions):
         explanation = docstring.split("\n\n")[0]
         if len(explanation) <= EXCHANGE_LONGEST:
-            yield QUESTIONS[number % len(QUESTIONS)].format(name), f"`{name}`: {explanation}"
+            exchanges.append((QUESTIONS[number % len(QUESTIONS)].format(name), f"`{name}`: {explanation}"))
+    random.Random(seed).shuffle(prose)
+    random.Random(seed).shuffle(exchanges)
+    return Corpus(prose, exchanges)
 
 
 def _library_definitions() -> Iterator[Definition]:

@@ -190,7 +190,8 @@ def _serve(function: Callable[[Any], Any], connection: socket.socket) -> None:
         _in_child = True
         gc.freeze()  # garbage collection must not copy shared pages
         _close_inherited(connection.fileno())
-        space = _address_space()
+        with open("/proc/self/statm", encoding="ascii") as file:
+            space = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")  # bytes of this process's address space
         while True:
             try:
                 request = _receive(connection, IDLE)
@@ -216,12 +217,6 @@ def _close_inherited(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
-
-
-def _address_space() -> int:
-    """Bytes of this process's address space."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limit(size: int) -> None:

@@ -60,10 +60,11 @@ def card(run: Run, *, published: bool = False) -> str:
     row = find_adapter_kind(run.config)
     description = "Fine-tuned weights" if _weights(run) == MODEL else f"A {row.name if row else 'PEFT'} adapter"
     base = _shown(run.model, published)
+    code = " ".join(visible(base).replace("`", "'").split())  # for a code span
     blocks = [
         f"---\n{yaml.safe_dump(_hub_header(run), sort_keys=False)}---",
         f"# {_plain(Path(run.model).name)}, fine-tuned with halfbyte",
-        f"{description} for `{_code(base)}`, trained by {method(run.config)}.",
+        f"{description} for `{code}`, trained by {method(run.config)}.",
         f"## Use\n\n```python\n{_usage(run, published)}\n```{_base_warning(run)}",
         f"## Results\n\n{_table(_results(run))}",
         f"## Data\n\n{_table(_data(run, published))}",
@@ -209,8 +210,3 @@ def _table(facts: dict[str, str]) -> str:
 def _plain(words: str) -> str:
     """Escape `words` as Markdown text; line breaks become spaces."""
     return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(visible(words).split()))
-
-
-def _code(words: str) -> str:
-    """Escape `words` for a Markdown code span."""
-    return " ".join(visible(words).replace("`", "'").split())

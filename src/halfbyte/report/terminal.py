@@ -104,7 +104,13 @@ def print_run(console: Console, config: RunKeys) -> None:
 def print_header(console: Console, environment: Mapping[str, Any]) -> None:
     """Print the device of a run; a verbose console also prints choices with their reasons."""
     machine = _machine(environment)
-    device = f"{_device_line(environment, environment['cpu'])} · {environment['compute_dtype']['dtype']}"
+    gpus, device = environment["gpus"], environment["device"] or "cpu"
+    if gpus and not device.startswith("cpu"):
+        device_type, _, index = device.partition(":")
+        device = f"{device_type}: {_gpu(gpus[int(index or 0)])}"
+    else:
+        device = _cpu(environment["cpu"])
+    device += f" · {environment['compute_dtype']['dtype']}"
     reasons = ["compute", "kernels", "versions"] if is_verbose(console) else []
     if not reasons and not environment["kernels"]["enabled"]:
         reasons = ["kernels"]
@@ -185,14 +191,6 @@ def threads(cpu: Mapping[str, Any]) -> str:
 def _cpu(cpu: Mapping[str, Any]) -> str:
     instructions = ", ".join(cpu["instruction_sets"]) or "no vector extensions known"
     return f"{cpu['model'] or 'CPU'} · {threads(cpu)} · {size(cpu['memory_bytes'])} · {instructions}"
-
-
-def _device_line(environment: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
-    gpus, device = environment["gpus"], environment["device"] or "cpu"
-    if gpus and not device.startswith("cpu"):
-        device_type, _, index = device.partition(":")
-        return f"{device_type}: {_gpu(gpus[int(index or 0)])}"
-    return _cpu(cpu)
 
 
 def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
@@ -373,7 +371,8 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None, *, details: bo
         words.append(f"packing {split['packing_efficiency']:.1%} full")
     line = Text(" · ".join(words))
     if eos_trained is not None:
-        line.append(" · ").append("EOS trained ✓" if eos_trained else "EOS NOT trained ✗", _verdict_style(eos_trained))
+        verdict, style = ("EOS trained ✓", "green") if eos_trained else ("EOS NOT trained ✗", "bold red")
+        line.append(" · ").append(verdict, style)
     return line
 
 
@@ -395,10 +394,6 @@ def _rows(split: Mapping[str, Any], details: bool) -> list[str]:
     if split.get("contradicting"):
         words.append(f"{split['contradicting']:,} contradicting")
     return words
-
-
-def _verdict_style(good: bool) -> str:
-    return "green" if good else "bold red"
 
 
 class LiveMetrics:
@@ -464,7 +459,12 @@ class LiveMetrics:
             self._paces.append((record["step_seconds"], steps * record["step_seconds"]))
             self._last_step = record["step"]
             if self._live:
-                self._shown = self._display(record)
+                progress = Table.grid(padding=(0, 2))
+                progress.add_row(
+                    ProgressBar(total=self.total_steps, completed=record["step"], width=32),
+                    f"step {record['step']}/{self.total_steps} · epoch {record['epoch']:.2f} · ETA {self._eta(record)}",
+                )
+                self._shown = [progress, Text(self._numbers(record))]
                 self._live.refresh()
             else:
                 self._print_plain(record)
@@ -480,14 +480,6 @@ class LiveMetrics:
             self._printed_at = now
             line = f"step {record['step']}/{self.total_steps} · {self._numbers(record)} · ETA {self._eta(record)}"
             self.console.print(Text(line), soft_wrap=True)
-
-    def _display(self, record: Mapping[str, Any]) -> list[RenderableType]:
-        progress = Table.grid(padding=(0, 2))
-        progress.add_row(
-            ProgressBar(total=self.total_steps, completed=record["step"], width=32),
-            f"step {record['step']}/{self.total_steps} · epoch {record['epoch']:.2f} · ETA {self._eta(record)}",
-        )
-        return [progress, Text(self._numbers(record))]
 
     def _metrics(self) -> list[Metric]:
         return [metric for metric in (*self.method_numbers.trained, *self.method_numbers.beside) if metric.brief]

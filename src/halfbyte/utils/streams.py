@@ -27,13 +27,12 @@ def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
     r"""Codec error handler: replace characters by ASCII, or by JSON's \uXXXX escapes so that JSON lines stay valid."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    unencodable = error.object[error.start : error.end]
-    return "".join(_ASCII.get(character) or _json_escape(character) for character in unencodable), error.end
-
-
-def _json_escape(character: str) -> str:
-    units = character.encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+    replacement = ""
+    for character in error.object[error.start : error.end]:
+        units = character.encode("utf-16-be", "surrogatepass").hex()
+        escape = "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+        replacement += _ASCII.get(character) or escape
+    return replacement, error.end
 
 
 codecs.register_error(ENCODING_ERRORS, _replace_unencodable)
