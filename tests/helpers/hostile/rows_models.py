@@ -42,12 +42,6 @@ ROWS = [
         files={WEIGHTS: gone, "model/pytorch_model.bin": pickle.dumps(Pwned())},
     ),
     Case("30 a number as text", both(), says=("config.json", "hidden_size"), files={CONFIG: edited(hidden_size="64")}),
-    Case(
-        "30 text for a mapping",
-        both(),
-        says=("config.json", "quantization_config"),
-        files={CONFIG: edited(quantization_config="nf4")},
-    ),
     Case("34 wider than memory", both(), says="config.json", files={CONFIG: edited(hidden_size=10**9)}),
     Case("30 config.json is cut", both(), says="config.json", files={CONFIG: cut()}),
     Case(
@@ -55,13 +49,6 @@ ROWS = [
         both(),
         says=("config.json", "model_type"),
         files={CONFIG: edited("model_type")},
-    ),
-    Case(
-        "31 a template that counts",
-        both("chat_template_path=chat.jinja"),
-        says="template",
-        fix="chat_template_path",
-        files=template("{% for i in range(1000000000) %}x{% endfor %}"),
     ),
     Case(
         "31 a template that counts twice",

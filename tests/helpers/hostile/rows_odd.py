@@ -5,7 +5,7 @@ import json
 import struct
 from pathlib import Path
 
-from tests.helpers.hostile.cases import Case, Link, cut, edited, gone, later, tensors
+from tests.helpers.hostile.cases import Case, Link, cut, edited, gone, tensors
 from tests.helpers.hostile.inputs import DATA, RUN, STOPPED
 from tests.helpers.hostile.rows_config import both, config
 from tests.helpers.hostile.rows_data import PAIR, data
@@ -77,8 +77,8 @@ DATASETS = [
     refused("+ Parquet's first letters", "d.parquet", "dataset=d.parquet", files={
          "d.parquet": b"PAR1" + b"\xff" * 40 + b"PAR1"}),
     refused("+ a row that is null", "data.jsonl:2", files=data(f"{PAIR}null\n")),
-    *(refused(f"+ messages are {given}", "data.jsonl:1", files=data(MESSAGES.format(given))) for given in (
-        "[]", '[{"role": "user"}]', '[{"role": "martian", "content": "a"}]')),
+    refused("+ a role that no template knows", "data.jsonl:1", files=data(MESSAGES.format(
+        '[{"role": "martian", "content": "a"}]'))),
     refused("+ arguments of a call in a list", "data.jsonl:1, turn 2", fix="arguments", files=data(MESSAGES.format(
         '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"function":'
         ' {"name": "f", "arguments": [1]}}]}]'))),
@@ -103,23 +103,21 @@ MODELS = [
         ) for name in held if "embed" in name or "lm_head" in name}))}),
     *(refused(f"+ config.json with {key}: {value!r}", "config", files={CONFIG: edited(**{key: value})})
       for key, value in (
-        ("model_type", 3), ("vocab_size", 2), ("hidden_size", None), ("num_hidden_layers", 10**6),
-        ("num_key_value_heads", 3), ("hidden_act", "nothing"), ("rope_parameters", {"rope_type": "spiral"}))),
+        ("model_type", 3), ("num_hidden_layers", 10**6), ("rope_parameters", {"rope_type": "spiral"}))),
     refused("+ stored as AWQ, by config.json alone", "stored in 16 bits or more", fix="quantization_config",
          files={CONFIG: edited(quantization_config={"quant_method": "awq", "bits": 4})}),
     either("+ generation_config.json with words for numbers", "train run.yaml", files={"model/generation_config.json":
         '{"temperature": "hot", "eos_token_id": "x"}'}, after=RAN_OUT),
     *(refused(f"+ weights with {name}", "model.safetensors", files={WEIGHTS: content}) for name, content in (
-        ("nothing in them", b""), ("a header of 2**63", header({}, 2**63)), ("a header of text", header(b"{what")),
+        ("a header of 2**63", header({}, 2**63)),
         ("offsets past the end", header({"a": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}})))),
     *(refused(f"+ an index that is {name}", "model.safetensors.index.json", files={
         WEIGHTS: gone, "model/model.safetensors.index.json": content}) for name, content in (
         ("of numbers", '{"weight_map": {"a": 3}}'),
         ("for all of this machine", '{"weight_map": {"a": "/etc/passwd"}}'))),
     refused("+ a tokenizer with a config of a list", "tokenizer", files={ITS_CONFIG: "[]"}),
-    *(refused(f"+ a GGUF file that {name}", "m.gguf", "model_name_or_path=m.gguf", files={
-        "m.gguf": content}) for name, content in (
-        ("is text", PAIR), ("is of version 99", gguf(99)), ("counts 2**60 keys", gguf(key_count=2**60)))),
+    refused("+ a GGUF file that counts 2**60 keys", "m.gguf", "model_name_or_path=m.gguf", files={
+        "m.gguf": gguf(key_count=2**60)}),
 ]  # fmt: skip
 
 RUNS = [
@@ -151,8 +149,8 @@ MACHINES = [
 ]  # fmt: skip
 
 COMMANDS = [
-    *(Case(f"+ generate {more}", f"generate run prompts.jsonl {more} --max-new-tokens 2", code=(0, 1, 2),
-           given=("run",), seconds=8) for more in ("--batch-size 1000000000", "--temperature nan")),
+    Case("+ a temperature of NaN", "generate run prompts.jsonl --temperature nan --max-new-tokens 2", code=(0, 1, 2),
+         given=("run",), seconds=8),
     Case("+ an adapter's rank says otherwise", ("generate run prompts.jsonl", "merge run m"), says="lora_", given=(
          "run",),
          files={ADAPTER_CONFIG: edited(r=8)}),
@@ -173,21 +171,4 @@ COMMANDS = [
     Case("+ demo over something else", "demo model", says="model"),
 ]  # fmt: skip
 
-README = [  # what the README shows, with nothing wrong
-    *later(good("+ README: merge", "merge run", given=("run",), after=("run/*",), seconds=4)),
-    *later(good("+ README: merge in FP8", "merge run m --quantize fp8-block", given=("run",),
-         after=("m", "m/*", "run/*"), seconds=4)),
-    good("+ README: chat", "chat run --compare-base --max-new-tokens 4", given=("run",), wishes={
-         "stdin": b"hello\n/quit\n"}),
-    good("+ README: eval", "eval run data.jsonl", given=("run",), says="perplexity"),
-    good("+ README: export", "export run --gguf q4_k_m", given=("run",), after=("run/*.gguf", "run/*"), seconds=4),
-    good("+ README: export the adapter", "export run --gguf f16 --adapter-only", given=("run",), after=("run/*",)),
-    good("+ README: mix", "mix model data.jsonl --bits 4.5 --tokens 128", says="bits per weight", seconds=6),
-    good("+ README: preview", "preview run.yaml", says="trained"),
-    good("+ README: env", "env --kernels"),
-    good("+ README: a model and data, no file", "train model data.jsonl max_steps=2 max_length=64", after=(*RAN_OUT,
-         "out/run.yaml")),
-    *later(good("+ README: check a model and data", "check model data.jsonl max_length=64", says="ready")),
-]  # fmt: skip
-
-ROWS = README + CONFIGS + DATASETS + MODELS + RUNS + MACHINES + COMMANDS
+ROWS = CONFIGS + DATASETS + MODELS + RUNS + MACHINES + COMMANDS

@@ -66,7 +66,6 @@ ROWS = [
     ),
     Case("+ an answer of null", dpo(), says=("data.jsonl:1", "'rejected'"), files=lines(pair(rejected=None))),
     Case("+ prompts longer than rows", dpo("max_length=8"), says="are dropped", fix="max_length", files=lines(pair())),
-    Case("+ DPO on labels", dpo(), fix="method: kto", files=lines(labelled())),
     Case("+ examples that are pairs", both(), says="preference pairs", fix="method: dpo", files=lines(pair())),
     Case(
         "+ a column misspelt",
@@ -76,13 +75,6 @@ ROWS = [
     ),
     Case("+ a column that there is not", dpo("'column_mapping={chosen: best}'"), says="best", files=lines(pair())),
     Case("+ a method that nobody knows", both("method=dop"), says="dop", fix="dpo"),
-    Case("+ beta for imitation", both("beta=0.1"), says=("beta", "method: sft"), fix="method: dpo"),
-    Case("+ beta of zero", dpo("beta=0"), says="beta", fix="above 0"),
-    Case("+ a loss of another method", dpo("loss_type=simpo"), says="simpo", fix="method: simpo"),
-    Case("+ a loss misspelt", dpo("loss_type=sigmod"), says="sigmod", fix="sigmoid"),
-    Case("+ weights for other losses", dpo("'loss_weights=[1, 2]'"), says="loss_weights"),
-    Case("+ PPO of Axolotl", both("rl=ppo"), says="rl: 'ppo'", fix="dpo"),
-    Case("+ init with a method that nobody knows", "init model data.jsonl --method dop", says="dop", fix="dpo"),
     Case(
         "+ init without a method on pairs",
         "init model data.jsonl",
@@ -128,7 +120,6 @@ ROWS = [
         files=lines(stepwise(labels=[True])),
     ),
     Case("+ only right steps", prm(), files=lines(stepwise(labels=[True, True]))),
-    Case("+ examples that are steps", both(), fix="method: prm", files=lines(stepwise())),
     Case(
         "+ a whole model that scores steps",
         prm("use_peft=false load_in_4bit=false"),
