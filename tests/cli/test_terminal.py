@@ -87,11 +87,6 @@ def test_bar_widths_add_up(values, width):
     assert all(abs(cell - value / total * width) < 1 + 1e-6 for cell, value in zip(cells, values, strict=True) if total)
 
 
-def test_bar_widths_are_proportional():
-    assert bar_widths([1, 1, 2], 40) == [10, 10, 20]
-    assert bar_widths([1e-9, 1.0], 10) == [0, 10]
-
-
 def test_memory_bar_shows_every_part_and_what_is_free():
     console = plain()
     terminal.print_memory(console, PLAN, {"base_bytes": GIB // 2, "after_load_bytes": 5 * GIB, "peak_bytes": 9 * GIB})
@@ -107,7 +102,7 @@ def test_memory_bar_shows_every_part_and_what_is_free():
     assert "measured 8.5 GiB" in shown(console)  # what the run added
 
 
-def test_what_a_cpus_process_holds_beyond_live_tensors_is_said():
+def test_the_heap_of_a_cpu_process_is_named_as_the_reason_of_a_higher_peak():
     plan, measured = {**PLAN, "device": "cpu"}, {"peak_bytes": int(1.4 * PLAN["total"])}
     for flat, kept in ((plan, True), (PLAN | {"device": "cuda:0"}, False)):
         console = plain()
@@ -116,7 +111,7 @@ def test_what_a_cpus_process_holds_beyond_live_tensors_is_said():
         assert ("C library" in " ".join(shown(console).split())) == kept
 
 
-def test_room_beside_graphs_is_planned_and_not_compared():
+def test_the_reserve_outside_cuda_graphs_is_not_compared_with_the_peak():
     """torch's allocator does not count what a pool of graphs leaves unused."""
     console = plain()
     graphs = {**PLAN, "graphs": 2 * GIB, "total": PLAN["total"] + 2 * GIB}
@@ -126,7 +121,7 @@ def test_room_beside_graphs_is_planned_and_not_compared():
     assert "measured 8.0 GiB, 6.7%" in shown(console)
 
 
-def test_memory_is_a_line_unless_details_are_wanted():
+def test_memory_is_one_line_unless_the_console_is_verbose():
     for measured in (None, {"base_bytes": GIB // 2, "after_load_bytes": 5 * GIB, "peak_bytes": 9 * GIB}):
         console = plain(verbose=False)
         terminal.print_memory(console, PLAN, measured)
@@ -134,7 +129,7 @@ def test_memory_is_a_line_unless_details_are_wanted():
         assert terminal.size(9 * GIB - GIB // 2 if measured else PLAN["total"]) in shown(console)
 
 
-def test_plans_come_as_dataclass_dict_or_memory_json():
+def test_a_plan_prints_from_a_dataclass_a_dict_and_memory_json():
     @dataclass
     class Plan:
         weights: int = 4 * GIB
@@ -149,33 +144,6 @@ def test_plans_come_as_dataclass_dict_or_memory_json():
         assert "predicted 5.0 GiB" in shown(console)
 
 
-def test_header_tells_choices_with_reasons():
-    environment = {
-        "halfbyte": {"version": "0.1.0", "commit": "abc"},
-        "python": "3.12.1",
-        "platform": "Linux",
-        "cpu": {"model": "Xeon", "threads": 1, "processors": 2, "memory_bytes": 8 * GIB, "instruction_sets": ["AVX2"]},
-        "gpus": [],
-        "device": "cpu",
-        "versions": {"torch": "2.13.0", "trl": None},
-        "compute_dtype": {"dtype": "float32", "reason": "no AMX"},
-        "kernels": {"enabled": False, "reason": "on a CPU the PyTorch reference does the work"},
-    }
-    console = plain(160)
-    terminal.print_run(console, config(packing=True, r=8))
-    terminal.print_header(console, environment)
-    for words in (
-        "halfbyte 0.1.0",
-        "4-bit NF4 + LoRA r=8",
-        "packed",
-        "float32: no AMX",
-        "off: on a CPU",
-        "Xeon · 1 thread of 2 · ",
-    ):
-        assert words in shown(console)
-    assert "trl" not in shown(console)
-
-
 @pytest.mark.parametrize(("trained", "words"), [(True, "EOS trained ✓"), (False, "EOS NOT trained ✗")])
 def test_data_line(trained, words):
     console = plain(200)
@@ -187,7 +155,7 @@ def test_data_line(trained, words):
     assert "held out" not in line
 
 
-def test_data_line_of_pairs_and_answers_says_what_they_are():
+def test_data_line_names_pairs_and_answers():
     console, means = plain(200), {"prompt": 280.6, "chosen": 281.1, "rejected": 294.3}
     answers = {"rows": 270, "desirable": 135, "mean_tokens": {"prompt": 249.3, "completion": 274.3}}
     terminal.print_data(
