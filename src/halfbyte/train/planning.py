@@ -12,6 +12,7 @@ import torch
 
 from ..config import Parallel, RunConfig
 from ..config.policy import SAMPLING
+from ..config.schema import RunKeys
 from ..data.batches import batches_of
 from ..data.prepare import PreparedData
 from ..loading.find import ModelFiles
@@ -86,7 +87,8 @@ def choose_layout(
     option, reason = meshes.choose(layout.size)
     option, reason = mesh.from_main((option, reason))  # ranks may measure different free host memory
     console.print(one_line(f"parallel: {option.layout}: {reason}"), soft_wrap=True)
-    return option.config.model_copy(update={"parallel": "auto"}), option.layout
+    changes = {"parallel": "auto", "gradient_accumulation_steps": option.config.gradient_accumulation_steps}
+    return config.model_copy(update=changes), option.layout
 
 
 @waiting("planning memory")
@@ -100,7 +102,7 @@ def plan_memory(
         checkpoint: checkpoint to continue from; the plan of its rollouts is kept.
     """
 
-    def batches(changed: RunConfig) -> Any:
+    def batches(changed: RunKeys) -> Any:
         return batches_of(changed, data, machine.device)
 
     card = _card(machine, mesh)  # before free memory is read, since it allocates
