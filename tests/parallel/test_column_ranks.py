@@ -29,13 +29,17 @@ def case_pads(mesh):
         return synced["pixels"], synced["input_ids"].shape, synced[SYNCED_SHAPE]
 
 
-def test_two_ranks_train_as_one_process_and_pad_to_one_number_of_entries(two, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_two_ranks_train_as_one_process(two, tmp_path, monkeypatch):
     declare(monkeypatch)
     place = write_pixel_place(tmp_path)
     keys = {"packing": True, "max_length": 64, "max_steps": 3, "sample_prompts": 2, "eval_split_size": 4}
     run(place, tmp_path / "one", per_device_train_batch_size=4, **keys)
     two.run(case_trains, place, tmp_path / "two", keys | {"per_device_train_batch_size": 2})
     Left(tmp_path / "two").same_as(Left(tmp_path / "one"))
+
+
+def test_two_ranks_pad_to_one_number_of_entries(two):
     first, second = two.run(case_pads, layout={"shard": 2})
     assert first[1:] == second[1:]
     assert first[0].shape == second[0].shape == (3, 2, 3)

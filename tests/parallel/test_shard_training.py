@@ -29,7 +29,7 @@ def optimizer_of(checkpoint):
 
 
 def test_sharded_run_equals_one_process(place, alone, two, tmp_path):
-    """One process resumes from the ranks' checkpoint, and two ranks from one process's."""
+    """One process resumes from the ranks' checkpoint."""
     keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
     found = run(two, place, tmp_path / "out", **keys)
     found.same_as(alone)
@@ -44,8 +44,12 @@ def test_sharded_run_equals_one_process(place, alone, two, tmp_path):
     keys = {"gradient_accumulation_steps": 4, "save_steps": 2}
     copied = copied_to(tmp_path / "one", found.folder)
     run(None, place, copied, resume=str(copied / "checkpoint-4"), **keys).same_as(alone)
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_the_run_of_one_process(place, alone, two, tmp_path):
+    keys = {"gradient_accumulation_steps": 4, "save_steps": 2, "parallel": {"shard": 2}}
     copied = copied_to(tmp_path / "two", alone.folder)
-    keys["parallel"] = {"shard": 2}
     run(two, place, copied, resume=str(copied / "checkpoint-4"), **keys).same_as(alone)
 
 
@@ -108,7 +112,7 @@ def test_full_factors_are_16_bit_only(place, two, tmp_path):
     again.same_as(found, loss=0.0, weights=0.0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

@@ -1,11 +1,13 @@
 """Tensor-parallel runs equal the run of one process and resume on another mesh."""
 
 import json
+import re
 import shutil
 
 import pytest
 
 from halfbyte.train.run import train
+from halfbyte.utils.errors import HalfbyteError
 from tests.helpers.rank_runs import configured, run, write_place
 
 pytestmark = pytest.mark.dist
@@ -52,16 +54,18 @@ def test_resumed_by_one_process_and_by_two(alone, divided, place, two, tmp_path)
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"lora_dropout": 0.1}, r"ConfigError|ModelError"),
+        ({"lora_dropout": 0.1}, "ropout"),
         ({"use_dora": True}, "LoRA"),
-        pytest.param({"use_peft": False, "load_in_4bit": False}, r"ConfigError|ModelError", marks=pytest.mark.slow),
+        pytest.param({"use_peft": False, "load_in_4bit": False}, "XX", marks=pytest.mark.slow),
     ],
 )
 def test_unsupported_adapters_and_full_training_are_refused(place, two, tmp_path, keys, said):
-    with pytest.raises(AssertionError, match=said):
-        two.run(refused, place, tmp_path / "out", keys)
+    assert all(re.search(said, message) for message in two.run(refused, place, tmp_path / "out", keys))
     assert not (tmp_path / "out").exists()
 
 
 def refused(mesh, place, output, keys):
-    train(configured(place, output, parallel={"tensor": 2}, **keys))
+    """Return the error message of this rank; ranks that raise would be started anew."""
+    with pytest.raises(HalfbyteError) as raised:
+        train(configured(place, output, parallel={"tensor": 2}, **keys))
+    return raised.value.message

@@ -7,7 +7,7 @@ import pytest
 from halfbyte.train.run import train
 from tests.helpers.rank_runs import configured, run, write_place
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,6 @@ FILES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_data_parallel_run_equals_one_process(place, alone, two, tmp_path):
     found = run(two, place, tmp_path / "out", gradient_accumulation_steps=2, save_steps=2, parallel={"data": 2})
     found.same_as(alone)
@@ -53,7 +52,6 @@ def test_other_accumulation_on_equal_ranks_is_refused(place, alone):
         train(config, resume=str(folder / "checkpoint-4"))
 
 
-@pytest.mark.slow
 def test_dropout_differs_between_ranks_and_resumes_exactly(place, two, tmp_path):
     keys = {"lora_dropout": 0.3, "parallel": {"data": 2}, "save_steps": 2, "gradient_accumulation_steps": 2}
     whole = run(two, place, tmp_path / "whole", **keys)

@@ -10,7 +10,7 @@ from halfbyte.mesh.mesh import Mesh
 from halfbyte.mesh.sharded_vocabulary import Vocabulary
 from halfbyte.modeling.head import causal_lm_loss, shard_vocabulary, token_log_probs, vocabulary_unsupported_reason
 from halfbyte.ops import IGNORE_INDEX
-from halfbyte.utils.errors import ModelError
+from halfbyte.utils.errors import HalfbyteError, ModelError
 from tests.helpers.patch_models import batch, tiny
 
 pytestmark = pytest.mark.dist
@@ -117,24 +117,23 @@ def test_embedding_is_exact(two, four, dtype):
 def with_label(mesh, label):
     over, weight = divided(mesh, ("shard",), 101, torch.randn(101, WIDTH))
     labels = torch.tensor([3, label if mesh.rank else 5])
-    over.cross_entropy(torch.randn(2, WIDTH), weight, labels)
+    with pytest.raises(HalfbyteError, match=rf"label {label} .*101"):
+        over.cross_entropy(torch.randn(2, WIDTH), weight, labels)
 
 
 @pytest.mark.parametrize("label", [101, -1])
 def test_label_outside_raises_on_all_ranks(two, label):
-    said = rf"(?s)rank 0.*label {label} .*101.*rank 1.*label {label} "
-    with pytest.raises(AssertionError, match=said):
-        two.run(with_label, label, layout={"shard": 2})
+    two.run(with_label, label, layout={"shard": 2})
 
 
 def trained(mesh):
     over, weight = divided(mesh, ("shard",), 101, torch.randn(101, WIDTH))
-    over.cross_entropy(torch.randn(2, WIDTH), weight.requires_grad_(), torch.tensor([3, 5]))
+    with pytest.raises(ModelError):
+        over.cross_entropy(torch.randn(2, WIDTH), weight.requires_grad_(), torch.tensor([3, 5]))
 
 
 def test_a_trained_head_is_refused(two):
-    with pytest.raises(AssertionError, match="ModelError"):
-        two.run(trained, layout={"shard": 2})
+    two.run(trained, layout={"shard": 2})
 
 
 # ---- models
