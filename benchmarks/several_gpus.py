@@ -73,7 +73,7 @@ class Results:
 
 def alone(mesh: Mesh) -> Mesh:
     """Return the mesh of one process on this rank's device."""
-    return replace(SINGLE_PROCESS, local=mesh.local, device_type=mesh.kind)
+    return replace(SINGLE_PROCESS, local=mesh.local, device_type=mesh.device_type)
 
 
 class Training:
@@ -82,13 +82,13 @@ class Training:
     def __init__(self, mesh: Mesh, name: str, rows: int, length: int, graphs: bool):
         import halfbyte
 
-        self.mesh, self.model = mesh, build(name, mesh.kind)
+        self.mesh, self.model = mesh, build(name, mesh.device_type)
         halfbyte.patch(self.model)
-        self.batch = random_batch(name, rows, length, mesh.kind)
+        self.batch = random_batch(name, rows, length, mesh.device_type)
         self.trained = self.trained_parameters()
         self.stepper: Stepper = GraphedStepper(self.trained) if graphs else Stepper()
         self.optimizer = torch.optim.AdamW(self.trained, lr=2e-4, weight_decay=0.0, fused=True)
-        self.count = torch.full((), float(rows * (length - 1) * mesh.size), device=mesh.kind)
+        self.count = torch.full((), float(rows * (length - 1) * mesh.size), device=mesh.device_type)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -122,9 +122,9 @@ class Training:
     ) -> dict[str, Any]:
         """Time every rank's step; `ms` is the slowest rank's."""
         mesh.barrier()
-        run = timed(lambda: self.step(together), tokens, steps, warmup=warmup, device=mesh.kind)
+        run = timed(lambda: self.step(together), tokens, steps, warmup=warmup, device=mesh.device_type)
         every = mesh.gather(run["ms"])
-        held = torch.cuda.memory_allocated() if mesh.kind == "cuda" else 0
+        held = torch.cuda.memory_allocated() if mesh.device_type == "cuda" else 0
         return run | {"ms": max(every), "every_ms": every, "held_gib": held / GIB}
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ def tensor(mesh: Mesh, results: Results) -> None:
     mesh = mesh.with_layout(Parallel(tensor=mesh.size))
     for way in ("alone", "together"):
         training = Training(mesh, EIGHT, rows, length, False)
-        training.count = torch.full((), float(rows * (length - 1)), device=mesh.kind)
+        training.count = torch.full((), float(rows * (length - 1)), device=mesh.device_type)
         if way == "together":
             halfbyte.unpatch(training.model)
             apply_tensor_parallel(training.model, mesh)
@@ -188,8 +188,8 @@ def _repeated_step(training: Training, mesh: Mesh, together: bool, steps: int = 
 
     Of two steps in the middle, the median is the faster one.
     """
-    events = [timing_event(mesh.kind) for _ in range(warmup + steps + 1)]
-    reset_peak(mesh.kind)
+    events = [timing_event(mesh.device_type) for _ in range(warmup + steps + 1)]
+    reset_peak(mesh.device_type)
     norms: list[float] = []
     for event in events:
         event.record()
@@ -200,9 +200,9 @@ def _repeated_step(training: Training, mesh: Mesh, together: bool, steps: int = 
         norms = norms or [float(sums[0] / training.count), float(norm)]
         for parameter in training.trained:
             parameter.grad = None
-    synchronize(mesh.kind)
+    synchronize(mesh.device_type)
     every = [a.elapsed_time(b) for a, b in itertools.pairwise(events[warmup:])]
-    return {"ms": statistics.median_low(every), "steps_ms": every, "norms": norms, **peak_gib(mesh.kind)}
+    return {"ms": statistics.median_low(every), "steps_ms": every, "norms": norms, **peak_gib(mesh.device_type)}
 
 
 class Sharded(Training):

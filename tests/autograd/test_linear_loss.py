@@ -82,7 +82,7 @@ def assert_equal_gradients(mine, theirs, inputs, **tolerance):
         torch.testing.assert_close(ours, reference, **tolerance)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [1, 5, None])

@@ -37,6 +37,7 @@ def test_tensor_parallel_step(two):
     assert max(found["first_step_off"]) < 1e-2
 
 
+@pytest.mark.slow
 def test_data_ratios(two):
     (found,), _ = two.run(measured, "data")
     ms, both = found["ms"], min(found["ms"]["together"], found["ms"]["together again"])

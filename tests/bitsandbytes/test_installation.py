@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # processes of their own, with torch in each
+
 INSTALLED = """
 import halfbyte.bitsandbytes as own
 own.install()
@@ -80,7 +82,6 @@ def test_program(program):
     assert ("0.50.2+halfbyte" in done.stdout) == (program is UNDONE)
 
 
-@pytest.mark.slow
 def test_script_and_module_run_under_install(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -26,6 +26,7 @@ def run(layer, x, grad):
     return y.detach(), x.grad
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["LinearNF4", "LinearFP4"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_linear4bit_equals_bitsandbytes(name, nested):

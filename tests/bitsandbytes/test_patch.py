@@ -20,6 +20,7 @@ def folder(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_patched_step_with_the_real_package(folder, tmp_path, name):
     pytest.importorskip("bitsandbytes")

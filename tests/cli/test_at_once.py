@@ -127,7 +127,7 @@ def folder(tmp_path_factory):
     return place
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_wrong_input_is_refused_before_torch_is_imported(folder, command):
     wanted = COMMANDS[command]

@@ -122,6 +122,7 @@ def test_init_asks_whether_packed_documents_see_each_other(family, packing, comm
     assert all(line.startswith("# ") and "\n" not in line for line in lines)
 
 
+@pytest.mark.slow
 def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path, monkeypatch):
     asked = []
 

@@ -100,6 +100,7 @@ class TestFinding:
 
 
 class TestEvaluating:
+    @pytest.mark.slow
     def test_the_loss_is_the_mean_over_tokens_whatever_the_batches(self, model_folder, tokenizer, texts):
         model = LlamaForCausalLM.from_pretrained(model_folder)
         total, count = 0.0, 0

@@ -110,6 +110,7 @@ def test_init_names_a_free_folder(tmp_path):
         assert free_output_dir(config(output_dir="out")) == "out"
 
 
+@pytest.mark.slow
 def test_init_and_check_plan_the_same_run():
     made = halfbyte("init", "model", "data.jsonl")
     Path("made.yaml").write_text(made.stdout)
@@ -121,6 +122,7 @@ def test_init_and_check_plan_the_same_run():
     assert float(total[1]) == pytest.approx(float(planned[1]), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_rate_of_0_in_every_step_ends_at_once():
     for steps, warmup in ((1, 1), (1, 0.5), (2, 0.99), (1, 0.03)):
         keys = GIVEN | {"max_steps": steps, "warmup_steps": warmup}

@@ -43,7 +43,7 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("method", ["sft", *DEFAULTS])
 def test_few_lines_before_the_first_step(method, model, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)

@@ -19,6 +19,7 @@ def as_before():
         gc.unfreeze()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_collections_and_no_bitsandbytes_inside_both_afterwards(monkeypatch, as_before, fails):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)

@@ -29,6 +29,7 @@ from halfbyte.train.run import train
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError
 from tests.helpers.serve_tiny import byte_tokenizer, random_adapter, random_model
+from tests.helpers.sources import PACKAGE, syntax_tree
 from tests.helpers.tiny_runs import make_loop, run_config
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -202,6 +203,7 @@ def test_a_checkpoint_is_resumed_by_the_same_rules(tmp_path):
         make_loop(run_config(tmp_path, max_steps=4)).train(tmp_path / "checkpoint-2")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("keys", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"use_rslora": True}])
 def test_what_is_loaded_is_what_peft_loads(base, tmp_path, keys, quantized):
@@ -246,13 +248,13 @@ PEFTS_OWN = ("PeftModel.from_pretrained", "PeftConfig.from_pretrained")
 @pytest.mark.slow
 def test_nothing_loads_an_adapter_in_another_way():
     """PEFT's own loading fills what a file lacks with random numbers, and asks the hub for files that are not there."""
-    package, found = Path(halfbyte.__file__).parent, []
-    for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 call = ast.unparse(node.func)
                 if call in PEFTS_OWN or call.endswith(".load_adapter"):
-                    found.append(f"{path.relative_to(package)}: {call}")
+                    found.append(f"{path.relative_to(PACKAGE)}: {call}")
     assert sorted(found) == [
         "adapters/lora.py: PeftConfig.from_pretrained",  # reads an existing file
         "train/checks.py: PeftModel.from_pretrained",  # checks that plain PEFT reads the saved adapter

@@ -96,6 +96,7 @@ def test_a_run_s_own_configuration_does_not_switch_code_on(run, mark, tmp_path, 
     assert "trust_remote_code=True" in refused.value.fix
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("export", "adapter", "merge")])
 def test_the_command_s_own_word_does(run, mark, tmp_path, way):
     WAYS[way](run, tmp_path, True)

@@ -1,15 +1,14 @@
 """Resolving flat keys to typed values, from a file and from keywords in Python."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-import halfbyte
 from halfbyte.config import SIXTEEN, Origin, Parallel, Precision, RunConfig, Storage, load_config, storage_of
 from halfbyte.config.layouts import unsupported_reason
 from halfbyte.config.schema import AdapterSection, QuantizationSection
 from halfbyte.utils.errors import ConfigError
+from tests.helpers.sources import PACKAGE, syntax_tree
 
 NF4 = "blockwise4:nf4:64:nested"
 IN_16_BITS = {"load_in_4bit": False}
@@ -102,12 +101,11 @@ def test_an_adapter_has_the_keys_of_its_section_and_its_base():
 def test_resolved_keys_are_read_only_in_config():
     """Other folders receive typed values instead. (`qat_scheme` is also a field of `Storage`.)"""
     keys = QuantizationSection.model_fields.keys() - {"qat_scheme"} | {"model_revision"}
-    package = Path(halfbyte.__file__).parent
     assert not [
-        f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
-        for path in package.rglob("*.py")
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in PACKAGE.rglob("*.py")
         if path.parent.name != "config"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.Attribute) and node.attr in keys
     ]
 

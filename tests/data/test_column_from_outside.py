@@ -46,6 +46,7 @@ def test_the_forward_receives_the_arrays_of_its_documents_in_every_layout(place,
     assert run(place, tmp_path / "plain", dataset=str(plain), max_steps=1)[0] != pytest.approx(losses[0][0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_equal_bytes_and_refuses_other_arrays(place, tmp_path):
     rows = example_rows()
     data = write_rows(tmp_path / "data.jsonl", rows)
@@ -63,6 +64,7 @@ def test_a_resumed_run_has_equal_bytes_and_refuses_other_arrays(place, tmp_path)
         run(place, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-2"), **keys)
 
 
+@pytest.mark.slow
 def test_graphs_replay_steps_with_the_arrays_of_each_batch(place, tmp_path, monkeypatch):
     monkeypatch.setattr("halfbyte.data.collate.rounds_widths", lambda device: True)
     keys = {"packing": True, "max_length": 64, "per_device_train_batch_size": 2, "max_steps": 9, "logging_steps": 1}

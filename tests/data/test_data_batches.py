@@ -31,7 +31,7 @@ def test_widths_are_few_with_little_padding():
     assert [width_of(length, length) for length in (512, 2048, 3000, 3072)] == [512, 2048, 3072, 3072]  # packed rows
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("keys", [{}, {"padding_free": True}, {"packing": True}, {"per_device_train_batch_size": 100}])
 def test_no_batch_is_larger_than_planned(keys, device):

@@ -27,7 +27,7 @@ RUNAWAYS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("text", "limit"), RUNAWAYS)
 def test_runaway_template_is_stopped(make_tokenizer, text, limit):
     with pytest.raises(DataError) as caught:
@@ -49,6 +49,7 @@ def test_runaway_template_names_the_row(make_tokenizer):
         )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["llama-40m", "llama-2", "qwen2.5", "phi-3"])
 def test_long_text_has_the_first_tokens_of_the_full_text(real_tokenizer, name, monkeypatch):
     """Words, runs of spaces, and one word that is longer than the tokenized beginning."""

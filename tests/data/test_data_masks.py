@@ -275,7 +275,7 @@ PAIRS_OF_TURNS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", PAIRS_OF_TURNS)
 @pytest.mark.parametrize("name", ["qwen2.5", "phi-3"])
 def test_prompt_and_completion_of_turns_are_masked_as_trl_does(real_tokenizer, tmp_path, name, case):

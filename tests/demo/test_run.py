@@ -19,6 +19,7 @@ def console(tmp_path, monkeypatch):
     return Console(file=io.StringIO(), width=120)
 
 
+@pytest.mark.slow
 def test_the_demo_leaves_a_run_and_prints_answers(tmp_path, console, monkeypatch):
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(run.INSTRUCTIONS.read_text(encoding="utf-8").splitlines()[:40]) + "\n", encoding="utf-8")

@@ -120,19 +120,15 @@ def walk(page):
                 run(words, target)
 
 
-def test_readme_runs_from_top_to_bottom(place):
-    walk("README.md")
-
-
 GUIDES = ("quickstart", "command-line", "preference", "distillation", "policy", "several-gpus")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", GUIDES)
-def test_guides_run_from_top_to_bottom(page, place):
-    if page == "several-gpus":  # assumes a file
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{guide}.md" for guide in GUIDES)])
+def test_page_runs_from_top_to_bottom(page, place):
+    if page == "docs/several-gpus.md":  # assumes a file
         run(["halfbyte", "init", MODELS[0], "data.jsonl"], "run.yaml")
-    walk(f"docs/{page}.md")
+    walk(page)
 
 
 def test_every_page_with_commands_to_run_is_walked():

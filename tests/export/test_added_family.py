@@ -171,6 +171,7 @@ def test_it_goes_to_gguf_and_comes_back(tmp_path, folder, model):
     assert torch.equal(back(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 def test_finetune_and_the_commands_take_it(tmp_path, folder):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     run = tmp_path / "run"

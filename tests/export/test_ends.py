@@ -130,6 +130,7 @@ def test_a_gguf_file_and_its_modelfile_name_all_ends(made, tmp_path):
     assert set(ends_of(imported)) == {ids["</s>"], ids["<|im_end|>"], ids["<|eom|>"]}
 
 
+@pytest.mark.slow
 def test_a_merged_model_is_exported_as_its_run(made, tmp_path):
     _, run, _ = made
     merge(run, tmp_path / "merged", verify=False)
@@ -139,19 +140,14 @@ def test_a_merged_model_is_exported_as_its_run(made, tmp_path):
         assert field(paths[0], name) == field(paths[1], name)
 
 
+@pytest.mark.slow
 def test_a_fully_fine_tuned_model_declares_what_was_trained(made, tmp_path):
     base, _, ids = made
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     keys = {"model_name_or_path": str(base), "dataset": str(tmp_path / "d.jsonl"), "output_dir": str(tmp_path / "out")}
-    keys |= {
-        "use_peft": False,
-        "load_in_4bit": False,
-        "device": "cpu",
-        "max_steps": 1,
-        "warmup_steps": 0,
-        "sample_prompts": 0,
-    }
+    keys |= {"use_peft": False, "load_in_4bit": False, "device": "cpu"}
+    keys |= {"max_steps": 1, "warmup_steps": 0, "sample_prompts": 0}
     train(load_config(None, keys))
     assert ends_of(tmp_path / "out/model") == [ids["</s>"], ids["<|eom|>"], ids["<|im_end|>"]]
 

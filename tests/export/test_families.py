@@ -5,7 +5,6 @@ import functools
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 import gguf
 import pytest
@@ -14,12 +13,12 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import halfbyte
 from halfbyte.modeling import families
 from halfbyte.modeling.architectures import auto_class
 from halfbyte.modeling.families import ACTIVATIONS, family_of_config
 from tests.helpers.families import EXPERTS, FAMILIES, MULTIMODAL, SHAPE, TEXT_PARTS
 from tests.helpers.gguf_models import MODELS, SIZES
+from tests.helpers.sources import PACKAGE, syntax_tree
 from tests.helpers.vision_models import MODELS as VISION
 
 ROWS = {row.name: row for row in families.FAMILIES}
@@ -200,10 +199,9 @@ def test_no_other_module_names_a_family():
     names = {name for row in ROWS.values() for name in (row.name, row.package, row.model_type, row.gguf.arch)}
     names = {name.lower() for name in names if name} | families.towers().keys()
     found = []
-    package = Path(halfbyte.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        where = path.relative_to(package).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.Constant) and str(node.value).lower() in names:
                 found.append(f"{where}: {node.value}")
     assert {each for each in found if not each.startswith(("modeling/families.py", "gguf/tokenizer.py"))} == set()

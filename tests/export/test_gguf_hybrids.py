@@ -54,6 +54,7 @@ def test_value_heads_take_turns_between_key_heads():
         torch.testing.assert_close(HEADS.in_model(part, HEADS.in_file(part, value)), value)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_mixer_is_the_update_in_the_files_order(tmp_path):
     model = save_model(tmp_path / "m", "qwen3_5")
     layout = Layout(model.config, checked_family(model.config))
@@ -70,6 +71,7 @@ def test_an_adapter_of_a_mixer_is_the_update_in_the_files_order(tmp_path):
         assert not torch.allclose(mine, b @ a)
 
 
+@pytest.mark.slow
 def test_kept_layers_of_mixers_have_the_files_values(tmp_path):
     """Rows move with their scales; the output, whose columns moved, is decoded, and counted as that."""
     save_model(tmp_path / "m", "qwen3_5")

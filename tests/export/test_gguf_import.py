@@ -56,7 +56,7 @@ def plain(folder):
     return model.eval()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_f32_file_gives_the_model_back(tmp_path, name):
     model = save_model(tmp_path / "model", name)
@@ -103,7 +103,7 @@ def assert_holds_what_was_decoded(tmp_path, mix):
             assert torch.equal(found[name], value.to(dtype).float()), name
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("mix", [mix for mix in MIXES if mix != "f32"])
 def test_every_type_is_decoded(tmp_path, mix):
     model = save_model(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512)

@@ -71,7 +71,7 @@ def test_each_expert_has_its_own(tmp_path, name):
     torch.testing.assert_close(seen["blk.1.ffn_down_exps.weight"].squares[3], expected)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "qwen2_moe", "gpt_oss", "glm4_moe"])
 def test_every_quantized_matrix_but_the_embedding_has_importances(tmp_path, text, name):
     save_model(tmp_path / "m", name)

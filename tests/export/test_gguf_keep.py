@@ -277,6 +277,7 @@ def test_on_a_gpu(mixed, tmp_path, data):
     assert merge(tmp_path / "out", tmp_path / "merged").targets
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_is_stored(mixed, data, capsys):
     keys = {"model_name_or_path": str(mixed), "dataset": data, "quantization": "keep", "device": "cpu"}
     config = load_config(None, keys)

@@ -41,7 +41,7 @@ def run(base, tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("run") / "run", base)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("target", ["original", "dequantized"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_pefts_rounded_once(tmp_path, base, kind, target):
@@ -57,6 +57,7 @@ def test_merged_weights_are_pefts_rounded_once(tmp_path, base, kind, target):
     assert changed
 
 
+@pytest.mark.slow
 def test_an_update_below_the_resolution_of_bf16_is_explained_and_said(tmp_path, base):
     """After a few steps ΔW is below half an ulp of a bf16 base, which rounds most of it away."""
     run = save_run(tmp_path / "run", base, scale=2e-4, load_in_4bit=False)
@@ -66,7 +67,7 @@ def test_an_update_below_the_resolution_of_bf16_is_explained_and_said(tmp_path, 
     assert written.explained
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("base_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "keys", [{}, {"load_in_4bit": False}, {"bnb_4bit_quant_type": "fp4", "bnb_4bit_blocksize": 32}]
@@ -91,6 +92,7 @@ def test_verification_is_explained_by_rounding_and_says_which_is_closer(tmp_path
         assert saved["targets"]["original"]["kl"] > 20 * saved["targets"]["dequantized"]["kl"]
 
 
+@pytest.mark.slow
 def test_auto_goes_back_to_the_first_target_when_that_one_is_closer(tmp_path, base, run, monkeypatch):
     honest = verify.Verifier.verify
 
@@ -123,6 +125,7 @@ def test_the_folder_is_a_plain_checkpoint(tmp_path, base, run):
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_plain_reload_computes_what_base_and_adapter_compute(tmp_path, base, run):
     merge(run, tmp_path / "merged")
     ids = torch.arange(40)[None]
@@ -136,7 +139,7 @@ def test_a_plain_reload_computes_what_base_and_adapter_compute(tmp_path, base, r
 # --- tied weights ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -164,6 +167,7 @@ def test_tied_weights_are_untied_if_the_adapter_changes_one(tmp_path, keys):
 # --- other bases -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_base_stored_in_4_bits_is_dequantized(tmp_path, base):
     load_model(str(base), device="cpu", dtype="bfloat16").save_pretrained(tmp_path / "packed")
     run = save_run(tmp_path / "run", tmp_path / "packed")
@@ -178,9 +182,8 @@ def test_a_base_stored_in_4_bits_is_dequantized(tmp_path, base):
 def test_transposed_weights_and_a_checkpoint_without_the_models_prefix(tmp_path):
     """GPT-2: Conv1D layers, and the first checkpoints name tensors without `transformer.`."""
     torch.manual_seed(1)
-    model = GPT2LMHeadModel(
-        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=272, initializer_range=0.2)
-    ).bfloat16()
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=272, initializer_range=0.2)
+    model = GPT2LMHeadModel(config).bfloat16()
     model.transformer.save_pretrained(tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
@@ -191,6 +194,7 @@ def test_transposed_weights_and_a_checkpoint_without_the_models_prefix(tmp_path)
     assert all(torch.equal(tensor, expected[f"transformer.{name}"].bfloat16()) for name, tensor in found.items())
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_is_merged_onto_the_base_it_names(tmp_path, base, run):
     report = merge(run / "adapter", tmp_path / "of run")  # its run lies around it
     assert report.target == "dequantized"
@@ -210,11 +214,7 @@ def test_an_adapter_alone_is_merged_onto_the_base_it_names(tmp_path, base, run):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "name",
-    [
-        "model.embed_tokens.weight",
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.1.self_attn.k_proj.weight",
-    ],
+    ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"],
 )
 def test_a_wrong_tensor_is_caught_by_the_logits(tmp_path, run, monkeypatch, name):
     honest = MergedWeights.tensor
@@ -247,6 +247,7 @@ def test_one_changed_bit_on_disk_is_caught_and_named(tmp_path, run, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_merge_is_complete_without_its_report(tmp_path, run, monkeypatch, capsys):
     """If the disk is full after the model is written, the model remains."""
 

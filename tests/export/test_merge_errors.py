@@ -143,6 +143,7 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path, run, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_distance_and_rewrites_the_report(tmp_path, run, capsys):
     merge_run(run, None, "auto", True)
     printed = capsys.readouterr().out

@@ -50,6 +50,7 @@ def test_merged_experts_are_pefts_rounded_once(name, target, trained, tmp_path):
         torch.testing.assert_close(mine, theirs.bfloat16().float(), rtol=0, atol=0, msg=key)
 
 
+@pytest.mark.slow
 def test_each_expert_is_merged_and_that_is_verified(trained, tmp_path):
     model, _, run = trained("Qwen3Moe")
     report = merge(run, tmp_path / "merged")
@@ -64,6 +65,7 @@ def test_each_expert_is_merged_and_that_is_verified(trained, tmp_path):
             assert changed.all(), key
 
 
+@pytest.mark.slow
 def test_rerouting_by_rounding_passes(tmp_path):
     """Two different experts with nearly tied routers: the last bits decide which one a token takes."""
     model = mixture("Qwen3Moe", **SIZES, num_experts_per_tok=1).to(torch.bfloat16)

@@ -85,6 +85,7 @@ def test_every_scheme_is_merged_to_what_it_computed(place, tmp_path, scheme):
     check_merged(load_model(str(tmp_path / "merged"), dtype="float32", device="cpu"), scheme, logits(trained))
 
 
+@pytest.mark.slow
 def test_a_model_trained_whole(place, tmp_path, trained_logits):
     result = sft.train(config(place, tmp_path / "out", use_peft=False, learning_rate=1e-3))
     kept = load_file(tmp_path / "out" / "model" / "model.safetensors")
@@ -147,6 +148,7 @@ def test_an_unknown_scheme_is_found_before_anything_is_written(place, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_model_without_a_run_can_be_quantized(place, tmp_path):
     report = merge(place / "model", tmp_path / "merged", quantize="int8")
     assert report.targets["original"].explained

@@ -1,7 +1,7 @@
 """Killed at any moment, and a disk that is full from any write on: a clean error or none, nothing left, the same bytes.
 
-Tried are 20 moments and one in seven writes (KILLS=100 and WRITES=28 in the environment try more and all), in parts
-that processes can share (-n 14 --dist worksteal).
+Tried are 2 moments and one in 28 writes of a command (KILLS=100 and WRITES=28 in the environment try more and all), in
+parts that processes can share (-n 14 --dist worksteal).
 """
 
 import json
@@ -30,9 +30,9 @@ COMMANDS = {
 }
 OUTPUTS = {"train": "out", "merge": "m", "export": "x.gguf"}
 MEASURED = {"time", "seconds", "step_seconds", "tokens_per_second", "memory_bytes"}
-MOMENTS = range(int(os.environ.get("KILLS", "20")))
+MOMENTS = range(int(os.environ.get("KILLS", "2")))
 SHARES = 28  # of a command's writes
-WRITES = range(int(os.environ.get("WRITES", "4")))  # the shares that are tried
+WRITES = range(int(os.environ.get("WRITES", "1")))  # the shares that are tried
 # What shows that a command is somewhere in the middle of writing.
 SIGNS = {
     "train": "out/.lock out/metrics.jsonl out/.checkpoint-2* out/.checkpoint-2*/optimizer.pt out/checkpoint-2"
@@ -89,9 +89,13 @@ class Disk:
 def written(folder: Path, name: str) -> object:
     """All that a command wrote and that does not depend on time or place."""
     if name == "train":
+        config = folder / "out" / "adapter" / "adapter_config.json"
+        config.write_text(config.read_text().replace(str(folder), "FOLDER"))
         lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
         records = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
-        return records, snapshot(folder / "out" / "adapter"), sorted(os.listdir(folder / "out"))
+        adapter = snapshot(folder / "out" / "adapter")
+        del adapter["README.md"]  # measured times
+        return records, adapter, sorted(os.listdir(folder / "out"))
     if name == "merge":
         return snapshot(folder / "m")
     return {file: digest for file, digest in snapshot(folder).items() if file.startswith("x.")}

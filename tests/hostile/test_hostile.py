@@ -7,7 +7,6 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 
@@ -19,18 +18,18 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and read
 
 SUBJECTS = sorted(path.stem for path in Path(hostile.__file__).parent.glob("rows_*.py"))
 
-SHARE = 3  # `make test` runs one of so many cases, by its name, and `make test-all` all
+SHARE = 10  # `make test` runs one of so many cases of a subject, `make slow-tests` the others
 
 
 def parameters() -> list:
     """Return every command of every case; of several that must answer alike `make test` runs the first."""
     made = []
     for subject in SUBJECTS:
-        for case in importlib.import_module(f"{hostile.__name__}.{subject}").ROWS:
+        for number, case in enumerate(importlib.import_module(f"{hostile.__name__}.{subject}").ROWS):
             for position, command in enumerate(case.commands()):
                 name = f"{case.name} [{command[0] if command else ''}]" if isinstance(case.run, tuple) else case.name
                 name = f"{subject.removeprefix('rows_')}: {name}".encode("unicode_escape").decode()
-                slow = case.slow or position or crc32(case.name.encode()) % SHARE
+                slow = case.slow or position or number % SHARE
                 made.append(pytest.param(case, command, id=name, marks=[pytest.mark.slow] if slow else []))
     return made
 

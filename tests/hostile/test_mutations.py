@@ -18,6 +18,7 @@ from halfbyte.config.yaml import dump_value
 from halfbyte.formats import FORMATS
 from halfbyte.optim import OPTIMIZERS, SCHEDULES
 from tests.helpers.hostile.cases import COLOURS, Case, place, snapshot
+from tests.helpers.marks import slow_except
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 
@@ -38,21 +39,7 @@ EDGES: dict[Any, list] = {
     bool: [True, False],
     int: [-1, 0, 1, 2, 3, 17, 64, 1000, 10**6, 2**31 - 1, 2**32, 2**63, 10**30],
     float: [-1.0, 0.0, 1e-30, 1e-9, 0.01, 0.5, 0.999, 1.0, 1.5, 3.0, 100.0, 1e6, 1e30, float("inf"), float("nan")],
-    str: [
-        "",
-        " ",
-        "none",
-        "auto",
-        "null",
-        "0",
-        "x" * 300,
-        "a/b",
-        "data.jsonl",
-        "run.yaml",
-        "model",
-        "nothing",
-        "ü[b]\n",
-    ],
+    str: ["", " ", "none", "auto", "0", "x" * 300, "a/b", "data.jsonl", "run.yaml", "model", "nothing", "ü[b]\n"],
     NoneType: [None],
 }
 LAYERS = ["q_proj", "down_proj", "model.layers.0.mlp.up_proj", "lm_head", "embed_tokens", "norm", "nothing", "mlp"]
@@ -143,11 +130,8 @@ def disagreement(number: int, stage, base: Path, environment: dict[str, str]) ->
     for path in (folder, scratch):
         path.mkdir()
     try:
-        place(
-            Case("", "", files=FILES | {"run.yaml": text.encode("utf-8", "surrogatepass")}, given=("run",)),
-            folder,
-            base,
-        )
+        files = FILES | {"run.yaml": text.encode("utf-8", "surrogatepass")}
+        place(Case("", "", files=files, given=("run",)), folder, base)
         for name in folder.glob("run/metrics.jsonl"):
             name.write_text(name.read_text().replace('"step": 1,', '"step": 0,'))
         before = snapshot(folder)
@@ -174,8 +158,7 @@ def disagreement(number: int, stage, base: Path, environment: dict[str, str]) ->
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", [pytest.param(at, marks=[pytest.mark.slow] if at else []) for at in range(0, 40, 2)])
-def test_check_says_what_train_does(first, stage, base, environment):
-    numbers = range(first, first + 2)
-    found = [wrong for number in numbers if (wrong := disagreement(number, stage, base, environment))]
-    assert not found, "\n\n".join(found)
+@pytest.mark.parametrize("number", slow_except(range(40), [0]))
+def test_check_says_what_train_does(number, stage, base, environment):
+    wrong = disagreement(number, stage, base, environment)
+    assert not wrong, wrong

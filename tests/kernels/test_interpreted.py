@@ -20,9 +20,10 @@ PARITY = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process of its own")
-@pytest.mark.parametrize("every", [400, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [400, 1])
 def test_in_the_interpreter(every):
     """Run all kernels, with every n-th case of each test, the first included."""
     options = ["-q", "-p", "no:cacheprovider", "-x", "-m", "interpret"]

@@ -38,7 +38,7 @@ def entry_of(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("format", EXAMPLES, ids=lambda format: format.spec)
 def test_a_model_of_each_format_is_saved_and_loaded_again(format, tiny_checkpoint, tmp_path):
     model = load(tiny_checkpoint(), quantization=format.spec)
@@ -55,7 +55,7 @@ def test_a_model_of_each_format_is_saved_and_loaded_again(format, tiny_checkpoin
     assert torch.equal(logits(load(tmp_path / "twice")), logits(model))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("format", EXAMPLES, ids=lambda format: format.spec)
 def test_a_missing_entry_of_each_format_is_named(format, tiny_checkpoint, tmp_path):
     load(tiny_checkpoint(), quantization=format.spec).save_pretrained(tmp_path)

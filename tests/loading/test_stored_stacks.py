@@ -31,7 +31,7 @@ def logits(model):
         return model(TOKENS).logits
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_keep_their_values(kind, tmp_path):
     entry, stored = KINDS[kind]

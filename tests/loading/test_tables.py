@@ -45,7 +45,7 @@ def loaded(folder, **keys):
     return halfbyte.load_model(str(folder), device="cpu", dtype="float32", **keys).eval()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", ["nf4", "int8", "kbit3"])
 def test_lookup_returns_dequantized_rows(folder, spec):
     model = loaded(folder, quantization=spec)

@@ -2,11 +2,10 @@
 
 import ast
 import re
-from pathlib import Path
 
-import halfbyte
+from tests.helpers.sources import PACKAGE as SOURCE
+from tests.helpers.sources import syntax_tree
 
-SOURCE = Path(halfbyte.__file__).parent
 OURS = {"HalfbyteError", "UsageError", "ConfigError", "DataError", "ModelError", "CheckpointError", "TrainingError"}
 SAYS_IT = re.compile(r" must |, not | but ")
 # Whose words another error takes as its reason, with a fix of its own.
@@ -20,10 +19,10 @@ OUTSIDE = [
 ]
 
 
-def without_fix(text: str) -> list[str]:
+def without_fix(tree: ast.Module) -> list[str]:
     """Each `raise` of one of our errors with a message alone that does not say what is asked for."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
             alone = len(node.exc.args) == 1 and not isinstance(node.exc.args[0], ast.Starred) and not node.exc.keywords
             if node.exc.func.id in OURS and alone and not SAYS_IT.search(ast.unparse(node.exc)):
@@ -37,11 +36,12 @@ def test_the_folders_exist():
 
 
 def test_the_check_sees_one():
-    assert without_fix("raise DataError(f'{where}: half a pair')") == ["line 1: DataError(f'{where}: half a pair')"]
-    assert not without_fix("raise DataError(f'{where}: half a pair', 'write both')")
-    assert not without_fix("raise DataError('it holds 3, not text')")
+    bare = ast.parse("raise DataError(f'{where}: half a pair')")
+    assert without_fix(bare) == ["line 1: DataError(f'{where}: half a pair')"]
+    assert not without_fix(ast.parse("raise DataError(f'{where}: half a pair', 'write both')"))
+    assert not without_fix(ast.parse("raise DataError('it holds 3, not text')"))
 
 
 def test_each_error_says_what_to_do():
-    found = {str(path.relative_to(SOURCE)): without_fix(path.read_text(encoding="utf-8")) for path in OUTSIDE}
+    found = {str(path.relative_to(SOURCE)): without_fix(syntax_tree(path)) for path in OUTSIDE}
     assert not {path: errors for path, errors in found.items() if errors}

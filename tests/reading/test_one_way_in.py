@@ -1,11 +1,8 @@
 """External files are read only by `halfbyte.reading`, which converts all parser and system exceptions."""
 
 import ast
-from pathlib import Path
 
-import halfbyte
-
-PACKAGE = Path(halfbyte.__file__).parent
+from tests.helpers.sources import PACKAGE, syntax_tree
 
 # Modules that read what this process or this package itself wrote, or that only write.
 OWN = {
@@ -35,10 +32,10 @@ OWN = {
 WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]
 
 
-def strays(source: str) -> list[int]:
+def strays(tree: ast.Module) -> list[int]:
     """The lines that read a file or parse JSON themselves."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if name == "open" and [ast.unparse(mode) for mode in node.args[1:2]] in WRITING:
@@ -52,8 +49,7 @@ def test_only_reading_opens_external_files():
     found = {
         path.relative_to(PACKAGE).as_posix(): lines
         for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).parts[0] not in ("reading", "kernels")
-        and (lines := strays(path.read_text(encoding="utf-8")))
+        if path.relative_to(PACKAGE).parts[0] not in ("reading", "kernels") and (lines := strays(syntax_tree(path)))
     }
     assert {name: lines for name, lines in found.items() if name not in OWN} == {}
     assert OWN.keys() - found.keys() == set(), "these read nothing any more: take them off the list"

@@ -42,7 +42,7 @@ ROWS = [
         says="adapter_model",
     ),
     loaded("50 an adapter's config cut short", {CONFIG: cut()}, says="adapter_config.json"),
-    loaded("+ an adapter of prefixes", {CONFIG: edited(peft_type="PREFIX_TUNING")}, says="PREFIX_TUNING", fix="LoRA"),
+    loaded("+ an adapter of prefixes", {CONFIG: edited(peft_type="PREFIX_TUNING")}, says="PREFIX_TUNING", fix="LORA"),
     loaded("52 an adapter with NaN", {ADAPTER: first(lambda tensor: tensor * torch.nan)}, says="lora_"),
     Case(
         "54 chat is told bytes that are no UTF-8",
