@@ -36,7 +36,7 @@ def test_equal_to_trl(beta, temperature):
     torch.testing.assert_close(entropy, logits.entropy().sum().detach())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", BETAS)
 def test_the_gradient_is_the_loss_s(beta):
     x, w, y, v = drawn(torch.float64)

@@ -163,7 +163,7 @@ def test_under_checkpointing(reduction, reentrant):
         torch.testing.assert_close(both, 2 * tensor.grad)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("weight_is", ["trained", "frozen", "quantized"])
 def test_compiles_without_a_graph_break(reduction, weight_is):

@@ -148,6 +148,7 @@ def test_autocast_computes_like_a_linear():
     assert torch.autograd.grad(mine, hidden)[0].dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained_head", [False, True])
 def test_compiles_without_a_graph_break(trained_head):
     hidden, weight, labels = example()

@@ -67,6 +67,7 @@ def test_layouts_as_attention_hands_them_over():
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_length(monkeypatch):
     monkeypatch.setattr(tiled, "CACHED_BYTES", 2**16)
     peaks = []

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import several_gpus, step_model
 from tests.helpers.ranks import Ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 128, "head_dim": 32, "num_key_value_heads": 4}
 
 
@@ -37,7 +37,6 @@ def test_tensor_parallel_step(two):
     assert max(found["first_step_off"]) < 1e-2
 
 
-@pytest.mark.slow
 def test_data_ratios(two):
     (found,), _ = two.run(measured, "data")
     ms, both = found["ms"], min(found["ms"]["together"], found["ms"]["together again"])
@@ -46,7 +45,6 @@ def test_data_ratios(two):
     assert 0 < found["of_rates"] <= max(ms["apart"], ms["apart again"]) / both
 
 
-@pytest.mark.slow  # tests/parallel counts bytes and compares losses, too
 def test_gathers_count_the_bytes_of_each_pass(two):
     found, _ = two.run(measured, "gathers")
     data, each, half, kept = found

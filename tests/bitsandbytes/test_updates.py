@@ -23,10 +23,7 @@ def parameter(n, dtype, step):
 
 
 def fp32_states(name, n):
-    return [
-        torch.zeros(2, n) if name == "ademamix" else torch.zeros(n),
-        None if name in ONE_STATE else torch.zeros(n),
-    ]
+    return [torch.zeros(2, n) if name == "ademamix" else torch.zeros(n), None if name in ONE_STATE else torch.zeros(n)]
 
 
 def step_32bit(module, name, p, g, states, step, **options):

@@ -158,12 +158,7 @@ def test_keys_without_effect_on_the_result_are_omitted(write):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("{", "dataset_info.json:1:.*JSON"),
-        ("[]", None),
-        ('{"identity": []}', None),
-        ("[" * 10_000, None),
-    ],
+    [("{", "dataset_info.json:1:.*JSON"), ("[]", None), ('{"identity": []}', None), ("[" * 10_000, None)],
 )
 def test_invalid_dataset_info_is_refused(write, tmp_path, text, said):
     (tmp_path / "data").mkdir()

@@ -9,12 +9,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.config import (
-    RunConfig,
-    allowed,
-    dump_config,
-    load_config,
-)
+from halfbyte.config import RunConfig, allowed, dump_config, load_config
 from halfbyte.config import aliases as config_aliases
 from halfbyte.config import foreign as config_foreign
 from halfbyte.optim import OPTIMIZERS, SCHEDULES
@@ -385,7 +380,7 @@ CONFIGS = st.fixed_dictionaries(
 
 
 class TestWriting:
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(keys=CONFIGS)
     def test_round_trip_is_exact(self, keys, tmp_path_factory):
         config = RunConfig(**keys)

@@ -395,11 +395,7 @@ def test_real_data_loses_no_row(file, kind, rows, shared, config, real_tokenizer
         assert prepared.report["train"]["desirable"] == np.sum([row["label"] for row in read])
 
 
-CHAT = [
-    {"role": "user", "content": "q"},
-    {"role": "assistant", "content": "a"},
-    {"role": "user", "content": "again"},
-]
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "again"}]
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "again"}]
 
 

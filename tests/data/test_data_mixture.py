@@ -74,9 +74,7 @@ def test_apportioned_numbers_add_up():
 
 
 @pytest.mark.parametrize(
-    "config",
-    [mixing(1, 1), mixing(1, 1e-6, mixing="interleave", stopping="all")],
-    ids=["without rows", "endless"],
+    "config", [mixing(1, 1), mixing(1, 1e-6, mixing="interleave", stopping="all")], ids=["without rows", "endless"]
 )
 def test_a_mixture_that_cannot_be_drawn_names_its_key(config):
     origins = np.zeros(5, dtype=int) if config.mixing == "concat" else np.array([0, 1])

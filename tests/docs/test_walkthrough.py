@@ -32,11 +32,7 @@ NOT_RUN = {
     "fp8-block": "blocks of 128 x 128 weights, which the tiny model has not; tests/export",
 }
 # What makes commands quick on the tiny model, which writes no end of text.
-QUICK = {
-    "train": ["sample_max_new_tokens=2"],
-    "chat": ["--max-new-tokens", "4"],
-    "generate": ["--max-new-tokens", "4"],
-}
+QUICK = {"train": ["sample_max_new_tokens=2"], "chat": ["--max-new-tokens", "4"], "generate": ["--max-new-tokens", "4"]}
 SAMPLING = ["max_completion_length=4"]  # with methods that sample
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B-Instruct")
 TEMPLATE = (

@@ -131,8 +131,7 @@ def test_llama_3s_scaling_is_found_from_its_factors(size, theta, factor):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "fixture",
-    ["llama-spm", "gpt-2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama-bpe", "qwen2"))],
+    "fixture", ["llama-spm", "gpt-2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama-bpe", "qwen2"))]
 )
 def test_llamacpps_vocabularies_give_its_ids(shared, fixture):
     tokenizer = read_tokenizer(GgufFile(shared / f"data/gguf/ggml-vocab-{fixture}.gguf"))

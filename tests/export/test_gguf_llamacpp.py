@@ -11,10 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from halfbyte.gguf.quants import ENCODERS, Type, quantize, row_bytes
-from tests.helpers.llamacpp import (
-    llama_cpp,
-    load,
-)
+from tests.helpers.llamacpp import llama_cpp, load
 
 pytestmark = pytest.mark.llamacpp
 

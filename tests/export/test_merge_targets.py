@@ -162,12 +162,7 @@ def test_one_damaged_tensor_is_caught_in_every_target(tmp_path, run, monkeypatch
 
 @pytest.mark.parametrize(
     ("quantize", "words"),
-    [
-        ("nf5", "'nf5'"),
-        ("gptq:128:float16:runs", None),
-        ({"*.w1": "nf4"}, None),
-        ({"*": "16bit"}, None),
-    ],
+    [("nf5", "'nf5'"), ("gptq:128:float16:runs", None), ({"*.w1": "nf4"}, None), ({"*": "16bit"}, None)],
 )
 def test_unknown_targets_are_refused(tmp_path, run, quantize, words):
     with pytest.raises(ConfigError, match=words):

@@ -211,17 +211,9 @@ def poisoned(state, key, value):
         (Awq, lambda: poisoned(awq(), "../scales", float("inf")), r"layer\.scales.*1 scales"),
         (Gptq, lambda: poisoned(gptq(), "../g_idx", GROUPS), r"layer\.g_idx"),
         (Gptq, lambda: poisoned(gptq(), "../g_idx", -1), r"layer\.g_idx"),
-        (
-            PackQuantized,
-            lambda: poisoned(packed(), "../weight_scale", float("nan")),
-            r"layer\.weight_scale.*1 scales",
-        ),
+        (PackQuantized, lambda: poisoned(packed(), "../weight_scale", float("nan")), r"layer\.weight_scale.*1 scales"),
         (PackQuantized, lambda: poisoned(packed(), "../weight_shape", N - 1), r"layer\.weight_shape.*\[23, 64\]"),
-        (
-            PackQuantized,
-            lambda: poisoned(packed(indexed=True), "../weight_g_idx", GROUPS),
-            r"layer\.weight_g_idx",
-        ),
+        (PackQuantized, lambda: poisoned(packed(indexed=True), "../weight_g_idx", GROUPS), r"layer\.weight_g_idx"),
     ],
 )
 def test_corrupted_scales_are_named(cls, state, label):

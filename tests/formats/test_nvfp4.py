@@ -161,6 +161,7 @@ def test_hadamard_is_orthonormal(seed):
 # ---- stochastic rounding
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_unbiased_between_all_levels():
     """10^6 draws at three points of every gap, both signs: the mean is within 4 standard errors, codes are adjacent."""
     generator = torch.Generator().manual_seed(1)

@@ -91,10 +91,7 @@ def test_every_name_means_a_format():
         assert named(name).spec == spec
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("nf5", "nf4"), ("zzz", "byte8.*nf4"), ("byte", "byte8"), ("", None)],
-)
+@pytest.mark.parametrize(("name", "said"), [("nf5", "nf4"), ("zzz", "byte8.*nf4"), ("byte", "byte8"), ("", None)])
 def test_unknown_name_suggests_the_nearest(name, said):
     with pytest.raises(ModelError, match=said):
         named(name)

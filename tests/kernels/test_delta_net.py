@@ -20,11 +20,7 @@ def inputs(rows, shape, dtype=torch.float32):
     key_heads, heads, key_size, value_size = shape
     channels = 2 * key_heads * key_size + heads * value_size
     own = random(heads) * 0.5, random(heads) * 0.5
-    return (
-        random(rows, channels, dtype=dtype),
-        *(random(rows, heads, dtype=dtype) for _ in range(2)),
-        *own,
-    )
+    return (random(rows, channels, dtype=dtype), *(random(rows, heads, dtype=dtype) for _ in range(2)), *own)
 
 
 @dtypes

@@ -10,12 +10,7 @@ from tests.helpers.kernel_backends import MARKS
 
 pytestmark = MARKS["cpu"]
 SCORES = Scores(0.2)
-TREES = [
-    [(1, 1, 1)],
-    [(5, 7, 3), (1, 64, 65)],
-    [(64, 64, 128)],
-    [(65, 1, 127, 16, 33), (130, 100, 3)],
-]
+TREES = [[(1, 1, 1)], [(5, 7, 3), (1, 64, 65)], [(64, 64, 128)], [(65, 1, 127, 16, 33), (130, 100, 3)]]
 
 
 def laid_out(trees, one_row=True):

@@ -269,10 +269,7 @@ def edit_config(folder, **keys):
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        (
-            {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
-            "16 bits",
-        ),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "16 bits"),
         ({"quant_method": "gptq", "bits": 3}, "gptq"),
         ({"quant_method": "aqlm"}, "aqlm"),
     ],

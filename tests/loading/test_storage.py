@@ -131,8 +131,7 @@ def test_a_damaged_list_of_formats(tiny_checkpoint, tmp_path):
 def test_planned_bytes_are_those_of_the_loaded_model(tiny_checkpoint):
     folder = tiny_checkpoint()
     config = load_config(
-        None,
-        {"model_name_or_path": str(folder), "dataset": "x.jsonl", "quantization": MIXED, "dtype": "float32"},
+        None, {"model_name_or_path": str(folder), "dataset": "x.jsonl", "quantization": MIXED, "dtype": "float32"}
     )
     shapes = ModelShapes(config, load_model_config(str(folder)), torch.device("cpu"))
     model = load(folder, quantization=MIXED)

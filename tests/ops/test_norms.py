@@ -102,6 +102,7 @@ def test_errors_name_the_argument(call, message):
         call(torch.randn(3, 8), torch.randn(8))
 
 
+@pytest.mark.slow
 def test_compiles_without_graph_breaks():
     x, residual, weight, bias = example(2, 5, 24), example(2, 5, 24), example(24), example(24)
 

@@ -131,6 +131,7 @@ def test_norms_need_full_heads():
         qk_norm_rope(q, k, weight, weight[1:], *angles(1, 7, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_compiles_without_graph_breaks(with_norm):
     q, k = projections(dtype=torch.float32)

@@ -9,13 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from halfbyte.reading.model_config import read_config, read_generation_config
-from halfbyte.reading.tensors import (
-    check_checkpoint,
-    read_header,
-    read_state,
-    read_tensors,
-    safetensors_files,
-)
+from halfbyte.reading.tensors import check_checkpoint, read_header, read_state, read_tensors, safetensors_files
 from halfbyte.utils.errors import CheckpointError
 
 

@@ -104,10 +104,7 @@ def make_run(directory: Path) -> Path:
             "eos_trained": True,
             "stop_tokens": ["<|im_end|>"],
             "samples": [
-                {
-                    "tokens": [*QUESTION, *ANSWER],
-                    "trained": [False] * 14 + [True] * 8 + [False],
-                },
+                {"tokens": [*QUESTION, *ANSWER], "trained": [False] * 14 + [True] * 8 + [False]},
                 {"tokens": [ATTACK, " ok"], "trained": [False, True]},
             ],
         },

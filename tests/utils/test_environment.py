@@ -59,10 +59,7 @@ def test_kernels_of_a_cpu_need_a_compiler(monkeypatch, compiler):
 def test_kernels_follow_triton_on_a_gpu(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    assert module._kernels(gpu) == {
-        "enabled": False,
-        "reason": "triton is not installed; using the PyTorch reference",
-    }
+    assert module._kernels(gpu) == {"enabled": False, "reason": "triton is not installed; using the PyTorch reference"}
     monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setattr(module, "_version", lambda name: "3.9.0")
     assert module._kernels(gpu) == {"enabled": True, "reason": "triton 3.9.0 drives cuda"}

@@ -109,6 +109,7 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     compute_dtype(torch.device("cpu")).dtype != torch.bfloat16, reason="oneDNN compiles 16-bit products, here are none"
 )
