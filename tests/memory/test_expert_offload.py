@@ -105,6 +105,7 @@ def test_next_layer_is_prefetched(folder):
         assert there() == {at, at - 1}
 
 
+@pytest.mark.slow
 def test_files_and_answers_equal_resident_experts(folder):
     resident, model = trained(folder).eval(), trained(folder).eval()
     expected = {name: value.clone() for name, value in resident.state_dict().items()}

@@ -118,10 +118,11 @@ def assert_equal(one, other):
             assert value == other[key], key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "keys"), [
     ("adamw", {"optim_in_backward": True}),
     ("galore_adamw_layerwise", {"optim_args": {"rank": 2, "update_proj_gap": 50}}),
-    *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("adamw", "paged_adamw_8bit", "muon")),
+    *((name, {}) for name in ("adamw", "paged_adamw_8bit", "muon")),
 ])  # fmt: skip
 def test_memory_does_not_grow_in_1000_steps(name, keys):
     """Blocks of Python's allocator and tensors after 200 and after 1,000 steps; a leak has one a step at least: 800.

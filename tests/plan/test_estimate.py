@@ -197,6 +197,7 @@ def test_equal_layers_are_planned_from_one_replay(level, monkeypatch):
     assert from_two == pytest.approx(full, rel=0.01)
 
 
+@pytest.mark.slow
 def test_checkpointing_is_chosen_when_activations_do_not_fit():
     config = run_config(r=4, per_device_train_batch_size=4, max_length=128)
     roomy = estimate(config, tiny_config("Llama"), capacity_bytes=4 * GIB)
@@ -373,6 +374,7 @@ def test_measured_on_this_cpu(shared, method, checkpointed, off):
     assert plan.total == pytest.approx(measured["growth"], rel=off)
 
 
+@pytest.mark.slow
 def test_padded_rows_are_planned_with_their_mask():
     """Without kernels, padded rows need a mask, and keys and values of all heads: 663 MiB were allocated on an H100 in
     a run of 4×2048 (`tests/train/test_run_memory_gpu.py`)."""

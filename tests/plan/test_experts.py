@@ -55,6 +55,7 @@ def test_mixtures_support_every_level(shapes):
     assert activations == sorted(activations, reverse=True)
 
 
+@pytest.mark.slow
 def test_experts_stay_on_a_device_that_fits_them():
     found = plan()
     assert found.offloaded == ()
@@ -82,6 +83,7 @@ def test_expert_offload_as_configured(asked, count):
     assert not (found.use_graphs and count)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -110,6 +112,7 @@ def test_offload_at_inference():
     assert offloaded_at_inference(run(expert_offload=True), DENSE, cuda, 0) == ()
 
 
+@pytest.mark.slow
 def test_host_memory_limits_the_offload(monkeypatch):
     each = STACKS * 4.13 / 8
     monkeypatch.setattr(allocators, "available_bytes", lambda: int(3.5 * each / 0.9))

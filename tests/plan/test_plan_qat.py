@@ -68,6 +68,7 @@ def test_a_replayed_step_allocates_what_a_real_one_does(scheme, dtype, use_peft)
     assert 0.75 * predicted <= real_peak(keys) <= 1.05 * predicted
 
 
+@pytest.mark.slow
 def test_fake_quantized_weights_are_workspace():
     """Compared with a run without QAT, six layers need no more than three: one weight is quantized at a time."""
     more = []

@@ -94,6 +94,7 @@ def test_choose_returns_the_fastest_mix_that_fits(layer_8b):
                 assert time <= extra_seconds(layer_8b, levels)
 
 
+@pytest.mark.slow
 def test_smaller_budgets_take_longer(layer_8b):
     chosen = [fastest(layer_8b, 32, gib * GIB).levels for gib in (40, 20, 10, 4, 2.5)]
     times = [extra_seconds(layer_8b, levels) for levels in chosen]

@@ -165,7 +165,7 @@ def test_checkpoint_level_under_tensor_parallelism():
     assert more == pytest.approx(2 * LATENCY + 3 * less / H200.link)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("axis", "captured"), [("data", True), ("shard", True), ("tensor", False), ("pipeline", False)]
 )
@@ -272,6 +272,7 @@ def test_auto_shards_or_pipelines_by_link_speed(shapes_70b):
     assert "{pipeline: 2}" in reason
 
 
+@pytest.mark.slow
 def test_unsupported_layouts_are_refused(shapes_8b):
     meshes = meshes_of(shapes_8b, 139, H200)
     refused = {str(option.layout): option.refused for option in meshes.options(3)}

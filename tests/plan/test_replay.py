@@ -186,7 +186,7 @@ def live_after_forward(config: RunConfig, layers: int, tokens: Tensor) -> int:
         return ledger.live * (result is not None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "keys",
     [{}, {"use_peft": False}, {"use_dora": True}, {"qat_scheme": "int8"}, {"qat_scheme": "int8", "use_peft": False},
@@ -201,7 +201,8 @@ def test_a_replayed_layer_saves_what_a_real_one_does(keys):
     assert found[1] - found[0] == pytest.approx(plan.step(Shape(2, 67), ("keep",)).layers[-1].saved, rel=0.05)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("depth", [2, 1, 3])
 def test_layers_of_any_number_are_replayed_at_every_level(depth):
     levels = ("keep", "recompute_mlp", "checkpoint")
     plan = ModelShapes(run_config(), model_config(depth), torch.device("cuda"))

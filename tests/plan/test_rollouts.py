@@ -141,6 +141,7 @@ def test_rollout_memory_stays_allocated_if_both_fit():
     assert not plan(1000 * GIB, use_kernels=False).answering.stays
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_rollout_choices():
     """Whatever memory is free now, because another GEMM path would round differently."""
     began = plan_8b(22).answering

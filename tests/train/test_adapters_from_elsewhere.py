@@ -30,6 +30,7 @@ from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import train
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError
+from tests.helpers.marks import slow_except
 
 IDS = torch.arange(5, 25)[None]
 FLOAT = ["dtype=float32", "load_in_4bit=false", "device=cpu"]
@@ -86,7 +87,7 @@ def test_embeddings_and_heads_are_loaded_as_peft_does(place, tmp_path, case):
     assert torch.allclose(ours(tmp_path / "adapter"), theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", slow_except(WHOLE, ["embeddings and head among the targets, tied"]))
 def test_embeddings_and_heads_are_merged(place, tmp_path, case):
     base = base_of(place, tmp_path / "base", tied="tied" in case)
     theirs = written(base, tmp_path / "adapter", **WHOLE[case])
@@ -106,7 +107,7 @@ def test_a_gguf_adapter_of_the_head_needs_a_base_with_a_head(place, tmp_path, ti
         export_adapter(tmp_path / "adapter", "f32", tmp_path / "adapter.gguf")
 
 
-@pytest.mark.parametrize("load_in_4bit", [False, True])
+@pytest.mark.parametrize("load_in_4bit", slow_except([False, True], [True]))
 def test_training_continues_from_an_adapter_of_embeddings_and_head(place, tmp_path, load_in_4bit):
     base = base_of(place, tmp_path / "base", tied=False)
     written(base, tmp_path / "adapter", target_modules=["embed_tokens", "lm_head"])
@@ -298,6 +299,7 @@ def keys(place, output, data="data", **more):
     return found | {"learning_rate": 1e-2, "warmup_steps": 0, "sample_prompts": 0, "max_length": 64} | more
 
 
+@pytest.mark.slow
 def test_keys_that_a_saved_adapter_has_decided_are_named(place, tmp_path):
     train(load_config(None, keys(place, tmp_path / "first", lora_dropout=0.0)))
     notices.reset_notices()
@@ -308,7 +310,7 @@ def test_keys_that_a_saved_adapter_has_decided_are_named(place, tmp_path):
     assert all(key in named for key in ("lora_dropout 0.0", "modules_to_save", "target_modules", "init_lora_weights"))
 
 
-@pytest.mark.parametrize("folder", [".", "adapter"])
+@pytest.mark.parametrize("folder", slow_except([".", "adapter"], ["."]))
 def test_the_code_of_both_cards_runs(place, tmp_path, monkeypatch, folder):
     monkeypatch.chdir(place)
     train(load_config(None, keys(place, tmp_path / "out", model_name_or_path="model", max_steps=1, warmup_steps=0)))
@@ -319,7 +321,7 @@ def test_the_code_of_both_cards_runs(place, tmp_path, monkeypatch, folder):
     assert isinstance(names["model"], PeftModel)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_except(["float32", "bfloat16"], ["bfloat16"]))
 def test_adapters_in_bf16_train_a_head_that_scores(place, tmp_path, dtype):
     rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " no"} for row in rows]
@@ -329,6 +331,7 @@ def test_adapters_in_bf16_train_a_head_that_scores(place, tmp_path, dtype):
     assert (tmp_path / "out/adapter/adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_adapters_in_bf16_beside_a_head_that_is_trained_whole(place, tmp_path):
     more = {"adapter_dtype": "bfloat16", "modules_to_save": ["lm_head"]}
     train(load_config(None, keys(place, tmp_path / "out", **more)))
@@ -338,8 +341,9 @@ def test_adapters_in_bf16_beside_a_head_that_is_trained_whole(place, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [pytest.param({"use_dora": True}, marks=pytest.mark.slow), {"adapter_dtype": "bfloat16"}], ids=str
+    "more", [{"use_dora": True}, {"adapter_dtype": "bfloat16"}], ids=str
 )
 def test_a_run_in_bf16_finds_its_saved_adapter_sound(place, tmp_path, more):
     train(load_config(None, keys(place, tmp_path / "out", dtype="bfloat16", **more)))

@@ -63,7 +63,7 @@ def test_training_stops_after_evaluations_without_an_improvement(place, tmp_path
     assert read_run(tmp_path).best["stopped"] == 5
 
 
-@pytest.mark.parametrize("peft", [True, False])
+@pytest.mark.parametrize("peft", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_schedule_free_weights_of_the_best_evaluation_are_saved(place, tmp_path, held_out_losses, peft):
     pytest.importorskip("schedulefree")
     held_out_losses({2: 1.0})
@@ -77,6 +77,7 @@ def test_schedule_free_weights_of_the_best_evaluation_are_saved(place, tmp_path,
     assert all((saved[name].float() == best[name].to(saved[name].dtype).float()).all() for name in best)
 
 
+@pytest.mark.slow
 def test_a_schedule_follows_the_metric_over_a_resume(place, tmp_path, held_out_losses):
     """The learning rate falls to a tenth after two evaluations that are no better."""
     held_out_losses({1: 1.0})
@@ -90,6 +91,7 @@ def test_a_schedule_follows_the_metric_over_a_resume(place, tmp_path, held_out_l
     assert (tmp_path / "resumed/adapter" / ADAPTER).read_bytes() == (tmp_path / "whole/adapter" / ADAPTER).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_elsewhere_takes_its_best_checkpoint_along(place, tmp_path, held_out_losses):
     held_out_losses({2: 1.0})
     run(place, tmp_path / "first", **BEST | {"save_steps": 4, "save_total_limit": None})
@@ -116,6 +118,7 @@ def test_what_no_evaluation_decides_is_refused(place, tmp_path, changed, key):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_rewards_are_maximized(place, tmp_path, monkeypatch):
     """For policy optimization the default is the mean reward, and each function's reward can decide."""
     from halfbyte.rl.rollouts import PolicyRollouts

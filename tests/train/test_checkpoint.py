@@ -74,6 +74,7 @@ def uninterrupted(tmp_path_factory):
 
 
 # 20 rows, 2 per batch, 3 batches per step: 4 steps an epoch, the last one incomplete; checkpoints after 3, 6, 9, 12.
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "resumed_from"), [("mid-epoch", 3), ("second-epoch", 6)])
 def test_killed_and_resumed_equals_uninterrupted(killed, uninterrupted, name, resumed_from):
     loop, checkpoint = resume(killed / name)
@@ -84,6 +85,7 @@ def test_killed_and_resumed_equals_uninterrupted(killed, uninterrupted, name, re
     assert all(bool((p == theirs[name]).all()) for name, p in loop.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_resuming_at_an_epoch_boundary_and_inside_a_metrics_window(killed, tmp_path):
     keys = SCENARIOS["boundary"][1]
     whole = make_loop(run_config(tmp_path, **KEYS | keys), train=rows(20), held_out=rows(3, 9))

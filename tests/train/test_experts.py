@@ -39,6 +39,7 @@ def ran(*arguments):
     return stop.value.code or 0
 
 
+@pytest.mark.slow
 def test_experts_are_trained_and_their_adapter_loads(trained):
     out = trained / "out"
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

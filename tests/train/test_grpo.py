@@ -106,6 +106,7 @@ OPENING = (
 )
 
 
+@pytest.mark.slow
 def test_a_thought_that_the_chat_template_opens_is_scored_with_the_answer(prompts, tmp_path, monkeypatch):
     """trl#6966: an answer to a prompt that ends with <think> has no opening tag of its own."""
     (tmp_path / "opening.jinja").write_text(OPENING)
@@ -141,20 +142,18 @@ WAYS = {
 }
 
 
-SLOW = ("rloo", "truncated", "entropy", "corrected")
-
-
-@pytest.mark.parametrize(
-    "more", [pytest.param(WAYS[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in WAYS]
-)
-def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
-    """From every checkpoint, most within a generation: completions, rewards, losses and adapter are bit-equal."""
+@pytest.mark.parametrize(("more", "steps"), [
+    pytest.param(WAYS["grpo"], [3], id="grpo within a generation"),
+    *(pytest.param(more, [1, 3, 5], id=name, marks=pytest.mark.slow) for name, more in WAYS.items()),
+])  # fmt: skip
+def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more, steps):
+    """Most checkpoints are within a generation: completions, rewards, losses and adapter are bit-equal."""
     options = {"max_steps": 6, "save_steps": 1, "save_total_limit": 10, "eval_split_size": 4, "eval_steps": 3} | more
     whole = tmp_path / "whole"
     run(prompts, whole, **options)
     expected = records_of(whole)
     assert any(record.get("sampling/sampling_logp_difference/mean", 1) > 0 for record in expected["train"])
-    for step in (1, 3, 5):
+    for step in steps:
         other = tmp_path / f"from-{step}"
         shutil.copytree(whole, other)
         shutil.rmtree(other / "adapter")
@@ -271,6 +270,7 @@ def test_a_function_given_in_python(prompts, tmp_path):
     assert record["rewards/long_answers/mean"] == record["completions/mean_length"]
 
 
+@pytest.mark.slow
 def test_no_reward_at_all(prompts, tmp_path):
     """Groups without spread give no gradient, and do not stop a run."""
     run(prompts, tmp_path / "out", max_steps=2, reward_funcs=[{"regex": "never this"}])
@@ -371,6 +371,7 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
         evaluate(str(tmp_path / "out"), str(prompts / "data.jsonl"))
 
 
+@pytest.mark.slow
 def test_importance_correction_is_enabled_by_a_large_mismatch(prompts, tmp_path, monkeypatch):
     """auto: a step's ratios enable the correction of the next generation; it stays enabled, with one notice."""
     monkeypatch.setattr("halfbyte.rl.rollouts.MISMATCH_SHARE", 0.5)

@@ -31,9 +31,9 @@ def state_files(files):
 @pytest.mark.parametrize(
     ("strategy", "folders", "messages"),
     [
-        ("end", set(), ["trained weights"]),
-        ("every_save", set(), ["checkpoint-1", "trained weights"]),
-        ("checkpoint", {"last-checkpoint"}, ["checkpoint-1", "trained weights"]),
+        pytest.param("end", set(), ["trained weights"], marks=pytest.mark.slow),
+        pytest.param("every_save", set(), ["checkpoint-1", "trained weights"], marks=pytest.mark.slow),
+        pytest.param("checkpoint", {"last-checkpoint"}, ["checkpoint-1", "trained weights"], marks=pytest.mark.slow),
         ("all_checkpoints", {"checkpoint-1", "checkpoint-2"}, ["checkpoint-1", "checkpoint-2", "trained weights"]),
     ],
 )
@@ -49,15 +49,11 @@ def test_a_strategy_uploads_weights_and_checkpoints(place, tmp_path, hub, strate
     assert not list(tmp_path.glob(".*-hub-*"))
 
 
-def test_the_uploaded_card_is_valid(place, tmp_path, hub):
-    run(place, tmp_path, **PUSH, hub_strategy="end")
+def test_the_uploaded_card_is_valid_and_no_file_has_the_token(place, tmp_path, hub, capfd):
+    run(place, tmp_path, **PUSH)
     card = ModelCard.load(tmp_path / "adapter/README.md")
     assert card.data.library_name == "peft"
     assert yaml.safe_load(card.content.split("---")[1]) == card.data.to_dict()
-
-
-def test_no_file_has_the_token(place, tmp_path, hub, capfd):
-    run(place, tmp_path, **PUSH)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if fake_hub.TOKEN.encode() in path.read_bytes()]
@@ -103,6 +99,7 @@ def test_a_failed_upload_does_not_lose_the_run(place, tmp_path, hub, monkeypatch
     assert re.search(r"hf upload me/sums \S+/adapter \.", later)
 
 
+@pytest.mark.slow
 def test_a_run_without_push_makes_no_request(place, tmp_path, hub):
     run(place, tmp_path, max_steps=1, warmup_steps=0, sample_prompts=0)
     assert not hub.requests

@@ -13,6 +13,7 @@ from halfbyte.runs import checkpoints
 from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError
+from tests.helpers.marks import slow_except
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -55,7 +56,7 @@ INPUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", INPUTS)
+@pytest.mark.parametrize("key", slow_except(INPUTS, ["model_name_or_path", "adapter_path"]))
 def test_a_moved_input_is_the_same(stopped, tmp_path, key):
     changed = moved(stopped[0], key, INPUTS[key], tmp_path)
     assert resumed(stopped, changed, tmp_path).checkpoint == stopped[2]
@@ -88,7 +89,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.parametrize("case", slow_except(CHANGES, ["one weight", "the tokenizer", "a row", "the template"]))
 def test_a_changed_input_is_refused(stopped, tmp_path, case):
     key, change = CHANGES[case]
     changed = moved(stopped[0], key, INPUTS[key], tmp_path)

@@ -19,6 +19,7 @@ from halfbyte.train import preflight
 from halfbyte.train.optimizer_checks import check_bits, check_host_state, check_loss_scale, check_targets
 from halfbyte.train.preflight import prepare_run
 from halfbyte.utils.errors import ConfigError, TrainingError
+from tests.helpers.marks import slow_except
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 from tests.helpers.sft_runs import keys as sft_keys
 from tests.helpers.sft_runs import run
@@ -78,14 +79,14 @@ def test_adapters_train_and_resume_too(name, tmp_path):
     resumed_equals_uninterrupted(tmp_path, keys(name, use_peft=True, load_in_4bit=True, lora_dropout=0.1), 2)
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch", "adagrad"])
+@pytest.mark.parametrize("optim", slow_except(["adafactor", "adamw_torch", "adagrad"], ["adamw_torch"]))
 def test_optimizers_of_other_packages_resume_bit_equal_in_bf16(optim, tmp_path):
     """torch's load_state_dict casts float32 state to the parameter's dtype."""
     adapters = {"adapter_dtype": "bfloat16", "load_in_4bit": False, "lora_dropout": 0.0}
     resumed_equals_uninterrupted(tmp_path, {"optim": optim, "max_steps": 6, "save_steps": 2, **adapters}, 4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [
     {"loraplus_lr_ratio": 4.0}, {"lora_preconditioner": "riemannian"},
     {"embedding_learning_rate": 1e-3, "modules_to_save": ["lm_head"]},
@@ -107,7 +108,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("optim", ["adamw", "lion_8bit"])
 def test_updates_in_the_backward_and_offloaded_state_change_no_number(place, optim, tmp_path):
@@ -247,7 +248,7 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw_layerwise", "badam"])
 def test_a_whole_run_is_planned_and_resumes(name, place, tmp_path):
     config = keys(name, gradient_accumulation_steps=1, optim_args=CASES[name], sample_prompts=0, max_steps=4)
@@ -281,7 +282,7 @@ def test_a_pattern_of_bits_that_matches_nothing_is_refused(place, tmp_path):
     check_bits(load_config(None, config | {"optim_bits": {"*mlp*": 32}}), tiny_llama())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [
     {"optim": "adamw", "optim_args": {"storage": "companded8"}, "optim_bits": {"*mlp*": 16, "*embed_tokens*": 8}},
     {"optim": "lamb"}, {"optim": "lars", "learning_rate": 1.0},

@@ -98,6 +98,7 @@ def test_losses_are_those_of_documents_in_rows_of_their_own(runs, key):
         assert losses(runs[key], "train") == pytest.approx(losses(runs[None], "train"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_evaluation_is_probed_too(runs, place):
     data, output = str(place / "data.jsonl"), str(runs["packing"])
     packed, apart = evaluate(output, data), evaluate(output, data, ["packing=false"])

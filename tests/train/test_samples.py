@@ -59,7 +59,7 @@ def test_answers_are_limited_by_the_context():
 CHECKPOINTED = {"theirs": {"use_kernels": False}, "whole": {"use_peft": False, "load_in_4bit": False}, "ours": {}}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", CHECKPOINTED.values(), ids=CHECKPOINTED)
 def test_the_engine_answers_in_checkpointed_runs(tmp_path, keys):
     """transformers' checkpointing hooks the embeddings, and another forward, much slower, would answer."""

@@ -149,8 +149,9 @@ def gpt2(folder):
     model.save_pretrained(folder / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "exact"), [({}, True), pytest.param({"disable_dropout": False}, False, marks=pytest.mark.slow)]
+    ("asked", "exact"), [({}, True), ({"disable_dropout": False}, False)]
 )
 def test_dropout_of_the_base_is_off_if_models_are_compared(talks, tmp_path, asked, exact):
     folder = tmp_path / "gpt2"
@@ -195,6 +196,7 @@ def sft_rows(talks):
     return str(talks / "sft.jsonl")
 
 
+@pytest.mark.slow
 def test_resuming_with_another_dataset_of_equal_size_is_refused(talks, tmp_path):
     folder = tmp_path / "data"
     shutil.copytree(talks, folder)
@@ -254,6 +256,7 @@ def test_a_generation_of_truncated_answers_has_a_loss_of_0(talks, tmp_path):
     assert losses(tmp_path / "again")[-1] == 0.0
 
 
+@pytest.mark.slow
 def test_the_configured_dtype_is_named(talks, tmp_path):
     finetune(str(talks / "model"), sft_rows(talks), **{
         key: value for key, value in keys(talks, tmp_path / "out", max_steps=1, warmup_steps=0).items()

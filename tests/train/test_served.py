@@ -61,6 +61,7 @@ def answers(folder):
     return lines(folder / "completions.jsonl")
 
 
+@pytest.mark.slow
 def test_the_server_samples_with_the_current_adapter(model, tmp_path):
     """In every generation, although the server caches prefixes by the adapter's name; rewards rise."""
     fake = FakeVllm(model)
@@ -190,6 +191,7 @@ def test_an_adapter_that_cannot_be_loaded_ends_the_run(model, tmp_path, faults, 
     assert not records(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_preview_samples_from_the_server(model, tmp_path, capsys):
     config = tmp_path / "run.yaml"
     with served(fake := FakeVllm(model)) as url:

@@ -104,6 +104,7 @@ def test_what_a_run_killed_at_its_end_did_not_write_is_written(finished, place, 
         assert cards[0].replace(str(output), str(finished.output_dir)) == cards[1]
 
 
+@pytest.mark.slow
 def test_another_runs_last_checkpoint_does_not_finish_a_run(finished, place, tmp_path):
     other = run(place, tmp_path / "out", max_steps=2, seed=7)
     before = (other.output_dir / "adapter" / "adapter_model.safetensors").read_bytes()
@@ -122,7 +123,7 @@ def test_the_adapter_loads_in_plain_peft_on_the_original_base(finished, place):
     assert not torch.allclose(plain, adapted, atol=1e-3)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [
@@ -208,7 +209,7 @@ def test_only_the_main_process_writes(place, tmp_path, monkeypatch):
         is_main = False
 
     monkeypatch.setattr(sft, "present_mesh", lambda *where: contextlib.nullcontext(Other()))
-    assert run(place, tmp_path).metrics == {}
+    assert run(place, tmp_path, max_steps=2).metrics == {}
     assert {path.name for path in tmp_path.rglob("*")} <= {".lock"}
 
 
