@@ -58,6 +58,7 @@ def run(base, tmp_path_factory):
     return train(base, tmp_path_factory.mktemp("run") / "out").output_dir
 
 
+@pytest.mark.slow
 def test_a_run_on_nf4_trains_its_vectors_only(run):
     weights = load_file(run / "adapter" / WEIGHTS)
     vectors = {name: tensor for name, tensor in weights.items() if "vera_lambda" in name}

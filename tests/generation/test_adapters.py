@@ -32,7 +32,7 @@ def check(name, kind):
         assert result is True, f"{name}, {kind}: {what}: {result}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS[1:] if not kind.startswith("routers")])
 def test_each_adapter_answers_as_in_peft(kind):
     """Alone, in a batch, as rollouts, by the server's code, and with one adapter a row; whichever adapter is active."""

@@ -116,6 +116,7 @@ def test_log_probabilities_equal_the_training_forward():
         torch.testing.assert_close(found.log_probs, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_and_states_are_reset_in_each_call():
     model = sharp(quantize(tiny("Qwen3_5Text")))
     first = halfbyte_greedy(model, PROMPTS)

@@ -55,6 +55,7 @@ def test_packed_experts_with_adapters(name, tmp_path):
     assert halfbyte_greedy(model, PROMPTS, 12, adapter=None) == base != changed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Glm4Moe"])
 def test_each_row_uses_its_own_adapter(name, tmp_path):
     model = made(name, tmp_path / "model")
@@ -75,7 +76,7 @@ def test_each_row_uses_its_own_adapter(name, tmp_path):
     assert halfbyte_greedy(model, [PROMPTS[0]] * 4, 12, adapter=rows) == [expected[row] for row in rows]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_rollouts_equal_transformers(name, tmp_path):
     """While a run counts how often experts are chosen, in training."""

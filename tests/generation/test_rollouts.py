@@ -106,6 +106,7 @@ def test_a_completion_does_not_depend_on_the_batch(family, bound):
     assert all((each.ids[-1] == 7) == each.ended and 7 not in each.ids[:-1] for each in together)
 
 
+@pytest.mark.slow
 def test_preempted_rows_continue_unchanged(monkeypatch):
     model, prompts = model_of(), prompts_of(70, 3, 130, 64)
     options = {"max_new_tokens": 150, "sampling": Sampling(1.0, seed=11), "stops": [7]}

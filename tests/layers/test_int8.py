@@ -126,6 +126,7 @@ def test_training_on_a_cpu_takes_the_dequantized_weight():
     assert torch.equal(layer.eval()(x), expected) is not ops.multiplies_int8(x, 48)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
 def test_compiled_equals_eager(threshold, training):

@@ -94,7 +94,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("name", "one_row"), LAYOUTS)
 def test_loss_and_gradients_are_the_documents_own(name, one_row):
     """Sums over a packed batch equal those over its documents run separately, through adapters."""

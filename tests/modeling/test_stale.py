@@ -117,7 +117,7 @@ def train_and_compare(form: str, name: str) -> None:
         before = assert_fresh(model, stock, inputs, before)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", slow_except(OPTIMIZERS, {*TORCH_OPTIMIZERS, "adamw_8bit", "lion_8bit"}))
 def test_after_a_step_of_every_optimizer(name):
     if (package := OPTIMIZERS[name].package) is not None:
@@ -155,6 +155,7 @@ def test_after_replayed_steps():
     assert [captured is not None for captured in graphed._captured.values()] == [True]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["default", "other"])
 def test_an_adapter_in_the_place_of_a_deleted_one(name):
     model, stock = pair()

@@ -475,6 +475,7 @@ class TestLoading:
             turns = [{"role": "system", "content": "x"}, *HELLO["messages"]]
             assert "template" in error_of(client.post(CHAT, json=HELLO | {"messages": turns}), 400)["message"]
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("module", ["norm", "embed_tokens"])
     def test_a_trained_copy_of_a_module_answers_for_its_adapter_alone(self, base_folder, adapters, tmp_path, module):
         """Also if the server was started with the adapter."""

@@ -119,6 +119,7 @@ def test_an_adapter_is_unloaded(base_folder, adapters, client):
         assert error_of(other.delete("/v1/models/poet"), 404)["code"] == "model_not_found"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keys", [{}, {"stream": True}, {"max_tokens": 0}])
 def test_an_adapter_is_unloaded_while_its_request_is_queued(base_folder, adapters, monkeypatch, keys):
     served = load(str(base_folder), {name: str(path) for name, path in adapters.items()})
