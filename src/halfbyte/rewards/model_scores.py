@@ -159,7 +159,7 @@ def answer_suffix(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, tuple
         return tokenizer.eos_token_id, ()
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     plain = Encoder(tokenizer, ChatTemplate(tokenizer), max_length=2**20)
-    row = plain({"document": [json.dumps({"messages": turns})], "where": [""]})
+    row = plain({"document": [json.dumps({"messages": turns})], "location": [""]})
     ids, ends = [int(token) for token in row["input_ids"][0]], row["ends"][0]
     if not ends or ends[-1] < 0:
         return None, ()
