@@ -80,6 +80,7 @@ def runner(monkeypatch):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @cases(
     ("blocks", "batch", "dtype", "keys"),

@@ -86,7 +86,7 @@ def arguments_of(size, dtype, backend):
     return case(size, dtype, device)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @all_cases()
 def test_forward(kernels, backend, size, dtype, activation, blocks):
     arguments = arguments_of(size, dtype, backend)
@@ -95,7 +95,7 @@ def test_forward(kernels, backend, size, dtype, activation, blocks):
     assert_close_to(ops.lora_glu.reference, run_forward, mine, before, activation)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @all_cases()
 def test_backward(kernels, backend, size, dtype, activation, blocks):
     arguments = arguments_of(size, dtype, backend)

@@ -78,6 +78,7 @@ def test_a_library_that_does_not_load_is_built_again(tmp_path, monkeypatch):
     assert len(damaged.read_bytes()) == len(whole)
 
 
+@pytest.mark.slow
 def test_products_run_without_a_compiler(tmp_path):
     """Run in a separate process: dispatch logs what is missing and takes the reference."""
     script = (
