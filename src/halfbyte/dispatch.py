@@ -91,7 +91,11 @@ class Op:
                 try:
                     return function(tensor, *args, **kwargs)
                 except Unavailable as error:
-                    self._log_unavailable(function, error)
+                    name = Implementation(0, None, function).name
+                    notice(
+                        f"kernel-{name}",
+                        f"{name}: {error}; using another kernel or the torch reference, which is slower",
+                    )
         return self.reference(tensor, *args, **kwargs)
 
     def on(self, device_type: str) -> Op:
@@ -123,10 +127,6 @@ class Op:
                 instead = f"using {fallbacks}the torch reference on {device_type}, which is slower"
                 notice(f"kernels-{name}-{device_type}", f"{name}: {'; '.join(missing)}; {instead}")
         return tuple(self._added.get(device_type, ()))
-
-    def _log_unavailable(self, function: Callable[..., Any], error: Unavailable) -> None:
-        name = Implementation(0, None, function).name
-        notice(f"kernel-{name}", f"{name}: {error}; using another kernel or the torch reference, which is slower")
 
 
 def _import(name: str) -> str | None:

@@ -13,7 +13,6 @@ weights stay float32.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -407,24 +406,7 @@ def load_adapter_weights(
         held, renamed = _split_base_weights(model, converted, expected, path)
         copies |= renamed
     pattern = adapter_kind(model.peft_config[name]).tensors
-    _check_weights(model, pattern, held, expected, path)
-    if not all(tensor.is_meta for tensor in expected.values()):
-        set_peft_model_state_dict(model, tensors, name)
-    return copies
-
-
-def _check_weights(
-    model: PeftModel,
-    pattern: re.Pattern[str],
-    held: Mapping[str, torch.Tensor],
-    expected: Mapping[str, torch.Tensor],
-    path: Path,
-) -> None:
-    """Raise a CheckpointError unless the tensors of an adapter's file have the names and shapes that a model needs.
-
-    Args:
-        pattern: of the names of the adapter's tensors.
-    """
+    # The file must hold the names and shapes that the model needs.
     for key, tensor in expected.items():
         if key not in held:
             suffix = ".".join(key.removeprefix(PREFIX).split(".")[-3:])  # v_proj.lora_A.weight
@@ -440,6 +422,9 @@ def _check_weights(
         if any(name.startswith(f"{module}.") for name, _ in model.named_parameters(remove_duplicate=False)):
             raise CheckpointError(f"{path} holds {key}, which {ADAPTER_CONFIG} does not ask for", SAME_ADAPTER)
         raise CheckpointError(f"{path} holds {key}, which this model has no place for", WRONG_BASE)
+    if not all(tensor.is_meta for tensor in expected.values()):
+        set_peft_model_state_dict(model, tensors, name)
+    return copies
 
 
 def _wrong_shape(

@@ -124,9 +124,20 @@ class _Recompute(torch.autograd.Function):
                 graph, ctx.graph = ctx.graph or _graph(ctx.function, ctx.saved_tensors[0], need_x), None
                 dx, parameter_gradients = _gradients(graph, grad, need_x, parameters)
             else:
-                dx, parameter_gradients = _tiled_gradients(
-                    ctx.function, ctx.saved_tensors[0], grad, need_x, parameters, ctx.rows
-                )
+                x = ctx.saved_tensors[0]
+                rows = ctx.rows
+                dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+                sums: list[Tensor | None] = [None] * len(parameters)
+                outs = _tiles(x if dx is None else dx, rows)
+                for tile, tile_grad, out in zip(_tiles(x, rows), _tiles(grad, rows), outs, strict=True):
+                    tile_dx, tile_gradients = _gradients(
+                        _graph(ctx.function, tile, need_x), tile_grad, need_x, parameters
+                    )
+                    if dx is not None:
+                        out.copy_(tile_dx)
+                    pairs = zip(sums, tile_gradients, strict=True)
+                    sums = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
+                dx, parameter_gradients = dx, sums
         gradients = iter(parameter_gradients)
         gradients_by_input = [next(gradients) if need else None for need in ctx.needs_input_grad[5:]]
         return None, None, None, None, dx, *gradients_by_input
@@ -155,19 +166,6 @@ def _gradients(graph: Graph, grad: Tensor, need_x: bool, parameters: list[Tensor
     inputs = [x, *parameters] if need_x else parameters
     gradients = torch.autograd.grad(outputs, inputs, [grad] * len(outputs), allow_unused=True)
     return (gradients[0], gradients[1:]) if need_x else (None, gradients)
-
-
-def _tiled_gradients(function: Parts, x: Tensor, grad: Tensor, need_x: bool, parameters: list[Tensor], rows: int):
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
-    sums: list[Tensor | None] = [None] * len(parameters)
-    outs = _tiles(x if dx is None else dx, rows)
-    for tile, tile_grad, out in zip(_tiles(x, rows), _tiles(grad, rows), outs, strict=True):
-        tile_dx, tile_gradients = _gradients(_graph(function, tile, need_x), tile_grad, need_x, parameters)
-        if dx is not None:
-            out.copy_(tile_dx)
-        pairs = zip(sums, tile_gradients, strict=True)
-        sums = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
-    return dx, sums
 
 
 _pending: list[Any] | None = None

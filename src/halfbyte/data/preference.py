@@ -202,7 +202,18 @@ def rows_in(
     for index, row in enumerate(source.rows):
         location = source.location(index)
         if layout.row_type == "prompts":
-            row, answer = _without_answer(row, columns, location)
+            # An assistant's turn that ends the conversation is an answer, not a part of the prompt.
+            column = columns.get("messages", "")
+            turns = row.get(column)
+            answer = None
+            if (
+                isinstance(turns, list)
+                and len(turns) >= 2
+                and isinstance(turns[-1], dict)
+                and ROLES.get(str(turns[-1].get("role", turns[-1].get("from")))) == "assistant"
+            ):
+                answer = message_of(turns[-1], location)
+                row = {**row, column: turns[:-1]}
             prompt = _prompt_row(row, columns, location)
             cut += answer is not None
             if answer is not None and answers:
@@ -228,17 +239,6 @@ def rows_in(
             f"{source.path}: leaving out the answer at the end of {cut:,} of {len(source.rows):,} conversations: the"
             " model answers them itself",
         )
-
-
-def _without_answer(row: Row, columns: Columns, location: str) -> tuple[Row, Message | None]:
-    """Return a row of prompts without the assistant's turn that ends its conversation, and that turn."""
-    column = columns.get("messages", "")
-    turns = row.get(column)
-    if not isinstance(turns, list) or len(turns) < 2 or not isinstance(turns[-1], dict):
-        return row, None
-    if ROLES.get(str(turns[-1].get("role", turns[-1].get("from")))) != "assistant":
-        return row, None
-    return {**row, column: turns[:-1]}, message_of(turns[-1], location)
 
 
 def _prompt_row(row: Row, columns: Columns, location: str) -> dict[str, Any]:
@@ -329,7 +329,23 @@ def _conversation_documents(
     sides = [[{"role": "assistant", "content": side}] if isinstance(side, str) else side for side in answers]
     hold_prompt = all(side[0]["role"] in ("system", "user") for side in sides)
     if prompt is None or (isinstance(prompt, str) and hold_prompt):
-        prompt, sides = _split_prompt_in(sides, names, location)
+        # Split conversations after the turns that all share, and a single one before its last assistant turn.
+        if len(sides) == 1:
+            roles = [message["role"] for message in sides[0]]
+            if "assistant" not in roles:
+                raise DataError(f"{location}: column {names[0]!r} has no assistant turn", ANSWER_RULE)
+            common = len(roles) - 1 - roles[::-1].index("assistant")
+        else:
+            first, *later = sides
+            common = min(map(len, sides)) - 1  # every side keeps at least one turn as its answer
+            common = next((i for i in range(common) if any(side[i] != first[i] for side in later)), common)
+        if not common:
+            columns_named = " and ".join(map(repr, names))
+            raise DataError(
+                f"{location}: columns {columns_named} differ in their first turn, so they share no prompt",
+                "give both the same turns up to the answer, or add a column prompt",
+            )
+        prompt, sides = sides[0][:common], [side[common:] for side in sides]
     elif isinstance(prompt, str):
         question = prompt_parts(prompt, row, columns, location)
         prompt = [*question.get("history", []), {"role": "user", "content": question["prompt"]}]
@@ -344,28 +360,6 @@ def _conversation_documents(
     return [{**conversation([*prompt, *side], row, columns, location), "given": prompt_answers} for side in sides]
 
 
-def _split_prompt_in(
-    sides: Sequence[list[Message]], names: Sequence[str], location: str
-) -> tuple[list[Message], list[list[Message]]]:
-    """Split conversations into the turns that all share and the rest of each; one conversation alone at its last
-    assistant turn."""
-    if len(sides) == 1:
-        roles = [message["role"] for message in sides[0]]
-        if "assistant" not in roles:
-            raise DataError(f"{location}: column {names[0]!r} has no assistant turn", ANSWER_RULE)
-        common = len(roles) - 1 - roles[::-1].index("assistant")
-    else:
-        first, *later = sides
-        common = min(map(len, sides)) - 1  # every side keeps at least one turn as its answer
-        common = next((i for i in range(common) if any(side[i] != first[i] for side in later)), common)
-    if not common:
-        raise DataError(
-            f"{location}: columns {' and '.join(map(repr, names))} differ in their first turn, so they share no prompt",
-            "give both the same turns up to the answer, or add a column prompt",
-        )
-    return sides[0][:common], [side[common:] for side in sides]
-
-
 def _check_prompt_in(prompt: Sequence[Message], location: str) -> None:
     if prompt and prompt[-1]["role"] == "assistant":
         raise DataError(f"{location}: the prompt ends with an assistant turn", ANSWER_RULE)
@@ -378,7 +372,28 @@ def _text_documents(
     common prefix."""
     dialogues = [(prompt or "") + answer for answer in answers]
     if all(text.lstrip().startswith("Human:") and "\n\nAssistant:" in text for text in dialogues):
-        return _dialogue_documents([text.lstrip() for text in dialogues], row, columns, location, templated)
+        # HH's dialogues become conversations if there is a chat template, else plain texts.
+        texts = [text.lstrip() for text in dialogues]
+        if templated:
+            notice("dialogues", "reading texts with Human: and Assistant: turns as conversations")
+            roles = {"Human": "user", "Assistant": "assistant"}
+            sides = []
+            for text in texts:
+                _, *pieces = SPEAKER.split(text)  # speaker, text, speaker, text, ...
+                turns = zip(pieces[::2], pieces[1::2], strict=True)
+                sides.append([{"role": roles[speaker], "content": content.strip()} for speaker, content in turns])
+            names = [columns[field] for field in ("chosen", "rejected", "completion") if field in columns]
+            return _conversation_documents(None, sides, row, columns, names, location)
+        shared = common_prefix(*texts) if len(texts) > 1 else len(texts[0])
+        ends = [
+            speaker.end()
+            for speaker in SPEAKER.finditer(texts[0])
+            if speaker[1] == "Assistant" and speaker.end() <= shared
+        ]
+        if not ends:
+            wrong = f"{location}: the dialogues differ in their first question, so they share no prompt"
+            raise DataError(wrong, "give both answers to one question, or add a column prompt")
+        return [{"text": text, "answer_from": ends[-1]} for text in texts]
     if prompt is not None:
         question = prompt_parts(prompt, row, columns, location)
         return [{**question, "completion": answer} for answer in answers]
@@ -390,30 +405,6 @@ def _text_documents(
             "give the prompt in a separate column, named prompt",
         )
     return [{"text": text, "answer_from": start} for text in dialogues]
-
-
-def _dialogue_documents(
-    texts: Sequence[str], row: Row, columns: Columns, location: str, templated: bool
-) -> list[Document]:
-    """Return HH's dialogues as conversations if there is a chat template, else as plain texts."""
-    if templated:
-        notice("dialogues", "reading texts with Human: and Assistant: turns as conversations")
-        roles = {"Human": "user", "Assistant": "assistant"}
-        sides = []
-        for text in texts:
-            _, *pieces = SPEAKER.split(text)  # speaker, text, speaker, text, ...
-            turns = zip(pieces[::2], pieces[1::2], strict=True)
-            sides.append([{"role": roles[speaker], "content": content.strip()} for speaker, content in turns])
-        names = [columns[field] for field in ("chosen", "rejected", "completion") if field in columns]
-        return _conversation_documents(None, sides, row, columns, names, location)
-    shared = common_prefix(*texts) if len(texts) > 1 else len(texts[0])
-    ends = [
-        speaker.end() for speaker in SPEAKER.finditer(texts[0]) if speaker[1] == "Assistant" and speaker.end() <= shared
-    ]
-    if not ends:
-        wrong = f"{location}: the dialogues differ in their first question, so they share no prompt"
-        raise DataError(wrong, "give both answers to one question, or add a column prompt")
-    return [{"text": text, "answer_from": ends[-1]} for text in texts]
 
 
 def _common_prompt_end(texts: Sequence[str]) -> int:

@@ -125,7 +125,17 @@ def files_to_read(name: str, split: str, evaluating: bool = False) -> list[Path]
 def _read(name: str, split: str, evaluating: bool) -> list[Source]:
     files = files_to_read(name, split, evaluating)
     if files is None:
-        return [_read_hub(name, split)]
+        import datasets
+
+        try:
+            dataset = datasets.load_dataset(name, split=split)
+        except Exception as error:  # from datasets, huggingface_hub, httpx, Arrow or the files' contents
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"dataset {name!r} is not a local file or folder{_closest(Path(name))}, and the Hub answers: {reason}",
+                "give an existing path, or the id of a Hub dataset (`dataset_split` picks its split) while online",
+            ) from error
+        return [Source(name, "hub", [without_null(row) for row in dataset], note=f"split {split} of a Hub dataset")]
     return [_read_arrow(file) if file.name == SAVED else READERS[suffix_of(file)](file) for file in files]
 
 
@@ -432,20 +442,6 @@ def _read_text(path: Path) -> Source:
         documents, unit = text.split("\n"), "per line"
     rows = [{"text": document.strip("\n")} for document in documents if document.strip()]
     return Source(str(path), "text", rows, note=f"plain text, one document {unit}")
-
-
-def _read_hub(name: str, split: str) -> Source:
-    import datasets
-
-    try:
-        dataset = datasets.load_dataset(name, split=split)
-    except Exception as error:  # from datasets, huggingface_hub, httpx, Arrow or the files' contents
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"dataset {name!r} is not a local file or folder{_closest(Path(name))}, and the Hub answers: {reason}",
-            "give an existing path, or the id of a Hub dataset (`dataset_split` picks its split) while online",
-        ) from error
-    return Source(name, "hub", [without_null(row) for row in dataset], note=f"split {split} of a Hub dataset")
 
 
 READERS: dict[str, Callable[[Path], Source]] = {

@@ -83,7 +83,14 @@ def main(
     started = time.monotonic()
     console = console or Console(outlives_reader=True)
     output_dir = Path(output_dir)
-    _clear_output(output_dir)
+    # Remove an earlier demo, and refuse to touch anything else.
+    clear_leftovers(output_dir.parent)
+    run = output_dir / GIVEN_CONFIG
+    if output_dir.is_dir() and any(output_dir.iterdir()):
+        if not (run.is_file() and read_text(run).startswith(MARK)):
+            raise ConfigError(f"output_dir: {output_dir} holds something that is not a demo", "name another folder")
+        with writing(output_dir):
+            remove(output_dir)
     aims = ": pretrain a small base, store it in 4 bits, teach it answers; no downloads"
     console.print(Text.assemble(("halfbyte demo", "bold"), aims))
     base = base_model(recipe, seconds=seconds, console=console)
@@ -99,17 +106,6 @@ def main(
     console.print(one_line(f"talk to it: halfbyte chat {output_dir} --temperature 0"))
     console.print(one_line(f"report: {output_dir / REPORT}  ({time.monotonic() - started:.0f} s in all)"))
     return output_dir / REPORT
-
-
-def _clear_output(output_dir: Path) -> None:
-    """Remove an earlier demo; refuse to touch anything else."""
-    clear_leftovers(output_dir.parent)
-    run = output_dir / GIVEN_CONFIG
-    if output_dir.is_dir() and any(output_dir.iterdir()):
-        if not (run.is_file() and read_text(run).startswith(MARK)):
-            raise ConfigError(f"output_dir: {output_dir} holds something that is not a demo", "name another folder")
-        with writing(output_dir):
-            remove(output_dir)
 
 
 def write_run(output_dir: Path, base: Path, epochs: int) -> Path:

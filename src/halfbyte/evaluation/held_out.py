@@ -17,7 +17,6 @@ from ..utils.waiting import waiting
 if TYPE_CHECKING:
     import torch
 
-    from ..config.schema import RunKeys
     from ..methods.base import Collate, Method, Rows
 
 
@@ -83,7 +82,17 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
             "set eval_dataset to evaluate during training",
         )
     if method.reference:
-        _add_reference(saved.model, config)
+        # The adapter that the run continued from is its reference; other runs use the base model.
+        from ..adapters.lora import load_adapter
+        from ..batch import REFERENCE
+
+        if config.adapter_path:
+            load_adapter(saved.model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
+        elif config.qat_scheme or not config.use_peft:
+            raise ModelError(
+                f"method: {config.method} compares with the model before training, which this run did not save",
+                "the run's own evaluations are in its metrics.jsonl",
+            )
     rows = method.ready(config, saved.tokenizer, causal_lm_of(saved.model).config).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     isolate_for_run(saved.model, config, make_collator(config, saved.tokenizer), rows)
@@ -91,24 +100,6 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     dtype = resolve_dtype(config.precision.compute, next(saved.model.parameters()).device)
     computed = f"{storage(config.model_dump())} weights, computed in {str(dtype).removeprefix('torch.')}"
     return replace(result, precision=computed)
-
-
-def _add_reference(model: torch.nn.Module, config: RunKeys) -> None:
-    """Load the adapter that the run continued from as its reference; other runs use the base model.
-
-    Raises:
-        ModelError: the run started from a model that is no longer available.
-    """
-    from ..adapters.lora import load_adapter
-    from ..batch import REFERENCE
-
-    if config.adapter_path:
-        load_adapter(model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
-    elif config.qat_scheme or not config.use_peft:
-        raise ModelError(
-            f"method: {config.method} compares with the model before training, which this run did not save",
-            "the run's own evaluations are in its metrics.jsonl",
-        )
 
 
 @waiting("evaluating")

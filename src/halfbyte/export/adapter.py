@@ -221,7 +221,17 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> tuple
         setattr(lora, init_key, False)
     base = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     peft_model = create_adapter(model, lora, folder, autocast=False)
-    _materialize(peft_model, base, device)
+    # Allocate fp32 memory for the adapter's tensors only; their values are then read from the adapter's file.
+    allocated: dict[int, Tensor] = {}
+    for module in peft_model.modules():
+        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in holders:
+            for key, tensor in list(tensors.items()):
+                if tensor is None or id(tensor) in base:
+                    continue
+                empty = torch.empty(tensor.shape, dtype=torch.float32, device=device)
+                trained = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+                tensors[key] = allocated.setdefault(id(tensor), trained)
     return peft_model, load_adapter_weights(peft_model, folder)
 
 
@@ -242,21 +252,3 @@ def _check_mergeable(lora: Any, folder: Path) -> None:
     if beyond:
         wrong = f"{folder}: the adapter uses {beyond[0]}, which merge does not support"
         raise CheckpointError(wrong, "merge it with PEFT (merge_and_unload)")
-
-
-def _materialize(model: nn.Module, base: set[int], device: torch.device) -> None:
-    """Allocate fp32 memory for the adapter's tensors only; their values are then read from the adapter's file.
-
-    Args:
-        base: ids of the parameters and buffers that stay on the meta device.
-    """
-    allocated: dict[int, Tensor] = {}
-    for module in model.modules():
-        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in holders:
-            for key, tensor in list(tensors.items()):
-                if tensor is None or id(tensor) in base:
-                    continue
-                empty = torch.empty(tensor.shape, dtype=torch.float32, device=device)
-                trained = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-                tensors[key] = allocated.setdefault(id(tensor), trained)

@@ -136,14 +136,26 @@ def export_gguf(
     ollama_text = modelfile(
         [file.path.name for file in files], source.tokenizer, source.end_ids, source.config.max_position_embeddings
     )
-    errors = _write_files(files, (ollama, ollama_text), source.device, matrix, console)
+    errors: list[dict[str, float]] = []  # of the language model, and of the vision part if there is one
+    ollama_existed = ollama.exists()
+    try:
+        with progress_bars("writing", console) as progress, ExitStack() as stack:
+            asides = [stack.enter_context(new_file(file.path)) for file in files]
+            for file, aside in zip(files, asides, strict=True):
+                advance = partial(progress.advance, progress.add_task("writing", total=file.numel))
+                errors.append(write_gguf(file, aside, matrix, source.device, advance))
+            write_text(ollama, ollama_text)
+    except BaseException:
+        if not ollama_existed:
+            ollama.unlink(missing_ok=True)
+        raise
     return ExportReport(
         path,
         mix,
         nbytes=path.stat().st_size,
         parameters=files[0].numel,
         types=dict(Counter(type_.name for type_ in files[0].types.values()).most_common()),
-        errors=errors,
+        errors=errors[0],
         merged=source.merged,
         modelfile=ollama,
         seconds=time.perf_counter() - started,
@@ -288,38 +300,6 @@ def _importances(
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
-
-
-def _write_files(
-    files: list[NewGguf],
-    sidecar: tuple[Path, str],
-    device: torch.device,
-    importances: Mapping[str, Tensor],
-    console: Console | None,
-) -> dict[str, float]:
-    """Write the language model, the vision part if there is one, and a text file.
-
-    All appear once all are checked, the language model last, so that its presence means that the export is complete.
-
-    Args:
-        sidecar: path and content of the text file.
-
-    Returns:
-        The result of `check_file` for the language model.
-    """
-    errors, was_there = [], sidecar[0].exists()
-    try:
-        with progress_bars("writing", console) as progress, ExitStack() as stack:
-            asides = [stack.enter_context(new_file(file.path)) for file in files]
-            for file, aside in zip(files, asides, strict=True):
-                advance = partial(progress.advance, progress.add_task("writing", total=file.numel))
-                errors.append(write_gguf(file, aside, importances, device, advance))
-            write_text(*sidecar)
-    except BaseException:
-        if not was_there:
-            sidecar[0].unlink(missing_ok=True)
-        raise
-    return errors[0]
 
 
 def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf:

@@ -117,7 +117,12 @@ class StaticEngine(Decoder):
         extra = length - tokens.shape[1]
         tokens, padding = F.pad(tokens, (extra, 0)), padding + extra
         if self.device.type == "cpu":
-            self.row_groups = _runs_of_equal([pad // SLOT_MULTIPLE * SLOT_MULTIPLE for pad in padding.tolist()])
+            # Groups of neighbouring rows with equal starts, as (rows, start).
+            starts = [pad // SLOT_MULTIPLE * SLOT_MULTIPLE for pad in padding.tolist()]
+            changes = [at for at in range(1, len(starts)) if starts[at] != starts[at - 1]]
+            self.row_groups = [
+                (slice(begin, end), starts[begin]) for begin, end in pairwise([0, *changes, len(starts)])
+            ]
         slots = torch.arange(length, device=self.device)
         self.padding.copy_(padding)
         self.slot.fill_(length - 1)
@@ -219,12 +224,6 @@ class StaticEngine(Decoder):
     def _by_row_group(self, attend: Callable[[slice, int], Tensor]) -> Tensor:
         outs = [attend(rows, begin) for rows, begin in self.row_groups]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _runs_of_equal(values: Sequence[int]) -> list[tuple[slice, int]]:
-    """Return runs of equal values as (slice, value)."""
-    changes = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
-    return [(slice(begin, end), values[begin]) for begin, end in pairwise([0, *changes, len(values)])]
 
 
 # --- cached engines --------------------------------------------------------------------------------------------------

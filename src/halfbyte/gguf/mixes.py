@@ -123,7 +123,19 @@ class _Rules:
             return self.base
         layer, role = int(match[1]), match[2].removesuffix("_exps").removesuffix("_shexp")
         if role in ("attn_v", "attn_qkv"):  # a fused projection gets the value projection's type
-            return self._value(self.value_layers.index(layer))
+            index = self.value_layers.index(layer)
+            chosen = self.base
+            if self.mix == "q2_k":
+                chosen = Type.Q4_K if self.heads_per_kv >= 4 else Type.Q3_K
+            elif self.mix == "q3_k_m":
+                chosen = Type.Q5_K if index < 2 else Type.Q4_K
+            elif self.mix == "q3_k_l" or (self.mix == "q4_k_s" and index < 4):
+                chosen = Type.Q5_K
+            elif self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(index, len(self.value_layers)):
+                chosen = Type.Q6_K
+            if self.layers == LAYERS_OF_70B and self.heads_per_kv == 8 and chosen in (Type.Q3_K, Type.Q4_K):
+                chosen = Type.Q5_K  # small, because eight query heads share it
+            return Type.Q8_0 if self.experts == 8 else chosen
         if role == "attn_k" and self.experts == 8:
             return Type.Q8_0
         if role == "attn_output" and self.experts == 8:
@@ -136,21 +148,6 @@ class _Rules:
         """Return whether layer `index` gets more bits: the first and last eighth, and every third in between."""
         eighth = count // 8
         return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
-
-    def _value(self, index: int) -> Type:
-        """Type of the `index`-th value projection."""
-        chosen = self.base
-        if self.mix == "q2_k":
-            chosen = Type.Q4_K if self.heads_per_kv >= 4 else Type.Q3_K
-        elif self.mix == "q3_k_m":
-            chosen = Type.Q5_K if index < 2 else Type.Q4_K
-        elif self.mix == "q3_k_l" or (self.mix == "q4_k_s" and index < 4):
-            chosen = Type.Q5_K
-        elif self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(index, len(self.value_layers)):
-            chosen = Type.Q6_K
-        if self.layers == LAYERS_OF_70B and self.heads_per_kv == 8 and chosen in (Type.Q3_K, Type.Q4_K):
-            chosen = Type.Q5_K  # small, because eight query heads share it
-        return Type.Q8_0 if self.experts == 8 else chosen
 
     def _down(self, layer: int) -> Type:
         """Type of a layer's down projection."""

@@ -94,7 +94,16 @@ def add_tokenizer(
         writer.add_token_scores(scores)
     writer.add_token_types(types)
     _add_special(writer, tokenizer, end_ids)
-    _add_templates(writer, tokenizer.chat_template or {})
+    # A chat template, or several by name in an order that does not depend on the process.
+    templates = tokenizer.chat_template or {}
+    named = {"default": templates} if isinstance(templates, str) else templates
+    further = {re.sub(r"\W", "_", name): text for name, text in sorted(named.items()) if name != "default"}
+    for name, text in further.items():
+        writer.add_string(Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name), plain_template(text))
+    if further:
+        writer.add_array(Keys.Tokenizer.CHAT_TEMPLATES, [*further])
+    if "default" in named:
+        writer.add_chat_template(plain_template(named["default"]))
 
 
 def _described(tokenizer: Any) -> dict[str, Any]:
@@ -177,18 +186,6 @@ def _space_prefix(tokenizer: Any, described: dict[str, Any], chats: Sequence[str
             + ("send prompts that the chat template renders" if equal_chats else "compare tokens"),
         )
     return prefix
-
-
-def _add_templates(writer: GGUFWriter, templates: str | dict[str, str]) -> None:
-    """Write a chat template, or several by name in an order that does not depend on the process."""
-    named = {"default": templates} if isinstance(templates, str) else templates
-    further = {re.sub(r"\W", "_", name): text for name, text in sorted(named.items()) if name != "default"}
-    for name, text in further.items():
-        writer.add_string(Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name), plain_template(text))
-    if further:
-        writer.add_array(Keys.Tokenizer.CHAT_TEMPLATES, [*further])
-    if "default" in named:
-        writer.add_chat_template(plain_template(named["default"]))
 
 
 def pre_tokenizer(described: dict[str, Any]) -> str:
@@ -338,7 +335,14 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
         raise ModelError(f"{file.path}: the pieces of its tokenizer have no scores")
     pieces = {token: scores[index] for token, index in vocabulary.items() if types[index] == TokenType.NORMAL}
     unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
-    merges = _merges(pieces)
+    # Pairs whose concatenation is a piece, the best score first.
+    merged = [piece for piece, score in pieces.items() if len(piece) > 1 and score != NEVER_MERGED]
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(merged, key=lambda piece: -pieces[piece])
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True))
     prefix = file.get("tokenizer.ggml.add_space_prefix", True)
     spaces = [normalizers.Replace(" ", "▁")]
@@ -346,17 +350,6 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
-
-
-def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Merges of SentencePiece pieces: pairs whose concatenation is a piece, the best score first."""
-    merged = [piece for piece, score in scores.items() if len(piece) > 1 and score != NEVER_MERGED]
-    return [
-        (piece[:cut], piece[cut:])
-        for piece in sorted(merged, key=lambda piece: -scores[piece])
-        for cut in range(1, len(piece))
-        if piece[:cut] in scores and piece[cut:] in scores
-    ]
 
 
 def _add_template(tokenizer: Any, file: GgufFile, tokens: list[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,27 +160,24 @@ def _weights(origin: Origin, folder: Path) -> dict[str, Tensor]:
             wrong = f"{folder}: {weight.name} is stored as {weight.dtype}, but {CONFIG} has no quantization_config"
             raise CheckpointError(wrong, "re-download config.json")
     if base.quantized:
-        _check_entries((name for header in base.headers.values() for name in header), folder)
+        # An expert has all entries that other experts of its layer have; a format may have optional ones.
+        names = (name for header in base.headers.values() for name in header)
+        holders: dict[tuple[str, str], dict[str, set[int]]] = {}  # layer and matrix → entry → experts
+        for name in names:
+            if match := EXPERT.fullmatch(name):
+                matrix = match[3].split(".")[1]
+                holders.setdefault((match[1], matrix), {}).setdefault(match[3], set()).add(int(match[2]))
+        for (prefix, _), entries in holders.items():
+            experts = set().union(*entries.values())
+            for suffix, holders_of_entry in entries.items():
+                if missing := experts - holders_of_entry:
+                    raise CheckpointError(
+                        f"{folder} lacks {prefix}{min(missing)}{suffix}, which other experts have", MISMATCH_FIX
+                    )
     return {
         weight.name: torch.empty(weight.shape, dtype=TYPES.get(weight.dtype, torch.uint8), device="meta")
         for weight in weights
     }
-
-
-def _check_entries(names: Iterable[str], folder: Path) -> None:
-    """Check that an expert has all entries that other experts of its layer have; a format may have optional ones."""
-    holders: dict[tuple[str, str], dict[str, set[int]]] = {}  # layer and matrix → entry → experts
-    for name in names:
-        if match := EXPERT.fullmatch(name):
-            matrix = match[3].split(".")[1]
-            holders.setdefault((match[1], matrix), {}).setdefault(match[3], set()).add(int(match[2]))
-    for (prefix, _), entries in holders.items():
-        experts = set().union(*entries.values())
-        for suffix, holders_of_entry in entries.items():
-            if missing := experts - holders_of_entry:
-                raise CheckpointError(
-                    f"{folder} lacks {prefix}{min(missing)}{suffix}, which other experts have", MISMATCH_FIX
-                )
 
 
 def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> None:

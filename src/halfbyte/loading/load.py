@@ -257,25 +257,21 @@ def _from_pretrained(
             **options,
         )
         if source:
-            _set_checkpoint_name(model, name_or_path, options)
+            # transformers derives the name and the generation config from a checkpoint's name.
+            model.name_or_path = model.config.name_or_path = name_or_path
+            if model.can_generate() and hasattr(model, "adjust_generation_fn"):
+                from transformers import GenerationConfig
+
+                keys = {"revision": options["revision"]}
+                try:
+                    model.generation_config = GenerationConfig.from_pretrained(name_or_path, **keys)
+                except OSError:  # no file: use the model's config
+                    model.generation_config = GenerationConfig.from_pretrained(
+                        name_or_path, config_file_name="config.json", _from_model_config=True, **keys
+                    )
     check_loaded(info, name_or_path, config)
     check_finite(model, name_or_path)
     return model
-
-
-def _set_checkpoint_name(model: Any, name_or_path: str, options: Mapping[str, Any]) -> None:
-    """Set what transformers derives from a checkpoint's name: the name itself, and the generation config."""
-    model.name_or_path = model.config.name_or_path = name_or_path
-    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
-        from transformers import GenerationConfig
-
-        keys = {"revision": options["revision"]}
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(name_or_path, **keys)
-        except OSError:  # no file: use the model's config
-            model.generation_config = GenerationConfig.from_pretrained(
-                name_or_path, config_file_name="config.json", _from_model_config=True, **keys
-            )
 
 
 def _is_small(name_or_path: str) -> bool:

@@ -255,21 +255,18 @@ class PolicyOptimization(Method):
             "clip_ratio/region_mean": terms["low"] + terms["high"],
             WEIGHT: terms["weights"],
         }
-        sums |= _mismatch((log_probs if answers.old is None else answers.old).detach() - answers.sampled)
+        # Differences [N] of log-probabilities, training minus sampling.
+        difference = (log_probs if answers.old is None else answers.old).detach() - answers.sampled
+        size = difference.abs()
+        outside = (difference.exp() - 1).abs() > FAR
+        name = "sampling/sampling_logp_difference"
+        largest = size.max() if len(size) else size.sum()
+        sums |= {f"{name}/mean": size.sum(), f"{name}/max": largest, "sampling/outside": outside.to(size).sum()}
         return {metric.name: sums[metric.name] for metric in self.numbers.trained}
 
 
 def row_has(rows: list[dict[str, Any]], name: str) -> bool:
     return rows[0].get(name) is not None
-
-
-def _mismatch(difference: Tensor) -> dict[str, Tensor]:
-    """Return sums over the differences [N] of log-probabilities, training minus sampling."""
-    size = difference.abs()
-    outside = (difference.exp() - 1).abs() > FAR
-    name = "sampling/sampling_logp_difference"
-    largest = size.max() if len(size) else size.sum()
-    return {f"{name}/mean": size.sum(), f"{name}/max": largest, "sampling/outside": outside.to(size).sum()}
 
 
 def _with_room(rows: Dataset, config: PolicySection, answers: int) -> Dataset:

@@ -159,7 +159,9 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, answers: Answers, policy: Po
     old = log_probs.detach() if answers.old is None else answers.old
     advantages = answers.spread(answers.advantages)
     log_ratio = log_probs - old
-    by_answer = _log_ratio_of_answers(log_ratio, answers, policy) if policy.by_answers else None
+    by_answer = None
+    if policy.by_answers:  # log ρ [R] of whole answers in RLOO, of their geometric mean in GSPO
+        by_answer = answers.total(log_ratio) if policy.loss_type == "rloo" else answers.means(log_ratio)
     ratio = (log_ratio if by_answer is None else answers.spread(by_answer)).exp()
     weights = sampling_weights(old, answers, policy) if answers.corrects else None
     loss = _token_loss(log_probs, log_ratio, ratio, advantages, answers, policy, weights)
@@ -188,11 +190,6 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, answers: Answers, policy: Po
         "weights": answers.real.to(loss).sum() if weights is None else weights.sum(),
         "bonus": (entropy * uncertain).sum() / uncertain.sum().clamp(min=1),
     }
-
-
-def _log_ratio_of_answers(log_ratio: Tensor, answers: Answers, policy: Policy) -> Tensor:
-    """Return log ρ [R]: of whole answers in RLOO, of their geometric mean in GSPO."""
-    return answers.total(log_ratio) if policy.loss_type == "rloo" else answers.means(log_ratio)
 
 
 def _token_loss(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -177,7 +176,17 @@ def attention_forward(
     outputs = project(hidden_states, *view.inputs, recipe=recipes[0])
     gate = None
     if view.family.shares_keys:
-        query, key, value = _shared_keys_values(self, view, outputs, position_embeddings, shared_kv_states)
+        # The layer may reuse an earlier layer's keys and values.
+        query, *key_values = (x.unflatten(-1, (-1, view.head_dim)).transpose(1, 2) for x in outputs)
+        read_key, written_key = shared_states_keys(self)
+        if key_values:
+            value = self.v_norm(key_values[-1])
+            query, key = _rotate(view, query, key_values[0], position_embeddings)
+        else:
+            query, _ = _rotate(view, query, query[:, :0], position_embeddings)
+            key, value = shared_kv_states[read_key]
+        if self.store_full_length_kv:
+            shared_kv_states[written_key] = key, value
     else:
         query, key, value, gate = view.split_heads(outputs, lambda norm, x: norm(x))
         if view.query_scale is not None:
@@ -192,28 +201,6 @@ def attention_forward(
     out = out.reshape(*hidden_states.shape[:-1], -1)
     out = out if gate is None else out * gate.sigmoid()
     return _drop_output(self, project(out, view.output, recipe=recipes[1])[0]), weights
-
-
-def _shared_keys_values(
-    module: Any, view: Attention, outputs: Sequence[Tensor], angles: Any, states: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v [B, H, T, D] with RoPE, for a layer that may reuse an earlier layer's keys and values.
-
-    Args:
-        outputs: outputs of q_proj; of k_proj, if the layer has its own keys; of v_proj, if values differ from keys.
-        states: layer type (or number) → k and v of the last layer of its own keys; layers that own keys write to it.
-    """
-    query, *key_values = (x.unflatten(-1, (-1, view.head_dim)).transpose(1, 2) for x in outputs)
-    read_key, written_key = shared_states_keys(module)
-    if key_values:
-        value = module.v_norm(key_values[-1])
-        query, key = _rotate(view, query, key_values[0], angles)
-    else:
-        query, _ = _rotate(view, query, query[:, :0], angles)
-        key, value = states[read_key]
-    if module.store_full_length_kv:
-        states[written_key] = key, value
-    return query, key, value
 
 
 def _drop_output(module: Any, x: Tensor) -> Tensor:

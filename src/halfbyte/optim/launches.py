@@ -178,7 +178,22 @@ class ParameterSet:
                 self._shapes = [*map(SHAPE, weights)]
             divided_by += self._shapes
             if divided_by != self._divided_by:
-                self.devices = self._divide(weights, gradients)
+                members = [*self.members()]
+                by_device: dict[torch.device, list[int]] = {}
+                for position, (member, weight, gradient) in enumerate(zip(members, weights, gradients, strict=True)):
+                    if gradient is not None:
+                        check_gradient(weight, gradient, parameter_name(member.group, member.number))
+                        by_device.setdefault(weight.device, []).append(position)
+                self.devices = [
+                    DeviceParameters(
+                        self.optimizer,
+                        device,
+                        positions,
+                        [members[position] for position in positions],
+                        [gradients[position].dtype for position in positions],  # type: ignore[union-attr]
+                    )
+                    for device, positions in by_device.items()
+                ]
         self.addresses = addresses
         for device in self.devices:
             device.read(weights, gradients, same)
@@ -218,24 +233,6 @@ class ParameterSet:
         self.release()
         for weight in self.parameters():
             weight.grad = None
-
-    def _divide(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[DeviceParameters]:
-        members = [*self.members()]
-        by_device: dict[torch.device, list[int]] = {}
-        for position, (member, weight, gradient) in enumerate(zip(members, weights, gradients, strict=True)):
-            if gradient is not None:
-                check_gradient(weight, gradient, parameter_name(member.group, member.number))
-                by_device.setdefault(weight.device, []).append(position)
-        return [
-            DeviceParameters(
-                self.optimizer,
-                device,
-                positions,
-                [members[position] for position in positions],
-                [gradients[position].dtype for position in positions],  # type: ignore[union-attr]
-            )
-            for device, positions in by_device.items()
-        ]
 
     def norm(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
         """Return the 2-norm of the gradients that were read, fp32 [], and the factor that clips them; None: 1."""

@@ -211,7 +211,14 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunKeys | None
 def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunKeys | None) -> str:
     """The key that shrinks component `largest` most at the least cost, with that cost."""
     if largest in ("weights", "adapters", "gradients", "optimizer"):
-        return _key_of_state(largest, config)
+        if config is not None and not config.use_peft:
+            return "use_peft: true with load_in_4bit: true (trains an adapter instead of every weight)"
+        if largest == "weights" and config is not None and config.quantized:
+            return "model_name_or_path: a smaller model (these weights fill the device although they are quantized)"
+        if largest == "weights":
+            return "load_in_4bit: true (stores the frozen weights in a quarter of the memory)"
+        rank = f"r: {max(config.r // 2, 1)}" if config else "r: half its value"
+        return f"{rank} (adapters, their gradients and optimizer state shrink with the rank)"
     if largest == "activations" and not flat.get("activation_checkpointing"):
         return "activation_checkpointing: true (recomputes activations in backward; steps take about a third longer)"
     if config is None:
@@ -223,15 +230,3 @@ def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunKeys | None
         f"per_device_train_batch_size: {rows // 2} with gradient_accumulation_steps: "
         f"{math.ceil(rows * accumulated / (rows // 2))} (the same batch in smaller micro-batches)"
     )
-
-
-def _key_of_state(largest: str, config: RunKeys | None) -> str:
-    """The key for components that stay between steps: weights, adapters, gradients and optimizer state."""
-    if config is not None and not config.use_peft:
-        return "use_peft: true with load_in_4bit: true (trains an adapter instead of every weight)"
-    if largest == "weights" and config is not None and config.quantized:
-        return "model_name_or_path: a smaller model (these weights fill the device although they are quantized)"
-    if largest == "weights":
-        return "load_in_4bit: true (stores the frozen weights in a quarter of the memory)"
-    rank = f"r: {max(config.r // 2, 1)}" if config else "r: half its value"
-    return f"{rank} (adapters, their gradients and optimizer state shrink with the rank)"

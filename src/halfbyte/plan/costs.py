@@ -307,11 +307,7 @@ def micro_seconds(
     computed = max(computed, len(levels) * REPLAY_SECONDS)
     exposed = gathers.exposed_seconds(layer, levels, resident, graphs, hosted) if gathers else 0.0
     recomputed = sum(_recompute_exchange_seconds(layer, layout, level) for level in levels)
-    return computed + exposed + len(levels) * _exchange_seconds(layer, layout) + recomputed
-
-
-def _exchange_seconds(layer: LayerCost, layout: Parallel) -> float:
-    """Seconds of one layer's blocking collectives of tensor and context parallelism, forward and backward."""
+    # One layer's blocking collectives of tensor and context parallelism, forward and backward.
     seconds = 0.0
     if layout.tensor > 1:  # outputs of attention and MLP are all-reduced; in backward, the gradients of their inputs
         seconds += 4 * _all_reduce_seconds(layer.stream, layout.tensor, layer.card.link)
@@ -319,7 +315,7 @@ def _exchange_seconds(layer: LayerCost, layout: Parallel) -> float:
         moved = 2 * layer.tokens * (layer.queries + layer.keys) * layer.itemsize
         degree = layout.context
         seconds += 2 * (moved * (degree - 1) / degree / layer.card.link + 4 * LATENCY)
-    return seconds
+    return computed + exposed + len(levels) * seconds + recomputed
 
 
 def _recompute_exchange_seconds(layer: LayerCost, layout: Parallel, level: Level) -> float:

@@ -385,6 +385,9 @@ class _Planner:
         logits = min(self._step(largest, choice).logits, transient) * stage.has_head
         runtime = self.shapes.runtime(varied=self.batches.usual != self.batches.largest)
         hosted = sum(self.frozen.slice(index, self.layout) for index in self._spread((stage,), choice.hosted))
+        # All-gathers of a step: each layer twice a micro-batch, the last one once.
+        moved = stage.depth - min(choice.stays, stage.depth)
+        gathered_blocks = (2 * moved - 1) * self.config.gradient_accumulation_steps if moved else 0
         return MemoryPlan(
             weights=self._share(stage) - hosted - self.experts.bytes,
             gathered=gathered_bytes(self._block(stage), stage, choice.stays) + self.experts.window,
@@ -404,7 +407,7 @@ class _Planner:
             layout=self.layout,
             stays=self._spread(self.stages, choice.stays),
             hosted=self._spread(self.stages, choice.hosted),
-            gathers=self._gathers(choice, stage),
+            gathers=gathered_blocks * self._block(stage),
         )
 
     @functools.cache  # noqa: B019 (one plan's lifetime)
@@ -452,12 +455,6 @@ class _Planner:
     def _spread(self, stages: tuple[Stage, ...], count: int) -> tuple[int, ...]:
         """Pick `count` decoder layers of each stage, evenly spaced, to stay gathered or to be in host memory."""
         return tuple(sorted(stage.layers[i] for stage in stages for i in evenly_spaced(stage.depth, count)))
-
-    def _gathers(self, choice: Choice, stage: Stage) -> int:
-        """Bytes that a rank's all-gathers of a step produce: each layer twice a micro-batch, the last one once."""
-        moved = stage.depth - min(choice.stays, stage.depth)
-        passes = (2 * moved - 1) * self.config.gradient_accumulation_steps if moved else 0
-        return passes * self._block(stage)
 
     def _transient(self, batch: Shape, choice: Choice, stage: Stage) -> int:
         """Bytes at a step's highest moment, on top of weights, gradients and optimizer state."""

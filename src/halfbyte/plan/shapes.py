@@ -91,7 +91,14 @@ class ModelShapes:
         with torch.device("meta"):
             self._store(model_config)
             if tensor > 1:
-                _split_formats(self.causal_lm, tensor)
+                # The format that splitting the full weights gives: column shards have scales that are not nested.
+                for name, dim in sharded_dims(self.causal_lm).items():
+                    linear = self.causal_lm.get_submodule(name.rpartition(".")[0])
+                    if isinstance(linear, QuantizedLinear) and name.endswith(".weight"):
+                        shard = linear.weight.data
+                        sides = [size * tensor if at == dim else size for at, size in enumerate(shard.shape)]
+                        full = QuantizedTensor.quantize(torch.empty(sides, dtype=shard.dtype), shard.format)
+                        linear.weight = nn.Parameter(full.split_for(dim, tensor)[0], requires_grad=False)
             self.model = add_adapter(self.causal_lm, self.config.adapter) if self.config.adapter else self.causal_lm
         self.model.train()
 
@@ -423,15 +430,3 @@ class ModelShapes:
             inputs = depth * self.text_config.hidden_size * tokens * self.dtype.itemsize
             saved = inputs + 2 * saved // depth
         return Step(saved, (), 0, 0)
-
-
-def _split_formats(model: nn.Module, degree: int) -> None:
-    """Store one rank's weights in the format that splitting the full weights gives: column shards have scales that are
-    not nested."""
-    for name, dim in sharded_dims(model).items():
-        linear = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(linear, QuantizedLinear) and name.endswith(".weight"):
-            shard = linear.weight.data
-            sides = [size * degree if at == dim else size for at, size in enumerate(shard.shape)]
-            full = QuantizedTensor.quantize(torch.empty(sides, dtype=shard.dtype), shard.format)
-            linear.weight = nn.Parameter(full.split_for(dim, degree)[0], requires_grad=False)

@@ -63,19 +63,18 @@ class DistillationRollouts:
         if is_on_policy:
             batch = self.answer(indices, prompts, self.config.group_size, number, progress)
         else:
-            batch = self._data_answers(indices, prompts)
+            # The data's answers, with the token that ends an answer.
+            texts = [
+                given_answer(self.config, row["columns"], index) for index, row in zip(indices, prompts, strict=True)
+            ]
+            limit = self.config.max_completion_length
+            completions = []
+            for text in texts:
+                ids = [*self.policy.tokenizer(text, add_special_tokens=False)["input_ids"], self.end_token]
+                completions.append(Completion(ids[:limit], torch.empty(0), len(ids) <= limit))
+            batch = RolloutBatch(prompts, completions, texts, Scored({}), _finite_lengths(completions))
         batch.numbers["on_policy"] = float(is_on_policy)
         return batch
-
-    def _data_answers(self, indices: list[int], prompts: list[Row]) -> RolloutBatch:
-        """Return the data's answers with the token that ends an answer, truncated to `max_completion_length`."""
-        texts = [given_answer(self.config, row["columns"], index) for index, row in zip(indices, prompts, strict=True)]
-        limit = self.config.max_completion_length
-        completions = []
-        for text in texts:
-            ids = [*self.policy.tokenizer(text, add_special_tokens=False)["input_ids"], self.end_token]
-            completions.append(Completion(ids[:limit], torch.empty(0), len(ids) <= limit))
-        return RolloutBatch(prompts, completions, texts, Scored({}), _finite_lengths(completions))
 
     def training_rows(self, batch: RolloutBatch, corrected: bool) -> list[Row]:
         """Return the answers as training rows, which have no importance weights to correct."""

@@ -133,7 +133,17 @@ class ServedRollouts:
             TrainingError: the server's reply is invalid, see `VllmServer.complete`.
         """
         try:
-            self._send_adapter()
+            # Load the current adapter into the server, unless it has it
+            if self._adapter is None:
+                layers = AdapterLayers(self.config, None, torch.device("cpu"), trained=self.model)
+                self._adapter = ServedAdapter(layers, self.config.origin, "the adapter")
+            tensors = self._adapter.tensors()
+            hasher = hashlib.sha256()
+            for tensor in tensors.values():
+                hasher.update(tensor.numpy().data)
+            if hasher.digest() != self._loaded:
+                self._loaded = hasher.digest()
+                self.server.load(self.name, self._adapter.write(tensors, self.folder))
             completions = self.server.complete(
                 self.name, prompts, n, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops, keys=keys
             )
@@ -146,19 +156,6 @@ class ServedRollouts:
                     f"it sampled token {token}, and this run's vocabulary has {vocabulary:,}"
                 )
         return completions
-
-    def _send_adapter(self) -> None:
-        """Load the current adapter into the server, unless it has it."""
-        if self._adapter is None:
-            layers = AdapterLayers(self.config, None, torch.device("cpu"), trained=self.model)
-            self._adapter = ServedAdapter(layers, self.config.origin, "the adapter")
-        tensors = self._adapter.tensors()
-        hasher = hashlib.sha256()
-        for tensor in tensors.values():
-            hasher.update(tensor.numpy().data)
-        if hasher.digest() != self._loaded:
-            self._loaded = hasher.digest()
-            self.server.load(self.name, self._adapter.write(tensors, self.folder))
 
     def check_same_model(self, served: Tensor, trained: Tensor) -> bool:
         """Compare log-probabilities of the server and of the training forward; return whether there are enough tokens.

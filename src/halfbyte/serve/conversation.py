@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..utils.notices import notice
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from ..generation import Penalties, Sampling
     from ..runs.saved import Saved
 
@@ -38,7 +36,12 @@ class Conversation:
         self.penalties = penalties
         self.messages: list[Message] = []
         report = data_report(saved.paths.run_dir)
-        self.style = _style(saved.tokenizer, report)
+        # The prompt format of the run's training data, or of the model's template without a run.
+        formats = {source["format"] for source in report.get("sources", ())}
+        if formats == {"text"} or not (formats or saved.tokenizer.chat_template):
+            self.style = "text"
+        else:
+            self.style = "template" if saved.tokenizer.chat_template else "instruction"
         learned = trained_stop_tokens(report, saved.tokenizer)
         self.stops = sorted({*stop_tokens(saved.tokenizer, saved.model, ()), *learned})
         if self.style != "template":
@@ -90,11 +93,3 @@ class Conversation:
         )
         with contextlib.closing(pieces):
             yield from (piece.text for piece in pieces if piece.text)
-
-
-def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
-    """Return the prompt format: that of the run's training data, or of the model's template without a run."""
-    formats = {source["format"] for source in report.get("sources", ())}
-    if formats == {"text"} or not (formats or tokenizer.chat_template):
-        return "text"
-    return "template" if tokenizer.chat_template else "instruction"

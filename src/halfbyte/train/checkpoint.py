@@ -120,26 +120,19 @@ def load_optimizer(
         state = local_part(read_state(folder / OPTIMIZER, EARLIER))
         optimizer.load_state_dict(state)
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-            _restore_dtypes(optimizer, state)
+            # It casts all state to the parameter's dtype, but transformers' Adafactor, for example, keeps float32
+            # moments of bfloat16 weights: load those again.
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            indices = [index for group in state["param_groups"] for index in group["params"]]
+            for index, parameter in zip(indices, parameters, strict=True):
+                loaded = optimizer.state[parameter] if index in state["state"] else {}
+                for name, value in loaded.items():
+                    exact = state["state"][index][name]
+                    if isinstance(value, Tensor) and isinstance(exact, Tensor) and value.dtype != exact.dtype:
+                        loaded[name] = exact.to(value.device)
         schedule.load_state_dict(read_state(folder / SCHEDULE, EARLIER))
         if grad_scaler.is_enabled() and (folder / SCALER).is_file():
             grad_scaler.load_state_dict(read_state(folder / SCALER, EARLIER))
-
-
-def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: State) -> None:
-    """Load those tensors of an optimizer's state again that `torch.optim.Optimizer.load_state_dict` has rounded.
-
-    It casts all state to the parameter's dtype, but transformers' Adafactor, for example, keeps float32 moments of
-    bfloat16 weights.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in saved["param_groups"] for index in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=True):
-        loaded = optimizer.state[parameter] if index in saved["state"] else {}
-        for name, value in loaded.items():
-            exact = saved["state"][index][name]
-            if isinstance(value, Tensor) and isinstance(exact, Tensor) and value.dtype != exact.dtype:
-                loaded[name] = exact.to(value.device)
 
 
 def random_states() -> dict[str, Any]:

@@ -90,7 +90,13 @@ class HubRepository(TrainerCallback):
         checkpoint, complete = self.output / checkpoint_folder(state.global_step), self.strategy == "all_checkpoints"
         if self.strategy == "end" or (not complete and self._pending and not self._pending[-1].done()):
             return
-        folder = _linked(checkpoint)  # rotation may remove the checkpoint before it is uploaded
+        # Hard links, or copies where there are none: rotation may remove the checkpoint before it is uploaded.
+        folder = Path(mkdtemp(prefix=f".{checkpoint.name}-hub-", dir=checkpoint.parent))
+        for file in checkpoint.iterdir():
+            try:
+                os.link(file, folder / file.name)
+            except OSError:
+                shutil.copy2(file, folder / file.name)
         self._pending.append(self.api.run_as_future(self._upload_checkpoint, folder, checkpoint.name))
 
     def _upload_checkpoint(self, folder: Path, name: str) -> None:
@@ -119,17 +125,6 @@ class HubRepository(TrainerCallback):
         self.api.upload_folder(
             repo_id=self.id, folder_path=folder, path_in_repo=path, commit_message=message, ignore_patterns=[*ignored]
         )
-
-
-def _linked(folder: Path) -> Path:
-    """Return a temporary folder beside `folder` with hard links to its files, or copies where there are no links."""
-    target = Path(mkdtemp(prefix=f".{folder.name}-hub-", dir=folder.parent))
-    for file in folder.iterdir():
-        try:
-            os.link(file, target / file.name)
-        except OSError:
-            shutil.copy2(file, target / file.name)
-    return target
 
 
 def _reason(error: Exception) -> str:

@@ -57,12 +57,21 @@ def data_identity(config: RunConfig, data: PreparedData, files: ModelFiles) -> d
         columns of reward functions), and the digests of other inputs by the key that names them; None: no such input.
     """
     sizes = {name: data.report["train"][name] for name in ("rows", "tokens", "trained_tokens")}
+    # The tokenizer's files and the chat template that is used instead of its own.
+    digest = hashlib.sha256()
+    folder = files.folder()
+    template = [] if config.chat_template_path is None else [Path(config.chat_template_path)]
+    for path in [folder / name for name in TOKENIZER_FILES] + template:
+        if path.is_file():
+            with open_bytes(path) as stream:
+                content = hashlib.file_digest(stream, "sha256")
+            digest.update(f"{path.name if path.parent == folder else ''} {content.hexdigest()}".encode())
     return {
         **sizes,
         "digest": digest_of_rows(data.train),
         "eval_dataset": None if data.eval is None else digest_of_rows(data.eval),
         "adapter_path": adapter_digest(Path(config.adapter_path)) if config.adapter_path else None,
-        "chat_template_path": _tokenizer_digest(files, config.chat_template_path),
+        "chat_template_path": digest.hexdigest(),
     }
 
 
@@ -117,18 +126,6 @@ def digests_of_models(
 
     Thread(target=read, daemon=True).start()
     return digests
-
-
-def _tokenizer_digest(files: ModelFiles, template: str | None) -> str:
-    """Return the SHA-256 of a tokenizer's files and of the chat template that is used instead of its own."""
-    digest = hashlib.sha256()
-    folder = files.folder()
-    for path in [folder / name for name in TOKENIZER_FILES] + ([] if template is None else [Path(template)]):
-        if path.is_file():
-            with open_bytes(path) as stream:
-                content = hashlib.file_digest(stream, "sha256")
-            digest.update(f"{path.name if path.parent == folder else ''} {content.hexdigest()}".encode())
-    return digest.hexdigest()
 
 
 @waiting("reading and tokenizing the data")

@@ -146,17 +146,13 @@ def _write_first(run: OpenRun) -> None:
             checkpoints.copy_best(output, checkpoint)
     run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
     write_text(output / RESOLVED_CONFIG, dump_config(run.prepared.config))
-    _write_given_config(output / GIVEN_CONFIG, run.prepared.written)
+    file = output / GIVEN_CONFIG  # one that a user wrote is not replaced
+    if not file.exists() or _is_generated(file):
+        command = one_line(f"halfbyte train {file} output_dir=NEW")
+        write_text(file, f"{HEADER} `{command}` does the same again.\n{dump_given(run.prepared.written)}")
     write_json(output / DATA_REPORT, run.prepared.data.report)
     write_memory(run, {})
     write_environment(run)
-
-
-def _write_given_config(file: Path, config: RunConfig) -> None:
-    """Write the given keys as a file for `halfbyte train`; a file that a user wrote is not replaced."""
-    if not file.exists() or _is_generated(file):
-        command = one_line(f"halfbyte train {file} output_dir=NEW")
-        write_text(file, f"{HEADER} `{command}` does the same again.\n{dump_given(config)}")
 
 
 def _is_generated(file: Path) -> bool:

@@ -38,7 +38,11 @@ class PipelineState:
         """Return the state dict that the optimizer of one process would have."""
         groups, state = self._groups(optimizer), optimizer.state_dict()
         local_names = [name for group in self._local_group_names(optimizer) for name in group]
-        states = self._gather_stages({local_names[index]: _on_cpu(values) for index, values in state["state"].items()})
+        local_states = {
+            local_names[index]: {name: x.cpu() if isinstance(x, Tensor) else x for name, x in values.items()}
+            for index, values in state["state"].items()
+        }
+        states = self._gather_stages(local_states)
         order = {name: index for index, name in enumerate(name for group in groups for name in group)}
         return {
             "state": {order[name]: values for name, values in sorted(states.items(), key=lambda item: order[item[0]])},
@@ -114,7 +118,3 @@ def scaling_state(scaling: DelayedScaling | None, pipeline: PipelineState | None
     if scaling is None:
         return None
     return pipeline.scaling(scaling.state_dict()) if pipeline else scaling.state_dict()
-
-
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -248,7 +248,11 @@ class LocalStages:
     @contextlib.contextmanager
     def installed(self, stage: int, x: Tensor | None) -> Iterator[Callable[[], Tensor]]:
         """Within the context, the model is one stage with input `x`; yields a function that returns its output."""
-        self._fill_cast_cache()
+        # Cast the adapters of all stages before the first forward, which would cache those of its stage only.
+        backbone = self.causal_lm.base_model
+        if is_bound(backbone):
+            with use_cast_cache(backbone):
+                pass
         layers = self._lists[stage]
         layer_range = self.stage_layers[stage]
         boundaries: list[Any] = []
@@ -267,13 +271,6 @@ class LocalStages:
             self._install(self.layers, self.embedding)
             for boundary in boundaries:
                 boundary.hidden = None
-
-    def _fill_cast_cache(self) -> None:
-        """Cast the adapters of all stages before the first forward, which would cache those of its stage only."""
-        backbone = self.causal_lm.base_model
-        if is_bound(backbone):
-            with use_cast_cache(backbone):
-                pass
 
 
 def _owner_of(model: nn.Module, target: nn.Module) -> tuple[nn.Module, str]:
