@@ -144,19 +144,6 @@ def factor_of(name: str) -> Literal["A", "B", "embedding"] | None:
     return "B" if LORA_B in name else "A" if LORA_A in name else None
 
 
-def _lora_options(adapter: Any) -> dict[str, Any]:
-    return {
-        "r": adapter.r,
-        "lora_alpha": _as_int(adapter.lora_alpha),
-        "lora_dropout": adapter.lora_dropout,
-        "use_rslora": adapter.use_rslora,
-        "use_dora": adapter.use_dora,
-        "rank_pattern": dict(adapter.rank_pattern),
-        "alpha_pattern": {name: _as_int(alpha) for name, alpha in adapter.alpha_pattern.items()},
-        "init_lora_weights": adapter.init_lora_weights,
-    }
-
-
 def _as_int(alpha: float) -> float:
     """Write 16.0 as 16 in adapter_config.json, as other tools do; PEFT annotates int and accepts a float."""
     return int(alpha) if float(alpha).is_integer() else alpha
@@ -190,7 +177,16 @@ def _lora_factors(layer: Any) -> Factors | None:
 LORA = AdapterKind(
     name="LoRA",
     peft_type="LORA",
-    options=_lora_options,
+    options=lambda adapter: {
+        "r": adapter.r,
+        "lora_alpha": _as_int(adapter.lora_alpha),
+        "lora_dropout": adapter.lora_dropout,
+        "use_rslora": adapter.use_rslora,
+        "use_dora": adapter.use_dora,
+        "rank_pattern": dict(adapter.rank_pattern),
+        "alpha_pattern": {name: _as_int(alpha) for name, alpha in adapter.alpha_pattern.items()},
+        "init_lora_weights": adapter.init_lora_weights,
+    },
     tensors=re.compile(r"(?P<module>.+)\.lora_(?P<factor>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?"),
     keys=(
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),

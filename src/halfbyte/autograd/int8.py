@@ -76,11 +76,11 @@ class _Int8Linear(torch.autograd.Function):
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("int8_linear(Tensor input, Tensor codes, Tensor absmax, Tensor? bias, float threshold) -> Tensor")
 _library.impl("int8_linear", _forward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("halfbyte::int8_linear", lib=_library)
-def _(input, codes, absmax, bias, threshold):
-    return input.new_empty((*input.shape[:-1], codes.shape[0]))
+torch.library.register_fake(
+    "halfbyte::int8_linear",
+    lambda input, codes, absmax, bias, threshold: input.new_empty((*input.shape[:-1], codes.shape[0])),
+    lib=_library,
+)
 
 
 def _setup_context(ctx, inputs, output):

@@ -126,38 +126,38 @@ def _dequantize(tensors: list[Tensor], spec: str, shape: list[int], dtype: torch
     return format_.values(named, tuple(shape), dtype)
 
 
-def _quantized_linear(input, tensors, bias, spec, shape):
-    return linear(input, _dequantize(tensors, spec, shape, input.dtype), bias)
-
-
-def _quantized_product(input, tensors, bias, spec, shape):
-    return _product(input, *_named(tensors, spec, shape), tuple(shape), bias)
-
-
-def _quantized_linear_dx(grad, tensors, spec, shape):
-    return linear(grad, _dequantize(tensors, spec, shape, grad.dtype).t())
-
-
-_library.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
-_library.impl("quantized_product", _quantized_product, "CompositeExplicitAutograd")
-_library.impl("quantized_linear_dx", _quantized_linear_dx, "CompositeExplicitAutograd")
+_library.impl(
+    "quantized_linear",
+    lambda input, tensors, bias, spec, shape: linear(input, _dequantize(tensors, spec, shape, input.dtype), bias),
+    "CompositeExplicitAutograd",
+)
+_library.impl(
+    "quantized_product",
+    lambda input, tensors, bias, spec, shape: _product(input, *_named(tensors, spec, shape), tuple(shape), bias),
+    "CompositeExplicitAutograd",
+)
+_library.impl(
+    "quantized_linear_dx",
+    lambda grad, tensors, spec, shape: linear(grad, _dequantize(tensors, spec, shape, grad.dtype).t()),
+    "CompositeExplicitAutograd",
+)
 _library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("halfbyte::quantized_product", lib=_library)
-@torch.library.register_fake("halfbyte::quantized_linear", lib=_library)
-def _(input, tensors, bias, spec, shape):
-    return input.new_empty((*input.shape[:-1], shape[0]))
-
-
-@torch.library.register_fake("halfbyte::quantized_linear_dx", lib=_library)
-def _(grad, tensors, spec, shape):
-    return grad.new_empty((*grad.shape[:-1], shape[1]))
-
-
-@torch.library.register_fake("halfbyte::dequantize", lib=_library)
-def _(tensors, spec, shape, dtype):
-    return tensors[0].new_empty(shape, dtype=dtype)
+for _name in ("quantized_linear", "quantized_product"):
+    torch.library.register_fake(
+        f"halfbyte::{_name}",
+        lambda input, tensors, bias, spec, shape: input.new_empty((*input.shape[:-1], shape[0])),
+        lib=_library,
+    )
+torch.library.register_fake(
+    "halfbyte::quantized_linear_dx",
+    lambda grad, tensors, spec, shape: grad.new_empty((*grad.shape[:-1], shape[1])),
+    lib=_library,
+)
+torch.library.register_fake(
+    "halfbyte::dequantize", lambda tensors, spec, shape, dtype: tensors[0].new_empty(shape, dtype=dtype), lib=_library
+)
 
 
 def _setup_context(ctx, inputs, output):

@@ -1,4 +1,4 @@
-"""What halfbyte does with a model besides storing its weights: fused training, decoding, packing, GGUF.
+"""Facts about a model besides the storage of its weights: fused training, decoding, packing, GGUF.
 
 The facts hold for the model's own config, so they are found by trying them on a tiny model of it, without weights.
 """

@@ -63,11 +63,7 @@ def _bound_gemm(linear: PlainLinear, plain: _LinearWeights) -> Callable[..., Ten
     if isinstance(weight, QuantizedTensor):
         shape = linear.out_features, linear.in_features
         return partial(weight.format.linear_with_term, parts=weight.parts, shape=shape, bias=bias)
-    return partial(_linear_plus, weight=weight, bias=bias)
-
-
-def _linear_plus(x: Tensor, weight: Tensor, bias: Tensor | None, term: tuple[Tensor, Tensor] | None) -> Tensor:
-    return add_term(linear_rows(x, weight, bias), term)
+    return lambda x, term: add_term(linear_rows(x, weight, bias), term)
 
 
 def _weight4(linear: PlainLinear, plain: _LinearWeights) -> Weight4 | None:

@@ -137,7 +137,8 @@ class Offload:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._host = _Slabs(self.stream.synchronize)
-        weakref.finalize(self, _unpin_slabs, self._host.slabs)
+        slabs = self._host.slabs
+        weakref.finalize(self, lambda: HOST.unpin([slab.memory for slab in slabs]))
         self._outgoing: deque[_Offloaded] = deque()  # being copied to the host; hold their device memory
         self._offloaded: dict[int, weakref.ref[_Offloaded]] = {}  # not unpacked yet, oldest first
         self._numbers = itertools.count()
@@ -247,10 +248,6 @@ def _free_device_memory(last: _Copy) -> None:
     """Free a copy's device memory after the copy, in order of the stream that allocated it."""
     last.compute.wait_event(last.copied)
     last.device = None
-
-
-def _unpin_slabs(slabs: list[_Slab]) -> None:
-    HOST.unpin([slab.memory for slab in slabs])
 
 
 def _flat(tensor: Tensor) -> Tensor | None:

@@ -150,12 +150,8 @@ def _recompute_norm(
     """Inside the context, functions that save `normed` save the residual stream instead, if the norm is patched."""
     if store is None or not torch.is_grad_enabled() or norm is None or not is_bound(norm):
         return contextlib.nullcontext()
-    return recompute_from(normed, residual.detach(), partial(_apply_norm, norm), store)
-
-
-def _apply_norm(norm: Any, x: Tensor) -> Tensor:
-    """Apply a patched norm without its hooks."""
-    return (layer_norm_forward if _family(norm).layer_norm else norm_forward)(norm, x)
+    forward = layer_norm_forward if _family(norm).layer_norm else norm_forward  # without its hooks
+    return recompute_from(normed, residual.detach(), partial(forward, norm), store)
 
 
 def attention_forward(

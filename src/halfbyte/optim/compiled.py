@@ -76,16 +76,7 @@ def opaque_step(
         optimizer.all_parameters.forget()  # copies, whose memory is freed after the graph
 
 
-@opaque_step.register_fake
-def _(
-    number: int,
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    factor: Tensor | None,
-    scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    pass
+opaque_step.register_fake(lambda number, weights, gradients, factor, scale, found_inf: None)
 
 
 @torch.library.custom_op("halfbyte::optimizer_clip", mutates_args=(), tags=_TAGS)

@@ -1,4 +1,4 @@
-"""What a run shows: report.html, the model card, and lines on the terminal.
+"""Reports of a run: report.html, the model card, and lines on the terminal.
 
 run.py       reads the files of a run folder, missing or damaged ones too, and derives figures from them
 plots.py     curves and histograms as inline SVG in the page's colours

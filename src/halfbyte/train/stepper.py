@@ -1,4 +1,4 @@
-"""What CUDA graphs and pipelines replace in a training step, and the numbers that a step's micro-batches share.
+"""Steppers: the steps that CUDA graphs and pipelines replace, and the numbers that a step's micro-batches share.
 
 `TrainingLoop.train_step` runs a step eagerly, unless its stepper does: `GraphedStepper` replays forwards, backwards and
 the optimizer as CUDA graphs, and `train.pipeline_stepper.PipelinedStepper` runs them through the stages of a model.

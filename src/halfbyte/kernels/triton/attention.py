@@ -382,10 +382,6 @@ def _forward_obstacle(query: Tensor, *operands: Any, prompts: Spans | None = Non
     return obstacle(query)
 
 
-def _backward_obstacle(dout: Tensor, *_: Any, **__: Any) -> str | None:
-    return obstacle(dout)
-
-
 @attention.kernel("cuda", "xpu", unless=_forward_obstacle)
 def forward(
     query: Tensor, key: Tensor, value: Tensor, documents: Spans, scores: Scores, sinks: Tensor | None = None,
@@ -405,7 +401,7 @@ def forward(
     return out, logsumexp
 
 
-@attention_backward.kernel("cuda", "xpu", unless=_backward_obstacle)
+@attention_backward.kernel("cuda", "xpu", unless=lambda dout, *_, **__: obstacle(dout))
 def backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, documents: Spans,
     scores: Scores, sinks: Tensor | None = None, prompts: Spans | None = None,

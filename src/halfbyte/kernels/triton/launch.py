@@ -130,7 +130,8 @@ class Launcher:
             compiled = self.function.warmup(*tensors, *numbers, *constants, grid=grid, **options)
             compiled.run  # noqa: B018  (loads the kernel, which fails if the device lacks resources)
         except (TritonError, RuntimeError) as error:  # from Triton, its passes, ptxas or the driver
-            if _in_capture(tensors[0]) and not isinstance(error, TritonError):
+            in_capture = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+            if in_capture and not isinstance(error, TritonError):
                 raise  # may be caused by the capture and says nothing about the kernel
             self._refused[variant] = f"it does not run on {device_of(tensors[0]).name}: {_reason(error)}"
             raise Unavailable(self._refused[variant]) from error
@@ -140,10 +141,6 @@ class Launcher:
 def _reason(error: Exception) -> str:
     told = getattr(error, "error_message", None) or str(error.__cause__ or error)  # else the kernel's source
     return next((line for line in told.splitlines() if line.strip()), type(error).__name__).strip()
-
-
-def _in_capture(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _run(compiled: Any, programs: int, device: int, addresses: list[int], arguments: tuple) -> None:
