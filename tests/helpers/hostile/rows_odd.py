@@ -143,7 +143,7 @@ MACHINES = [
          fix="ulimit -f", wishes={"limits": {"RLIMIT_FSIZE": 20_000}}),
     Case("+ train tells a full disk", "train run.yaml", code=(0, 1), wishes={"full": [1]}, after=RAN_OUT),
     Case("+ standard error is closed", "check run.yaml seed=x", wishes={"closed": [2]}),
-    Case("+ files of 20 kB at most", "train run.yaml", says="out", after=RAN_OUT, wishes={"limits": {
+    Case("+ files of 20 kB at most", "train run.yaml", says="out", wishes={"limits": {
          "RLIMIT_FSIZE": 20_000}}),
     good("+ a terminal of 1 column", "train run.yaml", wishes={"columns": 1}, after=RAN_OUT),
 ]  # fmt: skip
