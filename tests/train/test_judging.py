@@ -45,7 +45,7 @@ def judges(place, tmp_path_factory):
     steps = [{"prompt": row["prompt"], "completions": [" it is", " 3?"], "labels": [True, False]} for row in rows]
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     keys = {"model_name_or_path": str(folder / "model"), "device": "cpu", "dtype": "float32", "load_in_4bit": False}
-    keys |= {"max_length": 96, "r": 4, "learning_rate": 2e-2, "sample_prompts": 0, "max_steps": 2, "warmup_steps": 0}
+    keys |= {"max_length": 96, "r": 4, "learning_rate": 2e-2, "sample_prompts": 0, "max_steps": 5, "warmup_steps": 0}
     for name, method, data in (("answers", "reward", "pairs"), ("steps", "prm", "steps")):
         train(load_config(None, keys | {"method": method, "dataset": str(folder / f"{data}.jsonl"),
                                         "output_dir": str(folder / name)}))  # fmt: skip
