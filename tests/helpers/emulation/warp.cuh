@@ -114,6 +114,9 @@ template <typename T> void opaque(T &) {}
 u32 choose(u32 mask, u32 yes, u32 no) { return yes & mask | no & ~mask; }
 u32 __funnelshift_l(u32 low, u32 high, u32 shift) { return high << shift | (shift ? low >> (32 - shift) : 0); }
 uint4 from_global(const void *pointer) { return *(const uint4 *)pointer; }
+template <typename T> T read_once(const void *pointer) { return *(const T *)pointer; }
+template <typename T> T read_again(const void *pointer) { return *(const T *)pointer; }
+u32 uniform(u32 value) { return value; }
 void store(void *pointer, uint4 value) { *(uint4 *)pointer = value; }
 constexpr u32 RESERVED = 1024; /* bytes of shared memory before a block's own */
 u32 address(const void *pointer) { return RESERVED + (u32)((const u8 *)pointer - memory.data()); }

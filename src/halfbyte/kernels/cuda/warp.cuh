@@ -35,6 +35,44 @@ __device__ __forceinline__ uint4 from_global(const void *pointer) {
     return v;
 }
 
+/* Load global memory that no kernel writes meanwhile: weights, which are read once and are not kept in the L1 cache, or
+what is read again. The compiler does not move these loads towards their uses. */
+template <typename T> __device__ __forceinline__ T read_once(const void *pointer);
+template <> __device__ __forceinline__ uint4 read_once<uint4>(const void *pointer) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+    return v;
+}
+template <> __device__ __forceinline__ uint2 read_once<uint2>(const void *pointer) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+    return v;
+}
+template <typename T> __device__ __forceinline__ T read_again(const void *pointer);
+template <> __device__ __forceinline__ uint2 read_again<uint2>(const void *pointer) {
+    uint2 v;
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+    return v;
+}
+template <> __device__ __forceinline__ u32 read_again<u32>(const void *pointer) {
+    u32 word;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"(pointer));
+    return word;
+}
+template <> __device__ __forceinline__ float read_again<float>(const void *pointer) {
+    return __uint_as_float(read_again<u32>(pointer));
+}
+template <> __device__ __forceinline__ u8 read_again<u8>(const void *pointer) {
+    u32 byte;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(byte) : "l"(pointer));
+    return (u8)byte;
+}
+
+/* The value of a warp's first lane, for values that are equal in all lanes: the compiler then computes them once. */
+__device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(0xffffffff, value, 0); }
+
 /* Store 16 bytes to global memory, evict-first. */
 __device__ __forceinline__ void store(void *pointer, uint4 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
@@ -157,9 +195,12 @@ template <int COUNT> __device__ __forceinline__ void group_sync(u32 group) {
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(COUNT) : "memory");
 }
 
-/* Let the stream's next kernel start (it waits here in turn), and wait until the previous one has finished. */
+/* Let the stream's next kernel start (it waits here in turn), and wait until the previous one has finished. Before
+Hopper, kernels start when the previous one has finished. */
 __device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 /* `value` of the lane whose number differs in the bits of `mask`. */
