@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from .codebooks import constant
+from .linear import linear_rows
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GAPS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 1.0)  # distance to the next magnitude; the last one is not used
@@ -118,3 +119,22 @@ def dequantize_e2m1(
     values = torch.nn.functional.embedding(packed.int(), _pairs(packed.device))
     values = values.view(rows, columns, tile[1]).mul_(step.unsqueeze(2)).view(rows, columns * tile[1])
     return values[:, :width].to(dtype).contiguous()
+
+
+@op("cuda.few_rows")
+def linear_e2m1(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor | None, tile: tuple[int, int], bias: Tensor | None
+) -> Tensor:
+    """`F.linear` of rows with a packed weight; no gradient.
+
+    Kernels may sum in another order, and multiply sums by the factor where the reference rounds weights to x's dtype.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        packed, scales, factor, tile: as in `dequantize_e2m1`, of a matrix.
+        bias: [N] in x's dtype, or None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    return linear_rows(x, dequantize_e2m1(packed, scales, factor, tile, x.shape[1], x.dtype), bias)

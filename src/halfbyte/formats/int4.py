@@ -51,6 +51,7 @@ from .base import (
     register_format,
     split_parts,
 )
+from .linear import linear_rows
 
 PACK = 8  # codes per word
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit position of each of eight neighbours
@@ -97,6 +98,33 @@ def dequantize_int4(
         group = group_index.long()
         values = (codes - zeros[group]) * factors[group]
     return values.t().to(dtype).contiguous()
+
+
+@op("cuda.few_rows")
+def linear_int4(
+    x: Tensor,
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    group_index: Tensor | None,
+    awq: bool,
+    zero_shift: int,
+    bias: Tensor | None,
+) -> Tensor:
+    """`F.linear` of rows with a packed weight; no gradient.
+
+    Kernels may sum in another order, and scale sums in fp32 where the reference rounds weights to x's dtype.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        qweight, qzeros, scales, group_index, awq, zero_shift: as in `dequantize_int4`.
+        bias: [N] in x's dtype, or None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    weight = dequantize_int4(qweight, qzeros, scales, group_index, awq, zero_shift, x.dtype)
+    return linear_rows(x, weight, bias)
 
 
 ENTRIES = {"qweight": "../qweight", "qzeros": "../qzeros", "scales": "../scales", "g_idx": "../g_idx"}
@@ -164,6 +192,10 @@ class Int4(Format):
         return dequantize_int4(
             parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), self.awq, self.zero_shift, dtype
         )
+
+    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx")
+        return linear_int4(x, *stored, self.awq, self.zero_shift, bias)
 
     def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         first = pieces[0]

@@ -34,7 +34,7 @@ from .base import (
     rows_and_columns,
     split_parts,
 )
-from .e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, pack_e2m1
+from .e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, linear_e2m1, pack_e2m1
 from .nvfp4 import SCALE
 
 BLOCK, NAN = 32, 0xFF
@@ -86,6 +86,9 @@ class Mxfp4(Format):
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         width = rows_and_columns(shape)[1]
         return dequantize_e2m1(parts["packed"], parts["scale"], None, (1, BLOCK), width, dtype).view(shape)
+
+    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        return linear_e2m1(x, parts["packed"], parts["scale"], None, (1, BLOCK), bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_e2m1(parts["packed"][rows], parts["scale"][rows], None, (1, BLOCK), shape[1], dtype)

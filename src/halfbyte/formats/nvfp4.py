@@ -63,6 +63,7 @@ from .e2m1 import (
     encode_e2m1,
     encode_e2m1_stochastic,
     encode_e4m3,
+    linear_e2m1,
     pack_e2m1,
 )
 
@@ -228,6 +229,9 @@ class Nvfp4(Format):
         width = rows_and_columns(shape)[1]
         values = dequantize_e2m1(parts["packed"], parts["scale"], parts["factor"], self.tile, width, dtype)
         return values.view(shape)
+
+    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        return linear_e2m1(x, parts["packed"], parts["scale"], parts["factor"], self.tile, bias)
 
     def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor | None:
         if shape[1] % self.tile[0]:  # the last tile of each matrix is partial

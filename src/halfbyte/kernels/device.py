@@ -18,6 +18,7 @@ from torch import Tensor
 from ..dispatch import Unavailable
 
 RESERVED_SHARED_BYTES = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
+AMPERE = (8, 0)  # first compute capability with mma.m16n8k16, bf16 and asynchronous copies
 HOPPER = (9, 0)  # first compute capability with griddepcontrol and with this much shared memory per block:
 HOPPER_SHARED_BYTES = 232448
 NEEDS_HOPPER = "needs a Hopper GPU or newer"
@@ -86,6 +87,13 @@ def device_of(tensor: Tensor) -> Device:
 def device_at(index: int) -> Device:
     """The device that torch.cuda calls `index`."""
     return _assumed or _properties(torch.device("cuda", index))
+
+
+def architecture_of(index: int) -> tuple[int, int]:
+    """Compute capability that kernels are compiled for: where another device is assumed, that of the one present."""
+    if _assumed is not None and not torch.cuda.is_available():
+        return _assumed.capability
+    return torch.cuda.get_device_capability(index)
 
 
 def multiprocessors_of(index: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...dispatch import Unavailable
-from ..device import device_at
+from ..device import HOPPER, device_at
 from .nvrtc import Image, cubin
 
 __all__ = ["Image", "Kernel", "cubin", "remembered"]
@@ -87,6 +87,7 @@ class Kernel:
                 f"{device.shared_bytes / 1024:.0f}"
             )
         self._driver, self._shared = _driver(), shared_bytes
+        self._overlaps = device.at_least(HOPPER)
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         try:
             self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image.code))
@@ -100,7 +101,7 @@ class Kernel:
     def __call__(self, blocks: int, threads: int, arguments: Sequence[Any], together: bool = False) -> None:
         """Launch on torch's current stream; `arguments` are ctypes values of the C parameters' types.
 
-        The kernel may start while the previous one on the stream still runs, if that one permits it
+        From Hopper on, the kernel may start while the previous one on the stream still runs, if that one permits it
         (griddepcontrol.launch_dependents). It must then execute griddepcontrol.wait before it accesses memory of other
         kernels. With `together` it starts after the previous kernel, and all its blocks run concurrently, so that they
         can synchronise with each other.
@@ -111,7 +112,8 @@ class Kernel:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(argument) for argument in arguments])
         attribute = _Attribute(id=COOPERATIVE if together else PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        config = _Config(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(attribute), 1)
+        attributes = int(together or self._overlaps)
+        config = _Config(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(attribute), attributes)
         self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     def check_together(self, blocks: int, threads: int) -> None:

@@ -1,0 +1,138 @@
+"""Check products of few rows with 4-bit weights: `cuda/few_rows.cuh` on a CPU and on a GPU, and the formats' linears."""
+
+import pytest
+import torch
+
+from halfbyte.formats import named
+from halfbyte.formats.e2m1 import linear_e2m1
+from halfbyte.formats.int4 import Gptq, PackQuantized, linear_int4
+from tests.helpers import linear_cases
+from tests.helpers.emulated import emulate, needs_compiler
+
+pytest.importorskip("triton")
+from halfbyte.kernels.cuda import few_rows
+from halfbyte.kernels.cuda.few_rows import Blocks
+from halfbyte.kernels.device import KNOWN, assumed
+
+BF16, FP16 = torch.bfloat16, torch.float16
+RUN = """
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out,
+                    u32 *batch) {
+    launch(blocks, threads, bytes, [&] { NAME(*w, *x, *bias, *out, *batch); });
+}
+"""
+SOURCES = {name: RUN.replace("NAME", name) for name in ("few_rows4", "few_rows_e2m1", "few_rows_int4")}
+DEVICES = [pytest.param("cpu", marks=needs_compiler), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        emulate(few_rows, monkeypatch, SOURCES)
+    return request.param
+
+
+def int4_weight(rows, columns, group, dtype, device):
+    """Random parts of an int4 weight of `rows` outputs: qweight, qzeros, scales."""
+    words = torch.iinfo(torch.int32)
+    qweight = torch.randint(words.min, words.max, (columns // 8, rows), dtype=torch.int32)
+    qzeros = torch.randint(words.min, words.max, (columns // group, rows // 8), dtype=torch.int32)
+    scales = (torch.rand(columns // group, rows) * 0.01 + 0.001).to(dtype)
+    return [tensor.to(device) for tensor in (qweight, qzeros, scales)]
+
+
+def compare(out, exact, dtype):
+    """Compare with the product in fp64, up to rounding of the weights and of the result to `dtype`."""
+    assert out.dtype is dtype
+    assert (out.double() - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()
+
+
+PAIRS = Blocks(2, 1, 4)  # two tiles at a time
+
+
+@pytest.mark.parametrize(
+    ("group", "scale_dtype", "shift", "batch", "dtype", "blocks"),
+    [(32, FP16, 1, 1, BF16, None), (64, BF16, 0, 11, FP16, PAIRS), (128, FP16, 1, 37, BF16, None),
+     (1280, FP16, 0, 5, BF16, PAIRS)],
+)  # fmt: skip
+def test_int4_equals_the_reference(group, scale_dtype, shift, batch, dtype, blocks, device):
+    rows, columns = 112, 1280
+    weight = int4_weight(rows, columns, group, scale_dtype, device)
+    x = torch.randn(batch, columns, dtype=dtype, device=device)
+    bias = torch.randn(rows, dtype=dtype, device=device)
+    out = few_rows.few_rows_int4(x, *weight, None, False, shift, bias, blocks)
+    compare(out, linear_int4.reference(x.float(), *weight, None, False, shift, bias.float()).double(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch", "dtype", "blocks"),
+    [("nvfp4", 1, BF16, None), ("nvfp4-1d", 9, FP16, PAIRS), ("nvfp4-46", 8, FP16, None), ("mxfp4", 33, BF16, None)],
+)
+def test_e2m1_equals_the_reference(spec, batch, dtype, blocks, device):
+    format_, shape = named(spec), (80, 768)
+    parts = {name: part.to(device) for name, part in format_.quantize(torch.randn(shape) * 0.05).items()}
+    stored = parts["packed"], parts["scale"], parts.get("factor"), getattr(format_, "tile", (1, 32))
+    x = torch.randn(batch, shape[1], dtype=dtype, device=device)
+    out = few_rows.few_rows_e2m1(x, *stored, None, blocks)
+    compare(out, linear_e2m1.reference(x.float(), *stored, None).double(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nested", "batch", "dtype", "blocks"), [("nf4", True, 7, BF16, None), ("fp4", False, 16, FP16, PAIRS)]
+)
+def test_blockwise4_equals_the_reference(kind, nested, batch, dtype, blocks, device):
+    weight = linear_cases.arguments(96, 512, kind, nested=nested, device=device)
+
+    def linear(x, *arguments):
+        return few_rows.few_rows_blockwise4(x, *arguments, blocks=blocks)
+
+    linear_cases.check(linear, batch, weight, 512, dtype)
+
+
+@needs_compiler
+def test_extreme_scales_of_mxfp4(monkeypatch):
+    """Powers of two down to 2^-127, and products far from 1."""
+    emulate(few_rows, monkeypatch, SOURCES)
+    packed = torch.randint(0, 256, (32, 128), dtype=torch.uint8)
+    scales = torch.full((32, 8), 127, dtype=torch.uint8)
+    scales[0], scales[1], scales[2] = 0, 60, 200
+    x = torch.randn(2, 256, dtype=BF16)
+    out = few_rows.few_rows_e2m1(x, packed, scales, None, (1, 32), None)
+    exact = linear_e2m1.reference(x.float(), packed, scales, None, (1, 32), None)
+    torch.testing.assert_close(out[:, 1:].float(), exact[:, 1:], rtol=1e-2, atol=1e-2 * exact[:, 1].abs().max().item())
+    assert (out[:, 0].float() - exact[:, 0]).abs().max() < 2.0**-120
+
+
+def test_which_calls_are_refused():
+    int4 = int4_weight(64, 512, 128, FP16, "cpu")
+    x = torch.zeros(1, 512, dtype=BF16)
+
+    def obstacle(x=x, weight=int4, index=None, awq=False):
+        return few_rows.int4_obstacle(x, *weight, index, awq, 1, None)
+
+    with assumed(KNOWN["rtx3090"]):
+        assert obstacle() is None
+        assert obstacle(x.expand(49, -1))
+        assert obstacle(x.float())
+        assert obstacle(index=torch.zeros(512, dtype=torch.int32))
+        assert obstacle(awq=True)
+        assert obstacle(weight=int4_weight(24, 512, 128, FP16, "cpu"))
+        assert obstacle(weight=int4_weight(64, 512, 128, torch.float32, "cpu"))
+        assert obstacle(torch.zeros(1, 384, dtype=BF16), int4_weight(64, 384, 128, FP16, "cpu"))
+    with assumed(KNOWN["t4"]):
+        assert obstacle()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format_", [Gptq(128), PackQuantized(64, "bfloat16")])
+def test_the_linear_of_a_format_runs_on_the_kernel(format_, monkeypatch):
+    calls = []
+    launch = few_rows._launch
+    monkeypatch.setattr(few_rows, "_launch", lambda *args, **keys: calls.append(args[0]) or launch(*args, **keys))
+    scale_dtype = getattr(torch, format_.scale_dtype)
+    weight = int4_weight(256, 512, format_.group_size, scale_dtype, "cuda")
+    parts = dict(zip(("qweight", "qzeros", "scales"), weight, strict=True))
+    x = torch.randn(3, 512, dtype=BF16, device="cuda")
+    out = format_.linear(x, parts, (256, 512), None)
+    compare(out, x.double() @ format_.dequantize(parts, (256, 512), torch.float32).double().T, BF16)
+    assert calls == ["few_rows_int4"]
