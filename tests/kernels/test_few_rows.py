@@ -1,4 +1,4 @@
-"""Check products of few rows with 4-bit weights: `cuda/few_rows.cuh` on a CPU and on a GPU, and the formats' linears."""
+"""Check products of few rows with 4-bit weights: `cuda/few_rows.cuh`, on a CPU and on a GPU, and formats that use it."""
 
 import pytest
 import torch
