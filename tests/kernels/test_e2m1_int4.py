@@ -58,15 +58,14 @@ def test_stacked_matrices(tile, width):
 
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["runs", "indexed"])
-@pytest.mark.parametrize(("awq", "zero_shift"), [(True, 0), (False, 0), (False, 1)], ids=["awq", "gptq_v2", "gptq"])
+@pytest.mark.parametrize("zero_shift", [0, 1])
 @pytest.mark.parametrize(("inputs", "outputs", "groups"), [(8, 8, 1), (72, 40, 3), (128, 136, 4)])
-def test_int4(inputs, outputs, groups, awq, zero_shift, indexed):
-    shape = (inputs, outputs // 8) if awq else (inputs // 8, outputs)
-    qweight = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+def test_int4(inputs, outputs, groups, zero_shift, indexed):
+    qweight = torch.randint(-(2**31), 2**31 - 1, (inputs // 8, outputs), dtype=torch.int32)
     qzeros = torch.randint(-(2**31), 2**31 - 1, (groups, outputs // 8), dtype=torch.int32)
     scales = (torch.rand(groups, outputs) * 0.1).half()
     index = torch.randint(0, groups, (inputs,), dtype=torch.int32) if indexed else None
-    arguments = (qweight, qzeros, scales, index, awq, zero_shift)
+    arguments = (qweight, qzeros, scales, index, zero_shift)
     same_as_reference(int4_kernel, dequantize_int4.reference, arguments)
 
 

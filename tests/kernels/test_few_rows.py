@@ -1,4 +1,4 @@
-"""Check products of few rows with 4-bit weights: `cuda/few_rows.cuh`, on a CPU and on a GPU, and formats that use it."""
+"""Check products of few rows with 4-bit weights, on a CPU and on a GPU, and the formats that use them."""
 
 import pytest
 import torch
@@ -60,8 +60,8 @@ def test_int4_equals_the_reference(group, scale_dtype, shift, batch, dtype, bloc
     weight = int4_weight(rows, columns, group, scale_dtype, device)
     x = torch.randn(batch, columns, dtype=dtype, device=device)
     bias = torch.randn(rows, dtype=dtype, device=device)
-    out = few_rows.few_rows_int4(x, *weight, None, False, shift, bias, blocks)
-    compare(out, linear_int4.reference(x.float(), *weight, None, False, shift, bias.float()).double(), dtype)
+    out = few_rows.few_rows_int4(x, *weight, None, shift, bias, blocks)
+    compare(out, linear_int4.reference(x.float(), *weight, None, shift, bias.float()).double(), dtype)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +107,14 @@ def test_which_calls_are_refused():
     int4 = int4_weight(64, 512, 128, FP16, "cpu")
     x = torch.zeros(1, 512, dtype=BF16)
 
-    def obstacle(x=x, weight=int4, index=None, awq=False):
-        return few_rows.int4_obstacle(x, *weight, index, awq, 1, None)
+    def obstacle(x=x, weight=int4, index=None):
+        return few_rows.int4_obstacle(x, *weight, index, 1, None)
 
     with assumed(KNOWN["rtx3090"]):
         assert obstacle() is None
         assert obstacle(x.expand(49, -1))
         assert obstacle(x.float())
         assert obstacle(index=torch.zeros(512, dtype=torch.int32))
-        assert obstacle(awq=True)
         assert obstacle(weight=int4_weight(24, 512, 128, FP16, "cpu"))
         assert obstacle(weight=int4_weight(64, 512, 128, torch.float32, "cpu"))
         assert obstacle(torch.zeros(1, 384, dtype=BF16), int4_weight(64, 384, 128, FP16, "cpu"))

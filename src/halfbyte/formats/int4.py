@@ -2,20 +2,20 @@
 
     value[n, k] = (code − zero[group(k), n]) · scale[group(k), n]
 
-Eight codes share an int32. GPTQ packs eight neighbours of a column, lowest bits first; AWQ packs eight neighbours of a
-row in the order 0, 2, 4, 6, 1, 3, 5, 7 (AutoAWQ's "gemm" version). Zeros are packed along a row, in the same order as
-the codes (AWQ) or in sequence (GPTQ). The product of a 5-bit integer and a 16-bit scale is exact in fp32 and rounded
-once; in fp16 this equals the multiplication of the published readers.
+Eight codes share an int32, those of eight neighbouring inputs; eight zeros, those of neighbouring outputs. The product
+of a 5-bit integer and a 16-bit scale is exact in fp32 and rounded once; in fp16 this equals the multiplication of the
+published readers.
 
-A module whose parameter `weight` has K inputs and N outputs in G groups has these entries:
+A module whose parameter `weight` has K inputs and N outputs in G groups has these parts, which are GPTQ's entries:
 
-    qweight  int32 [K/8, N] (GPTQ) or [K, N/8] (AWQ)
+    qweight  int32 [K/8, N]
     qzeros   int32 [G, N/8]
     scales   fp16 or bf16 [G, N]
-    g_idx    int32 [K], the group of each input: GPTQ only; in any order after quantization with `desc_act`
+    g_idx    int32 [K], the group of each input; in any order after quantization with `desc_act`
 
-GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores the zeros. The "pack-quantized" layout
-of compressed-tensors is the transpose of gptq_v2:
+GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores the zeros. AWQ stores qweight as
+[K, N/8]: a word has eight neighbouring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, like its zeros (AutoAWQ's "gemm"
+version). The "pack-quantized" layout of compressed-tensors is the transpose of gptq_v2:
 
     weight_packed      int32 [N, K/8], codes plus 8
     weight_zero_point  int32 [N/8, G], zeros plus 8; none where all zeros are 0
@@ -54,13 +54,12 @@ from .base import (
 from .linear import linear_rows
 
 PACK = 8  # codes per word
-AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit position of each of eight neighbours
-SHIFTS = (0, 4, 8, 12, 16, 20, 24, 28)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight neighbours in a word
 
 
-def _unpack(words: Tensor, shifts: tuple[int, ...], dim: int) -> Tensor:
-    """Unpack to int32 codes; `dim` of `words` grows eightfold."""
-    codes = [(words >> shift) & 15 for shift in shifts]
+def _unpack(words: Tensor, dim: int) -> Tensor:
+    """Unpack to int32 codes, lowest bits first; `dim` of `words` grows eightfold."""
+    codes = [(words >> shift) & 15 for shift in range(0, 32, 4)]
     return torch.stack(codes, dim=dim + 1).flatten(dim, dim + 1)
 
 
@@ -70,26 +69,23 @@ def dequantize_int4(
     qzeros: Tensor,
     scales: Tensor,
     group_index: Tensor | None,
-    awq: bool,
     zero_shift: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """Dequantize a packed matrix with K inputs and N outputs.
 
     Args:
-        qweight: int32 [K/8, N] (GPTQ) or [K, N/8] (AWQ).
+        qweight: int32 [K/8, N].
         qzeros: int32 [G, N/8].
         scales: [G, N], a 16- or 32-bit float.
         group_index: int32 [K], the group of each input; None: G groups of equal length.
-        awq: AWQ's order of codes.
         zero_shift: added to a stored zero, modulo 16.
 
     Returns:
         `dtype` [N, K], rounded once from fp32.
     """
-    shifts = AWQ_SHIFTS if awq else SHIFTS
-    codes = _unpack(qweight, shifts, 1 if awq else 0)
-    zeros = (_unpack(qzeros, shifts, 1) + zero_shift) & 15
+    codes = _unpack(qweight, 0)
+    zeros = (_unpack(qzeros, 1) + zero_shift) & 15
     factors = scales.float()
     if group_index is None:
         runs = codes.view(len(scales), -1, codes.shape[1])
@@ -107,7 +103,6 @@ def linear_int4(
     qzeros: Tensor,
     scales: Tensor,
     group_index: Tensor | None,
-    awq: bool,
     zero_shift: int,
     bias: Tensor | None,
 ) -> Tensor:
@@ -117,13 +112,13 @@ def linear_int4(
 
     Args:
         x: [M, K]; fp32, fp16 or bf16.
-        qweight, qzeros, scales, group_index, awq, zero_shift: as in `dequantize_int4`.
+        qweight, qzeros, scales, group_index, zero_shift: as in `dequantize_int4`.
         bias: [N] in x's dtype, or None.
 
     Returns:
         [M, N] in x's dtype.
     """
-    weight = dequantize_int4(qweight, qzeros, scales, group_index, awq, zero_shift, x.dtype)
+    weight = dequantize_int4(qweight, qzeros, scales, group_index, zero_shift, x.dtype)
     return linear_rows(x, weight, bias)
 
 
@@ -151,7 +146,6 @@ class Int4(Format):
     indexed: bool = False
 
     names: ClassVar[dict[str, str]] = {}
-    awq: ClassVar[bool] = False
     zero_shift: ClassVar[int] = 0
     entries: ClassVar[dict[str, str]] = ENTRIES  # part → suffix
 
@@ -174,9 +168,8 @@ class Int4(Format):
             raise ModelError(f"{self.name} stores matrices whose dimensions are multiples of 8, not {shape}")
         outputs, inputs = shape
         groups = -(-inputs // self.group_size)
-        packed = (inputs, outputs // PACK) if self.awq else (inputs // PACK, outputs)
         specs: PartSpecs = {
-            "qweight": (packed, torch.int32),
+            "qweight": ((inputs // PACK, outputs), torch.int32),
             "qzeros": ((groups, outputs // PACK), torch.int32),
             "scales": ((groups, outputs), getattr(torch, self.scale_dtype)),
         }
@@ -189,13 +182,12 @@ class Int4(Format):
         )
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return dequantize_int4(
-            parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), self.awq, self.zero_shift, dtype
-        )
+        stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx")
+        return dequantize_int4(*stored, self.zero_shift, dtype)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
         stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx")
-        return linear_int4(x, *stored, self.awq, self.zero_shift, bias)
+        return linear_int4(x, *stored, self.zero_shift, bias)
 
     def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         first = pieces[0]
@@ -275,8 +267,8 @@ class Int4(Format):
     @classmethod
     def _sizes(cls, stored: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
         """Shape of the weight and number of groups, from checkpoint entries by part."""
-        (groups, outputs), rows = stored["scales"].shape, stored["qweight"].shape[0]
-        return (outputs, rows if cls.awq else rows * PACK), groups
+        groups, outputs = stored["scales"].shape
+        return (outputs, stored["qweight"].shape[0] * PACK), groups
 
     def _stored_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         """Shape and dtype of each checkpoint entry, by part."""
@@ -300,6 +292,27 @@ def _check_config(entry: Mapping[str, Any], key: str, supported: str, default: s
     setting = str(entry.get(key) or default).lower()
     if setting != supported:
         raise CheckpointError(f"this {method} checkpoint has {key} {setting!r}", f"use one with {key} {supported!r}")
+
+
+def _exchanged(words: Tensor) -> Tensor:
+    """Transpose matrices of 8×8 codes: int32 [n, 8, m], where code j of word i becomes code i of word j."""
+    words = words.clone(memory_format=torch.contiguous_format)
+    for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+        low, high = words.unflatten(1, (-1, 2, distance)).unbind(2)
+        difference = ((low >> 4 * distance) ^ high) & mask
+        high ^= difference
+        low ^= difference << 4 * distance
+    return words
+
+
+def _reordered(words: Tensor, order: Sequence[int]) -> Tensor:
+    """Move code `order[i]` of every word to place i."""
+    codes = [((words >> 4 * place) & 15) << 4 * i for i, place in enumerate(order)]
+    return functools.reduce(torch.bitwise_or, codes)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _transposed(parts: Parts) -> dict[str, Tensor]:
@@ -343,7 +356,25 @@ class Awq(Int4):
     """AWQ int4 (arXiv:2306.00978), AutoAWQ's "gemm" version."""
 
     name: ClassVar[str] = "awq"
-    awq: ClassVar[bool] = True
+
+    def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+        outputs = parts["qweight"].view(-1, shape[0] // PACK, PACK)  # [K/8, N/8, 8]
+        qweight = _exchanged(outputs[:, :, _inverse(AWQ_ORDER)].transpose(1, 2)).flatten(0, 1)
+        qzeros = _reordered(parts["qzeros"], _inverse(AWQ_ORDER))
+        return super().to_state({**parts, "qweight": qweight, "qzeros": qzeros}, shape, dtype)
+
+    @classmethod
+    def _sizes(cls, stored: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
+        groups, outputs = stored["scales"].shape
+        return (outputs, stored["qweight"].shape[0]), groups
+
+    def _stored_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        return {**self.part_specs(shape), "qweight": ((shape[1], shape[0] // PACK), torch.int32)}
+
+    def _parts_from_stored(self, stored: Parts) -> dict[str, Tensor]:
+        outputs = _exchanged(stored["qweight"].unflatten(0, (-1, PACK)))  # [K/8, 8, N/8]
+        qweight = outputs[:, AWQ_ORDER].transpose(1, 2).flatten(1).contiguous()
+        return {**stored, "qweight": qweight, "qzeros": _reordered(stored["qzeros"], AWQ_ORDER)}
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:

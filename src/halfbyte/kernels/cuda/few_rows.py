@@ -165,12 +165,12 @@ def few_rows_e2m1(
 
 
 def int4_obstacle(
-    x: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, group_index: Tensor | None, awq: bool, *_: Any
+    x: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, group_index: Tensor | None, *_: Any
 ) -> str | None:
     groups, rows = scales.shape
     group = x.shape[1] // max(groups, 1)
-    if awq or group_index is not None:
-        return "needs GPTQ's order, and groups of consecutive columns"
+    if group_index is not None:
+        return "needs groups of consecutive columns"
     if scales.dtype is torch.float32:
         return "needs scales of 16 bits"
     if group not in (32, 64, 128) and group % UNIT:
@@ -180,8 +180,8 @@ def int4_obstacle(
 
 @linear_int4.kernel("cuda", unless=int4_obstacle)
 def few_rows_int4(
-    x: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, group_index: Tensor | None, awq: bool,
-    zero_shift: int, bias: Tensor | None, blocks: Blocks | None = None,
+    x: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, group_index: Tensor | None, zero_shift: int,
+    bias: Tensor | None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
     groups, rows = scales.shape
     weight = Int4Weight(*[tensor.data_ptr() for tensor in (qweight, qzeros, scales)], rows, x.shape[1])
