@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.formats import named
+from halfbyte.formats import from_spec, named
 from halfbyte.formats.e2m1 import linear_e2m1
 from halfbyte.formats.int4 import Gptq, PackQuantized, linear_int4
 from tests.helpers import linear_cases
@@ -21,7 +21,8 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x
     launch(blocks, threads, bytes, [&] { NAME(*w, *x, *bias, *out, *batch); });
 }
 """
-SOURCES = {name: RUN.replace("NAME", name) for name in ("few_rows4", "few_rows_e2m1", "few_rows_int4")}
+NAMES = ("few_rows4", "few_rows_e2m1", "few_rows_int4", "few_rows_planes")
+SOURCES = {name: RUN.replace("NAME", name) for name in NAMES}
 DEVICES = [pytest.param("cpu", marks=needs_compiler), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -87,6 +88,27 @@ def test_blockwise4_equals_the_reference(kind, nested, batch, dtype, blocks, dev
         return few_rows.few_rows_blockwise4(x, *arguments, blocks=blocks)
 
     linear_cases.check(linear, batch, weight, 512, dtype)
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch", "dtype", "blocks"),
+    [("kbit:2:nf", 1, BF16, None), ("kbit:3:bnf", 9, FP16, None), ("kbit:4:fitted", 3, BF16, PAIRS),
+     ("kbit:5:nf", 2, FP16, None), ("hqq:2:256", 1, BF16, None), ("hqq:3:32", 4, BF16, PAIRS),
+     ("hqq:4:64", 17, BF16, None), ("hqq:8:128", 1, BF16, None)],
+)  # fmt: skip
+def test_bit_planes_equal_the_reference(spec, batch, dtype, blocks, device):
+    format_, shape = from_spec(spec), (80, 768)
+    parts = {name: part.to(device) for name, part in format_.quantize(torch.randn(shape) * 0.05).items()}
+    x = torch.randn(batch, shape[1], dtype=dtype, device=device)
+    if format_.name == "hqq":
+        stored = parts["packed"], parts["scales"], parts["zeros"], format_.bits, format_.group, shape[0]
+        out = few_rows.few_rows_hqq(x, *stored, None, blocks)
+    else:
+        stored = parts["packed"], parts["scales"], parts["factor"], format_.levels(parts), shape[0]
+        out = few_rows.few_rows_bitplane(x, *stored, None, blocks)
+    exact = x.double() @ format_.dequantize(parts, shape, torch.float32).double().T
+    # scale · zero and the codebook are rounded, too
+    assert (out.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
 
 
 @needs_compiler

@@ -133,7 +133,7 @@ def dequantize_hqq(
     return values.to(dtype).view(rows, -(-width // group) * group)[:, :width].contiguous()
 
 
-@op("cuda.linear_planes")
+@op("cuda.linear_planes", "cuda.few_rows")
 def linear_hqq(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
 ) -> Tensor:

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...formats.bitplane import linear_bitplane
 from ...formats.blockwise4 import linear_blockwise4
 from ...formats.e2m1 import linear_e2m1
+from ...formats.hqq import linear_hqq
 from ...formats.int4 import linear_int4
 from ...formats.linear import add_term
 from ..device import AMPERE, architecture_of, device_of, multiprocessors_of, origin_of
@@ -42,6 +44,17 @@ class Int4Weight(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("packed", "zeros", "scales")),
         *((name, ctypes.c_uint32) for name in ("rows", "columns")),
+    )
+
+
+class PlanesWeight(ctypes.Structure):
+    """The struct `Weight` of `cuda/few_rows_planes.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "scales", "zeros", "codebook")),
+        *((name, ctypes.c_uint32) for name in ("rows", "columns")),
+        ("of_all", ctypes.c_void_p),
+        ("read_factor", ctypes.c_float),  # set by the kernel
     )
 
 
@@ -188,3 +201,41 @@ def few_rows_int4(
     bf16 = int(scales.dtype is torch.bfloat16)
     group = x.shape[1] // groups
     return _launch("few_rows_int4", weight, x, bias, blocks, GROUP=group, SHIFT=zero_shift, SCALES_BF16=bf16)
+
+
+# --- k-bit formats and HQQ -------------------------------------------------------------------------------------------
+
+
+def bitplane_obstacle(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, *_: Any
+) -> str | None:
+    return _obstacle(x, rows, MOST_ROWS, (packed, scales))
+
+
+@linear_bitplane.kernel("cuda", unless=bitplane_obstacle, rank=4)
+def few_rows_bitplane(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None,
+    blocks: Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    pointers = [tensor.data_ptr() for tensor in (packed, scales, scales, codebook)]
+    weight = PlanesWeight(*pointers, rows, x.shape[1], factor.data_ptr())
+    bits = codebook.numel().bit_length() - 1
+    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=0)
+
+
+def hqq_obstacle(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, *_: Any
+) -> str | None:
+    if x.dtype is torch.float16:
+        return "needs bf16, as fp16 does not hold every scale"
+    return _obstacle(x, rows, MOST_ROWS, (packed, scales, zeros))
+
+
+@linear_hqq.kernel("cuda", unless=hqq_obstacle, rank=3)
+def few_rows_hqq(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None,
+    blocks: Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    pointers = [tensor.data_ptr() for tensor in (packed, scales, zeros)]
+    weight = PlanesWeight(*pointers, None, rows, x.shape[1], None)
+    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=group)

@@ -64,6 +64,11 @@ template <> __device__ __forceinline__ u32 read_again<u32>(const void *pointer) 
 template <> __device__ __forceinline__ float read_again<float>(const void *pointer) {
     return __uint_as_float(read_again<u32>(pointer));
 }
+template <> __device__ __forceinline__ u16 read_again<u16>(const void *pointer) {
+    u16 half;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(half) : "l"(pointer));
+    return half;
+}
 template <> __device__ __forceinline__ u8 read_again<u8>(const void *pointer) {
     u32 byte;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(byte) : "l"(pointer));

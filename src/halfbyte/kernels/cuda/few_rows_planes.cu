@@ -1,0 +1,157 @@
+/* Up to 16 rows with weights in bit planes (formats.bitplane, formats.hqq), see few_rows.cuh.
+
+Of a chunk a lane has the block of 32 columns number lane % 4 of rows g and g + 8: BITS words each. Bits are exchanged
+between these words until a byte has the bits of neighbouring columns (4 columns at 2 bits, otherwise 2). The byte is the
+index of a table, whose entry holds these columns' numbers. Each lane has its own copy of an entry; two lanes share one
+at 2 bits, where an entry is 8 bytes, and at 5, with 1024 entries of 4.
+
+Constants: BITS (2, 3, 4, 5 with E4M4 scales per block; 2, 3, 4, 8 with GROUP), GROUP (weights per scale and zero of
+HQQ; 0: E4M4), ORIGIN (start of a block's shared memory), and those of few_rows.cuh. */
+
+#include "few_rows.cuh"
+#include "planes.cuh"
+
+struct Weight : Planes {
+    const float *of_all; /* the factor of all E4M4 scales */
+    float read_factor;   /* set by build */
+
+    static constexpr bool NIBBLES = false;
+    static constexpr int RUNS = 0;
+    static constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, X = 32;
+    /* Numbers of a unit for a row: scales (bytes, or 16 bits with as many zeros), in words. */
+    static constexpr u32 COUNT = GROUP ? UNIT / GROUP : 8, WORDS = GROUP ? (COUNT + 1) / 2 : 2;
+
+    struct Codes {
+        u32 words[2][BITS]; /* of rows g and g + 8 */
+    };
+    struct Scales {
+        u32 scales[2][WORDS], zeros[2][GROUP ? WORDS : 1];
+    };
+
+    struct Source {
+        const u8 *codes[2 * RT], *scales[2 * RT], *zeros[2 * RT];
+
+        __device__ __forceinline__ void seek(const Weight &w, u32 top, u32 unit, u32 lane) {
+#pragma unroll
+            for (int i = 0; i < 2 * RT; i++) {
+                u32 row = top + lane / 4 + 8 * i;
+                codes[i] = w.packed + (u64)row * (w.columns / 8 * BITS) + (unit * (UNIT / 32) + lane % 4) * (4 * BITS);
+                u64 at = GROUP ? ((u64)row * (w.columns / UNIT) + unit) * COUNT * 2
+                               : (u64)row * (w.columns / 32) + unit * COUNT;
+                scales[i] = w.scales + at, zeros[i] = w.zeros + at;
+            }
+        }
+        __device__ __forceinline__ void load(Codes (&to)[RT], const Weight &, int chunk) const {
+#pragma unroll
+            for (int i = 0; i < 2 * RT; i++) {
+                const u8 *from = codes[i] + chunk * (CHUNK / 8 * BITS);
+                u32(&words)[BITS] = to[i / 2].words[i % 2];
+                if constexpr (BITS % 4 == 0) {
+#pragma unroll
+                    for (int k = 0; k < BITS; k += 4) {
+                        uint4 four = read_once<uint4>(from + 4 * k);
+                        words[k] = four.x, words[k + 1] = four.y, words[k + 2] = four.z, words[k + 3] = four.w;
+                    }
+                } else if constexpr (BITS == 2) {
+                    uint2 both = read_once<uint2>(from);
+                    words[0] = both.x, words[1] = both.y;
+                } else
+#pragma unroll
+                    for (int k = 0; k < BITS; k++)
+                        words[k] = read_again<u32>(from + 4 * k);
+            }
+        }
+        __device__ __forceinline__ void load_scales(Scales (&to)[RT], const Weight &) const {
+#pragma unroll
+            for (int i = 0; i < 2 * RT; i++)
+#pragma unroll
+                for (u32 k = 0; k < WORDS; k++)
+                    if constexpr (GROUP == UNIT) {
+                        to[i / 2].scales[i % 2][k] = read_again<u16>(scales[i]);
+                        to[i / 2].zeros[i % 2][k] = read_again<u16>(zeros[i]);
+                    } else {
+                        to[i / 2].scales[i % 2][k] = read_again<u32>(scales[i] + 4 * k);
+                        if constexpr (GROUP > 0)
+                            to[i / 2].zeros[i % 2][k] = read_again<u32>(zeros[i] + 4 * k);
+                    }
+        }
+        __device__ __forceinline__ void next(const Weight &) {
+#pragma unroll
+            for (int i = 0; i < 2 * RT; i++) {
+                codes[i] += UNIT / 8 * BITS;
+                scales[i] += GROUP ? COUNT * 2 : COUNT, zeros[i] += GROUP ? COUNT * 2 : COUNT;
+            }
+        }
+    };
+
+    __device__ __forceinline__ void build() {
+        constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256, COPIES = BITS == 5 ? 4 : 8; /* of 16 bytes */
+        for (u32 i = threadIdx.x; i < ENTRIES * COPIES; i += THREADS) {
+            u32 index = i / COPIES, at = BITS == 5 ? (index & 255) << 8 | (index >> 8) << 6 : index << 8;
+            u32 first = entry<BITS == 2 ? 4 : 2>(index, 0), second = BITS == 2 ? entry<4>(index, 1) : first;
+            *(uint4 *)(shared + at + i % COPIES * 16) = make_uint4(first, second, first, second);
+        }
+        read_factor = GROUP ? 1.0f : *of_all;
+    }
+    /* Numbers of an entry's columns 2i and 2i + 1. */
+    template <int COLUMNS> __device__ __forceinline__ u32 entry(u32 index, int i) const {
+        u32 first = code_of<COLUMNS>(index, 2 * i), second = code_of<COLUMNS>(index, 2 * i + 1);
+        return GROUP ? pair<BF16>((float)first, (float)second) : pair<BF16>(codebook[first], codebook[second]);
+    }
+    __device__ __forceinline__ float factor() const { return read_factor; }
+    static constexpr __device__ __forceinline__ u32 x_offset(int j) { return 8 * j; }
+    static __device__ __forceinline__ u32 row(u32 r) { return r; }
+    __device__ __forceinline__ void scale(float (&)[2], const Scales &, int, int) const {}
+
+    __device__ __forceinline__ void
+    operands(u32 (&a)[2][4], const Codes &codes, const Scales &scales, int chunk, int j, u32 lane) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 low[4], high[4], scale, shift = 0; /* planes 0 to 3, and 4 to 7; pairs of one number */
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                low[k] = k < BITS ? codes.words[half][k] : 0, high[k] = 4 + k < BITS ? codes.words[half][4 + k] : 0;
+            if (BITS == 2)
+                exchange(low[0], low[1], 4, 0x0f0f0f0f);
+            else
+                exchange_pairs(low);
+            if (BITS == 8)
+                exchange_pairs(high);
+            if constexpr (GROUP == 0) {
+                float value = e4m4(__byte_perm(scales.scales[half][chunk], 0, 0x4440 | lane & 3));
+                scale = pair<BF16>(value, value);
+            } else {
+                u32 at = (4 * chunk + lane % 4) * 32 / GROUP, word = 0, zero = 0;
+#pragma unroll
+                for (u32 k = 0; k < WORDS; k++)
+                    if (at / 2 == k)
+                        word = scales.scales[half][k], zero = scales.zeros[half][k];
+                float s = number<true>((u16)(word >> at % 2 * 16)), z = number<false>((u16)(zero >> at % 2 * 16));
+                scale = pair<BF16>(s, s), shift = pair<BF16>(-s * z, -s * z);
+            }
+#pragma unroll
+            for (int p = 0; p < 4; p++) { /* columns 8j + 2p and the next */
+                u32 numbers;
+                if (BITS == 2) {
+                    uint2 four = look_at_two<0>(__byte_perm(low[p / 2], lane % 16 * 8, 0x5504 | j << 4));
+                    numbers = p % 2 ? four.y : four.x;
+                } else if (BITS == 5) {
+                    u32 fifth = high[0] << (6 - 2 * p) & 0xc0c0c0c0 | lane % 16 * 0x04040404;
+                    numbers = look<u32, 0>(__byte_perm(fifth, low[p], 0x40 + j * 0x11) & 0xffff);
+                } else
+                    numbers = look<u32, 0>(__byte_perm(low[p], lane * 4, 0x5504 | j << 4));
+                if (BITS == 8) {
+                    u32 upper = look<u32, 0>(__byte_perm(high[p], lane * 4, 0x5504 | j << 4));
+                    numbers = fused<BF16>(upper, pair<BF16>(16, 16), numbers);
+                }
+                a[p / 2][half + p % 2 * 2] = GROUP ? fused<BF16>(numbers, scale, shift) : scaled(numbers, scale);
+            }
+        }
+    }
+};
+
+LAYOUT(Weight::TABLE, WARPS *ROWS *RT * 4, sizeof(Weight));
+
+extern "C" __global__ void FEW_ROWS few_rows_planes(Weight w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
+    few_rows(w, x, bias, out, batch);
+}
