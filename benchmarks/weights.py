@@ -1,16 +1,19 @@
 """Quantized weights on a GPU: dequantizing them, and multiplying 1 to 64 rows by them.
 
     python -m benchmarks.weights dequantize [--json FILE]
-    python -m benchmarks.weights gemv [--specs nf4,kbit4,int8] [--rows 1,4,16,64] [--shapes 4096x14336] [--json FILE]
+    python -m benchmarks.weights gemv [--specs nf4,kbit4,int8] [--rows 1,4,16,64] [--shapes 4096x14336] [--card rtx4090]
+                                          [--json FILE]
 
 `dequantize` compares NF4 with bitsandbytes, in TB/s of packed bytes read and bf16 values written. `gemv` compares x·Wᵀ
-from packed weights with cuBLAS on a bf16 weight of the same shape. Both rotate over weights that together exceed the L2
+from packed weights with cuBLAS on a bf16 weight of the same shape; with `--card`, kernels and tiles are chosen as for
+another card, on this one. Both rotate over weights that together exceed the L2
 cache, and report fractions of a device copy's bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,9 +24,14 @@ from torch import Tensor
 
 from benchmarks.harness import copy_bandwidth, event_us, graph_us, parser_of, require_gpu, write_result
 from halfbyte.formats import Blockwise4, Format, named
+from halfbyte.formats.int4 import Int4
+from halfbyte.kernels.device import KNOWN, assumed
 
 DEQUANTIZED = [(4096, 4096), (14336, 4096), (28672, 8192)]
-SPECS = "nf4,kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf,hqq:4:64,hqq:8:64,int8,fp8:row,fp8:tile"
+SPECS = (
+    "nf4,kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf,hqq:4:64,hqq:8:64,int8,fp8:row,fp8:tile,nvfp4,nvfp4-1d,mxfp4,"
+    "gptq:128:float16:runs"
+)
 SHAPES = "4096x14336,14336x4096,8192x28672"
 ROTATE = 4e8  # bytes that one rotation over the weights reads, eight times the L2 cache
 
@@ -75,9 +83,21 @@ def dense_us(x: Tensor, rows: int) -> float:
 def packed_weights(format_: Format, shape: tuple[int, int]) -> tuple[list[dict[str, Any]], float]:
     """Return enough quantized weights to exceed the cache, and the bytes of one."""
     size = shape[0] * shape[1] * format_.bits_per_weight(shape) / 8
-    made = [format_.quantize(random_weight(*shape)) for _ in range(2)]
+    weights = [random_parts(format_, shape) for _ in range(2)]
     count = max(2, int(ROTATE / size))
-    return [{name: part.clone() for name, part in made[i % 2].items()} for i in range(count)], size
+    return [{name: part.clone() for name, part in weights[i % 2].items()} for i in range(count)], size
+
+
+def random_parts(format_: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """Return a quantized random weight; of formats that only other tools quantize to, random codes."""
+    if not isinstance(format_, Int4):
+        return format_.quantize(random_weight(*shape))
+    words = torch.iinfo(torch.int32)
+    parts = {}
+    for name, (size, dtype) in format_.part_specs(shape).items():
+        codes = torch.randint(words.min, words.max, size, dtype=torch.int32, device="cuda")
+        parts[name] = torch.rand(size, device="cuda").mul_(0.01).to(dtype) if name == "scales" else codes
+    return parts
 
 
 def gemv(specs: Sequence[str], shapes: Sequence[str], batches: Sequence[int]) -> dict[str, Any]:
@@ -104,21 +124,24 @@ def gemv(specs: Sequence[str], shapes: Sequence[str], batches: Sequence[int]) ->
 
 
 def parser() -> argparse.ArgumentParser:
-    made = parser_of(__doc__)
-    made.add_argument("what", choices=["dequantize", "gemv"])
-    made.add_argument("--specs", default=SPECS, help="formats, by name or spec")
-    made.add_argument("--shapes", default=SHAPES)
-    made.add_argument("--rows", default="1,4,16,64", help="rows of x")
-    return made
+    arguments = parser_of(__doc__)
+    arguments.add_argument("what", choices=["dequantize", "gemv"])
+    arguments.add_argument("--specs", default=SPECS, help="formats, by name or spec")
+    arguments.add_argument("--shapes", default=SHAPES)
+    arguments.add_argument("--rows", default="1,4,16,64", help="rows of x")
+    arguments.add_argument("--card", choices=sorted(KNOWN), help="card to choose kernels for; default: this one")
+    return arguments
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    given = parser().parse_args(words)
+    options = parser().parse_args(words)
     require_gpu()
-    if given.what == "dequantize":
-        return write_result(given.json, dequantize())
-    batches = [int(rows) for rows in given.rows.split(",")]
-    write_result(given.json, gemv(given.specs.split(","), given.shapes.split(","), batches))
+    if options.what == "dequantize":
+        return write_result(options.json, dequantize())
+    batches = [int(rows) for rows in options.rows.split(",")]
+    with assumed(KNOWN[options.card]) if options.card else contextlib.nullcontext():
+        result = gemv(options.specs.split(","), options.shapes.split(","), batches)
+    write_result(options.json, {"card": options.card, **result})
 
 
 if __name__ == "__main__":
