@@ -470,6 +470,18 @@ def plane_products(dtype, batch):
         hqq.linear_hqq(x, packed, scales, scales, bits, group, rows, None)
 
 
+@cases("products", "products with int4, NVFP4 and MXFP4, {1} rows", PRODUCTS)
+def word_products(dtype, batch):
+    rows, columns, x = 4096, HIDDEN, empty(batch, HIDDEN, dtype=dtype)
+    for group in (32, 64, 128, 256):
+        scales, zeros = empty(columns // group, rows, dtype=FP16), empty(columns // group, rows // 8, dtype=torch.int32)
+        int4.linear_int4(x, empty(columns // 8, rows, dtype=torch.int32), zeros, scales, None, 1, None)
+    packed = empty(rows, columns // 2, dtype=torch.uint8)
+    for factor, tile in ((empty(), (1, 16)), (empty(), (16, 16)), (None, (1, 32))):
+        scales = empty(rows // tile[0], columns // tile[1], dtype=torch.uint8)
+        e2m1.linear_e2m1(x, packed, scales, factor, tile, None)
+
+
 @cases("products", "adapters' products, {1} rows", PRODUCTS)
 def adapter_products(dtype, batch):
     decode.low_rank_rows(empty(batch, HIDDEN, dtype=dtype), empty(16, HIDDEN, dtype=dtype), None)

@@ -28,17 +28,21 @@ def picks(name):
 
 ROW, SMALL, WGMMA = "cuda.gemv4_row.gemv", "cuda.gemv4.gemm", "cuda.gemm4.gemm"
 GEMV, GEMM = "triton.gemv4.gemv", "triton.gemv4.gemm"
-PLANES = "cuda.linear_planes"
+PLANES, FEW = "cuda.linear_planes", "cuda.few_rows.few_rows"
 EIGHT = ["gemv", "gemm", "gemm", None]
 HOPPER = {
     # M = 1, 2, 3, 8, 9, 16, 17, 64, 65; then 1 with blocks of 128, 4 of 32, 1 in fp32
     "linear_blockwise4": [ROW, ROW, SMALL, SMALL, *[WGMMA] * 4, REFERENCE, ROW, GEMM, GEMV],
     # 2 bits: M = 1, 16, 17; 4 bits: 1, 8, 9, 64, 65
     "linear_bitplane": [
-        f"{PLANES}.gemv_bitplane", f"{PLANES}.gemm16_bitplane", REFERENCE,
+        f"{PLANES}.gemv_bitplane", f"{PLANES}.gemm16_bitplane", f"{FEW}_bitplane",
         f"{PLANES}.gemv_bitplane", f"{PLANES}.gemm16_bitplane", *[f"{PLANES}.gemm64_bitplane"] * 2, REFERENCE,
     ],
     "linear_hqq": [*[f"{PLANES}.gemm16_hqq"] * 2, f"{PLANES}.gemm64_hqq", REFERENCE, REFERENCE],
+    # M = 1, 16, 48, 49; then 1 with groups of 96
+    "linear_int4": [*[f"{FEW}_int4"] * 3, REFERENCE, REFERENCE],
+    # M = 1, 16, 49; then 1 with blocks of 32
+    "linear_e2m1": [*[f"{FEW}_e2m1"] * 2, REFERENCE, f"{FEW}_e2m1"],
     "linear_float8": [f"triton.gemv8.float8_{each}" if each else REFERENCE for each in EIGHT],
     "linear_int8": [f"triton.gemv8.int8_{each}" if each else REFERENCE for each in EIGHT],
     "low_rank_rows": [*["cuda.low_rank.gemm"] * 2, REFERENCE, REFERENCE],
@@ -52,8 +56,11 @@ HOPPER = {
     ],
 }  # fmt: skip
 ADA = {
-    "linear_blockwise4": [GEMV, GEMV, GEMV, *[GEMM] * 5, REFERENCE, GEMV, GEMM, GEMV],
-    "linear_bitplane": [REFERENCE] * 8,
+    "linear_blockwise4": [*[f"{FEW}_blockwise4"] * 6, GEMM, GEMM, REFERENCE, GEMV, GEMM, GEMV],
+    "linear_bitplane": [*[f"{FEW}_bitplane"] * 6, REFERENCE, REFERENCE],
+    "linear_hqq": [*[f"{FEW}_hqq"] * 3, REFERENCE, REFERENCE],
+    "linear_int4": HOPPER["linear_int4"],
+    "linear_e2m1": HOPPER["linear_e2m1"],
     "linear_float8": HOPPER["linear_float8"],
     "low_rank_rows": [REFERENCE] * 4,
     "one_launch": [REFERENCE] * 4,
@@ -62,6 +69,13 @@ ADA = {
     "lora_glu": ["triton.lora_glu.lora_glu"] * 3,
 }
 AMPERE = ADA | {"linear_float8": [REFERENCE] * 4, "cast_float8": [REFERENCE], "float8_of_blockwise4": [REFERENCE] * 3}
+AMD = AMPERE | {
+    "linear_blockwise4": [GEMV, GEMV, GEMV, *[GEMM] * 5, REFERENCE, GEMV, GEMM, GEMV],
+    "linear_bitplane": [REFERENCE] * 8,
+    "linear_hqq": [REFERENCE] * 5,
+    "linear_int4": [REFERENCE] * 5,
+    "linear_e2m1": [REFERENCE] * 4,
+}
 BLACKWELL = HOPPER | {
     "linear_blockwise4": [ROW, ROW, *[SMALL] * 4, GEMM, GEMM, REFERENCE, ROW, GEMM, GEMV],
     "grouped_product": ["triton.grouped.grouped_product"] * 6,
@@ -77,7 +91,7 @@ CPU = {
 
 @pytest.mark.parametrize(
     ("device", "expected"),
-    [("h100", HOPPER), ("rtx4090", ADA), ("a100", AMPERE), ("mi300", AMPERE), ("b200", BLACKWELL), ("cpu", CPU)],
+    [("h100", HOPPER), ("rtx4090", ADA), ("a100", AMPERE), ("mi300", AMD), ("b200", BLACKWELL), ("cpu", CPU)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_selected_kernels(device, expected):

@@ -112,6 +112,17 @@ def _few_rows() -> Iterator[Call]:
         packed, scales = empty(SIZE * SIZE // 8, dtype=torch.int32), empty(SIZE * SIZE // 64, dtype=FP16)
         arguments = empty(rows, SIZE, dtype=dtype), packed, scales, scales, 4, 64, SIZE, None
         yield "linear_hqq", f"M = {rows}, {NAMES[dtype]}, 4 bits, groups of 64", arguments
+    for rows, group in ((1, 128), (16, 128), (48, 128), (49, 128), (1, 96)):
+        groups = SIZE // group
+        words, scales = empty(SIZE // 8, SIZE, dtype=torch.int32), empty(groups, SIZE, dtype=FP16)
+        zeros = empty(groups, SIZE // 8, dtype=torch.int32)
+        x = empty(rows, SIZE, dtype=BF16)
+        yield "linear_int4", f"M = {rows}, bf16, groups of {group}", (x, words, zeros, scales, None, 1, None)
+    for rows, block in ((1, 16), (16, 16), (49, 16), (1, 32)):
+        packed, scales = empty(SIZE, SIZE // 2, dtype=torch.uint8), empty(SIZE, SIZE // block, dtype=torch.uint8)
+        factor = empty() if block == 16 else None
+        arguments = empty(rows, SIZE, dtype=BF16), packed, scales, factor, (1, block), None
+        yield "linear_e2m1", f"M = {rows}, bf16, blocks of {block}", arguments
     for rows in (1, 2, 64, 65):
         x, absmax = empty(rows, SIZE, dtype=BF16), empty(SIZE)
         yield "linear_float8", f"M = {rows}, bf16", (x, empty(SIZE, SIZE, dtype=torch.uint8), absmax, "row", None)

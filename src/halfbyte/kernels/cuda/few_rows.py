@@ -144,7 +144,7 @@ def blockwise4_obstacle(
     return _obstacle(x, rows, LAUNCH_ROWS, (packed, absmax))
 
 
-@linear_blockwise4.kernel("cuda", unless=blockwise4_obstacle, rank=4)
+@linear_blockwise4.kernel("cuda", unless=blockwise4_obstacle, rank=3)  # after gemv4, which is faster on Hopper
 def few_rows_blockwise4(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: gemv4.Nested, blocksize: int, quant_type: str, rows: int,
     bias: Tensor | None, term: gemv4.Term = None, blocks: Blocks | None = None,
