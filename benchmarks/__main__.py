@@ -40,6 +40,9 @@ CASES = {
     "gemv_formats_8_h200": "weights gemv --specs int8,fp8:row,fp8:tile,hqq:4:64,hqq:8:64 "
     "--shapes 4096x14336,8192x28672",
     "gemv_formats_kbit_h200": "weights gemv --specs kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf --rows 1,4,16",
+    "gemv_formats_words_h200": "weights gemv --specs nvfp4,nvfp4-1d,mxfp4,gptq:128:float16:runs --rows 1,4,16,48",
+    "gemv_as_rtx4090_h200": "weights gemv --specs nf4,kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf,hqq:4:64,nvfp4,nvfp4-1d,"
+    "mxfp4,gptq:128:float16:runs --rows 1,4,16 --shapes 4096x14336 --card rtx4090",
     "decode_llama8b_h200": "decode --peers",
     "quality_llama40m": "quality LLAMA-40M VALIDATION.jsonl --tokens 300000",
     "quality_stories260k": "quality STORIES260K TRAIN_SLICE.txt",

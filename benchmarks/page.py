@@ -77,9 +77,11 @@ def kernel_table(results: Results) -> Rows:
 def gemv_table(results: Results) -> Rows:
     rows: Rows = [("weight", "stored as", "rows of x", "µs", "cuBLAS, 16-bit, µs", "ratio", "of copy")]
     for result in results.values():
+        card = f", as on {result['card']}" if result.get("card") else ""
         for row in result["rows"]:
             times = f"{row['us']:.1f}", f"{row['cublas_us']:.1f}", f"{row['cublas_us'] / row['us']:.2f}"
-            rows.append((row["shape"].replace("x", "×"), row["spec"], row["batch"], *times, f"{row['of_copy']:.0%}"))
+            weight = row["shape"].replace("x", "×") + card
+            rows.append((weight, row["spec"], row["batch"], *times, f"{row['of_copy']:.0%}"))
     return rows
 
 
@@ -155,7 +157,8 @@ SECTIONS = (
     Section(
         "GEMV and small-batch GEMM", r"gemv_.*",
         "x·Wᵀ from packed weights, compared with cuBLAS on a bf16 weight of the same shape, in CUDA graphs over "
-        "weights that together exceed the L2 cache. The plot shows the largest shape.",
+        "weights that together exceed the L2 cache. The plot shows the largest shape. 'As on' has the kernels and tiles "
+        "that are chosen for another card.",
         {"gemv_formats": plots.gemv}, gemv_table,
     ),
     Section(
