@@ -157,8 +157,8 @@ SECTIONS = (
     Section(
         "GEMV and small-batch GEMM", r"gemv_.*",
         "x·Wᵀ from packed weights, compared with cuBLAS on a bf16 weight of the same shape, in CUDA graphs over "
-        "weights that together exceed the L2 cache. The plot shows the largest shape. 'As on' has the kernels and tiles "
-        "that are chosen for another card.",
+        "weights that together exceed the L2 cache. The plot shows the largest shape. 'As on' has the kernels and "
+        "tiles that are chosen for another card.",
         {"gemv_formats": plots.gemv}, gemv_table,
     ),
     Section(
