@@ -2,10 +2,11 @@
 
 PEFT builds and saves every adapter. A row says which of PEFT's types it is, which keys of a run it reads, and what
 halfbyte can do with it beyond PEFT's own forward. A run chooses by the key `peft_type`; among rows of one type, by a
-key that is true (`use_dora`). adapter_config.json has the same two keys, so a saved adapter is found like a run's.
+key that is true (`use_dora`). adapter_config.json has the type and that key, too, so the row of a saved
+adapter is found in the same way.
 
-Imports neither torch nor PEFT, since configurations are read without them. Names of PEFT's LoRA factors are here and
-in `layers.plain`.
+The import loads neither torch nor PEFT, since configurations are read without them. Names of PEFT's LoRA factors are
+here and in `layers.plain`.
 
 Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et al. 2024).
 """
@@ -138,7 +139,8 @@ def adapter_type_of(keys: Mapping[str, Any]) -> str:
 
 
 def factor_of(name: str) -> Literal["A", "B", "embedding"] | None:
-    """Return which factor of LoRA a parameter of this name is; "embedding": either factor of an embedding's."""
+    """Return which factor of LoRA a parameter of this name is; "embedding": either factor of
+    the adapter of an embedding."""
     if LORA_EMBEDDING in name:
         return "embedding"
     return "B" if LORA_B in name else "A" if LORA_A in name else None
@@ -163,13 +165,13 @@ def _lora_file_problem(config: Any, match: re.Match[str], header: Header) -> str
     module = match["module"].removeprefix(PREFIX)
     rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
     saved = header[key]["shape"][side == "B"]
-    if saved % rank or (saved != rank and not config.target_parameters):  # experts have a rank each
+    if saved % rank or (saved != rank and not config.target_parameters):  # stacked experts have E · r
         return f"it has a rank of {saved}, not {rank}"
     return None
 
 
 def _lora_factors(layer: Any) -> Factors | None:
-    if not layer.lora_A:  # an embedding's
+    if not layer.lora_A:  # an embedding has lora_embedding_A
         return None
     return Factors(layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"])
 

@@ -10,15 +10,16 @@ A module whose parameter `weight` has K inputs and N outputs in G groups has the
 
     qweight  int32 [K/8, N]
     qzeros   int32 [G, N/8]
-    scales   fp16 or bf16 [G, N]
-    g_idx    int32 [K], the group of each input; in any order after quantization with `desc_act`
+    scales   fp16, bf16 or fp32 [G, N]
+    g_idx    int32 [K], the group of each input, if it is stored; in any order after quantization with `desc_act`
 
 GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores the zeros. AWQ stores qweight as
 [K, N/8]: a word has eight neighbouring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, like its zeros (AutoAWQ's "gemm"
-version). The "pack-quantized" layout of compressed-tensors is the transpose of gptq_v2:
+version). The "pack-quantized" layout of compressed-tensors is the transpose of gptq_v2; its signed codes and zeros, -8
+to 7, are stored with 8 added:
 
-    weight_packed      int32 [N, K/8], codes plus 8
-    weight_zero_point  int32 [N/8, G], zeros plus 8; none where all zeros are 0
+    weight_packed      int32 [N, K/8]
+    weight_zero_point  int32 [N/8, G]; none where all zeros are 0, which is 8 in memory
     weight_scale       bf16 or fp16 [N, G]
     weight_shape       int64 [2]: N, K
     weight_g_idx       int32 [K], as g_idx
@@ -136,7 +137,7 @@ class Int4(Format):
     """Affine int4 quantized by another tool.
 
     Args:
-        group_size: inputs that share a scale and a zero.
+        group_size: inputs that share a scale and a zero; if `indexed`, K over the number of groups.
         scale_dtype: dtype of the stored scales: "float16", "bfloat16" or "float32".
         indexed: whether `g_idx` is stored.
     """

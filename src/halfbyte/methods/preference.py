@@ -144,7 +144,7 @@ class PairedMethod(Method):
         return numbers
 
     def _likely(self, answer: Tensor) -> Tensor:
-        """Return bool [M]: tokens of the likelihood term (chosen answers, or prompts with them), and padding."""
+        """Return bool [M]: tokens of the likelihood term: of chosen answers; with `nll_of_prompts` also of none."""
         chosen = answer % 2 == 0  # -1 is odd, too
         return chosen | (answer < 0) if self.nll_of_prompts else chosen
 
@@ -188,8 +188,8 @@ def reference_is_initial_model(config: RunKeys) -> bool:
 
 
 def check_reference(config: RunKeys) -> None:
-    """Raise a ConfigError if the reference cannot be recomputed in each step, or differs from the policy before the
-    first step."""
+    """Raise a ConfigError if the reference differs from the policy before the first step, or must be computed in
+    advance and the keys do not allow it."""
     if config.init_lora_weights is False and not reference_is_initial_model(config):
         wrong = f"init_lora_weights: false with method: {config.method}: the reference is the model without its adapter"
         raise ConfigError(f"{wrong}, so the initial adapter must be zero", "set init_lora_weights: true")

@@ -217,9 +217,10 @@ class TrainingLoop:
 
         # Reduction over ranks: gradients and sums are added, or gradients reduce-scattered to the optimizer's shards.
         sums = self.optimizer_shards.reduce(sums)
-        self.metrics_log.read()  # raises if the step before was broken, before this one changes a weight
+        self.metrics_log.read()  # the numbers of the step before: raises if it was broken
 
-        # Clipping, and the guard: with a NaN or Inf the optimizer skips the step, or the host raises before it.
+        # Clipping, and the guard: with a NaN or Inf the optimizer skips the step, or `launch` raises before it. A
+        # captured optimizer clips and steps in one graph.
         if self.stepper.captures_optimizer:
             numbers = self.stepper.clip_and_step(sums, self.may_capture)
         else:
@@ -240,7 +241,7 @@ class TrainingLoop:
             self.schedule.step()
         self.optimizer_shards.after_step()
 
-        # Record. Its numbers are read while the next step is launched.
+        # Record. Unless `launch` has checked its numbers, they are read while the next step is launched.
         state.global_step = number
         state.epoch = epoch
         self.callbacks("on_step_end")

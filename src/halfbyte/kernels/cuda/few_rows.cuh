@@ -1,4 +1,4 @@
-/* y = factor · x Wᵀ + b for up to 16 rows of x on tensor cores, for any packed format of W and any GPU from Ampere on.
+/* y = factor · x Wᵀ + b for up to 16 rows of x on tensor cores, for packed formats of W, on GPUs from Ampere on.
 
 W is the left operand of mma.m16n8k16 and x the right one: a warp has RT tiles of 16 rows of W and NT tiles of 8 rows of
 x. The order of K within a product is free, so each lane reads its own words of W as they are stored, and the values of x
@@ -7,8 +7,8 @@ tables and sums need some: the kernel fits devices with 100 KiB.
 
 Work is measured in units of 256 columns of a tile, which have two chunks of 128. A block has WR groups of WK warps. The
 warps of a group divide the units of a tile among them and add their sums in a fixed order. Words and values of x are
-loaded two chunks in advance, into registers. Bits are processed at half the rate of products, so addresses advance by
-additions, and the scales of a unit are loaded at once. Before griddepcontrol_wait() only weights are read.
+loaded two chunks in advance, into registers. Integer instructions are the bottleneck, so addresses are incremented and
+not computed anew, and the scales of a unit are loaded at once. Before griddepcontrol_wait() only weights are read.
 
 A format is a class W with the weight's shape (rows, a multiple of 16, and columns, of 256), and
 
@@ -18,7 +18,8 @@ A format is a class W with the weight's shape (rows, a multiple of 16, and colum
     X, x_offset      columns between the x of neighbouring lanes of a row; column of the 8 values of word j
     NIBBLES          whether word j decodes to columns (0, 4), (1, 5), (2, 6), (3, 7), or to (0, 1), (2, 3), ...
     operands         decodes word j: left operands of two products
-    RUNS, scale      parts of a chunk whose sums are scaled by two numbers, for rows g and g + 8; 0: operands are scaled
+    RUNS, scale      parts of a chunk whose sums are scaled by two numbers, for rows g and g + 8 of the left operand
+                     (g = lane / 4); 0: operands are scaled
     row              row of W, of a tile's 16, that is row r of the left operand
     factor           of all sums
 
@@ -96,7 +97,7 @@ __device__ __forceinline__ void few_rows(W w, const u16 *x, const u16 *bias, u16
     typename W::Codes codes[2][RT];
     typename W::Scales scales[RT], later[RT];
     typename W::Source source;
-    auto seek = [&](u32 to) { /* the last tiles start early enough to have all their rows; both write the same sums */
+    auto seek = [&](u32 to) { /* the last tiles are moved back to end at row N: rows in two tiles get equal values */
         source.seek(w, min(to * ROWS * RT, w.rows - ROWS * RT), share.first, lane);
     };
     seek(tile);

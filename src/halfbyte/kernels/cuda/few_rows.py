@@ -121,7 +121,7 @@ def _launch(
 def _obstacle(x: Tensor, rows: int, most: int, tensors: Sequence[Tensor]) -> str | None:
     """Return why the kernels refuse a weight of `rows` rows, or None."""
     if not 1 <= x.shape[0] <= most:
-        return f"takes 1 to {most} rows"
+        return f"takes 1 to {most} rows of x"
     if not device_of(x).at_least(AMPERE):
         return "needs Ampere"
     if x.dtype is torch.float32:
@@ -217,7 +217,7 @@ def few_rows_bitplane(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None,
     blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    pointers = [tensor.data_ptr() for tensor in (packed, scales, scales, codebook)]
+    pointers = [tensor.data_ptr() for tensor in (packed, scales, scales, codebook)]  # zeros are not read
     weight = PlanesWeight(*pointers, rows, x.shape[1], factor.data_ptr())
     bits = codebook.numel().bit_length() - 1
     return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=0)
