@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from halfbyte.cli import app, main
 from halfbyte.cli.train import _saved_message
 from halfbyte.runs import checkpoints
+from halfbyte.runs.manifest import write_manifest
 from halfbyte.utils.files import write_json
 
 DRAWING = ["--top-k", "--top-p", "--min-p", "--repetition-penalty"]
@@ -126,9 +127,9 @@ def test_a_known_error_is_one_message_and_exit_1(tmp_path, capsys):
 def test_what_is_saved_names_the_newest_whole_checkpoint(tmp_path):
     assert "checkpoint-" not in _saved_message(tmp_path, [])
     for step in (9, 10):
-        for name in (checkpoints.TRAINER_STATE, *checkpoints.PICKLED, checkpoints.ADAPTER):
-            write_json(tmp_path / f"checkpoint-{step}" / name, {"global_step": step})
-        write_json(tmp_path / f"checkpoint-{step}" / checkpoints.STATE, {"config": {}, "data": {}, "window": {}})
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        write_json(checkpoint / checkpoints.STATE, {"config": {}, "data": {}, "window": {}})
+        write_manifest(checkpoint, step)
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-12.set-aside-77").mkdir()
     saved_message = _saved_message(tmp_path, ["train", "run.yaml", "output_dir=b c", "--resume", "--r", "8"])

@@ -130,12 +130,16 @@ class Launcher:
             compiled = self.function.warmup(*tensors, *numbers, *constants, grid=grid, **options)
             compiled.run  # noqa: B018  (loads the kernel, which fails if the device lacks resources)
         except (TritonError, RuntimeError) as error:  # from Triton, its passes, ptxas or the driver
-            in_capture = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-            if in_capture and not isinstance(error, TritonError):
+            if _in_capture(tensors[0]) and not isinstance(error, TritonError):
                 raise  # may be caused by the capture and says nothing about the kernel
             self._refused[variant] = f"it does not run on {device_of(tensors[0]).name}: {_reason(error)}"
             raise Unavailable(self._refused[variant]) from error
         return compiled
+
+
+def _in_capture(tensor: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured on the tensor's device."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _reason(error: Exception) -> str:
