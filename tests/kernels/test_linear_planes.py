@@ -13,7 +13,7 @@ from halfbyte.utils import notices
 from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
-from halfbyte.kernels.cuda import gemm4, linear_planes
+from halfbyte.kernels.cuda import few_rows, gemm4, linear_planes
 from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -232,6 +232,7 @@ def test_dequantizes_where_it_does_not_compile(backend, spec, monkeypatch):
         raise Unavailable("no NVRTC")
 
     monkeypatch.setattr(linear_planes, "_gemm16_kernel", refuse)
+    monkeypatch.setattr(few_rows, "_kernel", refuse)
     monkeypatch.setattr(notices, "_logged", {})
     weight = weight_of(spec, 64, 256, "cuda")
     x = torch.randn(2, 256, device="cuda", dtype=BF16)
