@@ -30,6 +30,30 @@ def without_fix(tree: ast.Module) -> list[str]:
     return found
 
 
+def loose_strings(tree: ast.Module) -> list[int]:
+    """Lines of strings inside functions that no statement uses, such as the second half of a torn message."""
+    lines = []
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            strings = [
+                node.lineno
+                for node in ast.walk(function)
+                if isinstance(node, ast.Expr)
+                and (isinstance(node.value, ast.JoinedStr) or isinstance(getattr(node.value, "value", None), str))
+            ]
+            nested = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            docstrings = {node.body[0].lineno for node in (function, *nested)}
+            lines += [line for line in strings if line not in docstrings]
+    return lines
+
+
+def test_no_message_is_torn():
+    torn = 'def check(beta):\n    """Check."""\n    wrong = f"beta: {beta}"\n    f"is negative"\n    return wrong'
+    assert loose_strings(ast.parse(torn)) == [4]
+    found = {str(path.relative_to(SOURCE)): loose_strings(syntax_tree(path)) for path in sorted(SOURCE.rglob("*.py"))}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
 def test_the_folders_exist():
     assert all((SOURCE / name).exists() for name in INSIDE | REASONS)
     assert len(OUTSIDE) > 200

@@ -351,7 +351,7 @@ def _qat_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 
 
 def _adapter_contradictions(config: RunKeys) -> Iterator[Contradiction]:
-    """Yield keys that the kind of adapter does not read, and what it cannot be combined with."""
+    """Yield keys that the kind of adapter does not read, and keys that it cannot be combined with."""
     row = adapter_kind(config)
     for key in AdapterSection.model_fields:
         if key not in (*COMMON_ADAPTER_KEYS, *row.keys) and not config.is_default(key):

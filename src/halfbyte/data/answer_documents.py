@@ -1,4 +1,4 @@
-"""Convert rows of preference training and of stepwise answers to documents, and take such rows apart.
+"""Convert rows of preference training and of stepwise answers to documents, and documents back to answers.
 
 A row holds one document per answer: the prompt and that answer, with the labels of supervised fine-tuning. So the
 memory plan, the isolation check and samples read the usual columns `input_ids`, `labels` and `seq_lengths`. If answers

@@ -41,7 +41,7 @@ class TrainingRows(Protocol):
         """Number of rows of an epoch; 0 for a stream, which a run passes over once."""
 
     def position(self, row: int) -> Position | None:
-        """Return what a checkpoint stores to continue with row number `row` (from 0); None: the number suffices."""
+        """Return the position that a checkpoint stores to continue with row number `row`, from 0; None for a table."""
 
     def resume(self, position: Position | None) -> None:
         """Continue at a `position`."""

@@ -26,7 +26,7 @@ SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Differences to reproduce between a merged model's weights and those of its reference.
+    """Roundings of a merged model's weights to reproduce in its reference model.
 
     Attributes:
         noise_on: names of the rounded parameters, to perturb by up to half an ulp.

@@ -81,7 +81,7 @@ def _codes(groups: Tensor, step: Tensor, zeros: Tensor, top: int) -> Tensor:
 
 
 def _fit_zeros(groups: Tensor, step: Tensor, zeros: Tensor, top: int) -> Tensor:
-    """Zeros, fp16 [n], with the least mean absolute error among those of at most 20 iterations.
+    """Zeros, fp16 [n], with the least mean absolute error of at most 20 iterations.
 
     A group leaves the iteration when its error stops falling, so its result does not depend on other groups.
 

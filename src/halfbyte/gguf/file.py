@@ -197,7 +197,7 @@ def _list_of(check: Check) -> Check:
     return lambda value: type(value) is list and all(map(check, value))
 
 
-# key → check of its value, and what the value must be
+# key → check of its value, and the name of a valid value for errors
 KINDS: dict[str, tuple[Check, str]] = {
     "general.architecture": (_text, "text"),
     "split.count": (_integer, "a count"),

@@ -340,7 +340,7 @@ Placed = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 
 
 def _in_file(key: str, weight: Weight, layout: Layout) -> Iterator[Placed]:
-    """Yield what a checkpoint weight becomes: (tensor of the file, shape of one matrix, function that reads it)."""
+    """Yield the tensors of a file for a checkpoint weight: name, shape of one matrix, function that reads it."""
     roles = roles_of(layout.family.experts) if layout.family.experts else {}
     if (match := EXPERT.fullmatch(key)) and match[3] in roles:
         yield experts_name(layer_of(key), roles[match[3]]), weight.shape, weight.read

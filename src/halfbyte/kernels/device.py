@@ -90,7 +90,7 @@ def device_at(index: int) -> Device:
 
 
 def architecture_of(index: int) -> tuple[int, int]:
-    """Compute capability that kernels are compiled for: where another device is assumed, that of the one present."""
+    """Compute capability to compile kernels for: the present GPU's, even if another device is assumed."""
     if _assumed is not None and not torch.cuda.is_available():
         return _assumed.capability
     return torch.cuda.get_device_capability(index)

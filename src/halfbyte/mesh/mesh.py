@@ -67,7 +67,7 @@ class Mesh:
 
     @property
     def shares_collectives(self) -> bool:
-        """Whether forwards and backwards contain collectives with other ranks, apart from messages of a pipeline."""
+        """Whether forwards and backwards contain collectives with other ranks; a pipeline's messages do not count."""
         return self.degree(*COLLECTIVE_AXES) > 1
 
     def degree(self, *axes: str) -> int:

@@ -464,7 +464,7 @@ class KahnemanTverskyOptimization(Method):
 
 
 def _split(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the columns of its rows' answers, and those of the mismatched answers.
+    """Split a batch into the columns of its rows' answers and the columns of the mismatched answers.
 
     Mismatched answers that reuse the prompts of the rows have the column `BRANCHES`.
     """

@@ -40,7 +40,7 @@ def enable_checkpointing(model: Any) -> None:
 
 
 def shared_states_keys(attention: Any) -> tuple[Any, Any]:
-    """Return the keys in `shared_kv_states` of keys and values that a layer reads, and of those that it writes."""
+    """Return the keys in `shared_kv_states` under which a layer reads, and writes, its keys and values."""
     if hasattr(attention, "kv_shared_layer_index"):
         return attention.kv_shared_layer_index, attention.layer_idx
     return attention.layer_type, attention.layer_type

@@ -20,7 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..batch import ATTENTION_MASK, CONTEXT, POSITION_IDS, UNSPLIT, is_per_token, pad_tokens, padded_bounds
+from ..batch import (
+    ATTENTION_MASK,
+    CONTEXT,
+    POSITION_IDS,
+    SHIFT_LABELS,
+    UNSPLIT,
+    is_per_token,
+    pad_tokens,
+    padded_bounds,
+)
 from ..config.layouts import WITHOUT_CONTEXT, unsupported_context, unsupported_packing
 from ..mesh.head_exchange import ContextGroup
 from ..mesh.mesh import Mesh
@@ -209,7 +218,7 @@ def context_shard(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         name: pad_tokens(value, padding) if is_per_token(name, value, rows, length) else value
         for name, value in batch.items()
     }
-    row["shift_labels"] = F.pad(row.pop("labels")[:, 1:length], (0, 1 + padding), value=IGNORE_INDEX)
+    row[SHIFT_LABELS] = F.pad(row.pop("labels")[:, 1:length], (0, 1 + padding), value=IGNORE_INDEX)
     positions = torch.arange(length + padding, device=row["input_ids"].device).expand(rows, -1)
     if "position_ids" in batch:  # the padding is a document of its own
         row["position_ids"] = torch.cat([batch["position_ids"], positions[:, :padding]], 1)

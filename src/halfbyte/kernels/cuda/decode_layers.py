@@ -43,7 +43,7 @@ Step = _struct(
 
 
 def blocks_for(batch: int) -> Blocks:
-    """The fastest blocks of a sweep on an H200: one group, twelve warps with those of `epilogue_warps_of`."""
+    """The fastest blocks of a sweep on an H200: one group, twelve warps including the `epilogue_warps_of` the batch."""
     return Blocks(2, 1, 11, 2) if batch == 1 else Blocks(2, 1, 8, 3)
 
 
