@@ -342,9 +342,7 @@ def test_adapters_in_bf16_beside_a_head_that_is_trained_whole(place, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [{"use_dora": True}, {"adapter_dtype": "bfloat16"}], ids=str
-)
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"adapter_dtype": "bfloat16"}], ids=str)
 def test_a_run_in_bf16_finds_its_saved_adapter_sound(place, tmp_path, more):
     train(load_config(None, keys(place, tmp_path / "out", dtype="bfloat16", **more)))
     found = json.loads((tmp_path / "out/checks.json").read_text())["adapter_reload"]

@@ -150,9 +150,7 @@ def gpt2(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("asked", "exact"), [({}, True), ({"disable_dropout": False}, False)]
-)
+@pytest.mark.parametrize(("asked", "exact"), [({}, True), ({"disable_dropout": False}, False)])
 def test_dropout_of_the_base_is_off_if_models_are_compared(talks, tmp_path, asked, exact):
     folder = tmp_path / "gpt2"
     shutil.copytree(talks, folder)
