@@ -375,7 +375,7 @@ def microscaling(dtype):
 def four_bit_words(dtype):
     rows, columns = STORED
     scales, zeros = empty(columns // 128, rows, dtype=FP16), empty(columns // 128, rows // 8, dtype=torch.int32)
-    int4.dequantize_int4(empty(columns // 8, rows, dtype=torch.int32), zeros, scales, None, 1, dtype)
+    int4.dequantize_int4(empty(columns // 8, rows, dtype=torch.int32), zeros, scales, None, None, 1, dtype)
 
 
 @cases("formats", "INT8", EACH_WIDTH, [(BF16,)])
@@ -475,7 +475,7 @@ def word_products(dtype, batch):
     rows, columns, x = 4096, HIDDEN, empty(batch, HIDDEN, dtype=dtype)
     for group in (32, 64, 128, 256):
         scales, zeros = empty(columns // group, rows, dtype=FP16), empty(columns // group, rows // 8, dtype=torch.int32)
-        int4.linear_int4(x, empty(columns // 8, rows, dtype=torch.int32), zeros, scales, None, 1, None)
+        int4.linear_int4(x, empty(columns // 8, rows, dtype=torch.int32), zeros, scales, None, None, 1, None)
     packed = empty(rows, columns // 2, dtype=torch.uint8)
     for factor, tile in ((empty(), (1, 16)), (empty(), (16, 16)), (None, (1, 32))):
         scales = empty(rows // tile[0], columns // tile[1], dtype=torch.uint8)

@@ -20,6 +20,8 @@ from tests.helpers.imported_tensors import (
     awq,
     gpt_oss,
     gptq,
+    gptq_listed,
+    gptq_uneven,
     loaded,
     modelopt,
     mxfp4,
@@ -33,6 +35,12 @@ checkpoints = pytest.mark.parametrize(("cls", "make"), CHECKPOINTS, ids=IDS)
 
 
 # ---- the published formulas, read element by element
+
+
+def test_inputs_of_equal_groups_are_sorted():
+    layouts = {"ordered": gptq(), "listed": gptq_listed(), "indexed": gptq_uneven(), "runs": gptq(indexed=False)}
+    for layout, state in layouts.items():
+        assert loaded(Gptq, state).format.groups == layout
 
 
 def nibble(word, at):

@@ -22,6 +22,16 @@ def gptq(indexed=True):
     return state | {"../g_idx": order.to(torch.int32)} if indexed else state
 
 
+def gptq_listed():
+    """Groups of consecutive inputs that the file lists."""
+    return gptq(indexed=False) | {"../g_idx": (torch.arange(K) // (K // GROUPS)).int()}
+
+
+def gptq_uneven():
+    """Groups of different sizes."""
+    return gptq(indexed=False) | {"../g_idx": (torch.arange(K) % (GROUPS - 1)).int()}
+
+
 def awq():
     return gptq(indexed=False) | {"../qweight": words(K, N // 8)}
 
@@ -61,9 +71,13 @@ def gpt_oss(experts=3):
 
 CHECKPOINTS = [
     (Gptq, gptq), (GptqV2, gptq), (Gptq, lambda: gptq(False)), (Awq, awq), (Nvfp4, modelopt), (Mxfp4, mxfp4),
-    (PackQuantized, packed), (PackQuantizedZeros, lambda: packed(True, True)),
+    (PackQuantized, packed), (PackQuantizedZeros, lambda: packed(True, True)), (GptqV2, gptq_listed),
+    (Gptq, gptq_uneven),
 ]  # fmt: skip
-IDS = ["gptq", "gptq_v2", "gptq-runs", "awq", "modelopt", "mxfp4", "pack-quantized", "pack-quantized-zeros"]
+IDS = [
+    "gptq", "gptq_v2", "gptq-runs", "awq", "modelopt", "mxfp4", "pack-quantized", "pack-quantized-zeros", "gptq-listed",
+    "gptq-uneven",
+]  # fmt: skip
 
 
 def loaded(cls, state):

@@ -57,15 +57,17 @@ def test_stacked_matrices(tile, width):
     assert torch.equal(dequantize_e2m1.reference(packed, scales, factors, *rest, torch.float32), found)
 
 
-@pytest.mark.parametrize("indexed", [False, True], ids=["runs", "indexed"])
+@pytest.mark.parametrize("layout", ["runs", "ordered", "indexed"])
 @pytest.mark.parametrize("zero_shift", [0, 1])
 @pytest.mark.parametrize(("inputs", "outputs", "groups"), [(8, 8, 1), (72, 40, 3), (128, 136, 4)])
-def test_int4(inputs, outputs, groups, zero_shift, indexed):
+def test_int4(inputs, outputs, groups, zero_shift, layout):
     qweight = torch.randint(-(2**31), 2**31 - 1, (inputs // 8, outputs), dtype=torch.int32)
     qzeros = torch.randint(-(2**31), 2**31 - 1, (groups, outputs // 8), dtype=torch.int32)
     scales = (torch.rand(groups, outputs) * 0.1).half()
-    index = torch.randint(0, groups, (inputs,), dtype=torch.int32) if indexed else None
-    arguments = (qweight, qzeros, scales, index, zero_shift)
+    index = torch.randint(0, groups, (inputs,), dtype=torch.int32) if layout == "indexed" else None
+    order = torch.randperm(inputs)
+    order = torch.stack([order, order.argsort()]).int() if layout == "ordered" else None
+    arguments = (qweight, qzeros, scales, index, order, zero_shift)
     same_as_reference(int4_kernel, dequantize_int4.reference, arguments)
 
 

@@ -61,8 +61,18 @@ def test_int4_equals_the_reference(group, scale_dtype, shift, batch, dtype, bloc
     weight = int4_weight(rows, columns, group, scale_dtype, device)
     x = torch.randn(batch, columns, dtype=dtype, device=device)
     bias = torch.randn(rows, dtype=dtype, device=device)
-    out = few_rows.few_rows_int4(x, *weight, None, shift, bias, blocks)
-    compare(out, linear_int4.reference(x.float(), *weight, None, shift, bias.float()).double(), dtype)
+    out = few_rows.few_rows_int4(x, *weight, None, None, shift, bias, blocks)
+    compare(out, linear_int4.reference(x.float(), *weight, None, None, shift, bias.float()).double(), dtype)
+
+
+def test_int4_with_inputs_in_another_order(device):
+    rows, columns = 64, 512
+    weight = int4_weight(rows, columns, 64, FP16, device)
+    order = torch.randperm(columns)
+    order = torch.stack([order, order.argsort()]).int().to(device)
+    x = torch.randn(3, columns, dtype=BF16, device=device)
+    out = few_rows.few_rows_int4(x, *weight, None, order, 1, None)
+    compare(out, linear_int4.reference(x.float(), *weight, None, order, 1, None).double(), BF16)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +140,7 @@ def test_which_calls_are_refused():
     x = torch.zeros(1, 512, dtype=BF16)
 
     def obstacle(x=x, weight=int4, index=None):
-        return few_rows.int4_obstacle(x, *weight, index, 1, None)
+        return few_rows.int4_obstacle(x, *weight, index, None, 1, None)
 
     with assumed(KNOWN["rtx3090"]):
         assert obstacle() is None

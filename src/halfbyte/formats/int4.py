@@ -13,6 +13,9 @@ A module whose parameter `weight` has K inputs and N outputs in G groups has the
     scales   fp16, bf16 or fp32 [G, N]
     g_idx    int32 [K], the group of each input, if it is stored; in any order after quantization with `desc_act`
 
+In memory the inputs of such a weight are sorted by group, and `order` int32 [2, K] replaces g_idx: the input that each
+row of codes belongs to, and the inverse of this permutation.
+
 GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores the zeros. AWQ stores qweight as
 [K, N/8]: a word has eight neighbouring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, like its zeros (AutoAWQ's "gemm"
 version). The "pack-quantized" layout of compressed-tensors is the transpose of gptq_v2; its signed codes and zeros, -8
@@ -64,12 +67,19 @@ def _unpack(words: Tensor, dim: int) -> Tensor:
     return torch.stack(codes, dim=dim + 1).flatten(dim, dim + 1)
 
 
+def _pack(codes: Tensor) -> Tensor:
+    """Pack codes [K, N] to words [K/8, N]: the inverse of `_unpack` along dimension 0."""
+    eight = codes.unflatten(0, (-1, PACK)).unbind(1)
+    return functools.reduce(torch.bitwise_or, (code << 4 * i for i, code in enumerate(eight)))
+
+
 @op("triton.packed4")
 def dequantize_int4(
     qweight: Tensor,
     qzeros: Tensor,
     scales: Tensor,
     group_index: Tensor | None,
+    order: Tensor | None,
     zero_shift: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -79,7 +89,8 @@ def dequantize_int4(
         qweight: int32 [K/8, N].
         qzeros: int32 [G, N/8].
         scales: [G, N], a 16- or 32-bit float.
-        group_index: int32 [K], the group of each input; None: G groups of equal length.
+        group_index: int32 [K], the group of each row of codes; None: G groups of equal length.
+        order: int32 [2, K], the input of each row of codes, and the row of each input; None: rows are inputs.
         zero_shift: added to a stored zero, modulo 16.
 
     Returns:
@@ -94,6 +105,8 @@ def dequantize_int4(
     else:
         group = group_index.long()
         values = (codes - zeros[group]) * factors[group]
+    if order is not None:
+        values = values[order[1]]
     return values.t().to(dtype).contiguous()
 
 
@@ -104,6 +117,7 @@ def linear_int4(
     qzeros: Tensor,
     scales: Tensor,
     group_index: Tensor | None,
+    order: Tensor | None,
     zero_shift: int,
     bias: Tensor | None,
 ) -> Tensor:
@@ -113,13 +127,13 @@ def linear_int4(
 
     Args:
         x: [M, K]; fp32, fp16 or bf16.
-        qweight, qzeros, scales, group_index, zero_shift: as in `dequantize_int4`.
+        qweight, qzeros, scales, group_index, order, zero_shift: as in `dequantize_int4`.
         bias: [N] in x's dtype, or None.
 
     Returns:
         [M, N] in x's dtype.
     """
-    weight = dequantize_int4(qweight, qzeros, scales, group_index, zero_shift, x.dtype)
+    weight = dequantize_int4(qweight, qzeros, scales, group_index, order, zero_shift, x.dtype)
     return linear_rows(x, weight, bias)
 
 
@@ -128,6 +142,7 @@ PACKED = {
     "qweight": "../weight_packed", "qzeros": "../weight_zero_point", "scales": "../weight_scale",
     "g_idx": "../weight_g_idx", "shape": "../weight_shape",
 }  # fmt: skip
+GROUPS = ("runs", "listed", "ordered", "indexed")  # how inputs are divided into groups: see `Int4.groups`
 ZERO_CODES = -0x77777778  # 0x88888888: eight codes of 8, the zero point of symmetric weights
 USE_W4A16 = "use a checkpoint with int4 weights and 16-bit activations (W4A16, pack-quantized), or the 16-bit model"
 
@@ -137,14 +152,15 @@ class Int4(Format):
     """Affine int4 quantized by another tool.
 
     Args:
-        group_size: inputs that share a scale and a zero; if `indexed`, K over the number of groups.
+        group_size: inputs that share a scale and a zero; with `groups` "indexed", K over the number of groups.
         scale_dtype: dtype of the stored scales: "float16", "bfloat16" or "float32".
-        indexed: whether `g_idx` is stored.
+        groups: "runs": `group_size` consecutive inputs; "listed": the same, and checkpoints list them in `g_idx`;
+            "ordered": `group_size` inputs anywhere, sorted by group in memory; "indexed": of any sizes, not sorted.
     """
 
     group_size: int = 128
     scale_dtype: str = "float16"
-    indexed: bool = False
+    groups: str = "runs"
 
     names: ClassVar[dict[str, str]] = {}
     zero_shift: ClassVar[int] = 0
@@ -152,12 +168,14 @@ class Int4(Format):
 
     @property
     def spec(self) -> str:
-        return f"{self.name}:{self.group_size}:{self.scale_dtype}:{'indexed' if self.indexed else 'runs'}"
+        return f"{self.name}:{self.group_size}:{self.scale_dtype}:{self.groups}"
 
     @classmethod
     def parse(cls, options: str) -> Self:
         group_size, scale_dtype, groups = options.split(":")
-        return cls(int(group_size), scale_dtype, groups == "indexed")
+        if groups not in GROUPS:
+            raise ValueError(f"groups are {', '.join(GROUPS)}, not {groups!r}")
+        return cls(int(group_size), scale_dtype, groups)
 
     @classmethod
     def examples(cls) -> list[Format]:
@@ -174,7 +192,9 @@ class Int4(Format):
             "qzeros": ((groups, outputs // PACK), torch.int32),
             "scales": ((groups, outputs), getattr(torch, self.scale_dtype)),
         }
-        return specs | {"g_idx": ((inputs,), torch.int32)} if self.indexed else specs
+        if self.groups == "ordered":
+            return specs | {"order": ((2, inputs), torch.int32)}
+        return specs | {"g_idx": ((inputs,), torch.int32)} if self.groups == "indexed" else specs
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         raise ModelError(
@@ -183,23 +203,24 @@ class Int4(Format):
         )
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx")
+        stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), parts.get("order")
         return dequantize_int4(*stored, self.zero_shift, dtype)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx")
+        stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), parts.get("order")
         return linear_int4(x, *stored, self.zero_shift, bias)
 
     def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         first = pieces[0]
-        orders = [piece["g_idx"] for piece in pieces if self.indexed and not piece["g_idx"].is_meta]
+        common = next((name for name in ("g_idx", "order") if name in first), "")
+        orders = [piece[common] for piece in pieces if common and not piece[common].is_meta]
         if any(not torch.equal(piece, orders[0]) for piece in orders):
             raise ModelError(
                 f"{self.name}: matrices with the same input have different group orders (desc_act)",
                 "use a checkpoint quantized without desc_act",
             )
         return self, {
-            name: tensor if name == "g_idx" else torch.cat([piece[name] for piece in pieces], 1)
+            name: tensor if name == common else torch.cat([piece[name] for piece in pieces], 1)
             for name, tensor in first.items()
         }
 
@@ -209,9 +230,11 @@ class Int4(Format):
             return PACK
         if not dim:
             cuts = {name: cut(parts[name], n, 1) for name in ("qweight", "qzeros", "scales")}
-            return self, split_parts(n, cuts, {"g_idx": parts["g_idx"]} if self.indexed else {})
+            return self, split_parts(n, cuts, {name: parts[name] for name in ("g_idx", "order") if name in parts})
+        if self.groups == "ordered":
+            return replace(self, groups="indexed")._split(self._in_order_of_inputs(parts), shape, dim, n)
         cuts = {"qweight": cut(parts["qweight"], n, 0)}
-        if self.indexed:  # every shard may hold inputs of every group
+        if self.groups == "indexed":  # every shard may hold inputs of every group
             groups = len(parts["scales"])
             if shard_size % groups:
                 return math.lcm(groups, PACK)
@@ -225,7 +248,35 @@ class Int4(Format):
         return replace(self, group_size=size), split_parts(n, cuts, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        return {self.entries[part_name]: value for part_name, value in parts.items()}
+        stored = self._stored_from_parts(self._in_order_of_inputs(parts), shape)
+        return {self.entries[part_name]: value for part_name, value in stored.items()}
+
+    def _in_order_of_inputs(self, parts: Parts) -> dict[str, Tensor]:
+        """Parts as checkpoints store them: codes in the order of inputs, and `g_idx` if checkpoints list it."""
+        parts = dict(parts)
+        if self.groups in ("runs", "indexed"):
+            return parts
+        group_index = torch.arange(parts["qweight"].shape[0] * PACK, device=parts["qweight"].device) // self.group_size
+        if (order := parts.pop("order", None)) is not None:
+            group_index = group_index[order[1]]
+            parts["qweight"] = _pack(_unpack(parts["qweight"], 0)[order[1]])
+        return parts | {"g_idx": group_index.int()}
+
+    def _sorted_by_group(self, parts: dict[str, Tensor]) -> tuple[Self, dict[str, Tensor]]:
+        """Sort the inputs of an "indexed" weight by group, if its groups have equal sizes."""
+        group_index = parts.get("g_idx")
+        if group_index is None or group_index.is_meta:
+            return self, parts
+        sizes = torch.bincount(group_index, minlength=len(parts["scales"]))
+        if not bool((sizes == self.group_size).all()):
+            return self, parts
+        parts = {name: value for name, value in parts.items() if name != "g_idx"}
+        if bool((group_index.diff() >= 0).all()):
+            return replace(self, groups="listed"), parts
+        order = group_index.argsort(stable=True)
+        parts["qweight"] = _pack(_unpack(parts["qweight"], 0)[order])
+        parts["order"] = torch.stack([order, order.argsort()]).int()
+        return replace(self, groups="ordered"), parts
 
     @classmethod
     def from_state(cls, state: Parts, name: str) -> Loaded:
@@ -244,7 +295,8 @@ class Int4(Format):
         if inputs % groups:
             message = f"{labels['scales']} has {groups} groups, which do not divide {inputs} inputs"
             raise CheckpointError(message, DAMAGED)
-        format_ = cls(inputs // groups, str(dtype).removeprefix("torch."), "g_idx" in stored)
+        listed = "indexed" if "g_idx" in stored else "runs"
+        format_ = cls(inputs // groups, str(dtype).removeprefix("torch."), listed)
         try:
             specs = format_._stored_specs((outputs, inputs))
         except ModelError as error:
@@ -252,6 +304,7 @@ class Int4(Format):
         check_parts(stored, specs, cls.entries, name)
         parts = format_._parts_from_stored(stored)
         format_.check_values(parts, labels)
+        format_, parts = format_._sorted_by_group(parts)
         return format_, parts, (outputs, inputs), dtype
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
@@ -278,6 +331,10 @@ class Int4(Format):
     def _parts_from_stored(self, stored: Parts) -> dict[str, Tensor]:
         """Parts in memory from checkpoint entries by part."""
         return dict(stored)
+
+    def _stored_from_parts(self, parts: Parts, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """Checkpoint entries by part, the inverse of `_parts_from_stored`."""
+        return dict(parts)
 
     @classmethod
     @functools.cache
@@ -358,11 +415,10 @@ class Awq(Int4):
 
     name: ClassVar[str] = "awq"
 
-    def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    def _stored_from_parts(self, parts: Parts, shape: tuple[int, ...]) -> dict[str, Tensor]:
         outputs = parts["qweight"].view(-1, shape[0] // PACK, PACK)  # [K/8, N/8, 8]
         qweight = _exchanged(outputs[:, :, _inverse(AWQ_ORDER)].transpose(1, 2)).flatten(0, 1)
-        qzeros = _reordered(parts["qzeros"], _inverse(AWQ_ORDER))
-        return super().to_state({**parts, "qweight": qweight, "qzeros": qzeros}, shape, dtype)
+        return {**parts, "qweight": qweight, "qzeros": _reordered(parts["qzeros"], _inverse(AWQ_ORDER))}
 
     @classmethod
     def _sizes(cls, stored: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
@@ -399,9 +455,9 @@ class PackQuantized(Int4):
 
     scale_dtype: str = "bfloat16"
 
-    def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    def _stored_from_parts(self, parts: Parts, shape: tuple[int, ...]) -> dict[str, Tensor]:
         stored = _transposed({part_name: value for part_name, value in parts.items() if part_name in self.entries})
-        return super().to_state(stored | {"shape": torch.tensor(shape)}, shape, dtype)
+        return stored | {"shape": torch.tensor(shape)}
 
     @classmethod
     def _sizes(cls, stored: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:

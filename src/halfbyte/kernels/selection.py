@@ -117,7 +117,7 @@ def _few_rows() -> Iterator[Call]:
         words, scales = empty(SIZE // 8, SIZE, dtype=torch.int32), empty(groups, SIZE, dtype=FP16)
         zeros = empty(groups, SIZE // 8, dtype=torch.int32)
         x = empty(rows, SIZE, dtype=BF16)
-        yield "linear_int4", f"M = {rows}, bf16, groups of {group}", (x, words, zeros, scales, None, 1, None)
+        yield "linear_int4", f"M = {rows}, bf16, groups of {group}", (x, words, zeros, scales, None, None, 1, None)
     for rows, block in ((1, 16), (16, 16), (49, 16), (1, 32)):
         packed, scales = empty(SIZE, SIZE // 2, dtype=torch.uint8), empty(SIZE, SIZE // block, dtype=torch.uint8)
         factor = empty() if block == 16 else None

@@ -184,7 +184,7 @@ def int4_obstacle(
     groups, rows = scales.shape
     group = x.shape[1] // max(groups, 1)
     if group_index is not None:
-        return "needs groups of consecutive columns"
+        return "needs groups of equal sizes"
     if scales.dtype is torch.float32:
         return "needs scales of 16 bits"
     if group not in (32, 64, 128) and group % UNIT:
@@ -194,10 +194,12 @@ def int4_obstacle(
 
 @linear_int4.kernel("cuda", unless=int4_obstacle)
 def few_rows_int4(
-    x: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, group_index: Tensor | None, zero_shift: int,
-    bias: Tensor | None, blocks: Blocks | None = None,
+    x: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, group_index: Tensor | None, order: Tensor | None,
+    zero_shift: int, bias: Tensor | None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
     groups, rows = scales.shape
+    if order is not None:
+        x = x.index_select(1, order[0])
     weight = Int4Weight(*[tensor.data_ptr() for tensor in (qweight, qzeros, scales)], rows, x.shape[1])
     bf16 = int(scales.dtype is torch.bfloat16)
     group = x.shape[1] // groups

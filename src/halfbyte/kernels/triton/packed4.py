@@ -83,19 +83,23 @@ def dequantize_blocks(
 
 @triton.jit
 def _dequantize_int4(
-    qweight_ptr, qzeros_ptr, scales_ptr, index_ptr, out_ptr, inputs, outputs, group_size, zero_shift,
-    INDEXED: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    qweight_ptr, qzeros_ptr, scales_ptr, index_ptr, rows_ptr, out_ptr, inputs, outputs, group_size, zero_shift,
+    INDEXED: tl.constexpr, ORDERED: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(outputs, OUTPUTS)
     k = (tl.program_id(0) // tiles).to(tl.int64) * INPUTS + tl.arange(0, INPUTS)
     n = (tl.program_id(0) % tiles).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = (k < inputs)[:, None] & (n < outputs)[None, :]
-    word = (k // 8)[:, None] * outputs + n[None, :]
-    codes = tl.load(qweight_ptr + word, mask=inside, other=0) >> ((k % 8).to(tl.int32) * 4)[:, None]
-    if INDEXED:
-        group = tl.load(index_ptr + k, mask=k < inputs, other=0).to(tl.int64)
+    if ORDERED:
+        row = tl.load(rows_ptr + k, mask=k < inputs, other=0).to(tl.int64)
     else:
-        group = k // group_size
+        row = k
+    word = (row // 8)[:, None] * outputs + n[None, :]
+    codes = tl.load(qweight_ptr + word, mask=inside, other=0) >> ((row % 8).to(tl.int32) * 4)[:, None]
+    if INDEXED:
+        group = tl.load(index_ptr + row, mask=k < inputs, other=0).to(tl.int64)
+    else:
+        group = row // group_size
     packed_zeros = tl.load(qzeros_ptr + group[:, None] * (outputs // 8) + (n // 8)[None, :], mask=inside, other=0)
     zeros = ((packed_zeros >> ((n % 8).to(tl.int32) * 4)[None, :]) + zero_shift) & 15
     scales = tl.load(scales_ptr + group[:, None] * outputs + n[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -112,6 +116,7 @@ def dequantize_words(
     qzeros: Tensor,
     scales: Tensor,
     group_index: Tensor | None,
+    order: Tensor | None,
     zero_shift: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -125,10 +130,11 @@ def dequantize_words(
             qzeros.contiguous(),
             scales.contiguous(),
             qzeros if group_index is None else group_index.contiguous(),
+            qzeros if order is None else order[1].contiguous(),
             out,
         ),
         (inputs, outputs, inputs // groups, zero_shift),
-        (group_index is not None, INPUTS, OUTPUTS),
+        (group_index is not None, order is not None, INPUTS, OUTPUTS),
         warps=4,
     )
     return out
