@@ -36,7 +36,7 @@ CASES = {
     "several_gpus_tensor_h200x2": "2 several_gpus tensor",
     "sharded_h200x2": "2 several_gpus gathers",
     "kernels_h200": "elementwise",
-    "dequantize_h200": "weights dequantize",
+    "dequantize_h200": "weights dequantize --peers bitsandbytes,unsloth",
     "gemv_formats_8_h200": "weights gemv --specs int8,fp8:row,fp8:tile,hqq:4:64,hqq:8:64 "
     "--shapes 4096x14336,8192x28672",
     "gemv_formats_kbit_h200": "weights gemv --specs kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf --rows 1,4,16",

@@ -151,8 +151,9 @@ SECTIONS = (
         {"kernels": plots.kernels}, kernel_table,
     ),
     Section(
-        "Dequantizing to bf16", r"dequantize_.*",
-        "The same measure. 'nested' has scales quantized to 8 bits.", {"dequantize": plots.dequantize},
+        "Dequantizing NF4 to 16 bits", r"dequantize_.*",
+        "The same measure. 'nested' has scales quantized to 8 bits. Unsloth writes to one buffer that all weights "
+        "share, as its layers do.", {"dequantize": plots.dequantize},
     ),
     Section(
         "GEMV and small-batch GEMM", r"gemv_.*",

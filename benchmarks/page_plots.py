@@ -214,10 +214,13 @@ def dequantize(figure: Figure, results: Results) -> None:
     """Dequantizing in a graph: fraction of copy bandwidth."""
     groups = []
     for result in results.values():
-        for name, row in result["shapes"].items():
-            rates = {"halfbyte": row["ours_graph_TBps"], "bitsandbytes": row["bitsandbytes_graph_TBps"]}
-            series = {by: (rate / result["copy_TBps"], f"{rate:.2f} TB/s") for by, rate in rates.items()}
-            groups.append((f"NF4 {name.replace('x', '×')}", series))
+        for row in result["rows"]:
+            projects = [name for name in ("halfbyte", "bitsandbytes", "unsloth") if name in row]
+            moved = row["TBps"] * row["halfbyte"]["graph_us"]
+            rates = {name: moved / row[name]["graph_us"] for name in projects}
+            series = {name: (rate / result["copy_TBps"], f"{rate:.2f} TB/s") for name, rate in rates.items()}
+            scales = ", nested" if row["nested"] else ""
+            groups.append((f"{row['shape'].replace('x', '×')}, {row['dtype'].removeprefix('torch.')}{scales}", series))
     figure.set_size_inches(7, height(groups))
     axes = figure.add_subplot()
     bars(axes, groups)

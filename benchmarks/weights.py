@@ -1,19 +1,20 @@
 """Quantized weights on a GPU: dequantizing them, and multiplying 1 to 64 rows by them.
 
-    python -m benchmarks.weights dequantize [--json FILE]
+    python -m benchmarks.weights dequantize [--peers bitsandbytes,unsloth] [--json FILE]
     python -m benchmarks.weights gemv [--specs nf4,kbit4,int8] [--rows 1,4,16,64] [--shapes 4096x14336] [--card rtx4090]
-                                          [--json FILE]
+                                      [--peers tinygemm,bitsandbytes,marlin] [--marlin LIBRARY] [--json FILE]
 
-`dequantize` compares NF4 with bitsandbytes, in TB/s of packed bytes read and bf16 values written. `gemv` compares x·Wᵀ
-from packed weights with cuBLAS on a bf16 weight of the same shape; with `--card`, kernels and tiles are chosen as for
-another card, on this one. Both rotate over weights that together exceed the L2
-cache, and report fractions of a device copy's bandwidth.
+`dequantize` compares NF4 with peers, in TB/s of packed bytes read and 16-bit values written, called from Python and
+replayed in CUDA graphs. `gemv` compares x·Wᵀ from packed weights with cuBLAS on a bf16 weight of the same shape, and
+with other projects' products; with `--card`, kernels and tiles are chosen as for another card, on this one. Both rotate
+over weights that together exceed the L2 cache, and report fractions of a device copy's bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,11 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import copy_bandwidth, event_us, graph_us, parser_of, require_gpu, write_result
+from benchmarks.weight_peers import DEQUANTIZATIONS, PRODUCTS, load_marlin
 from halfbyte.formats import Blockwise4, Format, named
 from halfbyte.formats.int4 import Int4
 from halfbyte.kernels.device import KNOWN, assumed
 
-DEQUANTIZED = [(4096, 4096), (14336, 4096), (28672, 8192)]
+DEQUANTIZED = [(1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192)]
 SPECS = (
     "nf4,kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf,hqq:4:64,hqq:8:64,int8,fp8:row,fp8:tile,nvfp4,nvfp4-1d,mxfp4,"
     "gptq:128:float16:runs"
@@ -40,37 +42,28 @@ def random_weight(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
 
 
-def dequantize() -> dict[str, Any]:
-    """Time halfbyte's and bitsandbytes' NF4 dequantization, with plain and nested scales."""
-    import bitsandbytes.functional as peer
-
-    result: dict[str, Any] = {"copy_TBps": copy_bandwidth(), "shapes": {}}
-    for shape in DEQUANTIZED:
-        weight = random_weight(*shape)
+def dequantize(peers: Sequence[str]) -> dict[str, Any]:
+    """Time halfbyte's and peers' NF4 dequantization to 16 bits, with plain and nested scales."""
+    result: dict[str, Any] = {"copy_TBps": copy_bandwidth(), "rows": []}
+    for shape, dtype, nested in itertools.product(DEQUANTIZED, (torch.bfloat16, torch.float16), (False, True)):
+        weight = random_weight(*shape).to(dtype)
         copies = min(max(2, int(6e8 / weight.numel() / 2)), 8)
-        for nested in (False, True):
-            format_ = Blockwise4("nf4", 64, nested)
-            ours = [format_.quantize(weight) for _ in range(copies)]
-            theirs = [peer.quantize_4bit(weight, quant_type="nf4", compress_statistics=nested) for _ in range(copies)]
-            calls = [partial(format_.dequantize, parts, shape, torch.bfloat16) for parts in ours]
-            peer_calls = [partial(peer.dequantize_4bit, *packed) for packed in theirs]
-            moved = weight.numel() * 2.5 + weight.numel() / 64 * (1 if nested else 4)
-            times = {
-                "ours_graph_us": graph_us(calls),
-                "ours_called_us": event_us(calls),
-                "bitsandbytes_called_us": event_us(peer_calls),
-                "bitsandbytes_graph_us": graph_us(peer_calls),
-            }
-            row = {**times, **{name.replace("_us", "_TBps"): moved / us / 1e6 for name, us in times.items()}}
-            row["ratio_graph"] = times["bitsandbytes_graph_us"] / times["ours_graph_us"]
-            row["ratio_called"] = times["bitsandbytes_called_us"] / times["ours_called_us"]
-            name = f"{shape[0]}x{shape[1]}{' nested' if nested else ''}"
-            result["shapes"][name] = row
-            print(
-                f"{name:18} halfbyte {row['ours_graph_TBps']:.2f} TB/s (called {row['ours_called_TBps']:.2f}), "
-                f"bitsandbytes {row['bitsandbytes_graph_TBps']:.2f} (called {row['bitsandbytes_called_TBps']:.2f})",
-                flush=True,
-            )
+        format_ = Blockwise4("nf4", 64, nested)
+        packed = [format_.quantize(weight) for _ in range(copies)]
+        calls = {"halfbyte": [partial(format_.dequantize, parts, shape, dtype) for parts in packed]}
+        calls |= {name: [DEQUANTIZATIONS[name](weight, nested) for _ in range(copies)] for name in peers}
+        times = {name: {"called_us": event_us(work), "graph_us": graph_us(work)} for name, work in calls.items()}
+        moved = weight.numel() * 2.5 + weight.numel() / 64 * (1 if nested else 4)
+        row = {"shape": f"{shape[0]}x{shape[1]}", "dtype": str(dtype), "nested": nested, **times}
+        row["TBps"] = moved / times["halfbyte"]["graph_us"] / 1e6
+        result["rows"].append(row)
+        ratios = "; ".join(
+            f"{name} {times[name]['called_us'] / times['halfbyte']['called_us']:.2f}x called, "
+            f"{times[name]['graph_us'] / times['halfbyte']['graph_us']:.2f}x in graphs"
+            for name in peers
+        )
+        print(f"{row['shape']:11} {row['dtype']:14} nested {nested!s:5} {row['TBps']:.2f} TB/s, "
+              f"called {times['halfbyte']['called_us']:.1f} µs; {ratios}", flush=True)  # fmt: skip
     return result
 
 
@@ -100,9 +93,9 @@ def random_parts(format_: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
     return parts
 
 
-def gemv(specs: Sequence[str], shapes: Sequence[str], batches: Sequence[int]) -> dict[str, Any]:
+def gemv(specs: Sequence[str], shapes: Sequence[str], batches: Sequence[int], peers: Sequence[str]) -> dict[str, Any]:
     """Time x·Wᵀ for every shape, format and number of rows of x. The error is relative to fp32."""
-    result: dict[str, Any] = {"copy_TBps": (copy := copy_bandwidth()), "rows": []}
+    result: dict[str, Any] = {"copy_TBps": (copy := copy_bandwidth()), "rows": [], "peers": []}
     for name in shapes:
         rows, columns = map(int, name.split("x"))
         inputs = {batch: torch.randn(batch, columns, device="cuda", dtype=torch.bfloat16) for batch in batches}
@@ -120,6 +113,14 @@ def gemv(specs: Sequence[str], shapes: Sequence[str], batches: Sequence[int]) ->
                 result["rows"].append(row)
                 print(f"{name:>11} {spec:10} {batch:2} rows: {us:6.1f} µs, {row['of_copy']:.0%} of a copy, "
                       f"{dense[batch] / us:.2f}x cuBLAS; error {error:.1e}", flush=True)  # fmt: skip
+        for peer in peers:
+            _, size = PRODUCTS[peer](rows, columns)
+            products = [PRODUCTS[peer](rows, columns)[0] for _ in range(max(2, int(ROTATE / size)))]
+            for batch, x in inputs.items():
+                us = graph_us([partial(product, x) for product in products])
+                row = {"shape": name, "peer": peer, "batch": batch, "us": us, "of_copy": size / us / 1e6 / copy}
+                result["peers"].append(row)
+                print(f"{name:>11} {peer:10} {batch:2} rows: {us:6.1f} µs, {row['of_copy']:.0%} of a copy", flush=True)
     return result
 
 
@@ -129,6 +130,8 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--specs", default=SPECS, help="formats, by name or spec")
     arguments.add_argument("--shapes", default=SHAPES)
     arguments.add_argument("--rows", default="1,4,16,64", help="rows of x")
+    arguments.add_argument("--peers", default="", help="other projects to compare with")
+    arguments.add_argument("--marlin", metavar="LIBRARY", help="library with gptqmodel's Marlin operators")
     arguments.add_argument("--card", choices=sorted(KNOWN), help="card to choose kernels for; default: this one")
     return arguments
 
@@ -137,10 +140,17 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser().parse_args(words)
     require_gpu()
     if options.what == "dequantize":
-        return write_result(options.json, dequantize())
+        return write_result(options.json, dequantize(options.peers.split(",") if options.peers else []))
+    if options.marlin:
+        load_marlin(options.marlin)
     batches = [int(rows) for rows in options.rows.split(",")]
     with assumed(KNOWN[options.card]) if options.card else contextlib.nullcontext():
-        result = gemv(options.specs.split(","), options.shapes.split(","), batches)
+        result = gemv(
+            options.specs.split(","),
+            options.shapes.split(","),
+            batches,
+            options.peers.split(",") if options.peers else [],
+        )
     write_result(options.json, {"card": options.card, **result})
 
 
