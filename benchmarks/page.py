@@ -78,7 +78,7 @@ def gemv_table(results: Results) -> Rows:
     rows: Rows = [("weight", "stored as", "rows of x", "µs", "cuBLAS, 16-bit, µs", "ratio", "of copy")]
     for result in results.values():
         card = f", as on {result['card']}" if result.get("card") else ""
-        for row in result["rows"]:
+        for row in [*result["rows"], *result.get("peers", [])]:
             times = f"{row['us']:.1f}", f"{row['cublas_us']:.1f}", f"{row['cublas_us'] / row['us']:.2f}"
             weight = row["shape"].replace("x", "×") + card
             rows.append((weight, row["spec"], row["batch"], *times, f"{row['of_copy']:.0%}"))

@@ -118,9 +118,17 @@ def gemv(specs: Sequence[str], shapes: Sequence[str], batches: Sequence[int], pe
             products = [PRODUCTS[peer](rows, columns)[0] for _ in range(max(2, int(ROTATE / size)))]
             for batch, x in inputs.items():
                 us = graph_us([partial(product, x) for product in products])
-                row = {"shape": name, "peer": peer, "batch": batch, "us": us, "of_copy": size / us / 1e6 / copy}
+                of_copy = size / us / 1e6 / copy
+                row = {
+                    "shape": name,
+                    "spec": peer,
+                    "batch": batch,
+                    "us": us,
+                    "cublas_us": dense[batch],
+                    "of_copy": of_copy,
+                }
                 result["peers"].append(row)
-                print(f"{name:>11} {peer:10} {batch:2} rows: {us:6.1f} µs, {row['of_copy']:.0%} of a copy", flush=True)
+                print(f"{name:>11} {peer:10} {batch:2} rows: {us:6.1f} µs, {of_copy:.0%} of a copy", flush=True)
     return result
 
 
