@@ -115,11 +115,13 @@ class Training:
         activations: Sequence[str] | None = None,
         recipe: str = "bf16",
         storage: str = "nf4",
+        accumulation: int = 1,
     ):
         import halfbyte
         from halfbyte.modeling.head import causal_lm_loss
 
         self.loss = causal_lm_loss
+        self.accumulation = accumulation
         self.model = build(name, device, storage)
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -137,14 +139,15 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.trained, lr=2e-4, weight_decay=0.0, fused=True, capturable=capturable)
 
     def step(self, batch: Any) -> Tensor:
-        loss_sum, tokens = self.loss(self.model, batch)
-        loss = loss_sum / tokens
-        loss.backward()
+        for _ in range(self.accumulation):
+            loss_sum, tokens = self.loss(self.model, batch)
+            loss = loss_sum / (tokens * self.accumulation)
+            loss.backward()
         self.optimizer.step()
         if self.report.scaling is not None:
             self.report.scaling.roll()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss.detach() * self.accumulation
 
 
 def ours(given: argparse.Namespace, documents: list[int] | None) -> dict[str, dict[str, Any]]:
@@ -154,12 +157,14 @@ def ours(given: argparse.Namespace, documents: list[int] | None) -> dict[str, di
         capacity = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(given.memory_limit_gib * 2**30 / capacity)
     activations = levels(*shape, given.policy, given.memory_limit_gib) if given.policy else None
-    options = {"activations": activations, "recipe": given.recipe, "storage": given.storage}
+    options = {
+        "activations": activations, "recipe": given.recipe, "storage": given.storage, "accumulation": given.accumulation
+    }  # fmt: skip
     training = Training(*shape, "cuda", checkpointing=given.checkpointing and not given.policy, **options)
     print(training.report)
     if documents:
         training.batch = packed_batch(given.model, documents, "cuda")
-    tokens = given.batch * given.length
+    tokens = given.batch * given.length * given.accumulation
     results = {"halfbyte": timed(lambda: training.step(training.batch), tokens, given.steps)}
     if given.graph:
         from halfbyte.train.graph import ShapeGraphs
@@ -215,6 +220,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=4)
     made.add_argument("--length", type=int, default=2048)
     made.add_argument("--documents", type=int, help="pack so many documents into one row of --length tokens")
+    made.add_argument("--accumulation", type=int, default=1, help="halfbyte's micro-batches in a step")
     made.add_argument("--checkpointing", action="store_true")
     made.add_argument("--policy", help="activation level of halfbyte, or auto")
     made.add_argument("--memory-limit-gib", type=float, help="limit of halfbyte's process and of its plan")
@@ -242,7 +248,17 @@ def main(words: Sequence[str] | None = None) -> None:
     runs |= {name: peer(name, given) for name in given.peers.split(",") if name}
     kept = given.policy or ("checkpointed" if given.checkpointing else "activations saved")
     show(f"{given.model} {given.batch}×{given.length}, {kept}", least, runs)
-    keys = ["model", "batch", "length", "checkpointing", "policy", "memory_limit_gib", "recipe", "storage"]
+    keys = [
+        "model",
+        "batch",
+        "length",
+        "accumulation",
+        "checkpointing",
+        "policy",
+        "memory_limit_gib",
+        "recipe",
+        "storage",
+    ]
     result = {key: getattr(given, key) for key in keys}
     if documents:
         result |= {"tokens": given.length, "documents": documents}

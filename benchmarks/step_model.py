@@ -35,6 +35,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=32768,
         tie_word_embeddings=True,
     )),
+    "qwen3-1.7b": ("Qwen3", dict(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    )),
+    "qwen3-4b": ("Qwen3", dict(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    )),
+    "qwen3-8b": ("Qwen3", dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    )),
+    "qwen3-14b": ("Qwen3", dict(
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    )),
     "qwen3-30b-a3b": ("Qwen3Moe", dict(
         hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
         num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
