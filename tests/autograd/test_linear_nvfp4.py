@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe, _rounded
+from halfbyte.autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
 from halfbyte.autograd.lora import lora_linear
 from halfbyte.formats import named
-from halfbyte.formats.nvfp4 import rotate
+from halfbyte.formats.nvfp4 import quantize_nvfp4, rotate
+from halfbyte.ops.float4 import DOWN, values
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
 
@@ -73,7 +74,9 @@ def test_gradients_are_unbiased(options):
     x = torch.zeros(rows, K)
     _, dx = step(recipe, x, weight, grad[:1].expand(rows, N))
     # The operand of dY: the rounded weight with the transform inverted.
-    numbers, factor = _rounded(weight.t(), 16, recipe, torch.float64, stochastic=False)
+    operand = weight.t() if recipe.disable_rht else rotate(weight.t(), recipe.seed)
+    codes, scales, factor = quantize_nvfp4(operand, 16, recipe.metric)
+    numbers = values(codes, scales, torch.float64) / DOWN
     unrounded = torch.zeros(1, numbers.shape[1])
     unrounded[:, :N] = grad[:1]
     if not recipe.disable_rht:
@@ -95,11 +98,9 @@ def test_the_product_is_close(options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_operands_are_exact_in_16_bits(dtype):
-    values = torch.randn(64, 160) * 2.0 ** torch.randint(-20, 1, (64, 1))
-    recipe = Nvfp4Recipe(enable_four_over_six=True)
-    exact, _ = _rounded(values, 1, recipe, torch.float64, stochastic=False)
-    rounded, _ = _rounded(values, 1, recipe, dtype, stochastic=False)
-    assert torch.equal(rounded.double(), exact)
+    weight = torch.randn(64, 160) * 2.0 ** torch.randint(-20, 1, (64, 1))
+    codes, scales, _ = quantize_nvfp4(rotate(weight, 0), 1, "MSE")
+    assert torch.equal(values(codes, scales, dtype).double(), values(codes, scales, torch.float64))
 
 
 @pytest.mark.parametrize("name", ["nf4", "nvfp4", "mxfp4"])

@@ -7,8 +7,8 @@ H is the random Hadamard transform of 16 neighbours along the contraction. It is
 and gradients have a scale per 16 values of the contraction, weights one per 16×16 tile. W is frozen and gets no
 gradient. Both GEMMs dequantize it from its storage format and save nothing.
 
-The GEMMs run in 16 bits, not on FP4 units. A code times its E4M3 scale has six significant bits, so both operands are
-exact in bf16 and fp16. The fp32 factors are multiplied onto the result.
+The GEMMs run on Blackwell's FP4 tensor cores, elsewhere in 16 bits on the same values (`ops.float4`). The fp32 factors
+are multiplied onto the result.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats.base import Weight, is_quantized
-from ..formats.e2m1 import codebook_e2m1, decode_scales
 from ..formats.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
+from ..ops.float4 import nvfp4_product
 from ..ops.fp8_scaling import Slot
 from ..utils.errors import ModelError
-from ..utils.notices import notice
-
-DOWN = 2.0**-12  # exact factor of both operands, which prevents fp16 overflow of the GEMM's sums
 
 
 @dataclass(frozen=True)
@@ -78,10 +74,6 @@ class Nvfp4Gemms:
 
     def outputs(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
         """Write x·Wᵢᵀ into `outs` [M, Nᵢ]."""
-        notice(
-            "nvfp4-emulated",
-            "recipe nvfp4: operands are rounded to NVFP4 and multiplied in 16 bits; no FP4 units are used",
-        )
         for weight, out in zip(weights, outs, strict=True):
             out.copy_(_product(x, _values(weight), self.recipe, stochastic=False))
 
@@ -101,21 +93,10 @@ def _values(weight: Weight) -> Tensor:
 def _product(left: Tensor, right: Tensor, recipe: Nvfp4Recipe, *, stochastic: bool) -> Tensor:
     """left·rightᵀ in left's dtype, for left [..., C] and right [N, C], both rounded to NVFP4 along C."""
     tile_rows = 1 if recipe.disable_2d_quantization else BLOCK
-    rows, left_factor = _rounded(left.reshape(-1, left.shape[-1]), 1, recipe, left.dtype, stochastic=stochastic)
-    columns, right_factor = _rounded(right, tile_rows, recipe, left.dtype, stochastic=False)
-    product = F.linear(rows, columns).mul_(left_factor * right_factor)
-    return product.view(*left.shape[:-1], right.shape[0])
-
-
-def _rounded(
-    values: Tensor, tile_rows: int, recipe: Nvfp4Recipe, dtype: torch.dtype, *, stochastic: bool
-) -> tuple[Tensor, Tensor]:
-    """Codes times E4M3 scales times 2^-12, `dtype` [rows, padded]; and the remaining fp32 factor."""
+    rows = left.reshape(-1, left.shape[-1])
     if not recipe.disable_rht:
-        values = rotate(values, recipe.seed)
-    codes, scales, factor = quantize_nvfp4(values, tile_rows, recipe.metric, stochastic=stochastic)
-    step = decode_scales(scales, torch.full((), DOWN, device=scales.device))
-    if tile_rows > 1:
-        step = step.repeat_interleave(tile_rows, dim=0)[: codes.shape[0]]
-    numbers = codebook_e2m1(codes.device)[codes.int()].view(*step.shape, BLOCK) * step.unsqueeze(2)
-    return numbers.view(codes.shape).to(dtype), factor / DOWN
+        rows, right = rotate(rows, recipe.seed), rotate(right, recipe.seed)
+    a = quantize_nvfp4(rows, 1, recipe.metric, stochastic=stochastic)
+    b = quantize_nvfp4(right, tile_rows, recipe.metric)
+    product = nvfp4_product(a.codes, b.codes, a.scales, b.scales, a.factor * b.factor, left.dtype)
+    return product.view(*left.shape[:-1], len(right))

@@ -172,6 +172,11 @@ def _training() -> Iterator[Call]:
                                    (1001, "N = 1001", empty())):  # fmt: skip
         out = empty(ROWS, outputs, dtype=BF16)
         yield "fp8_product", shapes, (codes, empty(outputs, SIZE, dtype=E4M3), empty(), scale, out, True)
+    e2m1, e4m3 = empty(ROWS, SIZE, dtype=torch.uint8), empty(ROWS, SIZE // 16, dtype=torch.uint8)
+    for outputs in (SIZE, 1001):
+        weight4_scales = empty(-(-outputs // 16), SIZE // 16, dtype=torch.uint8)
+        operands = e2m1, empty(outputs, SIZE, dtype=torch.uint8), e4m3, weight4_scales, empty()
+        yield "nvfp4_product", f"N = {outputs}", (*operands, BF16)
     for vocabulary, softcap in ((128_256, None), (50_257, None), (262_144, None), (128_256, 30.0)):
         logits, labels = empty(512, vocabulary, dtype=BF16), empty(512, dtype=torch.int64)
         shapes = f"V = {vocabulary}, bf16" + (", softcap" if softcap else "")
