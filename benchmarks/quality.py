@@ -2,6 +2,10 @@
 
     python -m benchmarks.quality MODEL TEXT [--tokens 32768] [--steps 40] [--device cuda] [--only nf4 ...] [--json FILE]
 
+MODEL is a checkpoint in 16 bits or a GGUF file. The weights of a GGUF file in Q4_1 lie on 16 equal steps per block of
+32, which no trained weight does, so formats that fit this grid would look too good. Uniform noise of one step's width
+(seeded) is added: every rounding cell of the file is filled evenly, and the result, in 16 bits, is the model measured.
+
 TEXT has one JSON object per line with a `text`, or, as .txt, one document after another as in TinyStories' files: blank
 lines between paragraphs, none between documents. Each document is preceded by EOS and split at --length tokens. Evenly
 spaced windows of about --tokens tokens are held out. The QLoRA run trains on rows of 256 tokens from the other windows:
@@ -19,6 +23,8 @@ import json
 import logging
 import math
 import re
+import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,22 +33,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from benchmarks.harness import parser_of, provenance, write_result
 from halfbyte import load_model, load_tokenizer
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.formats import named, names
+from halfbyte.gguf.file import GgufFile
+from halfbyte.gguf.hyperparameters import read_config
+from halfbyte.gguf.tensors import entries
+from halfbyte.gguf.tokenizer import read_tokenizer
 from halfbyte.layers import QuantizedLinear
 from halfbyte.layers.int8 import Linear8bitLt
 from halfbyte.loading.quantizer import quantizable
 from halfbyte.modeling.head import IGNORE_INDEX, causal_lm_loss
 
 WHOLE = "as it is"
+GGUF_SUFFIX, GGUF_STEPS = ".gguf", "Q4_1"  # the type whose blocks begin with the step in fp16
 # In addition to the registry's names: plain scales (bitsandbytes' default) and k-bit's other codebooks.
 VARIANTS = (
     "blockwise4:nf4:64:plain", "blockwise4:fp4:64:plain", "kbit:2:affine",
-    *(f"kbit:{k}:{codebook}" for k in (2, 3, 4, 5) for codebook in ("nf", "fitted")),
+    *(f"kbit:{k}:{codebook}" for k in (2, 3, 4, 5) for codebook in ("nf", "bnf", "fitted")),
+    "blockwise4:nf4:32:plain", "blockwise4:nf4:128:plain",
+    *(f"hqq:{bits}:{group}" for bits in (2, 3, 4) for group in (32, 128)), "hqq:4:32:range", "hqq:4:128:range",
 )  # fmt: skip
 INT8_PRODUCTS = "int8, products in int8"
 BITSANDBYTES = {"bitsandbytes NF4": "nf4", "bitsandbytes FP4": "fp4", "bitsandbytes INT8": "int8"}
@@ -106,6 +120,29 @@ def train(model: Any, rows: Tensor, steps: int) -> Any:
     return model.eval()
 
 
+class Dithered(GgufFile):
+    """A GGUF file whose Q4_1 tensors are read with uniform noise of one step's width, the same in every read."""
+
+    def values(self, name: str, dtype: torch.dtype, expert: int | None = None) -> Tensor:
+        values = super().values(name, torch.float32, expert)
+        if self.tensors[name].tensor_type.name == GGUF_STEPS:
+            steps = self.blocks(name)[..., :2].clone().view(torch.float16).float()
+            generator = torch.Generator().manual_seed(SEED + zlib.crc32(name.encode()))
+            blocks = values.view(*steps.shape[:-1], -1)
+            blocks += (torch.rand(blocks.shape, generator=generator) - 0.5) * steps
+        return values.to(dtype)
+
+
+def write_dithered(path: Path, folder: str) -> None:
+    """Write the model of a GGUF file with noise (`Dithered`) as a 16-bit checkpoint with its tokenizer."""
+    file = Dithered(path)
+    config = read_config(file)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    model.load_state_dict({entry.name: entry.read() for entry in entries(file, config)}, strict=False)
+    model.save_pretrained(folder)
+    read_tokenizer(file).save_pretrained(folder)
+
+
 def load(path: str, name: str, dtype: str, device: str) -> Any:
     """Load the model as row `name` of the table stores it."""
     if name in BITSANDBYTES:
@@ -124,7 +161,7 @@ def load(path: str, name: str, dtype: str, device: str) -> Any:
 
 
 def load_bitsandbytes(path: str, kind: str, dtype: str, device: str) -> Any:
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs a cast to fp16 at every product
     four = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_compute_dtype": dtype}
@@ -182,7 +219,9 @@ def measure(given: argparse.Namespace, table: dict[str, dict[str, Any]]) -> Iter
     """Yield each row with its next figures: first weights and perplexity of all rows, then all QLoRA runs."""
     held, rows = split(windows(load_tokenizer(given.model), given.text, given.length), given.tokens)
     exact = load(given.model, WHOLE, given.dtype, "cpu").state_dict()
-    every = [WHOLE, *names(), *VARIANTS, INT8_PRODUCTS, *BITSANDBYTES, *(HQQ if find_spec("hqq") else ())]
+    variants = [spec for spec in VARIANTS if spec not in names().values()]
+    peers = [*(BITSANDBYTES if find_spec("bitsandbytes") else ()), *(HQQ if find_spec("hqq") else ())]
+    every = [WHOLE, *names(), *variants, INT8_PRODUCTS, *peers]
     wanted = [name for name in every if not given.only or name in given.only]
     tokens = int((held != IGNORE_INDEX).sum())
     print(f"{tokens:,} held-out tokens in {len(held)} windows of at most {given.length}", flush=True)
@@ -202,7 +241,7 @@ def stored(file: Path | None, run: dict[str, Any]) -> dict[str, Any]:
     if file is None or not file.exists():
         return {}
     result = json.loads(file.read_text())
-    if any(result.get(key) != value for key, value in run.items() if key != "on"):
+    if any(result.get(key, False) != value for key, value in run.items() if key != "on"):
         return {}
     return {key: result[key] for key in (*provenance(), "on", "stored_as")}
 
@@ -230,16 +269,20 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
     run = {
-        "model": Path(given.model).name, "text": given.text.name, "tokens": given.tokens, "length": given.length,
-        "dtype": given.dtype, "on": given.device, "steps": given.steps, "batch": [BATCH, ROW],
-        "rank": RANK, "learning_rate": LEARNING_RATE,
+        "model": Path(given.model).name, "dithered": given.model.endswith(GGUF_SUFFIX), "text": given.text.name,
+        "tokens": given.tokens, "length": given.length, "dtype": given.dtype, "on": given.device,
+        "steps": given.steps, "batch": [BATCH, ROW], "rank": RANK, "learning_rate": LEARNING_RATE,
     }  # fmt: skip
     kept = stored(given.json, run)
     table = kept.pop("stored_as", {})
-    for name, figures in measure(given, table):
-        table[name] = table.get(name, {}) | figures | elsewhere(kept)
-        print(name, json.dumps(figures), flush=True)
-        write_result(given.json, {**run, **kept, "stored_as": table})
+    with tempfile.TemporaryDirectory() as folder:
+        if run["dithered"]:
+            write_dithered(Path(given.model), folder)
+            given.model = folder
+        for name, figures in measure(given, table):
+            table[name] = table.get(name, {}) | figures | elsewhere(kept)
+            print(name, json.dumps(figures), flush=True)
+            write_result(given.json, {**run, **kept, "stored_as": table})
 
 
 if __name__ == "__main__":

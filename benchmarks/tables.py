@@ -32,24 +32,27 @@ NAMES = {"Qwen2_5_VL": "Qwen2.5-VL (text part)", "Qwen2Moe": "Qwen2-MoE", "Qwen3
 WAYS = ("fused training", "static decoding", "to GGUF", "from GGUF", "images to mmproj")
 SIMPLE = re.compile(r"(<!-- (families|cards) -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCK = re.compile(r"(<!-- quality: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+AFTER_QLORA = "after QLoRA"
 COLUMNS = {
     "bits per weight": ("bits_per_weight", ".3f"),
     "weight SQNR, dB": ("sqnr_db", ".2f"),
     "perplexity": ("perplexity", ".3f"),
-    "after QLoRA": ("perplexity_after_qlora", ".3f"),
+    AFTER_QLORA: ("perplexity_after_qlora", ".3f"),
 }
 
 
 def quality_table(result: dict[str, Any]) -> str:
     """Markdown: a row per format, and what was run."""
-    lines = ["| stored as | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    columns = {name: column for name, column in COLUMNS.items() if result["steps"] or name != AFTER_QLORA}
+    lines = ["| stored as | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for name, row in result["stored_as"].items():
-        cells = (_cell(row.get(key), form) for key, form in COLUMNS.values())
+        cells = (_cell(row.get(key), form) for key, form in columns.values())
         lines.append(f"| {_label(name, row)} | {' | '.join(cells)} |")
+    rows = f"{result['batch'][0]}×{result['batch'][1]}"
+    qlora = f"QLoRA: {result['steps']} steps of {rows} tokens, r = {result['rank']}; " if result["steps"] else ""
     run = (
         f"{result['model']} on {result['text']}: about {result['tokens']:,} held-out tokens in windows of at most "
-        f"{result['length']}; QLoRA: {result['steps']} steps of {result['batch'][0]}×{result['batch'][1]} tokens, "
-        f"r = {result['rank']}; products in {result['dtype']}; {result['device']}."
+        f"{result['length']}; {qlora}products in {result['dtype']}; {result['device']}."
     )
     return "\n".join([*lines, "", run]) + "\n"
 

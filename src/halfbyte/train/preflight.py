@@ -36,6 +36,7 @@ from ..utils.console import Console, is_verbose
 from ..utils.errors import CheckpointError
 from ..utils.files import check_space
 from ..utils.hardware import limit_primitive_caches
+from ..utils.text import one_line
 from . import samples
 from .best_evaluation import BestEvaluation
 from .callbacks import check_trackers, total_steps, training_arguments
@@ -51,6 +52,7 @@ from .optimizer_checks import (
     notice_unsharded_states,
 )
 from .planning import Machine, choose_layout, look_at_machine, plan_memory
+from .storage_loss import StorageLoss, storage_loss
 
 # Number of micro-batches of one width that amortize cuDNN's plan for it. On an H200 a plan takes 0.15 s and saves 7 to
 # 30 ms for four rows of 2,048 to 4,096 tokens in a 0.6B model. A plan for rows of at most `SHORT` tokens takes 0.54 s
@@ -72,6 +74,7 @@ class PreparedRun:
         identity: size of the training set, and digests of the data; see `data_identity`.
         prompts: prompts to answer before and after training.
         cut: the pipeline partition of the model, if it has stages.
+        storage_loss: what formats under 4 bits cost; None if the main rank did not measure it.
     """
 
     config: RunConfig
@@ -88,6 +91,7 @@ class PreparedRun:
     arguments: TrainingArguments
     prompts: list[samples.Prompt]
     cut: PipelinePartition | None = None
+    storage_loss: StorageLoss | None = None
 
     @property
     def computes_reference_once(self) -> bool:
@@ -188,9 +192,15 @@ def prepare_run(
     if mesh.size > 1:  # the plan decides whether frozen weights are sharded
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
+    measured = None
+    if mesh.is_main and checkpoint is None:
+        parameters = sum(parameter.numel() for parameter in shapes.model.parameters())
+        measured = storage_loss(files, config.storage, machine, data.train, parameters)
+    if measured is not None:
+        console.print(one_line(str(measured)), soft_wrap=True)
     run = PreparedRun(
         config, written, method, mesh, machine, checkpoint, files, tokenizer, data, identity, plan, arguments, prompts,
-        cut,
+        cut, measured,
     )  # fmt: skip
     if writes:
         check_disk(run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,6 +200,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         else:
             verified = patch_and_verify_stages(run, model, pipelined, ids)
         results = verified.results
+        if run.storage_loss is not None:
+            results["storage_loss"] = asdict(run.storage_loss)
         if run.method.reference:
             rows, held_out, results["reference"] = add_reference(run, model, console)
         answer = partial(
