@@ -120,7 +120,79 @@ def test_a_mixers_missing_tensor_is_named(tmp_path, lacks):
         export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
 
 
-def test_mtp_layers_and_the_vision_part_are_left_out(tmp_path, monkeypatch):
+def next_token_layer(state, config, layer):
+    """Weights of a multi-token prediction layer as Qwen stores it, from those of a decoder layer with attention."""
+    prefix = f"model.layers.{layer}."
+    weights = {
+        key.replace(prefix, "mtp.layers.0."): value + 0.25 for key, value in state.items() if key.startswith(prefix)
+    }
+    size = config.hidden_size
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    weights |= {f"mtp.{name}.weight": torch.full((size,), 0.5 + i) for i, name in enumerate(norms)}
+    return weights | {"mtp.fc.weight": torch.randn(size, 2 * size)}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def test_layers_for_multi_token_prediction_are_exported(tmp_path, name):
+    """As layers after the decoder layers, named as llama.cpp's converter names them; the import leaves them out."""
+    model = save_model(tmp_path / "m", name)
+    layers = model.config.num_hidden_layers
+    export_gguf(tmp_path / "m", "f32", tmp_path / "alone.gguf", device="cpu")
+    file = tmp_path / "m/model.safetensors"
+    state = load_file(file)
+    added = next_token_layer(state, model.config, layers - 1)
+    save_file(state | added, file, metadata={"format": "pt"})
+    export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
+    alone, found = read(tmp_path / "alone.gguf"), read(tmp_path / "m.gguf")
+    block = f"blk.{layers}."
+    new = {key.removeprefix(block): value for key, value in found.items() if key.startswith(block)}
+    assert found.keys() - {block + key for key in new} == alone.keys()
+    decoder = {key.removeprefix(f"blk.{layers - 1}.") for key in alone if key.startswith(f"blk.{layers - 1}.")}
+    parts = {f"nextn.{part}.weight" for part in ("eh_proj", "enorm", "hnorm", "shared_head_norm")}
+    assert new.keys() == decoder | parts
+    assert torch.equal(new["nextn.eh_proj.weight"], added["mtp.fc.weight"])
+    assert torch.equal(new["nextn.hnorm.weight"], added["mtp.pre_fc_norm_hidden.weight"] + 1)  # norms multiply by 1 + w
+    assert torch.equal(new["attn_output.weight"], added["mtp.layers.0.self_attn.o_proj.weight"])
+    keys = gguf.GGUFReader(tmp_path / "m.gguf")
+    arch = keys.get_field("general.architecture").contents()
+    assert keys.get_field(f"{arch}.block_count").contents() == layers + 1
+    assert keys.get_field(f"{arch}.nextn_predict_layers").contents() == 1
+    again = load_model(str(tmp_path / "m.gguf"), load_in_4bit=False, dtype="float32", device="cpu")
+    assert again.config.num_hidden_layers == layers
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_incomplete_layer_for_multi_token_prediction_is_named(tmp_path):
+    model = save_model(tmp_path / "m", "qwen3_5")
+    file = tmp_path / "m/model.safetensors"
+    state = load_file(file)
+    added = next_token_layer(state, model.config, model.config.num_hidden_layers - 1)
+    del added["mtp.layers.0.mlp.up_proj.weight"]
+    save_file(state | added, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"ffn_up\.weight"):
+        export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
+
+
+def test_glm_stores_them_as_layers(tmp_path):
+    model = save_model(tmp_path / "m", "glm4_moe")
+    layers = model.config.num_hidden_layers
+    file = tmp_path / "m/model.safetensors"
+    state, prefix = load_file(file), f"model.layers.{layers}."
+    last = f"model.layers.{layers - 1}."
+    added = {key.replace(last, prefix): value + 0.25 for key, value in state.items() if key.startswith(last)}
+    size = model.config.hidden_size
+    added |= {f"{prefix}{norm}.weight": torch.rand(size) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    added |= {f"{prefix}eh_proj.weight": torch.randn(size, 2 * size)}
+    save_file(state | added, file, metadata={"format": "pt"})
+    export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
+    found = read(tmp_path / "m.gguf")
+    assert torch.equal(found[f"blk.{layers}.nextn.eh_proj.weight"], added[f"{prefix}eh_proj.weight"])
+    assert torch.equal(found[f"blk.{layers}.nextn.shared_head_norm.weight"], added[f"{prefix}shared_head.norm.weight"])
+    assert f"blk.{layers}.ffn_gate_exps.weight" in found
+
+
+def test_the_vision_part_is_left_out(tmp_path, monkeypatch):
     """A vision model exports its language model; the missing vision part is reported."""
     said = {}
     monkeypatch.setattr(vision, "notice", said.__setitem__)
@@ -133,8 +205,6 @@ def test_mtp_layers_and_the_vision_part_are_left_out(tmp_path, monkeypatch):
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path / "whole")
     byte_tokenizer().save_pretrained(tmp_path / "whole")
-    file = tmp_path / "whole/model.safetensors"
-    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(64, 128)}, file, metadata={"format": "pt"})
     export_gguf(tmp_path / "whole", "f32", tmp_path / "whole.gguf", device="cpu")
     assert "gguf-qwen3_5" in said
     alone, found = read(tmp_path / "text.gguf"), read(tmp_path / "whole.gguf")

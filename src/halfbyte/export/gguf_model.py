@@ -27,7 +27,7 @@ from ..gguf.hyperparameters import add_hyperparameters, written_keys
 from ..gguf.imatrix import matrix_path, read_importances
 from ..gguf.mixes import MIXES, check_mix, choose
 from ..gguf.quants import FLOATS
-from ..gguf.tensors import Planned, Weight, plan
+from ..gguf.tensors import Planned, Weight, next_token_layers, plan
 from ..gguf.tokenizer import add_tokenizer
 from ..gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_of, vision_types
 from ..gguf.writer import NewGguf, write_gguf
@@ -306,6 +306,7 @@ def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf
     """Return the language model's file; `important`: importances are given."""
     config, family = source.config, source.family
     planned = plan(source.weights, config, family)
+    predicting = next_token_layers(planned, config)
     heads_per_kv = config.num_attention_heads // config.num_key_value_heads
     shape = {"layers": config.num_hidden_layers, "heads_per_kv": heads_per_kv, "experts": experts_of(config, family)}
 
@@ -315,11 +316,12 @@ def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf
         writer.add_file_type(MIXES[mix][1])
         writer.add_quantization_version(GGML_QUANT_VERSION)
         add_general(writer, config, source.generation)
-        add_hyperparameters(writer, config, family)
+        add_hyperparameters(writer, config, family, predicting)
         add_tokenizer(writer, source.tokenizer, config.vocab_size, source.end_ids, rendered_chats(source.tokenizer))
 
     types = choose(planned, mix, **shape, important=important)
-    return NewGguf(path, family.gguf.arch, add_keys, planned, types, written_keys(config, family), config.vocab_size)
+    keys = written_keys(config, family, predicting)
+    return NewGguf(path, family.gguf.arch, add_keys, planned, types, keys, config.vocab_size)
 
 
 def _vision_file(vision: Vision, source: Source, path: Path, mix: str) -> NewGguf:

@@ -33,6 +33,7 @@ KEYS = {
 EPSILON, LAYER_NORM_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 WINDOW = "attention.sliding_window"  # 0 for none
 SECTIONS = "rope.dimension_sections"  # four numbers of pairs: rotated by time, height, width, and an unused one
+NEXT_TOKEN_LAYERS = "nextn_predict_layers"  # layers for multi-token prediction; `block_count` includes them
 INNER, ATTENTION_EVERY = "ssm.inner_size", "full_attention_interval"  # of hybrid models
 FACTOR, ORIGINAL_CONTEXT = "rope.scaling.factor", "rope.scaling.original_context_length"
 TRUNCATE = "rope.scaling.truncate"  # of families whose usual value llama.cpp does not have; llama.cpp reads none
@@ -45,18 +46,22 @@ OTHERS_READ = {
     "vocab_size", "attention.key_length", "attention.value_length", EPSILON, LAYER_NORM_EPSILON,
     "rope.dimension_count", "rope.freq_base",
     "rope.freq_base_swa", "rope.scaling.type", FACTOR, ORIGINAL_CONTEXT, "rope.scaling.attn_factor",
-    SECTIONS, INNER, ATTENTION_EVERY, TRUNCATE,
+    SECTIONS, INNER, ATTENTION_EVERY, TRUNCATE, NEXT_TOKEN_LAYERS,
 }  # fmt: skip
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # made from the config
 ORIGINAL = "use the original checkpoint"
 
 
-def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None:
-    """Write all keys that llama.cpp builds the graph from, out of a transformers (text) config."""
+def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family, next_token_layers: int = 0) -> None:
+    """Write all keys that llama.cpp builds the graph from, out of a transformers (text) config.
+
+    Args:
+        next_token_layers: number of layers for multi-token prediction in the file.
+    """
     arch, size = family.gguf.arch, head_dim(config)
     writer.add_vocab_size(config.vocab_size)
-    for key, name in _keys(family).items():
-        _add(writer, f"{arch}.{key}", getattr(config, name))
+    for key, value in _sizes(config, family, next_token_layers).items():
+        _add(writer, f"{arch}.{key}", value)
     writer.add_key_length(size)
     writer.add_value_length(size)
     if family.layer_norm:
@@ -84,12 +89,19 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
 
 
-def written_keys(config: Any, family: Family) -> dict[str, object]:
+def written_keys(config: Any, family: Family, next_token_layers: int = 0) -> dict[str, object]:
     """Keys of a language model's file to verify after writing."""
     arch = family.gguf.arch
-    return {"general.architecture": arch} | {
-        f"{arch}.{key}": getattr(config, name) for key, name in _keys(family).items()
-    }
+    sizes = _sizes(config, family, next_token_layers)
+    return {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in sizes.items()}
+
+
+def _sizes(config: Any, family: Family, next_token_layers: int) -> dict[str, Any]:
+    """File key → value, for the keys of `_keys` and the multi-token prediction layers."""
+    sizes = {key: getattr(config, name) for key, name in _keys(family).items()}
+    if next_token_layers:
+        sizes |= {"block_count": sizes["block_count"] + next_token_layers, NEXT_TOKEN_LAYERS: next_token_layers}
+    return sizes
 
 
 def _keys(family: Family) -> dict[str, str]:
@@ -122,6 +134,7 @@ def read_config(file: GgufFile) -> Any:
         name: file.of_arch(key, heads if key == "attention.head_count_kv" else None)
         for key, name in _keys(family).items()
     }
+    keys["num_hidden_layers"] -= file.of_arch(NEXT_TOKEN_LAYERS, 0)
     largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
     keys |= {
         "vocab_size": file.shape("token_embd.weight")[0],

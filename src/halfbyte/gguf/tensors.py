@@ -22,6 +22,7 @@ from ..modeling.families import Experts, Family, Gguf, family_of_config
 from ..reading.gguf import DAMAGED
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ModelError
+from ..utils.notices import notice
 from .file import GgufFile
 from .formats import EXACT, exact_format, exact_parts
 from .graph import experts_of
@@ -33,7 +34,15 @@ BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_p
 KINDS = (".weight", ".bias")
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 UNQUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that stay in floats
-NEXT_TOKEN = re.compile(r"(^|\.)mtp\.")  # multi-token prediction layers, which transformers ignores
+NEXT_TOKEN = re.compile(r"(?:^|.*\.)mtp\.(?:layers\.(\d+)\.(.*)|(\w+)\.weight)")  # Qwen's multi-token prediction layers
+# What such a layer has in addition to a decoder layer: Qwen's name → GLM's, which files follow; the layers share it.
+NEXT_TOKEN_SHARED = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
+}  # fmt: skip
+NEXT_TOKEN_ADDED = re.compile(
+    r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm|shared_head\.head|embed_tokens)\.weight"
+)
+BLOCK = re.compile(r"blk\.(\d+)\.(.*)")
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
 NO_BIAS = ("ssm_dt.bias", "exp_probs_b.bias")  # not biases of a linear layer, despite the name
 OPTIONAL = {
@@ -93,12 +102,13 @@ class Layout:
     Args:
         config: transformers (text) config.
         family: its family.
+        next_token_layers: number of layers for multi-token prediction after the decoder layers.
     """
 
-    def __init__(self, config: Any, family: Family):
+    def __init__(self, config: Any, family: Family, next_token_layers: int = 0):
         self.config, self.family = config, family
         self.graph = next(graph for graph, name in MODEL_ARCH_NAMES.items() if name == family.gguf.arch)
-        self._names = get_tensor_name_map(self.graph, config.num_hidden_layers)
+        self._names = get_tensor_name_map(self.graph, config.num_hidden_layers + next_token_layers)
         self.delta_net = DeltaNet.of(config, family.gguf) if family.gguf.attention_every else None
         self.stacks = Stacks()
 
@@ -112,6 +122,8 @@ class Layout:
         plain = plain.removeprefix("language_model.").replace(".dt_bias", ".dt_proj.bias")
         plain = plain.replace(".e_score_correction_bias", ".e_score_correction.bias")
         plain = re.sub(r"\.sinks$", ".sinks.weight", plain)
+        if match := NEXT_TOKEN_ADDED.fullmatch(plain):
+            return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
         name = self._names.get_name(plain, try_suffixes=KINDS)
         arch, fix = self.family.gguf.arch, "use this model with transformers"
         if name is None:
@@ -316,11 +328,14 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
         ModelError: a weight that the architecture does not have.
         CheckpointError: a missing weight.
     """
-    layout = Layout(config, family)
+    weights = _with_next_token_layers(weights, config, family)
+    layers = [layer_of(key) for key in weights if ".layers." in key and not BESIDE_TEXT.search(key)]
+    added = max(layers, default=-1) + 1 - config.num_hidden_layers if family.gguf.next_token else 0
+    layout = Layout(config, family, max(added, 0))
     rope = rope_tensors(config).items()
     planned = {name: Planned(name, tuple(tensor.shape), [tensor.clone]) for name, tensor in rope}
     for key, weight in weights.items():
-        if BESIDE_TEXT.search(key) or NEXT_TOKEN.search(key) or key.endswith(DERIVED):
+        if BESIDE_TEXT.search(key) or key.endswith(DERIVED):
             continue
         if key.endswith("lm_head.weight") and config.tie_word_embeddings:
             continue  # llama.cpp uses the embedding
@@ -334,6 +349,32 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
             entry.shape = (len(entry.readers), *entry.shape)
     _check_complete(planned, layout)
     return list(planned.values())
+
+
+def _with_next_token_layers(weights: Mapping[str, Weight], config: Any, family: Family) -> dict[str, Weight]:
+    """Rename Qwen's multi-token prediction layers to layers after the decoder layers; drop them if no graph runs them.
+
+    llama.cpp's converter does the same (conversion/qwen.py there).
+    """
+    renamed: dict[str, Weight] = {}
+    first = config.num_hidden_layers
+    count = len({match[1] for key in weights if (match := NEXT_TOKEN.fullmatch(key)) and match[1]})
+    for key, weight in weights.items():
+        match = NEXT_TOKEN.fullmatch(key)
+        if match is None:
+            renamed[key] = weight
+        elif family.gguf.next_token and match[1]:
+            renamed[f"model.layers.{first + int(match[1])}.{match[2]}"] = weight
+        elif family.gguf.next_token and match[3] in NEXT_TOKEN_SHARED:
+            for layer in range(first, first + count):
+                renamed[f"model.layers.{layer}.{NEXT_TOKEN_SHARED[match[3]]}.weight"] = weight
+    return renamed
+
+
+def next_token_layers(planned: Sequence[Planned], config: Any) -> int:
+    """Count the layers for multi-token prediction of a file."""
+    blocks = [int(match[1]) for tensor in planned if (match := BLOCK.fullmatch(tensor.name))]
+    return max(blocks, default=-1) + 1 - config.num_hidden_layers
 
 
 Placed = tuple[str, tuple[int, ...], Callable[[], Tensor]]
@@ -408,8 +449,27 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
             if name.endswith("_exps.weight") and count != experts:
                 wrong = f"{name}: {count} experts in the checkpoint, {experts} in config.json"
                 raise CheckpointError(wrong, "re-download the checkpoint")
+    _check_next_token_layers(planned, config)
     if not config.tie_word_embeddings and HEAD not in planned and MODEL_TENSOR.OUTPUT in tensors:
         raise CheckpointError("the checkpoint lacks lm_head.weight", "re-download the checkpoint")
+
+
+def _check_next_token_layers(planned: Mapping[str, Planned], config: Any) -> None:
+    """Check that multi-token prediction layers have the tensors of the last layer with attention, and their own."""
+    layers: dict[int, set[str]] = {}
+    for name in planned:
+        if match := BLOCK.fullmatch(name):
+            layers.setdefault(int(match[1]), set()).add(match[2])
+    decoder = [roles for layer, roles in sorted(layers.items()) if layer < config.num_hidden_layers]
+    with_attention = next((roles for roles in reversed(decoder) if "attn_q.weight" in roles), set[str]())
+    needed = with_attention | {f"nextn.{part}.weight" for part in ("eh_proj", "enorm", "hnorm")}
+    for layer in sorted(layers.keys() - range(config.num_hidden_layers)):
+        if missing := sorted(needed - layers[layer]):
+            raise CheckpointError(
+                f"the checkpoint's layers for multi-token prediction lack the tensor that becomes blk.{layer}."
+                f"{missing[0]} in the file",
+                "re-download the checkpoint",
+            )
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -471,7 +531,12 @@ def entries(file: GgufFile, config: Any, keep: bool = False) -> list[Entry]:
         for sources, entry in reader.placed(key, tuple(value.shape)):
             used.update(sources)
             weights.append(reader.linear(sources[0], entry, keep) if key in linears else entry)
-    extra = sorted(file.tensors.keys() - used)
+    predicting = {
+        name for name in file.tensors if (m := BLOCK.fullmatch(name)) and int(m[1]) >= config.num_hidden_layers
+    }
+    if predicting:
+        notice(f"gguf-nextn-{file.path}", f"{file.path}: the import leaves out the multi-token prediction layers")
+    extra = sorted(file.tensors.keys() - used - predicting)
     if extra:
         raise ModelError(
             f"{file.path}: {extra[0]} has no place in transformers' {config.model_type}", "use the original checkpoint"

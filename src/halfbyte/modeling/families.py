@@ -111,6 +111,7 @@ class Gguf:
         constants: file keys that have one value in the family.
         yarn: YaRN parameters that a file does not store.
         dense_first: the config's key for the number of leading layers with a dense MLP.
+        next_token: the graph runs multi-token prediction layers, stored after the decoder layers.
     """
 
     arch: str = ""
@@ -139,6 +140,7 @@ class Gguf:
     constants: Mapping[str, int] = field(default_factory=dict)
     yarn: Mapping[str, object] = field(default_factory=dict)
     dense_first: str = ""
+    next_token: bool = False
 
 
 @dataclass(frozen=True)
@@ -395,7 +397,7 @@ FAMILIES = [
            gated_attention="gate_proj", activation="hidden_activation", gguf=Gguf(text_alone=False)),
     Family("Glm4Moe", "glm4_moe", qk_norm="head", experts=Experts("n_routed_experts"), gguf=Gguf(
         "glm4moe", bias=True, bias_keys={"attention_bias": "attn_q", "use_qk_norm": "attn_q_norm.weight"},
-        partial_rope=True, dense_first="first_k_dense_replace",
+        partial_rope=True, dense_first="first_k_dense_replace", next_token=True,
         fixed={"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
         constants={"expert_gating_func": 2, "expert_weights_norm": True}, keys={
             "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
@@ -422,11 +424,11 @@ FAMILIES = [
                "expert_feed_forward_length": "intermediate_size"})),
     Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
            mixer=DELTA_NET, gguf=Gguf("qwen35", keys=DELTA_NET_KEYS, partial_rope=True, attention_every=4,
-                                      tiled_heads=True, sections=(11, 11, 10))),
+                                      tiled_heads=True, sections=(11, 11, 10), next_token=True)),
     Family("Qwen3_5Moe", "qwen3_5_moe", "qwen3_5_moe_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
            mixer=DELTA_NET, experts=Experts(), gguf=Gguf(
                "qwen35moe", partial_rope=True, attention_every=4, tiled_heads=True, sections=(11, 11, 10),
-               without=("feed_forward_length",), keys=DELTA_NET_KEYS | SHARED_MOE)),
+               next_token=True, without=("feed_forward_length",), keys=DELTA_NET_KEYS | SHARED_MOE)),
     Family("Qwen3Next", "qwen3_next", norm_offset=True, qk_norm="head", gated_attention="q_proj",
            mixer=replace(DELTA_NET, inputs=("in_proj_qkvz", "in_proj_ba")), experts=Experts(), gguf=Gguf(
                "qwen3next", partial_rope=True, attention_every=4, keys=DELTA_NET_KEYS | SHARED_MOE,
