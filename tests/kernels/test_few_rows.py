@@ -16,10 +16,21 @@ from halfbyte.kernels.device import KNOWN, assumed
 
 BF16, FP16 = torch.bfloat16, torch.float16
 RUN = """
+#if SPLIT
+extern "C" void run_NAME(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, float4 **parts, u32 *batch) {
+    launch(blocks, threads, bytes, [&] { NAME(*w, *x, *parts, *batch); });
+}
+extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const float4 **parts, const u16 **bias, u16 **out,
+                        const float **factor, u32 *rows, u32 *columns, u32 *batch, u32 *product, Term *term) {
+    launch(blocks, threads, bytes,
+           [&] { add(*parts, *bias, *out, *factor, *rows, *columns, *batch, *product, *term); });
+}
+#else
 extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out,
                     u32 *batch) {
     launch(blocks, threads, bytes, [&] { NAME(*w, *x, *bias, *out, *batch); });
 }
+#endif
 """
 NAMES = ("few_rows4", "few_rows_e2m1", "few_rows_int4", "few_rows_planes")
 SOURCES = {name: RUN.replace("NAME", name) for name in NAMES}
@@ -48,13 +59,18 @@ def compare(out, exact, dtype):
     assert (out.double() - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 PAIRS = Blocks(2, 1, 4)  # two tiles at a time
+FLAT = Blocks(2, 2, 1)  # two warps share x
 
 
 @pytest.mark.parametrize(
     ("group", "scale_dtype", "shift", "batch", "dtype", "blocks"),
-    [(32, FP16, 1, 1, BF16, None), (64, BF16, 0, 11, FP16, PAIRS), (128, FP16, 1, 37, BF16, None),
-     (1280, FP16, 0, 5, BF16, PAIRS)],
+    [(32, FP16, 1, 1, BF16, None), (64, BF16, 0, 11, FP16, FLAT), slow(128, FP16, 1, 37, BF16, FLAT),
+     slow(1280, FP16, 0, 5, BF16, PAIRS), (40, FP16, 1, 2, BF16, None), slow(160, BF16, 0, 9, FP16, FLAT)],
 )  # fmt: skip
 def test_int4_equals_the_reference(group, scale_dtype, shift, batch, dtype, blocks, device):
     rows, columns = 112, 1280
@@ -77,7 +93,13 @@ def test_int4_with_inputs_in_another_order(device):
 
 @pytest.mark.parametrize(
     ("spec", "batch", "dtype", "blocks"),
-    [("nvfp4", 1, BF16, None), ("nvfp4-1d", 9, FP16, PAIRS), ("nvfp4-46", 8, FP16, None), ("mxfp4", 33, BF16, None)],
+    [
+        ("nvfp4", 1, BF16, None),
+        slow("nvfp4-1d", 9, FP16, FLAT),
+        slow("nvfp4-46", 8, FP16, None),
+        ("mxfp4", 33, BF16, FLAT),
+        ("mxfp4", 2, FP16, None),
+    ],
 )
 def test_e2m1_equals_the_reference(spec, batch, dtype, blocks, device):
     format_, shape = named(spec), (80, 768)
@@ -89,22 +111,26 @@ def test_e2m1_equals_the_reference(spec, batch, dtype, blocks, device):
 
 
 @pytest.mark.parametrize(
-    ("kind", "nested", "batch", "dtype", "blocks"), [("nf4", True, 7, BF16, None), ("fp4", False, 16, FP16, PAIRS)]
-)
-def test_blockwise4_equals_the_reference(kind, nested, batch, dtype, blocks, device):
-    weight = linear_cases.arguments(96, 512, kind, nested=nested, device=device)
+    ("kind", "blocksize", "nested", "batch", "dtype", "blocks"),
+    [("nf4", 64, True, 7, BF16, None), slow("fp4", 64, False, 16, FP16, FLAT), slow("nf4", 32, True, 2, FP16, None),
+     ("nf4", 32, True, 64, BF16, FLAT), slow("fp4", 128, True, 1, BF16, None), slow("nf4", 256, False, 3, BF16, None),
+     ("nf4", 512, True, 9, BF16, FLAT), slow("nf4", 2048, False, 1, FP16, None)],
+)  # fmt: skip
+def test_blockwise4_equals_the_reference(kind, blocksize, nested, batch, dtype, blocks, device):
+    """Blocks of 512 and more cross rows of 768 columns."""
+    weight = linear_cases.arguments(96, 768, kind, blocksize, nested, device)
 
     def linear(x, *arguments):
         return few_rows.few_rows_blockwise4(x, *arguments, blocks=blocks)
 
-    linear_cases.check(linear, batch, weight, 512, dtype)
+    linear_cases.check(linear, batch, weight, 768, dtype)
 
 
 @pytest.mark.parametrize(
     ("spec", "batch", "dtype", "blocks"),
-    [("kbit:2:nf", 1, BF16, None), ("kbit:3:bnf", 9, FP16, None), ("kbit:4:fitted", 3, BF16, PAIRS),
-     ("kbit:5:nf", 2, FP16, None), ("hqq:2:256", 1, BF16, None), ("hqq:3:32", 4, BF16, PAIRS),
-     ("hqq:4:64", 17, BF16, None), ("hqq:8:128", 1, BF16, None)],
+    [("kbit:2:nf", 1, BF16, None), ("kbit:3:bnf", 9, FP16, FLAT), slow("kbit:4:fitted", 3, BF16, PAIRS),
+     slow("kbit:5:nf", 2, FP16, None), slow("hqq:2:256", 1, BF16, None), slow("hqq:3:32", 4, BF16, PAIRS),
+     ("hqq:4:64", 17, BF16, FLAT), slow("hqq:8:128", 1, BF16, None), ("hqq:8:32", 2, FP16, None)],
 )  # fmt: skip
 def test_bit_planes_equal_the_reference(spec, batch, dtype, blocks, device):
     format_, shape = from_spec(spec), (80, 768)
@@ -119,6 +145,32 @@ def test_bit_planes_equal_the_reference(spec, batch, dtype, blocks, device):
     exact = x.double() @ format_.dequantize(parts, shape, torch.float32).double().T
     # scale · zero and the codebook are rounded, too
     assert (out.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize("spec", ["kbit:5:nf", slow("kbit:2:nf"), slow("kbit:3:nf")])
+def test_tables_that_fit_turing(spec, monkeypatch):
+    emulate(few_rows, monkeypatch, SOURCES)
+    format_, shape = from_spec(spec), (48, 512)
+    parts = format_.quantize(torch.randn(shape) * 0.05)
+    x = torch.randn(3, shape[1], dtype=FP16)
+    with assumed(KNOWN["t4"]):
+        stored = parts["packed"], parts["scales"], parts["factor"], format_.levels(parts), shape[0]
+        out = few_rows.few_rows_bitplane(x, *stored, None)
+    exact = x.double() @ format_.dequantize(parts, shape, torch.float32).double().T
+    assert (out.double() - exact).norm() <= 4 * torch.finfo(FP16).eps * exact.norm()
+
+
+@needs_compiler
+def test_small_weights_in_fp16(monkeypatch):
+    """Scales of 1e-7 are below fp16's normal numbers."""
+    emulate(few_rows, monkeypatch, SOURCES)
+    format_, shape = from_spec("hqq:8:32"), (32, 256)
+    parts = format_.quantize(torch.randn(shape) * 1e-5)
+    x = torch.randn(2, shape[1], dtype=FP16) * 1000
+    out = few_rows.few_rows_hqq(x, parts["packed"], parts["scales"], parts["zeros"], 8, 32, 32, None)
+    exact = x.double() @ format_.dequantize(parts, shape, torch.float32).double().T
+    assert (out.double() - exact).norm() <= 4 * torch.finfo(FP16).eps * exact.norm()
 
 
 @needs_compiler
@@ -144,14 +196,16 @@ def test_which_calls_are_refused():
 
     with assumed(KNOWN["rtx3090"]):
         assert obstacle() is None
-        assert obstacle(x.expand(49, -1))
+        assert obstacle(x.expand(65, -1))
         assert obstacle(x.float())
         assert obstacle(index=torch.zeros(512, dtype=torch.int32))
         assert obstacle(weight=int4_weight(24, 512, 128, FP16, "cpu"))
+        assert obstacle(weight=int4_weight(64, 512, 4, FP16, "cpu"))
         assert obstacle(weight=int4_weight(64, 512, 128, torch.float32, "cpu"))
         assert obstacle(torch.zeros(1, 384, dtype=BF16), int4_weight(64, 384, 128, FP16, "cpu"))
     with assumed(KNOWN["t4"]):
         assert obstacle()
+        assert obstacle(x.half()) is None
 
 
 @pytest.mark.gpu

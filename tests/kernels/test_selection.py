@@ -32,16 +32,17 @@ PLANES, FEW = "cuda.linear_planes", "cuda.few_rows.few_rows"
 EIGHT = ["gemv", "gemm", "gemm", None]
 HOPPER = {
     # M = 1, 2, 3, 8, 9, 16, 17, 64, 65; then 1 with blocks of 128, 4 of 32, 1 in fp32
-    "linear_blockwise4": [ROW, ROW, SMALL, SMALL, *[WGMMA] * 4, REFERENCE, ROW, GEMM, GEMV],
+    "linear_blockwise4": [ROW, ROW, SMALL, SMALL, *[WGMMA] * 4, REFERENCE, ROW, f"{FEW}_blockwise4", GEMV],
     # 2 bits: M = 1, 16, 17; 4 bits: 1, 8, 9, 64, 65
     "linear_bitplane": [
         f"{PLANES}.gemv_bitplane", f"{PLANES}.gemm16_bitplane", f"{FEW}_bitplane",
         f"{PLANES}.gemv_bitplane", f"{PLANES}.gemm16_bitplane", *[f"{PLANES}.gemm64_bitplane"] * 2, REFERENCE,
     ],
-    "linear_hqq": [*[f"{PLANES}.gemm16_hqq"] * 2, f"{PLANES}.gemm64_hqq", REFERENCE, REFERENCE],
-    # M = 1, 16, 48, 49; then 1 with groups of 96
-    "linear_int4": [*[f"{FEW}_int4"] * 3, REFERENCE, REFERENCE],
-    # M = 1, 16, 49; then 1 with blocks of 32
+    # M = 1, 16, 17, 65; then 1 in fp16
+    "linear_hqq": [*[f"{PLANES}.gemm16_hqq"] * 2, f"{PLANES}.gemm64_hqq", REFERENCE, f"{FEW}_hqq"],
+    # M = 1, 16, 64, 65; then 1 with groups of 32, 8 and 4096
+    "linear_int4": [*[f"{FEW}_int4"] * 3, REFERENCE, *[f"{FEW}_int4"] * 3],
+    # M = 1, 16, 65; then 1 with blocks of 32
     "linear_e2m1": [*[f"{FEW}_e2m1"] * 2, REFERENCE, f"{FEW}_e2m1"],
     "linear_float8": [f"triton.gemv8.float8_{each}" if each else REFERENCE for each in EIGHT],
     "linear_int8": [f"triton.gemv8.int8_{each}" if each else REFERENCE for each in EIGHT],
@@ -56,9 +57,9 @@ HOPPER = {
     ],
 }  # fmt: skip
 ADA = {
-    "linear_blockwise4": [*[f"{FEW}_blockwise4"] * 6, GEMM, GEMM, REFERENCE, GEMV, GEMM, GEMV],
-    "linear_bitplane": [*[f"{FEW}_bitplane"] * 6, REFERENCE, REFERENCE],
-    "linear_hqq": [*[f"{FEW}_hqq"] * 3, REFERENCE, REFERENCE],
+    "linear_blockwise4": [*[f"{FEW}_blockwise4"] * 8, REFERENCE, *[f"{FEW}_blockwise4"] * 2, GEMV],
+    "linear_bitplane": [*[f"{FEW}_bitplane"] * 7, REFERENCE],
+    "linear_hqq": [*[f"{FEW}_hqq"] * 3, REFERENCE, f"{FEW}_hqq"],
     "linear_int4": HOPPER["linear_int4"],
     "linear_e2m1": HOPPER["linear_e2m1"],
     "linear_float8": HOPPER["linear_float8"],
@@ -73,11 +74,22 @@ AMD = AMPERE | {
     "linear_blockwise4": [GEMV, GEMV, GEMV, *[GEMM] * 5, REFERENCE, GEMV, GEMM, GEMV],
     "linear_bitplane": [REFERENCE] * 8,
     "linear_hqq": [REFERENCE] * 5,
-    "linear_int4": [REFERENCE] * 5,
+    "linear_int4": [REFERENCE] * 7,
     "linear_e2m1": [REFERENCE] * 4,
 }
+TURING = {name: ADA[name] for name in ("linear_bitplane", "linear_hqq", "linear_int4", "linear_e2m1")}
+TURING["linear_blockwise4"] = [*ADA["linear_blockwise4"][:7], GEMM, *ADA["linear_blockwise4"][8:]]
 BLACKWELL = HOPPER | {
-    "linear_blockwise4": [ROW, ROW, *[SMALL] * 4, GEMM, GEMM, REFERENCE, ROW, GEMM, GEMV],
+    "linear_blockwise4": [
+        ROW,
+        ROW,
+        *[SMALL] * 4,
+        *[f"{FEW}_blockwise4"] * 2,
+        REFERENCE,
+        ROW,
+        f"{FEW}_blockwise4",
+        GEMV,
+    ],
     "grouped_product": ["triton.grouped.grouped_product"] * 6,
 }
 BLACKWELL.pop("linear_bitplane"), BLACKWELL.pop("linear_hqq")
@@ -91,9 +103,10 @@ CPU = {
 
 @pytest.mark.parametrize(
     ("device", "expected"),
-    [("h100", HOPPER), ("rtx4090", ADA), ("a100", AMPERE), ("mi300", AMD), ("b200", BLACKWELL), ("cpu", CPU)],
+    [("h100", HOPPER), ("rtx4090", ADA), ("a100", AMPERE), ("t4", TURING), ("mi300", AMD), ("b200", BLACKWELL),
+     ("cpu", CPU)],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_selected_kernels(device, expected):
     found = picks(device)
     assert {name: found[name] for name in expected} == expected

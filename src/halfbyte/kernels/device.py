@@ -18,6 +18,7 @@ from torch import Tensor
 from ..dispatch import Unavailable
 
 RESERVED_SHARED_BYTES = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
+TURING = (7, 5)  # first compute capability with mma.m16n8k8
 AMPERE = (8, 0)  # first compute capability with mma.m16n8k16, bf16 and asynchronous copies
 HOPPER = (9, 0)  # first compute capability with griddepcontrol and with this much shared memory per block:
 HOPPER_SHARED_BYTES = 232448
@@ -51,7 +52,7 @@ class Device:
 
 
 def _nvidia(name: str, capability: tuple[int, int], shared_kib: int, multiprocessors: int) -> Device:
-    return Device(name, "cuda", capability, shared_kib * 1024, 1024, multiprocessors)
+    return Device(name, "cuda", capability, shared_kib * 1024, 1024 * (capability >= AMPERE), multiprocessors)
 
 
 KNOWN = {
@@ -101,12 +102,13 @@ def multiprocessors_of(index: int) -> int:
 
 
 def origin_of(index: int) -> int:
-    """Bytes of a block's shared memory before the kernel's own.
+    """Bytes of a block's shared memory before the kernel's own: on the present GPU, even if another device is assumed.
 
     Raises:
         Unavailable: the driver does not report them.
     """
-    reserved = device_at(index).reserved_bytes
+    device = _properties(torch.device("cuda", index)) if torch.cuda.is_available() else device_at(index)
+    reserved = device.reserved_bytes
     if reserved is None:
         raise Unavailable("the driver does not say where shared memory begins")
     return reserved

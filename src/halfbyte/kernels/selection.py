@@ -26,7 +26,7 @@ from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..ops.lora_glu import Factors
 from ..ops.optimizer import RULES, Coefficients, Parameters
 from ..ops.optimizer_state import STORAGES
-from .device import Device, assumed
+from .device import AMPERE, Device, assumed
 
 FP32 = torch.float32
 FP16 = torch.float16
@@ -61,9 +61,10 @@ Call = tuple[str, str, tuple]  # the op's name, then as in `Example`
 def choices(device: Device) -> Iterator[Choice]:
     """Yield the kernel of every op on a device, which need not be present."""
     device_type = "cuda" if device.backend == "hip" else device.backend
+    half = FP16 if device.backend == "cuda" and not device.at_least(AMPERE) else BF16
     with assumed(device):
         for name, op in all_ops().items():
-            for shapes, arguments in examples().get(name, [("", ())]):
+            for shapes, arguments in examples(half).get(name, [("", ())]):
                 reasons = (
                     op.choices(device_type, *arguments) if shapes else [(k.name, None) for k in op.kernels(device_type)]
                 )
@@ -97,39 +98,43 @@ def slot(dtype: torch.dtype) -> Slot:
     return Slot(DelayedScaling([dtype], ScalingOptions(), device="meta"), 0)
 
 
-def _few_rows() -> Iterator[Call]:
-    """Linears of quantized weights with M rows of x, as in decoding."""
-    batches = [(rows, BF16, 64) for rows in (1, 2, 3, 8, 9, 16, 17, 64, 65)]
-    for rows, dtype, blocksize in (*batches, (1, BF16, 128), (4, BF16, 32), (1, FP32, 64)):
+def _few_rows(half: torch.dtype) -> Iterator[Call]:
+    """Linears of quantized weights with M rows of x, as in decoding in `half`, the device's 16-bit dtype."""
+    batches = [(rows, half, 64) for rows in (1, 2, 3, 8, 9, 16, 17, 64, 65)]
+    for rows, dtype, blocksize in (*batches, (1, half, 128), (4, half, 32), (1, FP32, 64)):
         x = empty(rows, SIZE, dtype=dtype)
         arguments = x, *weight4(SIZE, SIZE, blocksize, True), SIZE, None
         yield "linear_blockwise4", f"M = {rows}, {NAMES[dtype]}, blocks of {blocksize}", arguments
     for bits, rows in ((2, 1), (2, 16), (2, 17), (4, 1), (4, 8), (4, 9), (4, 64), (4, 65)):
         packed, scales = empty(SIZE * SIZE // 32 * bits, dtype=torch.int32), empty(SIZE * SIZE // 32, dtype=torch.uint8)
-        arguments = empty(rows, SIZE, dtype=BF16), packed, scales, empty(), empty(2**bits), SIZE, None
-        yield "linear_bitplane", f"M = {rows}, bf16, {bits} bits", arguments
-    for rows, dtype in ((1, BF16), (16, BF16), (17, BF16), (65, BF16), (1, FP16)):
+        arguments = empty(rows, SIZE, dtype=half), packed, scales, empty(), empty(2**bits), SIZE, None
+        yield "linear_bitplane", f"M = {rows}, {NAMES[half]}, {bits} bits", arguments
+    for rows, dtype in ((1, half), (16, half), (17, half), (65, half), (1, FP16)):
         packed, scales = empty(SIZE * SIZE // 8, dtype=torch.int32), empty(SIZE * SIZE // 64, dtype=FP16)
         arguments = empty(rows, SIZE, dtype=dtype), packed, scales, scales, 4, 64, SIZE, None
         yield "linear_hqq", f"M = {rows}, {NAMES[dtype]}, 4 bits, groups of 64", arguments
-    for rows, group in ((1, 128), (16, 128), (48, 128), (49, 128), (1, 96)):
+    for rows, group in ((1, 128), (16, 128), (64, 128), (65, 128), (1, 32), (1, 8), (1, SIZE)):
         groups = SIZE // group
         words, scales = empty(SIZE // 8, SIZE, dtype=torch.int32), empty(groups, SIZE, dtype=FP16)
         zeros = empty(groups, SIZE // 8, dtype=torch.int32)
-        x = empty(rows, SIZE, dtype=BF16)
-        yield "linear_int4", f"M = {rows}, bf16, groups of {group}", (x, words, zeros, scales, None, None, 1, None)
-    for rows, block in ((1, 16), (16, 16), (49, 16), (1, 32)):
+        arguments = empty(rows, SIZE, dtype=half), words, zeros, scales, None, None, 1, None
+        yield "linear_int4", f"M = {rows}, {NAMES[half]}, groups of {group}", arguments
+    for rows, block in ((1, 16), (16, 16), (65, 16), (1, 32)):
         packed, scales = empty(SIZE, SIZE // 2, dtype=torch.uint8), empty(SIZE, SIZE // block, dtype=torch.uint8)
         factor = empty() if block == 16 else None
-        arguments = empty(rows, SIZE, dtype=BF16), packed, scales, factor, (1, block), None
-        yield "linear_e2m1", f"M = {rows}, bf16, blocks of {block}", arguments
+        arguments = empty(rows, SIZE, dtype=half), packed, scales, factor, (1, block), None
+        yield "linear_e2m1", f"M = {rows}, {NAMES[half]}, blocks of {block}", arguments
     for rows in (1, 2, 64, 65):
-        x, absmax = empty(rows, SIZE, dtype=BF16), empty(SIZE)
-        yield "linear_float8", f"M = {rows}, bf16", (x, empty(SIZE, SIZE, dtype=torch.uint8), absmax, "row", None)
-        yield "linear_int8", f"M = {rows}, bf16", (x, empty(SIZE, SIZE, dtype=torch.int8), absmax, None)
+        x, absmax = empty(rows, SIZE, dtype=half), empty(SIZE)
+        yield (
+            "linear_float8",
+            f"M = {rows}, {NAMES[half]}",
+            (x, empty(SIZE, SIZE, dtype=torch.uint8), absmax, "row", None),
+        )
+        yield "linear_int8", f"M = {rows}, {NAMES[half]}", (x, empty(SIZE, SIZE, dtype=torch.int8), absmax, None)
     for rows, rank in ((1, 16), (64, 16), (65, 16), (1, 8)):
-        factors = empty(rows, SIZE, dtype=BF16), empty(rank, SIZE, dtype=BF16)
-        yield "low_rank_rows", f"M = {rows}, bf16, r = {rank}", (*factors, None)
+        factors = empty(rows, SIZE, dtype=half), empty(rank, SIZE, dtype=half)
+        yield "low_rank_rows", f"M = {rows}, {NAMES[half]}, r = {rank}", (*factors, None)
 
 
 def _decoding() -> Iterator[Call]:
@@ -222,9 +227,9 @@ def _experts() -> Iterator[Call]:
 
 
 @functools.cache
-def examples() -> dict[str, list[Example]]:
-    """Typical calls by the name of their op."""
+def examples(half: torch.dtype = BF16) -> dict[str, list[Example]]:
+    """Typical calls by the name of their op; decoding uses `half`."""
     table: dict[str, list[Example]] = {}
-    for name, shapes, arguments in itertools.chain(_few_rows(), _decoding(), _training(), _experts()):
+    for name, shapes, arguments in itertools.chain(_few_rows(half), _decoding(), _training(), _experts()):
         table.setdefault(name, []).append((shapes, arguments))
     return table

@@ -32,6 +32,8 @@ typedef unsigned long long u64;
 #define shared (memory.data())
 
 struct alignas(8) uint2 { u32 x, y; };
+struct alignas(8) float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }

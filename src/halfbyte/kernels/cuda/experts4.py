@@ -143,7 +143,7 @@ class _Grouped(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("order", "tiles", "offsets", "bias", "out")),
-        ("term", gemm4._Term),
+        ("term", gemm4.Term),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_uint32) for name in ("top_k", "entries", "experts", "rows")),
     )
@@ -200,12 +200,12 @@ def grouped_small(
     format_: Any = stack.format
     blocks, nested = blocks or small_blocks(routing.tile_rows), format_.nested_parts(stack.parts)
     weight = weight_of(x, stack.parts["packed"], stack.parts["absmax"], nested, format_.quant_type, experts * rows)
-    term, scale = gemm4._Term(), 0.0
+    term, scale = gemm4.Term(), 0.0
     if low_rank is not None:
         u = low_rank.u.contiguous()
         factor = low_rank.factor.contiguous()
         scale = low_rank.scale
-        term = gemm4._Term(u.data_ptr(), factor.data_ptr(), u.shape[1], u.shape[1])
+        term = gemm4.Term(u.data_ptr(), factor.data_ptr(), u.shape[1], u.shape[1])
     tile, entries = 64 * blocks.groups, routing.tiles.shape[0]
     units = entries * ceil_div(rows, tile) * (columns // gemm4.STEP)
     grid = min(multiprocessors_of(device), units)

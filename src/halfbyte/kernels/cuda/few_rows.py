@@ -1,12 +1,11 @@
-"""Products of few rows of x with 4-bit weights on tensor cores, from Ampere on: `cuda/few_rows.cuh` and its formats.
+"""Products of few rows of x with 4-bit weights on tensor cores, from Turing on: `cuda/few_rows.cuh` and its formats.
 
-A launch takes up to 16 rows. More rows are multiplied 16 at a time where the alternative is to dequantize the weight.
+Up to 8 rows take one launch. With more rows K is divided among blocks, and a second launch adds their sums.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +17,16 @@ from ...formats.e2m1 import linear_e2m1
 from ...formats.hqq import linear_hqq
 from ...formats.int4 import linear_int4
 from ...formats.linear import add_term
-from ..device import AMPERE, architecture_of, device_of, multiprocessors_of, origin_of
+from ..device import AMPERE, TURING, architecture_of, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
-from . import Kernel, cubin, gemv4, remembered
+from . import Kernel, cubin, gemm4, gemv4, remembered
 
 TILE, UNIT = 16, 256  # rows of W in a tile, columns of a unit
-LAUNCH_ROWS = 16  # rows of x that a launch takes
-MOST_ROWS = 48  # three launches take 53 to 60 µs for 4096×14336, dequantizing the weight takes 75 (H200)
-MOST_PLANES_ROWS = 32  # three launches for 5 or 8 bits in planes take 99 and 105 µs
+WHOLE_ROWS = 8  # rows of x up to which a block computes all of K
+MOST_ROWS = 64
+MOST_SMALL = 48  # with nested scales and `SMALL` shared memory
 FEWEST_OUTPUTS = 2 * TILE
+SMALL = 64 * 1024  # shared memory of a block with which tables have fewer copies (Turing)
 
 
 class E2m1Weight(ctypes.Structure):
@@ -67,66 +67,78 @@ class Blocks(NamedTuple):
     wk: int
 
 
-FEW = (Blocks(1, 1, 16), Blocks(1, 2, 8), Blocks(1, 4, 4), Blocks(2, 1, 16), Blocks(2, 2, 8))
-MORE = (Blocks(2, 1, 8), Blocks(2, 2, 4))  # for 9 to 16 rows, which need more registers
+WHOLE = (Blocks(1, 1, 16), Blocks(1, 2, 8), Blocks(1, 4, 4), Blocks(2, 1, 8), Blocks(2, 2, 4))
+SPLIT = Blocks(2, 8, 1)
 
 
-def blocks_for(rows: int, columns: int, batch: int, multiprocessors: int) -> Blocks:
+def blocks_for(rows: int, columns: int, multiprocessors: int) -> Blocks:
     """Blocks with the fewest steps of the busiest warp.
 
-    A step is a unit of one tile. Two tiles at a time share loads of x and take 1.6 to 1.8 steps; adding the sums of a
-    group takes a third of one (measured on an H200).
+    A step is a unit of one tile, with 16 warps per multiprocessor. Two tiles at a time, with 8 warps, share loads of x
+    and take 1.1 steps; adding the sums of a group takes a third of one.
     """
 
     def steps(blocks: Blocks) -> float:
         passes = ceil_div(ceil_div(rows, TILE * blocks.rt), multiprocessors * blocks.wr)
-        unit = 1.0 if blocks.rt == 1 else 1.8 if batch <= 4 else 1.6
-        return passes * (ceil_div(columns // UNIT, blocks.wk) * unit + 0.35)
+        return passes * (ceil_div(columns // UNIT, blocks.wk) * (1.0 if blocks.rt == 1 else 1.1) + 0.35)
 
-    return min(FEW if batch <= 8 else MORE, key=steps)
+    return min(WHOLE, key=steps)
 
 
 @remembered
-def _kernel(
+def _kernels(
     name: str, blocks: Blocks, tiles: int, bf16: bool, constants: tuple[tuple[str, int], ...],
-    struct: type[ctypes.Structure], device: int, batch: int,
-) -> Kernel:  # fmt: skip
-    """Compile and load for `batch` rows of x in `tiles` tiles of 8."""
-    every = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
-    image = cubin(name, architecture_of(device), every | dict(constants) | {"ORIGIN": origin_of(device)}, [struct])
-    return Kernel(image, name, image.shared_for(batch))
+    struct: type[ctypes.Structure], device: int, split: bool,
+) -> tuple[Kernel, Kernel | None]:  # fmt: skip
+    """The product with `tiles` tiles of 8 rows of x, and if it is `split` the kernel that adds the blocks' sums."""
+    every = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16), "SPLIT": int(split)}
+    every |= dict(constants) | {"ORIGIN": origin_of(device)}
+    image = cubin(name, architecture_of(device), every, [struct, *[gemm4.Term] * split])
+    return Kernel(image, name, image.shared_for(8 * tiles)), Kernel(image, "add", 0) if split else None
 
 
 def _launch(
-    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, blocks: Blocks | None, **constants: int
-) -> Tensor:
-    """[M, N] = x·Wᵀ + b, `LAUNCH_ROWS` rows at a time."""
-    rows, columns = weight.rows, weight.columns
+    name: str, weight: Any, x: Tensor, bias: Tensor | None, blocks: Blocks | None, term: gemv4.Term = None,
+    **constants: int,
+) -> Tensor:  # fmt: skip
+    """[M, N] = x·Wᵀ + b + u·Bᵀ."""
+    rows, columns, batch = weight.rows, weight.columns, x.shape[0]
     x, device = x.contiguous(), x.get_device()
-    multiprocessors = multiprocessors_of(device)
-    out = torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
+    multiprocessors, split = multiprocessors_of(device), batch > WHOLE_ROWS
+    tiles = gemm4.tiles_of(batch) if split else 1
+    blocks = blocks or (SPLIT if split else blocks_for(rows, columns, multiprocessors))
+    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     with torch.cuda.device(device):
-        for begin in range(0, x.shape[0], LAUNCH_ROWS):
-            part = x[begin : begin + LAUNCH_ROWS]
-            batch, tiles = part.shape[0], ceil_div(part.shape[0], 8)
-            chosen = blocks or blocks_for(rows, columns, batch, multiprocessors)
-            bf16, key = x.dtype is torch.bfloat16, tuple(constants.items())
-            kernel = _kernel(name, chosen, tiles, bf16, key, type(weight), device, 8 * tiles)
-            tensors = (part, bias, out[begin:])
-            pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-            grid = min(ceil_div(rows, TILE * chosen.rt * chosen.wr), multiprocessors)
-            kernel(grid, 32 * chosen.wr * chosen.wk, [weight, *pointers, ctypes.c_uint32(batch)])
-    return out
+        bf16, key = x.dtype is torch.bfloat16, tuple(constants.items())
+        product, add = _kernels(name, blocks, tiles, bf16, key, type(weight), device, split)
+        groups, threads = ceil_div(rows, TILE * blocks.rt * blocks.wr), 32 * blocks.wr * blocks.wk
+        if add is None:
+            grid = min(groups, multiprocessors)
+            product(grid, threads, [weight, *gemm4.pointers(x, bias, out), ctypes.c_uint32(batch)])
+            return add_term(out, term)
+        grid = gemm4.grid_for(groups, columns // UNIT, multiprocessors)
+        sums = blocks.wr * blocks.rt * TILE * 8 * tiles  # of one block
+        partials = torch.empty((grid + groups) * sums, dtype=torch.float32, device=x.device)
+        sizes = [ctypes.c_uint32(size) for size in (rows, columns, batch, grid)]
+        product(grid, threads, [weight, *gemm4.pointers(x, partials), sizes[2]])
+        fused = term if gemm4.adds(term) else None
+        add(groups * sums // 4 // gemm4.ADDED, gemm4.ADDED,
+            [*gemm4.pointers(partials, bias, out, None), *sizes, gemm4.term_of(fused)])  # fmt: skip
+    return out if fused is term else add_term(out, term)
 
 
-def _obstacle(x: Tensor, rows: int, most: int, tensors: Sequence[Tensor]) -> str | None:
+def _small(x: Tensor) -> bool:
+    return device_of(x).shared_bytes <= SMALL
+
+
+def _obstacle(x: Tensor, rows: int, *tensors: Tensor) -> str | None:
     """Return why the kernels refuse a weight of `rows` rows, or None."""
-    if not 1 <= x.shape[0] <= most:
-        return f"takes 1 to {most} rows of x"
-    if not device_of(x).at_least(AMPERE):
-        return "needs Ampere"
+    if not 1 <= x.shape[0] <= MOST_ROWS:
+        return "takes 1 to 64 rows of x"
     if x.dtype is torch.float32:
         return "needs 16 bits"
+    if not device_of(x).at_least(TURING if x.dtype is torch.float16 else AMPERE):
+        return "needs Ampere, or Turing for fp16"
     if x.shape[1] % UNIT or not x.shape[1] or rows % TILE or rows < FEWEST_OUTPUTS:
         return "needs K in multiples of 256, and N in multiples of 16 from 32"
     if any(tensor.data_ptr() % 16 for tensor in (x, *tensors)):
@@ -140,9 +152,9 @@ def _obstacle(x: Tensor, rows: int, most: int, tensors: Sequence[Tensor]) -> str
 def blockwise4_obstacle(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: gemv4.Nested, blocksize: int, quant_type: str, rows: int, *_: Any
 ) -> str | None:
-    if blocksize != gemv4.BLOCKSIZE:
-        return "needs blocks of 64"
-    return _obstacle(x, rows, LAUNCH_ROWS, (packed, absmax))
+    if nested is not None and x.shape[0] > MOST_SMALL and _small(x):
+        return "needs more than 64 KiB of shared memory for more than 48 rows with nested scales"
+    return _obstacle(x, rows, packed, absmax)
 
 
 @linear_blockwise4.kernel("cuda", unless=blockwise4_obstacle, rank=3)  # after gemv4, which is faster on Hopper
@@ -151,7 +163,8 @@ def few_rows_blockwise4(
     bias: Tensor | None, term: gemv4.Term = None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
     weight = gemv4.weight_of(x, packed, absmax, nested, quant_type, rows)
-    return add_term(_launch("few_rows4", weight, x, bias, blocks, NESTED=int(nested is not None)), term)
+    constants = {"BLOCK": blocksize, "NESTED": int(nested is not None)}
+    return _launch("few_rows4", weight, x, bias, blocks, term, **constants)
 
 
 # --- NVFP4 and MXFP4 -------------------------------------------------------------------------------------------------
@@ -160,9 +173,7 @@ def few_rows_blockwise4(
 def e2m1_obstacle(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor | None, tile: tuple[int, int], *_: Any
 ) -> str | None:
-    if factor is None and x.dtype is torch.float16:
-        return "needs bf16, as fp16 does not hold every scale"
-    return _obstacle(x, packed.shape[0], MOST_ROWS, (packed, scales))
+    return _obstacle(x, packed.shape[0], packed, scales)
 
 
 @linear_e2m1.kernel("cuda", unless=e2m1_obstacle)
@@ -187,9 +198,9 @@ def int4_obstacle(
         return "needs groups of equal sizes"
     if scales.dtype is torch.float32:
         return "needs scales of 16 bits"
-    if group not in (32, 64, 128) and group % UNIT:
-        return "needs groups of 32, 64, 128 or a multiple of 256"
-    return _obstacle(x, rows, MOST_ROWS, (qweight, qzeros, scales))
+    if group % 8:
+        return "needs groups of a multiple of 8"
+    return _obstacle(x, rows, qweight, qzeros, scales)
 
 
 @linear_int4.kernel("cuda", unless=int4_obstacle)
@@ -212,7 +223,7 @@ def few_rows_int4(
 def bitplane_obstacle(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, *_: Any
 ) -> str | None:
-    return _obstacle(x, rows, MOST_PLANES_ROWS, (packed, scales))
+    return _obstacle(x, rows, packed, scales)
 
 
 @linear_bitplane.kernel("cuda", unless=bitplane_obstacle, rank=4)
@@ -223,15 +234,13 @@ def few_rows_bitplane(
     pointers = [tensor.data_ptr() for tensor in (packed, scales, scales, codebook)]  # zeros are not read
     weight = PlanesWeight(*pointers, rows, x.shape[1], factor.data_ptr())
     bits = codebook.numel().bit_length() - 1
-    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=0)
+    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=0, SMALL=int(_small(x)))
 
 
 def hqq_obstacle(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, *_: Any
 ) -> str | None:
-    if x.dtype is torch.float16:
-        return "needs bf16, as fp16 does not hold every scale"
-    return _obstacle(x, rows, MOST_PLANES_ROWS, (packed, scales, zeros))
+    return _obstacle(x, rows, packed, scales, zeros)
 
 
 @linear_hqq.kernel("cuda", unless=hqq_obstacle, rank=3)
@@ -241,4 +250,4 @@ def few_rows_hqq(
 ) -> Tensor:  # fmt: skip
     pointers = [tensor.data_ptr() for tensor in (packed, scales, zeros)]
     weight = PlanesWeight(*pointers, None, rows, x.shape[1], None)
-    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=group)
+    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=group, SMALL=int(_small(x)))

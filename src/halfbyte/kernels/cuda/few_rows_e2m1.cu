@@ -1,4 +1,4 @@
-/* Up to 16 rows with E2M1 weights (formats.e2m1), see few_rows.cuh. A number times its block's scale is exact in bf16.
+/* Up to 64 rows with E2M1 weights (formats.e2m1), see few_rows.cuh. A number times its block's scale is exact in bf16.
 
 Constants: BLOCK (16: E4M3 scales and a factor; 32: E8M0 scales), TALL (rows of W that share a scale), ORIGIN (start of a
 block's shared memory), and those of few_rows.cuh. */
@@ -11,7 +11,7 @@ struct Weight : ByRows {
     u32 rows, columns;         /* N, K */
     float read_factor;         /* set by build */
 
-    static constexpr u32 TABLE = BYTES, WORDS = UNIT / BLOCK / 4;
+    static constexpr u32 WORDS = UNIT / BLOCK / 4;
     struct Scales {
         u32 words[2][WORDS]; /* of rows g and g + 8: the bytes of a unit's blocks */
     };
@@ -54,7 +54,7 @@ struct Weight : ByRows {
     __device__ __forceinline__ void build() {
         for (u32 i = threadIdx.x; i < 256 * 8; i += THREADS)
             put(i / 8, i % 8, pair<BF16>(number_of(i / 8 & 15), number_of(i / 8 >> 4)));
-        read_factor = BLOCK == 16 ? *of_all : 1.0f;
+        read_factor = BLOCK == 16 ? *of_all : 1 / ENLARGED;
     }
     /* A sign, then 0, ½, 1, 1½, 2, 3, 4, 6. */
     static __device__ __forceinline__ float number_of(u32 code) {
@@ -76,7 +76,7 @@ struct Weight : ByRows {
                 u32 word = lane & 2 ? bytes[(2 * chunk + 1) % WORDS] : bytes[2 * chunk % WORDS];
                 value = from_e4m3(word >> (lane % 2 * 16 + j / 2 * 8) & 255);
             } else
-                value = from_e8m0(__byte_perm(bytes[chunk], 0, 0x4440 | lane & 3));
+                value = from_e8m0(__byte_perm(bytes[chunk], 0, 0x4440 | lane & 3)) * ENLARGED;
             scale[half] = pair<BF16>(value, value);
         }
         look_up(a, codes, scale, j, lane);
@@ -85,8 +85,4 @@ struct Weight : ByRows {
     static __device__ __forceinline__ float from_e8m0(u32 code) { return __uint_as_float(code ? code << 23 : 1 << 22); }
 };
 
-LAYOUT(Weight::TABLE, WARPS *ROWS *RT * 4, sizeof(Weight));
-
-extern "C" __global__ void FEW_ROWS few_rows_e2m1(Weight w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
-    few_rows(w, x, bias, out, batch);
-}
+PRODUCT(few_rows_e2m1, Weight)

@@ -1,12 +1,12 @@
-/* Up to 16 rows with weights in bit planes (formats.bitplane, formats.hqq), see few_rows.cuh.
+/* Up to 64 rows with weights in bit planes (formats.bitplane, formats.hqq), see few_rows.cuh.
 
 Of a chunk a lane has the block of 32 columns number lane % 4 of rows g and g + 8: BITS words each. Bits are exchanged
 between these words until a byte has the bits of neighbouring columns (4 columns at 2 bits, otherwise 2). The byte is the
 index of a table, whose entry holds these columns' numbers. Each lane has its own copy of an entry; two lanes share one
-at 2 bits, where an entry is 8 bytes, and at 5, with 1024 entries of 4.
+at 2 bits, where an entry is 8 bytes, and at 5, with 1024 entries of 4; four lanes if SMALL.
 
 Constants: BITS (2, 3, 4, 5 with E4M4 scales per block; 2, 3, 4, 8 with GROUP), GROUP (weights per scale and zero of
-HQQ; 0: E4M4), ORIGIN (start of a block's shared memory), and those of few_rows.cuh. */
+HQQ; 0: E4M4), SMALL (64 KiB of shared memory), ORIGIN (start of a block's shared memory), and those of few_rows.cuh. */
 
 #include "few_rows.cuh"
 #include "planes.cuh"
@@ -15,8 +15,9 @@ struct Weight : Planes {
     const float *of_all; /* the factor of all E4M4 scales */
     float read_factor;   /* set by build */
 
-    static constexpr bool NIBBLES = false;
+    static constexpr bool GAPS = BITS == 5 ? SMALL : BITS != 3;
     static constexpr int RUNS = 0;
+    static constexpr u32 COPIES = BITS == 5 ? (SMALL ? 8 : 16) : 32; /* of an entry, at 5 bits of four in 256 bytes */
     static constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, X = 32;
     /* Numbers of a unit for a row: scales (bytes, or 16 bits with as many zeros), in words. */
     static constexpr u32 COUNT = GROUP ? UNIT / GROUP : 8, WORDS = GROUP ? (COUNT + 1) / 2 : 2;
@@ -85,13 +86,13 @@ struct Weight : Planes {
     };
 
     __device__ __forceinline__ void build() {
-        constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256, COPIES = BITS == 5 ? 4 : 8; /* of 16 bytes */
-        for (u32 i = threadIdx.x; i < ENTRIES * COPIES; i += THREADS) {
-            u32 index = i / COPIES, at = BITS == 5 ? (index & 255) << 8 | (index >> 8) << 6 : index << 8;
+        constexpr u32 ENTRIES = BITS == 3 ? 64 : BITS == 5 ? 1024 : 256, PIECES = COPIES / 4; /* of 16 bytes */
+        for (u32 i = threadIdx.x; i < ENTRIES * PIECES; i += THREADS) {
+            u32 index = i / PIECES, at = BITS == 5 ? (index & 255) << 8 | (index >> 8) * (4 * COPIES) : index << 8;
             u32 first = entry<BITS == 2 ? 4 : 2>(index, 0), second = BITS == 2 ? entry<4>(index, 1) : first;
-            *(uint4 *)(shared + at + i % COPIES * 16) = make_uint4(first, second, first, second);
+            *(uint4 *)(shared + at + i % PIECES * 16) = make_uint4(first, second, first, second);
         }
-        read_factor = GROUP ? 1.0f : *of_all;
+        read_factor = GROUP ? 1 / ENLARGED : *of_all;
     }
     /* Numbers of an entry's columns 2i and 2i + 1. */
     template <int COLUMNS> __device__ __forceinline__ u32 entry(u32 index, int i) const {
@@ -126,7 +127,7 @@ struct Weight : Planes {
                 for (u32 k = 0; k < WORDS; k++)
                     if (at / 2 == k)
                         word = scales.scales[half][k], zero = scales.zeros[half][k];
-                float s = number<true>((u16)(word >> at % 2 * 16)), z = number<false>((u16)(zero >> at % 2 * 16));
+                float s = number<true>((u16)(word >> at % 2 * 16)) * ENLARGED, z = number<false>((u16)(zero >> at % 2 * 16));
                 scale = pair<BF16>(s, s), shift = pair<BF16>(-s * z, -s * z);
             }
 #pragma unroll
@@ -136,7 +137,9 @@ struct Weight : Planes {
                     uint2 four = look_at_two<0>(__byte_perm(low[p / 2], lane % 16 * 8, 0x5504 | j << 4));
                     numbers = p % 2 ? four.y : four.x;
                 } else if (BITS == 5) {
-                    u32 fifth = high[0] << (6 - 2 * p) & 0xc0c0c0c0 | lane % 16 * 0x04040404;
+                    u32 bits = SMALL ? (p < 3 ? high[0] << (5 - 2 * p) : high[0] >> 1) & 0x60606060
+                                     : high[0] << (6 - 2 * p) & 0xc0c0c0c0;
+                    u32 fifth = bits | lane % COPIES * 0x04040404;
                     numbers = look<u32, 0>(__byte_perm(fifth, low[p], 0x40 + j * 0x11) & 0xffff);
                 } else
                     numbers = look<u32, 0>(__byte_perm(low[p], lane * 4, 0x5504 | j << 4));
@@ -150,8 +153,4 @@ struct Weight : Planes {
     }
 };
 
-LAYOUT(Weight::TABLE, WARPS *ROWS *RT * 4, sizeof(Weight));
-
-extern "C" __global__ void FEW_ROWS few_rows_planes(Weight w, const u16 *x, const u16 *bias, u16 *out, u32 batch) {
-    few_rows(w, x, bias, out, batch);
-}
+PRODUCT(few_rows_planes, Weight)

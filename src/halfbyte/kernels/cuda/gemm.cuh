@@ -2,8 +2,7 @@
 
 With so many rows the cost is how often x is read from the L2 cache: once for every tile of rows of W. So a tile has
 64·GROUPS rows, and K is split instead, into K tiles of 128 columns. The pairs of K tiles of all tiles, in order of
-tiles, are divided evenly among the blocks, in one contiguous range each. A block writes its partial sums of each tile
-to entry block + tile of `partials`, and the second kernel, add(), adds a tile's partial sums in order of blocks.
+tiles, are divided evenly among the blocks, and the second kernel, add(), adds their partial sums (partials.cuh).
 
 A group of four warps has 64 rows of W as wgmma's left operand, in registers: 16 rows a warp, laid out as for
 mma.m16n8k16. While the products of some columns run, a group decodes the operands of the next: 64 columns with few rows
@@ -24,14 +23,15 @@ Constants: NT (2, 4, 6 or 8 tiles of 8 rows of x), GROUPS (1, 2 or 4), STAGES, B
 
 #include "ring.cuh"
 
-constexpr u32 ROWS = 16 * WARPS, THREADS = 32 * WARPS; /* threads without the producers */
+constexpr u32 TILES = WARPS, ROWS = 16 * TILES, THREADS = 32 * WARPS; /* threads without the producers */
+
+#include "partials.cuh"
+
 constexpr u32 HALF = 1024 * NT; /* bytes of x for half a K tile */
-constexpr u32 PARTIAL = WARPS * NT * 32; /* groups of four sums */
 /* With this many threads the compiler uses at most 96 registers each, or 80, which leaves room for a block of add() on
 the multiprocessor; groups then take registers from the producers. */
 constexpr u32 BOUND = NT < 6 ? 768 : 640;
 constexpr u32 QUARTERS = NT < 6 ? 2 : 1; /* quarters of a K tile whose products run concurrently */
-constexpr u32 TOGETHER = 8; /* partial sums loaded concurrently: most tiles have 8 or 16 */
 constexpr int EARLY = 2; /* stages whose weights are copied before griddepcontrol_wait() */
 
 /* Bytes of a stage and of a block, for a format W; each stage has two barriers. */
@@ -42,11 +42,6 @@ struct Quarter { /* a lane's operands of 32 columns and, if they are not scaled 
     u32 a[2][4];
     float scale[2];
 };
-
-/* Index of a block's first pair of K tiles, among the pairs of all tiles. */
-__device__ __forceinline__ u32 first_pair(u32 block, u32 blocks, u32 pairs) { return block * pairs / blocks; }
-/* The block that computes a pair. */
-__device__ __forceinline__ u32 block_of(u32 pair, u32 blocks, u32 pairs) { return ((pair + 1) * blocks - 1) / pairs; }
 
 /* Start copying a producer's share of x's columns of a K tile to a stage: rows 2 · producer and + 1 of every 8. Rows
 beyond the batch repeat the last one; their sums are not read. */
@@ -199,76 +194,5 @@ template <typename W> __device__ __forceinline__ void product(const W &w, const 
         __syncthreads();
         griddepcontrol_wait();
         consume(w, ring, partials, now, end, warp, lane);
-    }
-}
-
-/* An adapter's term u Bᵀ for u [batch, rank], with row stride `apart`, and B [rows, rank]; rank 0: none. Tensor cores
-compute it for 16 rows of W by 8 of x, in the layout of their sums. */
-struct Term {
-    const u16 *u, *b;
-    u32 apart, rank; /* multiples of 8 */
-
-    struct Operands { /* 16 ranks of a lane's two rows of B and its row of u, in a permuted order */
-        uint2 low, high, with;
-
-        __device__ __forceinline__ void add_to(float (&sum)[4]) const {
-            const u32 a[4] = {low.x, high.x, low.y, high.y};
-            multiply<BF16>(sum, a, with.x, with.y);
-        }
-    };
-
-    /* Prefetch rows n and n + 8 of B to L2. */
-    __device__ __forceinline__ void begin(u32 n, u32 rows) const {
-        for (u32 r = threadIdx.x % 4 * 64; r < rank; r += 256)
-            prefetch(b + (u64)min(n, rows - 1) * rank + r), prefetch(b + (u64)min(n + 8, rows - 1) * rank + r);
-    }
-
-    /* Operands of rows n and n + 8 of W and row m of x, from rank r on. */
-    __device__ __forceinline__ Operands load(u32 r, u32 n, u32 m, u32 rows, u32 batch) const {
-        r += threadIdx.x % 4 * 4;
-        if (r >= rank)
-            return Operands{};
-        return Operands{
-            *(const uint2 *)(b + (u64)min(n, rows - 1) * rank + r),
-            *(const uint2 *)(b + (u64)min(n + 8, rows - 1) * rank + r),
-            *(const uint2 *)(u + (u64)min(m, batch - 1) * apart + r)};
-    }
-};
-
-/* y = `factor` times the sum of each tile's partial sums, which `blocks` blocks wrote. A thread adds four sums. */
-extern "C" __global__ void __launch_bounds__(256)
-add(const float4 *partials, const u16 *bias, u16 *out, const float *factor, u32 rows, u32 columns, u32 batch,
-    u32 blocks, Term term) {
-    u32 k_tiles = columns / 256, pairs = (rows + ROWS - 1) / ROWS * k_tiles;
-    u32 at = blockIdx.x * 256 + threadIdx.x, tile = at / PARTIAL, i = at % PARTIAL, lane = i % 32;
-    u32 row = tile * ROWS + i / (NT * 32) * 16 + lane / 4, m = i / 32 % NT * 8 + lane % 4 * 2;
-    u32 u_row = i / 32 % NT * 8 + lane / 4; /* row of u */
-    u32 block = block_of(tile * k_tiles, blocks, pairs), last = block_of(tile * k_tiles + k_tiles - 1, blocks, pairs);
-    float total[4] = {}, scale = factor ? *factor : 1.0f;
-    partials += (u64)tile * PARTIAL + i;
-    term.begin(row, rows);
-    griddepcontrol_wait();
-    float more[4] = {};
-    Term::Operands first = term.load(0, row, u_row, rows, batch);
-    for (; m < batch && block <= last; block += TOGETHER) {
-        float4 some[TOGETHER];
-#pragma unroll
-        for (u32 k = 0; k < TOGETHER; k++)
-            some[k] = block + k <= last ? partials[(u64)(block + k) * PARTIAL] : make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (u32 k = 0; k < TOGETHER; k++)
-            total[0] += some[k].x, total[1] += some[k].y, total[2] += some[k].z, total[3] += some[k].w;
-    }
-    __syncwarp();
-    first.add_to(more);
-    for (u32 r = 16; r < term.rank; r += 16)
-        term.load(r, row, u_row, rows, batch).add_to(more);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        u32 n = row + k / 2 * 8;
-        if (n < rows && m + k % 2 < batch) {
-            float y = total[k] * scale + (bias ? number<BF16>(bias[n]) : 0.0f) + more[k];
-            out[(u64)(m + k % 2) * rows + n] = (u16)pair<BF16>(y, 0.0f);
-        }
     }
 }

@@ -11,8 +11,8 @@ from torch import Tensor
 from ...formats.blockwise4 import linear_blockwise4
 from ..device import device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
-from . import Kernel, cubin, remembered
-from .gemv4 import BLOCKSIZE, Nested, Term, mma_obstacle, weight_of
+from . import Kernel, cubin, gemv4, remembered
+from .gemv4 import BLOCKSIZE, Nested, mma_obstacle, weight_of
 
 FEWEST, BATCH = 9, 64  # rows of x
 CAPABILITY = 9  # only compute capability 9.x has wgmma
@@ -21,8 +21,8 @@ COPYING, ADDED = 128, 256  # threads of a block that copy; threads of a block of
 PARTS = 16  # most parts of a tile, approximately
 
 
-class _Term(ctypes.Structure):
-    """The struct `Term` of `cuda/gemm.cuh`."""
+class Term(ctypes.Structure):
+    """The struct `Term` of `cuda/partials.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in "ub"),
@@ -59,7 +59,7 @@ def _kernel(
 ) -> tuple[Kernel, Kernel]:
     """The GEMM, and the kernel that adds the tiles' parts."""
     values = {"GROUPS": blocks.groups, "STAGES": blocks.stages, "NT": tiles, "BF16": int(bf16), **dict(constants)}
-    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)}, [struct, _Term])
+    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)}, [struct, Term])
     return Kernel(image, name), Kernel(image, "add", 0)
 
 
@@ -75,7 +75,7 @@ def wgmma_capability(x: Tensor) -> str | None:
     return "needs wgmma, of compute capability 9.x alone" if device_of(x).capability[0] != CAPABILITY else None
 
 
-def adds(term: Term) -> bool:
+def adds(term: gemv4.Term) -> bool:
     """Return whether the kernels can add this term: groups of eight 16-bit numbers, read 16 bytes at a time."""
     return term is None or (
         term[1].is_contiguous()
@@ -84,9 +84,18 @@ def adds(term: Term) -> bool:
     )
 
 
+def term_of(term: gemv4.Term) -> Term:
+    """An adapter's term that `adds` accepts, as `add`'s parameter."""
+    return Term() if term is None else Term(*[t.data_ptr() for t in term], term[0].stride(0), term[0].shape[1])
+
+
+def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+
+
 def launch(
     name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int,
-    blocks: Blocks | None = None, term: Term = None, **constants: int,
+    blocks: Blocks | None = None, term: gemv4.Term = None, **constants: int,
 ) -> Tensor:  # fmt: skip
     """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`, with parameters weight, x, the tiles' parts and x's rows."""
     device = x.get_device()
@@ -98,20 +107,18 @@ def launch(
     grid = grid_for(cut, columns // STEP, multiprocessors_of(device))
     partials = torch.empty((grid + cut) * tile * 8 * tiles, dtype=torch.float32, device=x.device)
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
-    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, partials, bias, out, factor)]
     sizes = [ctypes.c_uint32(size) for size in (rows, columns, batch, grid)]
-    added = _Term() if term is None else _Term(*[t.data_ptr() for t in term], term[0].stride(0), term[0].shape[1])
     with torch.cuda.device(device):
         bf16 = x.dtype is torch.bfloat16
         product, add = _kernel(name, blocks, device, tiles, bf16, type(weight), tuple(constants.items()))
-        product(grid, 128 * blocks.groups + COPYING, [weight, *pointers[:2], sizes[2]])
-        add(cut * tile * 2 * tiles // ADDED, ADDED, [*pointers[1:], *sizes, added])
+        product(grid, 128 * blocks.groups + COPYING, [weight, *pointers(x, partials), sizes[2]])
+        add(cut * tile * 2 * tiles // ADDED, ADDED, [*pointers(partials, bias, out, factor), *sizes, term_of(term)])
     return out
 
 
 def obstacle(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, term: Term = None, *_: Any,
+    bias: Tensor | None, term: gemv4.Term = None, *_: Any,
 ) -> str | None:  # fmt: skip
     if x.shape[0] < FEWEST or blocksize != BLOCKSIZE:
         return "takes 9 to 64 rows and blocks of 64"
@@ -123,7 +130,7 @@ def obstacle(
 @linear_blockwise4.kernel("cuda", unless=obstacle, rank=2)
 def gemm(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
+    bias: Tensor | None, term: gemv4.Term = None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
     x = x.contiguous()
     weight = weight_of(x, packed, absmax, nested, quant_type, rows)

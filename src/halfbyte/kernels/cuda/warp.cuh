@@ -69,6 +69,12 @@ template <> __device__ __forceinline__ u16 read_again<u16>(const void *pointer) 
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(half) : "l"(pointer));
     return half;
 }
+template <> __device__ __forceinline__ uint4 read_again<uint4>(const void *pointer) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+    return v;
+}
 template <> __device__ __forceinline__ u8 read_again<u8>(const void *pointer) {
     u32 byte;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(byte) : "l"(pointer));
@@ -103,8 +109,17 @@ template <> __device__ __forceinline__ uint4 from_shared<uint4>(u32 address) {
     return v;
 }
 
-/* Start copying SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. */
+/* Start copying SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. Before Ampere, copies are synchronous. */
 template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *from, bool inside) {
+#if __CUDA_ARCH__ < 800
+    uint4 value = {};
+    if (inside)
+        value = SIZE == 16 ? *(const uint4 *)from : make_uint4(*(const u32 *)from, 0, 0, 0);
+    if (SIZE == 16)
+        *(uint4 *)to = value;
+    else
+        *(u32 *)to = value.x;
+#else
     u32 size = inside ? SIZE : 0;
     if (SIZE == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
@@ -112,6 +127,7 @@ template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *fro
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                      ::"r"(address(to)), "l"(from), "r"(size) : "memory");
+#endif
 }
 
 #ifdef ORIGIN
@@ -130,18 +146,28 @@ template <u32 AT> __device__ __forceinline__ uint2 look_at_two(u32 offset) { /* 
 #endif
 
 /* Close the group of copies started since the last commit(); wait until at most LATER groups are in flight. */
+#if __CUDA_ARCH__ < 800
+__device__ __forceinline__ void commit() {}
+template <int LATER> __device__ __forceinline__ void wait() {}
+#else
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER> __device__ __forceinline__ void wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
+#endif
 
 /* Two floats rounded to bf16 or fp16, the first in the low half. */
 template <bool BFLOAT> __device__ __forceinline__ u32 pair(float first, float second) {
     u32 both;
+#if __CUDA_ARCH__ < 800
+    asm("{.reg .f16 low, high;\ncvt.rn.f16.f32 low, %1;\ncvt.rn.f16.f32 high, %2;\nmov.b32 %0, {low, high};}"
+        : "=r"(both) : "f"(first), "f"(second));
+#else
     if (BFLOAT)
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
     else
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+#endif
     return both;
 }
 
@@ -183,8 +209,14 @@ template <bool BFLOAT> __device__ __forceinline__ u32 fused(u32 a, u32 b, u32 c)
     return both;
 }
 
-/* d += a b: 16×16 times 16×8, of 16 bits with fp32 sums. */
+/* d += a b: 16×16 times 16×8, of 16 bits with fp32 sums. Before Ampere, two products of half the depth, of fp16 only. */
 template <bool BFLOAT> __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if __CUDA_ARCH__ < 800
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%8}, {%0,%1,%2,%3};\n"
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%6,%7}, {%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
     if (BFLOAT)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -193,6 +225,7 @@ template <bool BFLOAT> __device__ __forceinline__ void multiply(float (&d)[4], c
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
 }
 
 /* A barrier of the COUNT threads of a group of warps. */
