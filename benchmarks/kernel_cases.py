@@ -444,7 +444,7 @@ OFTEN_PRODUCTS = [(FP16, 1), (FP16, 64)]
 def four_bit_products(dtype, batch):
     x, bias = empty(batch, HIDDEN, dtype=dtype), empty(4096, dtype=dtype)
     often = (dtype, batch) in OFTEN_PRODUCTS
-    for blocksize, nested in ((64, True),) if often else apart((64, 32, 128), (True, False)):
+    for blocksize, nested in ((64, True),) if often else apart((64, 32, 128, 256, 512), (True, False)):
         blockwise4.linear_blockwise4(x, *weight4(4096, HIDDEN, blocksize, nested), 4096, bias)
 
 
@@ -473,7 +473,7 @@ def plane_products(dtype, batch):
 @cases("products", "products with int4, NVFP4 and MXFP4, {1} rows", PRODUCTS)
 def word_products(dtype, batch):
     rows, columns, x = 4096, HIDDEN, empty(batch, HIDDEN, dtype=dtype)
-    for group in (32, 64, 128, 256):
+    for group in (128, 8, 32, 64, 256):
         scales, zeros = empty(columns // group, rows, dtype=FP16), empty(columns // group, rows // 8, dtype=torch.int32)
         int4.linear_int4(x, empty(columns // 8, rows, dtype=torch.int32), zeros, scales, None, None, 1, None)
     packed = empty(rows, columns // 2, dtype=torch.uint8)

@@ -6,8 +6,9 @@
 
 `dequantize` compares NF4 with peers, in TB/s of packed bytes read and 16-bit values written, called from Python and
 replayed in CUDA graphs. `gemv` compares x·Wᵀ from packed weights with cuBLAS on a bf16 weight of the same shape, and
-with other projects' products; with `--card`, kernels and tiles are chosen as for another card, on this one. Both rotate
-over weights that together exceed the L2 cache, and report fractions of a device copy's bandwidth.
+with other projects' products; with `--card`, kernels and tiles are chosen as for another card with this one's number of
+multiprocessors. Both rotate over weights that together exceed the L2 cache, and report fractions of a device copy's
+bandwidth.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +29,7 @@ from benchmarks.harness import copy_bandwidth, event_us, graph_us, parser_of, re
 from benchmarks.weight_peers import DEQUANTIZATIONS, PRODUCTS, load_marlin
 from halfbyte.formats import Blockwise4, Format, named
 from halfbyte.formats.int4 import Int4
-from halfbyte.kernels.device import KNOWN, assumed
+from halfbyte.kernels.device import AMPERE, KNOWN, assumed, device_of
 
 DEQUANTIZED = [(1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192)]
 SPECS = (
@@ -68,9 +70,9 @@ def dequantize(peers: Sequence[str]) -> dict[str, Any]:
 
 
 def dense_us(x: Tensor, rows: int) -> float:
-    """Time cuBLAS in bf16 on a weight of `rows` rows."""
+    """Time cuBLAS in x's dtype on a weight of `rows` rows."""
     count = max(2, int(ROTATE / (rows * x.shape[1] * 2)))
-    return graph_us([partial(F.linear, x, random_weight(rows, x.shape[1])) for _ in range(count)])
+    return graph_us([partial(F.linear, x, random_weight(rows, x.shape[1]).to(x.dtype)) for _ in range(count)])
 
 
 def packed_weights(format_: Format, shape: tuple[int, int]) -> tuple[list[dict[str, Any]], float]:
@@ -94,11 +96,16 @@ def random_parts(format_: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def gemv(specs: Sequence[str], shapes: Sequence[str], batches: Sequence[int], peers: Sequence[str]) -> dict[str, Any]:
-    """Time x·Wᵀ for every shape, format and number of rows of x. The error is relative to fp32."""
+    """Time x·Wᵀ for every shape, format and number of rows of x, in fp16 for cards before Ampere, else in bf16.
+
+    The error is relative to fp32.
+    """
     result: dict[str, Any] = {"copy_TBps": (copy := copy_bandwidth()), "rows": [], "peers": []}
     for name in shapes:
         rows, columns = map(int, name.split("x"))
-        inputs = {batch: torch.randn(batch, columns, device="cuda", dtype=torch.bfloat16) for batch in batches}
+        inputs = {batch: torch.randn(batch, columns, device="cuda") for batch in batches}
+        half = torch.bfloat16 if device_of(inputs[batches[0]]).at_least(AMPERE) else torch.float16
+        inputs = {batch: x.to(half) for batch, x in inputs.items()}
         dense = {batch: dense_us(x, rows) for batch, x in inputs.items()}
         for spec in specs:
             format_, shape = named(spec), (rows, columns)
@@ -152,7 +159,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.marlin:
         load_marlin(options.marlin)
     batches = [int(rows) for rows in options.rows.split(",")]
-    with assumed(KNOWN[options.card]) if options.card else contextlib.nullcontext():
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    card = replace(KNOWN[options.card], multiprocessors=multiprocessors) if options.card else None
+    with assumed(card) if card else contextlib.nullcontext():
         result = gemv(
             options.specs.split(","),
             options.shapes.split(","),
