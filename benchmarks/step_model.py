@@ -115,17 +115,26 @@ def fill(model: Any, device: str, quantize: Any) -> None:
 
 
 def build(name: str, device: str, storage: str = "nf4") -> Any:
-    """Build a PeftModel like `halfbyte train`: fp32 LoRA factors of rank 16 on the seven linears.
+    """Build a PeftModel like `halfbyte train`: fp32 LoRA factors of rank 16 on the seven linears, or on all experts.
 
     storage: format of the frozen weights; nf4 has nested scales.
     """
     from halfbyte.adapters.lora import add_adapter
     from halfbyte.formats import named
     from halfbyte.layers import QuantizedLinear
+    from halfbyte.loading.expert_stacks import prepare_stacks
+    from halfbyte.modeling.architectures import expert_stacks
+    from halfbyte.tensor import QuantizedTensor
 
     torch.manual_seed(0)
     model = empty_model(name)
     format_ = named(storage)
+    for stack_name, module in prepare_stacks(model, dict.fromkeys(expert_stacks(model), format_)).items():
+        leaf = stack_name.rpartition(".")[2]
+        experts, *shape = module._parameters[leaf].shape
+        weights = (random_weight(torch.Size(shape), device) for _ in range(experts))
+        stack = QuantizedTensor.quantize_stack(weights, format_, (experts, *shape))
+        module._parameters[leaf] = nn.Parameter(stack, requires_grad=False)
     fill(model, device, lambda linear: QuantizedLinear.from_linear(linear, format_))
     return add_adapter(model, run_config(name)).train()
 
@@ -134,7 +143,11 @@ def run_config(name: str, **keys: Any) -> Any:
     """Return the configuration of the run that `build` and `levels` imitate."""
     from halfbyte.config import RunConfig
 
-    ours = {"r": RANK, "lora_alpha": RANK, "lora_dropout": 0.0, "target_modules": TARGETS, "packing": True}
+    targets: dict[str, Any] = {"target_modules": TARGETS}
+    if "num_experts" in MODELS[name][1]:
+        stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        targets = {"target_modules": TARGETS[:4], "target_parameters": stacks}
+    ours = {"r": RANK, "lora_alpha": RANK, "lora_dropout": 0.0, "packing": True, **targets}
     return RunConfig(model_name_or_path=name, dataset="random", **(ours | keys))
 
 
