@@ -1,5 +1,7 @@
 """PEFT's own modules on plain linears, and the same step through halfbyte's functions, for the tests of `lora`."""
 
+from dataclasses import replace
+
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
@@ -7,6 +9,7 @@ from transformers.activations import ACT2FN
 
 from halfbyte.autograd.lora import LoRA, lora_qkv
 from halfbyte.autograd.lora_mlp import lora_mlp
+from halfbyte.modeling.projections import squared_norms
 
 HUGGING_FACE = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
@@ -33,8 +36,12 @@ class Model(nn.Module):
         module = getattr(self, name)
         if not hasattr(module, "lora_A"):
             return module.weight, module.bias, None
-        factors = module.lora_A["default"].weight, module.lora_B["default"].weight
-        return module.base_layer.weight, module.base_layer.bias, LoRA(*factors, module.scaling["default"])
+        weight, bias = module.base_layer.weight, module.base_layer.bias
+        lora = LoRA(module.lora_A["default"].weight, module.lora_B["default"].weight, module.scaling["default"])
+        if module.lora_magnitude_vector:
+            dora = module.lora_magnitude_vector["default"]
+            lora = replace(lora, magnitude=dora.weight, squares=squared_norms(dora, weight))
+        return weight, bias, lora
 
     def fused(self, x, weights=None, dropout=0.0):
         """The same results from halfbyte; `weights` by name replace the plain ones."""
@@ -48,16 +55,18 @@ class Model(nn.Module):
         )
 
 
-def model(r=4, targets=(*QKV, *MLP), dtype=torch.float64, dropout=0.0, ranks=None, rslora=False, **keys):
+def model(r=4, targets=(*QKV, *MLP), dtype=torch.float64, dropout=0.0, ranks=None, rslora=False, dora=False, **keys):
     """A model whose adapters are not at their starting point, where B = 0 hides half of the gradients."""
     config = LoraConfig(
         r=r, lora_alpha=3, target_modules=list(targets), lora_dropout=dropout, rank_pattern=ranks or {},
-        use_rslora=rslora,
+        use_rslora=rslora, use_dora=dora,
     )  # fmt: skip
     made = inject_adapter_in_model(config, Model(**keys)).to(dtype)
     for name, parameter in made.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3)
+        if "magnitude" in name:
+            parameter.data *= 1 + 0.2 * torch.randn_like(parameter)
     return made
 
 

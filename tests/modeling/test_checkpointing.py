@@ -72,6 +72,11 @@ def test_tiled_level_equals_keep_up_to_rounding(monkeypatch):
     check_equal(tiny("Gemma3Text"), "tiled", exact=False)
 
 
+@pytest.mark.parametrize("level", ["recompute", "recompute_mlp", "checkpoint"])
+def test_dora(level):
+    check_equal(tiny("Llama", use_dora=True), level)
+
+
 def test_tiles_draw_the_same_dropout_twice(monkeypatch):
     """With dropout a tiled forward draws other masks than a whole one, so two tiled runs are compared."""
     monkeypatch.setattr(checkpointing, "TILE_ROWS", 20)
@@ -89,7 +94,7 @@ def test_last_gemm_is_not_recomputed(monkeypatch):
     monkeypatch.setattr(
         Projections,
         "_project",
-        staticmethod(lambda *args: (counts.update(products=counts["products"] + 1), project(*args))[1]),
+        lambda *args: (counts.update(products=counts["products"] + 1), project(*args))[1],
     )
     model, inputs = tiny("Llama"), batch()
     halfbyte.patch(model, "keep")

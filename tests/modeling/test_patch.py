@@ -149,10 +149,21 @@ def test_linears_without_adapter_and_quantized_weights():
     assert adapted == {f"LoRA of {name}_proj" for name in ("q", "v", "up")}
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Phi3", "Gemma3Text"])
+def test_dora(family):
+    report = check_equal(tiny(family, use_dora=True), batch(packed=True))
+    assert not report.unfused
+    assert report.fused["LoRA of o_proj"] == 2
+
+
+def test_dora_on_quantized_weights():
+    check_equal(quantize(tiny("Llama", use_dora=True)), batch())
+
+
 @pytest.mark.parametrize(
     ("lora", "reason"),
     [
-        ({"use_dora": True}, "its LoRA is a variant (DoraLinearVariant)"),
+        ({"use_dora": True, "lora_dropout": 1e-9}, "its DoRA has dropout"),
         ({"lora_bias": True, "target_modules": ["q_proj", "k_proj", "v_proj"]}, "its lora_B has a bias"),
         ({"bias": "all", "target_modules": ["q_proj"]}, "its own weights are trained"),
     ],

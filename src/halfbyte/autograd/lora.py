@@ -23,9 +23,16 @@ Dequantized weights. Each lives for one GEMM, and the next one reuses its memory
 freed blocks in stream order. The allocator thus provides a scratch buffer per device and stream, as large as the
 largest weight, which activations can use in between. W is never saved and gets no gradient.
 
+DoRA. y = c∘(x·Wᵀ + s·u·Bᵀ) + b with c = m/‖W + s·B·A‖, one factor per output, m [N] trained, the norm of each row
+detached. The factors multiply W as it is dequantized, and B, so all GEMMs stay as they are with c∘W and c∘B instead.
+Then dB = c∘d(c∘B), and dm = Σ dy∘(y - b) / m over rows, for which y is saved: a second GEMM of dyᵀ·x would take as
+long as dy·W. The norm needs neither W nor B·A: ‖W + s·B·A‖² = ‖W‖² + 2s·⟨W·Aᵀ, B⟩ + s²·⟨B·(A·Aᵀ), B⟩ by rows, with
+‖W‖² computed once.
+
 Under torch.compile these are plain operations around the opaque `quantized_linear` (see `autograd.linear`).
 
-Source: LoRA (Hu et al. 2021, arXiv:2106.09685, §4.1); rsLoRA (Kalajdzievski 2023, arXiv:2312.03732) is another s.
+Sources: LoRA (Hu et al. 2021, arXiv:2106.09685, §4.1); rsLoRA (Kalajdzievski 2023, arXiv:2312.03732) is another s; DoRA
+(Liu et al. 2024, arXiv:2402.09353, §4.3 for the detached norm).
 """
 
 from __future__ import annotations
@@ -41,6 +48,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats.base import Weight, is_quantized
+from ..ops.dora import column_dots
 from ..ops.fp8_scaling import Codes, Slot
 from ..utils.errors import ModelError
 
@@ -54,17 +62,31 @@ class LoRA:
         b: [N, r]; as PEFT holds it.
         scaling: s; alpha / r, or alpha / √r in rsLoRA.
         copies: a and b in another dtype, if they have been cast for this forward (`modeling.cast_cache`).
+        magnitude: DoRA's m [N], any float dtype; None: LoRA.
+        squares: ‖W‖² by rows, fp32 [N]; None: LoRA.
     """
 
     a: Tensor
     b: Tensor
     scaling: float
     copies: tuple[Tensor, Tensor] | None = None
+    magnitude: Tensor | None = None  # without dropout
+    squares: Tensor | None = None
 
     def cast_to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """The copies, or else the factors, if they are in `dtype`; None otherwise."""
         a, b = self.copies or (self.a, self.b)
         return (a, b) if a.dtype is dtype and b.dtype is dtype else None
+
+    def norms(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """‖W + s·B·A‖ by rows for DoRA, fp32 [N] or fp64, detached; `dtype` is that of the GEMM W·Aᵀ."""
+        assert self.squares is not None, "DoRA has the norms of W"
+        exact = torch.promote_types(dtype, torch.float32)
+        a, b = self.a.detach().to(exact), self.b.detach().to(exact)
+        values: Any = weight if is_quantized(weight) else weight.detach().to(dtype)
+        crossed = (F.linear(self.a.detach().to(dtype), values).t().to(exact) * b).sum(1)
+        squared = ((b @ (a @ a.t())) * b).sum(1)
+        return (self.squares + 2 * self.scaling * crossed + self.scaling**2 * squared).clamp_min(0).sqrt()
 
 
 class Term(NamedTuple):
@@ -144,7 +166,12 @@ def lora_qkv(
         refuse_compiled(recipe)
         return composed(x, weights, biases, loras, dropout)
     projections, cast_biases, a, b = Projections.of(x, weights, biases, loras, dropout, recipe)
-    return _LoRA.apply(x, projections, *cast_biases, *a, *b)
+    return _LoRA.apply(x, projections, *cast_biases, *a, *b, *magnitudes(loras))
+
+
+def magnitudes(loras: Sequence[LoRA | None]) -> list[Tensor]:
+    """DoRA's m of the adapters that have one."""
+    return [lora.magnitude for lora in loras if lora is not None and lora.magnitude is not None]
 
 
 def refuse_compiled(recipe: GemmRecipe | None) -> None:
@@ -176,6 +203,8 @@ def check(op: str, x: Tensor, weights: Sequence, biases: Sequence, loras: Sequen
                 f" {list(weight.shape)}",
                 "give A [r, K] and B [N, r]",
             )
+        if lora.magnitude is not None and (lora.squares is None or tuple(lora.magnitude.shape) != (rows,)):
+            raise ModelError(f"{op}: the magnitude of weight {i} is {list(lora.magnitude.shape)}, not [{rows}]")
 
 
 def composed(
@@ -185,10 +214,15 @@ def composed(
     results = []
     for weight, bias, lora in zip(weights, biases, loras, strict=True):
         values: Any = weight if is_quantized(weight) else weight.to(x.dtype)
-        result = F.linear(x, values, None if bias is None else bias.to(x.dtype))
+        added = None if bias is None else bias.to(x.dtype)
+        magnitude = None if lora is None else lora.magnitude
+        result = F.linear(x, values, added if magnitude is None else None)
         if lora is not None:
             u = F.linear(F.dropout(x, dropout), lora.a.to(x.dtype))
             result = result + F.linear(u, lora.b.to(x.dtype)) * lora.scaling
+            if magnitude is not None:
+                result = result * (magnitude / lora.norms(weight, x.dtype)).to(x.dtype)
+                result = result if added is None else result + added
         results.append(result)
     return tuple(results)
 
@@ -248,6 +282,7 @@ class Projections:
         dtype: dtype of the factors' gradients.
         recipe: low-precision recipe of the GEMMs with the weights; None: x's dtype.
         copies: (A, B) of each adapter in x's dtype, if all of them have been cast already.
+        columns: DoRA's factors c [Nᵢ] of each projection; None for LoRA.
     """
 
     weights: tuple[Weight, ...]
@@ -256,6 +291,7 @@ class Projections:
     dtype: torch.dtype
     recipe: GemmRecipe | None = None
     copies: tuple[tuple[Tensor, Tensor], ...] | None = None
+    columns: tuple[Tensor | None, ...] = ()
 
     @classmethod
     def of(
@@ -273,7 +309,15 @@ class Projections:
         dtype = gradient_dtype(adapters[0].a) if adapters else x.dtype
         copies = tuple(pair for lora in adapters if (pair := lora.cast_to(x.dtype)) is not None)
         all_copies = copies if len(copies) == len(adapters) else None
-        projections = cls(tuple(weights), scalings, dropout, dtype, recipe, all_copies)
+        columns: list[Tensor | None] = []
+        for lora, weight in zip(loras, weights, strict=True):
+            if lora is None or lora.magnitude is None:
+                columns.append(None)
+                continue
+            if dropout:
+                raise ModelError("DoRA with dropout is not fused", "run PEFT's own forward")
+            columns.append(lora.magnitude.detach() / lora.norms(weight, x.dtype))
+        projections = cls(tuple(weights), scalings, dropout, dtype, recipe, all_copies, tuple(columns))
         biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
         return projections, biases, [lora.a for lora in adapters], [lora.b for lora in adapters]
 
@@ -281,6 +325,16 @@ class Projections:
     def adapters(self) -> list[tuple[int, float]]:
         """(index of the projection, s) for each adapter."""
         return [(i, scaling) for i, scaling in enumerate(self.scalings) if scaling is not None]
+
+    @property
+    def scaled(self) -> list[int]:
+        """Indices of the projections with DoRA."""
+        return [i for i, columns in enumerate(self.columns) if columns is not None]
+
+    def values(self, index: int, dtype: torch.dtype) -> Tensor:
+        """W, or DoRA's c∘W, of a projection in `dtype`; callers drop it right after launching their GEMM."""
+        values, columns = dense(self.weights[index], dtype), self.columns[index]
+        return values if columns is None else scale_rows(values, columns)
 
     def forward(
         self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]
@@ -307,9 +361,12 @@ class Projections:
         rows = [output.view(x.shape[0], output.shape[-1]) for output in outputs]
         if self.recipe is not None:
             self.recipe.outputs(x if codes is None else codes, self.weights, rows)
-        for i, (out, weight, bias) in enumerate(zip(rows, self.weights, biases, strict=True)):
+            for output, columns in zip(rows, self.columns, strict=True):
+                if columns is not None:
+                    output.mul_(columns)
+        for i, (out, bias) in enumerate(zip(rows, biases, strict=True)):
             if self.recipe is None:
-                self._project(out, x, weight, bias, terms.get(i))
+                self._project(i, out, x, bias, terms.get(i))
                 continue
             if i in terms:
                 terms[i].add(out)
@@ -335,28 +392,34 @@ class Projections:
     def factors(
         self, a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A stacked [R, K], and B, in `dtype`: the existing copies, or else cast in one launch."""
+        """A stacked [R, K], and B or DoRA's c∘B, in `dtype`: the existing copies, or else cast in one launch."""
         if self.copies:
-            stacked = stack([copy for copy, _ in self.copies])
-            return stacked, tuple(copy for _, copy in self.copies)
-        return cast(a, b, dtype)
+            stacked, copies = stack([copy for copy, _ in self.copies]), tuple(copy for _, copy in self.copies)
+        else:
+            stacked, copies = cast(a, b, dtype)
+        if not self.scaled:
+            return stacked, copies
+        columns = [self.columns[i] for i, _ in self.adapters]
+        return stacked, tuple(c if by is None else scale_rows(c, by) for c, by in zip(copies, columns, strict=True))
 
-    @staticmethod
-    def _project(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, term: Term | None) -> None:
+    def _project(self, index: int, out: Tensor, x: Tensor, bias: Tensor | None, term: Term | None) -> None:
         if term is None:
-            values = dense(weight, x.dtype).t()
+            values = self.values(index, x.dtype).t()
             torch.mm(x, values, out=out) if bias is None else torch.addmm(bias, x, values, out=out)
             return
         if bias is None:
             term.add(out, beta=0)
         else:
             torch.addmm(bias, term.u, term.factor, alpha=term.scale, out=out)
-        out.addmm_(x, dense(weight, x.dtype).t())
+        out.addmm_(x, self.values(index, x.dtype).t())
 
     def low_rank_gradients(
         self, grads: Sequence[Tensor], state: State, needed: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """[v₁, v₂, …] [M, R] for dyᵢ [M, Nᵢ]; and dBᵢ [Nᵢ, rᵢ] in the factors' own dtype, None if not needed."""
+        """[v₁, v₂, …] [M, R] for dyᵢ [M, Nᵢ]; and dBᵢ [Nᵢ, rᵢ] in the factors' own dtype, None if not needed.
+
+        With DoRA, dBᵢ are those of c∘Bᵢ; `b_gradients` completes them.
+        """
         v = grads[0].new_empty(grads[0].shape[0], sum(state.ranks))
         b_gradients: list[Tensor | None] = [None] * len(needed)
         v_parts, u_parts = v.split(state.ranks, dim=1), state.u.split(state.ranks, dim=1)
@@ -374,14 +437,16 @@ class Projections:
         `codes` is `grads` cast by the recipe, if they are cast already.
         """
         if self.recipe is not None:
-            dx = self.recipe.input_gradient(codes or grads, self.weights, state.a.dtype)
+            pairs = zip(grads, self.columns, strict=True)
+            scaled = [grad if by is None else scale_rows(grad.t(), by).t() for grad, by in pairs]
+            dx = self.recipe.input_gradient(codes or scaled, self.weights, state.a.dtype)
             return dx if v is None else self._add_low_rank_gradient(dx, v, state, True)
         dx = grads[0].new_empty(grads[0].shape[0], self.weights[0].shape[1])
         written = bool(state.b) and v is not None
         if v is not None:
             dx = self._add_low_rank_gradient(dx, v, state, False)
-        for grad, weight in zip(grads, self.weights, strict=True):
-            dx.addmm_(grad, dense(weight, grad.dtype), beta=int(written))
+        for i, grad in enumerate(grads):
+            dx.addmm_(grad, self.values(i, grad.dtype), beta=int(written))
             written = True
         return dx
 
@@ -408,8 +473,39 @@ class Projections:
             grads = summed(v.t(), x, 1.0, self.dtype).split(state.ranks)
         return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
+    def b_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """dBᵢ from the gradients of the factors that the GEMMs read: c∘ them with DoRA."""
+        columns = [self.columns[i] for i, _ in self.adapters]
+        return [
+            grad if grad is None or by is None else scale_rows(grad, by)
+            for grad, by in zip(gradients, columns, strict=True)
+        ]
+
     def _drop(self, x: Tensor, mask: Tensor) -> Tensor:
         return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.dropout) if self.dropout < 1 else 0.0)
+
+
+def scale_rows(matrix: Tensor, by: Tensor) -> Tensor:
+    """matrix [N, K] times `by` [N], a new tensor in the matrix's dtype, rounded once."""
+    return torch.mul(matrix, by.unsqueeze(1), out=torch.empty_like(matrix))
+
+
+def magnitude_gradient(
+    grad: Tensor, output: Tensor, bias: Tensor | None, magnitude: Tensor, low_rank: Tensor | float = 0.0
+) -> Tensor:
+    """dm = Σ dy∘(y - b) / m over rows, in the magnitude's dtype; 0 where m is 0, since such a y does not show c.
+
+    Args:
+        grad, output: dy and y [M, N]; y may lack the adapter's term.
+        bias: b [N], or None.
+        magnitude: m [N].
+        low_rank: Σ dy∘(s·u·(c∘B)ᵀ) over rows [N], if `output` lacks this term.
+    """
+    dots = column_dots(grad, output) + low_rank
+    if bias is not None:
+        dots = dots - bias * grad.sum(0, dtype=dots.dtype)
+    m = magnitude.to(dots.dtype)
+    return torch.where(m == 0, 0.0, dots / m).to(magnitude.dtype)
 
 
 def gradient_dtype(factor: Tensor) -> torch.dtype:
@@ -449,11 +545,15 @@ class _LoRA(torch.autograd.Function):
         n, adapters = len(projections.weights), len(projections.adapters)
         biases = tensors[:n]
         a = tensors[n : n + adapters]
-        b = tensors[n + adapters :]
+        b = tensors[n + adapters : n + 2 * adapters]
+        magnitudes = tensors[n + 2 * adapters :]
         rows = rows_of(x)
         outputs, state = projections.forward(rows, x.shape[:-1], biases, a, b)
         need_a = any(ctx.needs_input_grad[2 + n : 2 + n + adapters])
-        ctx.save_for_backward(rows if need_a else None, *state.flat())
+        # RoPE overwrites outputs in place.
+        scaled_outputs = [outputs[i].clone() for i in projections.scaled]
+        scaled_biases = [biases[i] for i in projections.scaled]
+        ctx.save_for_backward(rows if need_a else None, *magnitudes, *scaled_outputs, *scaled_biases, *state.flat())
         # An attribute, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.projections, ctx.shape = projections, x.shape
         return outputs
@@ -462,14 +562,23 @@ class _LoRA(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         projections, needs = ctx.projections, ctx.needs_input_grad
-        n, adapters = len(projections.weights), len(projections.adapters)
+        n, adapters, scaled = len(projections.weights), len(projections.adapters), len(projections.scaled)
         need_biases = needs[2 : 2 + n]
         need_a = needs[2 + n : 2 + n + adapters]
-        need_b = needs[2 + n + adapters :]
+        need_b = needs[2 + n + adapters : 2 + n + 2 * adapters]
         rows, *saved = ctx.saved_tensors
-        state, grads = State.unflat(saved, adapters), tuple(rows_of(grad) for grad in grads)
+        magnitudes = saved[:scaled]
+        scaled_outputs = saved[scaled : 2 * scaled]
+        scaled_biases = saved[2 * scaled : 3 * scaled]
+        state, grads = State.unflat(saved[3 * scaled :], adapters), tuple(rows_of(grad) for grad in grads)
+        dm = [
+            magnitude_gradient(grads[index], rows_of(output), bias, magnitude)
+            for index, output, bias, magnitude in zip(
+                projections.scaled, scaled_outputs, scaled_biases, magnitudes, strict=True
+            )
+        ]
         v, db = projections.low_rank_gradients(grads, state, need_b)
         da = projections.a_gradients(rows, v, state, need_a)
         dx = projections.input_gradient(grads, v, state).view(ctx.shape) if needs[0] else None
         biases = [grad.sum(0) if need else None for grad, need in zip(grads, need_biases, strict=True)]
-        return dx, None, *biases, *da, *db
+        return dx, None, *biases, *da, *projections.b_gradients(db), *dm

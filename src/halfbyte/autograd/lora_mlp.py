@@ -36,7 +36,17 @@ from ..ops.lora_glu import (
 )
 from ..utils.errors import ModelError
 from .function import OnceFunction
-from .lora import LoRA, Projections, State, check, composed, refuse_compiled, rows_of
+from .lora import (
+    LoRA,
+    Projections,
+    State,
+    check,
+    composed,
+    magnitude_gradient,
+    magnitudes,
+    refuse_compiled,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from ..formats.base import Weight
@@ -122,9 +132,11 @@ def lora_mlp(
         return composed(glu(gated, linear, activation), (down,), biases[2:], loras[2:], dropout)[0]
     first, first_biases, first_a, first_b = Projections.of(x, (gate, up), biases[:2], loras[:2], dropout, recipes[0])
     second, second_biases, second_a, second_b = Projections.of(x, (down,), biases[2:], loras[2:], dropout, recipes[1])
+    output = output or bool(second.scaled)  # the gradient of DoRA's magnitude reads it
     return _MLP.apply(
-        x, first, second, activation, output, *first_biases, *second_biases, *first_a, *second_a, *first_b, *second_b
-    )
+        x, first, second, activation, output,
+        *first_biases, *second_biases, *first_a, *second_a, *first_b, *second_b, *magnitudes(loras),
+    )  # fmt: skip
 
 
 def _in_one_pass(x: Tensor, first: Projections, second: Projections, a: Sequence[Tensor]) -> bool:
@@ -145,7 +157,8 @@ class _MLP(torch.autograd.Function):
         n, m = len(first.adapters), len(second.adapters)
         biases = tensors[:3]
         a = tensors[3 : 3 + n + m]
-        b = tensors[3 + n + m :]
+        b = tensors[3 + n + m : 3 + 2 * (n + m)]
+        scaled_magnitudes = tensors[3 + 2 * (n + m) :]
         ctx.first = first
         ctx.second = second
         ctx.activation = activation
@@ -173,8 +186,12 @@ class _MLP(torch.autograd.Function):
         else:
             output = x.new_empty(*x.shape[:-1], second.weights[0].shape[0])
         need_rows = any(ctx.needs_input_grad[8 : 8 + n])
-        ctx.save_for_backward(rows if need_rows else None, gate, up, *first_state.flat(), *second_state.flat())
-        ctx.split = 3 + len(first_state.flat())
+        scaled_output = output.clone() if second.scaled else None
+        states = *first_state.flat(), *second_state.flat()
+        ctx.save_for_backward(
+            rows if need_rows else None, gate, up, *states, scaled_output, *biases, *scaled_magnitudes
+        )
+        ctx.split = 3 + len(first_state.flat()), 3 + len(states)
         return output
 
     @staticmethod
@@ -186,11 +203,21 @@ class _MLP(torch.autograd.Function):
         n, m = len(first.adapters), len(second.adapters)
         need_biases = needs[5:8]
         need_a = needs[8 : 8 + n + m]
-        need_b = needs[8 + n + m :]
+        need_b = needs[8 + n + m : 8 + 2 * (n + m)]
         saved = ctx.saved_tensors
         rows, gate, up = saved[:3]
-        first_state, second_state = State.unflat(saved[3 : ctx.split], n), State.unflat(saved[ctx.split :], m)
+        first_end, second_end = ctx.split
+        first_state = State.unflat(saved[3:first_end], n)
+        second_state = State.unflat(saved[first_end:second_end], m)
+        scaled_output, *biases = saved[second_end : second_end + 4]
+        scaled_magnitudes = saved[second_end + 4 :]
         grad = rows_of(grad)
+        dm_down = []
+        if second.scaled:
+            dm_down = [magnitude_gradient(grad, rows_of(scaled_output), biases[2], scaled_magnitudes[-1])]
+        del scaled_output
+        # The unit's kernel overwrites gate and up, which the gradients of their magnitudes read.
+        scaled_outputs = [(gate, up)[i].clone() for i in first.scaled]
         v_down, db_down = second.low_rank_gradients([grad], second_state, need_b[n:])
         codes = None
         # From here on gate and up hold their gradients; in FP8, `codes` holds these instead.
@@ -198,7 +225,7 @@ class _MLP(torch.autograd.Function):
             dh = second.input_gradient([grad], None, second_state)
             factors, low = _factors(first, first_state, second_state.a), first_state.u
             slot = columns = None
-            if first.recipe is not None and not any(need_biases[:2]):
+            if first.recipe is not None and not any(need_biases[:2]) and not first.scaled:
                 slot, columns = first.recipe.slot_of_gradients(first.weights, dh.dtype)
             if slot is None:
                 gradients = lora_glu_backward_(dh, gate, up, low, v_down, factors, ctx.activation)
@@ -209,6 +236,8 @@ class _MLP(torch.autograd.Function):
                 codes = slot.of(values)
             v, (*db, da_down) = gradients.v, [factor.to(first.dtype) for factor in gradients[1:]]
             da_down = [da_down]
+            # Sums over rows of the products of dg, du and their low-rank terms, which gate and up lack.
+            low_rank_dots = {i: (db[i] * first_state.b[i]).sum(1) for i in first.scaled}
             del dh
         else:
             hidden = second.input_gradient([grad], v_down, second_state)
@@ -216,7 +245,15 @@ class _MLP(torch.autograd.Function):
             da_down = second.a_gradients(hidden, v_down, second_state, need_a[n:])
             del hidden
             v, db = first.low_rank_gradients([gate, up], first_state, need_b[:n])
+            low_rank_dots = {}
+        dm = [
+            magnitude_gradient((gate, up)[i], output, biases[i], magnitude, low_rank_dots.get(i, 0.0))
+            for i, output, magnitude in zip(first.scaled, scaled_outputs, scaled_magnitudes, strict=False)
+        ]
         da = first.a_gradients(rows, v, first_state, need_a[:n])
         dx = first.input_gradient([gate, up], v, first_state, codes).view(ctx.shape) if needs[0] else None
-        biases = [grad.sum(0) if need else None for grad, need in zip((gate, up, grad), need_biases, strict=True)]
-        return dx, None, None, None, None, *biases, *da, *da_down, *db, *db_down
+        db, db_down = first.b_gradients(db), second.b_gradients(db_down)
+        bias_gradients = [
+            grad.sum(0) if need else None for grad, need in zip((gate, up, grad), need_biases, strict=True)
+        ]
+        return dx, None, None, None, None, *bias_gradients, *da, *da_down, *db, *db_down, *dm, *dm_down

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -40,6 +42,7 @@ class Adapter(NamedTuple):
         a: [r, K].
         b: [N, r].
         dropout: probability of dropping an input; 0 in evaluation.
+        dora: PEFT's layer with DoRA's magnitude, or None; always None unless it is asked for.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Adapter(NamedTuple):
     b: Tensor
     scaling: float
     dropout: float
+    dora: DoraLinearLayer | None = None
 
 
 class PlainLinear(NamedTuple):
@@ -75,20 +79,21 @@ class PlainLinear(NamedTuple):
         return self.base.in_features
 
 
-def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainLinear | str:
+def read_linear(module: nn.Module, names: Iterable[str] | None = None, with_dora: bool = False) -> PlainLinear | str:
     """The base linear and adapters of `module`, or the reason why only its own forward can compute it.
 
     Args:
         module: a linear of torch, halfbyte or bitsandbytes, or PEFT's LoRA around one. A subclass of PEFT's LoRA with
             another forward may give the reason in its attribute `own_forward`.
         names: names of the adapters to read; None: the active ones.
+        with_dora: whether the caller computes DoRA; else it is a reason.
     """
     base: Any = module
     adapters: list[Adapter] = []
     if isinstance(module, BaseTunerLayer):
         if not is_plain_lora(module):
             return getattr(type(module), "own_forward", _own_forward(module))
-        read = read_adapters(module, names)
+        read = read_adapters(module, names, with_dora)
         if isinstance(read, str):
             return read
         a, b = factor_holders(module)
@@ -116,10 +121,10 @@ def is_plain_lora(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer) and is_bnb_lora(module)
 
 
-def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapter] | str:
+def read_adapters(module: Any, names: Iterable[str] | None = None, with_dora: bool = False) -> list[Adapter] | str:
     """The adapters of PEFT's LoRA around a linear, or the reason why one is not plain LoRA.
 
-    `names` as in `read_linear`. Hooks are not checked.
+    `names` and `with_dora` as in `read_linear`. Hooks are not checked.
     """
     if module.merged:
         return "its adapter is merged"
@@ -129,8 +134,11 @@ def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapt
     for name in names:
         if name not in module.lora_A:
             continue
-        if name in module.lora_variant:
-            return f"its LoRA is a variant ({type(module.lora_variant[name]).__name__})"
+        variant, dora = module.lora_variant.get(name), None
+        if isinstance(variant, DoraLinearVariant) and with_dora:
+            dora = module.lora_magnitude_vector[name]
+        elif variant is not None:
+            return f"its LoRA is a variant ({type(variant).__name__})"
         a, b = module.lora_A[name], module.lora_B[name]
         dropout = module.lora_dropout[name]
         if b.bias is not None:
@@ -138,7 +146,9 @@ def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapt
         if not isinstance(dropout, (nn.Dropout, nn.Identity)):
             return "its adapter's dropout is not PEFT's own"
         probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        adapters.append(Adapter(name, a.weight, b.weight, module.scaling[name], probability))
+        if dora is not None and probability:
+            return "its DoRA has dropout"
+        adapters.append(Adapter(name, a.weight, b.weight, module.scaling[name], probability, dora))
     return adapters
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..autograd.linear_fp8 import Fp8Gemms
 from ..autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
-from ..autograd.lora import GemmRecipe, LoRA, lora_linear, lora_qkv
+from ..autograd.lora import GemmRecipe, LoRA, dense, lora_linear, lora_qkv
 from ..config import Precision
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.float8 import E4M3, E5M2
@@ -50,7 +50,8 @@ class Projection(NamedTuple):
 
 def read_projection(module: nn.Module) -> Projection | str:
     """Return the projection that `module` computes, or the reason why it cannot be fused."""
-    read = read_linear(module)
+    # The norms of a linear whose weight several processes share are not computed here.
+    read = read_linear(module, with_dora=not torch.distributed.is_initialized())
     if isinstance(read, str):
         return read
     weight, bias = read.weight, read.bias
@@ -60,8 +61,20 @@ def read_projection(module: nn.Module) -> Projection | str:
         return "its own weights are trained"
     if not read.adapters:
         return Projection(weight, bias, None, 0.0)
-    name, a, b, scaling, dropout = read.adapters[0]
-    return Projection(weight, bias, LoRA(a, b, scaling, cast_factors(module, name)), dropout)
+    name, a, b, scaling, dropout, dora = read.adapters[0]
+    if dora is None:
+        return Projection(weight, bias, LoRA(a, b, scaling, cast_factors(module, name)), dropout)
+    return Projection(weight, bias, LoRA(a, b, scaling, None, dora.weight, squared_norms(dora, weight)), dropout)
+
+
+def squared_norms(dora: Any, weight: Tensor) -> Tensor:
+    """Return ‖W‖² of the rows of a frozen weight, fp32 [N] or fp64, computed once and kept at PEFT's DoRA layer."""
+    squares = vars(dora).get("squared_norms")
+    if squares is None or squares.device != weight.device:
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        squares = torch.linalg.vector_norm(dense(weight, weight.dtype), dim=1, dtype=exact).square()
+        dora.squared_norms = squares
+    return squares
 
 
 def read_projections(modules: Sequence[nn.Module]) -> list[Projection] | None:

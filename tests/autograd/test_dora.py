@@ -1,0 +1,141 @@
+"""DoRA in the fused LoRA functions: outputs and every gradient against PEFT's own modules."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfbyte.autograd import lora_mlp as lora_mlp_module
+from halfbyte.autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
+from halfbyte.autograd.lora import LoRA, lora_linear, lora_qkv
+from halfbyte.autograd.lora_mlp import lora_mlp
+from halfbyte.formats import named
+from halfbyte.ops.dora import column_dots
+from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ModelError
+from tests.helpers.peft_modules import MLP, QKV, assert_steps_close, model, seeds_for, step
+
+EXACT = {"atol": 1e-9, "rtol": 1e-9}
+
+
+def compare(module, x, tolerance=EXACT, **keys):
+    seeds = seeds_for(module, x)
+    mine = step(module, module.fused, x, seeds, **keys)
+    theirs = step(module, module, x, seeds, **keys)
+    assert any("magnitude" in name for name in theirs[2])
+    assert_steps_close(mine, theirs, **tolerance)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 5, 24, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("in_one_pass", [False, True])
+def test_outputs_and_gradients_are_pefts(x, bias, in_one_pass, monkeypatch):
+    monkeypatch.setattr(lora_mlp_module, "_in_one_pass", lambda *_: in_one_pass)
+    compare(model(dora=True, bias=bias, ranks={"gate": 2, "up": 5, "down": 3}), x)
+
+
+@pytest.mark.parametrize("targets", [("q",), ("k", "down"), ("v", "gate"), ("up",), ("q", "v", "gate", "up")])
+def test_projections_without_an_adapter(x, targets):
+    compare(model(dora=True, targets=targets, bias=True), x)
+
+
+def test_no_gradient_of_the_input(x):
+    compare(model(dora=True), x, x_grad=False)
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (0, 24), (2, 3, 5, 24)], ids=str)
+def test_leading_dimensions(shape):
+    compare(model(dora=True, bias=True), torch.randn(shape, dtype=torch.float64))
+
+
+def test_trained_biases(x):
+    module = model(dora=True, bias=True)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("bias" in name or "lora" in name)
+    compare(module, x)
+
+
+@pytest.mark.parametrize("spec", ["nf4", "kbit3", "int8"])
+def test_quantized_weights(spec):
+    module, x = model(dora=True, dtype=torch.float32), torch.randn(9, 24)
+    stored = {}
+    for name in (*QKV, *MLP):
+        base = getattr(module, name).base_layer
+        stored[name] = QuantizedTensor.quantize(base.weight.detach(), named(spec))
+        base.weight = nn.Parameter(stored[name].dequantize(), requires_grad=False)
+    seeds = seeds_for(module, x)
+    mine = step(module, lambda x: module.fused(x, stored), x, seeds)
+    assert_steps_close(mine, step(module, module, x, seeds), atol=2e-5, rtol=2e-5)
+
+
+def test_outputs_may_be_overwritten(x):
+    """RoPE writes to outputs in place; the gradient of the magnitude reads them before."""
+    module = model(dora=True)
+    weight, bias, lora = module.adapter("q")
+    lora_linear(x, weight, bias, lora).sum().backward()
+    expected = lora.magnitude.grad.clone()
+    lora.magnitude.grad = None
+    (lora_linear(x, weight, bias, lora).mul_(2) / 2).sum().backward()
+    torch.testing.assert_close(lora.magnitude.grad, expected)
+
+
+def test_a_magnitude_of_zero_has_no_gradient(x):
+    module = model(dora=True)
+    weight, bias, lora = module.adapter("q")
+    with torch.no_grad():
+        lora.magnitude[3] = 0
+    lora_linear(x, weight, bias, lora).sum().backward()
+    assert lora.magnitude.grad[3] == 0
+    assert lora.magnitude.grad.isfinite().all()
+
+
+def test_recomputation_without_the_down_product_still_computes_it(x):
+    module = model(dora=True)
+    values, biases, loras = zip(*(module.adapter(name) for name in MLP), strict=True)
+    full, skipped = (lora_mlp(x, *values, biases, loras, output=output) for output in (True, False))
+    torch.testing.assert_close(skipped, full)
+
+
+def test_recipes_scale_their_outputs(x):
+    """With operands that NVFP4 holds exactly, the recipe's results are those of the plain GEMMs."""
+    recipe = Nvfp4Gemms(Nvfp4Recipe(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True))
+    x = torch.randint(-2, 3, (32, 16)).double().requires_grad_()
+    weight = torch.randint(-2, 3, (48, 16)).double()
+    a, b = torch.randn(4, 16, dtype=torch.float64), torch.randn(48, 4, dtype=torch.float64)
+    magnitude = (torch.rand(48, dtype=torch.float64) + 0.5).requires_grad_()
+    lora = LoRA(a, b, 0.5, None, magnitude, weight.square().sum(1))
+    results = []
+    for gemms in (None, recipe):
+        (y,) = lora_qkv(x, (weight,), (None,), (lora,), recipe=gemms)
+        results.append((y, *torch.autograd.grad(y.sum(), (x, magnitude))))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[1][2], results[0][2], rtol=1e-5, atol=1e-5)
+    assert (results[1][1] - results[0][1]).norm() < 0.2 * results[0][1].norm()  # c∘dy is rounded
+
+
+def test_torch_compile(x):
+    module = model(dora=True, bias=True)
+    expected = step(module, module, x, seeds := seeds_for(module, x))
+    compiled = torch.compile(module.fused, backend="aot_eager", fullgraph=True)
+    assert_steps_close(step(module, compiled, x, seeds), expected, **EXACT)
+
+
+def test_wrong_magnitudes_are_refused(x):
+    module = model(dora=True)
+    weight, bias, lora = module.adapter("q")
+    with pytest.raises(ModelError):
+        lora_linear(x, weight, bias, LoRA(lora.a, lora.b, 1.0, None, lora.magnitude[:-1], lora.squares))
+    with pytest.raises(ModelError):
+        lora_linear(x, weight, bias, lora, dropout=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1), (255, 129), (1000, 2048), (8192, 1024)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sums_of_products_over_rows(shape, dtype):
+    a, b = (torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(2))
+    torch.testing.assert_close(column_dots(a, b), column_dots.reference(a, b), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(column_dots(a[::2], b[::2]), column_dots.reference(a[::2], b[::2]), rtol=1e-4, atol=1e-3)
