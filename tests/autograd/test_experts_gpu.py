@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfbyte.autograd import experts as module
 from halfbyte.autograd.experts import ExpertWeights, experts
 from halfbyte.autograd.lora import LoRA
 from halfbyte.formats import from_spec
+from halfbyte.kernels.triton import grouped
 from halfbyte.ops.experts import Unit
 from halfbyte.tensor import QuantizedTensor
 
@@ -17,10 +17,10 @@ COUNT, HIDDEN, INNER, TOP_K, RANK = 16, 256, 192, 4, 8
 RESULTS = ("out", "dx", "weights", "dA1", "dB1", "dA2", "dB2")
 
 
-@pytest.fixture(scope="module")
-def layer():
+@pytest.fixture(scope="module", params=["blockwise4:nf4:64:nested", "kbit:3:bnf", "nvfp4:2d:plain", "fp8:row"])
+def layer(request):
     torch.manual_seed(0)
-    format_ = from_spec("blockwise4:nf4:64:nested")
+    format_ = from_spec(request.param).stacked()
     sizes = ((COUNT, 2 * INNER, HIDDEN), (COUNT, HIDDEN, INNER))
     stacks = [QuantizedTensor.quantize(torch.randn(size, device="cuda") / size[2] ** 0.5, format_) for size in sizes]
     shapes = ((COUNT, RANK, HIDDEN), (COUNT, 2 * INNER, RANK), (COUNT, RANK, INNER), (COUNT, HIDDEN, RANK))
@@ -65,7 +65,7 @@ def test_against_a_loop(layer, monkeypatch, tokens, decoded_rows):
     The gradient of one token's routing weights has only k numbers. Their rounding errors differ by chance by several
     times between the implementations: on a CPU a sixth of the draws exceed the bound.
     """
-    monkeypatch.setattr(module, "DECODED_ROWS", decoded_rows)
+    monkeypatch.setattr(grouped, "DECODED_ROWS", decoded_rows)
     errors = torch.zeros(len(RESULTS), 2, dtype=torch.float64, device="cuda")  # ours and torch's, squared
     for _ in range(max(1, 32 // tokens)):
         given = drawn(tokens)

@@ -1,7 +1,5 @@
 """Check bit-plane kernels (k-bit and HQQ) bit for bit against the reference, past 2^31 values and in CUDA graphs."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -79,9 +77,12 @@ def by(backend):
     """Arguments of `check_dequantize` and `check_quantize` for a backend: device and kernels; on a GPU, the ops."""
     if backend == "gpu":
         return {"device": "cuda"}, {"device": "cuda"}
-    folder = "native" if backend == "cpu" else "triton"
+    if backend == "interpret":
+        from halfbyte.kernels.triton import bitplane, dequantize
+
+        return {"kernel": dequantize.bitplane, "hqq_kernel": dequantize.hqq}, {"kernel": bitplane.quantize}
     try:
-        planes = importlib.import_module(f"halfbyte.kernels.{folder}.bitplane")
+        from halfbyte.kernels.native import bitplane as planes
     except Unavailable as error:
         pytest.skip(str(error))
     return {"kernel": planes.dequantize, "hqq_kernel": planes.dequantize_groups}, {"kernel": planes.quantize}

@@ -8,8 +8,8 @@ from halfbyte.formats.int4 import dequantize_int4
 from tests.helpers.parity import DEVICE, DTYPES, INTERPRETED, mark, poisoned  # noqa: F401
 
 if INTERPRETED:
+    from halfbyte.kernels.triton.dequantize import int4 as int4_kernel
     from halfbyte.kernels.triton.packed4 import dequantize_blocks as e2m1_kernel
-    from halfbyte.kernels.triton.packed4 import dequantize_words as int4_kernel
 else:
     e2m1_kernel, int4_kernel = dequantize_e2m1, dequantize_int4
 

@@ -11,15 +11,12 @@ from halfbyte.formats import Blockwise4
 from halfbyte.formats.blockwise4 import linear_blockwise4
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
-from tests.helpers import parity
 from tests.helpers.kernel_backends import DEVICES, cases, hopper, loaded
 from tests.helpers.linear_cases import arguments, check
-from tests.helpers.parity import dtypes
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import gemm4, gemv4, gemv4_row
 from halfbyte.kernels.device import HOPPER_SHARED_BYTES
-from halfbyte.kernels.triton import gemv4 as triton_gemv4
 
 BF16, FP16 = torch.bfloat16, torch.float16
 on_gpu = functools.cache(partial(arguments, device="cuda"))
@@ -289,28 +286,6 @@ def test_a_product_without_gradient_needs_no_dequantized_weight(monkeypatch):
     assert found.shape == (2, 1, 48)
     for result in (found, wanted.detach()):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-
-
-# Triton
-
-
-@parity.mark
-@dtypes
-@pytest.mark.parametrize("batch", [1, 2, 3, 4])
-def test_triton_gemv(dtype, batch):
-    """Rows that end within a program, and a K that ends within a tile."""
-    gemv = partial(triton_gemv4.gemv, blocks=triton_gemv4.GemvBlocks(4, 32, 1))
-    for kind, blocksize, nested in (("nf4", 64, True), ("fp4", 32, False)):
-        check(gemv, batch, arguments(6, 320, kind, blocksize, nested, parity.DEVICE), 320, dtype)
-
-
-@parity.mark
-@pytest.mark.parametrize("batch", [5, 16])
-def test_triton_gemm(batch):
-    """Splits of K, the last of them empty."""
-    gemm = partial(triton_gemv4.gemm, blocks=triton_gemv4.GemmBlocks(64, 16, 4, 1))
-    for dtype in [dtype for dtype in parity.DTYPES if dtype is not torch.float32]:
-        check(gemm, batch, arguments(70, 320, device=parity.DEVICE), 320, dtype)
 
 
 # The op on a GPU

@@ -27,12 +27,14 @@ def picks(name):
 
 
 ROW, SMALL, WGMMA = "cuda.gemv4_row.gemv", "cuda.gemv4.gemm", "cuda.gemm4.gemm"
-GEMV, GEMM = "triton.gemv4.gemv", "triton.gemv4.gemm"
+TRITON = "triton.few_rows"
 PLANES, FEW = "cuda.linear_planes", "cuda.few_rows.few_rows"
 EIGHT = ["gemv", "gemm", "gemm", None]
 HOPPER = {
     # M = 1, 2, 3, 8, 9, 16, 17, 64, 65; then 1 with blocks of 128, 4 of 32, 1 in fp32
-    "linear_blockwise4": [ROW, ROW, SMALL, SMALL, *[WGMMA] * 4, REFERENCE, ROW, f"{FEW}_blockwise4", GEMV],
+    "linear_blockwise4": [
+        ROW, ROW, SMALL, SMALL, *[WGMMA] * 4, REFERENCE, ROW, f"{FEW}_blockwise4", f"{TRITON}.blockwise4",
+    ],
     # 2 bits: M = 1, 16, 17; 4 bits: 1, 8, 9, 64, 65
     "linear_bitplane": [
         f"{PLANES}.gemv_bitplane", f"{PLANES}.gemm16_bitplane", f"{FEW}_bitplane",
@@ -57,7 +59,7 @@ HOPPER = {
     ],
 }  # fmt: skip
 ADA = {
-    "linear_blockwise4": [*[f"{FEW}_blockwise4"] * 8, REFERENCE, *[f"{FEW}_blockwise4"] * 2, GEMV],
+    "linear_blockwise4": [*[f"{FEW}_blockwise4"] * 8, REFERENCE, *[f"{FEW}_blockwise4"] * 2, f"{TRITON}.blockwise4"],
     "linear_bitplane": [*[f"{FEW}_bitplane"] * 7, REFERENCE],
     "linear_hqq": [*[f"{FEW}_hqq"] * 3, REFERENCE, f"{FEW}_hqq"],
     "linear_int4": HOPPER["linear_int4"],
@@ -71,14 +73,14 @@ ADA = {
 }
 AMPERE = ADA | {"linear_float8": [REFERENCE] * 4, "cast_float8": [REFERENCE], "float8_of_blockwise4": [REFERENCE] * 3}
 AMD = AMPERE | {
-    "linear_blockwise4": [GEMV, GEMV, GEMV, *[GEMM] * 5, REFERENCE, GEMV, GEMM, GEMV],
-    "linear_bitplane": [REFERENCE] * 8,
-    "linear_hqq": [REFERENCE] * 5,
-    "linear_int4": [REFERENCE] * 7,
-    "linear_e2m1": [REFERENCE] * 4,
+    "linear_blockwise4": [*[f"{TRITON}.blockwise4"] * 8, REFERENCE, *[f"{TRITON}.blockwise4"] * 3],
+    "linear_bitplane": [*[f"{TRITON}.bitplane"] * 7, REFERENCE],
+    "linear_hqq": [*[f"{TRITON}.hqq"] * 3, REFERENCE, f"{TRITON}.hqq"],
+    "linear_int4": [*[f"{TRITON}.int4"] * 3, REFERENCE, *[f"{TRITON}.int4"] * 3],
+    "linear_e2m1": [*[f"{TRITON}.e2m1"] * 2, REFERENCE, f"{TRITON}.e2m1"],
 }
 TURING = {name: ADA[name] for name in ("linear_bitplane", "linear_hqq", "linear_int4", "linear_e2m1")}
-TURING["linear_blockwise4"] = [*ADA["linear_blockwise4"][:7], GEMM, *ADA["linear_blockwise4"][8:]]
+TURING["linear_blockwise4"] = [*ADA["linear_blockwise4"][:7], f"{TRITON}.blockwise4", *ADA["linear_blockwise4"][8:]]
 BLACKWELL = HOPPER | {
     "linear_blockwise4": [
         ROW,
@@ -88,7 +90,7 @@ BLACKWELL = HOPPER | {
         REFERENCE,
         ROW,
         f"{FEW}_blockwise4",
-        GEMV,
+        f"{TRITON}.blockwise4",
     ],
     "grouped_product": ["triton.grouped.grouped_product"] * 6,
 }
@@ -142,7 +144,7 @@ def test_reasons():
     assert reasons(empty(0, 512, dtype=bf16))[SMALL] == "takes 1 to 16 rows"
     assert reasons(empty(40, 512, dtype=bf16))[WGMMA] is None
     assert "ranks" in reasons(empty(40, 512, dtype=bf16), term=term)[WGMMA]
-    assert reasons(empty(40, 512, dtype=bf16), term=term)[GEMM] is None
+    assert reasons(empty(40, 512, dtype=bf16), term=term)[f"{TRITON}.blockwise4"] is None
 
 
 def test_external_kernel_registration(monkeypatch):

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import on_compiler, to_compute_dtype
-from ..formats import Blockwise4, from_spec
+from ..formats import from_spec
 from ..formats.base import is_quantized
-from ..formats.stack import is_mxfp4
 from ..ops.experts import (
     LowRank,
     Routing,
@@ -49,11 +48,6 @@ from ..ops.experts import (
 from ..utils.errors import ModelError
 from .function import OnceFunction
 from .lora import LoRA, gradient_dtype
-
-# Mean rows per expert above which a stack is dequantized once per GEMM instead of in each tile, for kernels that do not
-# overlap the decoding (`multiplies_codes`). Triton, forward and backward of a layer of Qwen3-30B-A3B on an H200,
-# dequantized first / in each tile: 64 rows 2.17 / 2.14 ms, 128 2.32 / 2.54, 256 3.05 / 4.00, 512 4.44 / 6.67.
-DECODED_ROWS = 64
 
 Gate = Callable[[Tensor], Tensor]  # [S, ·] → [S, I]: a module's own gate, differentiated by torch
 
@@ -154,11 +148,7 @@ def stack_of(weight: Any, dtype: torch.dtype, slots: int) -> StackedWeight:
     if stack.format is None:
         return StackedWeight.plain(stack.parts["values"].to(dtype))
     tensor = next(iter(stack.parts.values()))
-    in_tiles = isinstance(stack.format, Blockwise4) or is_mxfp4(stack.format)
-    few_rows = slots <= DECODED_ROWS * stack.shape[0]
-    if not ((few_rows and in_tiles) or multiplies_codes(tensor, stack, slots, dtype)):
-        return StackedWeight.plain(stack.values(dtype))
-    return stack
+    return stack if multiplies_codes(tensor, stack, slots, dtype) else StackedWeight.plain(stack.values(dtype))
 
 
 def _stacked(weight: Any) -> StackedWeight:

@@ -219,7 +219,7 @@ def steps_of(scales: Tensor, factor: Tensor) -> Tensor:
     return (e4m4_decode(scales).view(max(factor.numel(), 1), -1) * factor.view(-1, 1)).view(-1)
 
 
-@op("triton.bitplane", "native.bitplane")
+@op("triton.dequantize", "native.bitplane")
 def dequantize_bitplane(
     packed: Tensor,
     scales: Tensor,
@@ -253,7 +253,7 @@ def dequantize_bitplane(
     return values.to(dtype).view(rows, -(-width // BLOCK) * BLOCK)[:, :width].contiguous()
 
 
-@op("cuda.linear_planes", "cuda.few_rows")
+@op("cuda.linear_planes", "cuda.few_rows", "triton.few_rows")
 def linear_bitplane(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
 ) -> Tensor:

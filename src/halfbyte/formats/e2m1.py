@@ -121,7 +121,7 @@ def dequantize_e2m1(
     return values[:, :width].to(dtype).contiguous()
 
 
-@op("cuda.few_rows")
+@op("cuda.few_rows", "triton.few_rows")
 def linear_e2m1(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor | None, tile: tuple[int, int], bias: Tensor | None
 ) -> Tensor:

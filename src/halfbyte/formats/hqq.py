@@ -112,7 +112,7 @@ def _fit_zeros(groups: Tensor, step: Tensor, zeros: Tensor, top: int) -> Tensor:
     return best_zeros
 
 
-@op("triton.bitplane", "native.bitplane")
+@op("triton.dequantize", "native.bitplane")
 def dequantize_hqq(
     packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, width: int, dtype: torch.dtype
 ) -> Tensor:
@@ -133,7 +133,7 @@ def dequantize_hqq(
     return values.to(dtype).view(rows, -(-width // group) * group)[:, :width].contiguous()
 
 
-@op("cuda.linear_planes", "cuda.few_rows")
+@op("cuda.linear_planes", "cuda.few_rows", "triton.few_rows")
 def linear_hqq(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
 ) -> Tensor:

@@ -73,7 +73,7 @@ def _pack(codes: Tensor) -> Tensor:
     return functools.reduce(torch.bitwise_or, (code << 4 * i for i, code in enumerate(eight)))
 
 
-@op("triton.packed4")
+@op("triton.dequantize")
 def dequantize_int4(
     qweight: Tensor,
     qzeros: Tensor,
@@ -83,7 +83,7 @@ def dequantize_int4(
     zero_shift: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Dequantize a packed matrix with K inputs and N outputs.
+    """Dequantize a packed matrix with K inputs and N outputs, or a stack, whose tensors have a leading dimension E.
 
     Args:
         qweight: int32 [K/8, N].
@@ -94,8 +94,12 @@ def dequantize_int4(
         zero_shift: added to a stored zero, modulo 16.
 
     Returns:
-        `dtype` [N, K], rounded once from fp32.
+        `dtype` [N, K] or [E, N, K], rounded once from fp32.
     """
+    if qweight.dim() == 3:
+        stored = qweight, qzeros, scales, group_index, order
+        experts = ([None if part is None else part[e] for part in stored] for e in range(len(qweight)))
+        return torch.stack([dequantize_int4.reference(*parts, zero_shift, dtype) for parts in experts])
     codes = _unpack(qweight, 0)
     zeros = (_unpack(qzeros, 1) + zero_shift) & 15
     factors = scales.float()
@@ -110,7 +114,7 @@ def dequantize_int4(
     return values.t().to(dtype).contiguous()
 
 
-@op("cuda.few_rows")
+@op("cuda.few_rows", "triton.few_rows")
 def linear_int4(
     x: Tensor,
     qweight: Tensor,
@@ -205,6 +209,9 @@ class Int4(Format):
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), parts.get("order")
         return dequantize_int4(*stored, self.zero_shift, dtype)
+
+    def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+        return self.dequantize(parts, shape, dtype)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
         stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), parts.get("order")

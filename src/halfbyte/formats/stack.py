@@ -19,14 +19,8 @@ from torch import Tensor
 from ..utils.errors import ModelError
 from .base import FORMATS, META_KEY, Format, Parts, PartSpecs, register_format
 from .int4 import ENTRIES
-from .mxfp4 import Mxfp4
 
 STACK_META = META_KEY + "stack"
-
-
-def is_mxfp4(format_: Format | None) -> bool:
-    """Whether `format_` stores stacks in MXFP4, as in gpt-oss."""
-    return isinstance(format_, Stack) and isinstance(format_.matrix_format, Mxfp4)
 
 
 @register_format

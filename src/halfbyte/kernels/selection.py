@@ -17,11 +17,10 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..dispatch import Op
-from ..formats import Blockwise4
 from ..formats.float8 import E4M3, E5M2
 from ..ops.cross_entropy import Objective
 from ..ops.decode import DecoderLayer, Projections, Stack, Weight4
-from ..ops.experts import Routing, StackedWeight
+from ..ops.experts import Routing, StackedWeight, Unit
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..ops.lora_glu import Factors
 from ..ops.optimizer import RULES, Coefficients, Parameters
@@ -211,12 +210,15 @@ def _training() -> Iterator[Call]:
 
 
 def _experts() -> Iterator[Call]:
-    """Grouped GEMMs of gate and up of Qwen3-30B-A3B's experts in NF4."""
+    """GEMMs of Qwen3-30B-A3B's experts: gate and up in NF4, and the MLP of one token in several formats."""
     experts, (rows, columns) = 128, (1536, 2048)
-    format_ = Blockwise4("nf4", 64, True)
-    specs = format_.part_specs((experts, rows, columns))
-    tensors = {name: empty(*size, dtype=dtype) for name, (size, dtype) in specs.items()}
-    stack = StackedWeight(tensors, (experts, rows, columns), format_)
+
+    def stack_of(name: str, outputs: int, inputs: int) -> StackedWeight:
+        format_, shape = formats.named(name).stacked(), (experts, outputs, inputs)
+        parts = {name: empty(*size, dtype=dtype) for name, (size, dtype) in format_.part_specs(shape).items()}
+        return StackedWeight(parts, shape, format_)
+
+    stack = stack_of("nf4", rows, columns)
     for per_expert, tile in ((1, 16), (32, 64), (512, 128)):
         slots = per_expert * experts
         order, tiles = empty(slots, dtype=torch.int32), empty(slots, 2, dtype=torch.int32)
@@ -224,6 +226,13 @@ def _experts() -> Iterator[Call]:
         x, grad = empty(slots, columns, dtype=BF16), empty(slots, rows, dtype=BF16)
         yield "grouped_product", f"{per_expert} rows an expert, NF4", (x, stack, routing)
         yield "grouped_product", f"{per_expert} rows an expert, transposed", (grad, stack, routing, False, True)
+    x, index, routed = empty(1, columns, dtype=BF16), empty(1, 8, dtype=torch.int64), empty(1, 8, dtype=BF16)
+    for name in ("nf4", "kbit3", "gptq:128:float16:runs", "nvfp4", "mxfp4", "hqq4", "int8", "fp8"):
+        first, second = stack_of(name, rows, columns), stack_of(name, columns, rows // 2)
+        yield "expert_rows", f"1 token, 8 experts, {name}", (x, first, second, Unit("silu"), index, routed)
+    for per_expert in (32, 128):
+        arguments = stack.parts["packed"], stack, per_expert * experts, BF16
+        yield "multiplies_codes", f"{per_expert} rows an expert, NF4", arguments
 
 
 @functools.cache

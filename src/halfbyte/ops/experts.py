@@ -186,7 +186,7 @@ def check_product(
     return slots, width
 
 
-@op("cuda.experts4", "native.grouped")
+@op("triton.grouped", "cuda.experts4", "native.grouped")
 def multiplies_codes(tensor: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
     """Return whether GEMMs of `slots` rows are as fast with a quantized stack's codes as with its dequantized values.
 
@@ -391,7 +391,7 @@ def top_experts(
     return logits, scores.to(dtype), index
 
 
-@op("cuda.experts4")
+@op("cuda.experts4", "triton.few_rows")
 def expert_rows(
     x: Tensor, first: StackedWeight, second: StackedWeight, unit: Unit, index: Tensor, routed: Tensor
 ) -> Tensor:

@@ -106,14 +106,17 @@ def _route_few(
 
 @triton.jit
 def _combine(
-    rows_ptr, row_ptr, weight_ptr, out_ptr, width, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
+    rows_ptr, row_ptr, weight_ptr, out_ptr, width,
+    SORTED: tl.constexpr, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
     token = tl.program_id(0) // blocks
     col = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for j in tl.static_range(TOP_K):
-        row = tl.load(row_ptr + token * TOP_K + j).to(tl.int64)
+        row = (token * TOP_K + j).to(tl.int64)
+        if SORTED:
+            row = tl.load(row_ptr + row).to(tl.int64)
         values = tl.load(rows_ptr + row * width + col, mask=col < width, other=0.0).to(tl.float32)
         if WEIGHTED:
             values *= tl.load(weight_ptr + token * TOP_K + j).to(tl.float32)
@@ -203,16 +206,22 @@ def route(index: Tensor, experts: int, rows: int | None = None) -> Routing:
 
 @reference.combine.kernel("cuda", "xpu")
 def combine(rows: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
-    rows, tokens = rows.contiguous(), rows.shape[0] // routing.top_k
+    return combine_slots(rows, routing.row_of_slot, routing.top_k, weights)
+
+
+def combine_slots(rows: Tensor, row_of_slot: Tensor | None, top_k: int, weights: Tensor | None) -> Tensor:
+    """`combine` of rows that are in the order of slots if `row_of_slot` is None."""
+    rows, tokens = rows.contiguous(), rows.shape[0] // top_k
     out = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
     if out.numel():
         _combine_launcher(
             tokens * ceil_div(rows.shape[1], COLUMNS),
-            (rows, routing.row_of_slot, rows if weights is None else weights.contiguous(), out),
+            (rows, rows if row_of_slot is None else row_of_slot, rows if weights is None else weights.contiguous(),
+             out),
             (rows.shape[1],),
-            (weights is not None, routing.top_k, COLUMNS),
+            (row_of_slot is not None, weights is not None, top_k, COLUMNS),
             warps=4,
-        )
+        )  # fmt: skip
     return out
 
 
@@ -253,7 +262,7 @@ def _load_unit(c_ptr, row, col, width, STEP: tl.constexpr):
 
 
 @triton.jit
-def _activate_unit(g, u, limit, alpha, offset, ACTIVATION: tl.constexpr):
+def activate_unit(g, u, limit, alpha, offset, ACTIVATION: tl.constexpr):
     """a(g), a′(g) and u + offset; NaN is preserved."""
     g = tl.where(g > limit, limit, g)
     u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
@@ -269,7 +278,7 @@ def _unit(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     g, u, _, _ = _load_unit(c_ptr, row, col, width, STEP)
-    activated, _, shifted = _activate_unit(g, u, limit, alpha, offset, ACTIVATION)
+    activated, _, shifted = activate_unit(g, u, limit, alpha, offset, ACTIVATION)
     tl.store(out_ptr + row * width + col, (activated * shifted).to(out_ptr.dtype.element_ty), mask=col < width)
 
 
@@ -287,7 +296,7 @@ def _unit_backward(
         mask = col < width
         g, u, gates, ups = _load_unit(c_ptr, row, col, width, STEP)
         z = tl.load(z_ptr + row * width + col, mask=mask, other=0.0).to(tl.float32)
-        activated, derivative, shifted = _activate_unit(g, u, limit, alpha, offset, ACTIVATION)
+        activated, derivative, shifted = activate_unit(g, u, limit, alpha, offset, ACTIVATION)
         h = (activated * shifted).to(z_ptr.dtype.element_ty)
         total += z * h.to(tl.float32)
         dh = z * weight

@@ -1,4 +1,4 @@
-"""Triton: grouped GEMMs of experts, with 4-bit weights decoded in the main loop.
+"""Triton: grouped GEMMs of experts, with packed weights of every format decoded in the main loop (`decoders`).
 
 A program computes one tile of an expert's rows and one block of output columns. `route` builds the table of tiles on
 the device. The table has as many entries as there could be tiles; programs of unused entries return at once. Rows of x
@@ -23,7 +23,13 @@ Decoding a stack takes 256 (gate and up) and 132 (down).
     512       689   1,763   764      410   852     442      711   1,522   809
 
 With packed weights an iteration takes 3,300 clocks whatever the tile, the warps and W's side; no sweep removed this
-latency. So from `autograd.experts.DECODED_ROWS` rows on a stack is decoded first.
+latency. So from `DECODED_ROWS` rows on a stack is decoded first.
+
+Other formats, gate and up of 8 and 256 tokens (8 choices each), forward / dX; NF4 takes 96 / 90 and 253 / 222:
+
+    tokens  kbit3      hqq4       int4      nvfp4      fp8       int8
+    8       133 / 123  136 / 110  84 / 71   99 / 91    74 / 69   74 / 72
+    256     307 / 309  312 / 305  189 / 193 240 / 222  182 / 180 184 / 190
 """
 
 from __future__ import annotations
@@ -36,16 +42,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch import Unavailable
-from ...formats.blockwise4 import NESTED_BLOCK, Blockwise4
-from ...formats.codebooks import codebook4
-from ...formats.e2m1 import codebook_e2m1
-from ...formats.mxfp4 import BLOCK
-from ...formats.stack import is_mxfp4
 from ...ops import experts as reference
 from ...ops.experts import LowRank, Routing, StackedWeight
 from ..device import device_of
 from ..tiling import ceil_div, power_of_2
-from .gemv4 import _decode, _lanes, _scales, shuffles
+from . import decoders
+from .decoders import Options, Packed, shuffles
 from .launch import Launcher
 
 BLACKWELL = (10, 0)
@@ -56,6 +58,10 @@ STEP = 64  # depth per iteration, a block of the usual 4-bit formats
 # of experts without rows. With larger tiles the loop would decode each scale once per tile.
 NESTED_ROWS = 16
 UNNESTED = 1024  # scales that a program decodes
+# Mean rows per expert above which a stack is dequantized once per GEMM instead of in each tile. Forward and backward of
+# a layer of Qwen3-30B-A3B on an H200, dequantized first / in each tile: 64 rows 2.17 / 2.14 ms, 128 2.32 / 2.54, 256
+# 3.05 / 4.00, 512 4.44 / 6.67.
+DECODED_ROWS = 64
 
 
 class Tile(NamedTuple):
@@ -87,38 +93,18 @@ PLAIN: dict[int, tuple[tuple[int, Tile], ...]] = {
 
 @triton.jit
 def _tile(
-    weight, lanes, expert, row, rows, start, columns, like_ptr, R: tl.constexpr, C: tl.constexpr,
-    PER_BLOCK: tl.constexpr, NESTED: tl.constexpr, NESTED_BLOCK: tl.constexpr, SHUFFLE: tl.constexpr,
-    E8M0: tl.constexpr,
+    weight, expert, row, rows, start, columns, words, like_ptr, WIDTH: tl.constexpr, DECODER: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Load [R, C] of an expert's matrix, columns from `start`; rows after the end repeat the last one.
-
-    PER_BLOCK: 4-byte words of eight codes per scale; 0 for unquantized values. E8M0: the format is MXFP4.
-    """
-    w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr = weight
-    row = tl.minimum(row, rows - 1)
-    if PER_BLOCK == 0:
-        col = start + tl.arange(0, C)
+    """Load [rows, WIDTH] of an expert's matrix, columns from `start`, decoded unless DECODER is None."""
+    if DECODER is None:
+        row = tl.minimum(row, rows - 1)  # rows after the end repeat the last one
+        col = start + tl.arange(0, WIDTH)
         offsets = row.to(tl.int64)[:, None] * columns + col[None, :]
-        base = w_ptr + expert.to(tl.int64) * rows * columns
+        base = weight[0] + expert.to(tl.int64) * rows * columns
         values = tl.load(base + offsets, mask=(col < columns)[None, :], other=0.0)
     else:
-        flat = expert * rows + row
-        words = columns // 8
-        w = start // 8 + tl.arange(0, C // 8)
-        codes = tl.load(w_ptr + flat[:, None] * words + w[None, :], mask=(w < words)[None, :], other=0)
-        scale = _scales(
-            absmax_ptr, second_ptr, code_ptr, shift_ptr, flat, 2147483647, start // 8, words,
-            R, C // 8, PER_BLOCK, NESTED, NESTED_BLOCK,
-        )  # fmt: skip
-        if E8M0:  # the byte is the exponent field; 0 is 2^-127, half of the smallest normal. Low nibbles come first.
-            byte = scale.to(tl.int32)
-            scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
-            codes = ((codes >> 4) & 0x0F0F0F0F) | ((codes & 0x0F0F0F0F) << 4)
-        v = _decode(codes, lanes, codebook_ptr, SHUFFLE)
-        even = tl.join(tl.join(v[0] * scale, v[4] * scale), tl.join(v[2] * scale, v[6] * scale))
-        odd = tl.join(tl.join(v[1] * scale, v[5] * scale), tl.join(v[3] * scale, v[7] * scale))
-        values = tl.reshape(tl.join(even, odd).to(like_ptr.dtype.element_ty), (R, C))
+        values = decoders.values(weight, expert, row, rows, start, words, like_ptr, WIDTH // 8, DECODER, OPTIONS)
     return values
 
 
@@ -175,13 +161,12 @@ def _low_rank(
 
 @triton.jit
 def _grouped(
-    x_ptr, order_ptr, tile_ptr, offset_ptr, w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr, low_ptr,
-    factor_ptr, bias_ptr, out_ptr,
-    rows, columns, experts, scale, alpha,
-    TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, PER_BLOCK: tl.constexpr, NESTED: tl.constexpr,
-    NESTED_BLOCK: tl.constexpr, E8M0: tl.constexpr, SHUFFLE: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, order_ptr, tile_ptr, offset_ptr, codes_ptr, scale_ptr, zero_ptr, factor_ptr, index_ptr, table_ptr, low_ptr,
+    lora_ptr, bias_ptr, out_ptr,
+    rows, columns, words, experts, scale, alpha,
+    TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, DECODER: tl.constexpr, OPTIONS: tl.constexpr, RANK: tl.constexpr,
+    PADDED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     if TRANSPOSED:
         width, depth = columns, rows
@@ -199,11 +184,12 @@ def _grouped(
             source = tl.load(order_ptr + source) // TOP_K
         o = block * COLUMNS + tl.arange(0, COLUMNS)
         acc = _low_rank(
-            low_ptr, factor_ptr, expert, row, row < end, o, width, scale, TRANSPOSED, RANK, PADDED, LEFT, ROWS, COLUMNS
+            low_ptr, lora_ptr, expert, row, row < end, o, width, scale, TRANSPOSED, RANK, PADDED, LEFT, ROWS, COLUMNS
         )
         x_row = x_ptr + source.to(tl.int64)[:, None] * depth
-        weight = w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr
-        lanes = _lanes(codebook_ptr, SHUFFLE and PER_BLOCK > 0)
+        weight = codes_ptr, scale_ptr, zero_ptr, factor_ptr, index_ptr, table_ptr
+        if DECODER is not None:
+            weight = decoders.opened(weight, expert, OPTIONS)
         for step in tl.range(0, tl.cdiv(depth, STEP), num_stages=STAGES):
             d = step * STEP + tl.arange(0, STEP)
             if EVEN:
@@ -211,15 +197,9 @@ def _grouped(
             else:
                 x = tl.load(x_row + d[None, :], mask=(d < depth)[None, :], other=0.0)
             if TRANSPOSED:
-                w = _tile(
-                    weight, lanes, expert, d, rows, block * COLUMNS, columns, x_ptr,
-                    STEP, COLUMNS, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE, E8M0,
-                )  # fmt: skip
+                w = _tile(weight, expert, d, rows, block * COLUMNS, columns, words, x_ptr, COLUMNS, DECODER, OPTIONS)
             else:
-                w = _tile(
-                    weight, lanes, expert, o, rows, step * STEP, columns, x_ptr,
-                    COLUMNS, STEP, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE, E8M0,
-                )  # fmt: skip
+                w = _tile(weight, expert, o, rows, step * STEP, columns, words, x_ptr, STEP, DECODER, OPTIONS)
             acc = _dot(x, w, acc, not TRANSPOSED, LEFT)
         _finish(acc, bias_ptr, out_ptr, expert, row, row < end, o, width, alpha, BIAS, LEFT)
 
@@ -257,14 +237,15 @@ def tile_of(x: Tensor, packed: bool, routing: Routing, width: int, transposed: b
     return tile._replace(left=tile.left and not (transposed and routing.tile_rows == 128))
 
 
-def packed_obstacle(stack: StackedWeight) -> str | None:
-    """Return why a stack is decoded before its GEMMs, or None."""
-    format_, (_, _, columns) = stack.format, stack.shape
-    if not is_mxfp4(stack.format) and not (isinstance(format_, Blockwise4) and format_.blocksize <= STEP):
-        return "takes NF4 and FP4 in blocks of up to 64, and MXFP4"
-    if columns % STEP or stack.parts["packed"].numel() >= 2**33:
-        return "needs whole blocks in a row, and less than 2^33 bytes"
-    return None
+def codes_obstacle(tensor: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> str | None:
+    if slots > DECODED_ROWS * stack.shape[0]:
+        return f"is faster for up to {DECODED_ROWS} rows an expert, on average"
+    return decoders.stack_obstacle(stack)
+
+
+@reference.multiplies_codes.kernel("cuda", "xpu", unless=codes_obstacle, rank=1)
+def multiplies_codes(tensor: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
+    return True
 
 
 def obstacle(
@@ -283,34 +264,18 @@ def obstacle(
     return None
 
 
-def _weight(
-    stack: StackedWeight, dtype: torch.dtype, nested: bool
-) -> tuple[tuple[Tensor, ...], tuple[int, bool, int, bool]]:
-    """Pointers of the weight and constants of its decoding; unless `nested`, scales are decoded first."""
-    format_, tensors = stack.format, stack.parts
-    if is_mxfp4(stack.format) and packed_obstacle(stack) is None:
-        packed, scales = tensors["packed"].contiguous().view(-1).view(torch.int32), tensors["scale"].contiguous()
-        return (packed, *(scales,) * 4, codebook_e2m1(packed.device)), (BLOCK // 8, False, NESTED_BLOCK, True)
-    if isinstance(format_, Blockwise4) and packed_obstacle(stack) is None:
-        scales = tensors["absmax"]
-        nested_scales = format_.nested_parts(tensors)
-        if nested_scales is not None and not nested:
-            scales = torch.empty(scales.shape, dtype=torch.float32, device=scales.device)
-            pointers = tensors["absmax"], *nested_scales, scales
-            _unnest_launcher(
-                ceil_div(scales.numel(), UNNESTED), pointers, (scales.numel(),), (NESTED_BLOCK, UNNESTED), warps=4
-            )
-            nested_scales = None
-        packed = tensors["packed"].view(-1).view(torch.int32)
-        table = codebook4(format_.quant_type, packed.device)
-        return (packed, scales, *(nested_scales or (scales,) * 3), table), (
-            format_.blocksize // 8,
-            nested_scales is not None,
-            NESTED_BLOCK,
-            False,
-        )
-    values = stack.values(dtype).contiguous()
-    return (values,) * 6, (0, False, NESTED_BLOCK, False)
+def _packed(stack: StackedWeight, dtype: torch.dtype, unnest: bool) -> Packed:
+    """The stack as the kernel takes it; with `unnest`, nested scales are decoded first."""
+    if decoders.stack_obstacle(stack) is not None:
+        return Packed(None, (stack.values(dtype).contiguous(),) * 6, Options(), 0)
+    packed = decoders.packed_stack(stack)
+    if not (unnest and packed.options.nested):
+        return packed
+    words, absmax, *nested, table = packed.tensors
+    scales = torch.empty(absmax.shape, dtype=torch.float32, device=absmax.device)
+    programs, constants = ceil_div(scales.numel(), UNNESTED), (packed.options.nested, UNNESTED)
+    _unnest_launcher(programs, (absmax, *nested, scales), (scales.numel(),), constants, warps=4)
+    return packed._replace(tensors=(words, *(scales,) * 4, table), options=packed.options._replace(nested=0))
 
 
 @reference.grouped_product.kernel("cuda", "xpu", unless=obstacle, rank=1)
@@ -330,18 +295,18 @@ def grouped_product(
     x, out = x.contiguous(), torch.empty(slots, width, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    weight, decoding = _weight(stack, x.dtype, routing.tile_rows <= NESTED_ROWS)
-    tile = tile or tile_of(x, decoding[0] > 0, routing, width, transposed)
+    packed = _packed(stack, x.dtype, routing.tile_rows > NESTED_ROWS)
+    tile = tile or tile_of(x, packed.decoder is not None, routing, width, transposed)
     u, factor, scale = low_rank if low_rank is not None else (x, x, 1.0)
     rank = u.shape[1] if low_rank is not None else 0
     _launcher(
         routing.tiles.shape[0] * ceil_div(width, tile.columns),
-        (x, routing.order, routing.tiles, routing.offsets, *weight, u, factor, x if bias is None else bias, out),
-        (rows, columns, experts, scale, alpha),
-        (routing.top_k if gather else 0, transposed, *decoding, shuffles(x), rank,
-         max(power_of_2(rank), 16) if rank else 0, bias is not None,
-         x.shape[1] % tile.step == 0, tile.left, routing.tile_rows, tile.columns, tile.step,
-         tile.stages),
+        (x, routing.order, routing.tiles, routing.offsets, *packed.tensors, u, factor, x if bias is None else bias,
+         out),
+        (rows, columns, packed.words, experts, scale, alpha),
+        (routing.top_k if gather else 0, transposed, packed.decoder, packed.options._replace(shuffle=shuffles(x)),
+         rank, max(power_of_2(rank), 16) if rank else 0, bias is not None, x.shape[1] % tile.step == 0, tile.left,
+         routing.tile_rows, tile.columns, tile.step, tile.stages),
         warps=tile.warps,
     )  # fmt: skip
     return out
