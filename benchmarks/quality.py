@@ -54,7 +54,7 @@ GGUF_SUFFIX, GGUF_STEPS = ".gguf", "Q4_1"  # the type whose blocks begin with th
 # In addition to the registry's names: plain scales (bitsandbytes' default) and k-bit's other codebooks.
 VARIANTS = (
     "blockwise4:nf4:64:plain", "blockwise4:fp4:64:plain", "kbit:2:affine",
-    *(f"kbit:{k}:{codebook}" for k in (2, 3, 4, 5) for codebook in ("nf", "bnf", "fitted")),
+    *(f"kbit:{k}:{codebook}" for k in (2, 3, 4, 5) for codebook in ("nf", "bnf", "bof", "bof:searched", "fitted")),
     "blockwise4:nf4:32:plain", "blockwise4:nf4:128:plain",
     *(f"hqq:{bits}:{group}" for bits in (2, 3, 4) for group in (32, 128)), "hqq:4:32:range", "hqq:4:128:range",
 )  # fmt: skip

@@ -26,7 +26,7 @@ from tests.helpers.sqnr import normal, sqnr
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=20, deadline=None)
-SYMMETRIC = [f"kbit:{k}:{kind}" for k in (2, 3, 4, 5) for kind in ("nf", "bnf")]
+SYMMETRIC = [f"kbit:{k}:{kind}" for k in (2, 3, 4, 5) for kind in ("nf", "bnf", "bof")]
 
 
 # ---- planes and scales
@@ -114,6 +114,56 @@ def test_bnf_equals_lloyd_max_on_normal_weights(k):
     assert (found[1:] > found[:-1]).all()
 
 
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+def test_bof_levels_are_means_of_their_cells_around_fixed_ends_and_zero(k):
+    blocks = normal(1 << 15, 32)
+    values = (blocks / blocks.abs().amax(1, keepdim=True)).view(-1)
+    levels = kbit_codebook("bof", k, CPU)
+    cells = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)
+    means = torch.stack([values[cells == code].mean() for code in range(2**k)])
+    free = (levels.abs() != 1) & (levels != 0)
+    assert int((~free).sum()) == 3
+    torch.testing.assert_close(levels[free], means[free], atol=2e-3, rtol=0)
+
+
+def block_errors(weight, format):
+    values = format.dequantize(format.quantize(weight), tuple(weight.shape), torch.float32)
+    return (values - weight).double().square().view(-1, 32).sum(1)
+
+
+@pytest.mark.parametrize("spec", ["kbit:2:bof", "kbit:3:bof", "kbit:4:nf", "kbit:5:bof"])
+def test_a_searched_scale_is_never_worse_in_a_block(spec):
+    weight = normal(40, 96)
+    weight[::3, 5] *= 20
+    plain, searched = block_errors(weight, from_spec(spec)), block_errors(weight, from_spec(f"{spec}:searched"))
+    assert bool((searched <= plain).all())
+    assert searched.sum() < plain.sum()
+    assert bool((searched == plain).any())
+
+
+def test_searched_codes_are_read_like_any_others():
+    """The search changes the choice of scales, not the meaning of stored bytes."""
+    weight = normal(9, 70)
+    searched = from_spec("kbit:4:bof:searched")
+    parts = searched.quantize(weight)
+    values = searched.dequantize(parts, (9, 70), torch.float32)
+    assert torch.equal(values, from_spec("kbit:4:bof").dequantize(parts, (9, 70), torch.float32))
+    again = searched.quantize(values)
+    assert all(torch.equal(again[name], part) for name, part in parts.items())
+
+
+def test_an_outlier_and_its_neighbours_near_zero_survive():
+    weight = torch.full((1, 32), 1e-3)
+    weight[0, 7] = 1.0
+    for spec in ("kbit:2:bof:searched", "kbit:3:bof:searched"):
+        values = from_spec(spec).dequantize(from_spec(spec).quantize(weight), (1, 32), torch.float32)
+        assert float(values[0, 7]) == 1.0
+        assert not values[0, :7].any()
+    bnf = from_spec("kbit:3:bnf").dequantize(from_spec("kbit:3:bnf").quantize(weight), (1, 32), torch.float32)
+    assert float(bnf[0, 7]) < 0.9
+    assert float(bnf[0, 0]) > 0.1
+
+
 @quick
 @given(arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 70)), elements=st.floats(-100, 100, width=32)),
        st.sampled_from(SYMMETRIC))  # fmt: skip
@@ -152,7 +202,7 @@ def test_fitted_codebook_represents_three_magnitudes():
 # ---- error
 
 
-@pytest.mark.parametrize("kind", ["nf", "bnf", "fitted"])
+@pytest.mark.parametrize("kind", ["nf", "bnf", "bof", "fitted"])
 def test_error_falls_with_every_bit(kind):
     found = [sqnr(normal(256, 512), KBit(k, kind)) for k in (2, 3, 4, 5)]
     assert all(more > less + 4 for less, more in pairwise(found))
@@ -161,7 +211,10 @@ def test_error_falls_with_every_bit(kind):
 # ---- unsupported options
 
 
-@pytest.mark.parametrize(("options", "named"), [((6, "nf"), "6-bit"), ((4, "nf4"), "'nf4'"), ((3, "affine"), "3 bits")])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [((6, "nf"), "6-bit"), ((4, "nf4"), "'nf4'"), ((3, "affine"), "3 bits"), ((3, "bnf", True), "bnf")],
+)
 def test_unsupported_options_are_refused(options, named):
     with pytest.raises(ModelError, match=named):
         KBit(*options)

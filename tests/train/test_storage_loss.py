@@ -29,7 +29,7 @@ def mean_loss(model, rows):
     return total / tokens, tokens
 
 
-@pytest.mark.parametrize("quantization", ["kbit2", {"*.down_proj": "hqq3", "*.q_proj": "16bit", "*": "nf4"}])
+@pytest.mark.parametrize("quantization", ["kbit3", {"*.down_proj": "hqq3", "*.q_proj": "16bit", "*": "nf4"}])
 def test_both_losses_are_those_of_loaded_models(place, tmp_path, quantization):
     prepared = measured(place, tmp_path / "out", quantization=quantization)
     rows = prepared.data.train.select(range(module.ROWS))

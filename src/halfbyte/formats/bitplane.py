@@ -45,6 +45,10 @@ _REBIAS = (127 - 11) << 4  # from E4M4's exponent to fp32's, in units of E4M4's 
 _BINS, _ZERO_BIN = 1 << 14, 1 << 13  # cells of the histogram a codebook is fitted to, and the one around zero
 _PER_UNIT = _ZERO_BIN * 16 / 17  # cells per scale: with a scale rounded to E4M4, values reach 33/32 of it
 _SHRINKS = (1.0, 0.9, 0.8, 0.7)  # tried factors of an affine block's range: clipping rare ends makes steps finer
+# k → second scale that `quantize_searched` tries, relative to the largest magnitude of its block. The better of both
+# scales has the least squared error with "bof" on Gaussian blocks (of values in steps of 0.05; from 4 bits, of 0.01).
+SEARCHED = {2: 0.6, 3: 0.85, 4: 0.94, 5: 0.97}
+_CHUNK = 1 << 14  # blocks whose errors are computed at a time, in a CPU's caches
 
 # Quantiles of a normal distribution at (i + ½)/2^k, divided by the largest; the positive half.
 NF = {
@@ -68,10 +72,29 @@ BNF = {
     ),
 }  # fmt: skip
 
+# Lloyd-Max on Gaussian values divided by the largest of their block of 32, with levels −1, 0 and 1 fixed (BOF4's
+# construction, Blumenberg et al. 2025, arXiv:2505.06653, for other numbers of bits).
+BOF = {
+    2: (-1.0, 0.0, 0.4029, 1.0),
+    3: (-1.0, -0.5619, -0.2605, 0.0, 0.1933, 0.4024, 0.6516, 1.0),
+    4: (
+        -1.0, -0.7822, -0.6117, -0.4676, -0.3396, -0.2215, -0.1094, 0.0,
+        0.0956, 0.1930, 0.2944, 0.4020, 0.5193, 0.6512, 0.8061, 1.0,
+    ),
+    5: (
+        -1.0, -0.8897, -0.7938, -0.7085, -0.6311, -0.5598, -0.4933, -0.4306,
+        -0.3710, -0.3139, -0.2588, -0.2052, -0.1529, -0.1014, -0.0506, 0.0,
+        0.0473, 0.0948, 0.1429, 0.1917, 0.2416, 0.2927, 0.3455, 0.4002,
+        0.4574, 0.5175, 0.5813, 0.6496, 0.7237, 0.8050, 0.8960, 1.0,
+    ),
+}  # fmt: skip
+
 
 @constant
 def kbit_codebook(name: str, k: int, device: torch.device) -> Tensor:
-    """fp32 [2^k], ascending: "nf", "bnf", or the levels of "affine" (k = 2)."""
+    """fp32 [2^k], ascending: "nf", "bnf", "bof", or the levels of "affine" (k = 2)."""
+    if name == "bof":
+        return torch.tensor(BOF[k], dtype=torch.float32, device="cpu").to(device)
     if name == "affine":
         return torch.linspace(0, AFFINE_TOP, 1 << k, dtype=torch.float32, device="cpu").to(device)
     half = torch.tensor((NF if name == "nf" else BNF)[k], dtype=torch.float32)
@@ -174,6 +197,44 @@ def _nearest(blocks: Tensor, step: Tensor, zeros: Tensor | None, codebook: Tenso
     return torch.bucketize(scaled, (codebook[:-1] + codebook[1:]) / 2, out_int32=True)
 
 
+def quantize_searched(blocks: Tensor, absmax: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize blocks with the better of two scales each: their largest magnitude, or `SEARCHED` of it.
+
+    The first represents an outlier exactly, the second has finer steps for the other weights of a block. Errors are
+    compared in fp64, so that the bytes do not depend on the machine.
+
+    Args:
+        blocks: [n, 32]; fp32, fp16 or bf16.
+        absmax: fp32 [n], largest magnitudes.
+        codebook: fp32 [2^k], ascending, from −1 to 1.
+
+    Returns:
+        packed int32 [n·k], scales uint8 E4M4 [n] and factor fp32 [].
+    """
+    k = codebook.numel().bit_length() - 1
+    scales, factor = fit_scales(absmax)
+    smaller_scales = e4m4_encode(absmax * SEARCHED[k] / factor)
+    packed = quantize_bitplane(blocks, scales, None, factor, codebook)
+    smaller_packed = quantize_bitplane(blocks, smaller_scales, None, factor, codebook)
+    errors = _squared_errors(blocks, packed, scales, factor, codebook)
+    better = _squared_errors(blocks, smaller_packed, smaller_scales, factor, codebook) < errors
+    packed = torch.where(better.unsqueeze(1), smaller_packed.view(-1, k), packed.view(-1, k)).view(-1)
+    return packed, torch.where(better, smaller_scales, scales), factor
+
+
+def _squared_errors(blocks: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor) -> Tensor:
+    """Sum of squared errors of each quantized block, fp64 [n]."""
+    words = packed.view(len(blocks), -1)
+    errors = []
+    for rows, row_words, row_scales in zip(
+        blocks.split(_CHUNK), words.split(_CHUNK), scales.split(_CHUNK), strict=True
+    ):
+        shape = len(rows), BLOCK, torch.float32
+        values = dequantize_bitplane(row_words.reshape(-1), row_scales, None, factor, codebook, *shape)
+        errors.append(values.sub_(rows).square_().sum(1, dtype=torch.float64))
+    return torch.cat(errors)
+
+
 def pack_planes(codes: Tensor, k: int) -> Tensor:
     """Bit planes, int32 [n·k], of integer codes [n, 32] below 2^k."""
     lane = torch.arange(BLOCK, dtype=torch.int32, device=codes.device)
@@ -274,7 +335,7 @@ def linear_bitplane(
     return linear_rows(x, weight, bias)
 
 
-CODEBOOKS = ("nf", "bnf", "fitted", "affine")
+CODEBOOKS = ("nf", "bnf", "bof", "fitted", "affine")
 
 
 @register_format
@@ -284,15 +345,23 @@ class KBit(Format):
 
     Args:
         k: bits of a code, 2 to 5.
-        codebook: "nf" (normal quantiles), "bnf" (Lloyd-Max on normalised Gaussian blocks), "fitted" (Lloyd-Max on the
-            tensor, stored as a part), or "affine" (k = 2: four equal steps and a zero per block).
+        codebook: "nf" (normal quantiles), "bnf" (Lloyd-Max on normalised Gaussian blocks), "bof" (the same with levels
+            −1, 0 and 1), "fitted" (Lloyd-Max on the tensor, stored as a part), or "affine" (k = 2: four equal steps and
+            a zero per block).
+        searched: choose each block's scale by its squared error (`quantize_searched`), with "nf" and "bof". The stored
+            bytes have the same layout and meaning.
     """
 
     k: int = 4
-    codebook: Literal["nf", "bnf", "fitted", "affine"] = "bnf"
+    codebook: Literal["nf", "bnf", "bof", "fitted", "affine"] = "bnf"
+    searched: bool = False
 
     name: ClassVar[str] = "kbit"
-    names: ClassVar[dict[str, str]] = {f"kbit{k}": f"kbit:{k}:bnf" for k in (2, 3, 4, 5)}
+    # Chosen by the loss (docs/formats.md): only at 3 bits exact zeros and exact largest weights lower it.
+    names: ClassVar[dict[str, str]] = {f"kbit{k}": f"kbit:{k}:bnf" for k in (2, 4, 5)} | {
+        "kbit3": "kbit:3:bof:searched"
+    }
+    earlier_names: ClassVar[dict[str, str]] = {f"kbit{k}": f"kbit:{k}:bnf" for k in (2, 3, 4, 5)}  # before 2026-11-29
 
     def __post_init__(self) -> None:
         if self.k not in (2, 3, 4, 5):
@@ -301,19 +370,23 @@ class KBit(Format):
             raise ModelError(f"codebook {self.codebook!r} is not one of kbit's", f"use one of {CODEBOOKS}")
         if self.codebook == "affine" and self.k != 2:
             raise ModelError(f"kbit has no affine variant at {self.k} bits", "use k = 2, or hqq")
+        if self.searched and self.codebook not in ("nf", "bof"):
+            raise ModelError(f"kbit searches no scales for codebook {self.codebook!r}", "use bof or nf")
 
     @property
     def spec(self) -> str:
-        return f"{self.name}:{self.k}:{self.codebook}"
+        return f"{self.name}:{self.k}:{self.codebook}{':searched' if self.searched else ''}"
 
     @classmethod
     def parse(cls, options: str) -> KBit:
-        k, codebook = options.split(":")
-        return cls(int(k), codebook)  # type: ignore[arg-type]
+        k, codebook, *flags = options.split(":")
+        if flags not in ([], ["searched"]):
+            raise ModelError(f"kbit has no option {':'.join(flags)}", "write searched, or nothing")
+        return cls(int(k), codebook, bool(flags))  # type: ignore[arg-type]
 
     @classmethod
     def examples(cls) -> list[Format]:
-        return [cls(2, "affine"), cls(3, "bnf"), cls(4, "fitted"), cls(5, "nf")]
+        return [cls(2, "affine"), cls(3, "bnf"), cls(4, "fitted"), cls(5, "nf"), cls(3, "bof", searched=True)]
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         rows, width = rows_and_columns(shape)
@@ -341,6 +414,10 @@ class KBit(Format):
             scales, zeros, factor = fit_affine(blocks, codebook)
             packed = quantize_bitplane(blocks, scales, zeros, factor, codebook)
             return {"packed": packed, "scales": scales, "zeros": zeros, "factor": factor}
+        if self.searched:
+            codebook = kbit_codebook(self.codebook, self.k, weight.device)
+            packed, scales, factor = quantize_searched(blocks, absmax, codebook)
+            return {"packed": packed, "scales": scales, "factor": factor}
         scales, factor = fit_scales(absmax)
         if self.codebook == "fitted":
             codebook = fit_codebook(blocks, scales, factor, self.k, blocks.numel() - weight.numel())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,6 +141,8 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
     The base's own code runs only if `overrides` have trust_remote_code=true. The run's value of this key is ignored,
     because the folder may be from another person.
     """
+    from ..formats import KBit
+
     overrides = ["trust_remote_code=false", *overrides]
     named = any(token.removeprefix("--").partition("=")[0] == "quantization" for token in overrides)
     quantized = named or _is_quantized(paths.base)
@@ -156,7 +158,22 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
         raise ConfigError(error.message, fix) from error  # the key is of another version, not misspelled
     if paths.base and not paths.adapter:
         config.model_name_or_path = paths.base
-    return config
+    return config if named else with_specs(config, KBit.earlier_names)
+
+
+def with_specs(config: RunConfig, specs: Mapping[str, str]) -> RunConfig:
+    """Return `config` with the names of formats in `specs` replaced by their specs.
+
+    A run's config.resolved.yaml has specs, since the format that a name selects may change. Names in such a file are
+    from before they did.
+    """
+    stored, scheme = config.quantization, config.qat_scheme
+    if isinstance(stored, dict):
+        stored = {pattern: specs.get(name, name) for pattern, name in stored.items()}
+    elif stored is not None:
+        stored = specs.get(stored, stored)
+    scheme = scheme if scheme is None else specs.get(scheme, scheme)
+    return config.model_copy(update={"quantization": stored, "qat_scheme": scheme})
 
 
 def _check_complete(resolved: Path) -> None:

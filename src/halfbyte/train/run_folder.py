@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..config import RunConfig, dump_config, dump_given
+from ..formats import KBit
 from ..mesh.sharded_linears import full_parameters
 from ..optim import trained_parameters
 from ..plan.policy import describe_levels
@@ -34,6 +35,7 @@ from ..runs.layout import (
     WEIGHTS,
 )
 from ..runs.metrics import MetricsFile, describe_best, evaluation_of_weights, final_loss
+from ..runs.saved import with_specs
 from ..runs.stop_tokens import generation_keys
 from ..utils.console import Console
 from ..utils.errors import ConfigError, TrainingError
@@ -145,7 +147,7 @@ def _write_first(run: OpenRun) -> None:
         if run.prepared.config.load_best_model_at_end:
             checkpoints.copy_best(output, checkpoint)
     run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
-    write_text(output / RESOLVED_CONFIG, dump_config(run.prepared.config))
+    write_text(output / RESOLVED_CONFIG, dump_config(with_specs(run.prepared.config, KBit.names)))
     file = output / GIVEN_CONFIG  # one that a user wrote is not replaced
     if not file.exists() or _is_generated(file):
         command = one_line(f"halfbyte train {file} output_dir=NEW")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
 
 from ..config import Storage
 from ..formats import Format
@@ -22,6 +23,7 @@ from ..loading.load import load_model
 from ..loading.mixed_formats import loss_with_formats, measurable_stacks
 from ..modeling.architectures import conv1d_layers, expert_stacks, per_layer_tables, quantizable
 from ..modeling.compute_dtype import compute_autocast
+from ..ops import IGNORE_INDEX
 from ..utils.hardware import free_bytes, free_cached_memory
 from ..utils.notices import notice, silent
 from ..utils.text import size
@@ -82,10 +84,10 @@ def storage_loss(
         notice("storage-loss", f"not measuring what {names} costs without calibration: {memory}")
         return None
     started = time.perf_counter()
-    first_rows = [rows[index]["input_ids"][:TOKENS] for index in range(min(len(rows), ROWS))]
-    tensors = [torch.tensor([row], device=machine.device) for row in first_rows]
-    batches = [{"input_ids": ids, "labels": ids} for ids in tensors]
-    stored, original = _losses(files, storage, machine, batches)
+    first_rows = [torch.tensor(rows[index]["input_ids"][:TOKENS]) for index in range(min(len(rows), ROWS))]
+    labels = pad_sequence(first_rows, batch_first=True, padding_value=IGNORE_INDEX).to(machine.device)
+    batch = {"input_ids": labels.clamp(min=0), "labels": labels}  # one batch, since every batch quantizes again
+    stored, original = _losses(files, storage, machine, batch)
     gc.collect()
     free_cached_memory(machine.device)
     tokens = sum(len(row) - 1 for row in first_rows)
@@ -98,14 +100,14 @@ def _is_low(format_: Format) -> bool:
 
 @waiting("measuring the loss of the stored weights")
 def _losses(
-    files: ModelFiles, storage: Storage, machine: Machine, batches: list[dict[str, Any]]
+    files: ModelFiles, storage: Storage, machine: Machine, batch: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
     """Return the mean loss with quantized and with original weights."""
     with silent():  # the run's own model will be loaded with the same notices
         model = load_model(files, Storage(), dtype=machine.weights_dtype, device=machine.device)
         with compute_autocast(model, machine.compute_dtype):
             formats = _formats(model, storage)
-            return loss_with_formats(model, formats, batches), loss_with_formats(model, {}, batches)
+            return loss_with_formats(model, formats, [batch]), loss_with_formats(model, {}, [batch])
 
 
 def _formats(model: Any, storage: Storage) -> dict[str, Format]:
