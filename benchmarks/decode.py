@@ -2,11 +2,17 @@
 
     python -m benchmarks.decode [--model llama-3.1-8b] [--batches 1,8,32] [--peers] [--json FILE]
     python -m benchmarks.decode --rollouts 64,128,256,512 [--model llama-3.1-8b] [--json FILE]
+    python -m benchmarks.decode --caches 32x4096 [--model llama-3.1-8b] [--json FILE]
+    python -m benchmarks.decode --perplexity TEXT --model FOLDER [--json FILE]
 
 The limit is the time to read a step's bytes at a device copy's bandwidth: packed weights, head and the cache so far.
 --peers times Hugging Face's generate with bitsandbytes in its own process. --rollouts times instead the completions of
 GRPO, with log-probabilities and a live adapter: so many sequences of 256 new tokens, in groups of 8 for a prompt.
 Seconds are those of a whole call with its prefill; CUDA graphs are captured in an earlier call.
+
+--caches times a step of ROWSxTOKENS over a paged cache of each kind, with random keys and values. --perplexity reads
+windows of TEXT token by token over each kind of cache, after prompts of 64 tokens, in float32 on a CPU; TEXT is as in
+`benchmarks.quality`.
 """
 
 from __future__ import annotations
@@ -16,12 +22,16 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import copy_bandwidth, parser_of, require_gpu, run_peer, write_result
+from benchmarks.harness import copy_bandwidth, graph_us, parser_of, require_gpu, run_peer, write_result
+from benchmarks.quality import windows
 from benchmarks.step_model import build, model_config
+from halfbyte.modeling.head import IGNORE_INDEX
 
 PROMPT, NEW, WARM = 128, 128, 16
 PEER_NEW = 32
@@ -136,19 +146,76 @@ def rollouts(name: str, counts: Sequence[int]) -> dict[str, Any]:
     return {"model": name, "new": ROLLOUT_NEW, "rows": rows}
 
 
+@torch.inference_mode()
+def caches(name: str, rows: int, tokens: int) -> dict[str, Any]:
+    """Time a captured step of `rows` sequences of `tokens` tokens over each kind of paged cache."""
+    from halfbyte.generation.cache_dtypes import CACHES
+    from halfbyte.generation.paged import PagedDecoder
+    from halfbyte.ops.paged_attention import PAGE
+
+    model, results = build(name, "cuda").eval(), {}
+    pages = tokens // PAGE + 1
+    for kind, dtype in CACHES.items():
+        decoder = PagedDecoder(model, None, tokens + PAGE, dtype, unpacked=False)
+        decoder.make_pages(rows * pages + 1, rows + 1)
+        tables = torch.arange(1, rows * pages + 1, dtype=torch.int32, device="cuda").view(rows, pages)
+        lengths = torch.full((rows,), tokens, dtype=torch.int32, device="cuda")
+        seats = torch.arange(1, rows + 1, device="cuda")
+        step = partial(decoder.step, seats, lengths, tables, None, seats)
+        results[kind] = {"step_us": graph_us([step]), "page_bytes": decoder.page_bytes}
+        print(f"{kind:4}: {results[kind]['step_us']:8.1f} us a step, {decoder.page_bytes} bytes a page", flush=True)
+        del decoder, step
+        torch.cuda.empty_cache()
+    return {"model": name, "sequences": rows, "tokens": tokens, "caches": results}
+
+
+@torch.inference_mode()
+def perplexity(path: str, text: Path, count: int = 8, length: int = 320, prompt: int = 64) -> dict[str, Any]:
+    """Measure the loss of `count` windows of `length` tokens after `prompt` tokens, over each kind of cache."""
+    from halfbyte import load_model, load_tokenizer
+    from halfbyte.generation.cache_dtypes import CACHES
+    from halfbyte.generation.engine import StaticEngine
+
+    model = load_model(path, load_in_4bit=False, dtype="float32", device="cpu")
+    rows = windows(load_tokenizer(path), text, length)
+    rows = rows[(rows != IGNORE_INDEX).all(1)]
+    rows = rows[:: len(rows) // count][:count]
+    results: dict[str, dict[str, float]] = {}
+    truth = torch.empty(0)
+    for kind, dtype in CACHES.items():
+        engine = StaticEngine(model, [None] * count, length, dtype)
+        logits = engine.prefill(rows[:, :prompt], torch.zeros(count, dtype=torch.int64))
+        log_probs = []
+        for token in rows[:, prompt:].T:
+            log_probs.append(logits.float().log_softmax(-1).gather(1, token[:, None])[:, 0])
+            logits = engine.step(token)
+        own = torch.stack(log_probs)
+        truth = own if kind == "auto" else truth
+        loss, noise = -float(own.mean()), own - truth
+        results[kind] = {"loss": loss, "noise": float(noise.std()), "error": float(noise.mean(0).std() / count**0.5)}
+        print(f"{kind:4}: loss {loss:.4f}, differences of {results[kind]['noise']:.3f}", flush=True)
+    return {"model": Path(path).name, "tokens": truth.numel(), "caches": results}
+
+
 def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
     made.add_argument("--model", default="llama-3.1-8b")
     made.add_argument("--batches", default="1,8,32")
     made.add_argument("--peers", action="store_true")
     made.add_argument("--rollouts", metavar="ROWS")
+    made.add_argument("--caches", metavar="ROWSxTOKENS")
+    made.add_argument("--perplexity", type=Path, metavar="TEXT")
     made.add_argument("--peer", type=int, help=argparse.SUPPRESS)  # the batch of the peer's own process
     return made
 
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    if given.perplexity:
+        return write_result(given.json, perplexity(given.model, given.perplexity))
     require_gpu()
+    if given.caches:
+        return write_result(given.json, caches(given.model, *map(int, given.caches.split("x"))))
     if given.peer:
         return print("RESULT", json.dumps(peer(given.model, given.peer)))
     if given.rollouts:

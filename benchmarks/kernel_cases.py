@@ -32,6 +32,7 @@ from halfbyte.ops.lora_glu import Factors
 from halfbyte.ops.optimizer import ROUNDINGS, RULES, SETTINGS, TRUSTS, Coefficients, Parameters
 from halfbyte.ops.optimizer_state import STORAGES
 from halfbyte.ops.paged_attention import Shared
+from halfbyte.ops.paged_attention4 import Cache4
 
 
 def on_gpu(name: str) -> SimpleNamespace:
@@ -47,7 +48,7 @@ chunk_scan, losses, delta_net = map(on_gpu, ("ops.chunk_scan", "ops.cross_entrop
 decode, divergence, experts, float8 = map(on_gpu, ("ops.decode", "ops.divergence", "ops.experts", "ops.float8"))
 glu, lora_glu, muon, norms = map(on_gpu, ("ops.glu", "ops.lora_glu", "ops.muon", "ops.norms"))
 optimizer, paged_attention = map(on_gpu, ("ops.optimizer", "ops.paged_attention"))
-rope, sample = map(on_gpu, ("ops.rope", "ops.sample"))
+paged_attention4, rope, sample = map(on_gpu, ("ops.paged_attention4", "ops.rope", "ops.sample"))
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -234,6 +235,20 @@ def attend_pages(dtype, size, cache=None, window=None, softcap=None):
         bundles = empty(rows // 2, 3, dtype=torch.int32)
         for shared, sinks in itertools.product((None, Shared(bundles, lengths)), sinks_of(dtype, window)):
             paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap, shared, sinks)
+
+
+@cases("rollouts", "decoding over pages in 4 bits, heads of {1}", [*PLAIN, *CAPPED], [(FP16, 256), (BF16, 128)])
+def attend_pages4(dtype, size, _=None, window=None, softcap=None):
+    """As in `attend_pages`, with the new token's keys and values."""
+    for rows in (2, 512) if size == 128 else (2,):
+        q, k = empty(rows, 32, size, dtype=dtype), empty(rows, 8, size, dtype=dtype)
+        cache = Cache4.zeros(1024, rows, 8, size, dtype, torch.device("meta"))
+        tables, lengths = empty(rows, 32, dtype=torch.int32), empty(rows, dtype=torch.int32)
+        bundles, places = empty(rows // 2, 3, dtype=torch.int32), empty(rows, dtype=torch.int64)
+        paged_attention4.append4_(k, k, cache, places, places, places)
+        for shared, sinks in itertools.product((None, Shared(bundles, lengths)), sinks_of(dtype, window)):
+            scores = 0.1, window, softcap, shared, sinks
+            paged_attention4.paged_attention4(q, cache, tables, lengths, places, *scores)
 
 
 @cases("rollouts", "keys and values into pages, 8 bits", [(dtype, E4M3) for dtype in DTYPES], [(BF16, E4M3)])

@@ -39,6 +39,7 @@ SURFACE = {
         "--max-tokens",
         "--max-seconds",
         "--max-queue",
+        "--kv-cache",
         "--api-key",
         "--allowed-host",
         "--trust-remote-code",

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from peft import LoraConfig
 
 from benchmarks import tables
 from halfbyte import generation
 from halfbyte.generation import Sampling
+from halfbyte.generation.cache_dtypes import CACHES, INT4
 from halfbyte.generation.engine import StaticEngine
 from halfbyte.generation.sampling import unread_keys
 from halfbyte.modeling import families
@@ -99,16 +101,22 @@ def test_rows_stop_independently_and_on_token_is_called():
     assert generation.generate(model, PROMPTS, max_new_tokens=16) == found
 
 
-def test_an_8_bit_cache_stays_close():
+def test_caches_of_8_and_4_bits_stay_close():
+    """Over full and unfinished pages; the second prompt is shorter, and its page is full after four steps."""
     model = tiny("Qwen3").eval()
+    prompt = torch.randint(3, 97, (130,))
+    prompts = torch.stack([prompt, F.pad(prompt[:60], (70, 0))])
     with torch.inference_mode():
         logits = {}
-        for cache in (None, torch.float8_e4m3fn):
-            engine = StaticEngine(model, [None], 64, cache)
-            engine.prefill(torch.tensor([PROMPTS[0]]), torch.tensor([0]))
-            logits[cache] = engine.step(torch.tensor([4]))
-    error = (logits[None] - logits[torch.float8_e4m3fn]).norm() / logits[None].norm()
-    assert 0 < error < 0.05
+        for cache in CACHES.values():
+            engine = StaticEngine(model, [None, None], 192, cache)
+            engine.prefill(prompts, torch.tensor([0, 70]))
+            logits[cache] = torch.stack([engine.step(torch.tensor([4 + at, 9])).clone() for at in range(6)])
+    exact = logits.pop(None)
+    for inexact in logits.values():
+        assert 0 < (inexact - exact).norm() / exact.norm() < 0.1
+    errors = (logits[INT4] - exact)[:, 1].norm(dim=-1) / exact[:, 1].norm(dim=-1)
+    assert errors[0] < 1e-5 < errors[5]
 
 
 def test_a_seed_repeats_draws():

@@ -11,7 +11,7 @@ import transformers
 import halfbyte
 from halfbyte import generation
 from halfbyte.formats.linear import linear_rows
-from halfbyte.generation import Rollouts, Sampling
+from halfbyte.generation import Rollouts, Sampling, rollouts
 from halfbyte.generation.schedule import Schedule
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
@@ -302,11 +302,28 @@ def test_on_a_gpu_in_16_bits_log_probs_equal_the_training_forward(rows, saved, m
     assert torch.cat(mine).std() <= 1.5 * torch.cat(theirs).std()
 
 
+@pytest.mark.parametrize("pages", [None, 8])
+def test_a_4_bit_cache_stays_close(monkeypatch, pages):
+    """Rows share the full pages of their prompt; with few pages, some are preempted and prefilled again."""
+    model, prompts, preempted = model_of(), prompts_of(70, 64), []
+    preempt = Schedule.preempt
+    monkeypatch.setattr(Schedule, "preempt", lambda self, row: preempted.append(row) or preempt(self, row))
+    if pages is not None:
+        monkeypatch.setattr(rollouts, "pages_needed", lambda *_: pages)
+    options = {"max_new_tokens": 66, "sampling": Sampling(1.0, seed=1), "stops": []}
+    answers = Rollouts(model, kv_cache="int4", rows=6).generate(prompts, 3, **options)
+    assert bool(preempted) == (pages is not None)
+    for number, answer in enumerate(answers):
+        truth = log_probs_of(model, prompts[number // 3], answer.ids)
+        assert 0 < (answer.log_probs.double() - truth).abs().mean() < 0.1
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_an_8_bit_cache_stays_close():
+@pytest.mark.parametrize("kv_cache", ["fp8", "int4"])
+def test_on_a_gpu_a_smaller_cache_stays_close(kv_cache):
     model, prompts = on_gpu(torch.bfloat16), prompts_of(70, 3)
-    options = {"max_new_tokens": 40, "sampling": Sampling(1.0, seed=1), "stops": []}
-    found = Rollouts(model, kv_cache="fp8").generate(prompts, 4, **options)
+    options = {"max_new_tokens": 140, "sampling": Sampling(1.0, seed=1), "stops": []}
+    found = Rollouts(model, kv_cache=kv_cache).generate(prompts, 4, **options)
     for number, each in enumerate(found):
         truth = log_probs_of(model, prompts[number // 4], each.ids)
         assert (each.log_probs.double() - truth).abs().mean() < 0.25

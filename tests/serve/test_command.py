@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from halfbyte.cli import commands as command
-from halfbyte.utils.errors import ConfigError
+from halfbyte.serve import model as serve_model
+from halfbyte.serve.requests import CompletionRequest
+from halfbyte.utils.errors import ConfigError, UsageError
 
 
 @pytest.mark.slow
@@ -113,6 +115,19 @@ def test_invalid_hosts_are_refused(base_folder, host, cause):
 def test_an_adapter_is_a_name_and_a_path(adapters, message):
     with pytest.raises(ConfigError, match=message):
         command.serve_model("m", "127.0.0.1", 0, adapters)
+
+
+def test_an_unknown_cache_is_refused_before_the_model_is_read():
+    with pytest.raises(UsageError, match="--kv-cache"):
+        command.serve_model("m", "127.0.0.1", 0, [], kv_cache="int3")
+
+
+def test_answers_use_the_servers_cache(base_folder, monkeypatch):
+    kinds = []
+    monkeypatch.setattr(serve_model, "continue_texts", lambda *_, kv_cache, **__: kinds.append(kv_cache) or iter(()))
+    served = serve_model.load(str(base_folder), {}, kv_cache="int4")
+    list(served.answer(served.prepare(CompletionRequest(model=next(iter(served.names)), prompt=[[3, 4]]))))
+    assert kinds == ["int4"]
 
 
 def test_a_missing_extra_names_what_to_install(monkeypatch):

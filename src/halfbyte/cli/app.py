@@ -258,6 +258,9 @@ def serve(
         ),
     ] = 300.0,
     max_queue: Annotated[int, typer.Option(min=0, help="Longest queue of requests; further ones get status 429.")] = 16,
+    kv_cache: Annotated[
+        str, typer.Option(metavar="auto|fp8|int4", help="What the KV cache stores; auto: the model's dtype.")
+    ] = "auto",
     api_key: Annotated[
         str | None, typer.Option(envvar="HALFBYTE_API_KEY", metavar="KEY", help="Key that clients must send.")
     ] = None,
@@ -271,7 +274,8 @@ def serve(
     with started(model):
         from .commands import serve_model
 
-        serve_model(model, host, port, adapter or [], allowed_host or [], api_key, trust_remote_code, **limits)
+        adapters, hosts = adapter or [], allowed_host or []
+        serve_model(model, host, port, adapters, hosts, api_key, trust_remote_code, kv_cache, **limits)
 
 
 @app.command()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
 from ..config import Origin
+from ..config.policy import KvCache
 from ..config.yaml import dump_mapping
 from ..loading.find import find_model, preflight_model
 from ..runs.inputs import check_datasets
@@ -17,7 +18,7 @@ from ..runs.layout import merged_folder
 from ..runs.saved import BASES, find, find_adapter, find_trained, look_up, saved_config
 from ..utils.console import Console
 from ..utils.errors import ConfigError, DataError, ModelError, UsageError
-from ..utils.text import one_line
+from ..utils.text import brief, one_line
 from ..utils.versions import check_versions
 from .startup import import_models, quick_imports
 
@@ -285,6 +286,7 @@ def serve_model(
     hosts: Sequence[str] = (),
     api_key: str | None = None,
     trust_remote_code: bool = False,
+    kv_cache: str = "auto",
     **limits: Any,
 ) -> None:
     """Serve until a signal.
@@ -294,11 +296,15 @@ def serve_model(
         hosts: host names of this server for clients, in addition to the names of this machine and `host`.
         api_key: key that clients must send; required if other machines can reach `host`.
         trust_remote_code: run the Python code that comes with the model, whatever a run's own configuration says.
+        kv_cache: as in `generation.generate`.
         limits: fields of `serve.model.Limits`.
 
     Raises:
         ConfigError: starlette or uvicorn is missing, or an adapter is not name=path.
+        UsageError: an adapter's name is given twice, or `kv_cache` is unknown.
     """
+    if kv_cache not in get_args(KvCache):
+        raise UsageError(f"--kv-cache is {brief(kv_cache)}", f"use one of {', '.join(get_args(KvCache))}")
     named = [*map(_named, adapters)]
     folders = dict(named)
     if twice := next((name for name, count in Counter(name for name, _ in named).items() if count > 1), None):
@@ -316,7 +322,7 @@ def serve_model(
     from ..serve.model import Limits
     from ..serve.run import serve
 
-    serve(name, host, port, folders, Limits(**limits), hosts, api_key, trust_remote_code)
+    serve(name, host, port, folders, Limits(**limits), hosts, api_key, trust_remote_code, kv_cache)
 
 
 def _named(adapter: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ DISTILLING = ("gkd",)
 SAMPLING = (*POLICY, *DISTILLING)
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+KvCache = Literal["auto", "fp8", "int4"]
 
 
 class PolicySection(Section):
@@ -62,8 +63,8 @@ class PolicySection(Section):
     rollout_memory_gib: Positive | None = method_field(
         SAMPLING, None, "memory of the KV cache of rollouts, in GiB; default: as much as fits"
     )
-    kv_cache: Literal["auto", "fp8"] = method_field(
-        SAMPLING, "auto", "dtype of the KV cache of rollouts; auto: the model's dtype"
+    kv_cache: KvCache = method_field(
+        SAMPLING, "auto", "dtype of the KV cache of rollouts; auto: the model's dtype; int4: codes of 4 bits"
     )
     dynamic_sampling: bool = method_field(
         GRPO, False, "replace groups whose rewards are all equal by other prompts, in up to ten rounds (DAPO)"
@@ -96,7 +97,7 @@ class PolicySection(Section):
             GRPO,
             None,
             "ratios of the correction per token or per sequence, which the bounds truncate, or set to 0 (mask);"
-            " default: token_truncate with loss_type: vespo or kv_cache: fp8, else sequence_mask",
+            " default: token_truncate with loss_type: vespo or kv_cache: fp8 or int4, else sequence_mask",
         )
     )
     importance_sampling_clip_max: Positive | None = method_field(

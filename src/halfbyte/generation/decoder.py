@@ -89,6 +89,11 @@ class AttentionLayer(Layer):
         self.inputs: Linears = Linears(attention.inputs, *options)
 
     @property
+    def cache_shape(self) -> tuple[int, int]:
+        """Number and size of the key heads."""
+        return self.attention.key_heads, self.attention.head_dim
+
+    @property
     def sinks(self) -> Tensor | None:
         return None if self.attention.sinks is None else self.attention.sinks.detach()
 

@@ -19,10 +19,13 @@ from torch import Tensor
 from ..modeling.layer import epsilon
 from ..ops.attention import Spans
 from ..ops.decode import Run, Stack, decode_attention, one_launch, store, store_both_
+from ..ops.paged_attention import PAGE, rope_store_paged_
+from ..ops.paged_attention4 import Cache4, Prompts, append4_, paged_attention4, store_prompts4_
 from ..utils.errors import ModelError
 from ..utils.hardware import capture_stream
 from ..utils.notices import notice
 from .adapters import MixedRows, Unsupported
+from .cache_dtypes import CACHES, INT4
 from .decoder import (
     Angles,
     AttentionLayer,
@@ -35,9 +38,9 @@ from .decoder import (
 )
 from .delta_net import Rows
 from .row_groups import Engine, RowGroups, WatchPrompt
+from .schedule import page_count
 from .stock import stock_engine
 
-FP8 = torch.float8_e4m3fn
 # On a CPU, prompts and the attended slots of each row are padded to multiples of this, which bounds the number of GEMM
 # shapes and makes a row's sums independent of the other rows.
 SLOT_MULTIPLE = 32
@@ -58,7 +61,7 @@ class StaticEngine(Decoder):
         model: a causal LM, or a PeftModel around one.
         adapters: the adapter of each row; None for the base.
         slots: tokens that fit in the cache.
-        cache_dtype: None for the model's dtype, or float8_e4m3fn (values beyond ±448 are clamped).
+        cache_dtype: of `cache_dtypes`: None for the model's dtype, FP8 (values beyond ±448 are clamped), or INT4.
 
     Raises:
         Unsupported: the model, or a part of it, needs transformers' own forward.
@@ -67,6 +70,10 @@ class StaticEngine(Decoder):
     def __init__(self, model: Any, adapters: Sequence[str | None], slots: int, cache_dtype: torch.dtype | None):
         super().__init__(model, adapters, slots)
         batch = len(adapters)
+        self.table = torch.empty(0)  # pages of each row in a cache in 4 bits, int32 [B, S / PAGE]
+        if cache_dtype is INT4:
+            row_pages = page_count(slots)
+            self.table = torch.arange(batch * row_pages, dtype=torch.int32, device=self.device).view(batch, row_pages)
         self.caches = [self._cache(layer, batch, slots, cache_dtype or self.dtype) for layer in self.layers]
         self.seats = torch.arange(batch, device=self.device)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -80,11 +87,14 @@ class StaticEngine(Decoder):
         self.one_launch = self._one_launch(batch)
 
     def _cache(self, layer: Layer, batch: int, slots: int, dtype: torch.dtype) -> Any:
-        """Allocate keys and values [B, Hk, S, D], or `States`."""
+        """Allocate keys and values [B, Hk, S, D], a `Cache4`, or `States`."""
         if isinstance(layer, DeltaNetLayer):
             return layer.inputs.states(batch, self.device)
         assert isinstance(layer, AttentionLayer)
-        shape = batch, layer.attention.key_heads, slots, layer.attention.head_dim
+        heads, size = layer.cache_shape
+        if dtype is INT4:
+            return Cache4.zeros(self.table.numel(), batch, heads, size, self.dtype, self.device)
+        shape = batch, heads, slots, size
         keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
         return keys, values
 
@@ -98,6 +108,8 @@ class StaticEngine(Decoder):
 
     def _one_launch(self, batch: int) -> Run | None:
         """Return the persistent decode kernel for all layers, or None if a layer or the device does not support it."""
+        if self.table.numel():
+            return None
         pairs = list(zip(self.attention_layers, self.caches, strict=False))
         layers = [decoder_layer for layer, cache in pairs if (decoder_layer := layer.one_launch(*cache)) is not None]
         if len(layers) < len(self.layers):
@@ -135,11 +147,15 @@ class StaticEngine(Decoder):
             masks[window] = (seen | (slots == slots.unsqueeze(1))).unsqueeze(1)  # padding sees itself: no NaN
 
         documents = self._spans(slots)
+        prompts = self._prompts(padding.tolist(), length) if self.table.numel() else None
 
         def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, k = self.rotated(layer, q, k, angles)
-            for cache, new in zip(self.caches[number], (k, v), strict=True):
-                store(cache, slots, new)
+            if prompts is not None:
+                store_prompts4_(self.caches[number], prompts, *(x.transpose(1, 2).flatten(0, 1) for x in (k, v)))
+            else:
+                for cache, new in zip(self.caches[number], (k, v), strict=True):
+                    store(cache, slots, new)
             scored = scored_attention(layer, q, k, v, documents)
             if scored is not None:
                 return scored
@@ -187,17 +203,30 @@ class StaticEngine(Decoder):
             hidden = self.one_launch(self.embedded(self.tokens)).unsqueeze(1)
             return self.logits(self.normed(self.norm, hidden)[0])
         end = prompt_slots(int(self.slot) + 1, self.device) if self.device.type == "cpu" else None
+        positions = self.slot - self.padding
+        pages = self.table.gather(1, (positions // PAGE).unsqueeze(1)).squeeze(1).long() if self.table.numel() else None
+        lengths = (positions + 1).int()
+        slots = self.slot.expand(len(self.seats)).contiguous()
 
         def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
-            q, k = self.rotated(layer, q, k, angles)
-            store_both_(k, v, *self.caches[number], self.slot)
+            cache, seats = self.caches[number], self.seats
+            if pages is not None:
+                q, k = self.rotated(layer, q, k, angles)
+                append4_(k[:, :, 0], v[:, :, 0], cache, pages, positions % PAGE, seats)
+                options = *layer.scores, None, layer.sinks
+                return paged_attention4(q[:, :, 0], cache, self.table, lengths, seats, *options).unsqueeze(2)
+            if layer.plain_rope and angles[0].shape[-1] == layer.attention.head_dim:
+                rope_store_paged_(q, k, v, *angles, *cache, seats, slots)  # a row's cache is its page
+            else:
+                q, k = self.rotated(layer, q, k, angles)
+                store_both_(k, v, *cache, self.slot)
 
             def attend_rows(rows: slice, begin: int) -> Tensor:
                 """Attention of one token of some rows over these rows' own slots of the cache."""
                 first, last = self.padding[rows], self.slot
                 if begin:
                     first, last = first - begin, last - begin
-                keys, values = (cache[rows, :, begin:end] for cache in self.caches[number])
+                keys, values = (part[rows, :, begin:end] for part in cache)
                 return decode_attention(q[rows], keys, values, first, last, *layer.scores, layer.sinks)
 
             return self._by_row_group(attend_rows)
@@ -205,8 +234,13 @@ class StaticEngine(Decoder):
         def recur(number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
             return layer.inputs.step(x, self.caches[number], self.seats)
 
-        positions = (self.slot - self.padding).unsqueeze(1)
-        return self.logits(self.forward(self.tokens.unsqueeze(1), positions, attend, recur))
+        return self.logits(self.forward(self.tokens.unsqueeze(1), positions.unsqueeze(1), attend, recur))
+
+    def _prompts(self, padding: list[int], length: int) -> Prompts:
+        """Return where the tokens of prompts of `length` slots belong in a cache in 4 bits."""
+        pages = zip(padding, self.table.tolist(), strict=True)
+        documents = [(row * length + pad, length - pad, table, row) for row, (pad, table) in enumerate(pages)]
+        return Prompts.of(documents, self.device)
 
     def _spans(self, slots: Tensor) -> Spans:
         """Return each prompt, and the padding before it, as documents."""
@@ -230,7 +264,6 @@ class StaticEngine(Decoder):
 
 SIZE_MULTIPLE = 64  # cache sizes are multiples of this
 MAX_CACHED_ENGINES = 4  # per model; chat with --compare-base needs two
-CACHES = {"auto": None, "fp8": FP8}
 
 Key = tuple[tuple[str | None, ...], str]
 _engines: weakref.WeakKeyDictionary[Any, dict[Key, StaticEngine]] = weakref.WeakKeyDictionary()

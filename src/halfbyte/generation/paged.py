@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -14,15 +14,12 @@ from ..modeling.head import Head
 from ..modeling.packed_forwards import length_groups
 from ..ops.attention import spans
 from ..ops.paged_attention import PAGE, Shared, paged_attention, rope_store_paged_, store_paged
+from ..ops.paged_attention4 import Cache4, Prompts, append4_, paged_attention4, store_prompts4_
+from .cache_dtypes import INT4, page_bytes
 from .decoder import Angles, AttentionLayer, Decoder, DeltaNetLayer, prompt_attention, scored_attention
 from .delta_net import Rows, state_bytes
 
 MIN_CPU_ROWS = 4  # MKL sums in another order for fewer rows, so results would depend on the batch size
-
-
-def page_bytes(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
-    """Return the bytes of one page in all layers."""
-    return sum(2 * PAGE * layer.attention.key_heads * layer.attention.head_dim * dtype.itemsize for layer in layers)
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
@@ -34,10 +31,10 @@ def to_device(values: Any, device: torch.device) -> Tensor:
 class PagedDecoder(Decoder):
     """A `Decoder` over pages; all rows have the same adapter.
 
-    A seat is the index of a row's recurrent state, in models that have one.
+    A seat is the index of a row's recurrent state, in models that have one, and of its open page in a 4-bit cache.
 
     Attributes:
-        caches: keys and values [P, Hk, PAGE, D] of each layer, or its `States`; empty until `make_pages`.
+        caches: keys and values [P, Hk, PAGE, D] of each layer, its `Cache4`, or its `States`; empty until `make_pages`.
         pages, seats: number allocated, the reserved ones included.
     """
 
@@ -54,12 +51,15 @@ class PagedDecoder(Decoder):
 
     @property
     def page_bytes(self) -> int:
-        return page_bytes(self.attention_layers, self.cache_dtype)
+        return sum(page_bytes(*layer.cache_shape, self.cache_dtype) for layer in self.attention_layers)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a seat in all layers; 0 without recurrent layers."""
-        return sum(state_bytes(layer.inputs.module, self.dtype) for layer in self.delta_layers)
+        """Bytes of a seat in all layers; 0 without recurrent layers or open pages."""
+        states = sum(state_bytes(layer.inputs.module, self.dtype) for layer in self.delta_layers)
+        if self.cache_dtype is INT4:
+            states += sum(page_bytes(*layer.cache_shape, self.dtype) for layer in self.attention_layers)
+        return states
 
     def make_pages(self, count: int, seats: int) -> None:
         """Allocate `count` pages and `seats` recurrent states; see `schedule.Schedule`."""
@@ -71,7 +71,11 @@ class PagedDecoder(Decoder):
                 self.caches.append(layer.inputs.states(seats, self.device))
                 continue
             assert isinstance(layer, AttentionLayer)
-            shape = count, layer.attention.key_heads, PAGE, layer.attention.head_dim
+            heads, size = layer.cache_shape
+            if self.cache_dtype is INT4:
+                self.caches.append(Cache4.zeros(count, seats, heads, size, self.dtype, self.device))
+                continue
+            shape = count, heads, PAGE, size
             keys, values = (torch.zeros(shape, dtype=self.cache_dtype, device=self.device) for _ in range(2))
             self.caches.append((keys, values))
 
@@ -93,9 +97,15 @@ class PagedDecoder(Decoder):
 
         seats = [seat for _, _, seat in documents]
         ends, rows = on_device.int(), self._rows(bounds, seats) if self.delta_layers else []
+        by_document = [(begin, len(t), p, seat) for begin, (t, p, seat) in zip(bounds, documents, strict=False)]
+        prompts = Prompts.of(by_document, self.device) if self.cache_dtype is INT4 else None
 
         def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
-            q, k = self._rotate_and_store(number, layer, q, k, v, angles, pages_of_tokens, slots)
+            if prompts is None:
+                q, k = self._rotate_and_store(number, layer, q, k, v, angles, pages_of_tokens, slots)
+            else:
+                q, k = self.rotated(layer, q, k, angles)
+                store_prompts4_(self.caches[number], prompts, k[0].transpose(0, 1), v[0].transpose(0, 1))
             return _over_documents(layer, q, k, v, bounds, ends)
 
         def recur(number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
@@ -140,17 +150,19 @@ class PagedDecoder(Decoder):
         return self.head(hidden)[0][:, 0] if self.to_logits == Head() else super().logits(hidden)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the tokens of the first page to the second for each pair (from, to)."""
-        self._copy(AttentionLayer, pairs)
+        """Copy the tokens of the first page to the second for each pair (from, to); open pages belong to seats."""
+        if self.cache_dtype is not INT4:
+            attending = zip(self.layers, self.caches, strict=True)
+            self._copy([cache for layer, cache in attending if isinstance(layer, AttentionLayer)], pairs)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the state of the first seat to the second for each pair (from, to)."""
-        self._copy(DeltaNetLayer, pairs)
+        """Copy the states and open pages of the first seat to the second for each pair (from, to)."""
+        states = [cache for layer, cache in zip(self.layers, self.caches, strict=True) if layer in self.delta_layers]
+        self._copy([*states, *(cache.of_sequences for cache in self.caches if isinstance(cache, Cache4))], pairs)
 
-    def _copy(self, layer_class: type, pairs: Sequence[tuple[int, int]]) -> None:
+    def _copy(self, caches: Sequence[Sequence[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
         source, target = to_device(pairs, self.device).unbind(1)
-        caches = [pair for layer, pair in zip(self.layers, self.caches, strict=True) if isinstance(layer, layer_class)]
-        for cache in (cache for pair in caches for cache in pair):
+        for cache in chain.from_iterable(caches):
             as_bytes = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
             as_bytes[target] = as_bytes[source]
 
@@ -164,16 +176,20 @@ class PagedDecoder(Decoder):
             lengths: int32 [R], tokens of each row before this one.
             tables: int32 [R, M], pages of each row.
             shared: bundles of rows with common pages, which are then read once per bundle.
-            seats: int64 [R]; unused without recurrent layers.
+            seats: int64 [R]; unused without recurrent layers or open pages.
         """
         position_ids = lengths.long()
         pages = tables.gather(1, (position_ids // PAGE).unsqueeze(1)).squeeze(1).long()
         slots, seen = position_ids % PAGE, lengths + 1
 
         def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+            cache, options = self.caches[number], (*layer.scores, shared, layer.sinks)
+            if isinstance(cache, Cache4):
+                q, k = self.rotated(layer, q, k, angles)
+                append4_(k[:, :, 0], v[:, :, 0], cache, pages, slots, seats)
+                return paged_attention4(q[:, :, 0], cache, tables, seen, seats, *options).unsqueeze(2)
             q, _ = self._rotate_and_store(number, layer, q, k, v, angles, pages, slots)
-            over = *self.caches[number], tables, seen, *layer.scores, shared, layer.sinks
-            return paged_attention(q[:, :, 0], *over).unsqueeze(2)
+            return paged_attention(q[:, :, 0], *cache, tables, seen, *options).unsqueeze(2)
 
         def recur(number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
             return layer.inputs.step(x, self.caches[number], seats)

@@ -24,7 +24,7 @@ from ..utils.hardware import reservable_bytes
 from ..utils.notices import notice
 from .adapters import Unsupported
 from .batch import Batch, Readback, draw
-from .engine import CACHES
+from .cache_dtypes import CACHES
 from .paged import PagedDecoder
 from .run import ACTIVE, Lengths, chosen_adapters, new_tokens
 from .sampling import Sampling, eos_tokens, report_unread_keys
@@ -61,7 +61,7 @@ class Rollouts:
         rows: maximum number of completions in progress.
         memory_gib: memory for pages; None: as much as a call's rows need, at most 80% of the free memory of a GPU or
             half of a CPU's.
-        kv_cache: "auto" (the model's dtype) or "fp8".
+        kv_cache: "auto" (the model's dtype), "fp8" or "int4" (`ops.paged_attention4`).
         weights: "packed": each GEMM decodes quantized weights. "unpacked": they are decoded once per call into the
             model's dtype, to the values that training multiplies by. "auto": unpacked where that is faster and takes at
             most 40% of the free memory.
@@ -193,7 +193,7 @@ class Rollouts:
                 needed, available = (f"{n * decoder.page_bytes / 2**30:.2f} GiB" for n in (min_pages, max_pages))
                 raise ModelError(
                     f"a row of {longest} tokens needs {needed} of key-value cache, and only {available} are available",
-                    "raise memory_gib, lower max_new_tokens, or use kv_cache: fp8",
+                    "raise memory_gib, lower max_new_tokens, or use kv_cache: fp8 or int4",
                 )
             if min(target_pages, max_pages) > decoder.pages or decoder.seats < seats:
                 self._batch = None  # its CUDA graphs hold the old addresses
@@ -269,7 +269,7 @@ class _Generation:
                     document.logits = document_logits
             if admission.copies:
                 decoder.copy_pages(admission.copies)
-            if admission.states and decoder.delta_layers:
+            if admission.states and decoder.state_bytes:
                 decoder.copy_states(admission.states)
             if admission.starts:
                 started = [row for row, _ in admission.starts]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..utils.errors import ConfigError, ModelError
 from .adapters import active_adapter, adapter_names, check_kinds
+from .cache_dtypes import CACHES
 from .decoder import context_length
-from .engine import CACHES, engine_for, prompt_slots
+from .engine import engine_for, prompt_slots
 from .grammar import Grammar, GrammarRows
 from .row_groups import WatchPrompt
 from .sampling import Penalties, Sampler, Sampling, eos_tokens, report_unread_keys
@@ -47,7 +48,7 @@ def generate(
         sampling: default: greedy.
         stops: tokens that end a row; default: the EOS tokens of the model's generation config.
         adapter: "active", an adapter's name or None (the base), for all prompts or one for each.
-        kv_cache: "auto" (the model's dtype) or "fp8".
+        kv_cache: "auto" (the model's dtype), "fp8" or "int4".
         penalties: changes to the logits before each draw.
         grammars: for each prompt, the JSON texts that its answer may be, or None. An answer ends when its text is
             complete, or at `max_new_tokens`.

@@ -192,6 +192,7 @@ def continue_texts(
     penalties: Penalties | None = None,
     scored: bool = False,
     grammars: Sequence[Grammar | None] | None = None,
+    kv_cache: str = "auto",
 ) -> Generator[Piece]:
     """Continue a batch of prompts; yield a piece for every new token until each row has ended.
 
@@ -204,7 +205,7 @@ def continue_texts(
             before temperature, top_p, penalties and grammars. None: no log-probabilities.
         penalties: as in `generation.stream`.
         scored: with `likeliest`, also score the prompts' tokens, in pieces with empty text that come first.
-        grammars: as in `generation.generate`.
+        grammars, kv_cache: as in `generation.generate`.
     """
     texts = [Text(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), stops) for _ in prompts]
     running = set(range(len(prompts)))
@@ -225,6 +226,7 @@ def continue_texts(
         watch_prompt=prompt_scores,
         penalties=penalties,
         grammars=followed,
+        kv_cache=kv_cache,
     )
     with contextlib.closing(steps):
         for count, tokens in enumerate(steps, 1):

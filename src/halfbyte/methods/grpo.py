@@ -57,7 +57,7 @@ class PolicyOptimization(Method):
         loss_type = "rloo" if config.method == "rloo" else str(config.loss_type)
         keys = {name: getattr(config, name) for name in names}
         keys["beta"] = 0.0 if loss_type == "rloo" else config.beta  # in RLOO the KL is part of the reward
-        if config.kv_cache == "fp8":  # an answer's ratio multiplies hundreds of token ratios with errors of 8%
+        if config.kv_cache != "auto":  # an answer's ratio multiplies hundreds of token ratios with errors of 8%
             keys["importance_sampling_mode"] = config.importance_sampling_mode or "token_truncate"
         self.policy = Policy(loss_type=loss_type, **keys)
         self.config = config

@@ -66,7 +66,7 @@ def rope_store_paged_(
         q: [B, Hq, T, D]; fp32, fp16 or bf16.
         k, v: [B, H, T, D] in q's dtype.
         cos, sin: as in `rope_`.
-        keys, values, pages, slots: as in `store_paged`, of B · T tokens.
+        keys, values, pages, slots: as in `store_paged`, of B · T tokens; pages may have any number of slots.
     """
     rope_(q, k, cos, sin, False)
     store_paged(keys, values, pages, slots, *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (k, v)))

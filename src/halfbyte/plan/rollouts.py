@@ -20,14 +20,13 @@ import torch
 from ..config.policy import POLICY
 from ..config.schema import RunKeys
 from ..data.batch_shapes import Batches
+from ..generation.cache_dtypes import CACHES, INT4, page_bytes
 from ..generation.delta_net import is_delta_net, state_bytes
-from ..generation.engine import CACHES
 from ..generation.rollouts import PACKED_MAX_ROWS, PREFILL_TOKENS, pages_needed
 from ..generation.schedule import RESERVED_SEATS, Group, Row, page_count
 from ..layers import QuantizedLinear
 from ..modeling.config_facts import layer_sizes, max_layer_sizes
 from ..ops.delta_rule import Rows, delta_rule, parts_of
-from ..ops.paged_attention import PAGE
 from ..utils.errors import ConfigError
 from ..utils.text import size
 from .auxiliary import AuxiliaryModels
@@ -125,7 +124,7 @@ class _RolloutPlanner:
                 raise ConfigError(
                     f"rollout_memory_gib: {limit:g} is too small for one completion with its prompt, which needs"
                     f" {size(minimum)}",
-                    "raise it, lower max_completion_length, or set kv_cache: fp8",
+                    "raise it, lower max_completion_length, or set kv_cache: fp8 or int4",
                 )
             pages = min(pages, allowed)
         if answered is not None:
@@ -147,17 +146,21 @@ class _RolloutPlanner:
 
     def _pages(self) -> tuple[int, int]:
         """Bytes of KV pages and states with which all sequences run at once, and with which one runs."""
-        config, dtype = self.text, CACHES[self.config.kv_cache]
-        widths = [size.key_width for size in layer_sizes(config)]
-        itemsize = self.itemsize if dtype is None else dtype.itemsize
+        dtype = CACHES[self.config.kv_cache] or self.shapes.dtype
+        page = self._page(dtype)
         seat = sum(state_bytes(net, self.shapes.dtype) for net in self.nets)
-        attending = len(widths) - len(self.nets)  # delta nets cache no keys
-        page = 2 * PAGE * itemsize * sum(widths) * attending // len(widths)
+        seat += self._page(self.shapes.dtype) if dtype is INT4 else 0  # open pages
         longest = max(len(row.group.prompt) + row.max_tokens for rows in self.generations for row in rows)
         pages = max(pages_needed(rows, self.seats) for rows in self.generations) + 1
         seats = min(self.seats, max(map(len, self.generations)))
         minimum = (page_count(longest) + 1) * page + (1 + RESERVED_SEATS) * seat
         return pages * page + (seats + RESERVED_SEATS) * seat, minimum
+
+    def _page(self, dtype: torch.dtype) -> int:
+        """Bytes of a page of all layers whose cache has this dtype; delta nets cache no keys."""
+        sizes = layer_sizes(self.text)
+        page = sum(page_bytes(layer.key_heads, layer.head_dim, dtype) for layer in sizes)
+        return page * (len(sizes) - len(self.nets)) // len(sizes)
 
     def _decoded(self, weights: str) -> int:
         """Bytes of dequantized weights and of the adapter in the compute dtype.

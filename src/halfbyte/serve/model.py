@@ -116,10 +116,14 @@ class Served:
     Args:
         saved: the model; a PeftModel if there are adapters.
         names: name in requests → PEFT's adapter name, or None for the base.
+        kv_cache: as in `generation.generate`.
     """
 
-    def __init__(self, saved: Saved, names: Mapping[str, str | None], limits: Limits = Limits()):
+    def __init__(
+        self, saved: Saved, names: Mapping[str, str | None], limits: Limits = Limits(), kv_cache: str = "auto"
+    ):
         self.saved = saved
+        self.kv_cache = kv_cache
         self.names = dict(names)
         self.limits = limits
         self.conversation = Conversation(saved, Sampling())
@@ -231,6 +235,7 @@ class Served:
             penalties=work.penalties,
             scored=work.scored,
             grammars=[work.grammar] * len(work.prompts),
+            kv_cache=self.kv_cache,
         )
 
     def unload(self, name: str) -> None:
@@ -310,7 +315,13 @@ class Served:
         return [limit if self.context is None else min(limit, self.context - length) for length in lengths]
 
 
-def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trust_remote_code: bool = False) -> Served:
+def load(
+    name: str,
+    adapters: Mapping[str, str],
+    limits: Limits = Limits(),
+    trust_remote_code: bool = False,
+    kv_cache: str = "auto",
+) -> Served:
     """Load a run or a model, and further adapters of the same base.
 
     Args:
@@ -318,6 +329,7 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
             its base's name without.
         adapters: name in requests → folder of an adapter or a run.
         trust_remote_code: run the Python code that comes with the model; the run's own configuration does not count.
+        kv_cache: as in `generation.generate`.
 
     Raises:
         CheckpointError: a folder has no adapter, or a damaged one, or one of another model.
@@ -342,7 +354,7 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
         ends[str(names[key])] = known_stop_tokens(data_report(find(adapters[key]).run_dir), saved.tokenizer)
     check_kinds(saved.model, list(names.values()))
     saved.model.eval()
-    served = Served(saved, names, limits)
+    served = Served(saved, names, limits, kv_cache)
     served.ends |= ends
     return served
 

@@ -46,6 +46,7 @@ def serve(
     hosts: Sequence[str] = (),
     api_key: str | None = None,
     trust_remote_code: bool = False,
+    kv_cache: str = "auto",
 ) -> None:
     """Serve a run or a model until SIGINT or SIGTERM; return after running requests have ended.
 
@@ -54,7 +55,7 @@ def serve(
         port: 0 for any free port, which is printed at the start.
         adapters: name in requests → folder.
         hosts, api_key: see `guard.access_to`.
-        trust_remote_code: see `model.load`.
+        trust_remote_code, kv_cache: see `model.load`.
 
     Raises:
         ConfigError: the address is not available, or requires a key.
@@ -63,7 +64,7 @@ def serve(
     listener = _bind(host, port)
     with listener:
         access = access_to(host, listener.getsockname()[0], hosts, api_key)
-        served = load(name, adapters, limits, trust_remote_code)
+        served = load(name, adapters, limits, trust_remote_code, kv_cache)
         if ipaddress.ip_address(listener.getsockname()[0]).is_unspecified and not hosts:
             names = ", ".join(LOOPBACK)
             notice("serve", f"only requests to {names} are accepted; add the names clients use with --allowed-host")

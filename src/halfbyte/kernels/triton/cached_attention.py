@@ -22,6 +22,7 @@ from torch import Tensor
 from ...formats.float8 import FP8_MAX
 from ...ops.decode import decode_attention, store_both_
 from ...ops.paged_attention import BUNDLE, PAGE, Shared, paged_attention, store_paged
+from ...ops.paged_attention4 import LARGEST, STEPS, Cache4, append4_, paged_attention4
 from ..device import Device, device_of
 from ..tiling import power_of_2
 from .float8 import e4m3, to_float8
@@ -30,6 +31,7 @@ from .launch import Launcher
 SLOTS = (64, 32, 16)  # cache slots that a program reads at a time: the most that fit, by `slots_of`
 CONVERTS = (9, 0)  # first capability on which Triton converts E4M3 to bf16; on Ada ptxas rejects its code
 STAGES = 3  # pipeline stages of loading keys and values
+CONVERTING_STAGES = 2  # of codes of 8 and 4 bits: 128 µs with FP8 and 32 × 4,096 tokens, 153 with 3 (H200)
 COPIES = 4.5  # shared memory in units of a tile of keys: compiled kernels take 4.3 to 4.4, on Turing 2.5
 
 
@@ -61,6 +63,17 @@ def initial_softmax(sinks, inside, reads_sinks, ROWS: tl.constexpr, SINKS: tl.co
 
 
 @triton.jit
+def _softmax_step(top, scores, seen, softcap, SOFTCAP: tl.constexpr):
+    """New running maximum, the tile's weights, and the factor of earlier sums, for scores [ROWS, SLOTS]."""
+    if SOFTCAP:
+        ratio = 2 / (1 + tl.exp(-2 * scores / softcap)) - 1  # tanh
+        scores = softcap * ratio
+    scores = tl.where(seen, scores, -float("inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    return higher, rescale_factor(scores, higher[:, None]), rescale_factor(top, higher)
+
+
+@triton.jit
 def attend_tile(top, total, acc, q, keys, values, mask, seen, scale, softcap, SOFTCAP: tl.constexpr):
     """Accumulate one tile into the softmax of queries [ROWS, SIZE]: (maximum, sum of weights, weighted values).
 
@@ -68,16 +81,90 @@ def attend_tile(top, total, acc, q, keys, values, mask, seen, scale, softcap, SO
     """
     k = _cached(keys, mask).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if SOFTCAP:
-        ratio = 2 / (1 + tl.exp(-2 * scores / softcap)) - 1  # tanh
-        scores = softcap * ratio
-    scores = tl.where(seen, scores, -float("inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=1))
-    weights = rescale_factor(scores, higher[:, None])
-    fade = rescale_factor(top, higher)
+    higher, weights, fade = _softmax_step(top, scores, seen, softcap, SOFTCAP)
     v = _cached(values, mask).to(q.dtype)
     acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
     return higher, total * fade + tl.sum(weights, axis=1), acc
+
+
+@triton.jit
+def _numbers4(codes, like):
+    """Codes in the dtype of `like`, plus `_offset4`.
+
+    In 16 bits a code is the low end of the mantissa of a power of two, which takes no conversion.
+    """
+    if like.dtype == tl.bfloat16:
+        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    elif like.dtype == tl.float16:
+        return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit
+def _offset4(like):
+    return 128.0 if like.dtype == tl.bfloat16 else 1024.0 if like.dtype == tl.float16 else 0.0
+
+
+@triton.jit
+def _even_and_odd(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Split the columns of x [ROWS, SIZE], which `tl.interleave` joins again."""
+    return tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
+
+
+@triton.jit
+def _place4(
+    tables, tile, tiles, head, key_ranges_ptr, value_ranges_ptr, size,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Page of one head, first slot and ranges of a tile: steps and least values of even and odd channels and of tokens.
+
+    They are loaded one tile ahead; beyond the last of `tiles` tiles they are those of the last one.
+    """
+    start = tl.maximum(tl.minimum(tile, tiles - 1), 0) * SLOTS
+    page = tl.load(tables + start // PAGE).to(tl.int64) * HEADS + head
+    pair = tl.arange(0, SIZE // 2)
+    keys = key_ranges_ptr + page * (2 * size) + 2 * pair
+    values = value_ranges_ptr + page * (2 * PAGE) + start % PAGE + tl.arange(0, SLOTS)
+    inside = pair < size // 2
+    even, odd = tl.load(keys, mask=inside, other=0.0), tl.load(keys + 1, mask=inside, other=0.0)
+    least_even = tl.load(keys + size, mask=inside, other=0.0)
+    least_odd = tl.load(keys + size + 1, mask=inside, other=0.0)
+    return page, start % PAGE, even, odd, least_even, least_odd, tl.load(values), tl.load(values + PAGE)
+
+
+@triton.jit
+def attend_tile4(
+    top, total, even, odd, q_even, q_odd, keys_ptr, values_ptr, place, seen, size, scale, softcap,
+    SIZE: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """`attend_tile` for a tile of a cache in 4 bits, at `place`, which is a result of `_place4`.
+
+    Queries and sums are split by even and odd channels, so that the two codes of a byte need not be joined. Ranges are
+    applied to queries and weights, which are fewer than keys and values: with k = step · code + least,
+    q·k = (q ∘ step)·code + q·least.
+    """
+    page, slot, step_even, step_odd, least_even, least_odd, step, least = place
+    pair, s = tl.arange(0, SIZE // 2), slot + tl.arange(0, SLOTS)
+    offset = _offset4(q_even)
+    codes = (page * PAGE + s[:, None]) * (size // 2) + pair[None, :]
+    mask = (s[:, None] < PAGE) & (pair[None, :] < size // 2)
+    wide_even, wide_odd = q_even.to(tl.float32), q_odd.to(tl.float32)
+    scaled_even = (wide_even * step_even.to(tl.float32)[None, :]).to(q_even.dtype)
+    scaled_odd = (wide_odd * step_odd.to(tl.float32)[None, :]).to(q_even.dtype)
+    shift = wide_even * least_even.to(tl.float32)[None, :] - offset * scaled_even.to(tl.float32)
+    shift += wide_odd * least_odd.to(tl.float32)[None, :] - offset * scaled_odd.to(tl.float32)
+    k = tl.load(keys_ptr + codes, mask=mask, other=0)
+    scores = tl.dot(scaled_even, tl.trans(_numbers4(k & 15, q_even)), input_precision="ieee")
+    scores = tl.dot(scaled_odd, tl.trans(_numbers4(k >> 4, q_even)), scores, input_precision="ieee")
+    scores = (scores + tl.sum(shift, axis=1)[:, None]) * scale
+    higher, weights, fade = _softmax_step(top, scores, seen, softcap, SOFTCAP)
+    scaled = (weights * step.to(tl.float32)[None, :]).to(q_even.dtype)
+    shift = tl.sum(weights * least.to(tl.float32)[None, :] - offset * scaled.to(tl.float32), axis=1)[:, None]
+    v = tl.load(values_ptr + codes, mask=mask, other=0)
+    even = tl.dot(scaled, _numbers4(v & 15, q_even), even * fade[:, None] + shift, input_precision="ieee")
+    odd = tl.dot(scaled, _numbers4(v >> 4, q_even), odd * fade[:, None] + shift, input_precision="ieee")
+    return higher, total * fade + tl.sum(weights, axis=1), even, odd
 
 
 def slots_of(device: Device, size: int, element_size: int, rows: int = 16) -> tuple[int, int]:
@@ -200,6 +287,7 @@ def attend_static(
     return out
 
 
+STEPS4, LARGEST4 = tl.constexpr(float(STEPS)), tl.constexpr(LARGEST)  # of codes and ranges of a cache in 4 bits
 AMPERE = (8, 0)
 MOST_SPLITS = 32
 WAVES = 2  # least programs per multiprocessor, if sequences are long enough
@@ -210,13 +298,18 @@ MOST_PARTS = 8  # most parts of a bundle's pages; every program of a sequence ad
 
 @triton.jit
 def _attend_paged(
-    q_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, sinks_ptr, out_ptr, top_ptr, total_ptr,
+    q_ptr, keys_ptr, values_ptr, key_ranges_ptr, value_ranges_ptr, open_keys_ptr, open_values_ptr, sequences_ptr,
+    tables_ptr, lengths_ptr, sinks_ptr, out_ptr, top_ptr, total_ptr,
     common_ptr, prefix_ptr, prefix_top_ptr, prefix_total_ptr, q_stride, stride, size, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     SLOTS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FOUR: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: partial results of `_share` for each sequence's first `common` pages; 0: none."""
+    """PARTS: partial results of `_share` for each sequence's first `common` pages; 0: none.
+
+    FOUR: a cache in 4 bits, whose open pages the last program of a sequence reads; otherwise the pointers from
+    `key_ranges_ptr` to `sequences_ptr` are not read.
+    """
     program = tl.program_id(0).to(tl.int64)
     pair, split = program // SPLITS, program % SPLITS
     row, head = pair // HEADS, pair % HEADS
@@ -246,12 +339,37 @@ def _attend_paged(
             total = total * fade + tl.load(prefix_total_ptr + partial, mask=read, other=0.0) * new
             top = higher
     tiles_from, tiles_to = first // SLOTS, tl.cdiv(length, SLOTS)
+    if FOUR:
+        tiles_to = length // PAGE * (PAGE // SLOTS)
     tiles_per_split = tl.cdiv(tiles_to - tiles_from, SPLITS)
     begin = tiles_from + split.to(tl.int32) * tiles_per_split
     end = tl.minimum(begin + tiles_per_split, tiles_to)
+    if FOUR:
+        q_even, q_odd = _even_and_odd(q, ROWS, SIZE)
+        even, odd = _even_and_odd(acc, ROWS, SIZE)
+        tables = tables_ptr + row * stride
+        place = _place4(tables, begin, tiles_to, head, key_ranges_ptr, value_ranges_ptr, size, HEADS, SIZE, SLOTS, PAGE)
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            following = _place4(
+                tables, tile + 1, tiles_to, head, key_ranges_ptr, value_ranges_ptr, size, HEADS, SIZE, SLOTS, PAGE
+            )
+            used = tile * SLOTS + s >= first
+            top, total, even, odd = attend_tile4(
+                top, total, even, odd, q_even, q_odd, keys_ptr, values_ptr, place, used[None, :], size, scale, softcap,
+                SIZE, SLOTS, PAGE, SOFTCAP,
+            )  # fmt: skip
+            place = following
+        acc = tl.interleave(even, odd)
+        # then the open page
+        keys_ptr, values_ptr = open_keys_ptr, open_values_ptr
+        begin = length // PAGE * (PAGE // SLOTS)
+        end = tl.where(split == SPLITS - 1, tl.cdiv(length, SLOTS), begin)
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = tile * SLOTS
-        page = tl.load(tables_ptr + row * stride + start // PAGE).to(tl.int64)
+        if FOUR:
+            page = tl.load(sequences_ptr + row)
+        else:
+            page = tl.load(tables_ptr + row * stride + start // PAGE).to(tl.int64)
         slot = start + s
         used = (slot >= first) & (slot < length)
         offsets = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
@@ -271,10 +389,11 @@ def _attend_paged(
 
 @triton.jit
 def _share(
-    q_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, bundles_ptr, sums_ptr, top_ptr, total_ptr,
-    q_stride, stride, size, scale, softcap,
+    q_ptr, keys_ptr, values_ptr, key_ranges_ptr, value_ranges_ptr, tables_ptr, lengths_ptr, bundles_ptr, sums_ptr,
+    top_ptr, total_ptr, q_stride, stride, size, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     SLOTS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    FOUR: tl.constexpr,
 ):  # fmt: skip
     """Partial attention over a part of a bundle's shared pages, for one key head and all its queries."""
     program = tl.program_id(0).to(tl.int64)
@@ -299,15 +418,35 @@ def _share(
     acc = tl.zeros((ROWS, SIZE), tl.float32)
     tiles_per_part = tl.cdiv(tiles_to - tiles_from, PARTS)
     start_tile = tiles_from + p.to(tl.int32) * tiles_per_part
-    for tile in tl.range(start_tile, tl.minimum(start_tile + tiles_per_part, tiles_to), num_stages=STAGES):
-        start = tile * SLOTS
-        page = tl.load(tables_ptr + begin * stride + start // PAGE).to(tl.int64)
-        offsets = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
-        mask = (s[:, None] >= 0) & (d[None, :] < size)
-        seen = (start + s)[None, :] >= first[:, None]
-        top, total, acc = attend_tile(
-            top, total, acc, q, keys_ptr + offsets, values_ptr + offsets, mask, seen, scale, softcap, SOFTCAP
+    end_tile = tl.minimum(start_tile + tiles_per_part, tiles_to)
+    if FOUR:
+        q_even, q_odd = _even_and_odd(q, ROWS, SIZE)
+        even, odd = _even_and_odd(acc, ROWS, SIZE)
+        tables = tables_ptr + begin * stride
+        place = _place4(
+            tables, start_tile, tiles_to, head, key_ranges_ptr, value_ranges_ptr, size, HEADS, SIZE, SLOTS, PAGE
         )
+        for tile in tl.range(start_tile, end_tile, num_stages=STAGES):
+            following = _place4(
+                tables, tile + 1, tiles_to, head, key_ranges_ptr, value_ranges_ptr, size, HEADS, SIZE, SLOTS, PAGE
+            )
+            seen = (tile * SLOTS + s)[None, :] >= first[:, None]
+            top, total, even, odd = attend_tile4(
+                top, total, even, odd, q_even, q_odd, keys_ptr, values_ptr, place, seen, size, scale, softcap,
+                SIZE, SLOTS, PAGE, SOFTCAP,
+            )  # fmt: skip
+            place = following
+        acc = tl.interleave(even, odd)
+    else:
+        for tile in tl.range(start_tile, end_tile, num_stages=STAGES):
+            start = tile * SLOTS
+            page = tl.load(tables_ptr + begin * stride + start // PAGE).to(tl.int64)
+            offsets = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
+            mask = (s[:, None] >= 0) & (d[None, :] < size)
+            seen = (start + s)[None, :] >= first[:, None]
+            top, total, acc = attend_tile(
+                top, total, acc, q, keys_ptr + offsets, values_ptr + offsets, mask, seen, scale, softcap, SOFTCAP
+            )
     partial = (row * HEADS * GROUP + query) * PARTS + p
     tl.store(sums_ptr + partial[:, None] * size + d[None, :], acc, mask=inside)
     tl.store(top_ptr + partial, top, mask=valid)
@@ -347,6 +486,63 @@ def _store_paged(
     tl.store(values_ptr + to, v.to(values_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _ranges4(x, AXIS: tl.constexpr):
+    """Step and least value in fp16, and codes, of x over `AXIS`."""
+    x = tl.minimum(tl.maximum(x, -LARGEST4), LARGEST4)
+    least, largest = tl.min(x, axis=AXIS), tl.max(x, axis=AXIS)
+    step, least = ((largest - least) / STEPS4).to(tl.float16), least.to(tl.float16)
+    wide = tl.expand_dims(step.to(tl.float32), AXIS)
+    scaled = (x - tl.expand_dims(least.to(tl.float32), AXIS)) / tl.where(wide > 0, wide, 1.0)
+    codes = tl.minimum(tl.maximum(tl.floor(scaled + 0.5), 0.0), STEPS4)
+    return step, least, codes.to(tl.uint8)
+
+
+@triton.jit
+def _store_codes4(to_ptr, codes, page, size, SIZE: tl.constexpr, PAGE: tl.constexpr):
+    """Pack codes [PAGE, SIZE] and write them to a page."""
+    low, high = tl.split(tl.reshape(codes, (PAGE, SIZE // 2, 2)))
+    s, pair = tl.arange(0, PAGE)[:, None], tl.arange(0, SIZE // 2)[None, :]
+    tl.store(to_ptr + (page * PAGE + s) * (size // 2) + pair, low | (high << 4), mask=pair < size // 2)
+
+
+@triton.jit
+def _append4(
+    k_ptr, v_ptr, keys_ptr, values_ptr, key_ranges_ptr, value_ranges_ptr, open_keys_ptr, open_values_ptr,
+    pages_ptr, slots_ptr, sequences_ptr, k_stride, k_head, v_stride, v_head, size,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Store one token of one head, and quantize the page that it completes."""
+    program = tl.program_id(0).to(tl.int64)
+    token, head = program // HEADS, program % HEADS
+    d, s = tl.arange(0, SIZE), tl.arange(0, PAGE)
+    slot = tl.load(slots_ptr + token)
+    k = tl.load(k_ptr + token * k_stride + head * k_head + d, mask=d < size, other=0.0)
+    v = tl.load(v_ptr + token * v_stride + head * v_head + d, mask=d < size, other=0.0)
+    open_page = (tl.load(sequences_ptr + token) * HEADS + head) * PAGE
+    tl.store(open_keys_ptr + (open_page + slot) * size + d, k, mask=d < size)
+    tl.store(open_values_ptr + (open_page + slot) * size + d, v, mask=d < size)
+    if slot == PAGE - 1:
+        page = tl.load(pages_ptr + token) * HEADS + head
+        newest = s[:, None] == PAGE - 1
+        offsets = (open_page + s[:, None]) * size + d[None, :]
+        earlier = (s[:, None] < PAGE - 1) & (d[None, :] < size)
+        keys = tl.where(newest, k[None, :], tl.load(open_keys_ptr + offsets, mask=earlier, other=0.0)).to(tl.float32)
+        step, least, codes = _ranges4(keys, 0)
+        tl.store(key_ranges_ptr + page * (2 * size) + d, step, mask=d < size)
+        tl.store(key_ranges_ptr + page * (2 * size) + size + d, least, mask=d < size)
+        _store_codes4(keys_ptr, codes, page, size, SIZE, PAGE)
+        values = tl.where(newest, v[None, :], tl.load(open_values_ptr + offsets, mask=earlier, other=0.0))
+        values = values.to(tl.float32)
+        first = tl.sum(tl.where(d[None, :] == 0, values, 0.0), axis=1)
+        values = tl.where(d[None, :] < size, values, first[:, None])  # padding does not widen the ranges
+        step, least, codes = _ranges4(values, 1)
+        tl.store(value_ranges_ptr + page * (2 * PAGE) + s, step)
+        tl.store(value_ranges_ptr + page * (2 * PAGE) + PAGE + s, least)
+        _store_codes4(values_ptr, codes, page, size, SIZE, PAGE)
+
+
+_append4_launcher = Launcher(_append4)
 _paged_launcher, _share_launcher = Launcher(_attend_paged), Launcher(_share)
 _join_launcher, _store_paged_launcher = Launcher(_join), Launcher(_store_paged)
 
@@ -370,6 +566,65 @@ def _partial(queries: int, splits: int, q: Tensor) -> tuple[Tensor, Tensor, Tens
     return sums, sums.new_empty(queries, splits), sums.new_empty(queries, splits)
 
 
+def _attend(
+    q: Tensor,
+    caches: tuple[Tensor, ...],
+    four: bool,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    shared: Shared | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Launch the kernels of `paged_attention`, or of `paged_attention4`.
+
+    Args:
+        caches: keys and values; with `four`, followed by their ranges, the open pages, and the rows' sequences.
+    """
+    rows, heads, size = q.shape
+    key_heads, device = caches[0].shape[1], device_of(q)
+    group, padded = heads // key_heads, max(power_of_2(size), 16)
+    q = q if q.stride()[1:] == (size, 1) else q.contiguous()
+    numbers = q.stride(0), tables.stride(0), size, scale, softcap or 1.0
+    options = window or 0, softcap is not None
+    caches = caches if four else (*caches, *(lengths,) * 5)
+    prefix_splits, prefix = 0, (lengths, q, lengths, lengths)  # placeholders, not read without shared pages
+    stages = STAGES if caches[0].dtype is q.dtype else CONVERTING_STAGES
+
+    def tile_of(queries: int) -> tuple[int, int]:
+        slots, most = slots_of(device, padded, q.element_size(), queries)
+        return slots, min(most, stages)
+
+    if shared is not None and _takes_bundles(q, group):
+        prefix_splits = min(page_splits(device, rows // USUAL * key_heads, tables.shape[1], 1), MOST_PARTS)
+        sums = _partial(rows * heads, prefix_splits, q)
+        tile = max(power_of_2(BUNDLE * group), 16)
+        _share_launcher(
+            len(shared.bundles) * key_heads * prefix_splits,
+            (q, *caches[:4], tables, lengths, shared.bundles, *sums),
+            numbers,
+            (key_heads, group, tile, padded, PAGE, *tile_of(tile), prefix_splits, *options, four),
+            warps=4 if tile <= 64 else 8,
+        )
+        prefix = shared.pages, *sums
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    splits = page_splits(device, rows * key_heads, tables.shape[1])
+    split = _partial(rows * heads, splits, q) if splits > 1 else (out, lengths, lengths)
+    tile = max(power_of_2(group), 16)
+    _paged_launcher(
+        rows * key_heads * splits,
+        (q, *caches, tables, lengths, lengths if sinks is None else sinks, *split, *prefix),
+        numbers,
+        (key_heads, group, tile, padded, PAGE, *tile_of(16), splits, prefix_splits, *options, sinks is not None, four),
+        warps=4,
+    )
+    if splits > 1:
+        _join_launcher(rows * heads, (*split, out), (size,), (padded, splits, power_of_2(splits)), warps=4)
+    return out
+
+
 @paged_attention.kernel("cuda", "xpu")
 def attend_paged(
     q: Tensor,
@@ -383,49 +638,36 @@ def attend_paged(
     shared: Shared | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    rows, heads, size = q.shape
-    keys, values = readable(keys, values)
-    key_heads, device = keys.shape[1], device_of(q)
-    group, padded = heads // key_heads, max(power_of_2(size), 16)
-    q = q if q.stride()[1:] == (size, 1) else q.contiguous()
-    numbers = q.stride(0), tables.stride(0), size, scale, softcap or 1.0
-    options = window or 0, softcap is not None
-    prefix_splits, prefix = 0, (lengths, q, lengths, lengths)  # placeholders, not read without shared pages
-    if shared is not None and _takes_bundles(q, group):
-        prefix_splits = min(page_splits(device, rows // USUAL * key_heads, tables.shape[1], 1), MOST_PARTS)
-        sums = _partial(rows * heads, prefix_splits, q)
-        tile = max(power_of_2(BUNDLE * group), 16)
-        _share_launcher(
-            len(shared.bundles) * key_heads * prefix_splits,
-            (q, keys, values, tables, lengths, shared.bundles, *sums),
-            numbers,
-            (
-                key_heads,
-                group,
-                tile,
-                padded,
-                PAGE,
-                *slots_of(device, padded, q.element_size(), tile),
-                prefix_splits,
-                *options,
-            ),
-            warps=4 if tile <= 64 else 8,
-        )
-        prefix = shared.pages, *sums
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    splits = page_splits(device, rows * key_heads, tables.shape[1])
-    split = _partial(rows * heads, splits, q) if splits > 1 else (out, lengths, lengths)
-    _paged_launcher(
-        rows * key_heads * splits,
-        (q, keys, values, tables, lengths, lengths if sinks is None else sinks, *split, *prefix),
-        numbers,
-        (key_heads, group, max(power_of_2(group), 16), padded, PAGE, *slots_of(device, padded, q.element_size()),
-         splits, prefix_splits, *options, sinks is not None),
+    return _attend(q, readable(keys, values), False, tables, lengths, scale, window, softcap, shared, sinks)
+
+
+@paged_attention4.kernel("cuda", "xpu")
+def attend_paged4(
+    q: Tensor,
+    cache: Cache4,
+    tables: Tensor,
+    lengths: Tensor,
+    sequences: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    shared: Shared | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return _attend(q, (*cache, sequences), True, tables, lengths, scale, window, softcap, shared, sinks)
+
+
+@append4_.kernel("cuda", "xpu")
+def append4(k: Tensor, v: Tensor, cache: Cache4, pages: Tensor, slots: Tensor, sequences: Tensor) -> None:
+    tokens, heads, size = k.shape
+    k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (k, v))
+    _append4_launcher(
+        tokens * heads,
+        (k, v, *cache, pages.contiguous(), slots.contiguous(), sequences.contiguous()),
+        (*k.stride()[:2], *v.stride()[:2], size),
+        (heads, max(power_of_2(size), 16), PAGE),
         warps=4,
-    )  # fmt: skip
-    if splits > 1:
-        _join_launcher(rows * heads, (*split, out), (size,), (padded, splits, power_of_2(splits)), warps=4)
-    return out
+    )
 
 
 @store_paged.kernel("cuda", "xpu", unless=conversion_obstacle)

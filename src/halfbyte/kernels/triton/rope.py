@@ -22,7 +22,7 @@ from ...formats.float8 import FP8_MAX
 from ...ops import rope as reference
 from ...ops.checks import check_same
 from ...ops.norms import sum_rows
-from ...ops.paged_attention import PAGE, rope_store_paged_
+from ...ops.paged_attention import rope_store_paged_
 from ..operands import all_same, bump_versions, copy_back
 from ..tiling import ceil_div, power_of_2
 from .cached_attention import conversion_obstacle
@@ -97,9 +97,9 @@ def _rope(
 @triton.jit
 def _rope_store(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, pages_ptr, slots_ptr,
-    tokens, qb, qh, qt, kb, kh, kt, vb, vh, vt, cb, ct,
+    tokens, qb, qh, qt, kb, kh, kt, vb, vh, vt, cb, ct, page,
     HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_HEADS: tl.constexpr,
-    K_BLOCK: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr,
+    K_BLOCK: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """LIMIT: largest value of an FP8 cache; 0 for other caches."""
     program = tl.program_id(0).to(tl.int64)
@@ -109,8 +109,8 @@ def _rope_store(
     k_offset, mask = _heads(batch * kb + token * kt, kh, col, HALF, K_HEADS, K_BLOCK)
     v_offset, _ = _heads(batch * vb + token * vt, vh, col, HALF, K_HEADS, K_BLOCK)
     cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, False)
-    first = tl.load(pages_ptr + program) * (K_HEADS * PAGE * 2 * HALF) + tl.load(slots_ptr + program) * (2 * HALF)
-    to, _ = _heads(first, PAGE * 2 * HALF, col, HALF, K_HEADS, K_BLOCK)
+    first = tl.load(pages_ptr + program) * (K_HEADS * page * 2 * HALF) + tl.load(slots_ptr + program) * (2 * HALF)
+    to, _ = _heads(first, page * 2 * HALF, col, HALF, K_HEADS, K_BLOCK)
     q1, q2 = _load(q_ptr, q_offset, q_mask, HALF)
     k1, k2 = _load(k_ptr, k_offset, mask, HALF)
     v1, v2 = _load(v_ptr, v_offset, mask, HALF)
@@ -356,7 +356,7 @@ def rope_store(
     limit = FP8_MAX[keys.dtype] if keys.dtype.itemsize == 1 else 0.0
     _rope_store_launcher(
         batch * tokens, (*used, cos, sin, keys, values, pages.contiguous(), slots.contiguous()),
-        (tokens, *strides, *angle_strides), (*constants, PAGE, limit), warps,
+        (tokens, *strides, *angle_strides, keys.shape[2]), (*constants, limit), warps,
     )  # fmt: skip
     copy_back((q, k), used[:2])
 
