@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from halfbyte.autograd.experts import ExpertWeights, experts
 from halfbyte.autograd.lora import LoRA
 from halfbyte.formats import from_spec
-from halfbyte.kernels.triton import grouped
+from halfbyte.ops import experts as ops
 from halfbyte.ops.experts import Unit
 from halfbyte.tensor import QuantizedTensor
 
@@ -65,7 +65,7 @@ def test_against_a_loop(layer, monkeypatch, tokens, decoded_rows):
     The gradient of one token's routing weights has only k numbers. Their rounding errors differ by chance by several
     times between the implementations: on a CPU a sixth of the draws exceed the bound.
     """
-    monkeypatch.setattr(grouped, "DECODED_ROWS", decoded_rows)
+    monkeypatch.setattr(ops, "DECODED_ROWS", decoded_rows)
     errors = torch.zeros(len(RESULTS), 2, dtype=torch.float64, device="cuda")  # ours and torch's, squared
     for _ in range(max(1, 32 // tokens)):
         given = drawn(tokens)

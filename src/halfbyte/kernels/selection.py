@@ -230,9 +230,6 @@ def _experts() -> Iterator[Call]:
     for name in ("nf4", "kbit3", "gptq:128:float16:runs", "nvfp4", "mxfp4", "hqq4", "int8", "fp8"):
         first, second = stack_of(name, rows, columns), stack_of(name, columns, rows // 2)
         yield "expert_rows", f"1 token, 8 experts, {name}", (x, first, second, Unit("silu"), index, routed)
-    for per_expert in (32, 128):
-        arguments = stack.parts["packed"], stack, per_expert * experts, BF16
-        yield "multiplies_codes", f"{per_expert} rows an expert, NF4", arguments
 
 
 @functools.cache

@@ -23,7 +23,7 @@ Decoding a stack takes 256 (gate and up) and 132 (down).
     512       689   1,763   764      410   852     442      711   1,522   809
 
 With packed weights an iteration takes 3,300 clocks whatever the tile, the warps and W's side; no sweep removed this
-latency. So from `DECODED_ROWS` rows on a stack is decoded first.
+latency. So from `ops.experts.DECODED_ROWS` rows on a stack is decoded first.
 
 Other formats, gate and up of 8 and 256 tokens (8 choices each), forward / dX; NF4 takes 96 / 90 and 253 / 222:
 
@@ -58,10 +58,6 @@ STEP = 64  # depth per iteration, a block of the usual 4-bit formats
 # of experts without rows. With larger tiles the loop would decode each scale once per tile.
 NESTED_ROWS = 16
 UNNESTED = 1024  # scales that a program decodes
-# Mean rows per expert above which a stack is dequantized once per GEMM instead of in each tile. Forward and backward of
-# a layer of Qwen3-30B-A3B on an H200, dequantized first / in each tile: 64 rows 2.17 / 2.14 ms, 128 2.32 / 2.54, 256
-# 3.05 / 4.00, 512 4.44 / 6.67.
-DECODED_ROWS = 64
 
 
 class Tile(NamedTuple):
@@ -235,17 +231,6 @@ def tile_of(x: Tensor, packed: bool, routing: Routing, width: int, transposed: b
     if tile is None:
         raise Unavailable(f"there is no tile of {routing.tile_rows} rows for {x.dtype}")
     return tile._replace(left=tile.left and not (transposed and routing.tile_rows == 128))
-
-
-def codes_obstacle(tensor: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> str | None:
-    if slots > DECODED_ROWS * stack.shape[0]:
-        return f"is faster for up to {DECODED_ROWS} rows an expert, on average"
-    return decoders.stack_obstacle(stack)
-
-
-@reference.multiplies_codes.kernel("cuda", "xpu", unless=codes_obstacle, rank=1)
-def multiplies_codes(tensor: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
-    return True
 
 
 def obstacle(
