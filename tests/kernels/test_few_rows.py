@@ -20,10 +20,8 @@ RUN = """
 extern "C" void run_NAME(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, float4 **parts, u32 *batch) {
     launch(blocks, threads, bytes, [&] { NAME(*w, *x, *parts, *batch); });
 }
-extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const float4 **parts, const u16 **bias, u16 **out,
-                        const float **factor, u32 *rows, u32 *columns, u32 *batch, u32 *product, Term *term) {
-    launch(blocks, threads, bytes,
-           [&] { add(*parts, *bias, *out, *factor, *rows, *columns, *batch, *product, *term); });
+extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const Sums *sums, u32 *columns, u32 *batch) {
+    launch(blocks, threads, bytes, [&] { add(*sums, *columns, *batch); });
 }
 #else
 extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out,

@@ -33,14 +33,12 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x
 }
 """,
     gemm4: """
-extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const float4 **parts, const u16 **bias, u16 **out,
-                        const float **factor, u32 *rows, u32 *columns, u32 *batch, u32 *product, Term *term) {
+extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const Sums *sums, u32 *columns, u32 *batch) {
     blockDim.x = threads;
-    launch(blocks, threads, bytes,
-           [&] { add(*parts, *bias, *out, *factor, *rows, *columns, *batch, *product, *term); });
+    launch(blocks, threads, bytes, [&] { add(*sums, *columns, *batch); });
 }
-extern "C" void run_gemm4(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, float4 **parts, u32 *batch) {
-    launch(blocks, threads, bytes, [&] { gemm4(*w, *x, *parts, *batch); });
+extern "C" void run_gemm4(u32 blocks, u32 threads, u32 bytes, Parts<Weight> *parts, const u16 **x, u32 *batch) {
+    launch(blocks, threads, bytes, [&] { gemm4(*parts, *x, *batch); });
 }
 """,
 }
@@ -129,6 +127,30 @@ def test_several_weights(monkeypatch, backend, sizes, blocks, batch, nested):
         assert torch.equal(found, gemv4_row.gemv(x, *weight, blocks=blocks and gemv4_row.Blocks(*blocks)))
         true = linear_blockwise4.reference(x.float(), *weight)
         assert (found.float() - true).norm() <= 4e-3 * true.norm()
+
+
+@cases(
+    ("sizes", "batch", "nested"),
+    emulated=[((40, 70, 130), 13, True), ((64, 200), 33, False)],
+    hopper=[((4096, 1024, 1024), 32, True), ((14336, 14336), 16, False), ((130, 5000, 64), 64, True)],
+)
+def test_several_weights_of_more_rows(monkeypatch, backend, sizes, batch, nested):
+    """One launch for several weights gives their products; one of them has a bias, and one an adapter's term."""
+    loaded(gemm4, backend, monkeypatch, RUN[gemm4])
+    torch.manual_seed(0)
+    device = DEVICES[backend]
+    x = torch.randn(batch, 512, device=device).to(BF16)
+    weights: list = [(*arguments(rows, 512, "nf4", 64, nested, device=device), None, None) for rows in sizes]
+    bias = torch.randn(sizes[0], device=device).to(BF16)
+    weights[0] = (*weights[0][:6], bias, None)
+    term = torch.randn(batch, 16, device=device).to(BF16), torch.randn(sizes[1], 16, device=device).to(BF16)
+    weights[1] = (*weights[1][:7], term)
+    assert gemm4.several_obstacle(x, weights) is None or backend == "emulated"
+    blocks = gemm4.Blocks(1, 3) if backend == "emulated" else None
+    for out, (*weight, own_term) in zip(gemm4.several(x, weights, blocks), weights, strict=True):
+        true = linear_blockwise4.reference(x.float(), *weight[:6], None if weight[6] is None else weight[6].float())
+        true = true if own_term is None else true + own_term[0].float() @ own_term[1].float().T
+        assert (out.float() - true).norm() <= 4e-3 * true.norm()
 
 
 def test_blocks_are_shared_by_tiles():

@@ -34,15 +34,12 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x
 }
 """,
     "gemm_planes": """
-extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const float4 **parts, const u16 **bias, u16 **out,
-                        const float **factor, u32 *rows, u32 *columns, u32 *batch, u32 *product, Term *term) {
+extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const Sums *sums, u32 *columns, u32 *batch) {
     blockDim.x = threads;
-    launch(blocks, threads, bytes,
-           [&] { add(*parts, *bias, *out, *factor, *rows, *columns, *batch, *product, *term); });
+    launch(blocks, threads, bytes, [&] { add(*sums, *columns, *batch); });
 }
-extern "C" void run_gemm_planes(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, float4 **parts,
-                                u32 *batch) {
-    launch(blocks, threads, bytes, [&] { gemm_planes(*w, *x, *parts, *batch); });
+extern "C" void run_gemm_planes(u32 blocks, u32 threads, u32 bytes, Parts<Weight> *parts, const u16 **x, u32 *batch) {
+    launch(blocks, threads, bytes, [&] { gemm_planes(*parts, *x, *batch); });
 }
 """,
 }

@@ -204,9 +204,9 @@ def linear_blockwise4(
     return add_term(linear_rows(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias), term)
 
 
-@op("cuda.gemv4_row")
+@op("cuda.gemv4_row", "cuda.gemm4")
 def linears_blockwise4(x: Tensor, weights: Sequence[tuple]) -> list[Tensor]:
-    """`linear_blockwise4` of one x with several weights, each given as its arguments after x, without the term."""
+    """`linear_blockwise4` of one x with several weights, each given as its arguments after x."""
     return [linear_blockwise4(x, *weight) for weight in weights]
 
 

@@ -196,17 +196,19 @@ class Linears:
                 y, u = y.split(list(self.up.shape), dim=-1)
                 y = add_term(y, (u if mask is None else u * mask, self.up))
             return [output.unflatten(0, x.shape[:2]) for output in y.split(self.sizes, dim=-1)]
-        weights = [weight for weight in self.weights if weight is not None]
-        if self.a is None and 1 < len(self.weights) == len(weights):
-            outs = linears_blockwise4(rows, [weight.given(rows.dtype) for weight in weights])
-            return [out.unflatten(0, x.shape[:2]) for out in outs]
         if self.a is not None:
             u = low_rank_rows(rows, self.a, mask)
-        out = []
-        for gemm, factor in zip(self.gemms, self.b, strict=True):
-            term = None if factor is None else (u[:, factor[0] : factor[0] + factor[1].shape[1]], factor[1])
-            out.append(gemm(rows, term=term).unflatten(0, x.shape[:2]))
-        return out
+        terms = [
+            None if factor is None else (u[:, factor[0] : factor[0] + factor[1].shape[1]], factor[1])
+            for factor in self.b
+        ]
+        weights = [weight for weight in self.weights if weight is not None]
+        if 1 < len(self.weights) == len(weights):
+            pairs = zip(weights, terms, strict=True)
+            outs = linears_blockwise4(rows, [(*weight.given(rows.dtype), term) for weight, term in pairs])
+        else:
+            outs = [gemm(rows, term=term) for gemm, term in zip(self.gemms, terms, strict=True)]
+        return [out.unflatten(0, x.shape[:2]) for out in outs]
 
     def projections(self) -> Projections | None:
         """Return these linears for `ops.decode`, or None unless all weights are 4-bit."""

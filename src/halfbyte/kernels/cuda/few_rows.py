@@ -93,7 +93,7 @@ def _kernels(
     """The product with `tiles` tiles of 8 rows of x, and if it is `split` the kernel that adds the blocks' sums."""
     every = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16), "SPLIT": int(split)}
     every |= dict(constants) | {"ORIGIN": origin_of(device)}
-    image = cubin(name, architecture_of(device), every, [struct, *[gemm4.Term] * split])
+    image = cubin(name, architecture_of(device), every, [struct, *[gemm4.Sums] * split])
     return Kernel(image, name, image.shared_for(8 * tiles)), Kernel(image, "add", 0) if split else None
 
 
@@ -119,11 +119,12 @@ def _launch(
         grid = gemm4.grid_for(groups, columns // UNIT, multiprocessors)
         sums = blocks.wr * blocks.rt * TILE * 8 * tiles  # of one block
         partials = torch.empty((grid + groups) * sums, dtype=torch.float32, device=x.device)
-        sizes = [ctypes.c_uint32(size) for size in (rows, columns, batch, grid)]
-        product(grid, threads, [weight, *gemm4.pointers(x, partials), sizes[2]])
+        sizes = [ctypes.c_uint32(size) for size in (columns, batch)]
+        product(grid, threads, [weight, *gemm4.pointers(x, partials), sizes[1]])
         fused = term if gemm4.adds(term) else None
-        add(groups * sums // 4 // gemm4.ADDED, gemm4.ADDED,
-            [*gemm4.pointers(partials, bias, out, None), *sizes, gemm4.term_of(fused)])  # fmt: skip
+        added = groups * sums // 4 // gemm4.ADDED
+        one = gemm4.sum_of(gemm4.Product(weight, rows, bias, term=fused), partials, out, grid, 0)
+        add(added, gemm4.ADDED, [gemm4.sums_of([one], added), *sizes])
     return out if fused is term else add_term(out, term)
 
 

@@ -117,7 +117,7 @@ __device__ __forceinline__ void few_rows(W w, const u16 *x, float4 *partials, u3
 }
 
 #define PRODUCT(NAME, W)                                                                                              \
-    LAYOUT(SHARED<W>, 0, sizeof(W), sizeof(Term));                                                                    \
+    LAYOUT(SHARED<W>, 0, sizeof(W), sizeof(Sums));                                                                    \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(W w, const u16 *x, float4 *partials, u32 batch) {   \
         few_rows(w, x, partials, batch);                                                                              \
     }

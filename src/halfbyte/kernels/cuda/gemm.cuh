@@ -1,8 +1,9 @@
-/* y = x Wᵀ + b for up to 64 rows of x, with Hopper's tensor cores, for any format of W.
+/* y = x Wᵀ + b for up to 64 rows of x and up to three W, with Hopper's tensor cores, for any format of W.
 
 With so many rows the cost is how often x is read from the L2 cache: once for every tile of rows of W. So a tile has
 64·GROUPS rows, and K is split instead, into K tiles of 128 columns. The pairs of K tiles of all tiles, in order of
-tiles, are divided evenly among the blocks, and the second kernel, add(), adds their partial sums (partials.cuh).
+tiles, are divided evenly among the blocks, and the second kernel, add(), adds their partial sums (partials.cuh). Several
+W have the same K, and a range of the blocks of both kernels each.
 
 A group of four warps has 64 rows of W as wgmma's left operand, in registers: 16 rows a warp, laid out as for
 mma.m16n8k16. While the products of some columns run, a group decodes the operands of the next: 64 columns with few rows
@@ -99,7 +100,8 @@ produce(const W &w, Ring ring, const u16 *x, u32 batch, u32 now, u32 end, u32 pr
 
 /* The other warps: multiply. */
 template <typename W>
-__device__ __forceinline__ void consume(const W &w, Ring ring, float4 *partials, u32 now, u32 end, u32 warp, u32 lane) {
+__device__ __forceinline__ void
+consume(const W &w, Ring ring, float4 *partials, u32 block, u32 now, u32 end, u32 warp, u32 lane) {
     u32 k_tiles = w.columns / 128, k_tile = now % k_tiles;
     u32 described = descriptor_of(address(shared) + ring.begin);
     Quarter first[QUARTERS], second[QUARTERS];
@@ -164,7 +166,7 @@ __device__ __forceinline__ void consume(const W &w, Ring ring, float4 *partials,
         if (lane == 0)
             mbarrier_arrive(empty);
         if (k_tile == 0 || now + 1 == end) {
-            float4 *to = partials + (u64)(blockIdx.x + now / k_tiles) * PARTIAL + warp * NT * 32 + lane;
+            float4 *to = partials + (u64)(block + now / k_tiles) * PARTIAL + warp * NT * 32 + lane;
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 to[n * 32] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
@@ -176,10 +178,24 @@ __device__ __forceinline__ void consume(const W &w, Ring ring, float4 *partials,
     }
 }
 
-template <typename W> __device__ __forceinline__ void product(const W &w, const u16 *x, float4 *partials, u32 batch) {
+/* One of the products of x: W, where its partial sums go, and its range of blocks. */
+template <typename W> struct Part {
+    W w;
+    float4 *partials;
+    u32 begin, blocks;
+};
+
+template <typename W> struct Parts {
+    Part<W> parts[3]; /* unused parts begin after all blocks */
+};
+
+/* The kernel, for block `block` of `blocks`. */
+template <typename W>
+__device__ __forceinline__ void
+product(const W &w, const u16 *x, float4 *partials, u32 batch, u32 block, u32 blocks) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 pairs = (w.rows + ROWS - 1) / ROWS * (w.columns / 256);
-    u32 now = 2 * first_pair(blockIdx.x, gridDim.x, pairs), end = 2 * first_pair(blockIdx.x + 1, gridDim.x, pairs);
+    u32 now = 2 * first_pair(block, blocks, pairs), end = 2 * first_pair(block + 1, blocks, pairs);
     Ring ring(W::TABLE, STAGE<W>);
     if (threadIdx.x == 0)
         ring.set_up();
@@ -193,6 +209,6 @@ template <typename W> __device__ __forceinline__ void product(const W &w, const 
         w.build();
         __syncthreads();
         griddepcontrol_wait();
-        consume(w, ring, partials, now, end, warp, lane);
+        consume(w, ring, partials, block, now, end, warp, lane);
     }
 }

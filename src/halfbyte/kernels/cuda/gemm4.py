@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...formats.blockwise4 import linear_blockwise4
+from ...formats.blockwise4 import linear_blockwise4, linears_blockwise4
 from ..device import device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, gemv4, remembered
 from .gemv4 import BLOCKSIZE, Nested, mma_obstacle, weight_of
+from .gemv4_row import not_alike, shares
 
 FEWEST, BATCH = 9, 64  # rows of x
 CAPABILITY = 9  # only compute capability 9.x has wgmma
 STEP = 256  # columns of K in a unit of work
 COPYING, ADDED = 128, 256  # threads of a block that copy; threads of a block of `add`
 PARTS = 16  # most parts of a tile, approximately
+PRODUCTS = 3  # most products of a launch
 
 
 class Term(ctypes.Structure):
@@ -28,6 +32,31 @@ class Term(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in "ub"),
         *((name, ctypes.c_uint32) for name in ("apart", "rank")),
     )
+
+
+class Sum(ctypes.Structure):
+    """The struct `Sum` of `cuda/partials.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("partials", "bias", "out", "factor")),
+        ("term", Term),
+        *((name, ctypes.c_uint32) for name in ("rows", "blocks", "begin", "unused")),
+    )
+
+
+class Sums(ctypes.Structure):
+    """The struct `Sums` of `cuda/partials.cuh`."""
+
+    _fields_ = (("parts", Sum * PRODUCTS),)
+
+
+@functools.cache
+def parts_of(weight: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """The struct `Parts<W>` of `cuda/gemm.cuh` for weights of this struct."""
+    numbers = (("begin", ctypes.c_uint32), ("blocks", ctypes.c_uint32))
+    fields = {"_fields_": (("w", weight), ("partials", ctypes.c_void_p), *numbers)}
+    part: type[ctypes.Structure] = type("Part", (ctypes.Structure,), fields)
+    return type("Parts", (ctypes.Structure,), {"_fields_": (("parts", part * PRODUCTS),)})
 
 
 class Blocks(NamedTuple):
@@ -59,7 +88,7 @@ def _kernel(
 ) -> tuple[Kernel, Kernel]:
     """The GEMM, and the kernel that adds the tiles' parts."""
     values = {"GROUPS": blocks.groups, "STAGES": blocks.stages, "NT": tiles, "BF16": int(bf16), **dict(constants)}
-    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)}, [struct, Term])
+    image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)}, [struct, Sums])
     return Kernel(image, name), Kernel(image, "add", 0)
 
 
@@ -93,27 +122,58 @@ def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
 
 
+class Product(NamedTuple):
+    """`factor` · x·Wᵀ + b + u·Bᵀ, for W [rows, K] as the kernel's struct; `adds` accepts the term."""
+
+    weight: ctypes.Structure
+    rows: int
+    bias: Tensor | None
+    factor: Tensor | None = None
+    term: gemv4.Term = None
+
+
+def sum_of(product: Product, partials: Tensor, out: Tensor, blocks: int, begin: int) -> Sum:
+    """A product's parameter of `add`, for partial sums that `blocks` blocks write."""
+    tensors = (partials, product.bias, out, product.factor)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return Sum(*addresses, term_of(product.term), product.rows, blocks, begin)
+
+
+def sums_of(sums: Sequence[Sum], blocks: int) -> Sums:
+    """The parameter of `add` in `blocks` blocks."""
+    return Sums((Sum * PRODUCTS)(*sums, *(Sum(begin=blocks) for _ in range(PRODUCTS - len(sums)))))
+
+
 def launch(
-    name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int,
-    blocks: Blocks | None = None, term: gemv4.Term = None, **constants: int,
-) -> Tensor:  # fmt: skip
-    """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`, with parameters weight, x, the tiles' parts and x's rows."""
-    device = x.get_device()
-    (batch, columns) = x.shape
-    tiles = tiles_of(x.shape[0])
+    name: str, products: Sequence[Product], x: Tensor, blocks: Blocks | None = None, **constants: int
+) -> list[Tensor]:
+    """The results of up to `PRODUCTS` products by the kernel `name`, [M, rows] each."""
+    device, (batch, columns) = x.get_device(), x.shape
+    tiles = tiles_of(batch)
     blocks = blocks or blocks_for(tiles)
-    tile = 64 * blocks.groups
-    cut = ceil_div(rows, tile)
-    grid = grid_for(cut, columns // STEP, multiprocessors_of(device))
-    partials = torch.empty((grid + cut) * tile * 8 * tiles, dtype=torch.float32, device=x.device)
-    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
-    sizes = [ctypes.c_uint32(size) for size in (rows, columns, batch, grid)]
+    tile, bf16 = 64 * blocks.groups, x.dtype is torch.bfloat16
+    cuts = [ceil_div(product.rows, tile) for product in products]
+    steps = columns // STEP
+    most = shares([cut * steps for cut in cuts], multiprocessors_of(device))
+    grids = [grid_for(cut, steps, share) for cut, share in zip(cuts, most, strict=True)]
+    additions = [cut * tile * 2 * tiles // ADDED for cut in cuts]  # blocks of `add`
+    entries = [grid + cut for grid, cut in zip(grids, cuts, strict=True)]
+    partials = torch.empty(sum(entries), tile * 8 * tiles, dtype=torch.float32, device=x.device).split(entries)
+    outs = [torch.empty(batch, product.rows, dtype=x.dtype, device=x.device) for product in products]
+    parts, sums = parts_of(type(products[0].weight))(), []
+    for part in parts.parts:
+        part.begin = sum(grids)
+    for at, product in enumerate(products):
+        part = parts.parts[at]
+        part.w, part.partials, part.begin = product.weight, partials[at].data_ptr(), sum(grids[:at])
+        part.blocks = grids[at]
+        sums.append(sum_of(product, partials[at], outs[at], grids[at], sum(additions[:at])))
+    rows = ctypes.c_uint32(batch)
     with torch.cuda.device(device):
-        bf16 = x.dtype is torch.bfloat16
-        product, add = _kernel(name, blocks, device, tiles, bf16, type(weight), tuple(constants.items()))
-        product(grid, 128 * blocks.groups + COPYING, [weight, *pointers(x, partials), sizes[2]])
-        add(cut * tile * 2 * tiles // ADDED, ADDED, [*pointers(partials, bias, out, factor), *sizes, term_of(term)])
-    return out
+        kernel, add = _kernel(name, blocks, device, tiles, bf16, type(parts), tuple(constants.items()))
+        kernel(sum(grids), 128 * blocks.groups + COPYING, [parts, *pointers(x), rows])
+        add(sum(additions), ADDED, [sums_of(sums, sum(additions)), ctypes.c_uint32(columns), rows])
+    return outs
 
 
 def obstacle(
@@ -134,4 +194,20 @@ def gemm(
 ) -> Tensor:  # fmt: skip
     x = x.contiguous()
     weight = weight_of(x, packed, absmax, nested, quant_type, rows)
-    return launch("gemm4", weight, x, bias, None, rows, blocks, term, NESTED=int(nested is not None))
+    product = Product(weight, rows, bias, term=term)
+    return launch("gemm4", [product], x, blocks, NESTED=int(nested is not None))[0]
+
+
+def several_obstacle(x: Tensor, weights: Sequence[tuple]) -> str | None:
+    refusals = (reason for weight in weights if (reason := obstacle(x, *weight)))
+    return not_alike(weights, PRODUCTS) or next(refusals, None)
+
+
+@linears_blockwise4.kernel("cuda", unless=several_obstacle, rank=1)
+def several(x: Tensor, weights: Sequence[tuple], blocks: Blocks | None = None) -> list[Tensor]:
+    x = x.contiguous()
+    products = [
+        Product(weight_of(x, packed, absmax, nested, quant_type, rows), rows, bias, term=term[0] if term else None)
+        for packed, absmax, nested, _, quant_type, rows, bias, *term in weights
+    ]
+    return launch("gemm4", products, x, blocks, NESTED=int(weights[0][2] is not None))

@@ -100,9 +100,9 @@ struct Weight : Planes {
     }
 };
 
-LAYOUT(SHARED<Weight>, 0, sizeof(Planes), sizeof(Term));
+LAYOUT(SHARED<Weight>, 0, sizeof(Parts<Weight>), sizeof(Sums));
 
-extern "C" __global__ void __launch_bounds__(BOUND, 1)
-gemm_planes(Weight w, const u16 *x, float4 *partials, u32 batch) {
-    product(w, x, partials, batch);
+extern "C" __global__ void __launch_bounds__(BOUND, 1) gemm_planes(const Parts<Weight> all, const u16 *x, u32 batch) {
+    const Part<Weight> &part = all.parts[part_of_block(all.parts)];
+    product(part.w, x, part.partials, batch, blockIdx.x - part.begin, part.blocks);
 }

@@ -19,6 +19,7 @@ from .gemv4 import Nested, Term, Weight, mma_obstacle, weight_of
 
 BATCH, ROWS = 2, 16  # most rows of x; rows of W per tile, at least one tile
 PARTS = 3  # most weights per launch
+OF_WEIGHT = 7  # arguments of a weight, before the term
 
 
 class _Part(ctypes.Structure):
@@ -82,16 +83,21 @@ def gemv(
     return add_term(out[0], term)
 
 
-def several_obstacle(x: Tensor, weights: Sequence[tuple]) -> str | None:
+def not_alike(weights: Sequence[tuple], most: int) -> str | None:
+    """Return why a launch cannot take these weights, or None."""
     alike = {(nested is None, blocksize) for _, _, nested, blocksize, *_ in weights}
-    if not 1 < len(weights) <= PARTS or len(alike) > 1:
-        return f"takes 2 to {PARTS} weights with one kind of scales"
-    return next((reason for weight in weights if (reason := obstacle(x, *weight))), None)
+    fits = 1 < len(weights) <= most and len(alike) == 1
+    return None if fits else f"takes 2 to {most} weights with one kind of scales"
+
+
+def several_obstacle(x: Tensor, weights: Sequence[tuple]) -> str | None:
+    return not_alike(weights, PARTS) or next((reason for weight in weights if (reason := obstacle(x, *weight))), None)
 
 
 @linears_blockwise4.kernel("cuda", unless=several_obstacle)
 def several(x: Tensor, weights: Sequence[tuple], blocks: Blocks | None = None) -> list[Tensor]:
-    return _products(x.contiguous(), weights, blocks)
+    outs = _products(x.contiguous(), [weight[:OF_WEIGHT] for weight in weights], blocks)
+    return [add_term(out, *weight[OF_WEIGHT:] or (None,)) for out, weight in zip(outs, weights, strict=True)]
 
 
 def shares(tiles: Sequence[int], blocks: int) -> list[int]:

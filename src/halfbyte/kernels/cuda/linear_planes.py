@@ -176,8 +176,8 @@ def gemm64(
     """`linear_bitplane`; with a `group`, `linear_hqq`."""
     x = x.contiguous()
     weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
-    added = None if group else factor
-    return gemm4.launch("gemm_planes", weight, x, bias, added, rows, blocks, BITS=GEMM64_BITS, GROUP=group)
+    product = gemm4.Product(weight, rows, bias, None if group else factor)
+    return gemm4.launch("gemm_planes", [product], x, blocks, BITS=GEMM64_BITS, GROUP=group)[0]
 
 
 def gemm64_bitplane_obstacle(

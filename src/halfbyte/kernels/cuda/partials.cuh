@@ -53,12 +53,36 @@ struct Term {
     }
 };
 
-/* y = `factor` times the sum of each tile's partial sums, which `blocks` blocks wrote. A thread adds four sums. */
-extern "C" __global__ void __launch_bounds__(256)
-add(const float4 *partials, const u16 *bias, u16 *out, const float *factor, u32 rows, u32 columns, u32 batch,
-    u32 blocks, Term term) {
+/* The part of a block, for up to three products of one x that have a range of blocks each. */
+template <typename P> __device__ __forceinline__ u32 part_of_block(const P (&parts)[3]) {
+    return (blockIdx.x >= parts[1].begin) + (blockIdx.x >= parts[2].begin);
+}
+
+/* One product's sums, of partial sums that `blocks` blocks wrote; `begin` is its first block of add(). */
+struct Sum {
+    const float4 *partials;
+    const u16 *bias;
+    u16 *out;
+    const float *factor;
+    Term term;
+    u32 rows, blocks, begin, unused;
+};
+
+struct Sums {
+    Sum parts[3]; /* unused parts begin after all blocks */
+};
+
+/* y = `factor` times the sum of each tile's partial sums. A thread adds four sums. */
+extern "C" __global__ void __launch_bounds__(256) add(const Sums all, u32 columns, u32 batch) {
+    const Sum &own = all.parts[part_of_block(all.parts)];
+    const float4 *partials = own.partials;
+    const u16 *bias = own.bias;
+    const float *factor = own.factor;
+    u16 *out = own.out;
+    u32 rows = own.rows, blocks = own.blocks;
+    const Term term = own.term;
     u32 k_tiles = columns / 256, pairs = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * k_tiles;
-    u32 at = blockIdx.x * 256 + threadIdx.x, tile = at / PARTIAL, i = at % PARTIAL, lane = i % 32;
+    u32 at = (blockIdx.x - own.begin) * 256 + threadIdx.x, tile = at / PARTIAL, i = at % PARTIAL, lane = i % 32;
     u32 row = tile * BLOCK_ROWS + i / (NT * 32) * 16 + lane / 4, m = i / 32 % NT * 8 + lane % 4 * 2;
     u32 u_row = i / 32 % NT * 8 + lane / 4; /* row of u */
     u32 block = block_of(tile * k_tiles, blocks, pairs), last = block_of(tile * k_tiles + k_tiles - 1, blocks, pairs);
