@@ -125,7 +125,21 @@ ENUMERATED = {
 
 
 # Values that are halfbyte's default, or that another key gives a meaning.
-WITHOUT_EFFECT = {"sft", "bnb", "hqq", "AUTO", "causal_lm", "default", "grpo", "all", "turn", "last", "orpo", "simpo"}
+WITHOUT_EFFECT = {
+    "sft",
+    "bnb",
+    "hqq",
+    "eetq",
+    "AUTO",
+    "causal_lm",
+    "default",
+    "grpo",
+    "all",
+    "turn",
+    "last",
+    "orpo",
+    "simpo",
+}
 OTHER_METHODS = {("rl", "ebft"), ("stage", "ppo"), ("rlhf_type", "ppo")}
 
 
@@ -187,6 +201,9 @@ def test_surogate_imports_without_a_line_to_decide(tmp_path, lines):
     [
         ("load_in_fp8: block", {"load_in_4bit": True, "quantization": "fp8-tile"}),
         ("load_in_16bit: true", {"load_in_4bit": False}),
+        ("quantization_bit: 8\nquantization_method: eetq", {"load_in_4bit": True, "quantization": "int8"}),
+        ("quantization: eetq", {"load_in_4bit": True, "quantization": "int8"}),
+        ("quant_bits: 8\nquant_method: eetq", {"load_in_4bit": True, "quantization": "int8"}),
         ("finetune_language_layers: true\nfinetune_mlp_modules: true", {"target_modules": "all-linear"}),
         ("lr_scheduler: cosine\ncosine_min_lr_ratio: 0.1", {
             "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},

@@ -68,7 +68,7 @@ def test_against_the_authors_package(bits):
     assert objective(weight, stored(weight, HQQ(bits, 64))) <= room * objective(weight, their_values)
 
 
-@pytest.mark.parametrize(("options", "named"), [((5, 64), "5-bit"), ((4, 48), "48")])
+@pytest.mark.parametrize(("options", "named"), [((7, 64), "7-bit"), ((4, 48), "48")])
 def test_unsupported_options_are_refused(options, named):
     with pytest.raises(ModelError, match=named):
         HQQ(*options)

@@ -6,7 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4, PackQuantized, PackQuantizedZeros, from_spec
+from halfbyte.formats import (
+    FORMATS,
+    Aqlm,
+    Awq,
+    Float8,
+    Gptq,
+    GptqV2,
+    HqqLibrary,
+    Mxfp4,
+    Nvfp4,
+    PackQuantized,
+    PackQuantizedZeros,
+    Torchao,
+    from_spec,
+)
 from halfbyte.layers import QuantizedLinear, quantized_parameter
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
@@ -256,7 +270,26 @@ def compressed(form="pack-quantized", **scheme):
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
+def mixed(*layouts):
+    """Groups with these layouts."""
+    weights = {"pack-quantized": {"num_bits": 8}, "nvfp4-pack-quantized": NVFP4_WEIGHTS}
+    groups = {f"group_{i}": {"format": layout, "weights": weights[layout]} for i, layout in enumerate(layouts)}
+    return compressed() | {"config_groups": groups}
+
+
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MXFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 CONFIGS = [
+    (mixed("pack-quantized", "pack-quantized"), PackQuantized),
+    (compressed("float-quantized", weights=FP8_WEIGHTS, input_activations={"num_bits": 8}), Float8),
+    (compressed("nvfp4-pack-quantized", weights=NVFP4_WEIGHTS), Nvfp4),
+    (compressed("mxfp4-pack-quantized", weights=MXFP4_WEIGHTS), Mxfp4),
+    ({"quant_method": "gptq", "bits": 3, "group_size": -1}, Gptq),
+    ({"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"}, GptqV2),
+    ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 3, "group_size": 64}}}, HqqLibrary),
+    ({"quant_method": "aqlm", "num_codebooks": 2, "nbits_per_codebook": 8}, Aqlm),
+    ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, Torchao),
     (compressed(), PackQuantized),
     (compressed(weights={"num_bits": 4, "symmetric": False}), PackQuantizedZeros),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, Gptq),
@@ -273,25 +306,28 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("entry", "cls"), CONFIGS)
 def test_quantization_config_is_recognised(entry, cls):
-    every = (Gptq, GptqV2, Awq, Nvfp4, Mxfp4, PackQuantized, PackQuantizedZeros)
-    found = [one for one in every if one.from_quantization_config(entry) is not None]
+    found = [one for one in FORMATS.values() if one.from_quantization_config(entry) is not None]
     assert found == ([cls] if cls else [])
 
 
 @pytest.mark.parametrize(
     ("cls", "entry", "said"),
     [
-        (Gptq, {"quant_method": "gptq", "bits": 8}, "8-bit"),
+        (Gptq, {"quant_method": "gptq", "bits": 5}, "5-bit"),
+        (GptqV2, {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 7}, "7-bit"),
+        (Gptq, {"quant_method": "gptq", "bits": 3, "checkpoint_format": "gptq_p"}, "'gptq_p'"),
         (Gptq, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin'"),
         (Awq, {"quant_method": "awq", "version": "gemv"}, "'gemv'"),
         (Awq, {"quant_method": "awq", "bits": 3}, "3-bit"),
-        (PackQuantized, compressed("float-quantized"), "'float-quantized'"),
-        (PackQuantized, compressed(weights={"num_bits": 8, "type": "int"}), "weights.num_bits 8"),
+        (PackQuantized, compressed("int-quantized"), "'int-quantized'"),
+        (PackQuantized, compressed("float-quantized"), "weights.num_bits 4"),
+        (PackQuantized, compressed(weights={"num_bits": 7, "type": "int"}), "weights.num_bits 7"),
         (PackQuantized, compressed(weights={"num_bits": 4, "type": "float"}), "weights.type 'float'"),
         (PackQuantized, compressed(weights={"num_bits": 4, "strategy": "tensor"}), "weights.strategy 'tensor'"),
         (PackQuantized, compressed(input_activations={"num_bits": 8}), "input_activations"),
-        (PackQuantized, compressed(targets=["re:.*mlp.*"]), "targets"),
-        (PackQuantized, compressed() | {"config_groups": {}}, "0 config_groups"),
+        (PackQuantized, compressed() | {"config_groups": {}}, "config_groups"),
+        (PackQuantized, mixed("pack-quantized", "nvfp4-pack-quantized"), "mixes layouts"),
+        (Aqlm, {"quant_method": "aqlm", "out_group_size": 2}, "out_group_size 2"),
         (PackQuantized, compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     ],
 )

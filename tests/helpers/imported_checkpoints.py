@@ -14,7 +14,7 @@ def int4(cls, outputs, inputs):
     word = {"low": -(2**31), "high": 2**31 - 1, "dtype": torch.int32}
     state = {
         "../qweight": torch.randint(size=packed, **word),
-        "../qzeros": torch.randint(size=(inputs // 32, outputs // 8), **word),
+        "../qzeros": torch.randint(size=(inputs // 32, outputs // 8), **word) & 0x77777777,  # 15 would wrap
         "../scales": (torch.rand(inputs // 32, outputs) * 0.01).half(),
     }
     return state if cls is Awq else state | {"../g_idx": (torch.randperm(inputs) // 32).int()}

@@ -15,7 +15,7 @@ def words(*shape):
 def gptq(indexed=True):
     state = {
         "../qweight": words(K // 8, N),
-        "../qzeros": words(GROUPS, N // 8),
+        "../qzeros": words(GROUPS, N // 8) & 0x77777777,  # 15 would wrap
         "../scales": (torch.rand(GROUPS, N) * 0.02).half(),
     }
     order = torch.randperm(K) // (K // GROUPS)  # desc_act: any order

@@ -9,7 +9,11 @@ import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 
+from halfbyte.formats import of_checkpoint
+from halfbyte.formats.base import entry_name
+from halfbyte.tensor import QuantizedTensor
 from tests.helpers.expert_models import mixture
+from tests.helpers.tool_files import PACKED_HERE
 
 PT = {"format": "pt"}
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
@@ -43,7 +47,7 @@ def gptq(order=None):
     def stored(name, weight):
         outputs, inputs = weight.shape
         codes = torch.randint(0, 16, (inputs, outputs))
-        zeros = torch.randint(0, 16, (inputs // 16, outputs))
+        zeros = torch.randint(0, 15, (inputs // 16, outputs))  # 15 would wrap
         scales = (torch.rand(inputs // 16, outputs) * 0.02).half()
         index = (torch.arange(inputs) if order is None else order(inputs)) // 16
         shifts = 4 * torch.arange(8)
@@ -128,6 +132,20 @@ SCHEMES = {
     "pack-quantized, zeros": scheme(symmetric=False, group_size=64),
     "pack-quantized, channels": scheme(strategy="channel", group_size=None),
 }
+
+
+def of_tool(make):
+    """Config and entries of `tool_files`, which a matrix' own test compares with the tool."""
+    entry = make(torch.ones(128, 128)).config
+
+    def stored(name, weight):
+        made = make(weight)
+        values = QuantizedTensor(*type(of_checkpoint(entry)).from_state(made.entries, name)).dequantize(torch.float32)
+        return {entry_name(name, suffix): value for suffix, value in made.entries.items()}, values
+
+    return entry, stored
+
+
 KINDS = {
     **{kind: (entry, pack_quantized(entry)) for kind, entry in SCHEMES.items()},
     "bitsandbytes": (BNB | {"bnb_4bit_use_double_quant": True}, bitsandbytes(True)),
@@ -135,6 +153,7 @@ KINDS = {
     "fp8": (FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]}, fp8),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq()),
     "gptq, desc_act": ({"quant_method": "gptq", "bits": 4}, gptq(lambda n: torch.arange(n).flip(0))),
+    **{kind: of_tool(PACKED_HERE[kind]) for kind in ("gptq 3", "gptq 8", "hqq 5", "torchao int8")},
     "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
 }
 

@@ -54,7 +54,7 @@ def assert_refused(folder, capfd, said):
         ({"hidden_act": "nope"}, r"config\.json: hidden_act: transformers knows no 'nope'"),
         ({"rms_norm_eps": "small"}, r"config\.json: .*rms_norm_eps"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, r"config\.json"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, r"config\.json: quantization_config: .*gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 5}}, r"config\.json: quantization_config: .*gptq"),
     ],
 )
 def test_a_config_of_another_model(folder, capfd, keys, said):

@@ -406,6 +406,7 @@ HINTS = {  # common misnomers → our key
 VALUES: dict[str, dict[str, str]] = {
     "recipe": {"fp8_hybrid": "fp8-hybrid"},
     "amax_compute_algo": {"MAX": "max", "MOST_RECENT": "most_recent"},
+    "quantization": {"eetq": "int8"},
     "target_modules": {"all": "all-linear"},
     "optim_target_modules": {"all_linear": "all-linear"},
     "dataset_format": {"chatml": "messages"},

@@ -559,7 +559,9 @@ CONVERTED: dict[str, Converter] = {
     "bnb_4bit_compute_dtype": _torch_dtype,
     "adapter": _adapter,
     "quantization_method": one_of(
-        ("bitsandbytes", "bnb", "bitsandbytes (4/8)", "hqq"), "quantization_method is not built yet", "set bitsandbytes"
+        ("bitsandbytes", "bnb", "bitsandbytes (4/8)", "hqq", "eetq"),
+        "quantization_method is not built yet",
+        "set bitsandbytes",
     ),
     "load_in_8bit": _load_in_8bit,
     "gptq": when_on(load_in_4bit=True),

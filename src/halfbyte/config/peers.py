@@ -31,6 +31,7 @@ _FORMATS: dict[
 ] = {  # method of LLaMA-Factory and ms-swift → bits → format; "": the bnb_4bit_* keys decide
     "bitsandbytes": {4: "", 8: "int8"},
     "hqq": {bits: f"hqq{bits}" for bits in (2, 3, 4, 8)},
+    "eetq": {8: "int8", None: "int8"},
     "fp8": {8: "fp8-tile", "float8": "fp8-tile", None: "fp8-tile"},
 }
 _SAME_METHODS: dict[Any, str] = {"bnb": "bitsandbytes", "bitsandbytes (4/8)": "bitsandbytes", None: "bitsandbytes"}
@@ -45,7 +46,7 @@ def asks_stored(values: Values) -> bool:
     """Return whether a key asks for weights in fewer than 16 bits, other than load_in_4bit."""
     switches = ("load_in_8bit", "load_in_fp8", "gptq", "qlora_fp8", "qlora_fp4", "qlora_bnb")
     bits = values.get("quantization_bit"), values.get("quant_bits"), values.get("quant_config") or None
-    return any(values.get(key) for key in switches) or any(bits) or values.get("quant_method") == "fp8"
+    return any(values.get(key) for key in switches) or any(bits) or values.get("quant_method") in ("fp8", "eetq")
 
 
 def tuning(key: str) -> Converter:

@@ -7,26 +7,31 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..utils.errors import ModelError
+from .aqlm import Aqlm
 from .base import FORMATS, Format
 from .bitplane import KBit
 from .blockwise4 import Blockwise4
 from .float8 import Float8
 from .hqq import HQQ
+from .hqq_library import HqqLibrary
 from .int4 import Awq, Gptq, GptqV2, PackQuantized, PackQuantizedZeros
 from .int8 import Int8
 from .mxfp4 import Mxfp4
 from .nvfp4 import Nvfp4
 from .stack import Stack
+from .torchao import Torchao
 
 __all__ = [
     "FORMATS",
     "HQQ",
+    "Aqlm",
     "Awq",
     "Blockwise4",
     "Float8",
     "Format",
     "Gptq",
     "GptqV2",
+    "HqqLibrary",
     "Int8",
     "KBit",
     "Mxfp4",
@@ -34,6 +39,7 @@ __all__ = [
     "PackQuantized",
     "PackQuantizedZeros",
     "Stack",
+    "Torchao",
     "from_spec",
     "named",
     "names",

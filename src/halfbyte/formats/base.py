@@ -128,6 +128,11 @@ class Format(abc.ABC):
         """`dtype` [rows, width]: selected rows of a matrix. Formats override it to decode only these rows."""
         return self.dequantize(parts, shape, dtype)[rows]
 
+    @property
+    def in_memory(self) -> Format:
+        """The format that `from_state` loads weights of this format in, as far as the options tell."""
+        return self
+
     def stacked(self) -> Format:
         """The format of a stack [E, N, K] whose matrices are quantized separately in this format."""
         return FORMATS["stack"].parse(self.spec)

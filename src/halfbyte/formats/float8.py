@@ -10,13 +10,15 @@ load without requantization. For the parameter `weight` of a module, the module 
     weight            float8_e4m3fn [..., N, K]
     weight_scale_inv  fp32 [..., ⌈N/128⌉, ⌈K/128⌉]; bf16 and E8M0 are read too
 
-This layout does not record the dtype of the values; they load as bfloat16. Per-tensor and per-row weights use
-halfbyte's own layout (`Format.to_state`).
+The "float-quantized" layout of compressed-tensors stores `weight_scale` in its place, bf16 or fp32: [], [1] or [1, 1]
+per tensor, [N] or [N, 1] per row, or one per tile. These layouts do not record the dtype of the values; they load as
+bfloat16. Per-tensor and per-row weights are saved in halfbyte's own layout (`Format.to_state`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -39,6 +41,8 @@ from .base import (
     register_format,
     split_parts,
 )
+from .compressed_tensors import FLOAT as FLOAT_QUANTIZED
+from .compressed_tensors import scheme_of
 from .linear import linear_rows
 
 Scaling = Literal["tensor", "row", "tile"]
@@ -48,6 +52,10 @@ FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
 TINY = torch.finfo(torch.float32).tiny  # a smaller scale would lose precision
 SCALINGS = ("tensor", "row", "tile")
 SCALE_INV = "../weight_scale_inv"
+SCALE = "../weight_scale"
+INPUT_SCALE = "../input_scale"  # not used
+TENSOR_SIZES = ((), (1,), (1, 1))  # shapes of the one scale of a tensor
+STRATEGIES: dict[str, Scaling] = {"tensor": "tensor", "channel": "row", "block": "tile"}  # of compressed-tensors
 EXACT_IN_FP32 = (torch.bfloat16, torch.float8_e8m0fnu)
 
 
@@ -166,6 +174,12 @@ class Float8(Format):
     def rows_concatenate(self, rows: int) -> bool:
         return self.scaling == "row" or (self.scaling == "tile" and rows % TILE == 0)
 
+    def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
+        if self.scaling != "tensor" or len(pieces) == 1:
+            return super().concat_rows(pieces, shape)
+        rows = [{**piece, "scale": piece["scale"].expand(shape[0])} for piece in pieces]  # the scale of each tensor
+        return Float8("row").concat_rows(rows, shape)
+
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return dequantize_float8(parts["codes"].view(E4M3), parts["scale"], self.scaling, dtype)
 
@@ -197,35 +211,52 @@ class Float8(Format):
     def from_state(cls, state: Parts, name: str) -> Loaded:
         if SCALE_INV not in state and any("quant_state" in suffix for suffix in state):
             return super().from_state(state, name)
-        format_, label = cls("tile"), entry_name(name, SCALE_INV)
-        parts = {part_name: state[key] for part_name, key in (("codes", ""), ("scale", SCALE_INV)) if key in state}
+        suffixes = {"codes": "", "scale": SCALE if SCALE in state and SCALE_INV not in state else SCALE_INV}
+        label = entry_name(name, suffixes["scale"])
+        parts = {part_name: state[key] for part_name, key in suffixes.items() if key in state}
         if "scale" in parts and parts["scale"].dtype in EXACT_IN_FP32:
             parts["scale"] = parts["scale"].float()
         if "codes" in parts and parts["codes"].dtype == E4M3:
             parts["codes"] = parts["codes"].view(torch.uint8)
         shape = tuple(parts["codes"].shape) if "codes" in parts else ()
         scale_size = tuple(parts["scale"].shape) if "scale" in parts else ()
-        if len(parts) == 2 and scale_size != scale_shape(shape, "tile"):
+        scaling: Scaling = "tile"
+        if suffixes["scale"] == SCALE and scale_size in TENSOR_SIZES:
+            scaling = "tensor"
+        elif suffixes["scale"] == SCALE and scale_size in (shape[:1], (*shape[:1], 1)):
+            scaling = "row"
+        if scaling != "tile":
+            parts["scale"] = parts["scale"].reshape(scale_shape(shape, scaling))
+        elif len(parts) == 2 and scale_size != scale_shape(shape, "tile"):
             raise CheckpointError(
                 f"{name} is {shape} and its scales {label} are {scale_size}, not one per 128×128 tile",
                 "load a checkpoint with weight_block_size [128, 128]",
             )
-        check_parts(parts, format_.part_specs(shape), {"codes": "", "scale": SCALE_INV}, name)
+        format_ = cls(scaling)
+        check_parts(parts, format_.part_specs(shape), suffixes, name)
         format_.check_values(parts, {"codes": name, "scale": label})
         return format_, parts, shape, torch.bfloat16
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
         codes, scale = parts["codes"], parts["scale"]
-        if codes.is_meta:
-            return
-        if not bool((scale.isfinite() & (scale >= 0)).all()):
+        if not scale.is_meta and not bool((scale.isfinite() & (scale >= 0)).all()):
             raise CheckpointError(f"{labels['scale']} has scales that are negative, NaN or Inf", DAMAGED)
-        if bool((codes & 127 == 127).any()):
+        if not codes.is_meta and bool((codes & 127 == 127).any()):
             raise CheckpointError(f"{labels['codes']} has NaN", DAMAGED)
 
     @classmethod
+    @functools.cache
+    def state_suffixes(cls) -> frozenset[str]:
+        return super().state_suffixes() | {SCALE, INPUT_SCALE}
+
+    @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
-        """See `Format`: quant_method "fp8" (Hugging Face's block-FP8). Raises for tiles other than 128×128."""
+        """See `Format`: quant_method "fp8" (Hugging Face's block-FP8), and compressed-tensors' "float-quantized".
+
+        Raises for tiles other than 128×128.
+        """
+        if (scheme := scheme_of(entry)) and scheme.layout == FLOAT_QUANTIZED:
+            return cls(STRATEGIES[scheme.strategy])
         if entry.get("quant_method") != "fp8":
             return None
         size = entry.get("weight_block_size")

@@ -1,4 +1,4 @@
-"""hqq: 8, 4, 3 or 2 bits in affine groups. Half-quadratic splitting fits the zero points, without calibration data.
+"""hqq: 8, 6, 5, 4, 3 or 2 bits in affine groups. Half-quadratic splitting fits the zeros, without calibration data.
 
 Badri and Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models". A value is scale · (code − zero)
 with a real-valued zero. The scale is the group's range over its steps; the zero minimises ‖W − Wr‖_p^p with p = 0.7,
@@ -8,11 +8,17 @@ the rest is a mean. Without the fit the zero is −low/scale, as in plain affine
 Codes are stored in the bit planes of `formats.bitplane`, so 3 bits pack without waste. Scales are bf16 (fp32's range)
 and zeros fp16 (within the range of the codes); the fit uses both as stored. It runs in fp64, so that the bytes do not
 depend on the machine. A weight takes bits + 32/group bits if the row length is a multiple of the group size.
+
+Codes, scales and zeros of other tools' affine integers are loaded into this layout (`formats.integers`): GPTQ in 2, 3
+and 8 bits, compressed-tensors' W8A16, HQQ's own checkpoints, torchao's int8. Their scales may be fp16 or fp32, their
+zeros fp32. With act-order (GPTQ's `desc_act`) the inputs are sorted by group, as in `formats.int4`: `order` int32
+[2, K] holds the input of each column of codes, and the inverse of this permutation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,8 +26,9 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..utils.errors import ModelError
+from ..utils.errors import CheckpointError, ModelError
 from .base import (
+    DAMAGED,
     Format,
     Parts,
     PartSpecs,
@@ -50,7 +57,7 @@ def quantize_hqq(
 
     Args:
         groups: [n, group], group a multiple of 32; fp32, fp16 or bf16, finite.
-        bits: per code; 8, 4, 3 or 2.
+        bits: per code; 8, 6, 5, 4, 3 or 2.
         fit: fit the zeros; otherwise they follow from the ranges, in fp32.
         scale_dtype: bf16 or fp16; scales outside fp16's range become infinite or 0.
 
@@ -153,7 +160,8 @@ def linear_hqq(
     return linear_rows(x, dequantize_hqq(packed, scales, zeros, bits, group, rows, x.shape[1], x.dtype), bias)
 
 
-BITS, GROUPS = (8, 4, 3, 2), (32, 64, 128, 256)
+BITS, GROUPS = (8, 6, 5, 4, 3, 2), (32, 64, 128, 256)
+NAMED_BITS = (8, 4, 3, 2)
 
 
 @register_format
@@ -162,19 +170,25 @@ class HQQ(Format):
     """Half-quadratic quantization.
 
     Args:
-        bits: bits of a code; 8, 4, 3 or 2.
+        bits: bits of a code; 8, 6, 5, 4, 3 or 2.
         group: weights of a row that share a scale and a zero; 32, 64, 128 or 256.
         fitted: fit the zeros in 20 iterations; otherwise compute them from each group's range in one pass.
-        scale_dtype: dtype of the stored scales: "bfloat16", or "float16" for GGUF's Q8_0.
+        scale_dtype: dtype of the stored scales: "bfloat16", or "float16" and "float32" of other tools' files.
+        zero_dtype: dtype of the stored zeros: "float16", or "float32" of other tools' files.
+        ordered: whether inputs are sorted by group, and `order` is stored.
     """
 
     bits: int = 4
     group: int = 64
     fitted: bool = True
     scale_dtype: str = "bfloat16"
+    zero_dtype: str = "float16"
+    ordered: bool = False
 
     name: ClassVar[str] = "hqq"
-    names: ClassVar[dict[str, str]] = {f"hqq{bits}": f"hqq:{bits}:64" for bits in BITS} | {"int4": "hqq:4:64:range"}
+    names: ClassVar[dict[str, str]] = {f"hqq{bits}": f"hqq:{bits}:64" for bits in NAMED_BITS} | {
+        "int4": "hqq:4:64:range"
+    }
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -184,33 +198,50 @@ class HQQ(Format):
 
     @property
     def spec(self) -> str:
-        options = "" if self.fitted else ":range"
-        return f"{self.name}:{self.bits}:{self.group}{options}{'' if self.scale_dtype == 'bfloat16' else ':float16'}"
+        flags = {
+            "range": not self.fitted,
+            self.scale_dtype: self.scale_dtype != "bfloat16",
+            "zeros32": self.zero_dtype == "float32",
+            "ordered": self.ordered,
+        }
+        return ":".join(
+            [self.name, str(self.bits), str(self.group), *(flag for flag, is_set in flags.items() if is_set)]
+        )
 
     @classmethod
     def parse(cls, options: str) -> HQQ:
         bits, group, *flags = options.split(":")
-        if flags not in ([], ["range"], ["float16"], ["range", "float16"]):
+        scale_dtype = next((flag for flag in ("float16", "float32") if flag in flags), "bfloat16")
+        zero_dtype = "float32" if "zeros32" in flags else "float16"
+        format_ = cls(int(bits), int(group), "range" not in flags, scale_dtype, zero_dtype, "ordered" in flags)
+        if format_.spec.split(":")[3:] != flags:
+            known = "range, float16 or float32, zeros32, ordered"
             raise ModelError(
-                f"hqq has no option {':'.join(flags)}", "write range, float16, range:float16, or nothing for neither"
+                f"hqq has no option {':'.join(flags)}", f"write some of {known}, in this order, or nothing"
             )
-        return cls(int(bits), int(group), "range" not in flags, "float16" if "float16" in flags else "bfloat16")
+        return format_
 
     @classmethod
     def examples(cls) -> list[Format]:
-        return [cls(8, 128), cls(4, 64), cls(3, 32), cls(4, 64, False), cls(8, 32, False, "float16")]
+        return [
+            cls(8, 128), cls(4, 64), cls(3, 32), cls(4, 64, False), cls(8, 32, False, "float16"),
+            cls(6, 64, False, "float32", "float32"),
+        ]  # fmt: skip
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         rows, width = rows_and_columns(shape)
         groups = rows * -(-width // self.group)
-        return {
+        specs: PartSpecs = {
             "packed": ((groups * self.group // BLOCK * self.bits,), torch.int32),
             "scales": ((groups,), getattr(torch, self.scale_dtype)),
-            "zeros": ((groups,), torch.float16),
+            "zeros": ((groups,), getattr(torch, self.zero_dtype)),
         }
+        return specs | {"order": ((2, width), torch.int32)} if self.ordered else specs
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         self.check_weight(weight)
+        if self.ordered:
+            raise ModelError(f"{self.spec} is only read from checkpoints", "leave out `ordered`")
         rows, width = rows_and_columns(tuple(weight.shape))
         if not weight.numel():
             specs = self.part_specs(tuple(weight.shape))
@@ -224,28 +255,47 @@ class HQQ(Format):
         packed, scales, zeros = quantize_hqq(table.view(-1, self.group), self.bits, self.fitted, scale_dtype)
         if not bool(scales.isfinite().all()):
             raise ModelError(f"{self.spec}: the weight has groups whose scale does not fit float16", "use hqq8")
-        return {"packed": packed, "scales": scales, "zeros": zeros}
+        return {"packed": packed, "scales": scales, "zeros": zeros.to(getattr(torch, self.zero_dtype))}
 
     def rows_concatenate(self, rows: int) -> bool:
-        return True
+        return not self.ordered
+
+    def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
+        if not self.ordered:
+            return super().concat_rows(pieces, shape)
+        order = pieces[0]["order"]
+        if any(not piece["order"].is_meta and not torch.equal(piece["order"], order) for piece in pieces):
+            raise ModelError(
+                f"{self.spec}: matrices with the same input have different group orders (desc_act)",
+                "use a checkpoint quantized without desc_act",
+            )
+        names = ("packed", "scales", "zeros")
+        return self, {name: torch.cat([piece[name] for piece in pieces]) for name in names} | {"order": order}
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         rows, width = rows_and_columns(shape)
-        return dequantize_hqq(
+        values = dequantize_hqq(
             parts["packed"], parts["scales"], parts["zeros"], self.bits, self.group, rows, width, dtype
-        ).view(shape)
+        )
+        return (values[:, parts["order"][1]] if self.ordered else values).view(shape)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        if shape[1] % self.group or self.scale_dtype != "bfloat16":  # the GEMV kernel reads full groups and bf16 scales
+        if shape[1] % self.group:  # kernels read full groups
             return super().linear(x, parts, shape, bias)
+        x = x[:, parts["order"][0]] if self.ordered else x
         stored = parts["packed"], parts["scales"], parts["zeros"], self.bits, self.group
         return linear_hqq(x, *stored, shape[0], bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
-        chosen = {name: tensor.view(shape[0], -1)[rows].view(-1) for name, tensor in parts.items()}
-        return self.dequantize(chosen, (rows.numel(), shape[1]), dtype)
+        by_row = {name: tensor.view(shape[0], -1)[rows].view(-1) for name, tensor in parts.items() if name != "order"}
+        return self.dequantize({**parts, **by_row}, (rows.numel(), shape[1]), dtype)
 
     def _split(self, parts: Parts, shape: tuple[int, int], dim: int, n: int) -> Shards | int:
+        if self.ordered and dim:
+            raise ModelError(
+                f"{self.spec}: columns in act-order are not split: each shard would need scales of every group",
+                "use parallel: {data: N} or {shard: N}, or a checkpoint quantized without desc_act",
+            )
         size = max((size for size in GROUPS if self.group % size == 0 == (shape[1] // n) % size), default=0)
         size = size if dim else self.group
         if not size:
@@ -260,8 +310,17 @@ class HQQ(Format):
             name: [shard.view(-1) for shard in cut(tensor[:, : used[name]] if dim else tensor, n, dim)]
             for name, tensor in rows.items()
         }
-        return replace(self, group=size), split_parts(n, cuts, {})
+        return replace(self, group=size), split_parts(n, cuts, {"order": parts["order"]} if self.ordered else {})
+
+    @classmethod
+    @functools.cache
+    def state_suffixes(cls) -> frozenset[str]:
+        return super().state_suffixes() | {"order"}
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
         super().check_values(parts, labels)
         check_not_negative(parts["scales"], labels["scales"])
+        if self.ordered and not parts["order"].is_meta:
+            sorted_order = parts["order"].sort().values
+            if bool((sorted_order != torch.arange(sorted_order.shape[-1], device=sorted_order.device)).any()):
+                raise CheckpointError(f"{labels['order']} is not a permutation of the inputs", DAMAGED)

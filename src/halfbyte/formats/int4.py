@@ -1,4 +1,4 @@
-"""Affine 4-bit integers of GPTQ, AWQ and compressed-tensors checkpoints, which are loaded and saved byte for byte.
+"""Affine integers of GPTQ, AWQ and compressed-tensors checkpoints. 4-bit codes are loaded and saved byte for byte.
 
     value[n, k] = (code − zero[group(k), n]) · scale[group(k), n]
 
@@ -26,6 +26,10 @@ to 7, are stored with 8 added:
     weight_scale       bf16 or fp16 [N, G]
     weight_shape       int64 [2]: N, K
     weight_g_idx       int32 [K], as g_idx
+
+Codes and zeros of b bits take K·b/32 and N·b/32 words instead: one stream of bits, lowest first. The width follows from
+the shapes, so a file may mix widths. Other widths than 4 are loaded into bit planes (`formats.integers`), with the
+values of the file, and saved in halfbyte's layout.
 """
 
 from __future__ import annotations
@@ -55,8 +59,14 @@ from .base import (
     register_format,
     split_parts,
 )
+from .bitplane import BLOCK
+from .compressed_tensors import PACK as PACK_QUANTIZED
+from .compressed_tensors import WIDTHS, scheme_of
+from .hqq import HQQ
+from .integers import WORD, codes_per_period, order_of_groups, planes_group, to_planes, unpack_words
 from .linear import linear_rows
 
+BITS = 4
 PACK = 8  # codes per word
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight neighbours in a word
 
@@ -148,38 +158,41 @@ PACKED = {
 }  # fmt: skip
 GROUPS = ("runs", "listed", "ordered", "indexed")  # how inputs are divided into groups: see `Int4.groups`
 ZERO_CODES = -0x77777778  # 0x88888888: eight codes of 8, the zero point of symmetric weights
-USE_W4A16 = "use a checkpoint with int4 weights and 16-bit activations (W4A16, pack-quantized), or the 16-bit model"
 
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """Affine int4 quantized by another tool.
+    """Affine integers quantized by another tool. Weights in memory have 4 bits; others describe a checkpoint.
 
     Args:
         group_size: inputs that share a scale and a zero; with `groups` "indexed", K over the number of groups.
         scale_dtype: dtype of the stored scales: "float16", "bfloat16" or "float32".
         groups: "runs": `group_size` consecutive inputs; "listed": the same, and checkpoints list them in `g_idx`;
             "ordered": `group_size` inputs anywhere, sorted by group in memory; "indexed": of any sizes, not sorted.
+        bits: bits of a code.
     """
 
     group_size: int = 128
     scale_dtype: str = "float16"
     groups: str = "runs"
+    bits: int = BITS
 
     names: ClassVar[dict[str, str]] = {}
+    widths: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
     zero_shift: ClassVar[int] = 0
     entries: ClassVar[dict[str, str]] = ENTRIES  # part → suffix
 
     @property
     def spec(self) -> str:
-        return f"{self.name}:{self.group_size}:{self.scale_dtype}:{self.groups}"
+        width = "" if self.bits == BITS else f":{self.bits}"
+        return f"{self.name}:{self.group_size}:{self.scale_dtype}:{self.groups}{width}"
 
     @classmethod
     def parse(cls, options: str) -> Self:
-        group_size, scale_dtype, groups = options.split(":")
+        group_size, scale_dtype, groups, *bits = options.split(":")
         if groups not in GROUPS:
             raise ValueError(f"groups are {', '.join(GROUPS)}, not {groups!r}")
-        return cls(int(group_size), scale_dtype, groups)
+        return cls(int(group_size), scale_dtype, groups, *map(int, bits))
 
     @classmethod
     def examples(cls) -> list[Format]:
@@ -187,18 +200,26 @@ class Int4(Format):
         return []
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
-        if len(shape) != 2 or shape[0] % PACK or shape[1] % PACK:
-            raise ModelError(f"{self.name} stores matrices whose dimensions are multiples of 8, not {shape}")
+        _, run = codes_per_period(self.bits)
+        if len(shape) != 2 or shape[0] % run or shape[1] % run:
+            raise ModelError(f"{self.name} stores matrices whose dimensions are multiples of {run}, not {shape}")
         outputs, inputs = shape
         groups = -(-inputs // self.group_size)
         specs: PartSpecs = {
-            "qweight": ((inputs // PACK, outputs), torch.int32),
-            "qzeros": ((groups, outputs // PACK), torch.int32),
+            "qweight": ((inputs * self.bits // WORD, outputs), torch.int32),
+            "qzeros": ((groups, outputs * self.bits // WORD), torch.int32),
             "scales": ((groups, outputs), getattr(torch, self.scale_dtype)),
         }
         if self.groups == "ordered":
             return specs | {"order": ((2, inputs), torch.int32)}
         return specs | {"g_idx": ((inputs,), torch.int32)} if self.groups == "indexed" else specs
+
+    @property
+    def in_memory(self) -> Format:
+        if self.bits == BITS:
+            return self
+        group = planes_group(self.group_size) or BLOCK
+        return HQQ(self.bits, group, False, self.scale_dtype, ordered=self.groups == "ordered")
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         raise ModelError(
@@ -298,12 +319,13 @@ class Int4(Format):
         dtype = stored["scales"].dtype
         if dtype not in FLOATS:
             raise CheckpointError(f"{labels['scales']} is {dtype}, not a float", DAMAGED)
-        (outputs, inputs), groups = cls._sizes(stored, labels)
+        bits = cls._bits(stored, labels)
+        (outputs, inputs), groups = cls._sizes(stored, labels, bits)
         if inputs % groups:
             message = f"{labels['scales']} has {groups} groups, which do not divide {inputs} inputs"
             raise CheckpointError(message, DAMAGED)
         listed = "indexed" if "g_idx" in stored else "runs"
-        format_ = cls(inputs // groups, str(dtype).removeprefix("torch."), listed)
+        format_ = cls(inputs // groups, str(dtype).removeprefix("torch."), listed, bits)
         try:
             specs = format_._stored_specs((outputs, inputs))
         except ModelError as error:
@@ -311,8 +333,22 @@ class Int4(Format):
         check_parts(stored, specs, cls.entries, name)
         parts = format_._parts_from_stored(stored)
         format_.check_values(parts, labels)
+        if bits != BITS:
+            return (*format_._as_planes(parts, labels), (outputs, inputs), dtype)
         format_, parts = format_._sorted_by_group(parts)
         return format_, parts, (outputs, inputs), dtype
+
+    def _as_planes(self, parts: Parts, labels: Mapping[str, str]) -> tuple[Format, dict[str, Tensor]]:
+        """Format and parts of a weight of another width than 4 bits, in bit planes."""
+        scales = parts["scales"].t()
+        if (words := parts.get("qzeros")) is None:
+            zeros = torch.full(scales.shape, 2 ** (self.bits - 1), dtype=torch.int32, device=scales.device)
+        else:
+            zeros = (unpack_words(words, self.bits, 1).int().t() + self.zero_shift) & (2**self.bits - 1)
+        index = parts.get("g_idx")
+        order = None if index is None else order_of_groups(index, scales.shape[1], labels["g_idx"])
+        codes = unpack_words(parts["qweight"], self.bits, 0).t()
+        return to_planes(codes, scales, zeros, self.bits, labels["qweight"], order)
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
         scales, index = parts["scales"], parts.get("g_idx")
@@ -324,12 +360,43 @@ class Int4(Format):
         if index is not None and not 0 <= int(index.min()) <= int(index.max()) < scales.shape[-2]:
             message = f"{labels['g_idx']} has groups {int(index.min())} to {int(index.max())} of {scales.shape[-2]}"
             raise CheckpointError(message, DAMAGED)
+        if self.zero_shift:  # tools read such a zero as 0, as 2^bits, or carry into the next zero
+            zeros = unpack_words(parts["qzeros"], self.bits, -1)
+            wrapped = int((zeros == 2**self.bits - self.zero_shift).sum())
+            if wrapped:
+                raise CheckpointError(
+                    f"{labels['qzeros']} has {wrapped} zeros that wrap: {2**self.bits - 1} stands for 0 minus one",
+                    "convert the checkpoint to checkpoint_format gptq_v2, which stores zeros as they are",
+                )
 
     @classmethod
-    def _sizes(cls, stored: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
+    def _bits(cls, stored: Parts, labels: Mapping[str, str]) -> int:
+        """Bits of a code, from the shapes of checkpoint entries by part.
+
+        Raises:
+            CheckpointError: they fit no width that this format has.
+        """
+        zeros, outputs = stored.get("qzeros"), stored["scales"].shape[1]
+        if zeros is None or zeros.dim() != 2:  # `check_parts` names it
+            return BITS
+        return cls._checked_width(zeros.shape[1] * WORD, outputs, labels["qzeros"])
+
+    @classmethod
+    def _checked_width(cls, bits: int, codes: int, label: str) -> int:
+        """Return bits / codes, if this format has codes of that width; `label` is the entry that holds them."""
+        width, remainder = divmod(bits, max(codes, 1))
+        if remainder or width not in cls.widths:
+            raise CheckpointError(
+                f"{label} holds {bits} bits for {codes} codes, not {', '.join(map(str, cls.widths))} a code",
+                f"use a checkpoint of one of these widths; otherwise {DAMAGED}",
+            )
+        return width
+
+    @classmethod
+    def _sizes(cls, stored: Parts, labels: Mapping[str, str], bits: int) -> tuple[tuple[int, int], int]:
         """Shape of the weight and number of groups, from checkpoint entries by part."""
         groups, outputs = stored["scales"].shape
-        return (outputs, stored["qweight"].shape[0] * PACK), groups
+        return (outputs, stored["qweight"].shape[0] * WORD // bits), groups
 
     def _stored_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         """Shape and dtype of each checkpoint entry, by part."""
@@ -348,15 +415,23 @@ class Int4(Format):
     def state_suffixes(cls) -> frozenset[str]:
         return frozenset(cls.entries.values())
 
+    @classmethod
+    def _from_gptq_config(cls, entry: Mapping[str, Any], checkpoint_format: str) -> Self:
+        bits, size = _check_config(entry, "checkpoint_format", checkpoint_format, cls.widths), entry.get("group_size")
+        return cls(size if isinstance(size, int) and size > 0 else 128, bits=bits)
 
-def _check_config(entry: Mapping[str, Any], key: str, supported: str, default: str) -> None:
-    """Raise a CheckpointError for a GPTQ or AWQ checkpoint with an unsupported bit width or layout."""
-    method = entry["quant_method"]
-    if entry.get("bits", 4) != 4:
-        raise CheckpointError(f"this {method} checkpoint has {entry['bits']}-bit weights", "use one with 4 bits")
-    setting = str(entry.get(key) or default).lower()
+
+def _check_config(entry: Mapping[str, Any], key: str, supported: str, widths: Sequence[int]) -> int:
+    """Return the bits of a GPTQ or AWQ checkpoint; raise a CheckpointError for unsupported widths and layouts."""
+    method, bits = entry["quant_method"], entry.get("bits", BITS)
+    if bits not in widths:
+        raise CheckpointError(
+            f"this {method} checkpoint has {bits}-bit weights", f"use one with {' or '.join(map(str, widths))} bits"
+        )
+    setting = str(entry.get(key) or supported).lower()
     if setting != supported:
         raise CheckpointError(f"this {method} checkpoint has {key} {setting!r}", f"use one with {key} {supported!r}")
+    return int(bits)
 
 
 def _exchanged(words: Tensor) -> Tensor:
@@ -396,8 +471,7 @@ class Gptq(Int4):
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
         if entry.get("quant_method") != "gptq" or entry.get("checkpoint_format") == "gptq_v2":
             return None
-        _check_config(entry, "checkpoint_format", "gptq", "gptq")
-        return cls()
+        return cls._from_gptq_config(entry, "gptq")
 
 
 @register_format
@@ -411,8 +485,7 @@ class GptqV2(Int4):
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
         if entry.get("quant_method") != "gptq" or entry.get("checkpoint_format") != "gptq_v2":
             return None
-        _check_config(entry, "checkpoint_format", "gptq_v2", "gptq_v2")
-        return cls()
+        return cls._from_gptq_config(entry, "gptq_v2")
 
 
 @register_format
@@ -421,6 +494,7 @@ class Awq(Int4):
     """AWQ int4 (arXiv:2306.00978), AutoAWQ's "gemm" version."""
 
     name: ClassVar[str] = "awq"
+    widths: ClassVar[tuple[int, ...]] = (4,)
 
     def _stored_from_parts(self, parts: Parts, shape: tuple[int, ...]) -> dict[str, Tensor]:
         outputs = parts["qweight"].view(-1, shape[0] // PACK, PACK)  # [K/8, N/8, 8]
@@ -428,7 +502,7 @@ class Awq(Int4):
         return {**parts, "qweight": qweight, "qzeros": _reordered(parts["qzeros"], _inverse(AWQ_ORDER))}
 
     @classmethod
-    def _sizes(cls, stored: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
+    def _sizes(cls, stored: Parts, labels: Mapping[str, str], bits: int) -> tuple[tuple[int, int], int]:
         groups, outputs = stored["scales"].shape
         return (outputs, stored["qweight"].shape[0]), groups
 
@@ -444,14 +518,14 @@ class Awq(Int4):
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
         if entry.get("quant_method") != "awq":
             return None
-        _check_config(entry, "version", "gemm", "gemm")
+        _check_config(entry, "version", "gemm", cls.widths)
         return cls()
 
 
 @register_format
 @dataclass(frozen=True)
 class PackQuantized(Int4):
-    """Symmetric "pack-quantized" int4 of compressed-tensors, as written by llm-compressor (Kimi K2's experts).
+    """Symmetric "pack-quantized" integers of compressed-tensors, as written by llm-compressor (Kimi K2's experts).
 
     The zeros are 0 and not stored. In memory it has the parts and values of `GptqV2`.
     """
@@ -459,6 +533,7 @@ class PackQuantized(Int4):
     name: ClassVar[str] = "pack_quantized"
     entries: ClassVar[dict[str, str]] = {part_name: key for part_name, key in PACKED.items() if part_name != "qzeros"}
     symmetric: ClassVar[bool] = True
+    widths: ClassVar[tuple[int, ...]] = WIDTHS
 
     scale_dtype: str = "bfloat16"
 
@@ -467,10 +542,18 @@ class PackQuantized(Int4):
         return stored | {"shape": torch.tensor(shape)}
 
     @classmethod
-    def _sizes(cls, stored: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
-        outputs, inputs = len(stored["qweight"]), stored["qweight"].shape[1] * PACK
+    def _bits(cls, stored: Parts, labels: Mapping[str, str]) -> int:
         if (recorded := stored.get("shape")) is None:
             raise CheckpointError(f"{labels['shape']} is missing from the checkpoint", DAMAGED)
+        if recorded.is_meta or recorded.numel() != 2:  # `_sizes` names it
+            return BITS
+        words = stored["qweight"].shape[1]
+        return cls._checked_width(words * WORD, int(recorded.flatten()[1]), labels["qweight"])
+
+    @classmethod
+    def _sizes(cls, stored: Parts, labels: Mapping[str, str], bits: int) -> tuple[tuple[int, int], int]:
+        outputs, inputs = len(stored["qweight"]), stored["qweight"].shape[1] * WORD // bits
+        recorded = stored["shape"]
         if recorded.numel() != 2 or not (recorded.is_meta or recorded.tolist() == [outputs, inputs]):
             values = "" if recorded.is_meta else f"{recorded.tolist()}, "
             raise CheckpointError(
@@ -486,43 +569,22 @@ class PackQuantized(Int4):
     def _parts_from_stored(self, stored: Parts) -> dict[str, Tensor]:
         parts = _transposed({part_name: value for part_name, value in stored.items() if part_name != "shape"})
         groups, outputs = parts["scales"].shape
-        if "qzeros" not in parts:
+        if "qzeros" not in parts and self.bits == BITS:
             parts["qzeros"] = parts["qweight"].new_full((groups, outputs // PACK), ZERO_CODES)
         return {part_name: value for part_name in ENTRIES if (value := parts.get(part_name)) is not None}
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
-        if entry.get("quant_method") != "compressed-tensors":
+        scheme = scheme_of(entry)
+        if scheme is None or (scheme.layout, scheme.symmetric) != (PACK_QUANTIZED, cls.symmetric):
             return None
-        groups = entry.get("config_groups") or {}
-        schemes = groups.values() if isinstance(groups, Mapping) else ()
-        if len(schemes) != 1:
-            raise CheckpointError(f"this compressed-tensors checkpoint has {len(schemes)} config_groups", USE_W4A16)
-        (scheme,) = schemes
-        weights, form = scheme.get("weights") or {}, scheme.get("format") or entry.get("format")
-        if bool(weights.get("symmetric", True)) != cls.symmetric:
-            return None
-        sparse = (entry.get("sparsity_config") or {}).get("format") or "dense"
-        supported: dict[str, tuple[Any, list[Any]]] = {
-            "format": (form, ["pack-quantized"]),
-            "weights.num_bits": (weights.get("num_bits"), [4]),
-            "weights.type": (weights.get("type", "int"), ["int"]),
-            "weights.strategy": (weights.get("strategy") or "group", ["group", "channel"]),
-            "input_activations": (scheme.get("input_activations"), [None]),
-            "targets": (scheme.get("targets", ["Linear"]), [["Linear"]]),
-            "sparsity_config.format": (sparse, ["dense"]),
-        }
-        for key, (setting, values) in supported.items():
-            if setting not in values:
-                raise CheckpointError(f"this compressed-tensors checkpoint has {key} {setting!r}", USE_W4A16)
-        size = weights.get("group_size")
-        return cls(size if isinstance(size, int) and size > 0 else 128)
+        return cls(scheme.group_size or 128, bits=scheme.bits)
 
 
 @register_format
 @dataclass(frozen=True)
 class PackQuantizedZeros(PackQuantized):
-    """Asymmetric "pack-quantized" int4, which stores a zero point per group."""
+    """Asymmetric "pack-quantized" integers, which store a zero point per group."""
 
     name: ClassVar[str] = "pack_quantized_zeros"
     entries: ClassVar[dict[str, str]] = PACKED

@@ -1,10 +1,11 @@
 """MXFP4: E2M1 codes with a power-of-two scale per 32 values (OCP Microscaling specification 1.0), as in gpt-oss.
 
-A matrix is padded with zero columns to a multiple of 32; leading dimensions count as rows. Two published layouts are
-read, both with the even element in the low nibble and E8M0 scales 2^(byte − 127):
+A matrix is padded with zero columns to a multiple of 32; leading dimensions count as rows. Three published layouts are
+read, all with the even element in the low nibble and E8M0 scales 2^(byte − 127):
 
-    w_blocks  uint8 [..., K/32, 16] and w_scales uint8 [..., K/32]         gpt-oss; a stack of [out, in] matrices
-    weight    uint8 [N, K/2]        and weight_scale uint8 [N, K/32]
+    w_blocks       uint8 [..., K/32, 16] and w_scales uint8 [..., K/32]         gpt-oss; a stack of [out, in] matrices
+    weight         uint8 [N, K/2]        and weight_scale uint8 [N, K/32]
+    weight_packed  uint8 [N, K/2]        and weight_scale uint8 [N, K/32]       compressed-tensors
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from .base import (
     rows_and_columns,
     split_parts,
 )
+from .compressed_tensors import MXFP4, scheme_of
 from .e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, linear_e2m1, pack_e2m1
-from .nvfp4 import SCALE
+from .nvfp4 import PACKED, SCALE
 
 BLOCK, NAN = 32, 0xFF
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -113,9 +115,10 @@ class Mxfp4(Format):
             return (cls().stacked() if len(shape) == 3 else cls()), parts, shape, torch.bfloat16
         if SCALE not in state:
             return super().from_state(state, name)
-        parts = {part_name: state[key] for part_name, key in (("packed", ""), ("scale", SCALE)) if key in state}
+        suffixes = {"packed": PACKED if PACKED in state else "", "scale": SCALE}
+        parts = {part_name: state[key] for part_name, key in suffixes.items() if key in state}
         rows, half = parts["packed"].shape if "packed" in parts and parts["packed"].dim() == 2 else (0, 0)
-        check_parts(parts, cls().part_specs((rows, 2 * half)), {"packed": "", "scale": SCALE}, name)
+        check_parts(parts, cls().part_specs((rows, 2 * half)), suffixes, name)
         cls().check_values(parts, {"packed": name, "scale": entry_name(name, SCALE)})
         return cls(), parts, (rows, 2 * half), torch.bfloat16
 
@@ -128,11 +131,12 @@ class Mxfp4(Format):
     @classmethod
     @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
-        return super().state_suffixes() | {SCALE, BLOCKS, SCALES}
+        return super().state_suffixes() | {SCALE, PACKED, BLOCKS, SCALES}
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
-        return cls() if entry.get("quant_method") == "mxfp4" else None
+        scheme = scheme_of(entry)
+        return cls() if entry.get("quant_method") == "mxfp4" or (scheme and scheme.layout == MXFP4) else None
 
 
 def _from_gpt_oss(state: Parts, labels: Mapping[str, str]) -> tuple[dict[str, Tensor], tuple[int, ...]]:

@@ -24,12 +24,17 @@ The entries of NVIDIA's ModelOpt for a parameter `weight`, low nibble first:
     weight_scale_2  fp32 []
     input_scale     fp32 []: a calibrated activation scale. halfbyte ignores it: activations are 16-bit or, in the
                     `nvfp4` recipe, scaled by their own amax
+
+compressed-tensors stores the codes as `weight_packed`, and for the factor its reciprocal `weight_global_scale`, fp32
+[1], by which it divides scales. Here scales are multiplied by the fp32 reciprocal, as vLLM does. In bf16 the values are
+equal, except that a value in the middle between two numbers may be rounded to the other one: the weights of 2 of the
+128 mantissas of a bf16 amax have such values. `input_global_scale` is ignored, too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -55,6 +60,7 @@ from .base import (
     split_parts,
 )
 from .codebooks import constant
+from .compressed_tensors import NVFP4, scheme_of
 from .e2m1 import (
     E4M3_NAN,
     codebook_e2m1,
@@ -162,6 +168,9 @@ CHOICES: dict[str, Metric | None] = {"plain": None, "46mse": "MSE", "46l1": "L1"
 SCALE = "../weight_scale"
 FACTOR = "../weight_scale_2"
 INPUT_SCALE = "../input_scale"
+PACKED = "../weight_packed"
+GLOBAL_SCALE = "../weight_global_scale"
+INPUT_GLOBAL_SCALE = "../input_global_scale"
 
 
 @register_format
@@ -233,6 +242,15 @@ class Nvfp4(Format):
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
         return linear_e2m1(x, parts["packed"], parts["scale"], parts["factor"], self.tile, bias)
 
+    def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
+        factor = pieces[0]["factor"]
+        equal = factor.is_meta or all(torch.equal(piece["factor"], factor) for piece in pieces)
+        if len(pieces) == 1 or self.tiles or not equal:
+            return super().concat_rows(pieces, shape)
+        return self, {name: torch.cat([piece[name] for piece in pieces]) for name in ("packed", "scale")} | {
+            "factor": factor
+        }
+
     def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor | None:
         if shape[1] % self.tile[0]:  # the last tile of each matrix is partial
             return None
@@ -264,19 +282,23 @@ class Nvfp4(Format):
             return super().from_state(state, name)
         if INPUT_SCALE in state:
             notice("nvfp4-input-scale", "NVFP4: input_scale is not used; activations are scaled by their own amax")
+        compressed = PACKED in state
         keys = {"packed": "", "scale": SCALE, "factor": FACTOR}
+        keys = {"packed": PACKED, "scale": SCALE, "factor": GLOBAL_SCALE} if compressed else keys
         parts = {name: state[key] for name, key in keys.items() if key in state}
         packed = parts.get("packed")
         if packed is None or packed.dim() != 2:
             problem = "missing" if packed is None else f"{tuple(packed.shape)}, not a matrix"
-            raise CheckpointError(f"{name} is {problem}", DAMAGED)
+            raise CheckpointError(f"{entry_name(name, keys['packed'])} is {problem}", DAMAGED)
         if "factor" in parts and parts["factor"].numel() == 1:  # some exports write [1]
             parts["factor"] = parts["factor"].reshape(())
         format_, shape = cls(tiles=False), (packed.shape[0], 2 * packed.shape[1])
         specs = format_.part_specs(shape) | {"scale": ((shape[0], shape[1] // BLOCK), torch.float8_e4m3fn)}
         check_parts(parts, specs, keys, name)
         parts["scale"] = parts["scale"].view(torch.uint8)
-        format_.check_values(parts, {"scale": entry_name(name, SCALE), "factor": entry_name(name, FACTOR)})
+        if compressed:
+            parts["factor"] = parts["factor"].reciprocal()
+        format_.check_values(parts, {part_name: entry_name(name, key) for part_name, key in keys.items()})
         return format_, parts, shape, torch.bfloat16
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
@@ -293,9 +315,11 @@ class Nvfp4(Format):
     @classmethod
     @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
-        return super().state_suffixes() | {SCALE, FACTOR, INPUT_SCALE}
+        compressed = {PACKED, GLOBAL_SCALE, INPUT_GLOBAL_SCALE}
+        return super().state_suffixes() | {SCALE, FACTOR, INPUT_SCALE} | compressed
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
         modelopt = entry.get("quant_method") == "modelopt" and entry.get("quant_algo") == "NVFP4"
-        return cls(tiles=False) if modelopt else None
+        scheme = scheme_of(entry)
+        return cls(tiles=False) if modelopt or (scheme and scheme.layout == NVFP4) else None

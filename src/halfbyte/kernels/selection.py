@@ -109,8 +109,8 @@ def _few_rows(half: torch.dtype) -> Iterator[Call]:
         arguments = empty(rows, SIZE, dtype=half), packed, scales, empty(), empty(2**bits), SIZE, None
         yield "linear_bitplane", f"M = {rows}, {NAMES[half]}, {bits} bits", arguments
     for rows, dtype in ((1, half), (16, half), (17, half), (65, half), (1, FP16)):
-        packed, scales = empty(SIZE * SIZE // 8, dtype=torch.int32), empty(SIZE * SIZE // 64, dtype=FP16)
-        arguments = empty(rows, SIZE, dtype=dtype), packed, scales, scales, 4, 64, SIZE, None
+        packed, zeros = empty(SIZE * SIZE // 8, dtype=torch.int32), empty(SIZE * SIZE // 64, dtype=FP16)
+        arguments = empty(rows, SIZE, dtype=dtype), packed, zeros.to(BF16), zeros, 4, 64, SIZE, None
         yield "linear_hqq", f"M = {rows}, {NAMES[dtype]}, 4 bits, groups of 64", arguments
     for rows, group in ((1, 128), (16, 128), (64, 128), (65, 128), (1, 32), (1, 8), (1, SIZE)):
         groups = SIZE // group

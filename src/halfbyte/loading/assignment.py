@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-SKIP_KEYS = ("llm_int8_skip_modules", "modules_to_not_convert")  # keys of quantization_config for unquantized modules
+SKIP_KEYS = (
+    "llm_int8_skip_modules",
+    "modules_to_not_convert",
+    "skip_modules",
+)  # keys of quantization_config for unquantized modules
 EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*experts\.")  # layer number in the name of an expert's weight
 FLOAT_DTYPES = ("BF16", "F16", "F32")  # dtypes in a safetensors header
 
@@ -146,7 +150,7 @@ def stored_formats(storage: Storage, model_config: Any, model: nn.Module, names:
     entry = getattr(model_config, "quantization_config", None) or {}
     stored_format = of_checkpoint(entry)
     if stored_format is not None:
-        formats = dict.fromkeys(names, stored_format)
+        formats = dict.fromkeys(names, stored_format.in_memory)
         stacks = [name for name in expert_stacks(model, []) if name in names]
         if isinstance(stored_format, Blockwise4):  # experts' nested scales are un-nested when stacked (`expert_stacks`)
             formats |= {name: replace(stored_format, nested=False) for name in stacks}

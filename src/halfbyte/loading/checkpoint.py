@@ -27,6 +27,7 @@ TYPES = DTYPES | {
     "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in TYPES.items()}
+DESCRIBING = 64  # bytes up to which an entry may hold a shape, a width or a name
 HUB_FILES = ["*.safetensors", INDEX, "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
@@ -40,6 +41,7 @@ class Stored:
         dtype: dtype of its values in safetensors' spelling; for a quantized weight, of the dequantized values.
         shape: shape of its values.
         entries: for a quantized weight: suffix → entry name; empty for others.
+        spec: for a quantized weight: its format, as far as headers tell; "" for others.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     entries: Mapping[str, str] = field(default_factory=dict)
+    spec: str = ""
 
 
 class BaseCheckpoint:
@@ -136,16 +139,42 @@ class BaseCheckpoint:
 
     def _packed(self, name: str, file: str, entries: Mapping[str, str]) -> Stored:
         state = {suffix: self._described(suffix, entry) for suffix, entry in entries.items()}
-        _, _, shape, dtype = self._class_of(name, state).from_state(state, name)
+        format_, _, shape, dtype = self._class_of(name, state).from_state(state, name)
         if "kept" in self.config["quantization_config"]:  # an unpacked GGUF file, which stores no dtype of values
             dtype = getattr(torch, self.config["dtype"])
-        return Stored(name, file, NAMES[dtype], shape, entries)
+        return Stored(name, file, NAMES[dtype], shape, entries, format_.spec)
+
+    def check_scales(self) -> None:
+        """Check scales and zeros of all quantized weights, without reading their codes: the largest entry of integers.
+
+        Raises:
+            CheckpointError: an entry holds a value that no quantizer writes, e.g. NaN.
+        """
+        for stored in self.weights:
+            if not stored.entries:
+                continue
+            sizes = {suffix: self._size(entry) for suffix, entry in stored.entries.items() if not self._is_float(entry)}
+            codes = max(sizes, key=sizes.__getitem__, default=None)
+            state = {
+                suffix: self._described(suffix, entry) if suffix == codes else self._tensor(entry)
+                for suffix, entry in stored.entries.items()
+            }
+            self._class_of(stored.name, state).from_state(state, stored.name)
+
+    def _is_float(self, entry: str) -> bool:
+        """Whether an entry has 16 bits or more, of a float."""
+        return self.headers[self._file_of[entry]][entry]["dtype"] in DTYPES
+
+    def _size(self, entry: str) -> int:
+        """Bytes of an entry."""
+        first, last = self.headers[self._file_of[entry]][entry]["data_offsets"]
+        return int(last - first)
 
     def _described(self, suffix: str, entry: str) -> Tensor:
-        """Return an entry on the meta device, or the entry itself if it describes other entries (quant_state)."""
-        if "quant_state" in suffix:
-            return self._tensor(entry)
+        """Return an entry on the meta device, or the entry itself if it describes others (quant_state, a shape)."""
         header = self.headers[self._file_of[entry]][entry]
+        if "quant_state" in suffix or self._size(entry) <= DESCRIBING:
+            return self._tensor(entry)
         return torch.empty(header["shape"], dtype=TYPES[header["dtype"]], device="meta")
 
     def _class_of(self, name: str, state: Mapping[str, Tensor]) -> type[Format]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..reading.tensors import AGAIN, SINGLE, pickled_files, read_state, safetens
 from ..utils.errors import CheckpointError, HalfbyteError
 from ..utils.notices import notice
 from ..utils.streams import no_loading_bars, quiet_transformers
-from .checkpoint import DTYPES, TYPES, BaseCheckpoint
+from .checkpoint import DTYPES, TYPES, BaseCheckpoint, Stored
 
 MISMATCH_FIX = "check that config.json belongs to these weights, or re-download the checkpoint"
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
@@ -174,10 +174,30 @@ def _weights(origin: Origin, folder: Path) -> dict[str, Tensor]:
                     raise CheckpointError(
                         f"{folder} lacks {prefix}{min(missing)}{suffix}, which other experts have", MISMATCH_FIX
                     )
+        _check_formats(weights, folder)
+        if base.config["quantization_config"].get("quant_method") != QUANT_METHOD:
+            base.check_scales()
     return {
         weight.name: torch.empty(weight.shape, dtype=TYPES.get(weight.dtype, torch.uint8), device="meta")
         for weight in weights
     }
+
+
+def _check_formats(weights: Iterable[Stored], folder: Path) -> None:
+    """Check that the experts of a layer, which are stacked, are stored in one format.
+
+    Raises:
+        CheckpointError: names the first expert that differs.
+    """
+    formats: dict[tuple[str, str], tuple[str, str]] = {}  # layer and matrix → name and format of the first expert
+    for weight in weights:
+        if match := EXPERT.fullmatch(weight.name):
+            first, spec = formats.setdefault((match[1], match[3]), (weight.name, weight.spec))
+            if spec != weight.spec:
+                raise CheckpointError(
+                    f"{folder}: {weight.name} is stored as {weight.spec or '16 bits'}, {first} as {spec or '16 bits'}",
+                    "use a checkpoint that stores all experts of a layer in one format",
+                )
 
 
 def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> None:

@@ -20,7 +20,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, MergeMod
 
 from ..formats import Format, recognize
 from ..formats.base import FLOATS, entry_name
-from ..formats.int4 import Int4
+from ..formats.int4 import PACKED, Int4
 from ..layers import hold_stacks
 from ..modeling.architectures import expert_stacks
 from ..modeling.experts import NAME
@@ -30,6 +30,7 @@ from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.(.*)")
+SHAPE = PACKED["shape"]
 MISMATCH_FIX = "check that config.json belongs to these weights"
 
 Entries = dict[str, list[Any]]  # suffix → an entry of each expert
@@ -288,6 +289,8 @@ class _LoadQuantizedExperts(ConversionOps):
                     )
                     loaded.append((tensor.format, tensor.parts, matrix_shape, self.hf_quantizer.dtypes[name]))
                     continue
+                if unread and SHAPE in state:
+                    state[SHAPE] = torch.tensor(matrix_shape)
                 if "" in state:
                     state[""] = original_codes(state[""])
                 loaded.append(recognize(state, prefer=stored).from_state(state, label))

@@ -229,7 +229,7 @@ class _Deserialize(ConversionOps):
                 return _quantized(self.hf_quantizer, full_layer_name, weight, model)
             if "" in state:
                 state[""] = original_codes(state[""])
-            if full_layer_name in self.hf_quantizer.stacks and state.keys() == {""} and state[""].dtype in FLOATS:
+            if state.keys() == {""} and state[""].dtype in FLOATS:
                 self.hf_quantizer.keep_unquantized(full_layer_name)
                 return nn.Parameter(state[""].to(model.get_parameter(full_layer_name).dtype), requires_grad=False)
             cls = recognize(state, prefer=type(self.hf_quantizer.stored_format(full_layer_name)))
@@ -294,6 +294,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self.transposed: set[str] = set()  # stacks that checkpoints store as [E, K, N]
         self.conv1d: frozenset[str] = frozenset()  # layers that are a `Conv1D` in transformers, with weights [in, out]
         self.dtypes: dict[str, torch.dtype] = {}  # stack → dtype of its values
+        self.unquantized: list[str] = []  # linear layers that a quantized checkpoint stores in 16 or 32 bits
         self.on_host: tuple[str, ...] = ()  # name prefixes of stacks that stay in host memory
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
@@ -313,7 +314,10 @@ class HalfbyteQuantizer(HfQuantizer):
         return format_.stacked() if param_name in self.stacks else format_
 
     def keep_unquantized(self, param_name: str) -> None:
-        """Keep a stack in 16 bits, as the checkpoint stores it."""
+        """Keep a linear layer or a stack in 16 bits, as the checkpoint stores it."""
+        if param_name not in self.stacks:
+            self.unquantized.append(param_name.removesuffix(".weight"))
+            return
         if param_name in self.transposed:
             self.stacks[param_name].is_transposed = True
             self.shapes[param_name] = tuple(self.shapes[param_name][at] for at in (0, 2, 1))
@@ -375,6 +379,7 @@ class HalfbyteQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.failure is not None:
             raise self.failure
+        self._keep_linears(model)
         self._keep_new_heads(model)
         # Saving would reverse the conversions of loading, but these state dicts have the checkpoint's layout already.
         model._weight_conversions = [c for c in model._weight_conversions if not _is_halfbyte_conversion(c)]
@@ -394,6 +399,24 @@ class HalfbyteQuantizer(HfQuantizer):
         if stacked := count_unquantized_stacks(model, self.stacks):
             notice("stacked-experts", f"keeping {stacked / 1e6:.0f}M weights of stacked experts in 16 bits")
         return model
+
+    def _keep_linears(self, model: Any) -> None:
+        """Make plain layers of the linears that a quantized checkpoint stores in 16 bits, and record all formats."""
+        config = self.quantization_config
+        if self.unquantized:
+            count, first = len(self.unquantized), self.unquantized[0]
+            notice(
+                "stored-16", f"keeping {count} linear layers in 16 bits, as the checkpoint stores them, first {first}"
+            )
+            skipped = config.llm_int8_skip_modules or unquantized_modules(model)
+            config.llm_int8_skip_modules = [*skipped, *self.unquantized]
+        for name in self.unquantized:
+            del config.formats[name]
+            module = model.get_submodule(name)
+            model.set_submodule(name, as_linear(module, module.weight))
+        for name, parameter in model.named_parameters() if self.pre_quantized else ():
+            if isinstance(parameter, QuantizedTensor) and name not in self.stacks and not parameter.is_meta:
+                config.formats[name.removesuffix(".weight")] = parameter.format
 
     def _keep_new_heads(self, model: Any) -> None:
         """Keep a head that the checkpoint lacks in 16 bits, as transformers initialized it, and train it.

@@ -19,7 +19,7 @@ from ...formats.int4 import linear_int4
 from ...formats.linear import add_term
 from ..device import AMPERE, TURING, architecture_of, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
-from . import Kernel, cubin, gemm4, gemv4, remembered
+from . import Kernel, cubin, gemm4, gemv4, linear_planes, remembered
 
 TILE, UNIT = 16, 256  # rows of W in a tile, columns of a unit
 WHOLE_ROWS = 8  # rows of x up to which a block computes all of K
@@ -241,7 +241,7 @@ def few_rows_bitplane(
 def hqq_obstacle(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, *_: Any
 ) -> str | None:
-    return _obstacle(x, rows, packed, scales, zeros)
+    return linear_planes.hqq_obstacle(scales, zeros, bits) or _obstacle(x, rows, packed, scales, zeros)
 
 
 @linear_hqq.kernel("cuda", unless=hqq_obstacle, rank=3)

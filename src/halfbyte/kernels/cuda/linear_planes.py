@@ -23,6 +23,7 @@ ROWS = 16  # rows of W per tile, at least one tile
 COLUMNS = 512  # columns of K per iteration of a warp of `gemv_bitplane`, which must divide K
 GEMM64_BITS = 4
 FEWEST_HQQ = 17  # rows of x from which `gemm64_hqq` is faster than `gemm16_hqq`
+HQQ_BITS = (2, 3, 4, 8)
 NEEDS_BF16 = "needs bf16, as fp16 does not hold every scale"
 
 
@@ -148,10 +149,21 @@ def gemm16_bitplane_obstacle(
     return _gemm16_obstacle(x, rows, packed, scales)
 
 
+def hqq_obstacle(scales: Tensor, zeros: Tensor, bits: int) -> str | None:
+    """Return why CUDA's kernels of `linear_hqq` refuse a weight, whatever its shape, or None."""
+    if bits not in HQQ_BITS:
+        return "takes 2, 3, 4 and 8 bits"
+    if scales.dtype is not torch.bfloat16 or zeros.dtype is not torch.float16:
+        return "needs bf16 scales and fp16 zeros"
+    return None
+
+
 def gemm16_hqq_obstacle(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, *_: Any
 ) -> str | None:
-    return _gemm16_obstacle(x, rows, packed, scales, zeros) if x.dtype is torch.bfloat16 else NEEDS_BF16
+    if x.dtype is not torch.bfloat16:
+        return NEEDS_BF16
+    return hqq_obstacle(scales, zeros, bits) or _gemm16_obstacle(x, rows, packed, scales, zeros)
 
 
 @linear_bitplane.kernel("cuda", unless=gemm16_bitplane_obstacle, rank=3)
@@ -191,7 +203,9 @@ def gemm64_bitplane_obstacle(
 def gemm64_hqq_obstacle(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, *_: Any) -> str | None:
     if x.shape[0] < FEWEST_HQQ or bits != GEMM64_BITS:
         return "takes 17 to 64 rows and 4 bits"
-    return gemm4.wgmma_obstacle(x, packed, scales, zeros) if x.dtype is torch.bfloat16 else NEEDS_BF16
+    if x.dtype is not torch.bfloat16:
+        return NEEDS_BF16
+    return hqq_obstacle(scales, zeros, bits) or gemm4.wgmma_obstacle(x, packed, scales, zeros)
 
 
 @linear_bitplane.kernel("cuda", unless=gemm64_bitplane_obstacle, rank=2)

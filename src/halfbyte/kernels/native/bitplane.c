@@ -87,7 +87,7 @@ void halfbyte_dequantize_planes(const uint32_t *packed, int k, const float *code
                                 int64_t first, int64_t last, int dtype) {
 #define RUN(bits) \
     case bits: dequantize(packed, bits, codebook, run, scales, zeros, group, out, width, blocks_per_row, first, last, dtype); break
-    switch (k) { RUN(2); RUN(3); RUN(4); RUN(5); RUN(8); }
+    switch (k) { RUN(2); RUN(3); RUN(4); RUN(5); RUN(6); RUN(8); }
 #undef RUN
 }
 

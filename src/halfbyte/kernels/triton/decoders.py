@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import HQQ, Blockwise4, Float8, Format, Int8, KBit, Mxfp4, Nvfp4, Stack
+from ...formats import HQQ, Aqlm, Blockwise4, Float8, Format, Int8, KBit, Mxfp4, Nvfp4, Stack
 from ...formats import int8 as int8_format
 from ...formats.bitplane import BLOCK as PLANE_BLOCK
 from ...formats.blockwise4 import NESTED_BLOCK
@@ -573,6 +573,8 @@ def stack_obstacle(stack: StackedWeight) -> str | None:
         return "is not quantized"
     if isinstance(format_, Blockwise4) and columns % format_.blocksize:
         return "needs whole blocks in a row"
+    if isinstance(format_, Aqlm):
+        return "has no decoder"
     if "order" in stack.parts and not isinstance(format_, Int4):
         return "needs inputs in their order"
     if isinstance(format_, Int8 | Float8) and columns % 8:
