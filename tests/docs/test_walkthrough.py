@@ -29,7 +29,6 @@ NOT_RUN = {
     "accelerate launch": "starts several processes",
     "srun": "needs a cluster",
     "vllm serve": "needs vLLM and a GPU; tests/train/test_served.py",
-    "fp8-block": "blocks of 128 x 128 weights, which the tiny model has not; tests/export",
 }
 # What makes commands quick on the tiny model, which writes no end of text.
 QUICK = {"train": ["sample_max_new_tokens=2"], "chat": ["--max-new-tokens", "4"], "generate": ["--max-new-tokens", "4"]}

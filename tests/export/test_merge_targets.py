@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.cli.commands import merge_run
+from halfbyte.export.layouts import LAYOUTS
 from halfbyte.export.merge import merge
-from halfbyte.export.packing import FOREIGN
 from halfbyte.export.verify import Verifier, stored_values
 from halfbyte.formats import named
 from halfbyte.loading.load import load_model
@@ -48,11 +48,11 @@ def loaded(folder, target):
 
 
 def spec(target):
-    return FOREIGN.get(target, target)
+    return LAYOUTS[target].spec.format(group=32, scales="bfloat16") if target in LAYOUTS else target
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize("target", [*FOREIGN, *OURS[:2], *SLOW])
+@pytest.mark.parametrize("target", [*LAYOUTS, *OURS[:2], *SLOW])
 def test_the_tool_reads_the_merged_weights_quantized_once(tmp_path, base, run, target):
     report = merge(run, tmp_path / "merged", base="original", quantize=target)
     assert (report.quantize, report.target) == (target, "original")
@@ -64,7 +64,7 @@ def test_the_tool_reads_the_merged_weights_quantized_once(tmp_path, base, run, t
     format_ = named(spec(target))
     for name in (LAYER, "model.layers.0.self_attn.k_proj"):
         values = stored_values(model.get_submodule(name))
-        if target != "nvfp4-modelopt":  # its factor is shared by q, k and v, tested below
+        if "nvfp4" not in target:  # its factor is shared by q, k and v, tested below
             quantized = QuantizedTensor.quantize(expected[f"{name}.weight"], format_).dequantize()
             torch.testing.assert_close(values, quantized, rtol=2**-8, atol=0)
         assert (values - expected[f"{name}.weight"]).norm() < 0.3 * expected[f"{name}.weight"].norm()
@@ -139,14 +139,15 @@ DAMAGED = [pytest.param(target, marks=pytest.mark.slow) for target in ("kbit2", 
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize("target", [*FOREIGN, "16bit", "nf4", *DAMAGED])
+@pytest.mark.parametrize("target", [*LAYOUTS, "16bit", "nf4", *DAMAGED])
 def test_one_damaged_tensor_is_caught_in_every_target(tmp_path, run, monkeypatch, target):
     honest = Verifier.verify
 
     def damaged(self, folder, base):
-        file = next(file for file in folder.glob("*.safetensors") if f"{LAYER}.weight" in load_file(file))
+        names = {f"{LAYER}.{name}" for name in ("weight", "weight_packed", "qweight")}
+        file = next(file for file in folder.glob("*.safetensors") if names & load_file(file).keys())
         entries = load_file(file)
-        codes = entries[f"{LAYER}.weight"].contiguous()
+        codes = entries[(names & entries.keys()).pop()].contiguous()
         codes.view(-1).view(torch.uint8)[: codes.nbytes // 2] ^= 1 if target != "16bit" else 128  # the lowest bit
         save_file(entries, file, metadata={"format": "pt"})
         return honest(self, folder, base)

@@ -23,7 +23,7 @@ from halfbyte.formats import (
 )
 from halfbyte.layers import QuantizedLinear, quantized_parameter
 from halfbyte.tensor import QuantizedTensor
-from halfbyte.utils.errors import CheckpointError, ModelError
+from halfbyte.utils.errors import CheckpointError
 from halfbyte.utils.notices import notices_so_far
 from tests.helpers.imported_tensors import (
     CHECKPOINTS,
@@ -256,12 +256,6 @@ def test_corrupted_scales_of_our_own_files_are_named(byte):
 def test_unused_activation_scale_is_reported():
     assert Nvfp4.from_state(modelopt() | {"../input_scale": torch.tensor(0.1)}, "q")[0] == Nvfp4(tiles=False)
     assert "input_scale" in notices_so_far()["nvfp4-input-scale"]
-
-
-def test_int4_formats_cannot_quantize():
-    for cls in (Gptq, GptqV2, Awq, PackQuantized):
-        with pytest.raises(ModelError, match=f"{cls.name} weights"):
-            QuantizedTensor.quantize(torch.randn(8, 8), cls())
 
 
 def compressed(form="pack-quantized", **scheme):

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..export.layouts import LAYOUTS
 from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
 from ..utils.processes import LAUNCHER
 from ..utils.versions import check_versions
@@ -284,7 +285,12 @@ def merge(
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="new folder; default: RUN/merged")] = None,
     base: Annotated[str, typer.Option(metavar="auto|original|dequantized", help="Weights to merge onto.")] = "auto",
     quantize: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="Format to store the linear layers in; default: 16 bits.")
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help=f"Format to store the linear layers in; default: 16 bits. For other tools: {', '.join(LAYOUTS)};"
+            " for halfbyte: a format of quantization:, or PATTERN=FORMAT,PATTERN=FORMAT.",
+        ),
     ] = None,
     verify: Annotated[bool, typer.Option(help="Reload the merged model and compare logits.")] = True,
     trust_remote_code: TrustCode = False,

@@ -193,7 +193,7 @@ def merge(
             training; "auto": the one that measures closer to the trained model and is not refused (without `verify`:
             dequantized in 16 bits, original otherwise).
         quantize: format of the linear layers: a format of `quantization:`, or patterns of them; or a layout of another
-            tool: bnb-nf4, bnb-fp4, bnb-int8, fp8-block, nvfp4-modelopt. None: 16 bits, or the run's `qat_scheme`.
+            tool, see `export.layouts.LAYOUTS`. None: 16 bits, or the run's `qat_scheme`.
         verify: reload the merged model with the tool it is written for, and compare its logits with base and adapter,
             and its quantized weights with the merged ones.
         overwrite: replace `out_dir` if it exists.

@@ -1,56 +1,45 @@
-"""Storage of a merged model's linear layers: 16 bits, halfbyte's formats, or another tool's layout.
+"""Storage of a merged model's linear layers: 16 bits, halfbyte's formats, or another tool's layout (layouts.py).
 
-Four layouts belong to other tools, each with the config.json that makes the tool load it:
-
-    bnb-nf4, bnb-fp4   transformers with bitsandbytes, 4 bits with nested scales in blocks of 64
-    bnb-int8           transformers with bitsandbytes, LLM.int8()
-    fp8-block          transformers' fine-grained FP8 (DeepSeek-V3's layout), vLLM: E4M3 with a scale per 128×128 tile
-    nvfp4-modelopt     vLLM, TensorRT-LLM: NVIDIA ModelOpt's NVFP4, activations scaled by a calibrated `input_scale`
-
-nvfp4-modelopt differs from halfbyte's NVFP4 in two ways. Servers fuse q, k and v (and gate and up) into one matrix with
-one factor, so these layers share it. Activations are quantized with a fixed scale, from the largest input on the run's
-text.
+NVFP4 for servers differs from halfbyte's in two ways. Servers fuse q, k and v (and gate and up) into one matrix with
+one factor, so these layers share it. Activations, if they are quantized, have a fixed scale, from the largest input on
+the run's text. In compressed-tensors' layout the factor is a power of two: the file stores its reciprocal, and Marlin
+rounds that to 16 bits, so that other factors would change all values of a matrix (up to 0.4% in bf16).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import SIXTEEN, Origin, Storage
-from ..formats import Format, Stack, names
-from ..formats.base import entry_name
-from ..formats.float8 import TILE
-from ..formats.nvfp4 import BLOCK, INPUT_SCALE
+from ..formats import Format, Stack, named, names
+from ..formats.base import Parts, entry_name
+from ..formats.nvfp4 import GLOBAL_SCALE, INPUT_GLOBAL_SCALE, INPUT_SCALE, PACKED, SCALE
 from ..loading.checkpoint import NAMES
 from ..loading.completeness import meta_model
 from ..loading.expert_stacks import supported_stacks
 from ..loading.find import load_model_config
 from ..loading.quantizer import HalfbyteConfig, quantizable
-from ..modeling.architectures import expert_stacks
+from ..modeling.architectures import expert_stacks, is_router
 from ..qat.model import qat_format
+from ..tensor import QuantizedTensor
 from ..utils.errors import ConfigError, ModelError
+from ..utils.notices import notice
+from .layouts import GROUP_SIZES, LAYOUTS, NVFP4_BLOCK, TILE, Layout, Loader
 from .shards import Entry
 
 Quantize = str | Mapping[str, str] | None
-Loader = Literal["halfbyte", "bitsandbytes", "fp8"]
 
-FOREIGN = {
-    "bnb-nf4": "blockwise4:nf4:64:nested",
-    "bnb-fp4": "blockwise4:fp4:64:nested",
-    "bnb-int8": "int8",
-    "fp8-block": "fp8:tile",
-    "nvfp4-modelopt": "nvfp4:1d:plain",
-}
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 NVFP4_RANGE = 6 * 448  # the largest E2M1 code times the largest E4M3 scale
+FOUR_OVER_SIX_RANGE = 6 * 256
 TYPICAL_SHAPE = (4096, 4096)  # for counting bits per weight
 JSON_NUMBER_BYTES = 24  # longest repr of a float; JSON entries are padded by it so that their size is known
 
@@ -62,20 +51,29 @@ class Packing:
     Attributes:
         name: as given by the user; "16bit" if nothing is quantized.
         formats: parameter name → format; the other parameters keep 16 bits.
-        config: the `quantization_config` of config.json; None in 16 bits.
-        loader: tool that loads the model.
+        config: from the names of further modules that stay in 16 bits to the `quantization_config` of config.json; None
+            in 16 bits.
+        layout: the other tool's layout; None for halfbyte's formats.
         peers: parameter name → all parameters that share its factor.
-        calibrated: whether `input_scale` is stored.
         stacks: names of parameters that are stacks of experts, written as one tensor.
     """
 
     name: str = SIXTEEN
     formats: Mapping[str, Format] = field(default_factory=dict)
-    config: Mapping[str, Any] | None = None
-    loader: Loader = "halfbyte"
+    config: Callable[[Sequence[str]], Mapping[str, Any]] | None = None
+    layout: Layout | None = None
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    calibrated: bool = False
     stacks: frozenset[str] = frozenset()
+
+    @property
+    def loader(self) -> Loader:
+        """Tool that loads the model."""
+        return self.layout.loader if self.layout else "halfbyte"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the scale of activations is stored."""
+        return self.layout is not None and self.layout.calibrated
 
     def is_scheme(self, scheme: str | None) -> bool:
         """Return whether every quantized layer is stored as training with `qat_scheme: scheme` rounded it."""
@@ -93,20 +91,46 @@ class Packing:
         Raises:
             ModelError: the format cannot store the shape.
         """
+        if len(shape) == 3 and parameter not in self.stacks:
+            raise ModelError(
+                f"{self.name} stores each expert by itself, and the base stores {name} {shape} as one tensor",
+                "store it in a format of halfbyte, e.g. nf4 or fp8",
+            )
         try:
-            entries = _state_entries(self.formats[parameter], shape, dtype)
+            entries = _state_entries(self.layout, self.formats[parameter], shape, dtype)
         except ModelError as error:
             raise ModelError(f"{self.name} cannot hold {name}: {error.message}", error.fix) from error
-        entries = entries | ({INPUT_SCALE: ("F32", (), 4)} if self.calibrated else {})
         return tuple(Entry(entry_name(name, suffix), *entry) for suffix, entry in entries.items())
+
+    def state(self, weight: QuantizedTensor, input_amax: float = 1.0) -> dict[str, Tensor]:
+        """Return suffix → tensor of the checkpoint entries of one weight.
+
+        Args:
+            input_amax: largest magnitude of its input, for a layout that stores the scale of activations.
+        """
+        return _state(self.layout, weight.format, weight.parts, tuple(weight.shape), weight.dtype, input_amax)
+
+    def quantize(self, weight: Tensor, format: Format, amax: Callable[[], Tensor]) -> dict[str, Tensor]:
+        """Quantize a matrix.
+
+        Args:
+            amax: returns the largest magnitude of the matrices that share its factor, fp32 []; called for NVFP4 only.
+        """
+        if self.layout is None or self.layout.nvfp4 is None:
+            return format.quantize(weight)
+        largest = amax()
+        if self.layout.nvfp4 == "compressed-tensors":
+            mantissa, exponent = torch.frexp(largest / FOUR_OVER_SIX_RANGE)
+            largest = FOUR_OVER_SIX_RANGE * torch.ldexp(torch.ones_like(mantissa), exponent)
+        return quantize_together(weight, format, largest)
 
 
 def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Packing:
     """Return the packing that the user requests, for the model of a run.
 
     Args:
-        experts: whether to include stacks of experts; layouts of other tools keep them in 16 bits.
-        quantize: one of `FOREIGN`, a name or spec of a format, or module name pattern → name, spec or "16bit", as in a
+        experts: whether halfbyte's formats include stacks of experts.
+        quantize: one of `LAYOUTS`, a name or spec of a format, or module name pattern → name, spec or "16bit", as in a
             run's `quantization:`; None for 16 bits.
 
     Raises:
@@ -114,82 +138,102 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
     """
     if quantize is None or quantize == SIXTEEN:
         return Packing()
-    foreign = isinstance(quantize, str) and quantize in FOREIGN
+    model = meta_model(origin, load_model_config(origin))
+    linears = quantizable(model)
+    if isinstance(quantize, str) and quantize in LAYOUTS:
+        return _foreign(quantize, LAYOUTS[quantize], model, linears)
+    patterns = quantize.items() if isinstance(quantize, Mapping) else [("*", quantize)]
+    stacks = expert_stacks(model) if experts else {}
     try:
-        chosen = FOREIGN[str(quantize)] if foreign else quantize
-        patterns = chosen.items() if isinstance(chosen, Mapping) else [("*", chosen)]
         quantization = HalfbyteConfig(Storage(tuple(patterns)))
-        model = meta_model(origin, load_model_config(origin))
-        linears = quantizable(model)
-        stacks = expert_stacks(model) if experts and not foreign else {}
         formats = quantization.assign(model, [*linears, *stacks])
     except ModelError as error:
-        fix = f"{error.fix}; for other tools: {', '.join(FOREIGN)}"
+        fix = f"{error.fix}; layouts of other tools: {', '.join(LAYOUTS)}"
         raise ConfigError(error.message.replace("quantization:", "quantize:"), fix) from error
     if not formats:
-        raise ConfigError(f"quantize: {type(model).__name__} has no linear layer to store in it", "merge in 16 bits")
+        raise _no_linears(model)
     for format_ in formats.values():
         if not type(format_).examples():
             raise ConfigError(
-                f"quantize: {format_.spec} needs calibration, which halfbyte does not do",
-                f"use one of {', '.join(sorted(names()))}",
+                f"quantize: {format_.spec} is a layout of other tools",
+                f"use one of {', '.join(LAYOUTS)}, or for halfbyte {', '.join(sorted(names()))}",
             )
     packed = quantization.stacks = frozenset(supported_stacks(model, stacks, formats))
     parameters = {f"{name}.weight": formats[name] for name in linears if name in formats}
     parameters |= {name: formats[name].stacked() for name in packed}
-    if not foreign:
-        name = quantize if isinstance(quantize, str) else ",".join(f"{key}={value}" for key, value in quantize.items())
-        return Packing(name, parameters, quantization.to_dict(), stacks=packed)
-    skipped = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in linears]
-    return _foreign(str(quantize), parameters, {name: tuple(linears[name].weight.shape) for name in linears}, skipped)
+    name = quantize if isinstance(quantize, str) else ",".join(f"{key}={value}" for key, value in quantize.items())
+    return Packing(name, parameters, lambda _: quantization.to_dict(), stacks=packed)
 
 
-def _foreign(
-    name: str, formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]], skipped: list[str]
-) -> Packing:
-    """Return the packing of `FOREIGN` layout `name`; `skipped` modules keep 16 bits.
+def _no_linears(model: nn.Module) -> ConfigError:
+    message = f"quantize: {type(model).__name__} has no linear layer to store in it"
+    return ConfigError(message, "merge in 16 bits")
+
+
+def _foreign(name: str, layout: Layout, model: Any, linears: Mapping[str, nn.Linear]) -> Packing:
+    """Return the packing of layout `name` for a model on the meta device.
 
     Raises:
-        ConfigError: a weight has a shape that the layout cannot store.
+        ConfigError: a weight has a shape that the layout cannot store, or experts need calibrated activations.
     """
-    config: dict[str, Any]
-    if name == "fp8-block":
+    if not linears:
+        raise _no_linears(model)
+    stacks = expert_stacks(model)
+    if stacks and layout.calibrated and layout.nvfp4 == "compressed-tensors":
+        raise ConfigError(f"quantize: {name} needs a scale of each expert's input", "use nvfp4a16")
+    stacks = stacks if layout.experts else {}
+    shapes = {module: tuple(linear.weight.shape) for module, linear in linears.items()}
+    for stack, module in stacks.items():
+        _, *sides = model.get_parameter(stack).shape
+        shapes[stack] = tuple(reversed(sides)) if module.is_transposed else tuple(sides)
+    if layout.loader == "fp8":
         # transformers splits a side evenly among its scales; one scale covers any side up to a tile
         _check_sides(name, shapes, {module: [n for n in size if n > TILE] for module, size in shapes.items()}, TILE)
-        config = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [TILE, TILE],
-            "modules_to_not_convert": skipped,
-        }
-        return Packing(name, formats, config, "fp8")
-    if name == "nvfp4-modelopt":
-        _check_sides(name, shapes, shapes, BLOCK)
-        values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
-        config = {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "kv_cache_scheme": None,
-            "group_size": BLOCK,
-            "ignore": skipped,
-            "config_groups": {"group_0": {"input_activations": values, "weights": values, "targets": ["Linear"]}},
-        }
-        return Packing(name, formats, config, peers=_peers(formats), calibrated=True)
-    config = {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": name != "bnb-int8",
-        "load_in_8bit": name == "bnb-int8",
-        "llm_int8_skip_modules": skipped,
-        "llm_int8_threshold": 6.0,
-    }
-    if name != "bnb-int8":
-        config |= {
-            "bnb_4bit_quant_type": name.removeprefix("bnb-"),
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_quant_storage": "uint8",
-            "bnb_4bit_compute_dtype": "bfloat16",
-        }
-    return Packing(name, formats, config, "bitsandbytes")
+    elif layout.nvfp4:
+        _check_sides(name, shapes, shapes, NVFP4_BLOCK)
+    elif layout.has_groups:
+        _check_sides(name, shapes, shapes, 8)
+    group = _group_size(name, shapes) if layout.has_groups else NVFP4_BLOCK
+    is_half = getattr(model.config.get_text_config(), "dtype", None) == torch.float16
+    scales = "float16" if is_half else "bfloat16"
+    format_ = named(layout.spec.format(group=group, scales=scales))
+    formats = {f"{module}.weight": format_ for module in linears} | dict.fromkeys(stacks, format_)
+    skipped = [
+        module_name
+        for module_name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or is_router(module)) and module_name not in linears
+    ]
+    return Packing(
+        name,
+        formats,
+        lambda further: layout.config(list(dict.fromkeys([*skipped, *further])), group),
+        layout,
+        _peers(formats) if layout.nvfp4 else {},
+    )
+
+
+def _group_size(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the largest group size that divides the inputs of every layer; log it if it is not the usual one.
+
+    Raises:
+        ConfigError: none does; the error names a layer.
+    """
+    usual, *smaller = GROUP_SIZES
+    beyond = next((module for module, shape in shapes.items() if shape[1] % usual), None)
+    if beyond is None:
+        return usual
+    message = f"{usual} does not divide the {shapes[beyond][1]} inputs of {beyond}"
+    for size in smaller:
+        if all(inputs % size == 0 for _, inputs in shapes.values()):
+            notice("merge-groups", f"{name} with groups of {size}: {message}")
+            return size
+    smallest = GROUP_SIZES[-1]
+    module = next(module for module, shape in shapes.items() if shape[1] % smallest)
+    raise ConfigError(
+        f"quantize: {name} cannot hold {module}.weight {shapes[module]}: groups of"
+        f" {', '.join(map(str, GROUP_SIZES))} inputs do not divide it",
+        "use fp8-block, or fp8 or nf4 of halfbyte",
+    )
 
 
 def _check_sides(
@@ -208,10 +252,9 @@ def _peers(formats: Mapping[str, Format]) -> dict[str, tuple[str, ...]]:
     peers = {}
     for parameter in formats:
         parent, _, name = parameter.removesuffix(".weight").rpartition(".")
-        for group in FUSED:
-            if name in group:
-                siblings = (f"{parent}.{sibling}.weight" for sibling in group)
-                peers[parameter] = tuple(sibling for sibling in siblings if sibling in formats)
+        group = next((group for group in FUSED if name in group), ())
+        siblings = [f"{parent}.{sibling}.weight" for sibling in group]
+        peers[parameter] = tuple(sibling for sibling in siblings if sibling in formats) or (parameter,)
     return peers
 
 
@@ -244,15 +287,37 @@ def padded_state(state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[
     }
 
 
+def _state(
+    layout: Layout | None,
+    format: Format,
+    parts: Parts,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    input_amax: float = 1.0,
+) -> dict[str, Tensor]:
+    """Return suffix → tensor of the checkpoint entries of one weight; see `Packing.state`."""
+    if layout is None or layout.nvfp4 is None:
+        return format.to_state(parts, shape, dtype)
+    input_scale = torch.tensor(input_amax / NVFP4_RANGE)
+    if layout.nvfp4 == "modelopt":
+        return format.to_state(parts, shape, dtype) | {INPUT_SCALE: input_scale}
+    state = {
+        PACKED: parts["packed"],
+        SCALE: parts["scale"].view(torch.float8_e4m3fn),
+        GLOBAL_SCALE: parts["factor"].reciprocal().reshape(1),
+    }
+    return state | ({INPUT_GLOBAL_SCALE: input_scale.reciprocal().reshape(1)} if layout.calibrated else {})
+
+
 @functools.cache
 def _state_entries(
-    format: Format, shape: tuple[int, ...], dtype: torch.dtype
+    layout: Layout | None, format: Format, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Return suffix → safetensors dtype, shape and bytes of the entries that store a tensor."""
     specs = format.part_specs(shape)
     parts = {part: torch.zeros(size, dtype=part_dtype) for part, (size, part_dtype) in specs.items()}
     entries = {}
-    for suffix, value in format.to_state(parts, shape, dtype).items():
+    for suffix, value in _state(layout, format, parts, shape, dtype).items():
         spare = JSON_NUMBER_BYTES if "quant_state" in suffix else 0
         size = (value.numel() + spare,) if spare else tuple(value.shape)
         entries[suffix] = (NAMES[value.dtype], size, value.nbytes + spare)

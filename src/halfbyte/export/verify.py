@@ -210,10 +210,10 @@ class Verifier:
             dtype = str(self._weights.config()["dtype"])
             model = reload(folder, packing, dtype, self._device, self._run.origin.trust_remote_code)
             for output in self._weights.outputs if packing.formats else ():
-                if output.sources:
-                    errors[output.parameter] = self._check_stack(model, output, target)
-                else:
+                if not output.sources:
                     self._check_weight(model, output, target)
+            for name in (name for name in packing.formats if len(weights.adapter.shapes[name]) == 3):
+                errors[name] = self._check_stack(model, weights.stack_of_experts(name), target)
             return model
 
         held = [(noise, routing.held) for noise in (NO_ROUNDING, *[rounding] * DRAWS)]
@@ -240,11 +240,10 @@ class Verifier:
     def _check_stack(self, model: Any, output: Output, target: Target) -> Tensor:
         """Compare a loaded stack of experts with the merged one; return each row's error, fp32 [E, N]."""
         loaded_stack: Any = model.get_parameter(output.parameter)
-        expected_stack: Any = self._weights.stack(output, target)
         errors = []
-        for index, (weight, _) in enumerate(self._weights.experts(output, target)):
+        for index, (expected, weight) in enumerate(self._weights.stored_experts(output, target)):
             loaded = loaded_stack[index].dequantize(torch.float32)
-            _check_same(loaded, expected_stack[index].dequantize(torch.float32).to(loaded.device), output)
+            _check_same(loaded, expected.to(loaded.device), output)
             errors.append((loaded - weight.to(loaded.device)).square().mean(1).sqrt())
         return torch.stack(errors)
 

@@ -19,7 +19,6 @@ from ..adapters.lora import WRONG_BASE
 from ..config.schema import RunKeys
 from ..formats import Format, Stack
 from ..formats.base import entry_name
-from ..formats.nvfp4 import INPUT_SCALE
 from ..loading.checkpoint import DTYPES, BaseCheckpoint, Stored
 from ..loading.load import resolve_dtype
 from ..reading.tensors import INDEX
@@ -28,7 +27,7 @@ from ..utils.errors import CheckpointError, ModelError
 from ..utils.files import write_json
 from .adapter import AdapterLayers, Piece
 from .fidelity import RetainedUpdate
-from .packing import NVFP4_RANGE, Packing, padded_state, quantize_together
+from .packing import Packing, padded_state
 from .shards import Entry, write_shard
 
 Target = Literal["original", "dequantized"]
@@ -55,6 +54,11 @@ class Output:
     @property
     def written(self) -> tuple[Entry, ...]:
         return self.packed or (self.entry,)
+
+    @property
+    def expert(self) -> int | None:
+        """Index of the expert it belongs to; None for other weights, and for stacks."""
+        return self.piece.expert if self.piece else None
 
 
 def _pieces_by_expert(outputs: Sequence[Output]) -> dict[int, list[Output]]:
@@ -111,7 +115,7 @@ class MergedWeights:
         self.adapter = adapter
         self.packing = packing or Packing()
         self.input_amax: dict[str, float] = {}
-        self._group_amax: dict[tuple[Target, tuple[str, ...]], Tensor] = {}
+        self._group_amax: dict[tuple[Target, tuple[str, ...], int | None], Tensor] = {}
         self._formats = {} if base.quantized and not base.in_part else dict(adapter.quantized)
         stacks = {} if base.quantized and not base.in_part else dict(adapter.stacks)
         self._stacks = PackedStacks(stacks, self._experts)
@@ -149,14 +153,22 @@ class MergedWeights:
 
     def _join(self, name: str) -> None:
         """Replace a stack's tensors by one, under the stack's name, at the position of the first."""
-        joined = tuple(output for output in self.outputs if output.parameter == name)
-        first = joined[0]
+        stack = self.stack_of_experts(name)
         for shard in self.shards.values():
-            if first in shard:
-                nbytes = sum(output.entry.nbytes for output in joined)
-                entry = Entry(name, first.entry.dtype, self._stored_shape(name), nbytes)
-                shard[shard.index(first)] = Output(entry, first.source, name, sources=joined)
-            shard[:] = [output for output in shard if output not in joined]
+            shard[:] = [
+                stack if output is stack.sources[0] else output
+                for output in shard
+                if output is stack.sources[0] or output not in stack.sources
+            ]
+
+    def stack_of_experts(self, name: str) -> Output:
+        """Return a stack as one output, also if `outputs` has its experts' tensors."""
+        sources = tuple(output for output in self.outputs if output.parameter == name)
+        if sources[0].sources:
+            return sources[0]
+        nbytes = sum(output.entry.nbytes for output in sources)
+        entry = Entry(name, sources[0].entry.dtype, self._stored_shape(name), nbytes)
+        return Output(entry, sources[0].source, name, sources=sources)
 
     def _stored_shape(self, stack: str) -> tuple[int, ...]:
         """Return the shape [E, N, K] of a stack."""
@@ -263,10 +275,7 @@ class MergedWeights:
         if not output.packed:
             return {output.entry.name: self.tensor(output, target)}
         packed = self.stack(output, target) if output.sources else self._packed_and_counted(output, target)
-        state = packed.format.to_state(packed.parts, tuple(packed.shape), packed.dtype)
-        if self.packing.calibrated:
-            amax = self.input_amax[output.parameter.removesuffix(".weight")]
-            state[INPUT_SCALE] = torch.tensor(amax / NVFP4_RANGE)
+        state = self.packing.state(packed, self.input_amax.get(output.parameter.removesuffix(".weight"), 0.0))
         sizes = {entry.name: entry.nbytes for entry in output.packed}
         return padded_state({entry_name(output.entry.name, key): value for key, value in state.items()}, sizes)
 
@@ -278,10 +287,7 @@ class MergedWeights:
     def _packed(self, weight: Tensor, output: Output, target: Target) -> QuantizedTensor:
         format_, name = self.packing.formats[output.parameter], output.entry.name
         try:
-            if peers := self.packing.peers.get(output.parameter):
-                parts = quantize_together(weight, format_, self._amax(peers, target))
-            else:
-                parts = format_.quantize(weight)
+            parts = self.packing.quantize(weight, format_, lambda: self._amax(output, target))
         except ModelError as error:
             raise CheckpointError(f"the merged {name}: {error.message}", error.fix) from error
         return QuantizedTensor(format_, parts, tuple(weight.shape), self._packed_dtype(output))
@@ -291,7 +297,7 @@ class MergedWeights:
         if output.parameter not in self.adapter.changed:
             return self.quantized(output, target)
         base_weight = self._base_values(output, target)
-        weight = self.adapter.merged(output.parameter, base_weight.clone())
+        weight = self.adapter.merged(output.parameter, base_weight.clone(), output.piece)
         packed = self._packed(weight, output, target)
         stored = packed.dequantize(torch.float32)
         stored_base = self._packed(base_weight, output, target).dequantize(torch.float32)
@@ -337,11 +343,28 @@ class MergedWeights:
             base = torch.cat([self._base_values(piece, target) for piece in pieces[expert]])
             yield torch.cat([self.values(piece, target) for piece in pieces[expert]]), base
 
-    def _amax(self, parameters: tuple[str, ...], target: Target) -> Tensor:
-        """Return the largest magnitude in a group of merged weights, fp32 []; computes the weights once more."""
-        key = (target, parameters)
+    def stored_experts(self, output: Output, target: Target) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the values of each expert of a stack as they are stored, and before rounding, fp32 [N, K]."""
+        experts = self.experts(output, target)
+        if output.parameter in self.packing.stacks:
+            stack: Any = self.stack(output, target)
+            for index, (weight, _) in enumerate(experts):
+                yield stack[index].dequantize(torch.float32), weight
+            return
+        pieces = _pieces_by_expert(output.sources)
+        for index, (weight, _) in enumerate(experts):
+            stored = [self.quantized(piece, target).dequantize(torch.float32) for piece in pieces[index]]
+            yield torch.cat(stored), weight
+
+    def _amax(self, output: Output, target: Target) -> Tensor:
+        """Return the largest magnitude of the merged weights that share a factor with `output`, fp32 [].
+
+        They are those of the packing's `peers`, and for an expert its own. Computes the weights once more.
+        """
+        peers = self.packing.peers[output.parameter]
+        key = (target, peers, output.expert)
         if key not in self._group_amax:
-            group = [output for output in self.outputs if output.parameter in parameters]
+            group = [other for other in self.outputs if other.parameter in peers and other.expert == output.expert]
             self._group_amax[key] = torch.stack([self.values(member, target).abs().amax() for member in group]).amax()
         return self._group_amax[key]
 
@@ -465,12 +488,22 @@ class MergedWeights:
             raise CheckpointError(f"the merged {output.entry.name} {problem}", "train with a lower learning rate")
         return rounded
 
+    def _modules_beyond_the_model(self) -> list[str]:
+        """Return names of modules with a matrix that transformers does not build, e.g. for multi-token prediction."""
+        return [
+            output.entry.name.removesuffix(".weight")
+            for output in self.outputs
+            if output.parameter not in self.adapter.shapes
+            and output.entry.name.endswith(".weight")
+            and len(output.entry.shape) == 2
+        ]
+
     def config(self) -> dict[str, object]:
         """Return config.json of the merged model: the base's, with the new quantization and dtype."""
         config = json.loads(json.dumps(self.base.config))
         config.pop("quantization_config", None)
         if self.packing.config is not None:
-            config["quantization_config"] = self.packing.config
+            config["quantization_config"] = self.packing.config(self._modules_beyond_the_model())
         sizes: dict[str, int] = {}
         for output in self.outputs:
             sizes[output.entry.dtype] = sizes.get(output.entry.dtype, 0) + output.entry.nbytes

@@ -1,5 +1,7 @@
 """Affine integers of GPTQ, AWQ and compressed-tensors checkpoints. 4-bit codes are loaded and saved byte for byte.
 
+Weights are quantized to them without calibration: nearest, with the best scale of each group (`affine.py`).
+
     value[n, k] = (code − zero[group(k), n]) · scale[group(k), n]
 
 Eight codes share an int32, those of eight neighbouring inputs; eight zeros, those of neighbouring outputs. The product
@@ -45,6 +47,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..utils.errors import CheckpointError, ModelError
+from .affine import quantize_affine
 from .base import (
     DAMAGED,
     FLOATS,
@@ -77,10 +80,10 @@ def _unpack(words: Tensor, dim: int) -> Tensor:
     return torch.stack(codes, dim=dim + 1).flatten(dim, dim + 1)
 
 
-def _pack(codes: Tensor) -> Tensor:
-    """Pack codes [K, N] to words [K/8, N]: the inverse of `_unpack` along dimension 0."""
-    eight = codes.unflatten(0, (-1, PACK)).unbind(1)
-    return functools.reduce(torch.bitwise_or, (code << 4 * i for i, code in enumerate(eight)))
+def _pack(codes: Tensor, dim: int, bits: int = BITS) -> Tensor:
+    """Pack int32 codes of a width that divides 32; for 4 bits, the inverse of `_unpack`."""
+    places = codes.unflatten(dim, (-1, WORD // bits)).unbind(dim + 1)
+    return functools.reduce(torch.bitwise_or, [code << bits * i for i, code in enumerate(places)]).contiguous()
 
 
 @op("triton.dequantize")
@@ -162,7 +165,7 @@ ZERO_CODES = -0x77777778  # 0x88888888: eight codes of 8, the zero point of symm
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """Affine integers quantized by another tool. Weights in memory have 4 bits; others describe a checkpoint.
+    """Affine integers in another tool's layout. Weights in memory have 4 bits; others describe a checkpoint.
 
     Args:
         group_size: inputs that share a scale and a zero; with `groups` "indexed", K over the number of groups.
@@ -180,6 +183,7 @@ class Int4(Format):
     names: ClassVar[dict[str, str]] = {}
     widths: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
     zero_shift: ClassVar[int] = 0
+    symmetric: ClassVar[bool] = True  # whether `quantize` gives all zeros 8
     entries: ClassVar[dict[str, str]] = ENTRIES  # part → suffix
 
     @property
@@ -196,7 +200,7 @@ class Int4(Format):
 
     @classmethod
     def examples(cls) -> list[Format]:
-        """No examples: the contract test quantizes, and only calibrating tools write these formats."""
+        """No examples: the contract test quantizes shapes that these formats do not store."""
         return []
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
@@ -222,12 +226,24 @@ class Int4(Format):
         return HQQ(self.bits, group, False, self.scale_dtype, ordered=self.groups == "ordered")
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        raise ModelError(
-            f"{self.name} weights are only read from checkpoints: halfbyte has no {self.name} quantizer",
-            f"load a {self.name} checkpoint, or quantize to another format",
-        )
+        self.check_weight(weight)
+        self.part_specs(tuple(weight.shape))  # raises for a shape that it does not store
+        if self.groups not in ("runs", "listed"):
+            raise ModelError(f"{self.spec}: weights are quantized in the order of inputs", "use runs or listed groups")
+        if WORD % self.bits:
+            raise ModelError(f"{self.spec}: weights are quantized to 2, 4 or 8 bits", "use one of them")
+        scale_dtype = getattr(torch, self.scale_dtype)
+        codes, zeros, scales = quantize_affine(weight, self.group_size, self.bits, self.symmetric, scale_dtype)
+        return {
+            "qweight": _pack(codes.t(), 0, self.bits),
+            "qzeros": _pack((zeros.t() - self.zero_shift) & (2**self.bits - 1), 1, self.bits),
+            "scales": scales.t().contiguous(),
+        }
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.bits != BITS:  # to be written: weights that are read are in bit planes
+            format_, planes = self._as_planes(parts, dict.fromkeys(ENTRIES, self.spec))
+            return format_.dequantize(planes, shape, dtype)
         stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), parts.get("order")
         return dequantize_int4(*stored, self.zero_shift, dtype)
 
@@ -287,7 +303,7 @@ class Int4(Format):
         group_index = torch.arange(parts["qweight"].shape[0] * PACK, device=parts["qweight"].device) // self.group_size
         if (order := parts.pop("order", None)) is not None:
             group_index = group_index[order[1]]
-            parts["qweight"] = _pack(_unpack(parts["qweight"], 0)[order[1]])
+            parts["qweight"] = _pack(_unpack(parts["qweight"], 0)[order[1]], 0)
         return parts | {"g_idx": group_index.int()}
 
     def _sorted_by_group(self, parts: dict[str, Tensor]) -> tuple[Self, dict[str, Tensor]]:
@@ -302,7 +318,7 @@ class Int4(Format):
         if bool((group_index.diff() >= 0).all()):
             return replace(self, groups="listed"), parts
         order = group_index.argsort(stable=True)
-        parts["qweight"] = _pack(_unpack(parts["qweight"], 0)[order])
+        parts["qweight"] = _pack(_unpack(parts["qweight"], 0)[order], 0)
         parts["order"] = torch.stack([order, order.argsort()]).int()
         return replace(self, groups="ordered"), parts
 
@@ -495,6 +511,7 @@ class Awq(Int4):
 
     name: ClassVar[str] = "awq"
     widths: ClassVar[tuple[int, ...]] = (4,)
+    symmetric: ClassVar[bool] = False
 
     def _stored_from_parts(self, parts: Parts, shape: tuple[int, ...]) -> dict[str, Tensor]:
         outputs = parts["qweight"].view(-1, shape[0] // PACK, PACK)  # [K/8, N/8, 8]
@@ -532,7 +549,6 @@ class PackQuantized(Int4):
 
     name: ClassVar[str] = "pack_quantized"
     entries: ClassVar[dict[str, str]] = {part_name: key for part_name, key in PACKED.items() if part_name != "qzeros"}
-    symmetric: ClassVar[bool] = True
     widths: ClassVar[tuple[int, ...]] = WIDTHS
 
     scale_dtype: str = "bfloat16"
