@@ -192,14 +192,21 @@ LORA = AdapterKind(
     tensors=re.compile(r"(?P<module>.+)\.lora_(?P<factor>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?"),
     keys=(
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
-        *("init_lora_weights", "loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner"),
+        *(
+            "init_lora_weights",
+            "loftq_config",
+            "corda_config",
+            "loraplus_lr_ratio",
+            "loraplus_lr_embedding",
+            "lora_preconditioner",
+        ),
     ),
     reported=("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     fused=True,
     file_problem=_lora_file_problem,
     factors=_lora_factors,
     init_key="init_lora_weights",
-    inits_keeping_base=(True, False, "gaussian", "orthogonal", "eva"),
+    inits_keeping_base=(True, False, "gaussian", "orthogonal", "eva", "mica"),
     unmerged=("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "lora_bias"),
     refused={},
 )

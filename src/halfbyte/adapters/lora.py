@@ -39,6 +39,7 @@ from ..adapter_kinds import (
     find_adapter_kind,
 )
 from ..config import Adapter
+from ..config.initialisations import read_by
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
 from ..modeling.architectures import ALL_LINEAR, all_linear, is_linear, is_router
@@ -67,6 +68,7 @@ from .expert_targets import (
     target_by_weight_name,
     weights_as_modules,
 )
+from .initial import RESIDUAL, AdapterInitialiser, InitialAdapter, mark_initialisation
 from .module_names import check_names, matching, named_by, unknown
 from .router_adapters import name_routers
 
@@ -78,7 +80,13 @@ SAME_ADAPTER = f"copy {ADAPTER_CONFIG} and {ADAPTER} of the same adapter there a
 ROUNDING_OF_COPIES = 2**-7  # relative difference of a weight in bfloat16 and its copy in another dtype
 
 
-def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | None = None) -> PeftModel:
+def add_adapter(
+    model: nn.Module,
+    config: RunKeys | Adapter,
+    *,
+    scores: str | None = None,
+    initial: AdapterInitialiser | InitialAdapter | None = None,
+) -> PeftModel:
     """Freeze `model` and put trainable adapters on its linear layers.
 
     Args:
@@ -86,21 +94,25 @@ def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | No
         config: a run's config or its adapter section: `r`, `lora_alpha`, `target_modules`, ... With `adapter_path`, the
             saved adapter's own rank, alpha and targets are used.
         scores: also train a new head `score`, the one transformers uses for this task type of `SCORES`.
+        initial: the object that `load_model` got, if `init_lora_weights` reads the base's weights. It is not needed on
+            the meta device.
 
     Returns:
         The PeftModel around `model`; trainable weights are `config.adapter_dtype`.
 
     Raises:
         ModelError: `target_modules`, `modules_to_save`, `rank_pattern` or `alpha_pattern` names a module that the model
-            does not have; or quantization-aware training cannot merge the adapter.
+            does not have; or quantization-aware training cannot merge the adapter; or `initial` is missing.
         ConfigError: `target_modules` is not a valid regular expression, or `config` describes no adapter.
         CheckpointError: `adapter_path` is missing, truncated, or made for a model of other shapes.
     """
     adapter = config if isinstance(config, Adapter) else config.adapter
     if adapter is None:
         raise ConfigError("use_peft: false describes no adapter", "set use_peft: true")
-    if adapter.adapter_path:
-        wide = getattr(torch, adapter.adapter_dtype)
+    wide = getattr(torch, adapter.adapter_dtype)
+    if isinstance(initial, InitialAdapter):
+        peft_model = load_adapter(model, initial.folder, adapter.origin.name, trainable=wide, initial=initial)
+    elif adapter.adapter_path:
         saved_type = adapter_type_of(vars(saved_adapter_config(Path(adapter.adapter_path)))).lower()
         if saved_type != adapter.peft_type.lower():
             wrong = f"peft_type: {adapter.peft_type}, but {adapter.adapter_path} has an adapter of type {saved_type}"
@@ -122,6 +134,12 @@ def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | No
     peft_model.peft_config["default"].base_model_name_or_path = adapter.origin.name
     round_merged(peft_model)
     attach_adapter_forwards(peft_model)
+    if read_by(adapter) != "nothing":
+        if isinstance(initial, AdapterInitialiser):
+            initial.fill(peft_model)
+        elif initial is None and not any(parameter.is_meta for parameter in model.parameters()):
+            wrong = f"init_lora_weights: {adapter.init_lora_weights} reads the weights before they are quantized"
+            raise ModelError(wrong, "give the same AdapterInitialiser as initial= to load_model and to add_adapter")
     if adapter.lora_dropout and any(parameter_wrappers(peft_model)):
         set_adapter_dropout(peft_model, adapter.lora_dropout)
     dtype = getattr(torch, adapter.adapter_dtype)
@@ -129,6 +147,8 @@ def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | No
         if parameter.requires_grad:  # copies of full modules keep at least the model's precision
             full = ".modules_to_save." in name and dtype.itemsize < parameter.dtype.itemsize
             parameter.data = parameter.data.to(parameter.dtype if full else dtype)
+    if read_by(adapter) != "nothing":
+        mark_initialisation(peft_model, adapter)
     report_adapter_sizes(peft_model)
     return peft_model
 
@@ -174,12 +194,15 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
                     "add the module to target_modules, or remove the pattern",
                 )
     row = adapter_kind(adapter)
+    options = row.options(adapter)
+    if read_by(adapter) != "nothing":
+        options[row.init_key] = True  # `adapters.initial` computes the factors
     peft_config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(row.peft_type)](
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
         modules_to_save=_exact_names(adapter.modules_to_save, names),
-        **row.options(adapter),
+        **options,
     )
     if "target_parameters" not in row.refused:
         if experts:
@@ -214,7 +237,8 @@ def reads_base_weights(adapter: Adapter) -> bool:
     """
     config = read_adapter_config(Path(adapter.adapter_path)) if adapter.adapter_path else vars(adapter)
     row = find_adapter_kind(config)
-    return row is None or row.reads_base or bool(config.get("modules_to_save"))
+    reads_weights = not adapter.adapter_path and read_by(adapter) != "nothing"
+    return row is None or row.reads_base or reads_weights or bool(config.get("modules_to_save"))
 
 
 def _sorted_names(value: Any) -> Any:
@@ -285,7 +309,14 @@ def _check_trainable(model: nn.Module, targets: Collection[str]) -> None:
 
 
 def load_adapter(
-    model: Any, folder: Path, base: str, name: str = "default", *, trainable: torch.dtype | None = None
+    model: Any,
+    folder: Path,
+    base: str,
+    name: str = "default",
+    *,
+    trainable: torch.dtype | None = None,
+    initial: InitialAdapter | None = None,
+    converted: bool = False,
 ) -> PeftModel:
     """Load a saved adapter into a model, or another adapter into a model that has some.
 
@@ -297,12 +328,18 @@ def load_adapter(
         base: name of the model as it was loaded; if the adapter was trained on another one, this is logged.
         name: PEFT's name for the adapter.
         trainable: the dtype to train in. Default: the adapter is frozen, in PEFT's dtype.
+        initial: the adapter of the run before the first step; see `adapters.initial`. The model is stored without it.
+        converted: the model is the original base instead.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or belongs to another model; a tensor is missing,
             unexpected, misshapen, NaN or infinite.
     """
-    lora = saved_adapter_config(folder)
+    lora: Any = saved_adapter_config(folder)
+    convert = None
+    if initial is not None:
+        lora = initial.converted_config() if converted else initial.residual_config()
+        convert = initial.converted if converted else initial.trained_part
     trained_on = lora.base_model_name_or_path
     if trained_on and not same_place(str(trained_on), base):
         notice(f"adapter_base {folder}", f"the adapter in {folder} was trained on {trained_on}, and is now on {base}")
@@ -313,7 +350,7 @@ def load_adapter(
     for parameter in peft_model.parameters() if trainable else ():  # PEFT builds adapters in the base's dtype
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trainable)
-    load_adapter_weights(peft_model, folder, name)
+    load_adapter_weights(peft_model, folder, name, convert=convert)
     return peft_model if trainable else peft_model.eval()
 
 
@@ -373,7 +410,11 @@ def create_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defa
 
 
 def load_adapter_weights(
-    model: PeftModel, folder: Path, name: str = "default", skip: Callable[[str], bool] | None = None
+    model: PeftModel,
+    folder: Path,
+    name: str = "default",
+    skip: Callable[[str], bool] | None = None,
+    convert: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype.
 
@@ -381,6 +422,7 @@ def load_adapter_weights(
 
     Args:
         skip: returns whether a tensor, named as in the file, belongs to a layer of another process.
+        convert: returns the tensors to load for those of the file, by the same names.
 
     Returns:
         The base weights that the file has in addition, by the names of the base's parameters.
@@ -393,6 +435,8 @@ def load_adapter_weights(
     expected = get_peft_model_state_dict(model, _state(model), adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
+    if convert is not None:
+        tensors = convert(tensors)
     if skip is not None:
         tensors = {key: tensor for key, tensor in tensors.items() if not skip(key)}
     tensors, copies = _split_base_weights(model, tensors, expected, path)
@@ -485,12 +529,18 @@ def check_base_unchanged(folder: Path, *, quantized: bool) -> None:
     """
     entry = read_adapter_config(folder)
     row = find_adapter_kind(entry)
-    if quantized and row is not None and not row.keeps_base(entry):
+    if row is None or row.keeps_base(entry):
+        return
+    residual = str(entry[row.init_key]).startswith(RESIDUAL)
+    if quantized or residual:
+        fix = "set load_in_4bit: false, or convert the adapter to a plain one with PEFT"
+        fix += " (path_initial_model_for_weight_conversion)"
+        if residual:
+            fix = "name the adapter/ folder of its run, which fits the original base"
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG}: {row.init_key} {entry[row.init_key]!r} changed the base weights while it"
-            " trained, so they differ from the quantized ones",
-            "set load_in_4bit: false, or convert the adapter to a plain one with PEFT"
-            " (path_initial_model_for_weight_conversion)",
+            " trained, so they differ from those of this base",
+            fix,
         )
 
 

@@ -268,15 +268,13 @@ NOT_BUILT = {
     "use_ray": "remove it, and start the run with `halfbyte train`, or torchrun on each host",
     "sync_ref_model": "remove it; the reference does not change during a run",
     "dpo_norm_loss": "set loss_type: sigmoid_norm, which averages log-probabilities over the tokens of an answer",
-    "loftq_config": "remove it; init_lora_weights: true or gaussian works now",
-    "pissa_init": "remove it; init_lora_weights: true or gaussian works now",
     "use_adam_mini": "remove it; optim: adamw_8bit keeps the optimizer small",
     "loss_watchdog_threshold": "remove it; halfbyte stops on NaN and Inf only",
     "loss_watchdog_patience": "remove it; halfbyte stops on NaN and Inf only",
 }
 
 _PLAIN_LORA = "remove it; halfbyte trains LoRA, rsLoRA and DoRA"
-_PLAIN_INIT = "remove it; init_lora_weights: true or gaussian works"
+_PLAIN_INIT = "remove it; init_lora_weights: pissa, olora, mica, loftq, orthogonal and gaussian work"
 _OF_SERVER = "remove it; give it to the vLLM server"
 
 NO_EQUIVALENT = {
@@ -330,7 +328,6 @@ NO_EQUIVALENT = {
     "use_bdlora": _PLAIN_LORA,
     "use_qalora": _PLAIN_LORA,
     "velora_config": _PLAIN_LORA,
-    "corda_config": _PLAIN_INIT,
     "eva_config": _PLAIN_INIT,
     "lora_ga_config": _PLAIN_INIT,
     # transformers

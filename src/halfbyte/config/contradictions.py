@@ -14,6 +14,7 @@ from ..adapter_kinds import adapter_kind
 from ..optim import ADAM_KEYS, FOLLOW_METRIC, OPTIMIZERS, SCHEDULES, STORAGE_OF_BITS, Option, optimizer_row
 from ..utils.text import brief
 from . import layouts as support
+from .initialisations import INITIALISATIONS, OPTION_KEYS, initialisation
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
 from .policy import DISTILLING, POLICY, SAMPLING
 from .schema import RECIPE_OPTIONS, AdapterSection, QuantizationSection, RunKeys
@@ -21,7 +22,7 @@ from .section import Contradiction, nearest, respelled
 
 ADAPTER_KEYS = (
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
-    *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner"),
+    *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", *OPTION_KEYS),
 )
 COMMON_ADAPTER_KEYS = (  # of every kind of adapter
     *("use_peft", "peft_type", "target_modules", "target_parameters", "modules_to_save", "adapter_dtype"),
@@ -361,6 +362,44 @@ def _adapter_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         if reason := row.refused.get(feature):
             wrong = f"{row.chosen} with {config.written(feature)}: {reason}"
             yield row.key, wrong, f"{row.without}, or remove {feature}"
+    if row.init_key == "init_lora_weights":
+        yield from _initialisation_contradictions(config)
+
+
+def _initialisation_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield options of other initialisations, and keys that the chosen one cannot be combined with."""
+    key = "init_lora_weights"
+    row, chosen = initialisation(config), config.written(key)
+    for other in INITIALISATIONS:
+        if other.options_key and other is not row and getattr(config, other.options_key) is not None:
+            wrong = f"{other.options_key} with {chosen}, which does not read it"
+            yield other.options_key, wrong, f"remove it, or set {key}: {other.name}"
+    if row.options_key:
+        yield from _option_contradictions(row.options_key, getattr(config, row.options_key), row.options, chosen)
+    if config.init_lora_weights == "orthogonal" and any(rank % 2 for rank in (config.r, *config.rank_pattern.values())):
+        yield key, f"{chosen} needs even ranks", "set an even r and rank_pattern"
+    if row.reads == "nothing":
+        return
+    if row.quantized_only and not config.storage.quantized:
+        wrong = f"{chosen} without quantization: there is no error to compensate for"
+        yield key, wrong, "set load_in_4bit: true, or another initialisation"
+    if config.adapter_path:
+        wrong = f"{chosen} with adapter_path: the saved adapter has its own factors"
+        yield key, wrong, "remove one of the two"
+    if config.use_dora:
+        yield key, f"{chosen} with use_dora: true is not supported", "set use_dora: false"
+    if config.qat_scheme is not None:
+        yield (
+            key,
+            f"{chosen} with qat_scheme, whose base is in 16 bits, is not supported",
+            "remove one of the two",
+        )
+    if row.frozen and config.lora_preconditioner:
+        wrong = f"{chosen}, which does not train {row.frozen}, with {config.written('lora_preconditioner')}"
+        yield key, wrong, "remove lora_preconditioner"
+    if not row.starts_at_zero and config.method in SAMPLING:
+        wrong = f"{chosen} with method: {config.method}, whose base without the adapter must be the model at first"
+        yield key, wrong, f"set {key}: true"
 
 
 def _full_fine_tuning_contradictions(config: RunKeys) -> Iterator[Contradiction]:

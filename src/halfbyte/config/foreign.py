@@ -311,7 +311,11 @@ def _fsdp(value: Any, values: Values) -> Outcome:
 
 
 def _peft(value: Any, values: Values) -> Outcome:
-    return Refused(f"peft: {', '.join(value)} is not built yet", NOT_BUILT["loftq_config"]) if value else Ignored("")
+    """Convert Axolotl's section of PEFT's options, which has LoftQ's only."""
+    if set(value or ()) - {"loftq_config"}:
+        return Refused(f"peft: {', '.join(value)} has no equivalent", "set these keys themselves")
+    options = (value or {}).get("loftq_config")
+    return Mapped({"init_lora_weights": "loftq", "loftq_config": options}) if options else Ignored("")
 
 
 # Keys for parallelism

@@ -217,10 +217,13 @@ REFUSED = {
         vera_dropout vera_projection_prng_key vera_rank very_sparse wavelet_family weight_tying xlora_depth
         xlora_dropout_p xlora_size
     """,
-    "remove it; init_lora_weights: true or gaussian works": """
-        adjust_scaling_factors direction gamma init_projections_to_zero init_strategy label_mask_value loftq_bits
-        loftq_iter lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale
-        lora_ga_stable_gamma pissa_convert pissa_iter rho scale stable_gamma tau use_label_mask use_loftq whiten
+    "put it into loftq_config": """
+        loftq_bits loftq_iter
+    """,
+    "remove it; init_lora_weights: pissa, olora, mica, loftq, orthogonal and gaussian work": """
+        adjust_scaling_factors direction gamma init_projections_to_zero init_strategy label_mask_value
+        lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale
+        lora_ga_stable_gamma rho scale stable_gamma tau use_label_mask whiten
     """,
     "remove it; halfbyte trains target_modules and modules_to_save, or with use_peft: false all weights": """
         fix_untrained_tokens freeze_aligner=true freeze_extra_modules freeze_language_model freeze_llm

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .aliases import VALUES
+from .initialisations import find_initialisation, initialisation_names
 from .methods import DEFAULTS as METHODS
 from .outcomes import (
     Converter,
@@ -122,10 +123,20 @@ def _load_in_fp8(value: Any, values: Values) -> Outcome:
 
 
 def _init_weights(value: Any, values: Values) -> Outcome:
-    accepted = {True: True, "true": True, False: False, "false": False, "gaussian": "gaussian"}
-    if value not in accepted:
-        return Refused(f"init_weights: {value} is not built yet", "set init_lora_weights: true or gaussian")
-    return Mapped({"init_lora_weights": accepted[value]})
+    """Convert ms-swift's name of an initialisation, which has hyphens and booleans as text."""
+    name = {"true": True, "false": False}.get(value, str(value).replace("-", "_") if isinstance(value, str) else value)
+    if find_initialisation(name) is None:
+        fix = f"set init_lora_weights to one of {', '.join(initialisation_names())}"
+        return Refused(f"init_weights: {value} has no equivalent", fix)
+    return Mapped({"init_lora_weights": name})
+
+
+def _pissa_init(value: Any, values: Values) -> Outcome:
+    """Convert LLaMA-Factory's PiSSA, which is randomized with 16 iterations by default; -1: exact."""
+    if is_off(value):
+        return Ignored("")
+    iterations = values.get("pissa_iter", 16)
+    return Mapped({"init_lora_weights": "pissa" if iterations == -1 else f"pissa_niter_{int(iterations)}"})
 
 
 def _adapters(value: Any, values: Values) -> Outcome:
@@ -349,6 +360,10 @@ CONVERTED: dict[str, Converter] = {
         "set float32",
     ),
     "init_weights": _init_weights,
+    "pissa_init": _pissa_init,
+    "pissa_iter": only_with("pissa_init"),
+    "pissa_convert": lambda *_: Ignored("the saved adapter always fits the original base"),
+    "use_loftq": when_on(init_lora_weights="loftq"),
     "adapters": _adapters,
     **dict.fromkeys(("finetune_language_layers", *_PARTS), _finetuned_modules),
     "finetune_vision_layers": lambda value, _: Ignored("halfbyte trains the language layers only" if value else ""),

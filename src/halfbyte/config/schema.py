@@ -14,6 +14,7 @@ from ..adapter_kinds import adapter_types
 from ..utils.errors import ConfigError
 from ..utils.text import brief
 from .datasets import DatasetEntry, check_entries, entries_of
+from .initialisations import find_initialisation, initialisation_names
 from .methods import PreferenceSection, method_field
 from .policy import DISTILLING, DistillationSection, PolicySection
 from .resolved import Origin, Parallel, Precision, Storage
@@ -233,7 +234,21 @@ class AdapterSection(Section):
     alpha_pattern: dict[str, Scale] = Field(
         default_factory=dict, description="lora_alpha of modules that match a pattern"
     )
-    init_lora_weights: bool | Literal["gaussian"] = Field(True, description="initialisation of the adapter, as in PEFT")
+    init_lora_weights: bool | str = Field(
+        True,
+        description="initialisation of the adapter, as in PEFT: true, false, gaussian, orthogonal, pissa,"
+        " pissa_niter_N, olora, mica, loftq, qera, corda",
+    )
+    loftq_config: dict[str, bool | int | float | str] | None = Field(
+        None,
+        description="options of init_lora_weights: loftq: loftq_iter (default: 1), weighted (true: fit the outputs"
+        " on rows of the data instead of the weights), and loftq_bits, which must be those of the format",
+    )
+    corda_config: dict[str, bool | int | float | str] | None = Field(
+        None,
+        description="options of init_lora_weights: corda: corda_method, ipm (default: start from the data's directions)"
+        " or kpm (from the others)",
+    )
     loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = Field(
         None, description="learning rate of the adapter's B relative to its A (LoRA+); default: one rate for both"
     )
@@ -255,6 +270,16 @@ class AdapterSection(Section):
             message, named = "must be one of {names}, not {value}", {"names": ", ".join(types), "value": repr(value)}
             raise PydanticCustomError("named", message, named | {"near": nearest(value, types)})
         return value.lower()
+
+    @field_validator("init_lora_weights")
+    @classmethod
+    def _init_lora_weights(cls, value: bool | str) -> bool | str:
+        """Accept the rows of the table of initialisations."""
+        if find_initialisation(value) is None:
+            names = initialisation_names()
+            message, named = "must be one of {names}, not {value}", {"names": ", ".join(names), "value": repr(value)}
+            raise PydanticCustomError("named", message, named | {"near": nearest(str(value), names)})
+        return value
 
 
 class DataSection(Section):

@@ -82,12 +82,15 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
             "set eval_dataset to evaluate during training",
         )
     if method.reference:
-        # The adapter that the run continued from is its reference; other runs use the base model.
+        # The adapter that the run started from is its reference; other runs use the base model.
         from ..adapters.lora import load_adapter
         from ..batch import REFERENCE
 
         if config.adapter_path:
             load_adapter(saved.model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
+        elif saved.initial is not None:
+            folder = saved.initial.folder
+            load_adapter(saved.model, folder, config.model_name_or_path, REFERENCE, initial=saved.initial)
         elif config.qat_scheme or not config.use_peft:
             raise ModelError(
                 f"method: {config.method} compares with the model before training, which this run did not save",

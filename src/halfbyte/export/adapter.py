@@ -24,18 +24,18 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ..adapter_kinds import Factors, adapter_kind
 from ..adapters.expert_adapters import expert_factors, expert_wrappers
+from ..adapters.initial import InitialAdapter
 from ..adapters.lora import check_base_weight, create_adapter, load_adapter_weights, saved_adapter_config
 from ..adapters.router_adapters import folded_weight, router_wrappers
-from ..config import Origin, Storage
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
-from ..formats import Format
 from ..layers.plain import read_adapters
 from ..loading.completeness import meta_model
 from ..loading.expert_stacks import only_stacks
 from ..loading.find import load_model_config
-from ..loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
+from ..loading.quantizer import assigned_formats
 from ..modeling.architectures import expert_stacks
+from ..runs.saved import find, initial_adapter
 from ..utils.errors import CheckpointError
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -101,6 +101,7 @@ class AdapterLayers:
         shapes: parameter name → shape.
         is_full_model: whether there is no adapter.
         kind: the adapter's row of the table; None for a full model.
+        initial: the run's adapter before the first step, if training stored the base without it.
         transposed: names of stacks in [E, K, N] layout.
         tied: parameter name → name of the parameter it shares its weight with.
 
@@ -118,10 +119,11 @@ class AdapterLayers:
         transforms = get_model_conversion_mapping(model)
         self._renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         self._converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-        self.quantized, self.stacks = _formats(run.origin, run.storage) if run.storage.quantized else ({}, {})
+        self.quantized, self.stacks = assigned_formats(run.origin, run.storage) if run.storage.quantized else ({}, {})
         with_adapter, self._base_weights = trained, dict[str, Tensor]()
+        self.initial = None if folder is None else initial_adapter(find(str(folder)).run_dir, run)
         if folder is not None:
-            with_adapter, self._base_weights = _with_adapter(model, folder, device)
+            with_adapter, self._base_weights = _with_adapter(model, folder, device, self.initial)
         self.kind = None if with_adapter is None else adapter_kind(with_adapter.peft_config["default"])
         self._folder = folder
         root = model if with_adapter is None else with_adapter.get_base_model()
@@ -202,19 +204,11 @@ class AdapterLayers:
         return merged
 
 
-def _formats(origin: Origin, storage: Storage) -> tuple[dict[str, Format], dict[str, Format]]:
-    """Return parameter name → format, for linear layers and for stacked experts."""
-    quantization = HalfbyteConfig(storage)
-    quantizer = HalfbyteQuantizer(quantization, pre_quantized=False)
-    quantizer.preprocess_model(meta_model(origin, load_model_config(origin)))
-    formats = quantization.formats
-    linears = {f"{name}.weight": format_ for name, format_ in formats.items() if name not in quantizer.stacks}
-    return linears, {name: formats[name] for name in quantizer.stacks}
-
-
-def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> tuple[PeftModel, dict[str, Tensor]]:
-    """Return the model with the adapter in `folder`, and the base weights in the adapter's file."""
-    lora: Any = saved_adapter_config(folder)
+def _with_adapter(
+    model: nn.Module, folder: Path, device: torch.device, initial: InitialAdapter | None
+) -> tuple[PeftModel, dict[str, Tensor]]:
+    """Return the model with the adapter in `folder`, for the original base, and the base weights in its file."""
+    lora: Any = saved_adapter_config(folder) if initial is None else initial.converted_config()
     _check_mergeable(lora, folder)
     lora.inference_mode = False
     if init_key := adapter_kind(lora).init_key:
@@ -232,7 +226,7 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> tuple
                 empty = torch.empty(tensor.shape, dtype=torch.float32, device=device)
                 trained = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
                 tensors[key] = allocated.setdefault(id(tensor), trained)
-    return peft_model, load_adapter_weights(peft_model, folder)
+    return peft_model, load_adapter_weights(peft_model, folder, convert=None if initial is None else initial.converted)
 
 
 def _check_mergeable(lora: Any, folder: Path) -> None:

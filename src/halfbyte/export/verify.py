@@ -166,8 +166,15 @@ class Verifier:
             if not self._weights.as_trained:
                 storage = replace(storage, qat_scheme=None)
             # transformers' own attention: flash attention does not support fp32
-            base = load_model(find_model(run.origin), storage, dtype=dtype, device=self._device)
-            model = base if self._adapter is None else load_adapter(base, self._adapter, run.origin.name)
+            initial = self._weights.adapter.initial
+            stored_without = initial if quantized else None
+            files = find_model(run.origin)
+            base = load_model(files, storage, dtype=dtype, device=self._device, initial=stored_without)
+            model = base
+            if self._adapter is not None:
+                model = load_adapter(
+                    base, self._adapter, run.origin.name, initial=initial, converted=stored_without is None
+                )
             round_merged(model)
             if observe:
                 observe(base)

@@ -387,10 +387,20 @@ class MergedWeights:
         if target == "dequantized" and name in self._formats:
             # transformers casts to the run's dtype before quantization
             weight = weight.to(self.trained_dtype)
-            return QuantizedTensor.quantize(weight, self._formats[name]).dequantize(torch.float32)
+            return self._dequantized(name, weight)
         if self.as_trained and name in self.packing.formats:
             weight = weight.to(self.trained_dtype)
         return weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+    def _dequantized(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight as training stored it, fp32; with the initial factors that its adapter starts from."""
+        module, format_, initial = name.removesuffix(".weight"), self._formats[name], self.adapter.initial
+        if initial is None:
+            return QuantizedTensor.quantize(weight, format_).dequantize(torch.float32)
+        residual = initial.residual(module, weight, format_)
+        stored = QuantizedTensor.quantize(residual, format_).dequantize(torch.float32)
+        product = initial.product(module)
+        return stored if product is None else product.added_to(stored)
 
     def _quantized_experts(self, output: Output) -> Tensor:
         """Return experts, or a piece of one, quantized as in training, fp32."""

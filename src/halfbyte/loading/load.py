@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..adapters.initial import AdapterInitialiser, ResidualBase
 from ..config import Origin, Storage, storage_of
 from ..formats import of_checkpoint
 from ..formats.base import FLOATS
@@ -28,7 +29,7 @@ from ..utils.streams import no_loading_bars, quiet_transformers
 from ..utils.text import counts
 from ..utils.waiting import drawing_waits, waiting
 from .assignment import skipped_modules
-from .completeness import check_finite, check_loaded
+from .completeness import check_finite, check_loaded, meta_model
 from .find import ModelFiles, explain_remote_code, find_model, local_origin
 from .sharded import ModelShare, OtherStages, load_together
 
@@ -122,6 +123,7 @@ def load_model(
     along: tuple[str, ...] = (),
     elsewhere: OtherStages | None = None,
     experts_on_host: Collection[int] = (),
+    initial: ResidualBase | None = None,
     **keys: Any,
 ) -> Any:
     """Load a causal language model of transformers, and quantize its linear layers except the head.
@@ -138,15 +140,18 @@ def load_model(
         attn_implementation, revision, trust_remote_code: as in transformers.
         mesh, along, elsewhere: ranks that call this together, and what each keeps: see `sharded.ModelShare`.
         experts_on_host: decoder layers whose quantized experts stay in host memory, see `loading.expert_offload`.
+        initial: changes the base's weights while they load, for an adapter whose `init_lora_weights` reads them; see
+            `adapters.initial`.
         keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
 
     Raises:
-        ModelError: the model or format does not exist, or no layer can be quantized.
+        ModelError: the model or format does not exist, no layer can be quantized, or the initialisation does not fit.
         CheckpointError: a file or tensor is missing, truncated or misshapen.
         ConfigError: a key is unknown, keys contradict each other, `keep` finds no GGUF types, or the attention is not
             available.
     """
+    from ..adapters.lora import add_adapter
     from ..qat.model import fake_quantize_linears, qat_format
 
     storage = storage_of(storage, **keys)
@@ -155,12 +160,22 @@ def load_model(
     target, config = chosen_device(device), copy.deepcopy(files.config)
     check_attention(config, attn_implementation, target)
     attn_implementation = attn_implementation or default_attention(config.get_text_config())
+    if isinstance(initial, AdapterInitialiser):
+        check_not_quantized(files)
+        initial.prepare(add_adapter(meta_model(files.place, config), initial.adapter))
     share = ModelShare(mesh, along, elsewhere)
     options = _quantization_options(config, files.name, storage, share.memory_degree, experts_on_host)
+    quantization = options.get("quantization_config")
+    if quantization is not None:
+        quantization.initial = initial
     options |= {"revision": files.place.revision, "trust_remote_code": files.place.trust_remote_code}
     options |= {"attn_implementation": attn_implementation, "dtype": resolve_dtype(dtype, target)}
     load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
     model = load(device=target) if mesh.size == 1 else load_together(files.place, config, share, target, load)
+    if initial is not None:
+        initial.finish(model)
+        if quantization is not None:
+            quantization.initial = None
     if target.type == "cpu":  # copy views of a mapped file: one of them would keep all pages of the file in memory
         for tensor in (*model.parameters(), *model.buffers()):
             for stored in tensor.parts.values() if isinstance(tensor, QuantizedTensor) else (tensor,):
@@ -172,6 +187,40 @@ def load_model(
     if storage.qat_scheme is not None:
         fake_quantize_linears(model, qat_format(storage.qat_scheme))
     return model.eval()
+
+
+def mapped_model(files: ModelFiles) -> Any:
+    """Return the model in the checkpoint's dtype on the CPU, its weights views of the mapped files.
+
+    Raises:
+        ModelError: the checkpoint is quantized.
+        CheckpointError: as `load_model`.
+    """
+    config = copy.deepcopy(files.config)
+    check_not_quantized(files)
+    return _from_pretrained(
+        files.place.name,
+        config=config,
+        device=torch.device("cpu"),
+        bars=True,
+        revision=files.place.revision,
+        trust_remote_code=files.place.trust_remote_code,
+        attn_implementation=default_attention(config.get_text_config()),
+        dtype="auto",
+    ).eval()
+
+
+def check_not_quantized(files: ModelFiles) -> None:
+    """Check that a checkpoint has the 16-bit weights that an initialisation reads.
+
+    Raises:
+        ModelError: it stores them quantized.
+    """
+    if getattr(files.config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"init_lora_weights reads 16-bit weights, and {files.name} stores them quantized",
+            "name the 16-bit model, or set init_lora_weights: true",
+        )
 
 
 def check_stored(files: ModelFiles, storage: Storage) -> None:

@@ -20,7 +20,8 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quant
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import Storage, storage_of
+from ..adapters.initial import ResidualBase
+from ..config import Origin, Storage, storage_of
 from ..formats import Blockwise4, Format, named, of_checkpoint, recognize
 from ..formats.base import FLOATS, QUANT_METHOD, entry_name
 from ..layers import QuantizedLinear, QuantizedWeight, hold_table, quantized_parameter
@@ -40,7 +41,9 @@ from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, HalfbyteError, ModelError
 from ..utils.notices import notice
 from .assignment import format_assignment, skipped_modules
+from .completeness import meta_model
 from .expert_stacks import is_stacking, prepare_stacks, prequantized_converter, stacked_parameter, stacking_converter
+from .find import load_model_config
 from .quantized_model import as_linear, dequantize, mark_quantized, unfilled_conv1d
 
 
@@ -98,6 +101,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.all_quantized = False  # whether every linear layer that may be quantized is
         self.stacks: frozenset[str] = frozenset()  # names in `formats` that are stacked expert parameters
         self.tables: frozenset[str] = frozenset()  # names in `formats` that are embeddings
+        self.initial: ResidualBase | None = None  # changes weights of linear layers before they are quantized
 
     def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
         """Return module name → format for those of `names` that are quantized."""
@@ -257,6 +261,8 @@ def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model
     if weight.dim() > 2:
         return stacked_parameter(name, weight, hf_quantizer.format_of(name), tuple(weight.shape))
     try:
+        if initial := hf_quantizer.quantization_config.initial:
+            weight = initial.residual(name.removesuffix(".weight"), weight, hf_quantizer.format_of(name))
         return quantized_parameter(weight, hf_quantizer.format_of(name))
     except ModelError as error:
         raise ModelError(f"{name}: {error.message}", error.fix) from error
@@ -509,3 +515,13 @@ class HalfbyteQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def assigned_formats(origin: Origin, storage: Storage) -> tuple[dict[str, Format], dict[str, Format]]:
+    """Return parameter name → format, for linear layers and for stacked experts, without loading weights."""
+    quantization = HalfbyteConfig(storage)
+    quantizer = HalfbyteQuantizer(quantization, pre_quantized=False)
+    quantizer.preprocess_model(meta_model(origin, load_model_config(origin)))
+    formats = quantization.formats
+    linears = {f"{name}.weight": format_ for name, format_ in formats.items() if name not in quantizer.stacks}
+    return linears, {name: formats[name] for name in quantizer.stacks}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from ..batch import BRANCHES, KTO_KL, LOOK_AHEAD, NLL_SCALE
+from ..config.initialisations import initialisation
 from ..ops import IGNORE_INDEX
 from ..utils.errors import ConfigError
 from .base import LOSS, Batch, Collate, Method, Metric, Numbers, Rows
@@ -184,7 +185,13 @@ def _rewards(
 
 def reference_is_initial_model(config: RunKeys) -> bool:
     """Return whether the reference is the model before the first step, and not the base model without its adapter."""
-    return bool(not config.use_peft or config.adapter_path or config.qat_scheme)
+    return bool(not config.use_peft or config.adapter_path or config.qat_scheme or _starts_from_weights(config))
+
+
+def _starts_from_weights(config: RunKeys) -> bool:
+    """Return whether the base without the adapter is not the initial model, since the initialisation changed both."""
+    row = initialisation(config)
+    return row.reads != "nothing" and not row.starts_at_zero
 
 
 def check_reference(config: RunKeys) -> None:
@@ -201,6 +208,7 @@ def check_reference(config: RunKeys) -> None:
     if config.precompute_ref_log_probs is not False:
         return
     why = "adapter_path" if config.adapter_path else "qat_scheme" if config.qat_scheme else "use_peft: false"
+    why = config.written("init_lora_weights") if config.use_peft and _starts_from_weights(config) else why
     raise ConfigError(
         f"precompute_ref_log_probs: false with {why}: the reference is the model before training, and disabling the"
         " adapter does not restore it",

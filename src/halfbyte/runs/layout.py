@@ -7,6 +7,8 @@ output_dir/
     checkpoint-N/                                       state after N optimizer steps
     checkpoint-N.set-aside/                             a checkpoint newer than the one a run continued from
     adapter/ or model/                                  trained weights
+    initial_adapter/                                    adapter before the first step, if the base is stored without it
+    moments.safetensors                                 mean squares of the inputs of linear layers
     checks.json  experts.json  generations.json         results of a finished run
     README.md  report.html                              model card and report, made from the files above
     merged/  merged-FORMAT/                             merged models, unless another folder was given
@@ -62,6 +64,9 @@ ADAPTER, MODEL = "adapter", "model"
 
 WEIGHTS = (ADAPTER, MODEL)
 
+INITIAL = "initial_adapter"
+"""Folder of the adapter before the first step, if `init_lora_weights` computed it; see `adapters.initial`."""
+
 CHECKS = "checks.json"
 """Self-checks with their numbers."""
 
@@ -81,6 +86,9 @@ MERGE_REPORTS = "merge-*.json"
 
 MERGED = "merged"
 """Default folder of a merged model; `merged_folder` names those of other formats."""
+
+MOMENTS = "moments.safetensors"
+"""Module → mean squares of its inputs on training rows, fp32 [K], if `init_lora_weights` measured them."""
 
 # --- by the time of writing ------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, Storage, load_config
+from ..config.initialisations import initialisation, read_by
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
 from ..loading.find import ModelFiles, explain_remote_code, find_model, preflight_model
@@ -18,11 +19,14 @@ from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
 from ..utils.errors import CheckpointError, ConfigError, ModelError
 from ..utils.files import clear_leftovers
-from .layout import ADAPTER, ENVIRONMENT, MODEL, RESOLVED_CONFIG
+from ..utils.notices import notice
+from .layout import ADAPTER, ENVIRONMENT, INITIAL, MODEL, RESOLVED_CONFIG
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+    from ..adapters.initial import InitialAdapter
 
 RESOLVED_AGAIN = "copy the run's file there again"
 BASES = ("auto", "original", "dequantized")  # base weights that an adapter is merged into, see `export.merge.merge`
@@ -51,12 +55,17 @@ class SavedPaths:
 
 @dataclass
 class Saved:
-    """A loaded model in eval mode, with its tokenizer and configuration."""
+    """A loaded model in eval mode, with its tokenizer and configuration.
+
+    Attributes:
+        initial: the adapter of the run before the first step, if `init_lora_weights` computed a product that is not 0.
+    """
 
     model: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase
     config: RunKeys
     paths: SavedPaths
+    initial: InitialAdapter | None = None
 
 
 def find(name: str) -> SavedPaths:
@@ -227,15 +236,21 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
                 f"measure it with `halfbyte eval`, or load it with PEFT and {SCORES[task_type][1]}",
             )
         check_adapter_files(paths.adapter)
+    initial = initial_adapter(paths.run_dir, config) if paths.adapter else None
+    if initial is not None and initial.modules:
+        taken = f"its base is stored without the initial factors of {initial.chosen}, as in training"
+        notice(f"residual-base {name}", f"{name}: {taken} ({initial.folder})")
+    if paths.adapter and initial is None:
         check_base_unchanged(paths.adapter, quantized=config.storage.quantized)
     files = find_model(config.origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     scheme = config.storage.qat_scheme
     quantized_later = scheme and not paths.adapter  # fully trained weights are quantized after loading
-    model = _load_base(files, config, config.storage, "float32" if quantized_later else config.precision.compute)
+    dtype = "float32" if quantized_later else config.precision.compute
+    model = _load_base(files, config, config.storage, dtype, initial)
     if paths.adapter:
         rows = model.get_input_embeddings().weight.shape[0]
-        model = load_adapter(model, paths.adapter, config.model_name_or_path)
+        model = load_adapter(model, paths.adapter, config.model_name_or_path, initial=initial)
         if model.get_input_embeddings().weight.shape[0] > rows:  # the adapter adds tokens
             tokenizer = trained_tokenizer(paths.adapter, config)
     if scheme:
@@ -247,17 +262,31 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         learned = known_stop_tokens(data_report(paths.run_dir), tokenizer)
         ends = joined_stop_tokens(sorted(eos_tokens(model)), [tokenizer.eos_token_id], learned)
         model.generation_config.eos_token_id = ends
-    return Saved(model.eval(), tokenizer, config, paths)
+    return Saved(model.eval(), tokenizer, config, paths, initial)
 
 
-def _load_base(files: ModelFiles, config: RunKeys, storage: Storage, dtype: str) -> Any:
+def initial_adapter(run_dir: Path | None, config: RunKeys) -> InitialAdapter | None:
+    """Return the adapter of a run before its first step, if `init_lora_weights` computed a product that is not 0.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    if run_dir is None or not config.use_peft or initialisation(config).starts_at_zero or config.adapter_path:
+        return None
+    from ..adapters.initial import InitialAdapter
+
+    return InitialAdapter(run_dir / INITIAL, config) if read_by(config) != "nothing" else None
+
+
+def _load_base(
+    files: ModelFiles, config: RunKeys, storage: Storage, dtype: str, initial: InitialAdapter | None = None
+) -> Any:
     """Load the model without adapters to its device, with offloaded experts if they do not fit."""
     from ..loading.expert_offload import offload_experts
     from ..loading.load import load_model
     from ..modeling.layer import decoder_layers
     from ..plan.experts import offloaded_at_inference
     from ..utils.hardware import chosen_device, free_bytes
-    from ..utils.notices import notice
 
     device = chosen_device(config.device)
     offloaded = offloaded_at_inference(config, files.config, device, free_bytes(device))
@@ -268,6 +297,7 @@ def _load_base(files: ModelFiles, config: RunKeys, storage: Storage, dtype: str)
         device=device,
         attn_implementation=config.attn_implementation,
         experts_on_host=offloaded,
+        initial=initial,
     )
     if offloaded:
         message = f"keeping the experts of {len(offloaded)} layers in host memory: the model does not fit {device}"

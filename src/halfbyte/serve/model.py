@@ -340,7 +340,11 @@ def load(
     ends: dict[str, list[int]] = {}
     saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
     names: dict[str, str | None] = {_name(name): "default" if saved.paths.adapter else None}
-    if saved.paths.adapter:
+    has_own_base = saved.initial is not None and bool(saved.initial.modules)
+    if has_own_base and folders:
+        wrong = f"--adapter {next(iter(folders))}: the base of {name} is stored without initial factors of its adapter"
+        raise UsageError(wrong, "serve the base model, and name both adapters with --adapter")
+    if saved.paths.adapter and not has_own_base:
         names.setdefault(_name(saved.config.model_name_or_path), None)
     for key, folder in folders.items():
         if key in names:

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from ..adapter_kinds import adapter_kind
 from ..adapters.expert_adapters import attach_adapter_forwards, changed_experts
 from ..adapters.expert_targets import weights_as_modules
-from ..adapters.lora import adapter_weights, load_adapter_weights, saved_adapter_config
+from ..adapters.initial import InitialAdapter
+from ..adapters.lora import adapter_weights, load_adapter, load_adapter_weights, saved_adapter_config
 from ..autograd.attention import DIFFERS
 from ..config.schema import TrainingSection
 from ..mesh.sharded_linears import are_unsharded, full_parameters
@@ -44,8 +45,12 @@ def logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Ten
         return model(input_ids=ids, use_cache=False).logits.float()
 
 
-def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+def adapter_reload(
+    model: PeftModel, folder: Path, ids: torch.Tensor, dtype: torch.dtype, initial: InitialAdapter | None = None
+) -> dict[str, Any]:
     """Unload the adapter and let plain PEFT load the saved one on the same base: logits must not change.
+
+    An adapter that was converted for the original base is loaded by halfbyte, without its initial factors.
 
     In a mixture, and with DoRA, the logits of most tokens must not change. PEFT cannot load an adapter onto sharded
     weights; there the saved weights replace the trained ones. `model` must not be used afterwards.
@@ -62,8 +67,11 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         lora.inference_mode = True
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
         base: Any = model.unload()
-        with quiet_peft(), weights_as_modules(lora, base):
-            model = PeftModel.from_pretrained(base, str(folder), config=lora)
+        if initial is not None:
+            model = load_adapter(base, folder, str(lora.base_model_name_or_path), initial=initial)
+        else:
+            with quiet_peft(), weights_as_modules(lora, base):
+                model = PeftModel.from_pretrained(base, str(folder), config=lora)
         for name, parameter in model.named_parameters():  # PEFT loads adapters as float32
             if name in dtypes:
                 parameter.data = parameter.data.to(dtypes[name])
@@ -74,7 +82,7 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         with full_parameters(parameters):
             for parameter in parameters:
                 parameter.detach().zero_()
-            load_adapter_weights(model, folder)
+            load_adapter_weights(model, folder, convert=None if initial is None else initial.trained_part)
     reloaded = logits(model, ids, dtype)
     differences, largest = (reloaded - trained).abs().amax(-1), float(trained.abs().max())
     result = {"largest_difference": float(differences.max()), "largest_logit": largest}
@@ -120,13 +128,14 @@ def saved_weights(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, t
         yield from type(model).from_pretrained(folder, dtype="auto").state_dict().items()
 
 
-def adapter_file(model: PeftModel, folder: Path) -> dict[str, Any]:
+def adapter_file(model: PeftModel, folder: Path, initial: InitialAdapter | None = None) -> dict[str, Any]:
     """Compare the saved tensors of this pipeline rank's adapters with the trained ones, bit by bit.
 
     Raises:
         TrainingError: a tensor differs or is missing.
     """
     saved = read_tensors(folder / ADAPTER)
+    saved = saved if initial is None else initial.trained_part(saved)
     trained = adapter_weights(model)
     for name, tensor in trained.items():
         if name not in saved or not torch.equal(saved[name], tensor):

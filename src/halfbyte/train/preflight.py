@@ -14,12 +14,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+from ..adapters.initial import adapted_layers
 from ..adapters.lora import check_adapter_files, check_base_unchanged
 from ..config import Parallel, RunConfig
+from ..config.initialisations import read_by
 from ..data.batches import width_shares
 from ..data.prepare import PreparedData
 from ..loading.find import ModelFiles, find_model
-from ..loading.load import check_attention, check_stored, load_tokenizer
+from ..loading.load import check_attention, check_not_quantized, check_stored, load_tokenizer
 from ..mesh.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from ..methods import Method, method_of
 from ..methods.preference import reference_is_initial_model
@@ -157,6 +159,9 @@ def prepare_run(
         check_adapter_files(Path(config.adapter_path))
         check_base_unchanged(Path(config.adapter_path), quantized=config.storage.quantized)
     shapes = ModelShapes(config, files.config, machine.device)
+    if config.adapter is not None and not config.adapter_path and read_by(config) != "nothing":
+        check_not_quantized(files)
+        adapted_layers(shapes.model, config.adapter)
     check_layout(layout, config, shapes)
     check_targets(config, shapes.model)
     check_bits(config, shapes.model)

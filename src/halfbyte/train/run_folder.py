@@ -27,19 +27,21 @@ from ..runs.layout import (
     FIRST,
     GENERATIONS,
     GIVEN_CONFIG,
+    INITIAL,
     LAST,
     MEMORY,
     METRICS,
+    MOMENTS,
     PAGES,
     RESOLVED_CONFIG,
     WEIGHTS,
 )
 from ..runs.metrics import MetricsFile, describe_best, evaluation_of_weights, final_loss
-from ..runs.saved import with_specs
+from ..runs.saved import initial_adapter, with_specs
 from ..runs.stop_tokens import generation_keys
 from ..utils.console import Console
 from ..utils.errors import ConfigError, TrainingError
-from ..utils.files import new_directory, write_json, write_text
+from ..utils.files import new_directory, remove, write_json, write_text
 from ..utils.notices import notices_so_far
 from ..utils.text import one_line
 from ..utils.waiting import waiting
@@ -101,6 +103,8 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenR
         if not (prepared.checkpoint or checkpoints.results_in(output)):
             for name in (*FIRST, COMPLETIONS, *([GIVEN_CONFIG] if _is_generated(output / GIVEN_CONFIG) else [])):
                 (output / name).unlink(missing_ok=True)
+            remove(output / INITIAL)
+            remove(output / MOMENTS)
 
 
 def finished_measures(prepared: PreparedRun) -> dict[str, int] | None:
@@ -220,6 +224,7 @@ def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[st
     split = loop.pipeline_state
     weights = split.weights() if split else None
     folder = job.output / saved_in(run.config)
+    initial = initial_adapter(job.output, run.config)
     if not run.config.use_peft and run.config.storage.qat_scheme is None:
         # Save in the base model's dtype. With QAT `halfbyte merge` rounds the trained weights, so they keep theirs.
         model.to(run.files.config.dtype or torch.float32)
@@ -227,16 +232,18 @@ def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[st
         if run.mesh.is_main:
             with new_directory(folder) as temporary:
                 save_weights(model, temporary, weights)
+                if initial is not None:
+                    initial.convert(temporary)
                 run.tokenizer.save_pretrained(temporary)
                 if not run.config.use_peft:
                     write_json(temporary / GENERATION, generation_keys(temporary, run.tokenizer, run.data.report))
     run.mesh.barrier()
     if split:
-        return {"adapter_file": checks.adapter_file(split.stages.model, folder)}
+        return {"adapter_file": checks.adapter_file(split.stages.model, folder, initial)}
     if not run.mesh.is_main and not run.mesh.is_model_parallel:
         return {}
     if run.config.use_peft:
-        return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype)}
+        return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype, initial)}
     return {"model_reload": checks.model_reload(model, folder)}
 
 

@@ -36,6 +36,7 @@ from ..runs.layout import EXPERTS
 from ..utils.console import Console
 from ..utils.files import write_json
 from . import checks
+from .initialise import initial_factors, keep_initial
 from .metrics_log import current_memory, reset_peak_memory, run_peaks
 from .pipeline_stepper import PipelinedStepper
 from .preflight import PreparedRun, planned_lengths
@@ -82,6 +83,7 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         products = run.mesh.active(("tensor",))
         sharded_axes = () if slices and products else slices or products  # 2D sharding loads full weights
         is_remote = run.cut.remote_filter if run.cut else None
+    initial = initial_factors(run)
     model = load_model(
         run.files,
         storage,
@@ -92,6 +94,7 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         mesh=run.mesh,
         along=sharded_axes,
         elsewhere=is_remote,
+        initial=initial,
     )
     if run.plan.offloaded:
         offload_experts([*decoder_layers(model)[1]], run.plan.offloaded, device)
@@ -104,7 +107,9 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     if run.plan.activation_checkpointing and not run.plan.levels:
         enable_checkpointing(model)
     if adapter:
-        model = add_adapter(model, adapter, scores=run.method.scores)
+        model = add_adapter(model, adapter, scores=run.method.scores, initial=initial)
+        if initial is not None and run.mesh.is_main:
+            keep_initial(run, initial, model)
         if run.mesh.size == 1:
             multiply_by_onednn(model)
     return model
