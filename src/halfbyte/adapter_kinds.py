@@ -192,14 +192,8 @@ LORA = AdapterKind(
     tensors=re.compile(r"(?P<module>.+)\.lora_(?P<factor>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?"),
     keys=(
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
-        *(
-            "init_lora_weights",
-            "loftq_config",
-            "corda_config",
-            "loraplus_lr_ratio",
-            "loraplus_lr_embedding",
-            "lora_preconditioner",
-        ),
+        *("init_lora_weights", "loftq_config", "corda_config", "eva_config", "lora_ga_config"),
+        *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner"),
     ),
     reported=("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     fused=True,

@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.config import LoraGAConfig
+from peft.tuners.lora.loraga import preprocess_loraga
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from halfbyte.adapters import initial_factors
 from halfbyte.adapters.initial import AdapterInitialiser, InitialAdapter, lora_layers
+from halfbyte.adapters.initial_data import weight_gradients
 from halfbyte.adapters.initial_factors import best_for_inputs, best_low_rank, seeded
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.cli import app
@@ -22,7 +25,7 @@ from halfbyte.config import load_config
 from halfbyte.loading import streamed
 from halfbyte.loading.find import find_model
 from halfbyte.loading.load import load_model
-from halfbyte.loading.streamed import observe_inputs
+from halfbyte.loading.observe import observe_gradients, observe_inputs
 from halfbyte.runs.metrics import MetricsFile
 from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
@@ -245,7 +248,70 @@ def test_corda_is_that_of_peft(base, original, monkeypatch):
         torch.testing.assert_close(found.base_layer.weight, expected.base_layer.weight, atol=2e-3, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", slow_except([*CHANGING, "mica", "orthogonal", "gaussian"], ["pissa", "mica"]))
+def batches_of(*lengths):
+    ids = [torch.randint(1, 250, (length,)) for length in lengths]
+    return [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None], "labels": row[None]} for row in ids]
+
+
+def test_gradients_of_lora_ga_are_those_of_the_weights(base, original):
+    whole = copy.deepcopy(original)
+    linears = {name: module for name, module in whole.named_modules() if name.endswith("_proj")}
+    batches = batches_of(30, 50)
+    for batch in batches:
+        whole(**batch).loss.backward()
+    frozen = copy.deepcopy(original).requires_grad_(False)
+    for name, gradient in weight_gradients(frozen, list(linears), batches).items():
+        torch.testing.assert_close(gradient, linears[name].weight.grad / 2, atol=1e-6, rtol=1e-3)
+    unlabelled = [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in batches]
+    with pytest.raises(ModelError, match="q_proj"):
+        weight_gradients(frozen, ["model.layers.0.self_attn.q_proj"], unlabelled)
+
+
+@pytest.mark.parametrize("direction", ["ArB2r", "random"])
+def test_lora_ga_is_that_of_peft(base, original, direction):
+    batches = batches_of(30, 50)
+    config = load_config(
+        None, keys_of(base, init_lora_weights="lora_ga", lora_ga_config={"direction": direction, "scale": "stable"})
+    )
+    initial = AdapterInitialiser(config.adapter, config.seed)
+    files, device = find_model(config.origin), torch.device("cpu")
+    observe_gradients(initial, files, config.storage, batches, device=device, dtype=torch.float32)
+    ours = load_model(files, config.storage, dtype="float32", device="cpu", initial=initial)
+    found = dict(lora_layers(add_adapter(ours, config, initial=initial)))
+    layer = "model.layers.1.mlp.down_proj"
+    options = LoraGAConfig(direction=direction, scale="stable")
+    one = LoraConfig(r=8, lora_alpha=16, target_modules=[layer], init_lora_weights="lora_ga", lora_ga_config=options)
+    theirs = copy.deepcopy(original)
+    preprocess_loraga(theirs, one, lambda: [theirs(**batch).loss.backward() for batch in batches])
+    with seeded(config.seed, layer, device):
+        theirs = get_peft_model(theirs, one)
+    (_, expected) = next(lora_layers(theirs))
+    for side in ("lora_A", "lora_B"):
+        values, other = (getattr(module, side)["default"].weight for module in (found[layer], expected))
+        torch.testing.assert_close(values, other, atol=1e-4, rtol=1e-2)
+    torch.testing.assert_close(found[layer].base_layer.weight, expected.base_layer.weight, atol=1e-4, rtol=1e-2)
+
+
+def test_eva_redistributes_ranks_by_the_explained_variance(base):
+    config = load_config(None, keys_of(base, init_lora_weights="eva", quantization="nf4", r=4))
+    initial = AdapterInitialiser(config.adapter, config.seed)
+    model = load_model(str(base / "model"), config.storage, dtype="float32", device="cpu", initial=initial)
+    initial.batches = batches_of(100, 100)
+    adapted = add_adapter(model, config, initial=initial).eval()
+    ranks = [layer.r["default"] for _, layer in lora_layers(adapted)]
+    assert sum(ranks) == 14 * 4
+    assert len(set(ranks)) > 1
+    for _, layer in lora_layers(adapted):
+        assert not layer.lora_B["default"].weight.any()
+    model = load_model(str(base / "model"), config.storage, dtype="float32", device="cpu")
+    initial.batches = batches_of(10)
+    with pytest.raises(ModelError, match="eva"):
+        add_adapter(model, config, initial=initial)
+
+
+@pytest.mark.parametrize(
+    "name", slow_except([*CHANGING, "mica", "orthogonal", "gaussian", "eva", "lora_ga"], ["pissa", "mica", "lora_ga"])
+)
 def test_in_16_bits_plain_peft_computes_the_trained_model_from_the_original_base(base, original, tmp_path, name):
     run = train(base, tmp_path / "out", init_lora_weights=name, use_rslora=True, rank_pattern={"q_proj": 4})
     trained = logits(load_saved(str(run), ["device=cpu"]).model)
@@ -258,7 +324,7 @@ def test_in_16_bits_plain_peft_computes_the_trained_model_from_the_original_base
     ("name", "quantization"),
     [
         pytest.param(name, storage, marks=[] if (name, storage) == ("pissa", "kbit3") else pytest.mark.slow)
-        for name in [*CHANGING, "loftq", *OF_INPUTS]
+        for name in [*CHANGING, "loftq", "lora_ga", *OF_INPUTS]
         for storage in FORMATS
     ],
 )
@@ -284,7 +350,9 @@ def test_loading_a_run_gives_the_base_of_its_training(base, original, tmp_path, 
         )
 
 
-@pytest.mark.parametrize("name", slow_except(["pissa_niter_4", "olora", "loftq", "mica", *OF_INPUTS], ["weighted"]))
+@pytest.mark.parametrize(
+    "name", slow_except(["pissa_niter_4", "olora", "loftq", "mica", "eva", "lora_ga", *OF_INPUTS], ["weighted", "eva"])
+)
 def test_a_stopped_run_is_resumed_to_equal_bytes(base, tmp_path, monkeypatch, name):
     append = MetricsFile.append
 
@@ -310,7 +378,7 @@ def test_a_stopped_run_is_resumed_to_equal_bytes(base, tmp_path, monkeypatch, na
         assert set(config.pop("target_modules")) == set(other.pop("target_modules"))
         assert config == other
     (run / "initial_adapter" / WEIGHTS).unlink()
-    if name != "mica":
+    if name not in ("mica", "eva"):
         with pytest.raises(CheckpointError, match="initial_adapter"):
             load_saved(str(run), ["device=cpu"])
 
@@ -357,6 +425,8 @@ def test_an_adapter_for_a_residual_base_is_refused_on_another(base, pissa_run, t
         ({"init_lora_weights": "loftq", "loftq_config": {"iters": 2}}, "loftq_config"),
         ({"init_lora_weights": "corda", "corda_config": {"corda_method": "pca"}}, "corda_config"),
         ({"init_lora_weights": "qera", "load_in_4bit": False}, "init_lora_weights"),
+        ({"init_lora_weights": "eva", "eva_config": {"tau": 2.0}}, "eva_config"),
+        ({"init_lora_weights": "lora_ga", "lora_ga_config": {"direction": "up"}}, "lora_ga_config"),
         ({"init_lora_weights": "loftq", "loftq_config": {"loftq_iter": 0}}, "loftq_config"),
     ],
     ids=str,

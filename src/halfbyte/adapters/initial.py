@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,11 +28,20 @@ from torch import Tensor, nn
 
 from ..adapter_kinds import LORA, PREFIX
 from ..config import Adapter
-from ..config.initialisations import LOFTQ_BITS, LOFTQ_ITERATIONS, initialisation, option, read_by
+from ..config.initialisations import (
+    EVA_RHO,
+    LOFTQ_BITS,
+    LOFTQ_ITERATIONS,
+    all_options,
+    initialisation,
+    option,
+    read_by,
+)
 from ..formats import Format
 from ..reading.tensors import ADAPTER, ADAPTER_CONFIG, read_adapter_config, read_tensors
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ConfigError, ModelError
+from .initial_data import LabelledBatch, initialise_by_eva
 from .initial_factors import LayerScale, LowRank, by_peft, loftq, seeded
 
 RESIDUAL = "residual:"  # before `init_lora_weights` in the config of an adapter that only fits the residual base
@@ -107,10 +116,12 @@ class AdapterInitialiser(ResidualBase):
         self.factors: dict[str, LowRank] = {}
         self.offsets: dict[str, LowRank] = {}
         self.mean_squares: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}  # module → gradient of its weight, fp32 [N, K] (lora_ga)
+        self.batches: Sequence[LabelledBatch] = ()  # of the run's data, on the base's device (eva)
 
     @property
     def modules(self) -> set[str]:
-        return set(self.layers)
+        return set() if self.reads == "stored" else set(self.layers)
 
     def prepare(self, model: PeftModel) -> None:
         """Read which modules are adapted, and with which rank, from a model with the adapter on the meta device.
@@ -142,7 +153,7 @@ class AdapterInitialiser(ResidualBase):
         offset = None
         with seeded(self.seed, module, weight.device):
             if not row.quantized_only:
-                factors = by_peft(self.adapter, weight, layer, moment)
+                factors = by_peft(self.adapter, weight, layer, moment, self.gradients.get(module))
             else:
                 assert format is not None
                 iterations = 1
@@ -157,9 +168,10 @@ class AdapterInitialiser(ResidualBase):
 
     def change(self, module: str, weight: Tensor, format: Format | None) -> Tensor:
         if module not in self.factors:
-            if self.reads == "inputs" and not (self.row.quantized_only and format is None):
-                wrong = f"init_lora_weights: {self.adapter.init_lora_weights} needs the inputs of {module}"
-                raise ModelError(wrong, "call observe_inputs before load_model")
+            plain = self.row.quantized_only and format is None
+            if (self.reads == "inputs" and not plain) or (self.reads == "gradients" and module not in self.gradients):
+                wrong = f"init_lora_weights: {self.adapter.init_lora_weights} needs the {self.reads} of {module}"
+                raise ModelError(wrong, f"call observe_{self.reads} before load_model")
             self.compute(module, weight, format)
         offset = self.offsets.get(module)
         if self.row.changes_base:
@@ -169,12 +181,15 @@ class AdapterInitialiser(ResidualBase):
 
     def fill(self, model: PeftModel) -> None:
         """Put the computed factors into the adapter of the loaded model."""
+        if self.row.name == "eva":
+            initialise_by_eva(model, self.batches, all_options(self.adapter))
         for name, layer in lora_layers(model):
             if name in self.factors:
                 a, b = self.factors[name]
                 layer.lora_A["default"].weight.data = a.to(layer.lora_A["default"].weight.device)
                 layer.lora_B["default"].weight.data = b.to(layer.lora_B["default"].weight.device)
         self.factors.clear()
+        self.gradients.clear()
 
     def save_mean_squares(self, file: Path) -> None:
         """Write the mean squares of the inputs of each module that were observed, fp32 [K]."""
@@ -334,9 +349,10 @@ def adapted_layers(model: PeftModel, adapter: Adapter) -> dict[str, LayerScale]:
             raise ModelError(wrong, "set target_parameters: [], and name only linear layers in target_modules")
         rank = layer.r["default"]
         shape: Any = (layer.out_features, layer.in_features)
-        if row.fits_rank and rank > min(shape):
+        directions = 2 * option(adapter, EVA_RHO) if row.name == "eva" else row.directions
+        if directions * rank > min(shape):
             wrong = f"{chosen} with rank {rank}: the weight of {name} has the shape {shape}"
-            raise ModelError(wrong, f"set r, or its rank_pattern, to {min(shape)} or less")
+            raise ModelError(wrong, f"set r, or its rank_pattern, to {int(min(shape) / directions)} or less")
         if isinstance(weight := layer.get_base_layer().weight.data, QuantizedTensor):
             check_bits(adapter, name, shape, weight.format)
         layers[name] = LayerScale(rank, layer.lora_alpha["default"], layer.scaling["default"])

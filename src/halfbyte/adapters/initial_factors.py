@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 from torch import Tensor, nn
 
 from ..config import Adapter
-from ..config.initialisations import CORDA_METHOD, option
+from ..config.initialisations import CORDA_METHOD, all_options, option
 from ..formats import Format
 from ..modeling.transformers_versions import quiet_peft
 from ..tensor import QuantizedTensor
@@ -64,11 +64,18 @@ def seeded(seed: int, module: str, device: torch.device) -> Iterator[None]:
         yield
 
 
-def by_peft(adapter: Adapter, weight: Tensor, layer: LayerScale, moment: Tensor | None = None) -> LowRank:
+def by_peft(
+    adapter: Adapter,
+    weight: Tensor,
+    layer: LayerScale,
+    moment: Tensor | None = None,
+    gradient: Tensor | None = None,
+) -> LowRank:
     """Return the factors that PEFT computes from a weight [N, K].
 
     Args:
         moment: what PEFT's CorDA calls the covariance matrix of the inputs, fp32 [K, K].
+        gradient: of the weight, fp32 [N, K], for LoRA-GA.
     """
     with quiet_peft():
         config = LoraConfig(
@@ -77,6 +84,7 @@ def by_peft(adapter: Adapter, weight: Tensor, layer: LayerScale, moment: Tensor 
             use_rslora=adapter.use_rslora,
             init_lora_weights=adapter.init_lora_weights,  # type: ignore[arg-type]
             corda_config=None if moment is None else CordaConfig(corda_method=option(adapter, CORDA_METHOD)),
+            lora_ga_config=None if gradient is None else LoraGAConfig(**all_options(adapter)),
         )
         rows, columns = weight.shape
         linear: Any = nn.Linear(columns, rows, bias=False, device="meta")
@@ -84,6 +92,8 @@ def by_peft(adapter: Adapter, weight: Tensor, layer: LayerScale, moment: Tensor 
         linear.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
         if moment is not None:
             linear.eigens = corda_eigens(linear.weight.data, moment, layer.rank, option(adapter, CORDA_METHOD))
+        if gradient is not None:
+            linear._peft_loraga_grad = gradient.to(weight.device)
         lora: Any = LoraLinear(linear, "default", config, r=layer.rank, lora_alpha=config.lora_alpha)
     return LowRank(lora.lora_A["default"].weight.data, lora.lora_B["default"].weight.data)
 

@@ -274,7 +274,6 @@ NOT_BUILT = {
 }
 
 _PLAIN_LORA = "remove it; halfbyte trains LoRA, rsLoRA and DoRA"
-_PLAIN_INIT = "remove it; init_lora_weights: pissa, olora, mica, loftq, orthogonal and gaussian work"
 _OF_SERVER = "remove it; give it to the vLLM server"
 
 NO_EQUIVALENT = {
@@ -328,8 +327,6 @@ NO_EQUIVALENT = {
     "use_bdlora": _PLAIN_LORA,
     "use_qalora": _PLAIN_LORA,
     "velora_config": _PLAIN_LORA,
-    "eva_config": _PLAIN_INIT,
-    "lora_ga_config": _PLAIN_INIT,
     # transformers
     "accelerator_config": "remove it; parallel divides a run over processes",
     "auto_find_batch_size": "set per_device_train_batch_size; `halfbyte check` predicts the memory",

@@ -220,10 +220,17 @@ REFUSED = {
     "put it into loftq_config": """
         loftq_bits loftq_iter
     """,
-    "remove it; init_lora_weights: pissa, olora, mica, loftq, orthogonal and gaussian work": """
-        adjust_scaling_factors direction gamma init_projections_to_zero init_strategy label_mask_value
-        lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale
-        lora_ga_stable_gamma rho scale stable_gamma tau use_label_mask whiten
+    "put it into eva_config": """
+        adjust_scaling_factors rho tau use_label_mask whiten
+    """,
+    "put it into lora_ga_config, without lora_ga_ before its name": """
+        direction lora_ga_direction lora_ga_scale lora_ga_stable_gamma scale stable_gamma
+    """,
+    "remove it; init_lora_weights: lora_ga reads rows until the gradient's direction stands": """
+        lora_ga_batch_size lora_ga_iters lora_ga_max_length
+    """,
+    "remove it; see the values of init_lora_weights": """
+        gamma init_projections_to_zero init_strategy label_mask_value
     """,
     "remove it; halfbyte trains target_modules and modules_to_save, or with use_peft: false all weights": """
         fix_untrained_tokens freeze_aligner=true freeze_extra_modules freeze_language_model freeze_llm

@@ -237,7 +237,7 @@ class AdapterSection(Section):
     init_lora_weights: bool | str = Field(
         True,
         description="initialisation of the adapter, as in PEFT: true, false, gaussian, orthogonal, pissa,"
-        " pissa_niter_N, olora, mica, loftq, qera, corda",
+        " pissa_niter_N, olora, mica, loftq, qera, corda, eva, lora_ga",
     )
     loftq_config: dict[str, bool | int | float | str] | None = Field(
         None,
@@ -248,6 +248,14 @@ class AdapterSection(Section):
         None,
         description="options of init_lora_weights: corda: corda_method, ipm (default: start from the data's directions)"
         " or kpm (from the others)",
+    )
+    eva_config: dict[str, bool | int | float | str] | None = Field(
+        None,
+        description="options of init_lora_weights: eva, as in PEFT: rho, tau, use_label_mask, whiten,"
+        " adjust_scaling_factors",
+    )
+    lora_ga_config: dict[str, bool | int | float | str] | None = Field(
+        None, description="options of init_lora_weights: lora_ga, as in PEFT: direction, scale, stable_gamma"
     )
     loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = Field(
         None, description="learning rate of the adapter's B relative to its A (LoRA+); default: one rate for both"

@@ -15,49 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..adapters.initial import AdapterInitialiser
-from ..adapters.lora import add_adapter
-from ..config import Storage
 from ..modeling.layer import decoder_layers
 from ..utils.errors import ModelError
 from ..utils.waiting import waiting
-from .completeness import meta_model
 from .find import ModelFiles
-from .load import check_not_quantized, mapped_model
-from .quantizer import assigned_formats
+from .load import mapped_model
 
 CHUNK_TOKENS = 4096  # tokens of one forward of a layer
 
 Visit = Callable[[str, Tensor, Tensor], None]  # name of a linear, its weight [N, K], E[x·xᵀ] in fp32 [K, K]
-
-
-def observe_inputs(
-    initial: AdapterInitialiser,
-    files: ModelFiles,
-    storage: Storage,
-    rows: Sequence[Sequence[int]],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """Compute the factors of an initialisation that reads the inputs of linear layers on rows of tokens.
-
-    Args:
-        storage: how the model will be stored.
-        rows: token ids of documents.
-        dtype: of the computation, and of the weights before they are quantized.
-
-    Raises:
-        ModelError: the checkpoint is quantized, or no token reached a module.
-    """
-    check_not_quantized(files)
-    initial.prepare(add_adapter(meta_model(files.place, files.config), initial.adapter))
-    formats = assigned_formats(files.place, storage)[0] if storage.quantized else {}
-
-    def visit(module: str, weight: Tensor, moment: Tensor) -> None:
-        initial.compute(module, weight, formats.get(f"{module}.weight"), moment)
-
-    stream_moments(files, rows, initial.modules, visit, device=device, dtype=dtype, by_row=initial.by_row)
 
 
 class Moments:

@@ -7,16 +7,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ..adapters.initial import AdapterInitialiser, InitialAdapter
 from ..adapters.lora import save_adapter
 from ..config.initialisations import read_by
-from ..loading.streamed import observe_inputs
+from ..loading.observe import observe_gradients, observe_inputs
+from ..ops import IGNORE_INDEX
 from ..runs.layout import INITIAL, MOMENTS
 from ..utils.files import new_directory, new_file, remove
 from .preflight import PreparedRun
 
-OBSERVED_TOKENS = 65_536  # of the training rows, for second moments
+OBSERVED_TOKENS = 65_536  # of the training rows, at most
+BATCH_TOKENS = 2048  # trained tokens of a batch, at least
 
 
 def initial_factors(run: PreparedRun) -> AdapterInitialiser | InitialAdapter | None:
@@ -32,30 +36,57 @@ def initial_factors(run: PreparedRun) -> AdapterInitialiser | InitialAdapter | N
     if run.checkpoint is not None:
         return InitialAdapter(run.checkpoint.parent / INITIAL, adapter)
     initial = AdapterInitialiser(adapter, run.config.seed)
-    if read_by(adapter) == "inputs":
-        observe_inputs(
-            initial,
-            run.files,
-            run.config.storage,
-            list(documents(run, OBSERVED_TOKENS)),
-            device=run.machine.device,
-            dtype=run.machine.weights_dtype,
-        )
+    files, storage = run.files, run.config.storage
+    machine: Any = {"device": run.machine.device, "dtype": run.machine.weights_dtype}
+    if initial.reads == "inputs":
+        observe_inputs(initial, files, storage, [ids for ids, _ in documents(run)], **machine)
+    elif initial.reads == "gradients":
+        observe_gradients(initial, files, storage, labelled_batches(run), **machine)
+    elif initial.reads == "stored":
+        initial.batches = labelled_batches(run)
     return initial
 
 
-def documents(run: PreparedRun, tokens: int) -> Iterator[list[int]]:
-    """Yield documents of training rows in a random order that the seed determines, until they have so many tokens."""
+def documents(run: PreparedRun) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield ids and labels of documents of training rows, up to `OBSERVED_TOKENS`, in an order of the seed."""
     rows = run.data.train
     total = 0
     for index in np.random.default_rng(run.config.seed).permutation(len(rows)).tolist():
         row = rows[index]
         ids = np.asarray(row["input_ids"])
-        for document in np.split(ids, np.cumsum(row.get("seq_lengths") or [len(ids)])[:-1]):
-            yield document.tolist()
+        labels = np.asarray(row.get("labels") or row["input_ids"])
+        ends = np.cumsum(row.get("seq_lengths") or [len(ids)])[:-1]
+        for document, document_labels in zip(np.split(ids, ends), np.split(labels, ends), strict=True):
+            yield document.tolist(), document_labels.tolist()
         total += len(ids)
-        if total >= tokens:
+        if total >= OBSERVED_TOKENS:
             return
+
+
+def labelled_batches(run: PreparedRun) -> list[dict[str, Tensor]]:
+    """Return batches of documents with at least `BATCH_TOKENS` trained tokens each, unless there are fewer in all."""
+    batches: list[dict[str, Tensor]] = []
+    rows: list[tuple[list[int], list[int]]] = []
+    trained = 0
+    for ids, labels in documents(run):
+        rows.append((ids, labels))
+        trained += sum(label != IGNORE_INDEX for label in labels)
+        if trained >= BATCH_TOKENS:
+            batches.append(_padded(rows, run.machine.device))
+            rows = []
+            trained = 0
+    return batches or [_padded(rows, run.machine.device)]
+
+
+def _padded(rows: list[tuple[list[int], list[int]]], device: torch.device) -> dict[str, Tensor]:
+    width = max(len(ids) for ids, _ in rows)
+    padding = [width - len(ids) for ids, _ in rows]
+    columns = {
+        "input_ids": [ids + [0] * missing for (ids, _), missing in zip(rows, padding, strict=True)],
+        "attention_mask": [[1] * (width - missing) + [0] * missing for missing in padding],
+        "labels": [labels + [IGNORE_INDEX] * missing for (_, labels), missing in zip(rows, padding, strict=True)],
+    }
+    return {name: torch.tensor(values, device=device) for name, values in columns.items()}
 
 
 def keep_initial(run: PreparedRun, initial: AdapterInitialiser | InitialAdapter, model: Any) -> None:

@@ -155,12 +155,9 @@ def prepare_run(
     files = mesh.local_first(lambda: find_model(config.origin))  # one rank unpacks a GGUF file
     check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
-    if config.adapter_path:
-        check_adapter_files(Path(config.adapter_path))
-        check_base_unchanged(Path(config.adapter_path), quantized=config.storage.quantized)
+    _check_adapter_base(config, files)
     shapes = ModelShapes(config, files.config, machine.device)
-    if config.adapter is not None and not config.adapter_path and read_by(config) != "nothing":
-        check_not_quantized(files)
+    if config.adapter is not None and _initialised(config):
         adapted_layers(shapes.model, config.adapter)
     check_layout(layout, config, shapes)
     check_targets(config, shapes.model)
@@ -215,6 +212,20 @@ def prepare_run(
             origin = "computed once, by a forward of all rows before the first step, and cached"
         console.print(f"reference {origin}")
     return run
+
+
+def _initialised(config: RunConfig) -> bool:
+    """Return whether `init_lora_weights` reads the base or the data."""
+    return config.use_peft and not config.adapter_path and read_by(config) != "nothing"
+
+
+def _check_adapter_base(config: RunConfig, files: ModelFiles) -> None:
+    """Check that a saved adapter, or the initialisation of a new one, fits how the base is stored."""
+    if config.adapter_path:
+        check_adapter_files(Path(config.adapter_path))
+        check_base_unchanged(Path(config.adapter_path), quantized=config.storage.quantized)
+    if _initialised(config):
+        check_not_quantized(files)
 
 
 def check_disk(run: PreparedRun) -> None:

@@ -1,0 +1,166 @@
+"""What each initialisation of LoRA costs at 2, 3 and 4 bits: distance from the 16-bit model and loss, before and after.
+
+    python -m benchmarks.initialisations MODEL TEXT [--tokens 8192] [--steps 40] [--formats kbit2 kbit3 nf4]
+        [--only pissa ...] [--device cuda] [--json FILE]
+
+TEXT as in `benchmarks.quality`: evenly spaced windows of about --tokens tokens are held out, and the others train.
+Every row has the same rank, rows, order and schedule; products are in float32. FILE is written after every row, and its
+rows are not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import parser_of, provenance, write_result
+from benchmarks.quality import loss_sum, split, windows
+from halfbyte import load_model, load_tokenizer
+from halfbyte.adapters.initial import AdapterInitialiser
+from halfbyte.adapters.lora import add_adapter
+from halfbyte.config import RunConfig
+from halfbyte.loading.find import find_model
+from halfbyte.loading.observe import observe_gradients, observe_inputs
+from halfbyte.ops import IGNORE_INDEX
+
+RANK, SEED, BATCH = 16, 11, 4
+OBSERVED_ROWS = 128  # rows of 256 tokens
+KEYS: dict[str, dict[str, Any]] = {
+    "true": {"init_lora_weights": True},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "mica": {"init_lora_weights": "mica"},
+    "pissa": {"init_lora_weights": "pissa"},
+    "pissa_niter_4": {"init_lora_weights": "pissa_niter_4"},
+    "olora": {"init_lora_weights": "olora"},
+    "loftq": {"init_lora_weights": "loftq"},
+    "loftq, 5 iterations": {"init_lora_weights": "loftq", "loftq_config": {"loftq_iter": 5}},
+    "qera": {"init_lora_weights": "qera"},
+    "loftq, weighted, 5 iterations": {
+        "init_lora_weights": "loftq",
+        "loftq_config": {"loftq_iter": 5, "weighted": True},
+    },
+    "corda": {"init_lora_weights": "corda"},
+    "eva": {"init_lora_weights": "eva"},
+    "lora_ga": {"init_lora_weights": "lora_ga"},
+}
+
+
+class Reference(NamedTuple):
+    """Held-out windows [n, T] and the 16-bit model's log-probabilities for them [tokens, V]."""
+
+    rows: Tensor
+    log_probs: Tensor
+
+
+@torch.no_grad()
+def log_probs(model: Any, rows: Tensor) -> Tensor:
+    """Return log-probabilities at the tokens of `rows` that are no padding, fp32 on the CPU."""
+    parts = []
+    for chunk in rows.split(4):
+        logits = model(input_ids=chunk.clamp(min=0).to(model.device), use_cache=False).logits
+        parts.append(logits[(chunk != IGNORE_INDEX).to(logits.device)].float().log_softmax(-1).cpu())
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, rows: Tensor) -> float:
+    sums = [loss_sum(model, chunk) for chunk in rows.split(4)]
+    return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
+
+
+def build(path: str, keys: dict[str, Any], format: str, rows: Tensor, device: str) -> tuple[Any, float]:
+    """Return the model with its adapter before the first step, and the seconds that loading and initialising took."""
+    began = time.perf_counter()
+    config = RunConfig(
+        model_name_or_path=path, dataset="-", r=RANK, lora_alpha=RANK, dtype="float32", quantization=format, **keys
+    )
+    adapter = config.adapter
+    assert adapter is not None
+    files = find_model(config.origin)
+    initial = AdapterInitialiser(adapter, SEED)
+    where: Any = {"device": torch.device(device), "dtype": torch.float32}
+    observed = rows[:OBSERVED_ROWS]
+    batches = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        for ids in observed.clamp(min=0).to(device).split(8)
+    ]
+    if initial.reads == "inputs":
+        documents = [row[row != IGNORE_INDEX].tolist() for row in observed]
+        observe_inputs(initial, files, config.storage, documents, **where)
+    elif initial.reads == "gradients":
+        observe_gradients(initial, files, config.storage, batches, **where)
+    initial.batches = batches if initial.reads == "stored" else ()
+    given = None if initial.reads == "nothing" else initial
+    model = load_model(files, config.storage, initial=given, **where)
+    torch.manual_seed(SEED)
+    return add_adapter(model, config, initial=given).eval(), time.perf_counter() - began
+
+
+def train(model: Any, rows: Tensor, steps: int, rate: float) -> None:
+    """Train the adapter for `steps` of AdamW with a linearly decaying rate."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    for step in range(steps):
+        loss, count = loss_sum(model, rows[torch.arange(step * BATCH, (step + 1) * BATCH) % len(rows)])
+        (loss / count).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+def measure(given: Any, name: str, format: str, reference: Reference, rows: Tensor) -> dict[str, float]:
+    """Return KL from the 16-bit model (nats per token) and loss at step 0, seconds, and losses after training."""
+    model, seconds = build(given.model, KEYS[name], format, rows, given.device)
+    found = log_probs(model, reference.rows)
+    kl = float((reference.log_probs.exp() * (reference.log_probs - found)).sum(-1).mean())
+    row = {"kl": kl, "loss": held_out_loss(model, reference.rows), "seconds": seconds}
+    for rate in given.rates if given.steps else ():
+        model, _ = build(given.model, KEYS[name], format, rows, given.device)
+        train(model, rows, given.steps, rate)
+        row[f"loss_after_{rate:g}"] = held_out_loss(model, reference.rows)
+    return row
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4])
+    parser.add_argument("--formats", nargs="+", default=["kbit2", "kbit3", "nf4"])
+    parser.add_argument("--only", nargs="+", default=list(KEYS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    given = parser.parse_args(words)
+    held, rows = split(windows(load_tokenizer(given.model), given.text, given.length), given.tokens)
+    plain = load_model(given.model, load_in_4bit=False, dtype="float32", device=given.device)
+    reference = Reference(held, log_probs(plain, held))
+    result: dict[str, Any] = {"model": Path(given.model).name, "text": given.text.name, "steps": given.steps}
+    result |= {"tokens": int((held != IGNORE_INDEX).sum()), "rank": RANK, "device": given.device}
+    result["16-bit loss"] = held_out_loss(plain, held)
+    result["rows"] = {}
+    if given.json and given.json.is_file():
+        result["rows"] = json.loads(given.json.read_text()).get("rows", {})
+    del plain
+    for format in given.formats:
+        for name in given.only:
+            key = f"{name} · {format}"
+            if key not in result["rows"]:
+                row = measure(given, name, format, reference, rows)
+                print(key, {number: round(value, 4) for number, value in row.items()}, flush=True)
+                result["rows"][key] = row
+                write_result(given.json, result | provenance())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
