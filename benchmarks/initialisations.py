@@ -31,7 +31,6 @@ from halfbyte.loading.observe import observe_gradients, observe_inputs
 from halfbyte.ops import IGNORE_INDEX
 
 RANK, SEED, BATCH = 16, 11, 4
-OBSERVED_ROWS = 128  # rows of 256 tokens
 KEYS: dict[str, dict[str, Any]] = {
     "true": {"init_lora_weights": True},
     "orthogonal": {"init_lora_weights": "orthogonal"},
@@ -75,8 +74,12 @@ def held_out_loss(model: Any, rows: Tensor) -> float:
     return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
 
 
-def build(path: str, keys: dict[str, Any], format: str, rows: Tensor, device: str) -> tuple[Any, float]:
-    """Return the model with its adapter before the first step, and the seconds that loading and initialising took."""
+def build(path: str, keys: dict[str, Any], format: str, observed: Tensor, device: str) -> tuple[Any, float]:
+    """Return the model with its adapter before the first step, and the seconds that loading and initialising took.
+
+    Args:
+        observed: rows that initialisations read, int64 [n, T].
+    """
     began = time.perf_counter()
     config = RunConfig(
         model_name_or_path=path, dataset="-", r=RANK, lora_alpha=RANK, dtype="float32", quantization=format, **keys
@@ -86,7 +89,6 @@ def build(path: str, keys: dict[str, Any], format: str, rows: Tensor, device: st
     files = find_model(config.origin)
     initial = AdapterInitialiser(adapter, SEED)
     where: Any = {"device": torch.device(device), "dtype": torch.float32}
-    observed = rows[:OBSERVED_ROWS]
     batches = [
         {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         for ids in observed.clamp(min=0).to(device).split(8)
@@ -119,12 +121,13 @@ def train(model: Any, rows: Tensor, steps: int, rate: float) -> None:
 
 def measure(given: Any, name: str, format: str, reference: Reference, rows: Tensor) -> dict[str, float]:
     """Return KL from the 16-bit model (nats per token) and loss at step 0, seconds, and losses after training."""
-    model, seconds = build(given.model, KEYS[name], format, rows, given.device)
+    observed = rows[-given.observed :]
+    model, seconds = build(given.model, KEYS[name], format, observed, given.device)
     found = log_probs(model, reference.rows)
     kl = float((reference.log_probs.exp() * (reference.log_probs - found)).sum(-1).mean())
     row = {"kl": kl, "loss": held_out_loss(model, reference.rows), "seconds": seconds}
     for rate in given.rates if given.steps else ():
-        model, _ = build(given.model, KEYS[name], format, rows, given.device)
+        model, _ = build(given.model, KEYS[name], format, observed, given.device)
         train(model, rows, given.steps, rate)
         row[f"loss_after_{rate:g}"] = held_out_loss(model, reference.rows)
     return row
@@ -136,6 +139,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--observed", type=int, default=128, help="rows of 256 tokens that initialisations read")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4])
     parser.add_argument("--formats", nargs="+", default=["kbit2", "kbit3", "nf4"])

@@ -22,6 +22,7 @@ from halfbyte.adapters.initial_factors import best_for_inputs, best_low_rank, se
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.cli import app
 from halfbyte.config import load_config
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.loading import streamed
 from halfbyte.loading.find import find_model
 from halfbyte.loading.load import load_model
@@ -334,6 +335,7 @@ def test_loading_a_run_gives_the_base_of_its_training(base, original, tmp_path, 
     run = train(base, tmp_path / "out", quantization=quantization, **keys)
     config = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert (config["init_lora_weights"], config["r"], config["lora_alpha"]) == (True, 16, 32)
+    assert (run / "moments.safetensors").is_file() is (name in ("qera", "weighted"))
     saved = load_saved(str(run), ["device=cpu"])
     checkpoint = load_saved(str(run / "checkpoint-4"), ["device=cpu"])
     torch.testing.assert_close(logits(saved.model), logits(checkpoint.model), atol=0, rtol=0)
@@ -381,6 +383,21 @@ def test_a_stopped_run_is_resumed_to_equal_bytes(base, tmp_path, monkeypatch, na
     if name not in ("mica", "eva"):
         with pytest.raises(CheckpointError, match="initial_adapter"):
             load_saved(str(run), ["device=cpu"])
+
+
+@pytest.mark.slow
+def test_the_reference_of_preference_training_is_the_model_before_the_first_step(base, tmp_path):
+    rows = [{"prompt": f"{n} plus 1 is", "chosen": f" {n + 1}.", "rejected": f" {n}."} for n in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"dataset": str(tmp_path / "pairs.jsonl"), "method": "dpo", "quantization": "nf4", "max_length": 128}
+    run = train(base, tmp_path / "out", init_lora_weights="pissa", **keys)
+    assert json.loads((run / "checks.json").read_text())["reference"]["largest_difference"] < 1e-4
+    records = MetricsFile(run / "metrics.jsonl").records()
+    first, last = ([record for record in records if record["kind"] == "eval"][at] for at in (0, -1))
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
+    held_out = evaluate(str(run), str(tmp_path / "pairs.jsonl"), ["device=cpu"])
+    assert held_out.numbers["loss"] < 0.6931
+    assert last["loss"] != first["loss"]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors.torch import load_file
 
 from halfbyte.train.run import train
 from tests.helpers.rank_runs import configured, run, write_place
@@ -65,3 +66,15 @@ def test_dropout_differs_between_ranks_and_resumes_exactly(place, two, tmp_path)
         assert tensor.equal(whole.adapter[name]), name
     states = [(whole.folder / "checkpoint-4" / name).read_bytes() for name in ("rng_state.pth", "rng_state_1.pth")]
     assert states[0] != states[1]
+
+
+@pytest.mark.parametrize("name", ["pissa", "qera"])
+def test_an_initialisation_from_weights_is_that_of_one_process(place, two, tmp_path, name):
+    keys = {"init_lora_weights": name, "quantization": "nf4", "max_steps": 2}
+    alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=4, **keys)
+    found = run(two, place, tmp_path / "two", gradient_accumulation_steps=2, parallel={"data": 2}, **keys)
+    found.same_as(alone)
+    initial = [
+        load_file(folder / "initial_adapter/adapter_model.safetensors") for folder in (alone.folder, found.folder)
+    ]
+    assert all(tensor.equal(initial[1][key]) for key, tensor in initial[0].items())

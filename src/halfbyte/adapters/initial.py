@@ -14,6 +14,7 @@ Initialisations that read inputs, too, are computed before, by `loading.streamed
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from ..config.initialisations import (
     read_by,
 )
 from ..formats import Format
+from ..mesh.mesh import Mesh
 from ..reading.tensors import ADAPTER, ADAPTER_CONFIG, read_adapter_config, read_tensors
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ConfigError, ModelError
@@ -71,10 +73,15 @@ class ResidualBase(ABC):
             weight: [N, K], as the checkpoint has it, in the model's dtype.
             format: the format that it will be stored in; None: 16 bits.
         """
-        if module not in self.modules:
+        if module not in self.modules or weight.is_meta:  # another rank reads it
             return weight
         self.loaded.add(module)
         return self.change(module, weight, format)
+
+    def gather(self, mesh: Mesh) -> None:
+        """Give all ranks what each has computed from the weights that it has read."""
+        for loaded in mesh.gather(self.loaded):
+            self.loaded |= loaded
 
     def finish(self, model: nn.Module) -> None:
         """Change the weights that are not quantized, one at a time.
@@ -179,6 +186,12 @@ class AdapterInitialiser(ResidualBase):
             offset = LowRank(a, self.layers[module].scaling * b.float())
         return weight if offset is None else offset.subtracted_from(weight)
 
+    def gather(self, mesh: Mesh) -> None:
+        super().gather(mesh)
+        for factors, offsets in mesh.gather((self.factors, self.offsets)):
+            self.factors |= factors
+            self.offsets |= offsets
+
     def fill(self, model: PeftModel) -> None:
         """Put the computed factors into the adapter of the loaded model."""
         if self.row.name == "eva":
@@ -198,9 +211,8 @@ class AdapterInitialiser(ResidualBase):
     def save_offsets(self, folder: Path) -> None:
         """Write what the base is stored without, if the factors do not say it."""
         if self.offsets:
-            names = {f"{name}.{side}": factor for name, both in self.offsets.items() for side, factor in
-                     both._asdict().items()}  # fmt: skip
-            save_file(names, folder / OFFSETS)
+            sides = {f"{name}.a": offset.a for name, offset in self.offsets.items()}
+            save_file(sides | {f"{name}.b": offset.b for name, offset in self.offsets.items()}, folder / OFFSETS)
 
 
 class InitialAdapter(ResidualBase):
@@ -219,11 +231,8 @@ class InitialAdapter(ResidualBase):
 
     def __init__(self, folder: Path, keys: Any):
         super().__init__()
-        self.folder, self.row, self.chosen = (
-            folder,
-            initialisation(keys),
-            f"init_lora_weights: {keys.init_lora_weights}",
-        )
+        self.folder, self.row = folder, initialisation(keys)
+        self.chosen = f"init_lora_weights: {keys.init_lora_weights}"
         fix = f"copy {folder.name} of the run there again"
         if not (folder / ADAPTER_CONFIG).is_file():
             wrong = f"{folder} is missing, with the factors of {self.chosen} that the base was stored without"
@@ -259,7 +268,7 @@ class InitialAdapter(ResidualBase):
 
         patterns = self.config.alpha_pattern
         alpha = patterns.get(get_pattern_key(patterns.keys(), module), self.config.lora_alpha)
-        return float(alpha / rank**0.5 if self.config.use_rslora else alpha / rank)
+        return float(alpha / math.sqrt(rank) if self.config.use_rslora else alpha / rank)
 
     def change(self, module: str, weight: Tensor, format: Format | None) -> Tensor:
         offset = self.product(module) if self.row.changes_base else self._offsets[module]

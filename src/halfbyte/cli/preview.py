@@ -189,7 +189,8 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
             attn_implementation=config.attn_implementation,
         )
         if config.adapter:
-            model = add_adapter(model, config.adapter)  # a new adapter does not change the model
+            plain = config.adapter.model_copy(update={"init_lora_weights": True})
+            model = add_adapter(model, plain)  # a new adapter does not change the model
         device = chosen_device(config.device)
         dtype = compute_dtype_of(model)
         rollouts = make_rollouts(config, method, model, tokenizer, data, rewards, device=device, compute_dtype=dtype)

@@ -173,6 +173,8 @@ def load_model(
     load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
     model = load(device=target) if mesh.size == 1 else load_together(files.place, config, share, target, load)
     if initial is not None:
+        if mesh.size > 1:
+            initial.gather(mesh)
         initial.finish(model)
         if quantization is not None:
             quantization.initial = None
