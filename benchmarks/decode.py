@@ -29,9 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import copy_bandwidth, graph_us, parser_of, require_gpu, run_peer, write_result
-from benchmarks.quality import windows
 from benchmarks.step_model import build, model_config
-from halfbyte.modeling.head import IGNORE_INDEX
 
 PROMPT, NEW, WARM = 128, 128, 16
 PEER_NEW = 32
@@ -172,9 +170,11 @@ def caches(name: str, rows: int, tokens: int) -> dict[str, Any]:
 @torch.inference_mode()
 def perplexity(path: str, text: Path, count: int = 8, length: int = 320, prompt: int = 64) -> dict[str, Any]:
     """Measure the loss of `count` windows of `length` tokens after `prompt` tokens, over each kind of cache."""
+    from benchmarks.quality import windows
     from halfbyte import load_model, load_tokenizer
     from halfbyte.generation.cache_dtypes import CACHES
     from halfbyte.generation.engine import StaticEngine
+    from halfbyte.modeling.head import IGNORE_INDEX
 
     model = load_model(path, load_in_4bit=False, dtype="float32", device="cpu")
     rows = windows(load_tokenizer(path), text, length)
