@@ -79,6 +79,11 @@ class Options(NamedTuple):
     scales: str = "float"
     shuffle: bool = False
 
+    @property
+    def by_column(self) -> bool:
+        """Whether each column of a word reads its scale (int4). Such loads would fill shared memory in a pipeline."""
+        return self.indexed or self.ordered or self.group % 8 != 0
+
 
 # --- shared by decoders ----------------------------------------------------------------------------------------------
 

@@ -223,6 +223,7 @@ def gemv(
 def gemm(x: Tensor, packed: Packed, rows: int, bias: Tensor | None, blocks: GemmBlocks | None = None) -> Tensor:
     x, (batch, depth) = x.contiguous(), x.shape
     blocks = blocks or gemm_blocks(rows, batch)
+    blocks = blocks._replace(stages=1) if packed.options.by_column else blocks
     partial = torch.empty(blocks.splits, batch, rows, dtype=torch.float32, device=x.device)
     _gemm_launcher(
         ceil_div(rows, blocks.rows) * blocks.splits,

@@ -282,6 +282,7 @@ def grouped_product(
         return out
     packed = _packed(stack, x.dtype, routing.tile_rows > NESTED_ROWS)
     tile = tile or tile_of(x, packed.decoder is not None, routing, width, transposed)
+    tile = tile._replace(stages=1) if packed.options.by_column else tile
     u, factor, scale = low_rank if low_rank is not None else (x, x, 1.0)
     rank = u.shape[1] if low_rank is not None else 0
     _launcher(
