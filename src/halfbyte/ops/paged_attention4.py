@@ -114,10 +114,10 @@ class Prompts(NamedTuple):
         pages: list[int] = []
         last: list[tuple[int, int, int]] = []
         for begin, length, document_pages, sequence in documents:
-            whole = length // PAGE
-            full.append(range(begin, begin + whole * PAGE))
-            pages.extend(document_pages[:whole])
-            last += [(begin + at, sequence, at % PAGE) for at in range(whole * PAGE, length)]
+            count = length // PAGE
+            full.append(range(begin, begin + count * PAGE))
+            pages.extend(document_pages[:count])
+            last += [(begin + at, sequence, at % PAGE) for at in range(count * PAGE, length)]
         columns = torch.tensor(last, dtype=torch.int64).view(-1, 3).T.to(device)
         indices = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in ([*chain(*full)], pages))
         return cls(*indices, *columns.unbind(0))

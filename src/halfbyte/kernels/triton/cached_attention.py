@@ -113,7 +113,7 @@ def _even_and_odd(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _place4(
+def _tile4(
     tables, tile, tiles, head, key_ranges_ptr, value_ranges_ptr, size,
     HEADS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -135,16 +135,16 @@ def _place4(
 
 @triton.jit
 def attend_tile4(
-    top, total, even, odd, q_even, q_odd, keys_ptr, values_ptr, place, seen, size, scale, softcap,
+    top, total, even, odd, q_even, q_odd, keys_ptr, values_ptr, current, seen, size, scale, softcap,
     SIZE: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """`attend_tile` for a tile of a cache in 4 bits, at `place`, which is a result of `_place4`.
+    """`attend_tile` for a tile of a cache in 4 bits; `current` is the result of `_tile4`.
 
     Queries and sums are split by even and odd channels, so that the two codes of a byte need not be joined. Ranges are
     applied to queries and weights, which are fewer than keys and values: with k = step · code + least,
     q·k = (q ∘ step)·code + q·least.
     """
-    page, slot, step_even, step_odd, least_even, least_odd, step, least = place
+    page, slot, step_even, step_odd, least_even, least_odd, step, least = current
     pair, s = tl.arange(0, SIZE // 2), slot + tl.arange(0, SLOTS)
     offset = _offset4(q_even)
     codes = (page * PAGE + s[:, None]) * (size // 2) + pair[None, :]
@@ -348,17 +348,19 @@ def _attend_paged(
         q_even, q_odd = _even_and_odd(q, ROWS, SIZE)
         even, odd = _even_and_odd(acc, ROWS, SIZE)
         tables = tables_ptr + row * stride
-        place = _place4(tables, begin, tiles_to, head, key_ranges_ptr, value_ranges_ptr, size, HEADS, SIZE, SLOTS, PAGE)
+        current = _tile4(
+            tables, begin, tiles_to, head, key_ranges_ptr, value_ranges_ptr, size, HEADS, SIZE, SLOTS, PAGE
+        )
         for tile in tl.range(begin, end, num_stages=STAGES):
-            following = _place4(
+            following = _tile4(
                 tables, tile + 1, tiles_to, head, key_ranges_ptr, value_ranges_ptr, size, HEADS, SIZE, SLOTS, PAGE
             )
             used = tile * SLOTS + s >= first
             top, total, even, odd = attend_tile4(
-                top, total, even, odd, q_even, q_odd, keys_ptr, values_ptr, place, used[None, :], size, scale, softcap,
-                SIZE, SLOTS, PAGE, SOFTCAP,
+                top, total, even, odd, q_even, q_odd, keys_ptr, values_ptr, current, used[None, :], size, scale,
+                softcap, SIZE, SLOTS, PAGE, SOFTCAP,
             )  # fmt: skip
-            place = following
+            current = following
         acc = tl.interleave(even, odd)
         # then the open page
         keys_ptr, values_ptr = open_keys_ptr, open_values_ptr
@@ -423,19 +425,19 @@ def _share(
         q_even, q_odd = _even_and_odd(q, ROWS, SIZE)
         even, odd = _even_and_odd(acc, ROWS, SIZE)
         tables = tables_ptr + begin * stride
-        place = _place4(
+        current = _tile4(
             tables, start_tile, tiles_to, head, key_ranges_ptr, value_ranges_ptr, size, HEADS, SIZE, SLOTS, PAGE
         )
         for tile in tl.range(start_tile, end_tile, num_stages=STAGES):
-            following = _place4(
+            following = _tile4(
                 tables, tile + 1, tiles_to, head, key_ranges_ptr, value_ranges_ptr, size, HEADS, SIZE, SLOTS, PAGE
             )
             seen = (tile * SLOTS + s)[None, :] >= first[:, None]
             top, total, even, odd = attend_tile4(
-                top, total, even, odd, q_even, q_odd, keys_ptr, values_ptr, place, seen, size, scale, softcap,
+                top, total, even, odd, q_even, q_odd, keys_ptr, values_ptr, current, seen, size, scale, softcap,
                 SIZE, SLOTS, PAGE, SOFTCAP,
             )  # fmt: skip
-            place = following
+            current = following
         acc = tl.interleave(even, odd)
     else:
         for tile in tl.range(start_tile, end_tile, num_stages=STAGES):
