@@ -136,8 +136,8 @@ def _is_kernel(function: JITFunction) -> bool:
 def cuda_kernels() -> set[str]:
     folder = Path(cuda.__file__).parent
     text = "".join(path.read_text() for path in sorted(folder.glob("*.cu*")))
-    found = re.findall(r'extern "C" __global__ void\s+(?:FEW_ROWS\s+|__\w+__\([^)]*\)\s*)*(\w+)\(', text)
-    return set(found)
+    defined = re.findall(r'extern "C" __global__ void\s+(?:__\w+__\([^)]*\)\s*)*([a-z]\w*)\(', text)
+    return {*defined, *re.findall(r"^PRODUCT\((\w+), \w+\)", text, re.MULTILINE)}
 
 
 class _Driver:
