@@ -482,8 +482,8 @@ def plane_products(dtype, batch):
         packed, scales = empty(blocks * bits, dtype=torch.int32), empty(blocks, dtype=torch.uint8)
         bitplane.linear_bitplane(x, packed, scales, empty(), empty(2**bits), rows, None)
     for bits, group in apart((2, 3, 4, 8), (64, 32, 128)) if every else ((4, 64),):
-        packed, scales = empty(blocks * bits, dtype=torch.int32), empty(rows * columns // group, dtype=FP16)
-        hqq.linear_hqq(x, packed, scales, scales, bits, group, rows, None)
+        packed, zeros = empty(blocks * bits, dtype=torch.int32), empty(rows * columns // group, dtype=FP16)
+        hqq.linear_hqq(x, packed, zeros.to(BF16), zeros, bits, group, rows, None)
 
 
 @cases("products", "products with int4, NVFP4 and MXFP4, {1} rows", PRODUCTS)

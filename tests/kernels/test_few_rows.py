@@ -128,7 +128,7 @@ def test_blockwise4_equals_the_reference(kind, blocksize, nested, batch, dtype, 
     ("spec", "batch", "dtype", "blocks"),
     [("kbit:2:nf", 1, BF16, None), ("kbit:3:bnf", 9, FP16, FLAT), slow("kbit:4:fitted", 3, BF16, PAIRS),
      slow("kbit:5:nf", 2, FP16, None), slow("hqq:2:256", 1, BF16, None), slow("hqq:3:32", 4, BF16, PAIRS),
-     ("hqq:4:64", 17, BF16, FLAT), slow("hqq:8:128", 1, BF16, None), ("hqq:8:32", 2, FP16, None)],
+     ("hqq:4:64", 17, BF16, FLAT), slow("hqq:8:128", 1, BF16, None), ("hqq:8:32:range:float16", 2, FP16, None)],
 )  # fmt: skip
 def test_bit_planes_equal_the_reference(spec, batch, dtype, blocks, device):
     format_, shape = from_spec(spec), (80, 768)

@@ -75,18 +75,18 @@ def blocks_for(rows: int, columns: int, multiprocessors: int) -> Blocks:
     """Blocks with the fewest steps of the busiest warp.
 
     A step is a unit of one tile, with 16 warps per multiprocessor. Two tiles at a time, with 8 warps, share loads of x
-    and take 1.1 steps; adding the sums of a group takes a third of one.
+    and take 0.95 steps; adding the sums of a group takes a third of one.
     """
 
     def steps(blocks: Blocks) -> float:
         passes = ceil_div(ceil_div(rows, TILE * blocks.rt), multiprocessors * blocks.wr)
-        return passes * (ceil_div(columns // UNIT, blocks.wk) * (1.0 if blocks.rt == 1 else 1.1) + 0.35)
+        return passes * (ceil_div(columns // UNIT, blocks.wk) * (1.0 if blocks.rt == 1 else 0.95) + 0.35)
 
     return min(WHOLE, key=steps)
 
 
 @remembered
-def _kernels(
+def _kernel(
     name: str, blocks: Blocks, tiles: int, bf16: bool, constants: tuple[tuple[str, int], ...],
     struct: type[ctypes.Structure], device: int, split: bool,
 ) -> tuple[Kernel, Kernel | None]:  # fmt: skip
@@ -110,7 +110,7 @@ def _launch(
     out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     with torch.cuda.device(device):
         bf16, key = x.dtype is torch.bfloat16, tuple(constants.items())
-        product, add = _kernels(name, blocks, tiles, bf16, key, type(weight), device, split)
+        product, add = _kernel(name, blocks, tiles, bf16, key, type(weight), device, split)
         groups, threads = ceil_div(rows, TILE * blocks.rt * blocks.wr), 32 * blocks.wr * blocks.wk
         if add is None:
             grid = min(groups, multiprocessors)
@@ -235,13 +235,17 @@ def few_rows_bitplane(
     pointers = [tensor.data_ptr() for tensor in (packed, scales, scales, codebook)]  # zeros are not read
     weight = PlanesWeight(*pointers, rows, x.shape[1], factor.data_ptr())
     bits = codebook.numel().bit_length() - 1
-    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=0, SMALL=int(_small(x)))
+    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=0, SCALES_BF16=0, SMALL=int(_small(x)))
 
 
 def hqq_obstacle(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, *_: Any
 ) -> str | None:
-    return linear_planes.hqq_obstacle(scales, zeros, bits) or _obstacle(x, rows, packed, scales, zeros)
+    if bits not in linear_planes.HQQ_BITS:
+        return "takes 2, 3, 4 and 8 bits"
+    if scales.dtype is torch.float32 or zeros.dtype is not torch.float16:
+        return "needs scales of 16 bits and fp16 zeros"
+    return _obstacle(x, rows, packed, scales, zeros)
 
 
 @linear_hqq.kernel("cuda", unless=hqq_obstacle, rank=3)
@@ -251,4 +255,5 @@ def few_rows_hqq(
 ) -> Tensor:  # fmt: skip
     pointers = [tensor.data_ptr() for tensor in (packed, scales, zeros)]
     weight = PlanesWeight(*pointers, None, rows, x.shape[1], None)
-    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=group, SMALL=int(_small(x)))
+    constants = {"BITS": bits, "GROUP": group, "SCALES_BF16": int(scales.dtype is torch.bfloat16)}
+    return _launch("few_rows_planes", weight, x, bias, blocks, **constants, SMALL=int(_small(x)))

@@ -6,7 +6,8 @@ index of a table, whose entry holds these columns' numbers. Each lane has its ow
 at 2 bits, where an entry is 8 bytes, and at 5, with 1024 entries of 4; four lanes if SMALL.
 
 Constants: BITS (2, 3, 4, 5 with E4M4 scales per block; 2, 3, 4, 8 with GROUP), GROUP (weights per scale and zero of
-HQQ; 0: E4M4), SMALL (64 KiB of shared memory), ORIGIN (start of a block's shared memory), and those of few_rows.cuh. */
+HQQ; 0: E4M4), SCALES_BF16 (else fp16, of HQQ), SMALL (64 KiB of shared memory), ORIGIN (start of a block's shared
+memory), and those of few_rows.cuh. */
 
 #include "few_rows.cuh"
 #include "planes.cuh"
@@ -127,7 +128,7 @@ struct Weight : Planes {
                 for (u32 k = 0; k < WORDS; k++)
                     if (at / 2 == k)
                         word = scales.scales[half][k], zero = scales.zeros[half][k];
-                float s = number<true>((u16)(word >> at % 2 * 16)) * ENLARGED, z = number<false>((u16)(zero >> at % 2 * 16));
+                float s = number<SCALES_BF16>((u16)(word >> at % 2 * 16)) * ENLARGED, z = number<false>((u16)(zero >> at % 2 * 16));
                 scale = pair<BF16>(s, s), shift = pair<BF16>(-s * z, -s * z);
             }
 #pragma unroll

@@ -6,7 +6,7 @@
 
 struct Planes {
     const u8 *packed;         /* [N, K/32, BITS] words */
-    const u8 *scales, *zeros; /* [N, K/32] E4M4, or [N, K/GROUP] bf16 and fp16 */
+    const u8 *scales, *zeros; /* [N, K/32] E4M4, or [N, K/GROUP] 16 bits and fp16 */
     const float *codebook;    /* [2^BITS]; unused with GROUP */
     u32 rows, columns;        /* N, K */
 };
