@@ -255,5 +255,5 @@ def few_rows_hqq(
 ) -> Tensor:  # fmt: skip
     pointers = [tensor.data_ptr() for tensor in (packed, scales, zeros)]
     weight = PlanesWeight(*pointers, None, rows, x.shape[1], None)
-    constants = {"BITS": bits, "GROUP": group, "SCALES_BF16": int(scales.dtype is torch.bfloat16)}
-    return _launch("few_rows_planes", weight, x, bias, blocks, **constants, SMALL=int(_small(x)))
+    bf16, small = int(scales.dtype is torch.bfloat16), int(_small(x))
+    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=group, SCALES_BF16=bf16, SMALL=small)

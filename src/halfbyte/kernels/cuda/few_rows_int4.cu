@@ -1,11 +1,10 @@
 /* Up to 64 rows with affine int4 weights of consecutive groups (formats.int4), see few_rows.cuh.
 
 A word has eight columns of one row. Codes minus zeros are exact in 16 bits, and the sums of a group are scaled in fp32.
-Where groups end within the 32 columns of a product, or in units of different sizes, each word has its scale, and
-operands are scaled.
+Where a group can end within a product or span parts of units, each word has its scale, and operands are scaled.
 
-Constants: GROUP (a multiple of 8), SHIFT (added to a stored zero), SCALES_BF16 (else fp16), and those
-of few_rows.cuh. */
+Constants: GROUP (a multiple of 8), SHIFT (added to a stored zero), SCALES_BF16 (else fp16), ORIGIN (start of a block's
+shared memory), and those of few_rows.cuh. */
 
 #include "few_rows.cuh"
 
