@@ -20,14 +20,14 @@ struct Weight : Planes {
     static constexpr int RUNS = 0;
     static constexpr u32 COPIES = BITS == 5 ? (SMALL ? 8 : 16) : 32; /* of an entry, at 5 bits of four in 256 bytes */
     static constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, X = 32;
-    /* Numbers of a unit for a row: scales (bytes, or 16 bits with as many zeros), in words. */
-    static constexpr u32 COUNT = GROUP ? UNIT / GROUP : 8, WORDS = GROUP ? (COUNT + 1) / 2 : 2;
+    static constexpr u32 COUNT = GROUP ? UNIT / GROUP : 8; /* scales of a unit for a row */
+    static constexpr u32 WORDS = GROUP == UNIT ? 1 : 2;    /* a lane's numbers of two chunks, or a unit's bytes */
 
     struct Codes {
         u32 words[2][BITS]; /* of rows g and g + 8 */
     };
-    struct Scales {
-        u32 scales[2][WORDS], zeros[2][GROUP ? WORDS : 1];
+    struct Scales { /* of rows g and g + 8; a lane's columns of a chunk have one scale */
+        u32 scales[2][WORDS], zeros[2][WORDS];
     };
 
     struct Source {
@@ -38,8 +38,9 @@ struct Weight : Planes {
             for (int i = 0; i < 2 * RT; i++) {
                 u32 row = top + lane / 4 + 8 * i;
                 codes[i] = w.packed + (u64)row * (w.columns / 8 * BITS) + (unit * (UNIT / 32) + lane % 4) * (4 * BITS);
-                u64 at = GROUP ? ((u64)row * (w.columns / UNIT) + unit) * COUNT * 2
-                               : (u64)row * (w.columns / 32) + unit * COUNT;
+                u64 at = ((u64)row * (w.columns / UNIT) + unit) * COUNT;
+                if constexpr (GROUP > 0)
+                    at = (at + lane % 4 * 32 / GROUP) * 2;
                 scales[i] = w.scales + at, zeros[i] = w.zeros + at;
             }
         }
@@ -68,14 +69,11 @@ struct Weight : Planes {
             for (int i = 0; i < 2 * RT; i++)
 #pragma unroll
                 for (u32 k = 0; k < WORDS; k++)
-                    if constexpr (GROUP == UNIT) {
-                        to[i / 2].scales[i % 2][k] = read_again<u16>(scales[i]);
-                        to[i / 2].zeros[i % 2][k] = read_again<u16>(zeros[i]);
-                    } else {
+                    if constexpr (GROUP > 0) {
+                        to[i / 2].scales[i % 2][k] = read_again<u16>(scales[i] + k * (CHUNK / GROUP) * 2);
+                        to[i / 2].zeros[i % 2][k] = read_again<u16>(zeros[i] + k * (CHUNK / GROUP) * 2);
+                    } else
                         to[i / 2].scales[i % 2][k] = read_again<u32>(scales[i] + 4 * k);
-                        if constexpr (GROUP > 0)
-                            to[i / 2].zeros[i % 2][k] = read_again<u32>(zeros[i] + 4 * k);
-                    }
         }
         __device__ __forceinline__ void next(const Weight &) {
 #pragma unroll
@@ -123,12 +121,8 @@ struct Weight : Planes {
                 float value = e4m4(__byte_perm(scales.scales[half][chunk], 0, 0x4440 | lane & 3));
                 scale = pair<BF16>(value, value);
             } else {
-                u32 at = (4 * chunk + lane % 4) * 32 / GROUP, word = 0, zero = 0;
-#pragma unroll
-                for (u32 k = 0; k < WORDS; k++)
-                    if (at / 2 == k)
-                        word = scales.scales[half][k], zero = scales.zeros[half][k];
-                float s = number<SCALES_BF16>((u16)(word >> at % 2 * 16)) * ENLARGED, z = number<false>((u16)(zero >> at % 2 * 16));
+                u32 code = scales.scales[half][chunk % WORDS], zero = scales.zeros[half][chunk % WORDS];
+                float s = number<SCALES_BF16>((u16)code) * ENLARGED, z = number<false>((u16)zero);
                 scale = pair<BF16>(s, s), shift = pair<BF16>(-s * z, -s * z);
             }
 #pragma unroll
