@@ -104,6 +104,9 @@ def _few_rows(half: torch.dtype) -> Iterator[Call]:
         x = empty(rows, SIZE, dtype=dtype)
         arguments = x, *weight4(SIZE, SIZE, blocksize, True), SIZE, None
         yield "linear_blockwise4", f"M = {rows}, {NAMES[dtype]}, blocks of {blocksize}", arguments
+    for rows in (1, 16):
+        weights = [(*weight4(SIZE, SIZE, 64, True), SIZE, None, None)] * 3
+        yield "linears_blockwise4", f"M = {rows}, {NAMES[half]}, 3 weights", (empty(rows, SIZE, dtype=half), weights)
     for bits, rows in ((2, 1), (2, 16), (2, 17), (4, 1), (4, 8), (4, 9), (4, 64), (4, 65)):
         packed, scales = empty(SIZE * SIZE // 32 * bits, dtype=torch.int32), empty(SIZE * SIZE // 32, dtype=torch.uint8)
         arguments = empty(rows, SIZE, dtype=half), packed, scales, empty(), empty(2**bits), SIZE, None
