@@ -15,6 +15,9 @@ import sys
 from benchmarks.harness import RESULTS
 
 STEP = "step --model llama-3.1-8b --batch 4 --length 2048"
+FORMATS = (
+    "--specs nf4,kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf,hqq:4:64,hqq:8:64,nvfp4,nvfp4-1d,mxfp4,gptq:128:float16:runs"
+)
 # Case → module and options. A number in front is the number of GPUs. Files in capitals are the reader's.
 CASES = {
     "qlora_8b_h200": "qlora_8b --data GSM8K.jsonl --tokenizer LLAMA3/ --work WORK",
@@ -41,9 +44,12 @@ CASES = {
     "gemv_formats_8_h200": "weights gemv --specs int8,fp8:row,fp8:tile,hqq:4:64,hqq:8:64 "
     "--shapes 4096x14336,8192x28672",
     "gemv_formats_kbit_h200": "weights gemv --specs kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf --rows 1,4,16",
-    "gemv_formats_words_h200": "weights gemv --specs nvfp4,nvfp4-1d,mxfp4,gptq:128:float16:runs --rows 1,4,16,48",
-    "gemv_as_rtx4090_h200": "weights gemv --specs nf4,kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf,hqq:4:64,nvfp4,nvfp4-1d,"
-    "mxfp4,gptq:128:float16:runs --rows 1,4,16 --shapes 4096x14336 --card rtx4090",
+    "gemv_formats_words_h200": "weights gemv --specs nvfp4,nvfp4-1d,mxfp4,gptq:128:float16:runs "
+    "--rows 1,4,8,16,32,64 --shapes 4096x14336",
+    "gemv_as_rtx4090_h200": f"weights gemv {FORMATS} --rows 1,4,8,16,32,64 --shapes 4096x14336 --card rtx4090",
+    "gemv_as_t4_h200": f"weights gemv {FORMATS} --rows 1,4,16,32 --shapes 4096x14336 --card t4",
+    "gemv_peers_h200": "weights gemv --specs gptq:128:float16:runs,nf4 --rows 1,4,8,16,32,64 --shapes 4096x14336 "
+    "--peers tinygemm,bitsandbytes,marlin --marlin LIBRARY",
     "decode_llama8b_h200": "decode --peers",
     "quality_llama40m": "quality LLAMA-40M VALIDATION.jsonl --tokens 300000",
     "quality_stories260k": "quality STORIES260K TRAIN_SLICE.txt",

@@ -18,6 +18,7 @@ from tests.helpers.run_inputs import VOCABULARY, write_model
 # Beginning or argument of a command that is not run → the reason.
 NOT_RUN = {
     "pip install": "needs the network",
+    "pip download": "needs the network",
     "curl": "needs the network",
     "halfbyte demo": "pretrains for minutes; tests/demo",
     "halfbyte serve": "runs until it is stopped; tests/serve",

@@ -28,7 +28,7 @@ IMPORTED = {
     "hqq_library",
     "torchao",
 }  # formats that are only read from checkpoints
-SIGNED = {"zeros", "codebook", "nested_code", "nested_offset"}  # parts that may be negative
+SIGNED = {"zeros", "codebook", "nested_code", "nested_offset", ("hqq", "scales")}  # parts that may be negative
 # Bytes that stand for NaN. Every byte of an E4M4 scale and of a nested scale is a number.
 BYTES_OF_NAN = {"nvfp4": ("scale", (0x7F, 0xFF)), "mxfp4": ("scale", (0xFF,)), "fp8": ("codes", (0x7F, 0xFF))}
 
@@ -54,7 +54,8 @@ def damaged_parts(format, parts):
     """(part, parts with one wrong value) for every value that no quantizer writes."""
     for name, part in parts.items():
         wrong = [float("nan"), float("inf"), -float("inf")] if part.dtype in FLOATS else []
-        wrong += [-1.0] if part.dtype in FLOATS and name not in SIGNED else []
+        signed = name in SIGNED or (format.name, name) in SIGNED
+        wrong += [-1.0] if part.dtype in FLOATS and not signed else []
         with_nan, bytes_ = BYTES_OF_NAN.get(format.name, ("", ()))
         wrong += bytes_ if name == with_nan else ()
         for value in wrong:

@@ -33,7 +33,6 @@ from .base import (
     Parts,
     PartSpecs,
     Shards,
-    check_not_negative,
     check_weight_finite,
     cut,
     register_format,
@@ -318,8 +317,7 @@ class HQQ(Format):
         return super().state_suffixes() | {"order"}
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
-        super().check_values(parts, labels)
-        check_not_negative(parts["scales"], labels["scales"])
+        super().check_values(parts, labels)  # scales of other tools' files may be negative
         if self.ordered and not parts["order"].is_meta:
             sorted_order = parts["order"].sort().values
             if bool((sorted_order != torch.arange(sorted_order.shape[-1], device=sorted_order.device)).any()):
