@@ -2,8 +2,8 @@
 
 NVFP4 for servers differs from halfbyte's in two ways. Servers fuse q, k and v (and gate and up) into one matrix with
 one factor, so these layers share it. Activations, if they are quantized, have a fixed scale, from the largest input on
-the run's text. In compressed-tensors' layout the factor is a power of two: the file stores its reciprocal, which is then
-exact also for readers that round it to 16 bits (bf16 would change all values of a matrix by up to 0.4%).
+the run's text. In compressed-tensors' layout the factor is a power of two: the file stores its reciprocal, which is
+then exact also for readers that round it to 16 bits (bf16 would change all values of a matrix by up to 0.4%).
 """
 
 from __future__ import annotations
