@@ -19,6 +19,7 @@ from tests.helpers.run_inputs import VOCABULARY, write_model
 NOT_RUN = {
     "pip install": "needs the network",
     "pip download": "needs the network",
+    "unzip": "reads what was downloaded",
     "curl": "needs the network",
     "halfbyte demo": "pretrains for minutes; tests/demo",
     "halfbyte serve": "runs until it is stopped; tests/serve",
