@@ -71,7 +71,11 @@ ADA = {
     "float8_of_blockwise4": ["triton.blockwise4.float8"] * 3,
     "lora_glu": ["triton.lora_glu.lora_glu"] * 3,
 }
-AMPERE = ADA | {"linear_float8": [REFERENCE] * 4, "cast_float8": [REFERENCE], "float8_of_blockwise4": [REFERENCE] * 3}
+AMPERE = ADA | {
+    "linear_float8": [*[f"{TRITON}.float8"] * 3, REFERENCE],
+    "cast_float8": [REFERENCE],
+    "float8_of_blockwise4": [REFERENCE] * 3,
+}
 AMD = AMPERE | {
     "linear_blockwise4": [*[f"{TRITON}.blockwise4"] * 8, REFERENCE, *[f"{TRITON}.blockwise4"] * 3],
     "linear_bitplane": [*[f"{TRITON}.bitplane"] * 7, REFERENCE],

@@ -25,6 +25,7 @@ from torch import Tensor
 from ...formats.bitplane import linear_bitplane
 from ...formats.blockwise4 import linear_blockwise4
 from ...formats.e2m1 import linear_e2m1
+from ...formats.float8 import Scaling, linear_float8
 from ...formats.hqq import linear_hqq
 from ...formats.int4 import linear_int4
 from ...formats.linear import add_term
@@ -304,6 +305,15 @@ def e2m1(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor | None, tile: tuple[int, int], bias: Tensor | None
 ) -> Tensor:
     return product(x, decoders.packed_e2m1(packed, scales, factor, tile), packed.shape[0], bias)
+
+
+def float8_obstacle(x: Tensor, codes: Tensor, scale: Tensor, *_: Any) -> str | None:
+    return "needs K in multiples of 8" if x.shape[1] % 8 else obstacle(x, codes, scale)
+
+
+@linear_float8.kernel("cuda", "xpu", unless=float8_obstacle, rank=8)  # after gemv8, which needs conversions to FP8
+def float8(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor:
+    return product(x, decoders.packed_bytes(codes, scale, scaling), codes.shape[0], bias)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
