@@ -47,6 +47,7 @@ attention, blockwise_cuda, causal_conv = map(on_gpu, ("ops.attention", "ops.bloc
 chunk_scan, losses, delta_net = map(on_gpu, ("ops.chunk_scan", "ops.cross_entropy", "ops.delta_net"))
 decode, divergence, experts, float8 = map(on_gpu, ("ops.decode", "ops.divergence", "ops.experts", "ops.float8"))
 glu, lora_glu, muon, norms = map(on_gpu, ("ops.glu", "ops.lora_glu", "ops.muon", "ops.norms"))
+dora = on_gpu("ops.dora")
 optimizer, paged_attention = map(on_gpu, ("ops.optimizer", "ops.paged_attention"))
 paged_attention4, rope, sample = map(on_gpu, ("ops.paged_attention4", "ops.rope", "ops.sample"))
 
@@ -191,6 +192,11 @@ def normed_heads(dtype, size, heads):
         rope.qk_norm_rope(q, k, weight, weight, angles, angles, 1e-6, offset)
         for need_weight in (False, True):
             rope.qk_norm_rope_backward_(q, k, q, k, weight, weight, angles, angles, 1e-6, offset, need_weight)
+
+
+@cases("dora", "sums of products over rows", apart(WIDTHS), [(BF16,)])
+def magnitudes(dtype):
+    dora.column_dots(empty(ROWS, HIDDEN, dtype=dtype), empty(ROWS, HIDDEN, dtype=dtype))
 
 
 @cases("glu", "gated unit, {1}", apart(WIDTHS, ("silu", *ACTIVATIONS)), [(BF16, "silu")])
