@@ -194,6 +194,7 @@ LORA = AdapterKind(
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
         *("init_lora_weights", "loftq_config", "corda_config", "eva_config", "lora_ga_config"),
         *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner"),
+        *("add_tokens", "add_special_tokens", "trainable_token_indices", "resize_token_embeddings_to_multiple_of"),
     ),
     reported=("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     fused=True,
@@ -201,7 +202,7 @@ LORA = AdapterKind(
     factors=_lora_factors,
     init_key="init_lora_weights",
     inits_keeping_base=(True, False, "gaussian", "orthogonal", "eva", "mica"),
-    unmerged=("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "lora_bias"),
+    unmerged=("layer_replication", "alora_invocation_tokens", "arrow_config", "lora_bias"),
     refused={},
 )
 DORA = replace(

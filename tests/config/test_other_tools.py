@@ -214,6 +214,10 @@ def test_surogate_imports_without_a_line_to_decide(tmp_path, lines):
         ("lr_scheduler_type: wsd\nwsd_decay_steps_fraction: 0.1\nmax_steps: 100", {
             "lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10},
         }),
+        ("add_tokens: <a>,<b>\nresize_vocab: true", {"add_tokens": ["<a>", "<b>"]}),
+        ("tokens: [<a>]\nspecial_tokens: {additional_special_tokens: [<b>]}\npeft_trainable_token_indices: [3]", {
+            "add_tokens": ["<a>"], "add_special_tokens": ["<b>"], "trainable_token_indices": [3],
+        }),
         ("recompute: true\noffload_residual: true", {"activation_checkpointing": "offload"}),
         ("use_mlflow: true\nuse_wandb: true", {"report_to": ["mlflow", "wandb"]}),
         ("mask_history: true", {"train_on": "last"}),

@@ -71,7 +71,6 @@ def test_an_adapter_of_other_shapes_names_the_tensor(tmp_path, run):
         ({"peft_type": "IA3"}, "IA3"),
         ({"bias": "all"}, "bias"),
         ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     ],
 )
 def test_adapters_that_cannot_be_merged_are_named(tmp_path, run, keys, words):

@@ -71,6 +71,7 @@ from .expert_targets import (
 from .initial import RESIDUAL, AdapterInitialiser, InitialAdapter, mark_initialisation
 from .module_names import check_names, matching, named_by, unknown
 from .router_adapters import name_routers
+from .token_rows import grow_vocabulary, largest_index, token_modules, vocabulary_size
 
 PLAUSIBLE_RANK = 1024  # a larger rank in adapter_config.json must be the size of some tensor
 SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -109,6 +110,7 @@ def add_adapter(
     adapter = config if isinstance(config, Adapter) else config.adapter
     if adapter is None:
         raise ConfigError("use_peft: false describes no adapter", "set use_peft: true")
+    grow_vocabulary(model, largest_index(adapter.trainable_token_indices) + 1)
     wide = getattr(torch, adapter.adapter_dtype)
     if isinstance(initial, InitialAdapter):
         peft_model = load_adapter(model, initial.folder, adapter.origin.name, trainable=wide, initial=initial)
@@ -204,6 +206,14 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
         modules_to_save=_exact_names(adapter.modules_to_save, names),
         **options,
     )
+    if adapter.trainable_token_indices:
+        peft_config.trainable_token_indices = token_modules(model, adapter.trainable_token_indices)
+        changed = linears | {name for name in names for saved in adapter.modules_to_save or () if named_by(name, saved)}
+        ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}  # type: ignore[operator]
+        for name in sorted(changed):
+            if name not in experts | routers and id(model.get_submodule(name)) in ends:
+                wrong = f"trainable_token_indices, add_tokens: {name} is adapted or trained in full as well"
+                raise ModelError(wrong, f"remove {name} from target_modules and modules_to_save")
     if "target_parameters" not in row.refused:
         if experts:
             peft_config.target_parameters = parameter_targets(model, adapter)
@@ -343,8 +353,9 @@ def load_adapter(
     trained_on = lora.base_model_name_or_path
     if trained_on and not same_place(str(trained_on), base):
         notice(f"adapter_base {folder}", f"the adapter in {folder} was trained on {trained_on}, and is now on {base}")
-    if not trainable:
-        resize_vocabulary(model, folder)
+    indices = getattr(lora, "trainable_token_indices", None)
+    if indices or not trainable:
+        resize_vocabulary(model, folder, largest_index(indices) + 1)
     lora.inference_mode = not trainable
     peft_model = create_adapter(model, lora, folder, name, autocast=not trainable)
     for parameter in peft_model.parameters() if trainable else ():  # PEFT builds adapters in the base's dtype
@@ -480,23 +491,20 @@ def _wrong_shape(
         vocabulary: whether it may have a row for each token.
     """
     grown = saved[:1] > needed[:1] and saved[1:] == needed[1:]
-    vocabulary = vocabulary and grown and needed[0] == _vocabulary_size(model)
+    vocabulary = vocabulary and grown and needed[0] == vocabulary_size(model)
     added = f"the adapter adds {saved[0] - needed[0]} tokens: {RESIZE_BASE}" if vocabulary else WRONG_BASE
     return CheckpointError(f"{path}: {key} has shape {tuple(saved)}, this model needs {tuple(needed)}", added)
 
 
-def _vocabulary_size(model: Any) -> int:
-    """Return the rows of a model's input embedding."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    return int(base.get_input_embeddings().weight.shape[0])
-
-
-def resize_vocabulary(model: Any, folder: Path) -> None:
+def resize_vocabulary(model: Any, folder: Path, trained_rows: int = 0) -> None:
     """Resize the base model's embeddings to the size saved with an adapter whose tokenizer has additional tokens.
 
-    Loading the adapter then fills the new rows, since PEFT saves resized embeddings in full.
+    Loading the adapter then fills the new rows: PEFT saves resized embeddings in full, or the new rows as trained ones.
+
+    Args:
+        trained_rows: rows up to the last one that is trained by itself.
     """
-    rows = _vocabulary_size(model)
+    rows = vocabulary_size(model)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     embedding = base.get_input_embeddings()
     names = [name.rpartition(".")[2] for name, module in base.named_modules() if module is embedding]
@@ -506,14 +514,14 @@ def resize_vocabulary(model: Any, folder: Path) -> None:
         for key, entry in header.items()
         if any(key.replace(".base_layer.", ".").endswith(f".{name}.weight") for name in names)
     )
-    if (needed_rows := max(saved, default=0)) <= rows:
+    needed_rows = max(saved, default=0)
+    if not grow_vocabulary(model, max(needed_rows, trained_rows)):
         return
-    base.resize_token_embeddings(needed_rows, mean_resizing=False)
     for name, parameter in base.named_parameters(remove_duplicate=False):
         for key in (f"{PREFIX}{name}", f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight"):
             if key in header and parameter.shape[0] == needed_rows and type(parameter.data) is torch.Tensor:
                 parameter.data[rows:] = read_tensor(folder / ADAPTER, key)[rows:].to(parameter)
-    added = needed_rows - rows
+    added = vocabulary_size(model) - rows
     notice(f"grown {folder}", f"the adapter in {folder} adds {added} tokens: resizing the base's embeddings")
 
 

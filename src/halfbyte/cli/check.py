@@ -160,11 +160,11 @@ def _inputs(config: RunKeys, device: Device) -> tuple[Any, Any]:
     """Return the model's config, and a function from a configuration to its micro-batches."""
     from ..data.batches import batches_of
     from ..loading.find import find_model
-    from ..loading.load import load_tokenizer
+    from ..loading.tokenizers import load_run_tokenizer
     from ..methods import method_of
 
     files = find_model(config.origin)
-    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    tokenizer = load_run_tokenizer(config, files.place)
     data = method_of(config).ready(config, tokenizer, files.config)
     return files.config, lambda changed: batches_of(changed, data, device.torch)
 

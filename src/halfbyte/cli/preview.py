@@ -31,10 +31,10 @@ def preview_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows, prepared and collated exactly as in training."""
     check_inputs(config)
     with quick_imports():
-        from ..loading.load import load_tokenizer
+        from ..loading.tokenizers import load_run_tokenizer
         from ..methods import method_of
 
-    tokenizer = load_tokenizer(config.origin, chat_template_path=config.chat_template_path)
+    tokenizer = load_run_tokenizer(config)
     method = method_of(config)
     row_type = method.rows
     prepared = method.prepare(config, tokenizer)
@@ -158,7 +158,8 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     with quick_imports():
         from ..adapters.lora import add_adapter
         from ..loading.find import find_model
-        from ..loading.load import load_model, load_tokenizer
+        from ..loading.load import load_model
+        from ..loading.tokenizers import load_run_tokenizer, with_token_rows
         from ..methods import method_of
         from ..methods.grpo import PolicyOptimization
         from ..modeling.compute_dtype import compute_dtype_of
@@ -174,7 +175,8 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
             f"--rollouts: method: {config.method} does not sample answers", "remove --rollouts, or set method: grpo"
         )
     files = find_model(config.origin)
-    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    tokenizer = load_run_tokenizer(config, files.place)
+    config = with_token_rows(config, tokenizer, files.config)
     data = method.ready(config, tokenizer)
     rewards = rewards_of(config, data)
     check_server(config, data, tokenizer, Console(quiet=True))

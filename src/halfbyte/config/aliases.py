@@ -16,6 +16,9 @@ def _by_name(names_of: dict[str, str]) -> dict[str, str]:
 
 
 RENAMED = {
+    "tokens": "add_tokens",  # Axolotl
+    "new_special_tokens": "add_special_tokens",  # ms-swift
+    "peft_trainable_token_indices": "trainable_token_indices",
     # TRL, rollouts
     "vllm_importance_sampling_correction": "importance_sampling_correction",
     "vllm_importance_sampling_mode": "importance_sampling_mode",
@@ -134,6 +137,7 @@ _SAVED_ONLY = "it describes a saved adapter"
 _TRACKIO = "set TRACKIO_* in the environment"
 _BLOCKS = "halfbyte shards decoder layer by decoder layer"
 HARMLESS = {
+    "resize_vocab": "embeddings grow where a new token needs a row",
     "model_type": _BY_ITSELF,
     "tokenizer_type": _BY_ITSELF,
     "pad_token": "halfbyte uses the tokenizer's pad token, or chooses one if it has none",
@@ -184,7 +188,7 @@ HARMLESS = {
     "eval_table_size": "generations.json and report.html show answers",
     "eval_max_new_tokens": "see sample_max_new_tokens",
     "dataset_dir": "name the files themselves in dataset",
-    "resize_token_embeddings_to_32x": "halfbyte does not resize the vocabulary",
+    "resize_token_embeddings_to_32x": "see resize_token_embeddings_to_multiple_of: embeddings grow for new tokens only",
     "use_liger_kernel": _OWN_KERNELS,
     "enable_liger_kernel": _OWN_KERNELS,
     "lora_mlp_kernel": _OWN_KERNELS,
@@ -288,11 +292,7 @@ NO_EQUIVALENT = {
     "deepspeed": "remove it, and set parallel: auto, or {shard: N} instead of ZeRO-3",
     "default_system_message": "put a system message into the data",
     "default_system": "put a system message into the data",
-    "tokens": "add them to the tokenizer's files first",
     "added_tokens_overrides": "add them to the tokenizer's files first",
-    "add_tokens": "add them to the tokenizer's files first",
-    "add_special_tokens": "add them to the tokenizer's files first",
-    "resize_vocab": "resize the checkpoint first",
     "tokenizer_config": "put the tokenizer's files into the model folder",
     "eos_token": "set it in the tokenizer's files",
     "group_by_length": "use packing: true or padding_free: true, which need no padding at all",
@@ -316,7 +316,6 @@ NO_EQUIVALENT = {
     "layers_pattern": "name the layers in target_modules, one regular expression",
     "exclude_modules": "name the modules that get adapters in target_modules, one regular expression",
     "fan_in_fan_out": "remove it; PEFT determines it from the layer",
-    "trainable_token_indices": "remove it, or train the whole embedding: modules_to_save: [embed_tokens]",
     "ensure_weight_tying": "remove it, and leave embedding and head out of target_modules and modules_to_save",
     "alora_invocation_tokens": _PLAIN_LORA,
     "arrow_config": _PLAIN_LORA,

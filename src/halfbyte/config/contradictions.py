@@ -20,9 +20,11 @@ from .policy import DISTILLING, POLICY, SAMPLING
 from .schema import RECIPE_OPTIONS, AdapterSection, QuantizationSection, RunKeys
 from .section import Contradiction, nearest, respelled
 
+TOKEN_KEYS = ("add_tokens", "add_special_tokens", "trainable_token_indices", "resize_token_embeddings_to_multiple_of")
 ADAPTER_KEYS = (
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", *OPTION_KEYS),
+    *TOKEN_KEYS,
 )
 COMMON_ADAPTER_KEYS = (  # of every kind of adapter
     *("use_peft", "peft_type", "target_modules", "target_parameters", "modules_to_save", "adapter_dtype"),
@@ -354,6 +356,7 @@ def _qat_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 def _adapter_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield keys that the kind of adapter does not read, and keys that it cannot be combined with."""
     row = adapter_kind(config)
+    yield from _token_contradictions(config)
     for key in AdapterSection.model_fields:
         if key not in (*COMMON_ADAPTER_KEYS, *row.keys) and not config.is_default(key):
             yield key, f"{config.written(key)} with {row.chosen}, which does not read it", "remove it"
@@ -400,6 +403,28 @@ def _initialisation_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if not row.starts_at_zero and config.method in SAMPLING:
         wrong = f"{chosen} with method: {config.method}, whose base without the adapter must be the model at first"
         yield key, wrong, f"set {key}: true"
+
+
+def _token_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions of keys that add tokens or train single rows of the embedding."""
+    used = [key for key in TOKEN_KEYS if getattr(config, key)]
+    if both := sorted(set(config.add_tokens or ()) & set(config.add_special_tokens or ())):
+        yield "add_special_tokens", f"{brief(both[0])} is in add_tokens and in add_special_tokens", "keep one of them"
+    if not used:
+        return
+    key = used[0]
+    if key == TOKEN_KEYS[-1]:
+        yield key, f"{key} without add_tokens: the embeddings do not grow", "remove it"
+    if config.adapter_path:
+        wrong = f"{key} with adapter_path: the saved adapter's tokens and rows are trained"
+        yield key, wrong, "remove one of the two"
+    if initialisation(config).reads != "nothing":
+        chosen = config.written("init_lora_weights")
+        yield key, f"{key} with {chosen}, which is not supported", f"remove {key}, or set init_lora_weights: true"
+    if config.method in ("reward", "prm"):
+        yield key, f"{key} with method: {config.method}, which trains no head of tokens", f"remove {key}"
+    if config.rollout == "vllm":
+        yield key, f"{key} with rollout: vllm, which cannot apply it", "remove it, or set rollout: halfbyte"
 
 
 def _full_fine_tuning_contradictions(config: RunKeys) -> Iterator[Contradiction]:

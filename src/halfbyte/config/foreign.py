@@ -226,10 +226,13 @@ def _warmup_ratio(value: Any, values: Values) -> Outcome:
 
 
 def _special_tokens(value: Any, values: Values) -> Outcome:
-    if set(value) <= {"pad_token"}:
+    if set(value) <= {"pad_token", "additional_special_tokens"}:
+        if added := value.get("additional_special_tokens"):
+            return Mapped({"add_special_tokens": as_list(added)})
         return Ignored("padding is never trained on, and halfbyte chooses a pad token if the tokenizer has none")
     return Refused(
-        "special_tokens has no equivalent for tokens other than pad_token", "change them in the tokenizer's files"
+        "special_tokens has no equivalent for other tokens than pad_token and additional_special_tokens",
+        "change them in the tokenizer's files",
     )
 
 

@@ -200,7 +200,7 @@ REFUSED = {
         num_ranks num_samples num_subspaces num_tasks num_transformer_submodules num_vectors num_virtual_tokens
         oft_block_size oft_rank oft_target opt_loss_decay_factor opt_projection_epsilon opt_projection_format_epsilon
         opt_weighted_loss_type orth_reg_weight para peft_ensure_weight_tying peft_layer_replication peft_layers_pattern
-        peft_layers_to_transform peft_trainable_token_indices poly_type prefix_projection proj_seed projection_prng_key
+        peft_layers_to_transform poly_type prefix_projection proj_seed projection_prng_key
         projection_seed prompt_tuning_init prompt_tuning_init_state_dict_path prompt_tuning_init_task
         prompt_tuning_init_text proportional_parameters psoft_alpha psoft_dropout psoft_mag_a psoft_mag_b psoft_orth
         psoft_svd psoft_svd_lowrank_niter pvera_dropout randlora_alpha randlora_dropout random_loc_seed rank_dropout
@@ -312,7 +312,7 @@ REFUSED = {
         transport_type use_gym_env val verification weight weight_broadcast weight_broadcast_type window
     """,
     "change the tokenizer's files, and resize the checkpoint, first": """
-        additional_special_tokens bos_token eot_tokens init_special_tokens mean_resizing_embeddings new_special_tokens
+        additional_special_tokens bos_token eot_tokens init_special_tokens mean_resizing_embeddings
         new_special_tokens_config pad_token_id resize_model_vocab shrink_embeddings split_special_tokens tokenizer
         unk_token
     """,

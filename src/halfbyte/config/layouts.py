@@ -96,6 +96,10 @@ def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
     if pipeline and keys.modules_to_save:
         key = "modules_to_save"
         return Reason(key, f"{key}: a pipeline trains low-rank adapters only", f"remove it, or {WITHOUT_PIPELINE}")
+    if (keys.add_tokens or keys.add_special_tokens or keys.trainable_token_indices) and set(layout.axes) - {"data"}:
+        key = next(key for key in ("add_tokens", "add_special_tokens", "trainable_token_indices") if getattr(keys, key))
+        problem = f"{key} with parallel: {layout}: rows of the embedding are trained on one device or with data"
+        return Reason(key, problem, f"remove {key}, or use parallel: {{data: N}}")
     row = adapter_kind(keys)
     if keys.use_peft and (refused := [axis for axis in layout.axes if axis in row.refused]):
         problem = f"{row.chosen} with parallel: {layout}: {row.refused[refused[0]]}"

@@ -226,6 +226,21 @@ class AdapterSection(Section):
         " expert and no router; []: none",
     )
     modules_to_save: list[str] | None = Field(None, description="modules to train in full and to save with the adapter")
+    add_tokens: list[str] | dict[str, str] | None = Field(
+        None,
+        description="tokens to add to the tokenizer and to train: a list, or token → description, whose tokens' mean"
+        " embedding starts it",
+    )
+    add_special_tokens: list[str] | dict[str, str] | None = Field(
+        None, description="as add_tokens, for special tokens, which decoding skips"
+    )
+    trainable_token_indices: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        description="ids of tokens whose rows of the embedding and the head are trained and saved with the adapter",
+    )
+    resize_token_embeddings_to_multiple_of: PositiveInt | None = Field(
+        None, description="with new tokens beyond the embeddings' rows: grow them to a multiple of this number"
+    )
     use_rslora: bool = Field(False, description="scale the adapter by lora_alpha/sqrt(r) (rsLoRA)")
     use_dora: bool = Field(False, description="train weight-decomposed adapters (DoRA)")
     rank_pattern: dict[str, PositiveInt] = Field(
@@ -269,6 +284,19 @@ class AdapterSection(Section):
     )
     adapter_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's weights")
     adapter_path: str | None = Field(None, description="saved adapter to continue training")
+
+    @field_validator("add_tokens", "add_special_tokens", mode="before")
+    @classmethod
+    def _names_of_tokens(cls, value: Any) -> Any:
+        """Accept comma-separated text, as LLaMA-Factory does; refuse empty and repeated tokens."""
+        tokens = value.split(",") if isinstance(value, str) else value
+        names = list(tokens) if isinstance(tokens, list | dict) else []
+        if not all(isinstance(name, str) and name.strip() for name in names):
+            raise PydanticCustomError("empty", "must name tokens, not {value}", {"value": repr(value)})
+        if len(set(names)) < len(names):
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise PydanticCustomError("repeated", "names {value} twice", {"value": repr(repeated)})
+        return tokens
 
     @field_validator("peft_type")
     @classmethod

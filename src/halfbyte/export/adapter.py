@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -27,6 +29,7 @@ from ..adapters.expert_adapters import expert_factors, expert_wrappers
 from ..adapters.initial import InitialAdapter
 from ..adapters.lora import check_base_weight, create_adapter, load_adapter_weights, saved_adapter_config
 from ..adapters.router_adapters import folded_weight, router_wrappers
+from ..adapters.token_rows import grow_vocabulary, largest_index, vocabulary_size
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
 from ..layers.plain import read_adapters
@@ -35,6 +38,7 @@ from ..loading.expert_stacks import only_stacks
 from ..loading.find import load_model_config
 from ..loading.quantizer import assigned_formats
 from ..modeling.architectures import expert_stacks
+from ..reading.tensors import read_adapter_config
 from ..runs.saved import find, initial_adapter
 from ..utils.errors import CheckpointError
 
@@ -95,10 +99,12 @@ class AdapterLayers:
         layers: parameter name → PEFT's layer around it.
         experts: stack name → PEFT's wrapper around the stacked experts.
         routers: parameter name → PEFT's wrapper around the router.
+        shared: heads that are tied to an embedding whose rows are trained, and stay tied.
         replaced: parameter name → the trained tensor that replaces it (modules_to_save).
         quantized: parameter name → the format that `load_model` stores it in.
         stacks: stack name → the format that `load_model` stores its experts in.
         shapes: parameter name → shape.
+        rows: the vocabulary's rows if the adapter adds some, or None.
         is_full_model: whether there is no adapter.
         kind: the adapter's row of the table; None for a full model.
         initial: the run's adapter before the first step, if training stored the base without it.
@@ -112,6 +118,11 @@ class AdapterLayers:
     def __init__(self, run: RunKeys, folder: Path | None, device: torch.device, *, trained: PeftModel | None = None):
         self.device, self.is_full_model = device, folder is None and trained is None
         model = meta_model(run.origin, load_model_config(run.origin))
+        stored_rows = vocabulary_size(model)
+        if folder is not None:
+            grow_vocabulary(model, largest_index(read_adapter_config(folder).get("trainable_token_indices")) + 1)
+        rows = vocabulary_size(model)
+        self.rows = rows if rows > stored_rows else None
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
         self.transposed = {name for name, module in expert_stacks(model, []).items() if module.is_transposed}
@@ -129,6 +140,7 @@ class AdapterLayers:
         root = model if with_adapter is None else with_adapter.get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
         self.replaced: dict[str, Tensor] = {}
+        self.shared: set[str] = set()
         self.experts: dict[str, Any] = dict(expert_wrappers(root))
         self.routers: dict[str, Any] = dict(router_wrappers(root))
         for name, module in root.named_modules():
@@ -137,7 +149,12 @@ class AdapterLayers:
                 if adapted not in self.experts.keys() | self.routers.keys():
                     message = f"{folder}: the adapter changes {adapted}, neither a stack of experts nor a router"
                     raise CheckpointError(message, "merge it with PEFT (merge_and_unload)")
-            elif isinstance(module, BaseTunerLayer):
+            elif isinstance(module, TrainableTokensWrapper):
+                if module.token_adapter.tied_adapter:
+                    self.shared.add(f"{name}.weight")
+                else:
+                    self.layers[f"{name}.weight"] = module.token_adapter
+            elif isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
                 self.layers[f"{name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
                 for key, parameter in module.modules_to_save["default"].named_parameters():
@@ -152,6 +169,8 @@ class AdapterLayers:
     def factors(self, layer: BaseTunerLayer) -> Factors | str:
         """Return the update of one of `layers` as two fp32 matrices and their scale, or the kind that has none."""
         assert self.kind is not None
+        if isinstance(layer, TrainableTokensLayer):
+            return "trained rows of tokens"
         if self.kind.factors is None:
             return self.kind.name
         factors = self.kind.factors(layer)

@@ -16,7 +16,8 @@ from ..gguf.graph import checked_family
 from ..gguf.quants import FLOATS, Type, quantize
 from ..gguf.tensors import Layout
 from ..loading.checkpoint import BaseCheckpoint
-from ..runs.saved import find, saved_config, trained_tokenizer
+from ..loading.tokenizers import trained_tokenizer
+from ..runs.saved import find, saved_config
 from ..runs.stop_tokens import data_report, declared_stop_tokens, known_stop_tokens
 from ..utils.errors import CheckpointError, ConfigError
 from ..utils.files import new_file

@@ -33,9 +33,10 @@ from ..gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vi
 from ..gguf.writer import NewGguf, write_gguf
 from ..loading.checkpoint import BaseCheckpoint
 from ..loading.find import read_model_config
+from ..loading.tokenizers import trained_tokenizer
 from ..modeling.families import Family
 from ..reading.model_config import read_generation_config
-from ..runs.saved import find, saved_config, trained_tokenizer
+from ..runs.saved import find, saved_config
 from ..runs.stop_tokens import data_report, declared_stop_tokens, joined_stop_tokens, known_stop_tokens
 from ..utils.errors import ConfigError
 from ..utils.files import check_space, new_file, write_text

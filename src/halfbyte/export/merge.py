@@ -30,8 +30,9 @@ from rich.progress import Progress
 from ..config import SIXTEEN
 from ..config.schema import RunKeys
 from ..loading.checkpoint import BaseCheckpoint
+from ..loading.tokenizers import trained_tokenizer
 from ..reading.model_config import GENERATION, read_generation_config
-from ..runs.saved import BASES, find_trained, look_up, trained_tokenizer
+from ..runs.saved import BASES, find_trained, look_up
 from ..runs.stop_tokens import data_report, generation_keys
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from ..utils.files import check_space, new_directory, write_json

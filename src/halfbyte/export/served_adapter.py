@@ -21,9 +21,10 @@ from ..adapter_kinds import LORA
 from ..adapters.expert_adapters import expert_factors
 from ..config import Origin
 from ..loading.checkpoint import BaseCheckpoint
+from ..loading.tokenizers import trained_tokenizer
 from ..reading.model_config import GENERATION
 from ..reading.tensors import ADAPTER, ADAPTER_CONFIG
-from ..runs.saved import find, saved_config, trained_tokenizer
+from ..runs.saved import find, saved_config
 from ..runs.stop_tokens import data_report, generation_keys
 from ..utils.errors import CheckpointError, ConfigError
 from ..utils.files import new_directory

@@ -128,13 +128,15 @@ class MergedWeights:
         self._pieces: set[str] = set()
         for stored in base.weights:
             parameter, is_whole, piece = adapter.parameter_of(stored.name)
+            if parameter in adapter.shared:  # a copy of the embedding; transformers reads a stored one that differs
+                continue
             self._add(stored.name, stored, parameter, piece)
             if stored.entries:
                 self._formats.pop(parameter, None)
                 self._stacks.formats.pop(parameter, None)
             self._pieces |= set() if is_whole or piece else {parameter}
         for parameter, tied_to in adapter.tied.items():
-            if adapter.changed & {parameter, tied_to}:
+            if adapter.changed & {parameter, tied_to} and parameter not in adapter.shared:
                 self._untie(parameter, tied_to)
         self._check()
         for name in sorted(self.packing.stacks):
@@ -182,6 +184,9 @@ class MergedWeights:
     def _add(self, name: str, source: Stored, parameter: str, piece: Piece | None = None) -> None:
         dtype, size = self.base.written_dtype(source), self.base.written_bytes(source)
         shape = self.adapter.shapes[parameter] if self._is_transposed(source, parameter) else source.shape
+        if self._grown_rows(source, parameter):
+            size = size // shape[0] * self.adapter.shapes[parameter][0]
+            shape = self.adapter.shapes[parameter]
         self.shards[source.file].append(Output(Entry(name, dtype, shape, size), source, parameter, (), piece))
 
     def _is_transposed(self, source: Stored, parameter: str) -> bool:
@@ -190,6 +195,12 @@ class MergedWeights:
             return False
         shape = self.adapter.shapes[parameter]
         return source.shape == (shape[0], *shape[:0:-1])
+
+    def _grown_rows(self, source: Stored, parameter: str) -> int:
+        """Return the rows that new tokens add to the base's tensor."""
+        shape = self.adapter.shapes.get(parameter, ())
+        grown = parameter in self.adapter.changed and shape[:1] == (self.adapter.rows,)
+        return shape[0] - source.shape[0] if grown and shape[1:] == source.shape[1:] else 0
 
     def _untie(self, parameter: str, tied_to: str) -> None:
         """Give both parameters their own tensor; if the base stores only one, the other starts as its copy."""
@@ -388,6 +399,8 @@ class MergedWeights:
             # transformers casts to the run's dtype before quantization
             weight = weight.to(self.trained_dtype)
             return self._dequantized(name, weight)
+        if added := self._grown_rows(output.source, name):  # the adapter has the values of new rows
+            weight = torch.cat([weight, weight.new_zeros(added, *weight.shape[1:])])
         if self.as_trained and name in self.packing.formats:
             weight = weight.to(self.trained_dtype)
         return weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -523,6 +536,8 @@ class MergedWeights:
                 continue
             for key in {"dtype", "torch_dtype"} & section.keys() or {"dtype"}:
                 section[key] = dtype
+            if self.adapter.rows is not None and "vocab_size" in section:
+                section["vocab_size"] = self.adapter.rows
             if self.untied:
                 section["tie_word_embeddings"] = False
         return config

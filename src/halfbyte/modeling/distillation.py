@@ -15,7 +15,7 @@ from ..autograd.losses import linear_generalized_jsd
 from ..ops.cross_entropy import Objective
 from ..ops.divergence import divergence_
 from ..utils.errors import ModelError
-from .head import Head, outputs_at
+from .head import Head, head_weight, outputs_at
 from .layer import causal_lm_of
 
 
@@ -91,7 +91,7 @@ def teacher_divergence(
 
 
 def _weight(model: nn.Module) -> Tensor:
-    return causal_lm_of(model).get_output_embeddings().weight
+    return head_weight(causal_lm_of(model))
 
 
 def _head_arguments(head: Head) -> tuple[float, ...]:

@@ -1,8 +1,9 @@
 """Losses and log-probabilities of a causal LM through its backbone and head, without full logits.
 
 A scale or softcap after the head is read from the config, and used only after it has reproduced the model's own logits
-on a few tokens. With any other head (an adapter on it, a bias, a trained copy, router losses), the model's own full
-logits are used, with a notice.
+on a few tokens. A head with rows that PEFT trains one by one is computed from its weight with these rows. With any
+other head (an adapter on it, a bias, a trained copy, router losses), the model's own full logits are used, with a
+notice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
@@ -105,10 +107,28 @@ def hidden_loss(causal_lm: Any, head: Head, hidden: Tensor, labels: Tensor) -> T
         causal_lm: the transformers model, whose head's weight is used.
         labels: int64 [B, T], already shifted; -100 at untrained positions.
     """
-    weight, vocabulary = causal_lm.get_output_embeddings().weight, _sharded_vocabularies.get(causal_lm)
+    weight, vocabulary = head_weight(causal_lm), _sharded_vocabularies.get(causal_lm)
     if vocabulary is not None:
         return vocabulary.cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale)
     return linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
+
+
+def head_weight(causal_lm: Any) -> Tensor:
+    """Return the weight [V, H] of a model's head; with trained rows of PEFT, the base's copy with these rows.
+
+    The gradient of a row reaches PEFT's parameter. Disabled adapters give the base's weight.
+    """
+    head = causal_lm.get_output_embeddings()
+    tokens = trained_rows(head)
+    module: Any = head if tokens is None or not tokens.disable_adapters else tokens.get_base_layer()
+    weight: Tensor = module.weight
+    return weight
+
+
+def trained_rows(head: Any) -> TrainableTokensLayer | None:
+    """Return PEFT's layer of trained rows around a head or an embedding, or None."""
+    layer = getattr(head, "token_adapter", None)
+    return layer if isinstance(layer, TrainableTokensLayer) else None
 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:
@@ -176,7 +196,7 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
         logits = model(**inputs, use_cache=False).logits[selected].float()
         return -F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[selected]
-    weight, vocabulary = causal_lm.get_output_embeddings().weight, _sharded_vocabularies.get(causal_lm)
+    weight, vocabulary = head_weight(causal_lm), _sharded_vocabularies.get(causal_lm)
     if vocabulary is not None:
         return vocabulary.log_probs_and_argmax(hidden, weight, targets, softcap=head.softcap, scale=head.scale)
     log_probs, _ = linear_log_probs(hidden, weight, targets, softcap=head.softcap, scale=head.scale)
@@ -265,7 +285,7 @@ def _log_probs(
         return log_probs, entropies if entropies is None or entropy_grad else entropies.detach()
     options: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale, "temperature": temperature}
     causal_lm = causal_lm_of(model)
-    weight, vocabulary = causal_lm.get_output_embeddings().weight, _sharded_vocabularies.get(causal_lm)
+    weight, vocabulary = head_weight(causal_lm), _sharded_vocabularies.get(causal_lm)
     if vocabulary is None:
         return linear_log_probs(hidden, weight, targets, entropy=entropy, entropy_grad=entropy_grad, **options)
     if entropy:
@@ -418,6 +438,8 @@ def _full_logits_reason(model: nn.Module) -> str | None:
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return "prompt learning changes the inputs of the model"
     head = causal_lm.get_output_embeddings()
+    if head is not None and trained_rows(head) is not None and not head._forward_hooks | head._forward_pre_hooks:
+        head = head.original_module  # PEFT computes with the weight of `head_weight`
     if type(head) is not nn.Linear:
         return f"the head of {name} is {type(head).__module__}.{type(head).__name__}, not a plain linear"
     if head.bias is not None:

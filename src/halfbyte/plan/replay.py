@@ -34,7 +34,7 @@ from ..autograd.tiled_attention import TENSORS
 from ..formats import Format
 from ..modeling.attention import Implementation
 from ..modeling.compute_dtype import compute_autocast, no_input_casts
-from ..modeling.head import backbone_inputs, expected_head
+from ..modeling.head import backbone_inputs, expected_head, head_weight
 from ..modeling.layer import causal_lm_of
 from ..modeling.patch import patch
 from ..ops.attention import parts_of_rows
@@ -381,7 +381,7 @@ def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, target: Target) 
     causal_lm = causal_lm_of(model)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(target.dtype)
-    weight = causal_lm.get_output_embeddings().weight.to(target.dtype)
+    weight = head_weight(causal_lm).to(target.dtype)
     chunk = chunk_rows(weight.shape[0], target.type, hidden.element_size())
     with ledger.tagged(LOGITS):
         return _ChunkedLoss.apply(hidden, weight, labels, head.softcap, chunk)

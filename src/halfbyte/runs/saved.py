@@ -12,9 +12,8 @@ from ..config import RunConfig, Storage, load_config
 from ..config.initialisations import initialisation, read_by
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
-from ..loading.find import ModelFiles, explain_remote_code, find_model, preflight_model
+from ..loading.find import ModelFiles, find_model, preflight_model
 from ..reading import read_text
-from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
 from ..utils.errors import CheckpointError, ConfigError, ModelError
@@ -222,6 +221,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     from ..adapters.lora import check_adapter_files, check_base_unchanged, load_adapter
     from ..generation.sampling import eos_tokens
     from ..loading.load import load_tokenizer, resolve_dtype
+    from ..loading.tokenizers import start_new_tokens, trained_tokenizer
     from ..qat.model import quantize_trained, round_merged
     from .stop_tokens import data_report, joined_stop_tokens, known_stop_tokens
 
@@ -243,11 +243,17 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     if paths.adapter and initial is None:
         check_base_unchanged(paths.adapter, quantized=config.storage.quantized)
     files = find_model(config.origin)
-    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    trained_rows = paths.adapter and read_adapter_config(paths.adapter).get("trainable_token_indices")
+    if trained_rows:
+        tokenizer = trained_tokenizer(paths.adapter, config)
+    else:
+        tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     scheme = config.storage.qat_scheme
     quantized_later = scheme and not paths.adapter  # fully trained weights are quantized after loading
     dtype = "float32" if quantized_later else config.precision.compute
     model = _load_base(files, config, config.storage, dtype, initial)
+    if trained_rows and paths.resolved:  # a reference without the adapter has the rows that training started from
+        start_new_tokens(model, config, tokenizer)
     if paths.adapter:
         rows = model.get_input_embeddings().weight.shape[0]
         model = load_adapter(model, paths.adapter, config.model_name_or_path, initial=initial)
@@ -304,22 +310,3 @@ def _load_base(
         notice("experts-offloaded", message)
         offload_experts([*decoder_layers(model)[1]], offloaded, device)
     return model
-
-
-def trained_tokenizer(folder: Path | None, config: RunKeys) -> Any:
-    """The tokenizer in an adapter's or a model's folder, as it is there; the base's where it holds none.
-
-    Raises:
-        CheckpointError, ModelError: it cannot be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    from ..loading.load import load_tokenizer
-
-    if folder is None or not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(config.origin, chat_template_path=config.chat_template_path)
-    with (
-        explain_remote_code(str(folder)),
-        answered(f"cannot load the tokenizer in {folder}", "copy the base's files there"),
-    ):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)

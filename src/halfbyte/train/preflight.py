@@ -21,7 +21,8 @@ from ..config.initialisations import read_by
 from ..data.batches import width_shares
 from ..data.prepare import PreparedData
 from ..loading.find import ModelFiles, find_model
-from ..loading.load import check_attention, check_not_quantized, check_stored, load_tokenizer
+from ..loading.load import check_attention, check_not_quantized, check_stored
+from ..loading.tokenizers import load_run_tokenizer, with_token_rows
 from ..mesh.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from ..methods import Method, method_of
 from ..methods.preference import reference_is_initial_model
@@ -156,6 +157,8 @@ def prepare_run(
     check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     _check_adapter_base(config, files)
+    tokenizer = load_run_tokenizer(config, files.place)
+    config = with_token_rows(config, tokenizer, files.config)
     shapes = ModelShapes(config, files.config, machine.device)
     if config.adapter is not None and _initialised(config):
         adapted_layers(shapes.model, config.adapter)
@@ -164,7 +167,6 @@ def prepare_run(
     check_bits(config, shapes.model)
     check_host_state(config, shapes.model, machine, mesh, layout)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
-    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data, identity = read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console)
     config, layout = choose_layout(config, files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)

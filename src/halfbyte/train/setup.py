@@ -16,6 +16,7 @@ from ..batch import Batch
 from ..layers.plain import multiply_by_onednn
 from ..loading.expert_offload import offload_experts
 from ..loading.load import load_model
+from ..loading.tokenizers import start_new_tokens
 from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_free_memory, return_large_blocks
 from ..mesh.mesh import SHARD_AXES
 from ..methods.answers import turn_dropout_off
@@ -107,6 +108,7 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     if run.plan.activation_checkpointing and not run.plan.levels:
         enable_checkpointing(model)
     if adapter:
+        start_new_tokens(model, run.config, run.tokenizer)
         model = add_adapter(model, adapter, scores=run.method.scores, initial=initial)
         if initial is not None and run.mesh.is_main:
             keep_initial(run, initial, model)
