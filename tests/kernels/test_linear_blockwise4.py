@@ -1,6 +1,7 @@
 """Check GEMV and small-batch GEMM with 4-bit weights: every kernel of the op, and the op's dispatch."""
 
 import functools
+import importlib
 from functools import partial
 
 import pytest
@@ -263,13 +264,14 @@ def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
 # C
 
 
-@pytest.fixture
-def native():
+@pytest.fixture(params=["few_rows.blockwise4", "decode4.gemv"])
+def native(request):
+    """A product in C: with AVX2, and for other processors."""
+    module, name = request.param.split(".")
     try:
-        from halfbyte.kernels.native import decode4
+        return getattr(importlib.import_module(f"halfbyte.kernels.native.{module}"), name)
     except Unavailable as error:
         pytest.skip(str(error))
-    return decode4
 
 
 @pytest.mark.sampled(3)
@@ -286,16 +288,14 @@ def test_result_does_not_depend_on_threads(native):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        check(native.gemv, 1, arguments(1201, 1024), 1024, torch.float32)
+        check(native, 1, arguments(1201, 1024), 1024, torch.float32)
     finally:
         torch.set_num_threads(before)
 
 
 def test_strided_inputs(native):
     weight, x = arguments(8, 64), torch.randn(64, 2).t()
-    torch.testing.assert_close(
-        native.gemv(x, *weight, None), native.gemv(x.contiguous(), *weight, None), rtol=0, atol=0
-    )
+    torch.testing.assert_close(native(x, *weight, None), native(x.contiguous(), *weight, None), rtol=0, atol=0)
 
 
 def test_a_product_without_gradient_needs_no_dequantized_weight(monkeypatch):

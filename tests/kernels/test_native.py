@@ -39,23 +39,35 @@ def test_a_rows_sums_are_the_same_alone_where_the_compiler_avoids_fmas(monkeypat
 
     import torch
 
-    from halfbyte.kernels.native.decode4 import CPU, Weight, codebook4
+    from halfbyte.kernels.native import decode4, few_rows
 
     version = subprocess.run(["cc", "--version"], capture_output=True, text=True, check=True).stdout
     if "Free Software Foundation" not in version:
         pytest.skip("the compiler is not GCC")
     native.library.cache_clear()  # the one of the import
     monkeypatch.setenv("CC", "cc --param avoid-fma-max-bits=512")
-    function = native.library("decode4").halfbyte_gemv4
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int] * 2
-    packed, absmax = torch.randint(256, (64, 256), dtype=torch.uint8), torch.rand(64 * 8)
+    packed, absmax, codebook = (
+        torch.randint(256, (64, 256), dtype=torch.uint8),
+        torch.rand(64 * 8),
+        few_rows.table4("nf4"),
+    )
     given = packed.data_ptr(), absmax.data_ptr()
-    weight = Weight(*given, codebook=codebook4("nf4", CPU).data_ptr(), rows=64, columns=512, blocksize=64)
+    sizes = {"codebook": codebook.data_ptr(), "rows": 64, "columns": 512}
+    weights = {
+        "halfbyte_gemv4": ("decode4", decode4.Weight(*given, **sizes, blocksize=64)),
+        "halfbyte_few_rows": (
+            "few_rows",
+            few_rows.PackedWeight(*given, **sizes, stride=256, block=64, scale_stride=8, tall=1, factor=1),
+        ),
+    }
     x, whole, alone = torch.randn(4, 512), torch.empty(4, 64), torch.empty(4, 64)
-    function(ctypes.byref(weight), x.data_ptr(), whole.data_ptr(), 4, 1)
-    for row in range(4):
-        function(ctypes.byref(weight), x[row].data_ptr(), alone[row].data_ptr(), 1, 1)
-    assert torch.equal(alone, whole)
+    for name, (source, weight) in weights.items():
+        function = getattr(native.library(source), name)
+        function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int]
+        function(ctypes.byref(weight), x.data_ptr(), whole.data_ptr(), 4, 1)
+        for row in range(4):
+            function(ctypes.byref(weight), x[row].data_ptr(), alone[row].data_ptr(), 1, 1)
+        assert torch.equal(alone, whole)
 
 
 def test_no_compiler(monkeypatch):

@@ -314,7 +314,7 @@ def dequantize_bitplane(
     return values.to(dtype).view(rows, -(-width // BLOCK) * BLOCK)[:, :width].contiguous()
 
 
-@op("cuda.linear_planes", "cuda.few_rows", "triton.few_rows")
+@op("cuda.linear_planes", "cuda.few_rows", "triton.few_rows", "native.few_rows")
 def linear_bitplane(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
 ) -> Tensor:

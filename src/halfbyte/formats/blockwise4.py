@@ -175,7 +175,10 @@ def dequantize_rows_blockwise4(
     return (codebook4(quant_type, packed.device)[codes.int()] * scales).to(dtype)
 
 
-@op("cuda.gemv4_row", "cuda.gemm4", "cuda.gemv4", "cuda.few_rows", "triton.few_rows", "native.decode4")
+@op(
+    "cuda.gemv4_row", "cuda.gemm4", "cuda.gemv4", "cuda.few_rows", "triton.few_rows",
+    "native.few_rows", "native.decode4",
+)  # fmt: skip
 def linear_blockwise4(
     x: Tensor,
     packed: Tensor,

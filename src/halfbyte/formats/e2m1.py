@@ -5,7 +5,7 @@ byte, the even element in the LOW nibble. Scales are bytes: E4M3 (NVFP4, with on
 power of two (MXFP4). A value is magnitude · (scale · factor), with each product rounded to fp32, as FP4 GEMM units and
 all published readers compute it.
 
-There is no CPU kernel: the reference needs two table look-ups a byte and one product.
+On CPUs only products of few rows have a kernel: dequantizing needs two table look-ups a byte and one product in torch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def dequantize_e2m1(
     return values[:, :width].to(dtype).contiguous()
 
 
-@op("cuda.few_rows", "triton.few_rows")
+@op("cuda.few_rows", "triton.few_rows", "native.few_rows")
 def linear_e2m1(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor | None, tile: tuple[int, int], bias: Tensor | None
 ) -> Tensor:

@@ -113,7 +113,7 @@ def dequantize_float8(codes: Tensor, scale: Tensor, scaling: Scaling, dtype: tor
     return codes.float().mul_(spread_scales(scale, tuple(codes.shape), scaling)).to(dtype)
 
 
-@op("triton.gemv8", "triton.few_rows")
+@op("triton.gemv8", "triton.few_rows", "native.few_rows")
 def linear_float8(x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None) -> Tensor:
     """`F.linear` of rows with an E4M3 weight; no gradient.
 

@@ -139,7 +139,7 @@ def dequantize_hqq(
     return values.to(dtype).view(rows, -(-width // group) * group)[:, :width].contiguous()
 
 
-@op("cuda.linear_planes", "cuda.few_rows", "triton.few_rows")
+@op("cuda.linear_planes", "cuda.few_rows", "triton.few_rows", "native.few_rows")
 def linear_hqq(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
 ) -> Tensor:

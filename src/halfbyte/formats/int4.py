@@ -127,7 +127,7 @@ def dequantize_int4(
     return values.t().to(dtype).contiguous()
 
 
-@op("cuda.few_rows", "triton.few_rows")
+@op("cuda.few_rows", "triton.few_rows", "native.few_rows")
 def linear_int4(
     x: Tensor,
     qweight: Tensor,

@@ -171,7 +171,7 @@ def int8_linear(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, t
     return y.addmm_(outliers, dequantize_rows_int8(codes.index_select(1, columns), absmax, x.dtype).t())
 
 
-@op("triton.gemv8")
+@op("triton.gemv8", "native.few_rows")
 def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of unquantized rows with an int8 weight; no gradient.
 

@@ -57,20 +57,29 @@ def _version(compiler: str) -> str:
     return done.stdout
 
 
+def compiler() -> list[str]:
+    """The compiler's path and the arguments that the user adds.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    chosen = environment.compiler()
+    path = shutil.which(chosen[0])
+    if path is None:
+        raise Unavailable(f"there is no C compiler ({' '.join(chosen)})")
+    return [path, *chosen[1:]]
+
+
 @functools.cache
-def library(name: str) -> ctypes.CDLL:
-    """Load the shared library of `<name>.c` in this folder, compiling it if it is not cached.
+def library(name: str, **macros: str | int) -> ctypes.CDLL:
+    """Load the shared library of `<name>.c` in this folder, compiling it with these macros if it is not cached.
 
     Raises:
         Unavailable: with the reason.
     """
     source = Path(__file__).with_name(f"{name}.c")
-    chosen = environment.compiler()
-    compiler = shutil.which(chosen[0])
-    if compiler is None:
-        raise Unavailable(f"there is no C compiler ({' '.join(chosen)})")
-    command = [compiler, *chosen[1:], *FLAGS]
-    machine = f"{_version(compiler)}{platform.libc_ver()}{platform.machine()}{_cpu()}"
+    command = [*compiler(), *FLAGS, *(f"-D{macro}={value}" for macro, value in macros.items())]
+    machine = f"{_version(command[0])}{platform.libc_ver()}{platform.machine()}{_cpu()}"
     read = "".join(file.read_text() for file in (source, *sorted(source.parent.glob("*.h"))))
     key = hashlib.sha256(f"{read}{command}{machine}".encode()).hexdigest()[:16]
     built = cache_folder() / "native" / f"{name}-{key}.so"
