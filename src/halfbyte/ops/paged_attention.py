@@ -37,7 +37,7 @@ def store_paged(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, k: T
     """Write new keys and values into a cache, in place.
 
     Args:
-        keys, values: [P, H, PAGE, D]; float8_e4m3fn saturates as in `decode.store`.
+        keys, values: [P, H, S, D], pages of S slots; float8_e4m3fn saturates as in `decode.store`.
         pages, slots: int64 [N], the destination of each token.
         k, v: [N, H, D], in the cache's dtype if that has 16 bits or more.
     """
@@ -66,7 +66,7 @@ def rope_store_paged_(
         q: [B, Hq, T, D]; fp32, fp16 or bf16.
         k, v: [B, H, T, D] in q's dtype.
         cos, sin: as in `rope_`.
-        keys, values, pages, slots: as in `store_paged`, of B · T tokens; pages may have any number of slots.
+        keys, values, pages, slots: as in `store_paged`, of B · T tokens.
     """
     rope_(q, k, cos, sin, False)
     store_paged(keys, values, pages, slots, *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (k, v)))

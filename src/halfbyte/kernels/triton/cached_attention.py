@@ -682,6 +682,6 @@ def store_pages(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, k: T
         tokens,
         (k, v, pages.contiguous(), slots.contiguous(), keys, values),
         (*k.stride()[:2], *v.stride()[:2], size),
-        (heads, *padded, PAGE, limit),
+        (heads, *padded, keys.shape[2], limit),
         warps=min(max(padded[0] * padded[1] // 256, 1), 8),
     )
