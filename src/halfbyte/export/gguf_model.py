@@ -225,6 +225,7 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
             for output in merged_weights.outputs
         }
         model_config.tie_word_embeddings = model_config.tie_word_embeddings and not merged_weights.untied
+        model_config.vocab_size = merged_weights.adapter.rows or model_config.vocab_size
         merged = goal
         name = Path(run_or_model).resolve().name
     tokenizer = trained_tokenizer(saved.adapter, config)
