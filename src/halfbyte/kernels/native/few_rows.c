@@ -1,6 +1,6 @@
 /* x·Wᵀ for a few rows of x with weights in 2 to 8 bits, decoded in registers, in fp32.
 
-   A library is compiled for each format, which takes GCC 1 to 3 seconds; a single one would take half a minute.
+   A library is compiled for each format, which takes GCC 1 to 2 seconds; a single one would take half a minute.
 
    A format is a layout of codes, a table of their values, and a kind of scales. A row of W is multiplied a chunk at a
    time; the lanes of a vector are runs of codes that share a scale, x is in the order in which codes are decoded
@@ -311,6 +311,7 @@ typedef struct {
 static void product_piece(const void *job, int64_t first, int64_t last) {
     const product *p = job;
     if (p->batch == 1) product_rows(p->w, p->x, p->y, first, last, 1, 1);
+    else if (p->batch == 2) product_rows(p->w, p->x, p->y, first, last, 2, 2);
     else product_rows(p->w, p->x, p->y, first, last, p->batch, MOST_ROWS);
 }
 
@@ -319,11 +320,11 @@ enum { PIECE = 1 << 15 }; /* least weights per piece: some microseconds of work 
 /* y [batch, rows] = x·Wᵀ for x [batch, columns]. Returns 0, or 1 if memory is exhausted. */
 int halfbyte_few_rows(const packed_weight *w, const float *x, float *y, int64_t batch, int threads) {
     int64_t width = arranged_floats(w), step = PIECE / w->columns;
-    float *arranged = aligned_alloc(64, ((size_t)(width * (batch > 1 ? MOST_ROWS : 1)) * sizeof(float) + 63) / 64 * 64);
+    float *arranged = aligned_alloc(64, ((size_t)(width * (batch > 2 ? MOST_ROWS : batch)) * sizeof(float) + 63) / 64 * 64);
     if (!arranged) return 1;
     for (int64_t m = 0; m < batch; m += MOST_ROWS) {
         int64_t count = batch - m < MOST_ROWS ? batch - m : MOST_ROWS;
-        arrange(w, x + m * w->columns, count, count > 1 ? MOST_ROWS : 1, arranged);
+        arrange(w, x + m * w->columns, count, count > 2 ? MOST_ROWS : count, arranged);
         product job = {w, arranged, y + m * w->rows, count};
         spread(product_piece, &job, w->rows, step < 16 ? 16 : step, threads);
     }

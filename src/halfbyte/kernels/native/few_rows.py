@@ -1,7 +1,7 @@
 """C: linears of a few rows with weights in 2 to 8 bits, which are decoded in registers; x86-64 with AVX2 or AVX-512.
 
 Sums are in fp32, of unrounded weights. A row's sums do not depend on the other rows. The C code is compiled for a
-format when it is first used, in 1 to 3 seconds.
+format when it is first used, in 1 to 2 seconds of CPU time.
 """
 
 from __future__ import annotations
