@@ -175,6 +175,8 @@ def int8_linear(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, t
 def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of unquantized rows with an int8 weight; no gradient.
 
+    Kernels may sum in another order, and do not round the weights, which the reference rounds to x's dtype.
+
     Args:
         x: [M, K]; fp32, fp16 or bf16.
         codes, absmax: int8 [N, K] and fp32 [N], as in `dequantize_rows_int8`.
