@@ -3,8 +3,9 @@
 import pytest
 
 from halfbyte.config import RunConfig, dump_config
+from halfbyte.config.run_config import with_specs
 from halfbyte.formats import KBit, named
-from halfbyte.runs.saved import SavedPaths, saved_config, with_specs
+from halfbyte.runs.saved import SavedPaths, saved_config
 
 
 def config_of(folder, **keys):

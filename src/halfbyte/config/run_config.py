@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import field_validator
@@ -117,3 +117,18 @@ def dump_config(config: RunConfig) -> str:
         for key, field in written_keys(section).items():
             lines.append(f"{dump_value(key, getattr(config, key)):<38} # {field.description}")
     return "\n".join(lines) + "\n"
+
+
+def with_specs(config: RunConfig, specs: Mapping[str, str]) -> RunConfig:
+    """Return `config` with the names of formats in `specs` replaced by their specs.
+
+    A run's config.resolved.yaml has specs, since the format that a name selects may change. Names in such a file are
+    from before they did.
+    """
+    stored, scheme = config.quantization, config.qat_scheme
+    if isinstance(stored, dict):
+        stored = {pattern: specs.get(name, name) for pattern, name in stored.items()}
+    elif stored is not None:
+        stored = specs.get(stored, stored)
+    scheme = scheme if scheme is None else specs.get(scheme, scheme)
+    return config.model_copy(update={"quantization": stored, "qat_scheme": scheme})

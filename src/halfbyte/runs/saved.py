@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import RunConfig, Storage, load_config
 from ..config.initialisations import initialisation, read_by
 from ..config.methods import SCORES
+from ..config.run_config import with_specs
 from ..config.schema import RunKeys
 from ..loading.find import ModelFiles, find_model, preflight_model
 from ..reading import read_text
@@ -167,21 +168,6 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
     if paths.base and not paths.adapter:
         config.model_name_or_path = paths.base
     return config if named else with_specs(config, KBit.earlier_names)
-
-
-def with_specs(config: RunConfig, specs: Mapping[str, str]) -> RunConfig:
-    """Return `config` with the names of formats in `specs` replaced by their specs.
-
-    A run's config.resolved.yaml has specs, since the format that a name selects may change. Names in such a file are
-    from before they did.
-    """
-    stored, scheme = config.quantization, config.qat_scheme
-    if isinstance(stored, dict):
-        stored = {pattern: specs.get(name, name) for pattern, name in stored.items()}
-    elif stored is not None:
-        stored = specs.get(stored, stored)
-    scheme = scheme if scheme is None else specs.get(scheme, scheme)
-    return config.model_copy(update={"quantization": stored, "qat_scheme": scheme})
 
 
 def _check_complete(resolved: Path) -> None:

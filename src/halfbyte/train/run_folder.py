@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..config import RunConfig, dump_config, dump_given
+from ..config.run_config import with_specs
 from ..formats import KBit
 from ..mesh.sharded_linears import full_parameters
 from ..optim import trained_parameters
@@ -37,7 +38,7 @@ from ..runs.layout import (
     WEIGHTS,
 )
 from ..runs.metrics import MetricsFile, describe_best, evaluation_of_weights, final_loss
-from ..runs.saved import initial_adapter, with_specs
+from ..runs.saved import initial_adapter
 from ..runs.stop_tokens import generation_keys
 from ..utils.console import Console
 from ..utils.errors import ConfigError, TrainingError
