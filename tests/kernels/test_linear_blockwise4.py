@@ -250,7 +250,7 @@ def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
             assert blocks.wr * blocks.wk == (16 if batch <= 8 else 8)
         assert [module.blocks_for(rows, 1, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]
     else:
-        key = True, gemv4.Weight, (("NESTED", 0),)
+        key = True, gemm4.parts_of(gemv4.Weight), (("NESTED", 0),)
         built = [module._kernel("gemm4", module.blocks_for(tiles), -1, tiles, *key)[0] for tiles in (4, 8)]
         for batch in (9, 16, 17, 32, 33, 48, 49, 64):
             tiles = module.tiles_of(batch)
