@@ -10,6 +10,7 @@ rows are not measured again. docs/adapters.md has a table.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -133,19 +134,23 @@ def measure(given: Any, name: str, format: str, reference: Reference, rows: Tens
     return row
 
 
+def parser() -> argparse.ArgumentParser:
+    arguments = parser_of(__doc__)
+    arguments.add_argument("model")
+    arguments.add_argument("text", type=Path)
+    arguments.add_argument("--tokens", type=int, default=8192)
+    arguments.add_argument("--length", type=int, default=256)
+    arguments.add_argument("--observed", type=int, default=128, help="rows of 256 tokens that initialisations read")
+    arguments.add_argument("--steps", type=int, default=0)
+    arguments.add_argument("--rates", type=float, nargs="+", default=[5e-4])
+    arguments.add_argument("--formats", nargs="+", default=["kbit2", "kbit3", "nf4"])
+    arguments.add_argument("--only", nargs="+", default=list(KEYS))
+    arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return arguments
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("model")
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--observed", type=int, default=128, help="rows of 256 tokens that initialisations read")
-    parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4])
-    parser.add_argument("--formats", nargs="+", default=["kbit2", "kbit3", "nf4"])
-    parser.add_argument("--only", nargs="+", default=list(KEYS))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(words)
+    given = parser().parse_args(words)
     held, rows = split(windows(load_tokenizer(given.model), given.text, given.length), given.tokens)
     plain = load_model(given.model, load_in_4bit=False, dtype="float32", device=given.device)
     reference = Reference(held, log_probs(plain, held))
