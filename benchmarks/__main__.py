@@ -53,6 +53,8 @@ CASES = {
     "decode_llama8b_h200": "decode --peers",
     "caches_llama8b_h200": "decode --caches 32x4096",
     "quality_llama40m": "quality LLAMA-40M VALIDATION.jsonl --tokens 300000",
+    "quality_llama40m_cpu": "quality LLAMA-40M VALIDATION.jsonl --tokens 4700 --steps 0 --device cpu",
+    "quality_smollm2_135m": "quality SMOLLM2.gguf VALIDATION.jsonl --tokens 3000 --steps 0 --device cpu",
     "quality_stories260k": "quality STORIES260K TRAIN_SLICE.txt",
     "quality_hqq_stories260k": "quality STORIES260K TRAIN_SLICE.txt --device cpu",
     "cards": "cards",

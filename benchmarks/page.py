@@ -196,7 +196,7 @@ SECTIONS = (
         {"decode": plots.decode}, decode_table,
     ),
     Section(
-        "Quality", r"quality_(?!hqq).*",
+        "Quality", r"quality_(llama40m|stories260k)",
         "Perplexity on held-out tokens by stored bits, before (hollow) and after (filled) the same short QLoRA run. "
         "Dotted lines: the unquantized model before and after. Tables: [formats.md](formats.md).",
         {"quality": plots.quality},
