@@ -8,8 +8,8 @@ import transformers
 
 import halfbyte
 from halfbyte.config import RunConfig
-from halfbyte.export.adapter import _formats
 from halfbyte.export.merge import merge
+from halfbyte.loading.quantizer import assigned_formats
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.tensor import QuantizedTensor
 from tests.helpers.gguf_models import byte_tokenizer
@@ -77,7 +77,7 @@ def test_plan_and_merge_of_quantized_tables(folder):
     shapes = ModelShapes(config, type(model.config).from_pretrained(folder), torch.device("cpu"))
     table = model.get_submodule(TABLE).weight
     assert shapes.causal_lm.get_submodule(TABLE).weight.nbytes == table.nbytes < 0.6 * table.numel()
-    linears, _ = _formats(config.origin, config.storage)
+    linears, _ = assigned_formats(config.origin, config.storage)
     assert linears[f"{TABLE}.weight"] == table.format
 
 

@@ -149,4 +149,4 @@ def test_the_command_line_passes_hosts_and_key(base_folder, monkeypatch):
     words = ["serve", model, "--allowed-host", "gpu.lan", "--allowed-host", "b", "--trust-remote-code"]
     assert CliRunner().invoke(app, [*words, "--api-key", "one"]).exit_code == 0
     assert CliRunner().invoke(app, ["serve", model], env={guard.KEY_VARIABLE: "two"}).exit_code == 0
-    assert [each[-3:] for each in seen] == [(["gpu.lan", "b"], "one", True), ([], "two", False)]
+    assert [each[-4:] for each in seen] == [(["gpu.lan", "b"], "one", True, "auto"), ([], "two", False, "auto")]
