@@ -121,8 +121,8 @@ def corda_eigens(weight: Tensor, moment: Tensor, rank: int, method: str) -> Simp
         damping *= 2
     u, s, vh = torch.linalg.svd(weight @ damped, full_matrices=False)
     v = (vh @ inverse).mT
-    kept = slice(rank) if method == "ipm" else slice(len(s) - rank, None)
-    return SimpleNamespace(S_WC=s[kept].clone(), U_WC=u[:, kept].clone(), V_WC=v[:, kept].clone())
+    directions = slice(rank) if method == "ipm" else slice(len(s) - rank, None)
+    return SimpleNamespace(S_WC=s[directions].clone(), U_WC=u[:, directions].clone(), V_WC=v[:, directions].clone())
 
 
 def loftq(

@@ -153,5 +153,5 @@ def option(config: Any, name: str) -> Any:
 def all_options(config: Any) -> dict[str, Any]:
     """Return the options of the chosen initialisation, with defaults for those that are not given."""
     row = initialisation(config)
-    given = getattr(config, row.options_key) if row.options_key else None
-    return {name: option.default for name, option in row.options.items()} | (given or {})
+    options = getattr(config, row.options_key) if row.options_key else None
+    return {name: option.default for name, option in row.options.items()} | (options or {})

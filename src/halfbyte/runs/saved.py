@@ -224,8 +224,8 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         check_adapter_files(paths.adapter)
     initial = initial_adapter(paths.run_dir, config) if paths.adapter else None
     if initial is not None and initial.modules:
-        taken = f"its base is stored without the initial factors of {initial.chosen}, as in training"
-        notice(f"residual-base {name}", f"{name}: {taken} ({initial.folder})")
+        residual_base = f"its base is stored without the initial factors of {initial.chosen}, as in training"
+        notice(f"residual-base {name}", f"{name}: {residual_base} ({initial.folder})")
     if paths.adapter and initial is None:
         check_base_unchanged(paths.adapter, quantized=config.storage.quantized)
     files = find_model(config.origin)
