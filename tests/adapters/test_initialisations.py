@@ -458,6 +458,8 @@ def test_what_does_not_fit_a_weight_is_refused_by_its_name(base):
         initialised(base, init_lora_weights="pissa", r=40)
     with pytest.raises(ConfigError, match="loftq_bits"):
         initialised(base, init_lora_weights="loftq", quantization="kbit3", loftq_config={"loftq_bits": 4})
+    # the scales of nf4 take bits, too
+    initialised(base, init_lora_weights="loftq", quantization="nf4", loftq_config={"loftq_bits": 4})
     config = load_config(None, keys_of(base, init_lora_weights="pissa"))
     with pytest.raises(ModelError, match="init_lora_weights"):
         add_adapter(load_model(str(base / "model"), config.storage, device="cpu"), config)

@@ -17,6 +17,7 @@ from halfbyte.export.served_adapter import export_served
 from halfbyte.generation.run import generate
 from halfbyte.modeling.head import causal_lm_loss, uses_hidden_states
 from halfbyte.runs.saved import load_saved
+from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.errors import CheckpointError, HalfbyteError
 from tests.helpers.merge_runs import save_base
@@ -38,10 +39,16 @@ def bases(tmp_path_factory):
     return folder
 
 
+def config_of(bases, output, base, **changed):
+    config = keys(
+        bases, output, model_name_or_path=str(bases / base), max_steps=3, sample_prompts=0, load_in_4bit=False
+    )
+    config |= {"add_tokens": {"<tool>": "what is"}, "add_special_tokens": ["<call>"], "target_modules": ["q_proj"]}
+    return load_config(None, config | changed)
+
+
 def run(bases, output, base, **changed):
-    given = keys(bases, output, model_name_or_path=str(bases / base), max_steps=3, sample_prompts=0, load_in_4bit=False)
-    given |= {"add_tokens": {"<tool>": "what is"}, "add_special_tokens": ["<call>"], "target_modules": ["q_proj"]}
-    train(load_config(None, given | changed))
+    train(config_of(bases, output, base, **changed))
     return output
 
 
@@ -153,11 +160,13 @@ def test_resume_of_new_tokens_is_bit_equal(bases, tmp_path):
         ({"add_special_tokens": ["<tool>"]}, "add_special_tokens"),
         ({"add_tokens": ["<new>", "<new>"]}, "add_tokens"),
         ({"add_tokens": None, "add_special_tokens": None, "trainable_token_indices": [272]}, "trainable_token_indices"),
+        ({"add_tokens": {"<tool>": ""}}, "add_tokens"),
         ({"modules_to_save": ["lm_head"]}, "add_tokens"),
         ({"use_peft": False, "target_modules": "all-linear"}, "add_tokens"),
     ],
 )
 def test_bad_tokens_are_refused_by_key(bases, tmp_path, changed, key):
+    """`check` refuses them, too: it prepares the run and writes nothing."""
     with pytest.raises(HalfbyteError, match=key):
-        run(bases, tmp_path / "run", "untied", **changed)
-    assert not (tmp_path / "run" / "adapter").exists()
+        prepare_run(config_of(bases, tmp_path / "run", "untied", **changed), writes=False)
+    assert not (tmp_path / "run").exists()

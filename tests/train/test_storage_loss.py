@@ -48,6 +48,10 @@ def test_four_bits_and_more_are_not_measured(place, tmp_path, changed):
     assert measured(place, tmp_path / "out", **changed).storage_loss is None
 
 
+def test_bits_are_those_of_codes_without_their_scales(place, tmp_path):
+    assert measured(place, tmp_path / "out", quantization="hqq:3:32").storage_loss is not None  # 4 bits with scales
+
+
 def test_without_memory_for_16_bits_a_notice_says_so(place, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
     assert measured(place, tmp_path / "out", quantization="kbit3").storage_loss is None

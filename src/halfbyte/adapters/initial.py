@@ -165,7 +165,7 @@ class AdapterInitialiser(ResidualBase):
                 assert format is not None
                 iterations = 1
                 if row.name == "loftq":
-                    check_bits(self.adapter, module, tuple(weight.shape), format)
+                    check_bits(self.adapter, module, format)
                     iterations = option(self.adapter, LOFTQ_ITERATIONS)
                 factors, offset = loftq(weight, format, layer, iterations, moment)
         dtype = getattr(torch, self.adapter.adapter_dtype)
@@ -363,21 +363,20 @@ def adapted_layers(model: PeftModel, adapter: Adapter) -> dict[str, LayerScale]:
             wrong = f"{chosen} with rank {rank}: the weight of {name} has the shape {shape}"
             raise ModelError(wrong, f"set r, or its rank_pattern, to {int(min(shape) / directions)} or less")
         if isinstance(weight := layer.get_base_layer().weight.data, QuantizedTensor):
-            check_bits(adapter, name, shape, weight.format)
+            check_bits(adapter, name, weight.format)
         layers[name] = LayerScale(rank, layer.lora_alpha["default"], layer.scaling["default"])
     return layers
 
 
-def check_bits(adapter: Adapter, module: str, shape: tuple[int, ...], format: Format) -> None:
+def check_bits(adapter: Adapter, module: str, format: Format) -> None:
     """Check that the bits of `loftq_config` are those of a module's format.
 
     Raises:
         ConfigError: they are not.
     """
     bits = option(adapter, LOFTQ_BITS) if initialisation(adapter).name == "loftq" else None
-    stored = int(format.bits_per_weight(shape))
-    if bits is not None and bits != stored:
-        wrong = f"loftq_config: loftq_bits: {bits}, but {module} is stored as {format.spec}, in {stored} bits"
+    if bits is not None and bits != format.code_bits:
+        wrong = f"loftq_config: loftq_bits: {bits}, but {module} is stored as {format.spec}, in {format.code_bits} bits"
         raise ConfigError(wrong, "remove loftq_bits: LoftQ uses the format of the run")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeGuard
 
@@ -325,6 +326,13 @@ class Format(abc.ABC):
         """Stored bits per weight, scales included."""
         bytes_ = sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in self.part_specs(shape).values())
         return 8 * bytes_ / max(torch.Size(shape).numel(), 1)
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a weight's code, scales not included: those of the largest part."""
+        shape = 1024, 1024
+        parts = self.part_specs(shape).values()
+        return round(max(torch.Size(size).numel() * 8 * dtype.itemsize for size, dtype in parts) / math.prod(shape))
 
     def check_weight(self, weight: Tensor) -> None:
         if weight.dtype not in FLOATS:

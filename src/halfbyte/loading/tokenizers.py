@@ -59,9 +59,10 @@ def with_token_rows(config: Keys, tokenizer: Any, model_config: Any) -> Keys:
         model_config: the model's config, as stored.
 
     Raises:
+        ConfigError: a description has no token but new ones.
         ModelError: an index is beyond the vocabulary.
     """
-    ids = _new_ids(config, tokenizer)
+    ids = _pieces(config, tokenizer).keys()
     rows: int = model_config.get_text_config().vocab_size
     grown = rows
     if ids and (needed := max(ids) + 1) > rows:
@@ -83,29 +84,31 @@ def start_new_tokens(model: Any, config: RunKeys, tokenizer: Any) -> None:
         model: the base.
         config: a result of `with_token_rows`.
         tokenizer: with the new tokens.
+    """
+    grow_vocabulary(model, largest_index(config.trainable_token_indices) + 1)
+    pieces = _pieces(config, tokenizer)
+    start_rows(model, pieces, min(pieces, default=0))
+
+
+def _pieces(config: RunKeys, tokenizer: Any) -> dict[int, list[int]]:
+    """Return the id of each new token → ids of the tokens of its description; none without a description.
 
     Raises:
         ConfigError: a description has no token but new ones.
     """
-    grow_vocabulary(model, largest_index(config.trainable_token_indices) + 1)
-    ids = _new_ids(config, tokenizer)
-    pieces: dict[int, list[int]] = {}
+    described: dict[str, tuple[str, str | None]] = {}  # token → its key, and its description
     for key in ("add_tokens", "add_special_tokens"):
         tokens = getattr(config, key) or ()
-        for token in tokens:
-            description = tokens[token] if isinstance(tokens, Mapping) else None
-            encoded = tokenizer(description, add_special_tokens=False)["input_ids"] if description else []
-            piece_ids = [piece for piece in encoded if piece not in ids]
-            if description is not None and not piece_ids:
-                wrong = f"{key}: the description of {brief(token)} has no token: {brief(description)}"
-                raise ConfigError(wrong, "describe it in words, or list it without a description")
-            pieces[tokenizer.convert_tokens_to_ids(token)] = piece_ids
-    start_rows(model, pieces, min(ids, default=0))
-
-
-def _new_ids(config: RunKeys, tokenizer: Any) -> set[int]:
-    tokens = [*(config.add_tokens or ()), *(config.add_special_tokens or ())]
-    return set(tokenizer.convert_tokens_to_ids(tokens))
+        described |= {token: (key, tokens[token] if isinstance(tokens, Mapping) else None) for token in tokens}
+    ids = dict(zip(described, tokenizer.convert_tokens_to_ids(list(described)), strict=True))
+    pieces = {}
+    for token, (key, description) in described.items():
+        encoded = tokenizer(description, add_special_tokens=False)["input_ids"] if description else []
+        pieces[ids[token]] = [piece for piece in encoded if piece not in ids.values()]
+        if description is not None and not pieces[ids[token]]:
+            wrong = f"{key}: the description of {brief(token)} has no token: {brief(description)}"
+            raise ConfigError(wrong, "describe it in words, or list it without a description")
+    return pieces
 
 
 def trained_tokenizer(folder: Path | None, config: RunKeys) -> Any:

@@ -30,7 +30,7 @@ from ..utils.text import size
 from ..utils.waiting import waiting
 from .planning import Machine
 
-BITS = 4  # formats with fewer bits per weight are measured
+BITS = 4  # formats with codes of fewer bits are measured
 ROWS = 8
 TOKENS = 256  # of the beginning of a row
 HEADROOM = 1.25  # memory relative to the 16-bit weights: activations, logits, quantized values of one layer
@@ -74,7 +74,8 @@ def storage_loss(
     Returns:
         None if it was not measured: no format is under 4 bits, or the checkpoint is quantized.
     """
-    formats = {format_.spec for _, format_ in format_assignment(storage).patterns if format_ and _is_low(format_)}
+    assigned = [format_ for _, format_ in format_assignment(storage).patterns if format_]
+    formats = {format_.spec for format_ in assigned if format_.code_bits < BITS}
     if not formats or hasattr(files.config, "quantization_config"):
         return None
     names = ", ".join(sorted(formats))
@@ -92,10 +93,6 @@ def storage_loss(
     free_cached_memory(machine.device)
     tokens = sum(len(row) - 1 for row in first_rows)
     return StorageLoss(names, stored, original, len(first_rows), tokens, time.perf_counter() - started)
-
-
-def _is_low(format_: Format) -> bool:
-    return format_.bits_per_weight((1024, 1024)) < BITS
 
 
 @waiting("measuring the loss of the stored weights")
