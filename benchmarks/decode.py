@@ -1,6 +1,6 @@
-"""Decoding speed on one CUDA device: tokens per second after prompts of 128 tokens, with random weights in NF4.
+"""Decoding speed on one CUDA device: tokens per second after prompts of 128 tokens, with random weights.
 
-    python -m benchmarks.decode [--model llama-3.1-8b] [--batches 1,8,32] [--peers] [--json FILE]
+    python -m benchmarks.decode [--model llama-3.1-8b] [--batches 1,8,32] [--storage nf4] [--peers] [--json FILE]
     python -m benchmarks.decode --rollouts 64,128,256,512 [--model llama-3.1-8b] [--json FILE]
     python -m benchmarks.decode --caches 32x4096 [--model llama-3.1-8b] [--json FILE]
     python -m benchmarks.decode --perplexity TEXT --model FOLDER [--json FILE]
@@ -67,7 +67,7 @@ def step_bytes(model: Any, batch: int) -> int:
 def gpu(given: argparse.Namespace) -> dict[str, Any]:
     copy, rows = copy_bandwidth(), []
     print(f"copy {copy:.2f} TB/s")
-    model, vocabulary = build(given.model, "cuda").eval(), model_config(given.model).vocab_size
+    model, vocabulary = build(given.model, "cuda", given.storage).eval(), model_config(given.model).vocab_size
     for batch in map(int, given.batches.split(",")):
         limit = batch * copy * 1e12 / step_bytes(model, batch)
         row: dict[str, Any] = {"batch": batch, "limit": limit}
@@ -88,7 +88,7 @@ def gpu(given: argparse.Namespace) -> dict[str, Any]:
                 continue
             row["peer"] = speed
             print(f"batch {row['batch']:2}: bitsandbytes {row['peer']:.1f} tok/s: {row['base'] / row['peer']:.1f}x")
-    return {"copy_TBps": copy, "rows": rows}
+    return {"copy_TBps": copy, "storage": given.storage, "rows": rows}
 
 
 def peer(name: str, batch: int) -> float:
@@ -201,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
     made.add_argument("--model", default="llama-3.1-8b")
     made.add_argument("--batches", default="1,8,32")
+    made.add_argument("--storage", default="nf4", help="format of the frozen weights")
     made.add_argument("--peers", action="store_true")
     made.add_argument("--rollouts", metavar="ROWS")
     made.add_argument("--caches", metavar="ROWSxTOKENS")

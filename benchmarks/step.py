@@ -12,8 +12,8 @@ own processes (`benchmarks.step_peers`).
 seed. The floor then has the attention of each document at its own length.
 
 --checkpointing is transformers' for halfbyte and each peer's own for the peer. --policy replaces it for halfbyte
-(`halfbyte.plan.policy`); --memory-limit-gib, --recipe and --storage also apply to halfbyte only. The floor stays in
-bf16.
+(`halfbyte.plan.policy`); --memory-limit-gib, --recipe, --storage and --adapter (keys of a run: use_dora=true) also
+apply to halfbyte only. The floor stays in bf16.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -116,13 +117,14 @@ class Training:
         recipe: str = "bf16",
         storage: str = "nf4",
         accumulation: int = 1,
+        adapter: Mapping[str, Any] | None = None,
     ):
         import halfbyte
         from halfbyte.modeling.head import causal_lm_loss
 
         self.loss = causal_lm_loss
         self.accumulation = accumulation
-        self.model = build(name, device, storage)
+        self.model = build(name, device, storage, **adapter or {})
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.report = halfbyte.patch(self.model, activations, recipe)
@@ -158,7 +160,8 @@ def ours(given: argparse.Namespace, documents: list[int] | None) -> dict[str, di
         torch.cuda.set_per_process_memory_fraction(given.memory_limit_gib * 2**30 / capacity)
     activations = levels(*shape, given.policy, given.memory_limit_gib) if given.policy else None
     options = {
-        "activations": activations, "recipe": given.recipe, "storage": given.storage, "accumulation": given.accumulation
+        "activations": activations, "recipe": given.recipe, "storage": given.storage,
+        "accumulation": given.accumulation, "adapter": given.adapter,
     }  # fmt: skip
     training = Training(*shape, "cuda", checkpointing=given.checkpointing and not given.policy, **options)
     print(training.report)
@@ -214,6 +217,12 @@ def packed_batch(name: str, lengths: list[int], device: str) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
+def key_and_value(word: str) -> tuple[str, Any]:
+    """Return the key of a run and its value, read as YAML."""
+    key, _, value = word.partition("=")
+    return key, yaml.safe_load(value)
+
+
 def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
     made.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
@@ -226,6 +235,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--memory-limit-gib", type=float, help="limit of halfbyte's process and of its plan")
     made.add_argument("--recipe", default="bf16", help="arithmetic of halfbyte's GEMMs with frozen weights")
     made.add_argument("--storage", default="nf4", help="format of halfbyte's frozen weights")
+    made.add_argument("--adapter", nargs="*", type=key_and_value, default=[], metavar="KEY=VALUE")
+    made.add_argument("--layers", type=int, help="decoder layers instead of the model's number")
     made.add_argument("--steps", type=int, default=STEPS, help="timed steps; 0: the first step only")
     made.add_argument("--no-floor", action="store_true")
     made.add_argument("--graph", action="store_true", help="also time a CUDA graph")
@@ -237,6 +248,9 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
     require_gpu()
+    given.adapter = dict(given.adapter)
+    if given.layers:
+        MODELS[given.model][1]["num_hidden_layers"] = given.layers
     documents = document_lengths(given.documents, given.length) if given.documents else None
     given.batch = 1 if documents else given.batch
     least = None
@@ -258,6 +272,8 @@ def main(words: Sequence[str] | None = None) -> None:
         "memory_limit_gib",
         "recipe",
         "storage",
+        "adapter",
+        "layers",
     ]
     result = {key: getattr(given, key) for key in keys}
     if documents:

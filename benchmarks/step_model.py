@@ -114,10 +114,11 @@ def fill(model: Any, device: str, quantize: Any) -> None:
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
 
 
-def build(name: str, device: str, storage: str = "nf4") -> Any:
+def build(name: str, device: str, storage: str = "nf4", **keys: Any) -> Any:
     """Build a PeftModel like `halfbyte train`: fp32 LoRA factors of rank 16 on the seven linears, or on all experts.
 
     storage: format of the frozen weights; nf4 has nested scales.
+    keys: of the run's configuration, e.g. use_dora=True.
     """
     from halfbyte.adapters.lora import add_adapter
     from halfbyte.formats import named
@@ -136,7 +137,7 @@ def build(name: str, device: str, storage: str = "nf4") -> Any:
         stack = QuantizedTensor.quantize_stack(weights, format_, (experts, *shape))
         module._parameters[leaf] = nn.Parameter(stack, requires_grad=False)
     fill(model, device, lambda linear: QuantizedLinear.from_linear(linear, format_))
-    return add_adapter(model, run_config(name)).train()
+    return add_adapter(model, run_config(name, **keys)).train()
 
 
 def run_config(name: str, **keys: Any) -> Any:
