@@ -1,16 +1,18 @@
 """What each initialisation of LoRA costs at 2, 3 and 4 bits: distance from the 16-bit model and loss, before and after.
 
     python -m benchmarks.initialisations MODEL TEXT [--tokens 8192] [--steps 40] [--formats kbit2 kbit3 nf4]
-        [--only pissa ...] [--device cuda] [--json FILE]
+        [--only pissa ...] [--seeds 11 12] [--shard 0/4] [--device cuda] [--json FILE]
 
 TEXT as in `benchmarks.quality`: evenly spaced windows of about --tokens tokens are held out, and the others train.
-Every row has the same rank, rows, order and schedule; products are in float32. FILE is written after every row, and its
-rows are not measured again. docs/adapters.md has a table.
+Every row has the same rank and schedule, and rows of one seed the same windows in the same order; matmuls are in
+float32, on a GPU in TF32. The format "16bit" is the base as it is. FILE is written after every row, and its rows are
+not measured again; --shard measures every n-th row, so that n processes share a GPU. docs/adapters.md has a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -31,7 +33,8 @@ from halfbyte.loading.find import find_model
 from halfbyte.loading.observe import observe_gradients, observe_inputs
 from halfbyte.ops import IGNORE_INDEX
 
-RANK, SEED, BATCH = 16, 11, 4
+RANK, BATCH = 16, 4
+SIXTEEN_BITS = "16bit"
 KEYS: dict[str, dict[str, Any]] = {
     "true": {"init_lora_weights": True},
     "orthogonal": {"init_lora_weights": "orthogonal"},
@@ -75,20 +78,21 @@ def held_out_loss(model: Any, rows: Tensor) -> float:
     return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
 
 
-def build(path: str, keys: dict[str, Any], format: str, observed: Tensor, device: str) -> tuple[Any, float]:
+def build(path: str, keys: dict[str, Any], format: str, observed: Tensor, seed: int, device: str) -> tuple[Any, float]:
     """Return the model with its adapter before the first step, and the seconds that loading and initialising took.
 
     Args:
         observed: rows that initialisations read, int64 [n, T].
     """
     began = time.perf_counter()
+    storage = {"load_in_4bit": False} if format == SIXTEEN_BITS else {"quantization": format}
     config = RunConfig(
-        model_name_or_path=path, dataset="-", r=RANK, lora_alpha=RANK, dtype="float32", quantization=format, **keys
+        model_name_or_path=path, dataset="-", r=RANK, lora_alpha=RANK, dtype="float32", **storage, **keys
     )
     adapter = config.adapter
     assert adapter is not None
     files = find_model(config.origin)
-    initial = AdapterInitialiser(adapter, SEED)
+    initial = AdapterInitialiser(adapter, seed)
     where: Any = {"device": torch.device(device), "dtype": torch.float32}
     batches = [
         {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -102,7 +106,7 @@ def build(path: str, keys: dict[str, Any], format: str, observed: Tensor, device
     initial.batches = batches if initial.reads == "stored" else ()
     given = None if initial.reads == "nothing" else initial
     model = load_model(files, config.storage, initial=given, **where)
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     return add_adapter(model, config, initial=given).eval(), time.perf_counter() - began
 
 
@@ -120,15 +124,16 @@ def train(model: Any, rows: Tensor, steps: int, rate: float) -> None:
     model.eval()
 
 
-def measure(given: Any, name: str, format: str, reference: Reference, rows: Tensor) -> dict[str, float]:
+def measure(given: Any, name: str, format: str, seed: int, reference: Reference, rows: Tensor) -> dict[str, float]:
     """Return KL from the 16-bit model (nats per token) and loss at step 0, seconds, and losses after training."""
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
     observed = rows[-given.observed :]
-    model, seconds = build(given.model, KEYS[name], format, observed, given.device)
+    model, seconds = build(given.model, KEYS[name], format, observed, seed, given.device)
     found = log_probs(model, reference.rows)
     kl = float((reference.log_probs.exp() * (reference.log_probs - found)).sum(-1).mean())
     row = {"kl": kl, "loss": held_out_loss(model, reference.rows), "seconds": seconds}
     for rate in given.rates if given.steps else ():
-        model, _ = build(given.model, KEYS[name], format, observed, given.device)
+        model, _ = build(given.model, KEYS[name], format, observed, seed, given.device)
         train(model, rows, given.steps, rate)
         row[f"loss_after_{rate:g}"] = held_out_loss(model, reference.rows)
     return row
@@ -145,12 +150,15 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--rates", type=float, nargs="+", default=[5e-4])
     arguments.add_argument("--formats", nargs="+", default=["kbit2", "kbit3", "nf4"])
     arguments.add_argument("--only", nargs="+", default=list(KEYS))
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[11])
+    arguments.add_argument("--shard", default="0/1", metavar="I/N")
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return arguments
 
 
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
+    torch.set_float32_matmul_precision("high")
     held, rows = split(windows(load_tokenizer(given.model), given.text, given.length), given.tokens)
     plain = load_model(given.model, load_in_4bit=False, dtype="float32", device=given.device)
     reference = Reference(held, log_probs(plain, held))
@@ -161,14 +169,14 @@ def main(words: Sequence[str] | None = None) -> None:
     if given.json and given.json.is_file():
         result["rows"] = json.loads(given.json.read_text()).get("rows", {})
     del plain
-    for format in given.formats:
-        for name in given.only:
-            key = f"{name} · {format}"
-            if key not in result["rows"]:
-                row = measure(given, name, format, reference, rows)
-                print(key, {number: round(value, 4) for number, value in row.items()}, flush=True)
-                result["rows"][key] = row
-                write_result(given.json, result | provenance())
+    shard, shards = map(int, given.shard.split("/"))
+    for format, name, seed in list(itertools.product(given.formats, given.only, given.seeds))[shard::shards]:
+        key = f"{name} · {format} · {seed}"
+        if key not in result["rows"]:
+            row = measure(given, name, format, seed, reference, rows)
+            print(key, {number: round(value, 4) for number, value in row.items()}, flush=True)
+            result["rows"][key] = row
+            write_result(given.json, result | provenance())
 
 
 if __name__ == "__main__":
