@@ -6,14 +6,16 @@ works with a quantized weight unchanged. Operations follow four rules:
 - `F.linear` and `F.embedding` run on the parts; detach, clone, device moves and sharding map over the parts.
 - An operation that returns new tensors (norms, comparisons, matmuls) reads a dequantized copy. The first one logs a
   notice, since the copy takes the memory that quantization saved. Operations that PEFT needs log nothing.
-- `copy_` and `weight.data = values` quantize. Every other write raises a ModelError, as does `requires_grad_(True)`.
-- A view (transpose, slice, reshape) raises a ModelError: a write to a view of a dequantized copy would be lost.
+- `copy_`, `weight.data = values` and arithmetic in place (`weight += values`) quantize. Every other write raises a
+  ModelError, as does `requires_grad_(True)`.
+- A view (transpose, slice, reshape) is a `ReadOnlyView` of a dequantized copy. A write to it raises a ModelError, since
+  it would be lost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -145,9 +147,18 @@ class QuantizedTensor(Tensor):
             raise ModelError(f"{function} is not defined on a quantized weight", "pass weight.dequantize() to it")
         if function._can_decompose():  # inference mode does not decompose `to`, `reshape` and others before dispatch
             return function.decompose(*args, **kwargs)
-        _check_reads_only(function, args, kwargs)
+        aliases = _aliased_arguments(function, args, kwargs)
+        if any(aliases.values()):
+            raise ModelError(
+                f"{function} cannot change a quantized weight in place ({next(iter(aliases))!r})",
+                "quantize new values by weight.copy_(values) or weight.data = values; merge adapters by "
+                "`halfbyte merge`",
+            )
         notice("quantized-read", f"{function} reads a quantized weight: each such operation dequantizes it")
-        return _read(function, *args, **kwargs)
+        # Autograd transposes the saved operands of a matmul, and only reads them.
+        if not aliases or torch._C._current_graph_task_id() != -1:
+            return _read(function, *args, **kwargs)
+        return _view(function, *args, **kwargs)
 
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
         """A tensor with the same format and shape whose parts are `function(part)`."""
@@ -186,6 +197,29 @@ class QuantizedTensor(Tensor):
         raise ModelError("FSDP2 tried to all-gather an unsharded quantized tensor", "shard modules with fully_shard")
 
     fsdp_post_all_gather = fsdp_pre_all_gather
+
+
+class ReadOnlyView(Tensor):
+    """View of a dequantized copy of a quantized weight. Operations give plain tensors, and views of it this class."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
+        aliases = _aliased_arguments(function, args, kwargs)
+        if any(aliases.values()):
+            raise ModelError(
+                f"{function} would change a view of a dequantized copy, and not the quantized weight",
+                "change a clone, and quantize it by weight.copy_(values)",
+            )
+        with torch._C._DisableTorchDispatch():
+            result = function(*args, **kwargs)
+        return _read_only(result) if aliases else result
+
+
+def _read_only(result: Any) -> Any:
+    return tree_map_only(Tensor, lambda view: Tensor._make_subclass(ReadOnlyView, view), result)
 
 
 class QuantizedShard(Tensor):
@@ -262,31 +296,15 @@ def part_offsets(format: Format, shape: tuple[int, ...]) -> tuple[dict[str, int]
     return offsets, end
 
 
-def _check_reads_only(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise a ModelError if `function` writes to a quantized argument or returns a view of one.
-
-    Views are allowed in backward, where autograd transposes the saved operands of a matmul and only reads them.
-    """
+def _aliased_arguments(function: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[Tensor, bool]:
+    """Return the quantized weights and views of them that `function` writes to (True) or returns a view of (False)."""
+    aliases: dict[Tensor, bool] = {}
     for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is None:
-            continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for weight in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(weight, QuantizedTensor) and argument.alias_info.is_write:
-                raise ModelError(
-                    f"{function} cannot change a quantized weight in place ({weight!r})",
-                    "quantize new values by weight.copy_(values) or weight.data = values; merge adapters by "
-                    "`halfbyte merge`",
-                )
-            if isinstance(weight, QuantizedTensor) and torch._C._current_graph_task_id() == -1:
-                raise _unviewable(function, weight)
-
-
-def _unviewable(function: Any, weight: QuantizedTensor) -> ModelError:
-    fix = "take views of weight.dequantize(), which needs memory for the full-precision copy"
-    return ModelError(
-        f"{function}: a quantized weight has no views, except for the matrices of a stack ({weight!r})", fix
-    )
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if argument.alias_info is not None and isinstance(tensor, (QuantizedTensor, ReadOnlyView)):
+                aliases[tensor] = argument.alias_info.is_write
+    return aliases
 
 
 def _is_weight(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -342,6 +360,21 @@ def _read(function, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def _view(function, *args: Any, **kwargs: Any) -> Any:
+    """Return views of dequantized copies."""
+    return _read_only(_read(function, *args, **kwargs))
+
+
+def _update(function, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Change the dequantized values in place, and quantize them."""
+    if not isinstance(tensor, QuantizedTensor):
+        return _read(function, tensor, *args, **kwargs)
+    values = tensor.dequantize()
+    _read(function, values, *args, **kwargs)
+    _notice_rounding(tensor)
+    return _copy(function, tensor, values)
+
+
 def _equal(function, left: Tensor, right: Tensor) -> bool:
     """`torch.equal`: compares the parts of tensors with one format, and dequantized values otherwise."""
     if isinstance(left, QuantizedTensor) and isinstance(right, QuantizedTensor):
@@ -351,10 +384,10 @@ def _equal(function, left: Tensor, right: Tensor) -> bool:
     return _read(function, left, right)
 
 
-def _expert(function, tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+def _expert(function, tensor: QuantizedTensor, dim: int, index: int) -> Tensor:
     """`stack[e]`: one matrix of a stack [E, N, K], as views of the stack's parts."""
     if tensor.dim() != 3 or dim != 0:
-        raise _unviewable(function, tensor)
+        return _view(function, tensor, dim, index)
     index = index + len(tensor) if index < 0 else index
     if not 0 <= index < len(tensor):
         raise IndexError(f"expert {index} of a stack of {len(tensor)}")
@@ -362,9 +395,9 @@ def _expert(function, tensor: QuantizedTensor, dim: int, index: int) -> Quantize
     return QuantizedTensor(format_, parts, tuple(tensor.shape[1:]), tensor.dtype)
 
 
-def _same_shape_view(function, tensor: QuantizedTensor, size: list[int]) -> QuantizedTensor:
+def _same_shape_view(function, tensor: QuantizedTensor, size: list[int]) -> Tensor:
     if tuple(size) != tuple(tensor.shape):
-        raise _unviewable(function, tensor)
+        return _view(function, tensor, size)
     return tensor.map(aten.alias.default)
 
 
@@ -379,6 +412,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         lambda stored: torch.empty_like(stored, device=device), dtype
     ),
     aten.copy_.default: _copy,
+    **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor), _update),
     # No notice for these: DoRA adds the low-rank product to the weight to compute row norms, and PEFT's own forward of
     # parameter wrappers adds it to a stack.
     aten.add.Tensor: _read,
@@ -401,7 +435,8 @@ def _detach(tensor: QuantizedTensor) -> Tensor:
 
 
 def _export(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> None:
-    raise _unviewable("__dlpack__", tensor)  # torch would export address 0
+    """Refuse `__dlpack__`: torch would export address 0."""
+    raise ModelError(f"a quantized weight cannot be exported by dlpack ({tensor!r})", "export weight.dequantize()")
 
 
 def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tensor:
@@ -411,6 +446,14 @@ def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tenso
         raise ModelError(f"{tensor.name or 'a quantized weight'} is frozen and gets no gradient ({tensor!r})", fix)
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.requires_grad_(tensor, False)
+
+
+def _notice_rounding(tensor: QuantizedTensor) -> None:
+    notice(
+        "quantized-data",
+        f"values written to a quantized weight are rounded to {tensor.format.spec}; `halfbyte merge` merges an "
+        "adapter without rounding",
+    )
 
 
 def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
@@ -425,11 +468,7 @@ def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
     if not isinstance(values, QuantizedTensor):
         if values.shape != tensor.shape:
             raise ModelError(f"values {tuple(values.shape)} do not fit {tensor!r}", "assign values of its shape")
-        notice(
-            "quantized-data",
-            f"values assigned to a quantized weight are rounded to {tensor.format.spec}; `halfbyte merge` merges an "
-            "adapter without rounding",
-        )
+        _notice_rounding(tensor)
         values = QuantizedTensor.quantize(values, tensor.format)
     with torch._C.DisableTorchFunctionSubclass():
         # Sets shape, dtype and device, not the parts, which are attributes.

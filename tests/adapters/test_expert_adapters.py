@@ -41,6 +41,25 @@ def test_as_plain_peft_on_dequantized_experts(name, tmp_path):
             torch.testing.assert_close(reloaded(TOKENS).logits, plain(TOKENS).logits, rtol=1e-6, atol=1e-6)
 
 
+@torch.no_grad()
+def test_peft_merges_into_quantized_experts_and_restores_their_bytes(tmp_path):
+    stored, _ = quantized("Qwen3Moe", tmp_path)
+    base = stored(TOKENS).logits
+    model = adapted(stored).eval()
+    expected = model(TOKENS).logits
+    stacks = {name: weight for name, weight in model.named_parameters() if name.endswith("gate_up_proj")}
+    before = {name: {part: codes.clone() for part, codes in weight.parts.items()} for name, weight in stacks.items()}
+    model.merge_adapter()
+    merged = model(TOKENS).logits
+    assert (merged - expected).norm() < 0.4 * (base - expected).norm()
+    model.unmerge_adapter()
+    assert len(stacks) == 2
+    for name, weight in stacks.items():
+        assert all(torch.equal(codes, before[name][part]) for part, codes in weight.parts.items())
+    assert torch.equal(model(TOKENS).logits, expected)
+    assert torch.equal(model.merge_and_unload()(TOKENS).logits, merged)
+
+
 def test_all_linear_takes_experts_and_no_router(tmp_path, caplog):
     stored, _ = quantized("Qwen3Moe", tmp_path / "model")
     model = adapted(stored)

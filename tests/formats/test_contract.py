@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from halfbyte.formats import from_spec
 from halfbyte.formats.base import entry_name
@@ -305,26 +305,51 @@ def test_to_cuda_and_back(format):
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda t: t.t() @ t.dequantize(),
-        lambda t: t.T,
-        lambda t: t[0],
-        lambda t: t[:2],
         lambda t: t.__setitem__(0, 1.0),
-        lambda t: t.mul_(2),
         lambda t: t.zero_(),
-        lambda t: t.data.add_(1),
+        lambda t: t.normal_(),
         lambda t: torch.add(t, 1, out=t),
-        lambda t: t.view(-1),
+        lambda t: t.T.add_(1),
+        lambda t: t[:2][0].zero_(),
+        lambda t: t.reshape(-1).scatter_add_(0, torch.tensor([1]), torch.ones(1)),
         lambda t: t.to(torch.int8),
     ],
 )
-def test_views_and_other_writes_are_refused(any_format, operation):
-    """A write to a view of a dequantized copy would be lost."""
+def test_writes_that_would_be_lost_are_refused(any_format, operation):
     tensor = quantized(any_format)
     before = copy.deepcopy(tensor)
     with pytest.raises(ModelError):
         operation(tensor)
     same(tensor, before)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.T,
+        lambda t: t[0],
+        lambda t: t[:2],
+        lambda t: t.view(-1),
+        lambda t: t.unsqueeze(0),
+        lambda t: t[:, 3:7].T,
+    ],
+)
+def test_views_are_those_of_the_dequantized_tensor(any_format, view):
+    tensor = quantized(any_format)
+    assert torch.equal(view(tensor), view(tensor.dequantize()))
+    assert type(view(tensor) * 2) is type(view(tensor).clone()) is torch.Tensor
+    x = torch.randn(view(tensor).shape, requires_grad=True)
+    (view(tensor) * x).sum().backward()
+    assert torch.equal(x.grad, view(tensor.dequantize()))
+
+
+@pytest.mark.parametrize("update", [Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_])
+def test_arithmetic_in_place_quantizes(any_format, update):
+    tensor, values = quantized(any_format), weight_of((65, 129), seed=3) + 4
+    expected = QuantizedTensor.quantize(update(tensor.dequantize(), values), any_format)
+    address = tensor.data_ptr()
+    assert update(tensor.data, values).data_ptr() == address
+    same(tensor, expected)
 
 
 @pytest.mark.parametrize(

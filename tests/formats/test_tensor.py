@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from halfbyte.formats import Blockwise4
@@ -120,23 +119,3 @@ def test_memory_is_that_of_the_parts():
     assert all(part.is_shared() for part in one.parts.values())
     assert torch.equal(one.dequantize(), expected)
     assert not one.is_pinned()
-
-
-def test_a_merge_that_assigns_the_sum_keeps_the_adapter():
-    """PEFT merges DoRA and `safe_merge` adapters by `weight.data = sum`: the sum is rounded to 4 bits, not lost."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Linear4bit(64, 32, bias=False))
-    base = model[0].weight.dequantize()
-    adapted = get_peft_model(model, LoraConfig(target_modules=["0"], use_dora=True, init_lora_weights=False))
-    x = torch.randn(5, 64)
-    trained = adapted(x)
-    merged = adapted.merge_and_unload()
-    assert isinstance(merged[0].weight, QuantizedTensor)
-    error = (merged(x) - trained).norm()
-    assert error < 0.2 * (trained - x @ base.t()).norm()
-
-
-def test_a_merge_in_place_is_refused():
-    adapted = get_peft_model(nn.Sequential(Linear4bit(64, 32)), LoraConfig(target_modules=["0"]))
-    with pytest.raises(ModelError):
-        adapted.merge_and_unload()

@@ -29,6 +29,7 @@ from rich.progress import Progress
 
 from ..config import SIXTEEN
 from ..config.schema import RunKeys
+from ..formats.retained_update import RetainedUpdate
 from ..loading.checkpoint import BaseCheckpoint
 from ..loading.tokenizers import trained_tokenizer
 from ..reading.model_config import GENERATION, read_generation_config
@@ -40,7 +41,7 @@ from ..utils.hardware import chosen_device
 from ..utils.notices import notice
 from ..utils.waiting import progress_bars, waiting
 from .adapter import AdapterLayers
-from .fidelity import Fidelity, Loss, RetainedUpdate
+from .fidelity import Fidelity, Loss
 from .packing import Packing, Quantize, check_loader, packing
 from .shards import check_shard
 from .verify import Verifier

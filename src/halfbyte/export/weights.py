@@ -19,6 +19,7 @@ from ..adapters.lora import WRONG_BASE
 from ..config.schema import RunKeys
 from ..formats import Format, Stack
 from ..formats.base import entry_name
+from ..formats.retained_update import RetainedUpdate
 from ..loading.checkpoint import DTYPES, BaseCheckpoint, Stored
 from ..loading.load import resolve_dtype
 from ..reading.tensors import INDEX
@@ -26,7 +27,6 @@ from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.files import write_json
 from .adapter import AdapterLayers, Piece
-from .fidelity import RetainedUpdate
 from .packing import Packing, padded_state
 from .shards import Entry, write_shard
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..formats import FORMATS, Blockwise4, Format, recognize
 from ..formats.base import FLOATS, entry_name
@@ -139,6 +140,18 @@ def hold_table(embedding: nn.Embedding) -> None:
 
 
 _quantized_classes: dict[type, type] = {}  # class of an embedding → its subclass
+
+
+def _adapt_tuner_layer(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Adapt PEFT's tuner layers, which hold the layer that they wrap as `base_layer`, to its quantized weights."""
+    parameters = submodule.parameters() if name == "base_layer" and submodule is not None else ()
+    if any(isinstance(parameter, QuantizedTensor) for parameter in parameters):
+        from .tuner_layers import adapt_class  # imports PEFT
+
+        adapt_class(type(module))
+
+
+register_module_module_registration_hook(_adapt_tuner_layer)
 
 
 class QuantizedLinear(QuantizedWeight, nn.Linear):
