@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import halfbyte
 from benchmarks.harness import parser_of, provenance, write_result
 from benchmarks.quality import loss_sum, split, windows
 from halfbyte import load_model, load_tokenizer
@@ -31,7 +32,9 @@ from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.loading.find import find_model
 from halfbyte.loading.observe import observe_gradients, observe_inputs
+from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.ops import IGNORE_INDEX
+from halfbyte.train.graph import ShapeGraphs
 
 RANK, BATCH = 16, 4
 SIXTEEN_BITS = "16bit"
@@ -111,16 +114,25 @@ def build(path: str, keys: dict[str, Any], format: str, observed: Tensor, seed: 
 
 
 def train(model: Any, rows: Tensor, steps: int, rate: float) -> None:
-    """Train the adapter for `steps` of AdamW with a linearly decaying rate."""
+    """Train the adapter for `steps` of AdamW with a linearly decaying rate, on a GPU as CUDA graphs."""
     model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-    for step in range(steps):
-        loss, count = loss_sum(model, rows[torch.arange(step * BATCH, (step + 1) * BATCH) % len(rows)])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    on_gpu = trained[0].is_cuda
+    learning_rate = torch.tensor(rate, device=trained[0].device)  # a tensor, which graphs read in every step
+    optimizer = torch.optim.AdamW(trained, learning_rate, weight_decay=0.0, fused=on_gpu, capturable=on_gpu)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        loss, count = causal_lm_loss(model, batch)
         (loss / count).backward()
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
+        return loss.detach()
+
+    graphed = ShapeGraphs(step, optimizer.zero_grad) if on_gpu else step
+    for index in range(steps):
+        learning_rate.fill_(rate * (1 - index / steps))
+        labels = rows[torch.arange(index * BATCH, (index + 1) * BATCH) % len(rows)].to(model.device)
+        graphed({"input_ids": labels.clamp(min=0), "labels": labels})
     model.eval()
 
 
@@ -132,10 +144,15 @@ def measure(given: Any, name: str, format: str, seed: int, reference: Reference,
     found = log_probs(model, reference.rows)
     kl = float((reference.log_probs.exp() * (reference.log_probs - found)).sum(-1).mean())
     row = {"kl": kl, "loss": held_out_loss(model, reference.rows), "seconds": seconds}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    initial = [parameter.detach().clone() for parameter in trained]
+    if given.steps:
+        halfbyte.patch(model)
     for rate in given.rates if given.steps else ():
-        model, _ = build(given.model, KEYS[name], format, observed, seed, given.device)
         train(model, rows, given.steps, rate)
         row[f"loss_after_{rate:g}"] = held_out_loss(model, reference.rows)
+        with torch.no_grad():
+            torch._foreach_copy_(trained, initial)
     return row
 
 
