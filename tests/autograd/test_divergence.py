@@ -7,6 +7,7 @@ from trl.experimental.gkd import GKDTrainer
 
 from halfbyte.autograd.losses import linear_generalized_jsd
 from halfbyte.ops import divergence
+from halfbyte.ops.linear_head import Needed
 from halfbyte.utils.errors import ModelError
 
 ROWS, VOCABULARY, WIDTH, WIDER = 37, 83, 12, 20
@@ -47,9 +48,9 @@ def test_the_gradient_is_the_loss_s(beta):
 def test_chunks_equal_one_chunk(monkeypatch):
     x, w, y, v = drawn()
     objectives = (divergence.Objective(), divergence.Objective())
-    how = {"grad_hidden": True, "grad_weight": True}
-    whole, parts = (divergence.linear_divergence(x, w, y, v, objectives, 0.3, **how, chunk=n) for n in (64, 5))
-    for one, other in zip(whole, parts, strict=True):
+    needed = Needed(hidden=True, weight=True)
+    whole, parts = (divergence.linear_divergence(x, w, y, v, objectives, 0.3, needed, chunk=n) for n in (64, 5))
+    for one, other in zip((*whole[:2], *whole.grads[:2]), (*parts[:2], *parts.grads[:2]), strict=True):
         torch.testing.assert_close(one, other)
 
 

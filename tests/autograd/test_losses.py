@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
+from halfbyte.autograd.losses import linear_cross_entropy, linear_generalized_jsd, linear_log_probs
+from halfbyte.ops import losses
+from halfbyte.ops.linear_head import NO_ADAPTER, HeadAdapter, Needed, head_logits
 from halfbyte.utils.errors import ModelError
 
 
@@ -148,6 +150,120 @@ def test_autocast_computes_like_a_linear():
     assert torch.autograd.grad(mine, hidden)[0].dtype == torch.float32
 
 
+def adapted(batch=3, length=11, width=17, vocabulary=41, rank=5):
+    """Inputs of a head in fp64, with all terms of an adapter; each requires a gradient."""
+    hidden, weight, labels = example(batch, length, width, vocabulary, torch.float64)
+    options = {"dtype": torch.float64, "requires_grad": True}
+    inputs, factor = torch.randn(batch, length, rank, **options), torch.randn(vocabulary, rank, **options)
+    columns, token_rows = torch.randn(vocabulary, **options), torch.randn(3, width, **options)
+    return hidden, weight, labels, HeadAdapter(inputs, factor, columns, token_rows, torch.tensor([7, 40, 0]))
+
+
+def full_logits(hidden, weight, adapter, softcap, scale):
+    """The specification's logits [N, V]."""
+    flat = adapter._replace(inputs=None if adapter.inputs is None else adapter.inputs.flatten(0, -2))
+    logits = head_logits(hidden.flatten(0, -2), weight, flat) * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def parts_of(adapter, names):
+    """The adapter with these of its terms only."""
+    return HeadAdapter(**{name: getattr(adapter, name) for name in names})
+
+
+LORA, DORA, ROWS = ("inputs", "factor"), ("inputs", "factor", "columns"), ("token_rows", "tokens")
+TERMS = {"lora": LORA, "dora": DORA, "rows": ROWS, "all": (*DORA, *ROWS)}
+
+
+def assert_gradients(mine, expected, tensors):
+    for got, wanted in zip(torch.autograd.grad(mine, tensors), torch.autograd.grad(expected, tensors), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 0.5)])
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("terms", TERMS)
+def test_terms_of_an_adapter(terms, accelerated, softcap, scale, monkeypatch):
+    """Loss, log-probabilities and entropies, and their gradients, with every term; in chunks, with ignored rows."""
+    hidden, weight, labels, adapter = adapted()
+    adapter = parts_of(adapter, TERMS[terms])
+    monkeypatch.setattr(losses, "chunk_rows", lambda *_: 5)
+    monkeypatch.setattr(losses, "_is_cpu", lambda tensor: not accelerated)
+    logits = full_logits(hidden, weight, adapter, softcap, scale)
+    tensors = [hidden, weight, *(tensor for tensor in adapter[:-1] if tensor is not None)]
+    options = {"adapter": adapter, "softcap": softcap, "scale": scale}
+    mine = linear_cross_entropy(hidden, weight, labels, shift=False, label_smoothing=0.1, **options)
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(mine, expected)
+    assert_gradients(mine * 0.7, expected * 0.7, tensors)
+    for frozen in (False, True):
+        if frozen:  # gradients of rows only: the forward computes them
+            adapter = HeadAdapter(adapter.inputs, *(None if x is None else x.detach() for x in adapter[1:]))
+            options["adapter"], weight = adapter, weight.detach()
+            tensors = [hidden, *([] if adapter.inputs is None else [adapter.inputs])]
+        logits = full_logits(hidden, weight, adapter, softcap, scale)
+        got, entropy = linear_log_probs(hidden, weight, labels, entropy=True, entropy_grad=not frozen, **options)
+        distribution = torch.distributions.Categorical(logits=logits)
+        trained = labels != -100
+        wanted = distribution.log_prob(labels.flatten().clamp(min=0)).view(labels.shape) * trained
+        wanted_entropy = distribution.entropy().view(labels.shape) * trained
+        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(entropy, wanted_entropy if not frozen else wanted_entropy.detach())
+        upstream = torch.randn_like(got)
+        mine, expected = (got * upstream).sum(), (wanted * upstream).sum()
+        if not frozen:
+            mine, expected = mine + entropy.square().sum(), expected + wanted_entropy.square().sum()
+        assert_gradients(mine, expected, tensors)
+
+
+def test_adapters_of_both_heads_of_a_distillation():
+    hidden, weight, _, adapter = adapted(1)
+    teacher_hidden, teacher_weight, _, teacher_adapter = adapted(1)
+    options = {"adapter": adapter, "teacher_adapter": teacher_adapter}
+    inputs = hidden[0], weight, teacher_hidden[0], teacher_weight
+    mine, entropy = linear_generalized_jsd(*inputs, beta=0.0, head=(0.5, 2.0), **options)
+    student = torch.log_softmax(full_logits(hidden, weight, adapter, 2.0, 0.5), -1)
+    teacher = torch.log_softmax(full_logits(teacher_hidden, teacher_weight, teacher_adapter, None, 1.0), -1).detach()
+    expected = F.kl_div(student, teacher, log_target=True, reduction="sum")
+    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(entropy, -(student.exp() * student).sum())
+    assert_gradients(mine, expected, [hidden, weight, *adapter[:-1]])
+
+
+def test_ignored_rows_may_hold_nan(monkeypatch):
+    hidden, weight, labels, adapter = adapted()
+    monkeypatch.setattr(losses, "_is_cpu", lambda tensor: False)
+    with torch.no_grad():
+        hidden[labels == -100] = torch.nan
+        adapter.inputs[labels == -100] = torch.nan
+    loss = linear_cross_entropy(hidden, weight, labels, adapter=adapter, shift=False)
+    for gradient in torch.autograd.grad(loss, [hidden, weight, *adapter[:-1]]):
+        assert gradient.isfinite().all()
+
+
+def test_a_gradient_of_an_fp32_factor_is_summed_in_fp32(monkeypatch):
+    monkeypatch.setattr(losses, "chunk_rows", lambda *_: 8)
+    hidden, weight, labels, adapter = adapted(2, 64)
+    adapter = parts_of(adapter, LORA)
+    exact = linear_cross_entropy(hidden, weight, labels, adapter=adapter)
+    (expected,) = torch.autograd.grad(exact, adapter.factor)
+    low = [tensor.detach().bfloat16() for tensor in (hidden, weight, adapter.inputs)]
+    factor = adapter.factor.detach().float().requires_grad_()
+    loss = linear_cross_entropy(low[0], low[1], labels, adapter=HeadAdapter(low[2], factor))
+    (gradient,) = torch.autograd.grad(loss, factor)
+    assert gradient.dtype is torch.float32
+    assert not torch.equal(gradient.bfloat16().float(), gradient)
+    assert (gradient.double() - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("term", [*HeadAdapter._fields])
+def test_misshapen_adapters_are_refused(term):
+    hidden, weight, labels, adapter = adapted()
+    wrong = getattr(adapter, term)[..., :-1]
+    with pytest.raises(ModelError, match="adapter"):
+        linear_cross_entropy(hidden, weight, labels, adapter=adapter._replace(**{term: wrong}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trained_head", [False, True])
 def test_compiles_without_a_graph_break(trained_head):
@@ -166,13 +282,19 @@ def test_compiles_without_a_graph_break(trained_head):
 
 
 def test_operator_is_well_formed():
-    from halfbyte.autograd.losses import _linear_cross_entropy
+    from halfbyte.autograd.losses import _linear_cross_entropy, _linear_log_probs
 
     hidden, weight, labels = example(1, 9, 8, 13)
+    needed = Needed(hidden=True, weight=True)
     torch.library.opcheck(
         _linear_cross_entropy,
-        (hidden[0].detach().requires_grad_(), weight, labels[0], 1.0, 5.0, 0.1, 0.01, -100, True, True),
+        (hidden[0].detach().requires_grad_(), weight, *NO_ADAPTER, labels[0], 1.0, 5.0, 0.1, 0.01, -100, needed),
     )
+    hidden, weight, labels, (inputs, *terms) = adapted(1, 9, 8, 41, 3)
+    tensors = hidden[0].detach().requires_grad_(), weight, inputs[0].detach().requires_grad_(), *terms, labels[0]
+    needed = Needed(*[True] * 6)
+    torch.library.opcheck(_linear_cross_entropy, (*tensors, 1.0, 5.0, 0.1, 0.01, -100, needed))
+    torch.library.opcheck(_linear_log_probs, (*tensors, 1.0, None, 0.7, -100, True, Needed()))
 
 
 @pytest.mark.gpu

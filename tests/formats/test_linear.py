@@ -82,4 +82,4 @@ def test_training_uses_onednn(by_onednn):
     loss.sum().backward()
     assert set(by_onednn[2:]) == {(1500, 64), (64, 1500)}
     torch.testing.assert_close(found.rows.loss.double(), loss.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.grad_hidden.double(), wanted.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.grads.hidden.double(), wanted.grad, rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from halfbyte.ops import divergence as reference
 from halfbyte.ops.cross_entropy import Objective
+from halfbyte.ops.linear_head import Needed
 from tests.helpers.parity import DEVICE, INTERPRETED, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 pytest.importorskip("triton")
@@ -108,8 +109,8 @@ def test_distant_distributions():
 def test_in_chunks_of_hidden_states():
     """`linear_divergence` on the device, whose op takes the kernel, against fp64."""
     x, w, y, v = random(700, 64), random(5001, 64, scale=0.3), random(700, 48), random(5001, 48, scale=0.3)
-    objectives, how = OBJECTIVES["plain"], {"grad_hidden": True, "grad_weight": True}
-    wanted = reference.linear_divergence(*map(exact, (x, w, y, v)), objectives, 0.3, **how)
-    got = reference.linear_divergence(x, w, y, v, objectives, 0.3, **how, chunk=512)
-    for mine, true in zip(got, wanted, strict=True):
+    objectives, needed = OBJECTIVES["plain"], Needed(hidden=True, weight=True)
+    wanted = reference.linear_divergence(*map(exact, (x, w, y, v)), objectives, 0.3, needed)
+    got = reference.linear_divergence(x, w, y, v, objectives, 0.3, needed, chunk=512)
+    for mine, true in zip((*got[:2], *got.grads[:2]), (*wanted[:2], *wanted.grads[:2]), strict=True):
         assert (exact(mine) - true).norm() <= 1e-4 * true.norm()

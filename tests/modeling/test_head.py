@@ -6,7 +6,10 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from halfbyte.formats import named
+from halfbyte.layers.quantized import QuantizedLinear
 from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.token_rows import attach_row_forwards
 from halfbyte.utils import notices
 from tests.helpers.families import SHAPE
 
@@ -100,22 +103,90 @@ def test_full_logits_are_never_made(monkeypatch):
     causal_lm_loss(model, batch)
 
 
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper, not a plain linear"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "lora.*Linear, not a plain linear"),
-    ],
-)
-def test_trained_head_uses_full_logits(keys, reason):
-    model = get_peft_model(tiny("Llama"), LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **keys}))
+HEADS = {
+    "LoRA": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True},
+    "LoRA alone": {"target_modules": ["lm_head"]},
+    "LoRA with dropout": {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.3},
+    "DoRA": {"target_modules": ["lm_head"], "use_dora": True},
+    "trained in full": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "single rows": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [7, 3, 100]}},
+    "rows of both ends": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [7, 3, 1]}},
+}
+
+
+def with_adapted_head(family: str, head: str, tied: bool, **keys) -> nn.Module:
+    """A model with an adapter that is not zero."""
+    model = get_peft_model(tiny(family, tied, **keys), LoraConfig(r=3, **HEADS[head]))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    attach_row_forwards(model)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_trained_head_needs_no_full_logits(head, tied):
+    if head == "single rows" and tied:
+        pytest.skip("PEFT ties these rows to those of the embedding")
+    model, batch = with_adapted_head("Gemma2" if tied else "Cohere", head, tied), padded_batch()
+    causal_lm_loss(model, batch)  # the probe draws dropout
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients, losses = [], []
+    for fused in (True, False):
+        torch.manual_seed(5)
+        if fused:
+            loss_sum, tokens = causal_lm_loss(model, batch)
+            losses.append(loss_sum / tokens)
+        else:
+            losses.append(model(**batch, use_cache=False).loss)
+        gradients.append(torch.autograd.grad(losses[-1], list(parameters.values())))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    for name, mine, expected in zip(parameters, *gradients, strict=True):
+        assert expected.any(), name
+        assert (mine - expected).norm() <= 2e-5 * expected.norm(), name
+    assert "full_logits" not in notices.notices_so_far()
+    with model.disable_adapter():
+        assert_loss(model, batch)
+
+
+def test_several_adapters_on_the_head():
+    model = with_adapted_head("Llama", "LoRA", False)
+    model.add_adapter("second", LoraConfig(r=5, target_modules=["lm_head"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
     assert_same(model, padded_batch())
-    assert_notice(reason)
+    assert "full_logits" not in notices.notices_so_far()
 
 
-def test_a_head_with_bias():
-    assert_same(with_adapter(tiny("Phi")), padded_batch())
-    assert_notice("has a bias")
+def test_packed_rows_with_an_adapted_head():
+    assert_same(with_adapted_head("Llama", "LoRA", True), packed_batch())
+
+
+def test_a_quantized_head():
+    model = tiny("Llama")
+    plain = causal_lm_loss(model, padded_batch())
+    model.lm_head = QuantizedLinear.from_linear(model.lm_head, named("int8"))
+    model = get_peft_model(model, LoraConfig(r=3, target_modules=["lm_head"], init_lora_weights=False))
+    assert_same(model, padded_batch())
+    assert not torch.equal(causal_lm_loss(model, padded_batch())[0], plain[0])
+    assert "full_logits" not in notices.notices_so_far()
+
+
+def test_other_adapters_of_the_head_use_full_logits():
+    config = LoraConfig(r=3, target_modules=["lm_head"], use_dora=True, lora_dropout=0.1)
+    model = get_peft_model(tiny("Llama"), config)
+    causal_lm_loss(model, padded_batch())
+    assert_notice("dropout")
+    assert_same(model.eval(), padded_batch())
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_head_with_bias(adapted):
+    model = tiny("Phi")
+    nn.init.normal_(model.lm_head.bias)
+    targets = ["q_proj", "lm_head"] if adapted else ["q_proj"]
+    assert_same(get_peft_model(model, LoraConfig(r=3, target_modules=targets, init_lora_weights=False)), padded_batch())
+    assert "full_logits" not in notices.notices_so_far()
 
 
 def test_an_unknown_change_of_the_logits():
@@ -136,6 +207,12 @@ def test_router_losses_are_included():
     model = tiny("Mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1)
     assert_same(model, padded_batch())
     assert_notice("router")
+
+
+def assert_loss(model: nn.Module, batch: dict[str, torch.Tensor]):
+    """The loss equals the model's own."""
+    loss_sum, tokens = causal_lm_loss(model, batch)
+    torch.testing.assert_close(loss_sum / tokens, model(**batch, use_cache=False).loss, rtol=1e-5, atol=0)
 
 
 def assert_notice(pattern: str):

@@ -106,12 +106,12 @@ def test_a_forward_that_adds_to_the_loss_runs():
     assert model(**inputs).logits is not None
 
 
-def test_an_adapter_on_the_head_needs_logits():
+def test_an_adapter_on_the_head_needs_no_logits():
     model, inputs = tiny("Llama", target_modules=["q_proj", "lm_head"]), labelled()
     expected = step(model, inputs)
     halfbyte.patch(model)
     assert_same(step(model, inputs), expected)
-    assert model(**inputs).logits is not None
+    assert model(**inputs).logits is None
 
 
 def test_unpatch_restores_the_forward_and_the_signature_is_the_class_s():

@@ -5,8 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from halfbyte.ops.cross_entropy import Objective
-from halfbyte.ops.losses import chunk_rows, linear_cross_entropy_forward
+from halfbyte.ops.linear_head import Needed, chunk_rows
+from halfbyte.ops.losses import linear_cross_entropy_forward
 from halfbyte.utils.errors import DataError
+
+BOTH = Needed(hidden=True, weight=True)
 
 
 def example(rows=37, width=19, vocabulary=53, dtype=torch.float32, ignored=0.3):
@@ -19,8 +22,8 @@ def example(rows=37, width=19, vocabulary=53, dtype=torch.float32, ignored=0.3):
 
 def summed(*arguments, **keys):
     """Loss and gradients, like those of `full_logits`."""
-    rows, *grads = linear_cross_entropy_forward(*arguments, **keys)
-    return rows.loss.sum(), *grads
+    rows, grads = linear_cross_entropy_forward(*arguments, **keys)
+    return rows.loss.sum(), grads.hidden, grads.weight
 
 
 def full_logits(hidden, weight, labels, softcap=None, scale=1.0):
@@ -36,7 +39,7 @@ def full_logits(hidden, weight, labels, softcap=None, scale=1.0):
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 1.0), (None, 0.25), (2.0, 0.5)])
 def test_values_and_gradients(chunk, softcap, scale):
     inputs = example()
-    got = summed(*inputs, Objective(scale, softcap), grad_weight=True, chunk=chunk)
+    got = summed(*inputs, Objective(scale, softcap), needed=BOTH, chunk=chunk)
     for mine, exact in zip(got, full_logits(*inputs, softcap, scale), strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -44,7 +47,7 @@ def test_values_and_gradients(chunk, softcap, scale):
 def test_bf16_is_as_close_as_torch_in_bf16():
     hidden, weight, labels = example(rows=65, width=128, vocabulary=301, dtype=torch.bfloat16)
     exact = full_logits(hidden, weight, labels)
-    got = summed(hidden, weight, labels, grad_weight=True, chunk=16)
+    got = summed(hidden, weight, labels, needed=BOTH, chunk=16)
     hidden.requires_grad_(), weight.requires_grad_()
     loss = F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
     torchs = (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
@@ -56,24 +59,24 @@ def test_bf16_is_as_close_as_torch_in_bf16():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_is_zero_if_all_rows_are_ignored(dtype):
     hidden, weight, labels = example(dtype=dtype)
-    loss, grad_hidden, grad_weight = summed(hidden, weight, torch.full_like(labels, -100), grad_weight=True)
+    loss, grad_hidden, grad_weight = summed(hidden, weight, torch.full_like(labels, -100), needed=BOTH)
     assert loss == 0
     assert not grad_hidden.any()
     assert not grad_weight.any()
 
 
 def test_weight_gradient_in_slices(monkeypatch):
-    import halfbyte.ops.losses as losses
+    import halfbyte.ops.linear_head as linear_head
 
     inputs = example(dtype=torch.bfloat16)
-    expected = summed(*inputs, grad_weight=True)[2]
-    monkeypatch.setattr(losses, "WEIGHT_SLICE", 16)
-    assert torch.equal(summed(*inputs, grad_weight=True)[2], expected)
+    expected = summed(*inputs, needed=BOTH)[2]
+    monkeypatch.setattr(linear_head, "WEIGHT_SLICE", 16)
+    assert torch.equal(summed(*inputs, needed=BOTH)[2], expected)
 
 
 def test_gradients_only_where_asked():
     inputs = example()
-    assert summed(*inputs, grad_hidden=False)[1:] == (None, None)
+    assert summed(*inputs, needed=Needed())[1:] == (None, None)
 
 
 @pytest.mark.parametrize("label", [53, 10**6, -1])
@@ -97,13 +100,13 @@ def test_accelerator_path_on_a_cpu(monkeypatch):
     import halfbyte.ops.losses as losses
 
     inputs = example()
-    expected = summed(*inputs, grad_weight=True)
+    expected = summed(*inputs, needed=BOTH)
     monkeypatch.setattr(losses, "_is_cpu", lambda tensor: False)
-    for mine, reference in zip(summed(*inputs, grad_weight=True), expected, strict=True):
+    for mine, reference in zip(summed(*inputs, needed=BOTH), expected, strict=True):
         torch.testing.assert_close(mine, reference)
     hidden, weight, labels = inputs
     hidden[labels == -100] = torch.nan
-    for mine, reference in zip(summed(*inputs, grad_weight=True), expected, strict=True):
+    for mine, reference in zip(summed(*inputs, needed=BOTH), expected, strict=True):
         torch.testing.assert_close(mine, reference)
     hidden, weight, labels = example()
     labels[3], labels[4] = 53, 52
@@ -120,7 +123,7 @@ def test_gpu_does_not_synchronize_and_matches(dtype):
     exact = full_logits(hidden, weight, labels)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = summed(hidden, weight, labels, grad_weight=True, chunk=256)
+        got = summed(hidden, weight, labels, needed=BOTH, chunk=256)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for mine, theirs, truth in zip(got, torch_in_its_own_dtype(hidden, weight, labels), exact, strict=True):

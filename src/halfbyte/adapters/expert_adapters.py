@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..layers.plain import Adapter, factor_holders, read_adapters
 from ..modeling.architectures import runs_experts
 from ..modeling.experts import HOST_STACKS, NAME
+from ..modeling.token_rows import attach_row_forwards
 from ..utils.errors import ModelError
 from .router_adapters import attach_router_forwards, router_wrappers
-from .token_rows import attach_row_indices
 
 
 def expert_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -40,12 +40,12 @@ def parameter_wrappers(model: nn.Module) -> Iterator[Any]:
 def attach_adapter_forwards(model: nn.Module) -> None:
     """Replace the forward of PEFT's wrappers: experts compute separate low-rank GEMMs, routers use a folded weight.
 
-    Trained rows of embeddings find their indices on the device.
+    Trained rows of embeddings are looked up without a copy of the embedding.
 
     The factors of offloaded stacks move to the computing device; PEFT creates them in host memory next to the stack.
     """
     attach_router_forwards(model)
-    attach_row_indices(model)
+    attach_row_forwards(model)
     for _, wrapper in expert_wrappers(model):
         wrapper.forward = MethodType(_forward, wrapper)
         experts = wrapper.get_base_layer()

@@ -1,24 +1,21 @@
 """Rows of the embedding and the head that are trained and saved one by one: new tokens and chosen ones.
 
-PEFT's trainable tokens keep the rows in an adapter, and write them over the base's rows in each forward; a tied head
-uses the same rows. The adapter has every row by which the vocabulary has grown, padding included, so a base with
-`resize_token_embeddings` called for their number gives plain PEFT all values.
+PEFT's trainable tokens keep the rows in an adapter, and compute with them instead of the base's rows
+(`modeling.token_rows`); a tied head uses the same rows. The adapter has every row by which the vocabulary has grown,
+padding included, so a base with `resize_token_embeddings` called for their number gives plain PEFT all values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 
 from ..utils.errors import ModelError
 
-ROW_INDICES = "row_indices_"  # and the name of the adapter: a buffer
 WHOLE = "train the whole embedding and head: modules_to_save, without new tokens"
 
 
@@ -87,29 +84,6 @@ def grow_vocabulary(model: Any, rows: int) -> int:
         weight = module.weight.data
         weight[before:] = weight[:before].mean(0, dtype=torch.float32).to(weight.dtype)
     return rows - before
-
-
-def attach_row_indices(model: nn.Module) -> None:
-    """Keep the indices of trained rows on the device, as buffers that are not saved.
-
-    PEFT copies them from the host in each forward, which synchronises and cannot be captured in a CUDA graph.
-    """
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, TrainableTokensLayer)]
-    for layer in layers:
-        for name, indices in layer.token_indices.items():
-            if not hasattr(layer, f"{ROW_INDICES}{name}"):
-                rows = torch.tensor(indices).to(layer.base_layer.weight.device)
-                layer.register_buffer(f"{ROW_INDICES}{name}", rows, persistent=False)
-        layer.get_merged_weights = MethodType(_merged_weights, layer)
-
-
-def _merged_weights(layer: Any, active_adapters: Sequence[str]) -> Tensor:
-    """Compute PEFT's `get_merged_weights`: the base's weight with the rows of the active adapters."""
-    weight: Tensor = layer.base_layer.weight
-    for name in active_adapters:
-        rows = layer.trainable_tokens_delta[name].to(weight)
-        weight = weight.index_copy(0, getattr(layer, f"{ROW_INDICES}{name}"), rows)
-    return weight
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Any differentiable loss of the logits of a linear head, computed in chunks of rows without storing the logits.
 
 The loss is a user's function of a chunk of logits and targets. Its gradient by the logits comes from autograd, the
-GEMMs and sums from `ops.losses`. Two cases differ in what the forward saves:
+GEMMs and sums from `ops.linear_head`. Two cases differ in what the forward saves:
 
 - A sum or a mean, or losses of single rows under a frozen head: the forward computes all gradients for an upstream
   gradient of 1, and the backward scales them, as in `autograd.losses`. Rows are independent, so each may be scaled
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.base import is_quantized
-from ..ops.losses import chunk_rows, products_in_chunks
+from ..ops.linear_head import Needed, chunk_rows, products_in_chunks
 from ..utils.errors import ModelError
 from .losses import scaled
 
@@ -197,13 +197,14 @@ class _Call:
                     gradient = next(gradients)
                     chunk_gradients.append(torch.zeros_like(target) if gradient is None else gradient)
 
-        grad_x, grad_w = products_in_chunks(x, weight, None, into_gradient, needed[0], needed[1], self.chunk)
+        grads = products_in_chunks(x, weight, None, into_gradient, Needed(needed[0], needed[1]), self.chunk)
         if not connected:
             raise ModelError(
                 "linear_loss: the result of loss_fn does not depend differentiably on the logits or targets",
                 "compute the loss from the logits that loss_fn gets, without detach() or no_grad()",
             )
-        return losses, grad_x, grad_w, None if grad_bias is None else grad_bias.to(bias.dtype), grad_targets
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return losses, grads.hidden, grads.weight, grad_bias, grad_targets
 
     def _traced_chunks(self, x, weight, bias, targets, needed, upstream):
         """The computation of `run` for torch.compile: without in-place operations, gradients by `torch.func.vjp`."""

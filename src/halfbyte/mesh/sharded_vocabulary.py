@@ -32,7 +32,8 @@ from ..autograd.function import OnceFunction
 from ..autograd.losses import flat_rows, scaled
 from ..ops import ELSEWHERE, IGNORE_INDEX
 from ..ops.cross_entropy import Objective, cross_entropy_, log_probs_backward_
-from ..ops.losses import check_labels, chunk_rows
+from ..ops.linear_head import chunk_rows
+from ..ops.losses import check_labels
 from ..utils.errors import ModelError
 from .collectives import all_gather, all_reduce_, group_size, max_int, reduce_scatter
 from .mesh import TOKEN_AXES, Mesh
@@ -133,7 +134,8 @@ class Vocabulary:
             ModelError: the head is trained.
         """
         _check_frozen(weight)
-        hidden, weight, labels = flat_rows(hidden, weight, labels)
+        hidden, labels = flat_rows(hidden, weight.dtype, labels)
+        weight = weight.to(hidden.dtype)
         return _Losses.apply(hidden, weight, labels, Objective(scale, softcap), self).sum()
 
     def log_probs(
@@ -154,7 +156,9 @@ class Vocabulary:
             ModelError: the head is trained.
         """
         _check_frozen(weight)
-        return -_Losses.apply(*flat_rows(hidden, weight, labels), Objective(scale, softcap, temperature), self)
+        hidden, labels = flat_rows(hidden, weight.dtype, labels)
+        objective = Objective(scale, softcap, temperature)
+        return -_Losses.apply(hidden, weight.to(hidden.dtype), labels, objective, self)
 
     def log_probs_and_argmax(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None, scale: float = 1.0
@@ -163,9 +167,9 @@ class Vocabulary:
 
         Not differentiable. Arguments as in `cross_entropy`.
         """
-        flat = flat_rows(hidden, weight, labels)
-        outputs = self._token_outputs(*flat, Objective(scale, softcap), argmax=True)
-        return -outputs.losses, torch.eq(outputs.argmax, flat[2])  # type: ignore[arg-type]
+        hidden, labels = flat_rows(hidden, weight.dtype, labels)
+        outputs = self._token_outputs(hidden, weight.to(hidden.dtype), labels, Objective(scale, softcap), argmax=True)
+        return -outputs.losses, torch.eq(outputs.argmax, labels)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..autograd.losses import linear_generalized_jsd
 from ..ops.cross_entropy import Objective
 from ..ops.divergence import divergence_
+from ..ops.linear_head import HeadAdapter, head_logits
 from ..utils.errors import ModelError
-from .head import Head, head_weight, outputs_at
+from .head import Head, head_terms, outputs_at
 from .layer import causal_lm_of
 
 
@@ -69,38 +70,45 @@ def teacher_divergence(
     teacher = _teachers[model]
     with torch.no_grad(), teacher.forwards():
         teacher_rows, teacher_head = outputs_at(teacher.model, inputs, at)
+        teacher_terms = _terms(teacher.model, teacher_rows, teacher_head)
     student_rows, student_head = outputs_at(model, inputs, at)
-    if student_head is None or teacher_head is None:
-        logits = _logits(model, student_rows, student_head)
+    terms = _terms(model, student_rows, student_head)
+    if student_head is None or teacher_head is None or terms is None or teacher_terms is None:
+        logits = _logits(student_rows, student_head, terms)
         with torch.no_grad():
             gradient, objective = logits.clone(), Objective(temperature=temperature)
-            teacher_logits = _logits(teacher.model, teacher_rows, teacher_head)
+            teacher_logits = _logits(teacher_rows, teacher_head, teacher_terms)
             divergence, entropy = divergence_(gradient, teacher_logits, (objective, objective), beta, True)
         # the gradient comes from a term whose value is 0
         return ((logits - logits.detach()) * gradient).sum() + divergence.sum(), entropy.sum()
+    weight, adapter = terms
+    teacher_weight, teacher_adapter = teacher_terms
     return linear_generalized_jsd(
         student_rows,
-        _weight(model),
+        weight,
         teacher_rows,
-        _weight(teacher.model),
+        teacher_weight,
         beta=beta,
         temperature=temperature,
         head=_head_arguments(student_head),
         teacher_head=_head_arguments(teacher_head),
+        adapter=adapter,
+        teacher_adapter=teacher_adapter,
     )
-
-
-def _weight(model: nn.Module) -> Tensor:
-    return head_weight(causal_lm_of(model))
 
 
 def _head_arguments(head: Head) -> tuple[float, ...]:
     return (head.scale,) if head.softcap is None else (head.scale, head.softcap)
 
 
-def _logits(model: nn.Module, rows: Tensor, head: Head | None) -> Tensor:
-    """Return fp32 logits [N, V] from a result of `outputs_at`."""
-    if head is None:
+def _terms(model: nn.Module, rows: Tensor, head: Head | None) -> tuple[Tensor, HeadAdapter] | None:
+    """Return the `head_terms` of a result of `outputs_at`, or None if it has logits."""
+    return None if head is None else head_terms(causal_lm_of(model), rows)
+
+
+def _logits(rows: Tensor, head: Head | None, terms: tuple[Tensor, HeadAdapter] | None) -> Tensor:
+    """Return fp32 logits [N, V] from a result of `outputs_at` and its `_terms`."""
+    if head is None or terms is None:
         return rows.float()
-    weight = _weight(model)
-    return head(rows.to(weight.dtype) @ weight.T)
+    weight, adapter = terms
+    return head(head_logits(rows.to(weight.dtype), weight, adapter))

@@ -1,9 +1,9 @@
 """Losses and log-probabilities of a causal LM through its backbone and head, without full logits.
 
 A scale or softcap after the head is read from the config, and used only after it has reproduced the model's own logits
-on a few tokens. A head with rows that PEFT trains one by one is computed from its weight with these rows. With any
-other head (an adapter on it, a bias, a trained copy, router losses), the model's own full logits are used, with a
-notice.
+on a few tokens. LoRA and DoRA on the head, a bias, a copy that is trained in full and rows that are trained one by one
+are terms of the logits (`ops.linear_head`). With any other head or loss (another kind of adapter, DoRA with dropout,
+router losses), the model's own full logits are used, with a notice.
 """
 
 from __future__ import annotations
@@ -18,22 +18,31 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from ..autograd.lora import LoRA, dense
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
+from ..dispatch import autocast_dtype
+from ..formats.base import is_quantized
+from ..layers.plain import PlainLinear, has_hooks, read_linear
 from ..mesh.mesh import Mesh
 from ..mesh.sharded_vocabulary import Vocabulary
 from ..ops import IGNORE_INDEX
+from ..ops.linear_head import HeadAdapter, head_logits
 from ..utils.errors import DataError, ModelError
 from ..utils.notices import notice
 from .attention import with_shared_prefixes
 from .layer import causal_lm_of
+from .projections import squared_norms
 from .shared_prefix import PrefixCache
+from .token_rows import active_rows, trained_rows
 
 LABELS = ("labels", "shift_labels")  # keys of a batch
 PROBE_TOKENS = 8
 ARGMAX_ROWS = 256  # positions whose logits are computed at a time
+ALIGNED_RANK = 8  # GEMMs in 16 bits need rows of 16 bytes
 
 # The config's key for a factor of the logits → the factor's exponent.
 LOGIT_SCALES = {
@@ -107,28 +116,73 @@ def hidden_loss(causal_lm: Any, head: Head, hidden: Tensor, labels: Tensor) -> T
         causal_lm: the transformers model, whose head's weight is used.
         labels: int64 [B, T], already shifted; -100 at untrained positions.
     """
-    weight, vocabulary = head_weight(causal_lm), _sharded_vocabularies.get(causal_lm)
+    (weight, adapter), vocabulary = head_terms(causal_lm, hidden), _sharded_vocabularies.get(causal_lm)
     if vocabulary is not None:
         return vocabulary.cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale)
-    return linear_cross_entropy(hidden, weight, labels, softcap=head.softcap, scale=head.scale, shift=False)
+    return linear_cross_entropy(
+        hidden, weight, labels, adapter=adapter, softcap=head.softcap, scale=head.scale, shift=False
+    )
 
 
-def head_weight(causal_lm: Any) -> Tensor:
-    """Return the weight [V, H] of a model's head; with trained rows of PEFT, the base's copy with these rows.
+def head_terms(causal_lm: Any, hidden: Tensor) -> tuple[Tensor, HeadAdapter]:
+    """Return a head's weight [V, H], and what its adapters add to the logits of hidden states [..., H].
 
-    The gradient of a row reaches PEFT's parameter. Disabled adapters give the base's weight.
+    Gradients reach the adapters' parameters. Dropout is drawn in each call.
+
+    Raises:
+        ModelError: the head needs full logits, so `expected_head` returns a reason.
     """
-    head = causal_lm.get_output_embeddings()
-    tokens = trained_rows(head)
-    module: Any = head if tokens is None or not tokens.disable_adapters else tokens.get_base_layer()
-    weight: Tensor = module.weight
-    return weight
+    read = _read_head(causal_lm.get_output_embeddings())
+    if isinstance(read, str):
+        raise ModelError(f"the head has no terms: {read}", "run the model's own forward, which computes full logits")
+    weight: Any = read.weight
+    dtype = autocast_dtype(hidden.device.type) or (hidden.dtype if is_quantized(weight) else weight.dtype)
+    weight = dense(weight, dtype) if is_quantized(weight) else weight
+    x, columns = hidden.to(dtype), None
+    inputs, factors = [], []
+    for adapter in read.adapters:
+        inputs.append(F.linear(F.dropout(x, adapter.dropout), adapter.a.to(dtype)))
+        factors.append(adapter.b * adapter.scaling)
+        if adapter.dora is not None:
+            magnitude = adapter.dora.weight
+            squares = squared_norms(adapter.dora, read.weight)
+            columns = magnitude / LoRA(adapter.a, adapter.b, adapter.scaling, None, magnitude, squares).norms(
+                read.weight, dtype
+            )
+    if read.bias is not None:
+        inputs.append(x.new_ones(*x.shape[:-1], 1))
+        factors.append(read.bias.unsqueeze(1))
+    tokens = trained_rows(causal_lm.get_output_embeddings())
+    token_rows, indices = (None, None) if tokens is None else active_rows(tokens)
+    if not inputs:
+        return weight, HeadAdapter(None, None, columns, token_rows, indices)
+    padding = -sum(factor.shape[1] for factor in factors) % ALIGNED_RANK
+    stacked, factor = (F.pad(torch.cat(tensors, dim=-1), (0, padding)) for tensors in (inputs, factors))
+    return weight, HeadAdapter(stacked, factor, columns, token_rows, indices)
 
 
-def trained_rows(head: Any) -> TrainableTokensLayer | None:
-    """Return PEFT's layer of trained rows around a head or an embedding, or None."""
-    layer = getattr(head, "token_adapter", None)
-    return layer if isinstance(layer, TrainableTokensLayer) else None
+def _read_head(head: Any) -> PlainLinear | str:
+    """Return the linear of a model's head with its adapters, or the reason why it needs full logits.
+
+    Disabled adapters give the base's. Trained rows are read by `active_rows`.
+    """
+    if has_hooks(head):
+        return "it has hooks"
+    if trained_rows(head) is not None:
+        head = head.original_module
+    elif isinstance(head, ModulesToSaveWrapper):
+        is_base = head.disable_adapters or not head.active_adapters
+        head = head.original_module if is_base else head.modules_to_save[head.active_adapters[0]]
+    if type(head) is nn.Linear:  # its forward may be replaced: `shard_vocabulary`
+        return "it has hooks" if has_hooks(head) else PlainLinear(head, head.weight, [])
+    # The norms of a linear whose weight several processes share are not computed here.
+    read = read_linear(head, with_dora=not torch.distributed.is_initialized())
+    if not isinstance(read, str) and any(adapter.dora is not None for adapter in read.adapters):
+        if len(read.adapters) > 1:
+            return "several adapters are active on it, with DoRA"
+        if read.bias is not None:
+            return "it has DoRA and a bias"
+    return read
 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:
@@ -196,12 +250,14 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
         logits = model(**inputs, use_cache=False).logits[selected].float()
         return -F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[selected]
-    weight, vocabulary = head_weight(causal_lm), _sharded_vocabularies.get(causal_lm)
+    (weight, adapter), vocabulary = head_terms(causal_lm, hidden), _sharded_vocabularies.get(causal_lm)
     if vocabulary is not None:
         return vocabulary.log_probs_and_argmax(hidden, weight, targets, softcap=head.softcap, scale=head.scale)
-    log_probs, _ = linear_log_probs(hidden, weight, targets, softcap=head.softcap, scale=head.scale)
-    # A scale and a softcap do not change the argmax.
-    likeliest = [(rows.to(weight.dtype) @ weight.T).argmax(-1) for rows in hidden.split(ARGMAX_ROWS)]
+    log_probs, _ = linear_log_probs(hidden, weight, targets, adapter=adapter, softcap=head.softcap, scale=head.scale)
+    hidden, likeliest = hidden.to(weight.dtype), []
+    for start in range(0, len(hidden), ARGMAX_ROWS):  # a scale and a softcap do not change the argmax
+        rows = slice(start, start + ARGMAX_ROWS)
+        likeliest.append(head_logits(hidden[rows], weight, adapter.at(rows)).argmax(-1))
     return log_probs, torch.cat(likeliest) == targets
 
 
@@ -276,8 +332,9 @@ def _log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     entropy_grad: bool = False,
+    terms: tuple[Tensor, HeadAdapter] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities and entropies from a result of `outputs_at`."""
+    """Return log-probabilities and entropies from a result of `outputs_at`; `terms` are its `head_terms`."""
     if head is None:
         logits = hidden.float() / temperature
         log_probs = -F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
@@ -285,9 +342,11 @@ def _log_probs(
         return log_probs, entropies if entropies is None or entropy_grad else entropies.detach()
     options: dict[str, Any] = {"softcap": head.softcap, "scale": head.scale, "temperature": temperature}
     causal_lm = causal_lm_of(model)
-    weight, vocabulary = head_weight(causal_lm), _sharded_vocabularies.get(causal_lm)
+    weight, adapter = terms or head_terms(causal_lm, hidden)
+    vocabulary = _sharded_vocabularies.get(causal_lm)
     if vocabulary is None:
-        return linear_log_probs(hidden, weight, targets, entropy=entropy, entropy_grad=entropy_grad, **options)
+        options |= {"adapter": adapter, "entropy": entropy, "entropy_grad": entropy_grad}
+        return linear_log_probs(hidden, weight, targets, **options)
     if entropy:
         raise ModelError("a head sharded over ranks computes no entropies", "use parallel: {data: N}")
     return vocabulary.log_probs(hidden, weight, targets, **options), None
@@ -302,9 +361,10 @@ def aligned_log_probs_at(
     runs twice.
     """
     hidden, head = outputs_at(model, inputs, at)
-    log_probs, _ = _log_probs(model, hidden, head, targets)
+    terms = None if head is None else head_terms(causal_lm_of(model), hidden)  # once: dropout is drawn
+    log_probs, _ = _log_probs(model, hidden, head, targets, terms=terms)
     with torch.no_grad():
-        doubled, _ = _log_probs(model, hidden, head, targets, temperature=0.5)
+        doubled, _ = _log_probs(model, hidden, head, targets, temperature=0.5, terms=terms)
     return log_probs, doubled - log_probs.detach()
 
 
@@ -378,12 +438,16 @@ def vocabulary_unsupported_reason(model: nn.Module) -> str | None:
     causal_lm = causal_lm_of(model)
     ends = {"head": causal_lm.get_output_embeddings(), "embedding": causal_lm.get_input_embeddings()}
     for name, module in ends.items():
+        if isinstance(module, BaseTunerLayer):
+            return f"its {name} has an adapter"
         if not isinstance(module, nn.Linear if name == "head" else nn.Embedding):
             return f"its {name} is a {type(module).__name__}"
         if type(module.weight.data) is not Tensor:
             return f"its {name} is stored quantized"
         if module.weight.requires_grad:
             return f"its {name} is trained"
+        if getattr(module, "bias", None) is not None:
+            return f"its {name} has a bias"
         if "forward" in module.__dict__:
             return f"something else has replaced the forward of its {name}"
     sizes = {len(module.weight) for module in ends.values()}
@@ -438,14 +502,10 @@ def _full_logits_reason(model: nn.Module) -> str | None:
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return "prompt learning changes the inputs of the model"
     head = causal_lm.get_output_embeddings()
-    if head is not None and trained_rows(head) is not None and not head._forward_hooks | head._forward_pre_hooks:
-        head = head.original_module  # PEFT computes with the weight of `head_weight`
-    if type(head) is not nn.Linear:
-        return f"the head of {name} is {type(head).__module__}.{type(head).__name__}, not a plain linear"
-    if head.bias is not None:
-        return f"the head of {name} has a bias"
-    if head._forward_hooks or head._forward_pre_hooks:
-        return f"the head of {name} has forward hooks"
+    if head is None:
+        return f"{name} has no head"
+    if isinstance(reason := _read_head(head), str):
+        return f"the head of {name}: {reason}"
     if getattr(_text_config(model), "output_router_logits", False):
         return f"{name} trains its router with a loss of its own"
     return None

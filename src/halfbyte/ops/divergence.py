@@ -19,11 +19,19 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..formats.linear import linear_into
 from ..utils.errors import ModelError
 from .checks import check_float
 from .cross_entropy import Objective, check_objective, logits_of
-from .losses import chunk_rows, logits_buffer, products_in_chunks
+from .linear_head import (
+    NO_ADAPTER,
+    HeadAdapter,
+    HeadGradients,
+    HeadRows,
+    Needed,
+    check_adapter,
+    chunk_rows,
+    products_in_chunks,
+)
 
 BUFFERS = 7  # peak fp32 numbers per logit of a chunk, the teacher's logits included
 
@@ -33,8 +41,7 @@ class Divergences(NamedTuple):
 
     divergence: Tensor  # [n]
     entropy: Tensor  # [n], entropy of the student's distribution in nats
-    grad_hidden: Tensor | None  # [n, H] gradient of the sum of divergences, in the student's hidden dtype
-    grad_weight: Tensor | None  # [V, H] gradient of the sum of divergences
+    grads: HeadGradients  # of the sum of divergences
 
 
 @op("triton.divergence")
@@ -87,9 +94,8 @@ def linear_divergence(
     teacher_weight: Tensor,
     objectives: tuple[Objective, Objective],
     beta: float,
-    *,
-    grad_hidden: bool,
-    grad_weight: bool,
+    needed: Needed,
+    adapters: tuple[HeadAdapter, HeadAdapter] = (NO_ADAPTER, NO_ADAPTER),
     chunk: int | None = None,
 ) -> Divergences:
     """Divergence between `hidden @ weight.T` and the teacher's logits in each row, and the gradients of the sum.
@@ -98,6 +104,8 @@ def linear_divergence(
         hidden, weight: [N, H] and [V, H] of the student, of one dtype.
         teacher_hidden, teacher_weight: [N, K] and [V, K], of one dtype.
         objectives, beta: as in `divergence_`.
+        needed: gradients to compute.
+        adapters: the student's and the teacher's.
         chunk: rows at a time. Default with a kernel: as for cross-entropy, with twice its logits in memory. Default
             without: the number of rows whose intermediate tensors are as large as cross-entropy's logits.
 
@@ -105,24 +113,24 @@ def linear_divergence(
         ModelError: inconsistent shapes, or a `beta` outside 0 to 1.
     """
     _check(hidden, weight, teacher_hidden, teacher_weight, objectives, beta)
+    for inputs, adapter in zip(((hidden, weight), (teacher_hidden, teacher_weight)), adapters, strict=True):
+        check_adapter(*inputs, adapter)
     if chunk is None:
-        device, size = weight.device.type, weight.element_size()
+        device, size = hidden.device.type, hidden.element_size()
         if divergence_.kernels(device):
             chunk = chunk_rows(len(weight), device, size)
         else:
             rows = chunk_rows(len(weight), device, 4 * BUFFERS + size)
             chunk = max(64, rows // (BUFFERS if device == "cpu" else 1))
     results: list[tuple[Tensor, Tensor]] = []
-    buffer = logits_buffer(teacher_hidden, teacher_weight, chunk)
+    teacher = HeadRows(teacher_hidden, teacher_weight, adapters[1], chunk)
 
     def into_gradient(logits: Tensor, rows: slice) -> None:
-        teacher_logits = linear_into(buffer[: len(logits)], teacher_hidden[rows], teacher_weight)
-        results.append(divergence_(logits, teacher_logits, objectives, beta, grad_hidden or grad_weight))
+        results.append(divergence_(logits, teacher.logits(*teacher.at(rows)), objectives, beta, any(needed)))
 
-    nothing = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-    grads = products_in_chunks(hidden, weight, nothing, into_gradient, grad_hidden, grad_weight, chunk)
+    grads = products_in_chunks(hidden, weight, None, into_gradient, needed, chunk, adapters[0])
     divergences, entropies = (torch.cat(column) for column in zip(*results, strict=True))
-    return Divergences(divergences, entropies, *grads)
+    return Divergences(divergences, entropies, grads)
 
 
 def _check(

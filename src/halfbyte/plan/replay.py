@@ -34,12 +34,13 @@ from ..autograd.tiled_attention import TENSORS
 from ..formats import Format
 from ..modeling.attention import Implementation
 from ..modeling.compute_dtype import compute_autocast, no_input_casts
-from ..modeling.head import backbone_inputs, expected_head, head_weight
+from ..modeling.head import backbone_inputs, expected_head, head_terms
 from ..modeling.layer import causal_lm_of
 from ..modeling.patch import patch
 from ..ops.attention import parts_of_rows
 from ..ops.cross_entropy import Objective
-from ..ops.losses import chunk_rows, cross_entropy_in_chunks
+from ..ops.linear_head import HeadAdapter, Needed, chunk_rows
+from ..ops.losses import cross_entropy_in_chunks
 from ..qat import fake_quantize
 from ..qat.model import QATLinear
 from ..tensor import QuantizedTensor
@@ -349,16 +350,15 @@ class _ChunkedLoss(torch.autograd.Function):
     """`autograd.losses.linear_cross_entropy` with its chunks visible to the ledger."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk: int):
-        needs = ctx.needs_input_grad
-        rows, *grads = cross_entropy_in_chunks(
+    def forward(ctx, softcap: float | None, chunk: int, labels: Tensor, hidden: Tensor, weight: Tensor, *adapter: Any):
+        rows, grads = cross_entropy_in_chunks(
             hidden,
             weight,
             labels,
             Objective(softcap=softcap),
+            HeadAdapter(*adapter),
             need_entropy=False,
-            grad_hidden=needs[0],
-            grad_weight=needs[1],
+            needed=Needed(*ctx.needs_input_grad[3:-1]),
             chunk=chunk,
         )
         ctx.save_for_backward(*grads)
@@ -367,7 +367,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grads = [None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors]
-        return *grads, None, None, None
+        return None, None, None, *grads, None
 
 
 def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, target: Target) -> Tensor:
@@ -381,10 +381,10 @@ def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, target: Target) 
     causal_lm = causal_lm_of(model)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(target.dtype)
-    weight = head_weight(causal_lm).to(target.dtype)
+    weight, adapter = head_terms(causal_lm, hidden)
     chunk = chunk_rows(weight.shape[0], target.type, hidden.element_size())
     with ledger.tagged(LOGITS):
-        return _ChunkedLoss.apply(hidden, weight, labels, head.softcap, chunk)
+        return _ChunkedLoss.apply(head.softcap, chunk, labels, hidden, weight, *adapter)
 
 
 def _give_shapes_a_device(model: nn.Module) -> None:
