@@ -173,7 +173,7 @@ def test_running_out_of_memory_gives_advice(place, tmp_path, monkeypatch):
     def exhausted(*positional, **keys):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(sft.TrainingLoop, "train", exhausted)
+    monkeypatch.setattr(sft.TrainingLoop, "steps", exhausted)
     with pytest.raises(TrainingError, match=r"(?s)2.00 GiB"):
         run(place, tmp_path)
 

@@ -56,6 +56,7 @@ def _prepared(config: RunConfig, console: Console) -> PreparedRun:
         from ..parallel.launch.agreement import check_agreement
         from ..parallel.launch.launcher import layout_to_launch
         from ..train.preflight import prepare_run
+        from ..train.several import prepare_adapters
         from ..utils.hardware import chosen_device
         from ..utils.notices import silent
         from .model_facts import model_facts
@@ -65,7 +66,10 @@ def _prepared(config: RunConfig, console: Console) -> PreparedRun:
     mesh_of_ranks = present_mesh(rank_layout, chosen_device(config.device).type)
     with mesh_of_ranks as mesh, contextlib.nullcontext() if mesh.is_main else silent():
         check_agreement(mesh, config)
-        run = prepare_run(config, None, console, mesh, layout if mesh.size == 1 else None, writes=False)
+        if config.trains_several:
+            run, *_ = prepare_adapters(config, None, console, writes=False).values()
+        else:
+            run = prepare_run(config, None, console, mesh, layout if mesh.size == 1 else None, writes=False)
     if mesh.is_main:
         print_facts(console, model_facts(run.files.config, trust_remote_code=config.trust_remote_code))
     return run

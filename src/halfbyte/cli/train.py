@@ -7,9 +7,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..config import Parallel, RunConfig
+from ..config.several import adapter_runs
 from ..report.terminal import print_run
 from ..utils.console import Console
 from ..utils.notices import print_remarks
@@ -71,16 +71,17 @@ def _launch_or_train(
         train(config, resume=resume_from, console=console)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-        raise Stopped(number, _saved_message(config.output_path, arguments)) from None
+        raise Stopped(number, _saved_message(config, arguments)) from None
 
 
-def _saved_message(folder: Path, arguments: Sequence[str]) -> str:
+def _saved_message(config: RunConfig, arguments: Sequence[str]) -> str:
     from ..runs.checkpoints import checkpoints
 
-    saved = checkpoints(folder)
+    folders = [run.output_path for run in adapter_runs(config).values()] or [config.output_path]
+    saved = [path for folder in folders for path in checkpoints(folder)[-1:]]
     if not saved:
         return "no step is finished yet, so there is no checkpoint"
     command = shlex.join(
         ["halfbyte", *without_secrets([argument for argument in arguments if argument != "--resume"]), "--resume"]
     )
-    return f"{saved[-1]} is saved; continue with `{command}`"
+    return f"{', '.join(map(str, saved))} {'is' if len(saved) == 1 else 'are'} saved; continue with `{command}`"

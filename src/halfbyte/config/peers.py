@@ -139,13 +139,6 @@ def _pissa_init(value: Any, values: Values) -> Outcome:
     return Mapped({"init_lora_weights": "pissa" if iterations == -1 else f"pissa_niter_{int(iterations)}"})
 
 
-def _adapters(value: Any, values: Values) -> Outcome:
-    paths = as_list(value)
-    if len(paths) > 1:
-        return Refused("adapters names several adapters", "name one adapter in adapter_path")
-    return Mapped({"adapter_path": paths[0]}) if paths else Ignored("")
-
-
 # Linear layers of attention and of MLPs, by the names that they have in the families of transformers.
 _PARTS = {
     "finetune_attention_modules": r".*\.(self_attn|attention|self_attention|attn|linear_attn)\.(.*\.)?"
@@ -364,7 +357,6 @@ CONVERTED: dict[str, Converter] = {
     "pissa_iter": only_with("pissa_init"),
     "pissa_convert": lambda *_: Ignored("the saved adapter always fits the original base"),
     "use_loftq": when_on(init_lora_weights="loftq"),
-    "adapters": _adapters,
     **dict.fromkeys(("finetune_language_layers", *_PARTS), _finetuned_modules),
     "finetune_vision_layers": lambda value, _: Ignored("halfbyte trains the language layers only" if value else ""),
     "task_type": _task_type,

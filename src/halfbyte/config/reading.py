@@ -207,7 +207,8 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
     elif origin is Literal:
         yield from map(str, arguments)
     elif origin is list:
-        mappings = " and mappings" if any(get_origin(item) is dict for item in get_args(arguments[0])) else ""
+        items = (arguments[0], *get_args(arguments[0]))
+        mappings = " and mappings" if any(get_origin(item) is dict for item in items) else ""
         yield f"a list of {'numbers' if float in arguments else 'text'}{mappings}"
     elif origin is dict:
         yield f"a mapping from {' or '.join(_in_words(arguments[0]))} to {' or '.join(_in_words(arguments[1]))}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -15,6 +15,7 @@ from .contradictions import run_contradictions
 from .methods import WITH_DEFAULTS, defaults_of
 from .schema import SECTIONS, RunKeys
 from .section import Contradiction, Section, nearest
+from .several import several_contradictions, with_datasets
 from .yaml import dump_value
 
 PATHS = (  # keys whose value is a path or a list of paths
@@ -36,6 +37,12 @@ def expand_home(paths: Any) -> Any:
 
 class RunConfig(RunKeys):
     """Everything one run needs. `RunConfig(**keys)` validates; `load_config` reads a YAML file with overrides."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _datasets_of_adapters(cls, keys: Any) -> Any:
+        """Accept adapters with a dataset each in place of `dataset`."""
+        return with_datasets(keys) if isinstance(keys, dict) else keys
 
     _expand_home = field_validator(*PATHS)(expand_home)
 
@@ -95,7 +102,8 @@ class RunConfig(RunKeys):
             self.__dict__[key] = defaults.get(key, default)  # not added to model_fields_set
 
     def contradictions(self) -> Iterator[Contradiction]:
-        return run_contradictions(self)
+        yield from run_contradictions(self)
+        yield from several_contradictions(self)
 
 
 def written_keys(section: type[Section]) -> dict[str, FieldInfo]:

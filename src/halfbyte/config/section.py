@@ -42,7 +42,7 @@ class Section(BaseModel):
 
     @field_validator(
         *("target_modules", "dataset", "eval_dataset", "quantization", "parallel", "loss_type", "loss_weights"),
-        *("optim_target_modules", "optim_bits"),
+        *("optim_target_modules", "optim_bits", "adapters", "sweep"),
         check_fields=False,
     )
     @classmethod

@@ -43,15 +43,21 @@ def page(run: Run) -> str:
     body = "".join(f'<section id="{anchor}"><h2>{title}</h2>{html}</section>' for anchor, title, html in blocks)
     items = "".join(f"<li>{text(problem)}</li>" for problem in run.problems)
     problems = f'<ul class="problems">{items}</ul>' if items else ""
+    return document(
+        run.model,
+        f"{shown(header, run)}{shown(tiles, run)}"
+        f"{problems}<nav>{links}</nav>{body}"
+        f"<footer>{shown(footer, run)}</footer>",
+    )
+
+
+def document(title: str, body: str) -> str:
+    """Return a page with this title and these HTML elements."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text(run.model)} · halfbyte</title><style>{CSS}</style></head><body><main>"
-        f"{shown(header, run)}{shown(tiles, run)}"
-        f"{problems}<nav>{links}</nav>{body}"
-        f"<footer>{shown(footer, run)}</footer>"
-        "</main></body></html>\n"
+        f"<title>{text(title)} · halfbyte</title><style>{CSS}</style></head><body><main>{body}</main></body></html>\n"
     )
 
 

@@ -18,6 +18,7 @@ from ..config.layouts import unsupported_sizes
 from ..config.methods import SCORES
 from ..config.run_config import PATHS
 from ..config.schema import RunKeys
+from ..config.several import adapter_runs
 from ..data.sources import files_of
 from ..loading.find import preflight_model
 from ..methods import METHODS, Method, method_of
@@ -43,6 +44,8 @@ def check_paths(config: RunConfig) -> None:
     Raises:
         HalfbyteError: a check fails; with the fix.
     """
+    for run in adapter_runs(config).values():
+        check_paths(run)
     method = method_of(config)
     check_path_spelling(config)
     check_inputs(config)
@@ -65,7 +68,10 @@ def check_output(config: RunConfig, resume: str | bool | None = None) -> None:
     check_output_dir(config.output_dir)
     _check_output_outside_data(config)
     check_free(config.output_path)
-    starting_point(config, config.resume_from_checkpoint if resume is None else resume, contents=False)
+    resume = config.resume_from_checkpoint if resume is None else resume
+    starting_point(config, None if config.trains_several else resume, contents=False)
+    for run in adapter_runs(config).values():
+        check_output(run, resume)
 
 
 def free_output_dir(config: RunConfig) -> str:

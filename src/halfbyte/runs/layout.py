@@ -14,6 +14,8 @@ output_dir/
     merged/  merged-FORMAT/                             merged models, unless another folder was given
     merge.json  merge-FORMAT.json                       numbers of each merge
     .lock                                               held while a process writes into the folder
+    adapters/NAME/                                      the run of each adapter, if `adapters` or `sweep` trains several
+    adapters.json                                       numbers of these runs, beside one another
 """
 
 from __future__ import annotations
@@ -75,6 +77,12 @@ EXPERTS = "experts.json"
 
 GENERATIONS = "generations.json"
 """Answers to held-out prompts before and after training."""
+
+ADAPTERS = "adapters"
+"""Folder of the runs of several adapters, one folder each."""
+
+COMPARISON = "adapters.json"
+"""Adapter → the keys in which it differs, its folder, and its last numbers or the error that stopped it."""
 
 MODEL_CARD, REPORT = "README.md", "report.html"
 

@@ -144,6 +144,15 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Set the random states that `random_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.random.set_rng_state(states["cpu"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
 def _random_file(folder: Path, rank: int) -> Path:
     return folder / random_state(rank)
 
@@ -166,11 +175,7 @@ def load_random(folder: Path, rank: int = 0) -> None:
     with loading(folder):
         with safe_globals():
             states = read_state(file, EARLIER)
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])
-        torch.random.set_rng_state(states["cpu"])
-        if torch.cuda.is_available() and "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"])
+        set_random_states(states)
 
 
 def save_scaling(folder: Path, state: Mapping[str, Tensor] | None) -> None:

@@ -1,5 +1,7 @@
 """The training loop: one optimizer step (`TrainingLoop.train_step`), and the run around it.
 
+- A run is a generator that yields the forwards and backwards of each step (`Accumulation`) to its driver, which runs
+  those of one run (`drive`), or of several runs together (`train.several`).
 - The loss of a step is its sum over the whole accumulation window divided by the count over that window (for
   supervised fine-tuning: trained tokens). So gradient accumulation equals the large batch.
 - NaN or Inf in loss or gradient, and a step with nothing to train on, stop the run before a weight changes (`guards`).
@@ -15,12 +17,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,6 +80,62 @@ from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal, skip_if_not_fini
 from .metrics_log import MetricsLog
 from .sampler import batches
 from .stepper import SharedNumbers, Stepper, with_numbers
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """The forwards and backwards of a step, which a loop yields to its driver: `drive`, or `train.several`.
+
+    Attributes:
+        loop: the loop of the step.
+        batches: its micro-batches, on the device.
+        loss_count: 0-d, on the device: the divisor of the step's summed loss.
+    """
+
+    loop: TrainingLoop
+    batches: Iterator[dict[str, Any]]
+    loss_count: Tensor
+
+    def run(self) -> Tensor:
+        """Add the gradients up in `.grad`; return the sums of the method's metrics, fp32 [n]."""
+        loop = self.loop
+        if not loop.stepper.is_eager:  # CUDA graphs, or the stages of a pipeline
+            return loop.stepper.forward_backward(loop.forward, self.batches, self.loss_count, loop.may_capture)
+        sums = torch.zeros(loop.metric_count, device=loop.device)
+        for batch in self.batches:
+            loss, batch_sums = loop.forward(batch, self.loss_count)
+            loss.backward()
+            sums = sums + batch_sums
+        return sums
+
+
+Steps = Generator[Accumulation, Tensor, Result]  # a run that yields its steps, and takes the sums of each
+
+
+def run_step(steps: Steps[Any], accumulation: Accumulation) -> Accumulation:
+    """Run the step that a run has yielded, and continue the run; returns its next step.
+
+    Raises:
+        StopIteration: the run has ended; with its result.
+    """
+    try:
+        sums = accumulation.run()
+    except BaseException as error:
+        return steps.throw(error)
+    return steps.send(sums)
+
+
+def drive(steps: Steps[Result]) -> Result:
+    """Run the steps of one run to its end, and return its result."""
+    try:
+        accumulation = next(steps)
+        while True:
+            accumulation = run_step(steps, accumulation)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
 
 
 def seed_process(config: RunKeys, mesh: Mesh) -> None:
@@ -186,7 +245,7 @@ class TrainingLoop:
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def train_step(self, micro_batches: Sequence[dict[str, Any]], epoch: float) -> None:
+    def train_step(self, micro_batches: Sequence[dict[str, Any]], epoch: float) -> Steps[None]:
         """Run one optimizer step; `epoch` is the position of the run after it, in epochs."""
         state = self.callbacks.state
         number = state.global_step + 1
@@ -206,14 +265,7 @@ class TrainingLoop:
         # Forward and backward: gradients add up in `.grad`, the method's metrics in `sums`, fp32 [n].
         remaining = self._stop_when_late(batches, random_states() if len(batches) > 1 else None)
         with self.metrics_log.breakdown.step(number):
-            if self.stepper.is_eager:
-                sums = torch.zeros(self.metric_count, device=self.device)
-                for batch in remaining:
-                    loss, batch_sums = self.forward(batch, loss_count)
-                    loss.backward()
-                    sums = sums + batch_sums
-            else:  # CUDA graphs, or the stages of a pipeline
-                sums = self.stepper.forward_backward(self.forward, remaining, loss_count, self.may_capture)
+            sums = yield Accumulation(self, remaining, loss_count)
 
         # Reduction over ranks: gradients and sums are added, or gradients reduce-scattered to the optimizer's shards.
         sums = self.optimizer_shards.reduce(sums)
@@ -325,6 +377,10 @@ class TrainingLoop:
     # --- a run -------------------------------------------------------------------------------------------------------
 
     def train(self, checkpoint: Path | None = None) -> None:
+        """Train to the last step, see `steps`."""
+        drive(self.steps(checkpoint))
+
+    def steps(self, checkpoint: Path | None = None) -> Steps[None]:
         """Train to the last step from `checkpoint`, or from the start; a checkpoint of the last step is only loaded.
 
         Before it raises, the records of all finished steps are written.
@@ -353,7 +409,7 @@ class TrainingLoop:
                 noisy_embeddings(self.model, self.config.neftune_noise_alpha, self.mesh),
                 request_on_signals(announce_signal) as self.request,
             ):
-                self._run(checkpoint)
+                yield from self._run(checkpoint)
         except BaseException:
             self.metrics_log.flush()
             raise
@@ -450,7 +506,7 @@ class TrainingLoop:
     def _steps_per_epoch(self) -> int:
         return steps_per_epoch(self.config, self.rows.row_count, self.data_parallel_degree)
 
-    def _run(self, checkpoint: Path | None) -> None:
+    def _run(self, checkpoint: Path | None) -> Steps[None]:
         """Train epochs until a callback requests a stop; DefaultFlowCallback does so at the last step."""
         start = time.time()
         first_step = self.state.global_step
@@ -461,7 +517,7 @@ class TrainingLoop:
         epoch, finished_steps = divmod(first_step, self._steps_per_epoch)
         while not self.callbacks.control.should_training_stop:
             self.callbacks("on_epoch_begin")
-            self._epoch(epoch, finished_steps, checkpoint)
+            yield from self._epoch(epoch, finished_steps, checkpoint)
             self.callbacks("on_epoch_end")
             self._evaluate_and_save()
             self._stop_if_requested()
@@ -474,7 +530,7 @@ class TrainingLoop:
         self.callbacks.log(speed_metrics("train", start, steps * self._rows_per_step, steps) | summary)
         self.callbacks("on_train_end")
 
-    def _epoch(self, epoch: int, finished_steps: int, checkpoint: Path | None) -> None:
+    def _epoch(self, epoch: int, finished_steps: int, checkpoint: Path | None) -> Steps[None]:
         """Run the remaining steps of an epoch.
 
         A DataLoader draws a random number when its iteration starts. In the middle of an epoch the checkpoint's random
@@ -506,7 +562,7 @@ class TrainingLoop:
                     return
             # the last micro-batches of some ranks may be blank
             position = min(position + len(micro_batches) * self.data_parallel_degree, total)
-            self.train_step(micro_batches, epoch + position / total)
+            yield from self.train_step(micro_batches, epoch + position / total)
             self._after_step()
             control = self.callbacks.control
             if control.should_epoch_stop or control.should_training_stop:

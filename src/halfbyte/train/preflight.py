@@ -7,6 +7,7 @@ configurations, and report the same errors. Functions named `check_<thing>` rais
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -122,6 +123,7 @@ def prepare_run(
     mesh: Mesh = SINGLE_PROCESS,
     layout: Parallel | None = None,
     writes: bool = True,
+    together: Sequence[RunConfig] = (),
 ) -> PreparedRun:
     """Check a run, read and tokenize its data, and plan its memory.
 
@@ -130,6 +132,7 @@ def prepare_run(
         console: prints the results; default: none.
         layout: layout that the run would have, if it is only checked; default: the layout of `mesh`.
         writes: whether the run will start. If not, it needs no output folder.
+        together: the runs of adapters that train at once on one base, this one included; memory is planned for all.
 
     Raises:
         HalfbyteError: the reason why the run cannot reach its first step: in the configuration, this machine, the
@@ -191,7 +194,8 @@ def prepare_run(
     notice_unsharded_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, data_parallel_degree)
-    plan = plan_memory(config, files, machine, data, shapes, mesh, layout, console, checkpoint)
+    planned, shapes = _all_adapters(config, shapes, files, together) if together else (config, shapes)
+    plan = plan_memory(planned, files, machine, data, shapes, mesh, layout, console, checkpoint)
     config = config.model_copy(update=dict(plan.optimizer_choice))
     if mesh.size > 1:  # the plan decides whether frozen weights are sharded
         mesh = replace(mesh, layout=plan.layout)
@@ -209,11 +213,27 @@ def prepare_run(
     if writes:
         check_disk(run)
     if method.reference and is_verbose(console):
-        origin = "computed in each step: two forwards and a backward"
-        if run.computes_reference_once:
-            origin = "computed once, by a forward of all rows before the first step, and cached"
-        console.print(f"reference {origin}")
+        _print_reference(run, console)
     return run
+
+
+def _print_reference(run: PreparedRun, console: Console) -> None:
+    """Print when the reference's log-probabilities are computed."""
+    origin = "computed in each step: two forwards and a backward"
+    if run.computes_reference_once:
+        origin = "computed once, by a forward of all rows before the first step, and cached"
+    console.print(f"reference {origin}")
+
+
+def _all_adapters(
+    config: RunConfig, shapes: ModelShapes, files: ModelFiles, together: Sequence[RunConfig]
+) -> tuple[RunConfig, ModelShapes]:
+    """Return a run as large as all adapters that train at once, and its model: their ranks add up on each linear."""
+    ranks = [max([run.r, *run.rank_pattern.values()]) for run in together]
+    # what only some runs of a base can change: where its experts are, and when gradients become updates
+    shared = {"expert_offload": False, "optim_in_backward": False}
+    planned = config.model_copy(update={**shared, "r": sum(ranks), "rank_pattern": {}})
+    return planned, ModelShapes(planned, files.config, shapes.device)
 
 
 def _initialised(config: RunConfig) -> bool:

@@ -36,8 +36,7 @@ from ..utils.text import one_line
 from ..utils.waiting import showing_waits
 from . import checks, samples
 from .hub import HubRepository
-from .inputs import digests_of_models
-from .loop import TrainingLoop, seed_process
+from .loop import Steps, TrainingLoop, drive, seed_process
 from .preflight import PreparedRun, prepare_run
 from .reference import add_reference
 from .rollouts import sampled_rollouts
@@ -55,7 +54,7 @@ from .run_folder import (
     write_results,
 )
 from .setup import (
-    load_trainable_model,
+    ModelSource,
     loss_scaler,
     make_stepper,
     measure_peaks,
@@ -64,6 +63,7 @@ from .setup import (
     shard_for_rank,
     training_context,
 )
+from .several import train_adapters
 from .verify import patch_and_verify, patch_and_verify_stages, remove_patches
 
 
@@ -127,6 +127,8 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
         HalfbyteError: before long work for bad input; TrainingError while training (NaN, out of memory, full disk).
     """
     resume = config.resume_from_checkpoint if resume is None else resume
+    if config.trains_several:
+        return RunResult(config.output_path, train_adapters(config, resume, console, run_or_report, finished_run))
     with present_mesh(config.layout, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with showing_waits(console), contextlib.nullcontext() if mesh.is_main else silent():
@@ -137,13 +139,14 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
             with run_lock(prepared.config.output_path) if mesh.is_main else contextlib.nullcontext():
                 measured = mesh.from_main(finished_measures(prepared) if mesh.is_main else None)
                 if measured is not None:
-                    return _finished(prepared, measured, console)
+                    return finished_run(prepared, measured, console)
                 with open_run(prepared, resume) as run:
                     check_shared(mesh, run.output)
-                    return _run_or_report(run, console)
+                    with process_settings(prepared):
+                        return drive(run_or_report(run, console))
 
 
-def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> RunResult:
+def finished_run(run: PreparedRun, measured: dict[str, int], console: Console) -> RunResult:
     """Return the result of a run that is already finished; writes its missing pages, and changes no other file."""
     output = run.config.output_path
     job = OpenRun.of(run)
@@ -157,12 +160,15 @@ def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> R
     return RunResult(output, summarize(job, measured))
 
 
-def _run_or_report(run: OpenRun, console: Console) -> RunResult:
-    """Run; if it stops with an error, write the report of the steps before it."""
+def run_or_report(run: OpenRun, console: Console, source: ModelSource | None = None) -> Steps[RunResult]:
+    """Run; if it stops with an error, write the report of the steps before it.
+
+    Args:
+        source: gives the run its model; default: it loads its own.
+    """
     prepared = run.prepared
     try:
-        with process_settings(prepared):
-            return _run(run, console)
+        return (yield from _run(run, console, source or ModelSource()))
     except TrainingError as error:
         write_report_of_stopped(run, error, console)
         raise
@@ -177,7 +183,7 @@ def _run_or_report(run: OpenRun, console: Console) -> RunResult:
         free_cached_memory(prepared.machine.device)
 
 
-def _run(job: OpenRun, console: Console) -> RunResult:
+def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult]:
     run = job.prepared
     device = run.machine.device
     measured: dict[str, int] = {}
@@ -186,8 +192,8 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         line = f"resuming from {run.checkpoint}: {step_of(run.checkpoint)} of {run.total_steps} steps are done"
         console.print(one_line(line), soft_wrap=True)
     hub = HubRepository(run.config) if run.config.push_to_hub and run.mesh.is_main else None
-    models = digests_of_models(run.config, run.files, run.checkpoint, run.mesh.is_main)
-    model = load_trainable_model(run, measured)
+    models = source.digests(run)
+    model = source.load(run, measured)
     pipeline = shard_for_rank(run, model)
     grad_scaler = loss_scaler(run)
     pipelined = None if pipeline is None else pipelined_stepper(run, model, pipeline.stages, grad_scaler)
@@ -241,7 +247,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
             )
             if hub is not None:
                 loop.add_callback(hub)
-            _train(job, loop, console)
+            yield from _train(job, loop, console)
         trained_answers = answer()
         measure_peaks(run, stepper, measured)
         remove_patches(model)
@@ -263,14 +269,14 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     return RunResult(job.output, summarize(job, measured))
 
 
-def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
+def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> Steps[None]:
     """Evaluate, train, evaluate; a resumed run does not repeat a recorded evaluation."""
     run, numbers = job.prepared, job.prepared.method.numbers
     with LiveMetrics(console, run.total_steps, numbers, capacity_bytes=run.plan.capacity_bytes) as live:
         job.metrics.listeners.append(live.update)
         if run.data.eval is not None and not _recorded(job):
             loop.evaluate()
-        loop.train(run.checkpoint)
+        yield from loop.steps(run.checkpoint)
         evaluated = [record["step"] for record in _recorded(job) if record["kind"] == "eval"]
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()

@@ -102,7 +102,7 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenR
         yield run
     finally:
         if not (prepared.checkpoint or checkpoints.results_in(output)):
-            for name in (*FIRST, COMPLETIONS, *([GIVEN_CONFIG] if _is_generated(output / GIVEN_CONFIG) else [])):
+            for name in (*FIRST, COMPLETIONS, *([GIVEN_CONFIG] if is_generated(output / GIVEN_CONFIG) else [])):
                 (output / name).unlink(missing_ok=True)
             remove(output / INITIAL)
             remove(output / MOMENTS)
@@ -154,7 +154,7 @@ def _write_first(run: OpenRun) -> None:
     run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
     write_text(output / RESOLVED_CONFIG, dump_config(with_specs(run.prepared.config, KBit.names)))
     file = output / GIVEN_CONFIG  # one that a user wrote is not replaced
-    if not file.exists() or _is_generated(file):
+    if not file.exists() or is_generated(file):
         command = one_line(f"halfbyte train {file} output_dir=NEW")
         write_text(file, f"{HEADER} `{command}` does the same again.\n{dump_given(run.prepared.written)}")
     write_json(output / DATA_REPORT, run.prepared.data.report)
@@ -162,7 +162,8 @@ def _write_first(run: OpenRun) -> None:
     write_environment(run)
 
 
-def _is_generated(file: Path) -> bool:
+def is_generated(file: Path) -> bool:
+    """Return whether halfbyte wrote this run.yaml."""
     try:
         return read_text(file, ConfigError).startswith(HEADER)
     except ConfigError:

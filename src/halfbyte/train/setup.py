@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from ..adapters.initial import AdapterInitialiser, InitialAdapter
 from ..adapters.lora import add_adapter, reads_base_weights
 from ..batch import Batch
 from ..layers.plain import multiply_by_onednn
@@ -38,6 +40,7 @@ from ..utils.console import Console
 from ..utils.files import write_json
 from . import checks
 from .initialise import initial_factors, keep_initial
+from .inputs import digests_of_models
 from .metrics_log import current_memory, reset_peak_memory, run_peaks
 from .pipeline_stepper import PipelinedStepper
 from .preflight import PreparedRun, planned_lengths
@@ -65,8 +68,28 @@ def memory_limit(run: PreparedRun) -> int | None:
     return None if run.config.memory_limit_gib is None else int(run.config.memory_limit_gib * 2**30)
 
 
-def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
-    """Load the model, add the adapter and enable recomputation; adds memory before and after loading to `measured`."""
+class ModelSource:
+    """Gives a run its model: here, one that is loaded for this run alone."""
+
+    def load(self, run: PreparedRun, measured: dict[str, int]) -> Any:
+        """Return the model with its adapter and recomputation enabled; adds memory before and after loading (bytes) to
+        `measured`."""
+        initial = initial_factors(run)
+        return with_adapter(run, load_base(run, measured, initial), initial)
+
+    def digests(self, run: PreparedRun) -> Future[dict[str, Any]]:
+        """Return the digests of the run's models for its checkpoints, see `digests_of_models`."""
+        return digests_of_models(run.config, run.files, run.checkpoint, run.mesh.is_main)
+
+
+def load_base(
+    run: PreparedRun, measured: dict[str, int], initial: AdapterInitialiser | InitialAdapter | None = None
+) -> Any:
+    """Load the model without its adapter; adds memory before and after loading to `measured`.
+
+    Args:
+        initial: takes the weights that `init_lora_weights` reads, before they are quantized.
+    """
     device = run.machine.device
     if device.type == "cpu" and run.plan.total * HEAP_WASTE > run.plan.capacity_bytes:
         return_large_blocks()
@@ -84,7 +107,6 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         products = run.mesh.active(("tensor",))
         sharded_axes = () if slices and products else slices or products  # 2D sharding loads full weights
         is_remote = run.cut.remote_filter if run.cut else None
-    initial = initial_factors(run)
     model = load_model(
         run.files,
         storage,
@@ -102,6 +124,16 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     measured["after_load_bytes"] = current_memory(device)
     if device.type == "cpu":
         reset_peak_memory(device)  # the peak so far counts pages of the checkpoint, which are not mapped any more
+    return model
+
+
+def with_adapter(run: PreparedRun, model: Any, initial: AdapterInitialiser | InitialAdapter | None = None) -> Any:
+    """Return a loaded model with the adapter of a run, and with recomputation enabled as planned.
+
+    Args:
+        initial: the argument of `load_base`.
+    """
+    adapter = run.config.adapter
     set_seed(run.config.seed)
     if run.config.method != "sft" and run.config.disable_dropout:
         turn_dropout_off(model)

@@ -154,15 +154,23 @@ class StopRequest:
         return time.monotonic() - self.since if self.number else 0.0
 
 
+_requests: list[StopRequest] = []  # of the open context, if any
+
+
 @contextlib.contextmanager
 def request_on_signals(notify: Callable[[int], None]) -> Iterator[StopRequest]:
     """Within the context, the first SIGTERM, SIGHUP or Ctrl-C only sets the `StopRequest`, which the caller polls.
 
     A second signal raises `Stopped`, and a third ends the process. Ignored or handled signals are left alone.
 
+    A context inside of another one has the request of the outer one, so that several runs of a process stop together.
+
     Args:
         notify: called with the first signal, within its handler.
     """
+    if _requests:
+        yield _requests[-1]
+        return
     request = StopRequest()
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -173,7 +181,11 @@ def request_on_signals(notify: Callable[[int], None]) -> Iterator[StopRequest]:
         notify(number)
 
     with _handled(dict.fromkeys((*TERMINATION_SIGNALS, signal.SIGINT), ask)):
-        yield request
+        _requests.append(request)
+        try:
+            yield request
+        finally:
+            _requests.remove(request)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,8 @@ def layout_to_launch(config: RunKeys) -> Parallel:
         return Parallel()
     layout, device = config.layout, config.device
     if layout is None:
-        several = device in (None, "cuda") and config.method not in SAMPLING  # which train on one GPU
+        on_one = config.method in SAMPLING or config.trains_several
+        several = device in (None, "cuda") and not on_one
         return Parallel(data=max(1, torch.cuda.device_count()) if several else 1)
     if layout.size == 1:
         return layout

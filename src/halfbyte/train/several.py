@@ -1,0 +1,214 @@
+"""Several adapters in one run: one frozen base, and for each adapter a run of its own over it.
+
+Each adapter has a model of its own, whose frozen tensors are those of one base, and everything else that a run has:
+rows, schedule, optimizer, evaluations, checkpoints, records and a folder in `output_dir/adapters`. The runs advance
+together, a step of each at a time, and each draws its random numbers from a stream of its own. So an adapter's numbers
+do not depend on the others, a diverged adapter ends alone, and a resumed run continues each from its own checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from ..config import RunConfig, dump_config, dump_given
+from ..config.several import adapter_runs
+from ..mesh.mesh import present_mesh
+from ..report.comparison import compare, print_comparison
+from ..runs.layout import GIVEN_CONFIG, RESOLVED_CONFIG
+from ..runs.lock import run_lock
+from ..utils.console import Console
+from ..utils.errors import ConfigError, HalfbyteError, TrainingError
+from ..utils.files import write_text
+from ..utils.hardware import chosen_device
+from ..utils.processes import Stopped, request_on_signals
+from ..utils.text import one_line
+from ..utils.waiting import showing_waits
+from .checkpoint import random_states, set_random_states
+from .guards import announce_signal
+from .loop import Accumulation, Steps, run_step
+from .preflight import PreparedRun, prepare_run
+from .run_folder import HEADER, OpenRun, finished_measures, is_generated, open_run
+from .setup import ModelSource, load_base, process_settings, with_adapter
+
+Result = TypeVar("Result")
+
+
+def prepare_adapters(
+    config: RunConfig, resume: str | bool | None, console: Console, writes: bool = True
+) -> dict[str, PreparedRun]:
+    """Prepare the run of each adapter, by its name; each has the memory plan of all of them.
+
+    Arguments and errors as in `prepare_run`; an error names the adapter.
+    """
+    runs = adapter_runs(config)
+    console.print(one_line(f"adapters {len(runs)} on one base: {', '.join(runs)}"), soft_wrap=True)
+    prepared = {}
+    for name, run in runs.items():
+        try:
+            prepared[name] = prepare_run(run, resume, console, writes=writes, together=list(runs.values()))
+        except HalfbyteError as error:
+            error.message = f"adapter {name}: {error.message}"
+            raise
+        console = Console(quiet=True)  # model, machine and plan are those of the first
+    return prepared
+
+
+def train_adapters(
+    config: RunConfig,
+    resume: str | bool | None,
+    console: Console | None,
+    steps_of: Callable[[OpenRun, Console, ModelSource], Steps[Result]],
+    finished: Callable[[PreparedRun, dict[str, int], Console], Result],
+) -> dict[str, Any]:
+    """Train the adapters of a run, and compare them in its folder.
+
+    Args:
+        resume, console: as in `train`.
+        steps_of: returns the steps of an open run.
+        finished: returns the result of a run that has finished before, with its measured memory.
+
+    Returns:
+        The last numbers of each adapter, by its name.
+
+    Raises:
+        HalfbyteError: as in `train`; a TrainingError names the adapters that ended with an error, after all others.
+        Stopped: the process received a signal; a checkpoint of each unfinished adapter is saved.
+    """
+    console = console or Console(quiet=True)
+    with present_mesh(config.layout, chosen_device(config.device).type) as mesh, showing_waits(console):
+        if mesh.size > 1:
+            wrong = f"adapters and sweep train on one device, and this run has {mesh.size} processes"
+            raise ConfigError(wrong, "start it with `halfbyte train` in one process")
+        runs = prepare_adapters(config, resume, console)
+        with contextlib.ExitStack() as stack:
+            for folder in (config.output_path, *(run.config.output_path for run in runs.values())):
+                stack.enter_context(run_lock(folder))
+            results = _train(config, runs, resume, steps_of, finished)
+            errors = {name: result for name, result in results.items() if isinstance(result, BaseException)}
+            for error in errors.values():
+                if isinstance(error, Stopped):
+                    raise error
+            differing = {name: _changes(config, run.config) for name, run in runs.items()}
+            held_out = {run.identity["eval_dataset"] for run in runs.values()}
+            comparison = compare(config.output_path, differing, errors, same_rows=len(held_out) == 1)
+    print_comparison(console, comparison, config.output_path)
+    if errors:
+        wrong = "; ".join(f"adapter {name}: {getattr(error, 'message', error)}" for name, error in errors.items())
+        raise TrainingError(wrong, "the other adapters are finished; change these and train them in another output_dir")
+    return comparison
+
+
+def _train(
+    config: RunConfig,
+    runs: Mapping[str, PreparedRun],
+    resume: str | bool | None,
+    steps_of: Callable[[OpenRun, Console, ModelSource], Steps[Result]],
+    finished: Callable[[PreparedRun, dict[str, int], Console], Result],
+) -> dict[str, Result | TrainingError | Stopped]:
+    """Train the adapters that have not finished; return the result of each, or the error that ended it."""
+    quiet = Console(quiet=True)
+    results: dict[str, Any] = {}
+    for name, run in runs.items():
+        if (measured := finished_measures(run)) is not None:
+            results[name] = finished(run, measured, quiet)
+    remaining = {name: run for name, run in runs.items() if name not in results}
+    if remaining:
+        with contextlib.ExitStack() as stack:
+            jobs = {name: stack.enter_context(open_run(run, resume)) for name, run in remaining.items()}
+            _write_configuration(config)
+            base = SharedBase()
+            stack.enter_context(process_settings(next(iter(remaining.values()))))
+            stack.enter_context(request_on_signals(announce_signal))
+            results |= Together({name: steps_of(job, quiet, base) for name, job in jobs.items()}).run()
+    return {name: results[name] for name in runs}
+
+
+def _write_configuration(config: RunConfig) -> None:
+    """Write the keys of the run of all adapters; a run.yaml that a user wrote is not replaced."""
+    write_text(config.output_path / RESOLVED_CONFIG, dump_config(config))
+    file = config.output_path / GIVEN_CONFIG
+    if not file.exists() or is_generated(file):
+        write_text(file, f"{HEADER}\n{dump_given(config)}")
+
+
+def _changes(config: RunConfig, run: RunConfig) -> dict[str, Any]:
+    """Return the keys in which an adapter's run differs from the run of all adapters."""
+    keys = dict.fromkeys(key for entry in config.adapters or [config.sweep or {}] for key in entry if key != "name")
+    return {key: getattr(run, key) for key in keys}
+
+
+class SharedBase(ModelSource):
+    """Gives each adapter's run a model over the frozen tensors of one base, which the first of them loads."""
+
+    def __init__(self) -> None:
+        self._base: nn.Module | None = None
+        self._measured: dict[str, int] = {}
+        self._digests: Future[dict[str, Any]] | None = None
+
+    def load(self, run: PreparedRun, measured: dict[str, int]) -> Any:
+        if self._base is None:
+            self._base = load_base(run, self._measured)
+        measured |= self._measured
+        return with_adapter(run, with_same_tensors(self._base))
+
+    def digests(self, run: PreparedRun) -> Future[dict[str, Any]]:
+        if run.checkpoint is not None:
+            return super().digests(run)
+        if self._digests is None:
+            self._digests = super().digests(run)
+        return self._digests
+
+
+def with_same_tensors(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose modules are its own and whose tensors are those of `model`."""
+    shared: list[Any] = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        shared += [value for value in vars(module).values() if isinstance(value, Tensor)]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+class Together(Generic[Result]):
+    """Drives several runs, a step of each at a time.
+
+    Args:
+        runs: the steps of each run, by its name.
+    """
+
+    def __init__(self, runs: Mapping[str, Steps[Result]]):
+        self.runs = runs
+        self._steps: dict[str, Accumulation] = {}  # the step that each unfinished run has yielded
+        self._results: dict[str, Result | TrainingError | Stopped] = {}
+        self._random = dict.fromkeys(runs, random_states())
+
+    def run(self) -> dict[str, Result | TrainingError | Stopped]:
+        """Run all to their ends; return the result of each, or the error that ended it."""
+        try:
+            for name, steps in self.runs.items():
+                self._advance(name, partial(next, steps))
+            while self._steps:
+                for name, accumulation in list(self._steps.items()):
+                    self._advance(name, partial(run_step, self.runs[name], accumulation))
+        finally:
+            for steps in self.runs.values():
+                steps.close()
+        return self._results
+
+    def _advance(self, name: str, to_next_step: Callable[[], Accumulation]) -> None:
+        """Run code of one run, up to its next step or its end, with its own random numbers."""
+        set_random_states(self._random[name])
+        try:
+            self._steps[name] = to_next_step()
+        except StopIteration as end:
+            self._results[name] = end.value
+        except (TrainingError, Stopped) as error:
+            self._results[name] = error
+        if name in self._results:
+            self._steps.pop(name, None)
+        self._random[name] = random_states()
