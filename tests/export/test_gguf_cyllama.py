@@ -7,10 +7,12 @@ import torch
 import transformers
 
 from halfbyte.export.gguf_model import export_gguf
+from halfbyte.export.merge import merge
 from halfbyte.gguf.mixes import MIXES
 from halfbyte.gguf.tensors import DeltaNet
 from halfbyte.utils.errors import ModelError
 from tests.helpers.gguf_models import LLAMA3, LONG, MODELS, ORIGINAL, SIZES, THETA, save_model
+from tests.helpers.merge_runs import save_run
 
 pytestmark = pytest.mark.llamacpp
 llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
@@ -113,3 +115,20 @@ def test_every_tensor_of_a_hybrid_gets_the_type_llamacpp_gives_it(tmp_path, mix,
         for who in ("ours", "theirs")
     )
     assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["yarn", "linear", "dynamic", "llama3"])
+def test_run_with_rope_scaling_beyond_the_trained_context(tmp_path, name):
+    """A run's file and its merged model give the same logits for rows longer than the base was trained on."""
+    base = tmp_path / "base"
+    save_model(base, "llama", max_position_embeddings=16)
+    keys = {"load_in_4bit": False, "dtype": "float32", "max_length": 64, "tokenizer": base}
+    run = save_run(tmp_path / "run", base, rope_scaling={"rope_type": name, "factor": 4.0}, **keys)
+    merge(run, tmp_path / "merged", verify=False)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert merged.config.max_position_embeddings == 64
+    export_gguf(str(run), "f32", tmp_path / "m.gguf", device="cpu")
+    with torch.no_grad():
+        expected = merged(torch.tensor([IDS])).logits[0]
+    difference = (logits(tmp_path / "m.gguf")[:, : expected.shape[1]] - expected).abs().max()
+    assert difference < 0.02 * expected.abs().max()  # the merged model is in bfloat16

@@ -43,6 +43,7 @@ from ..config.initialisations import read_by
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
 from ..modeling.architectures import ALL_LINEAR, all_linear, is_linear, is_router
+from ..modeling.rope_scaling import check_adapter_rope
 from ..modeling.transformers_versions import quiet_peft
 from ..qat.model import round_merged
 from ..reading.boundary import answered
@@ -346,6 +347,7 @@ def load_adapter(
             unexpected, misshapen, NaN or infinite.
     """
     lora: Any = saved_adapter_config(folder)
+    check_adapter_rope(folder, model.config)
     convert = None
     if initial is not None:
         lora = initial.converted_config() if converted else initial.residual_config()

@@ -17,6 +17,7 @@ from ..config import Origin
 from ..config.methods import SCORES
 from ..config.schema import DistillationSection, ModelSection, RunKeys
 from ..loading.find import ModelFiles, find_model, preflight_model
+from ..modeling.rope_scaling import check_adapter_rope, saved_rope
 from ..reading.files import open_bytes, same_place
 from ..reading.tensors import (
     ADAPTER,
@@ -65,6 +66,7 @@ class AuxiliaryModel:
 
         if self.adapter is not None:
             check_adapter_files(self.adapter)
+            check_adapter_rope(self.adapter, model_config if self.files is None else self.files.config)
         if self.files is not None:
             if stored:
                 check_stored(self.files, config.storage)
@@ -206,13 +208,14 @@ def origin_of(config: RunKeys, name: str, adapter: Path | None, revision: str | 
     Raises:
         CheckpointError: an adapter does not name its base.
     """
+    rope = None
     if adapter is not None:
         base = read_adapter_config(adapter).get("base_model_name_or_path")
         if not base:
             raise CheckpointError(
                 f"{adapter / ADAPTER_CONFIG} has no base_model_name_or_path", "write there which model it is for"
             )
-        name, revision = str(base), None
+        name, revision, rope = str(base), None, saved_rope(adapter)
     if same_place(name, config.model_name_or_path) and config.use_peft and config.qat_scheme is None:
         return None
-    return Origin(name, revision, config.trust_remote_code, config.storage.keep and name.endswith(".gguf"))
+    return Origin(name, revision, config.trust_remote_code, config.storage.keep and name.endswith(".gguf"), rope)

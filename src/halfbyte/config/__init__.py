@@ -1,7 +1,7 @@
 """The configuration of a run: one flat YAML file, with the same keys on the command line and in Python."""
 
 from .reading import TEXT_KEYS, allowed, explain, load_config, storage_of
-from .resolved import Origin, Parallel, Precision, Sliced, Storage
+from .resolved import Origin, Parallel, Precision, RopeScaling, Sliced, Storage
 from .run_config import RunConfig, dump_config, dump_given
 from .schema import KEEP, SECTIONS, SIXTEEN, Adapter, Level
 
@@ -15,6 +15,7 @@ __all__ = [
     "Origin",
     "Parallel",
     "Precision",
+    "RopeScaling",
     "RunConfig",
     "Sliced",
     "Storage",

@@ -48,6 +48,7 @@ RENAMED = {
     "optimizer": "optim",
     "embedding_lr": "embedding_learning_rate",
     "noisy_embedding_alpha": "neftune_noise_alpha",
+    "rope_parameters": "rope_scaling",
     "auto_resume_from_checkpoints": "resume_from_checkpoint",
     "rl_beta": "beta",
     "orpo_alpha": "beta",

@@ -323,8 +323,8 @@ REFUSED = {
         train_on_eot
     """,
     "change it in the checkpoint's config.json": """
-        apply_query_key_layer_scaling apply_wd_to_qk_layernorm model_config model_kwargs overrides_of_model_config
-        overrides_of_model_kwargs rms_norm_eps rope_scaling sage_attention shift_attn use_rms_norm
+        apply_query_key_layer_scaling apply_wd_to_qk_layernorm model_config model_kwargs
+        overrides_of_model_kwargs rms_norm_eps sage_attention shift_attn use_rms_norm
     """,
     "remove it; halfbyte trains causal language models, and scores with method: reward or prm": """
         num_labels problem_type trainer_cls

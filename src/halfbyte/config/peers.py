@@ -311,6 +311,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "lora": {"lora_r": "r", "target_modules": "lora_target"},
     "logging": {},
+    # Axolotl
+    "overrides_of_model_config": {"rope_parameters": "rope_scaling"},
     # LLaMA-Factory 1
     "peft_config": {"name": "finetuning_type", "target_modules": "lora_target"},
     "quant_config": {"name": "quantization_method"},

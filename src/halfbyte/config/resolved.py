@@ -8,6 +8,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 AXES = ("data", "shard", "tensor", "pipeline", "context")
+ORIGINAL_CONTEXT = "original_max_position_embeddings"  # tokens that a model was trained for before RoPE scaling
+# RoPE type → options in transformers' `rope_parameters`. `default` changes the base of the frequencies only.
+ROPE_OPTIONS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        *("factor", ORIGINAL_CONTEXT, "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": ("factor", ORIGINAL_CONTEXT, "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", ORIGINAL_CONTEXT, "attention_factor", "short_factor", "long_factor"),
+    "default": ("rope_theta",),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """RoPE scaling that a run applies to its model, see `modeling.rope_scaling`.
+
+    Attributes:
+        options: `rope_type` and its options, as in transformers' `rope_parameters`.
+        length: tokens that the scaled model must reach, from which a missing factor follows.
+    """
+
+    options: Mapping[str, Any]
+    length: int
 
 
 @dataclass(frozen=True)
@@ -19,12 +45,14 @@ class Origin:
         revision: branch, tag or commit of a hub model; None: its main branch.
         trust_remote_code: whether to run code that comes with the model.
         keep: for a GGUF file: linear layers whose type a halfbyte format represents keep their stored values.
+        rope_scaling: RoPE scaling to apply to its config; None: as the config has it.
     """
 
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
     keep: bool = False
+    rope_scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)

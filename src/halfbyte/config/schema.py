@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from .datasets import DatasetEntry, check_entries, entries_of
 from .initialisations import find_initialisation, initialisation_names
 from .methods import PreferenceSection, method_field
 from .policy import DISTILLING, DistillationSection, PolicySection
-from .resolved import Origin, Parallel, Precision, Storage
+from .resolved import ORIGINAL_CONTEXT, ROPE_OPTIONS, Origin, Parallel, Precision, RopeScaling, Storage
 from .section import Contradiction, Section, contradiction, nearest
 from .yaml import read_patterns
 
@@ -54,9 +55,20 @@ class ModelSection(Section):
     )
     attn_implementation: str | None = Field(None, description="attention implementation of transformers; default: sdpa")
     use_kernels: bool = Field(True, description="use fused kernels on GPUs; false: transformers' forwards")
+    rope_scaling: dict[str, bool | int | float | str | list[int | float]] | None = Field(
+        None,
+        description="extend the context beyond the trained one to max_length, from which the factor follows: yarn,"
+        " linear, dynamic or llama3; or a mapping as transformers' rope_parameters, {rope_type: yarn, factor: 4.0}",
+    )
     device: str | None = Field(
         None, description="device, as in cpu, cuda, cuda:1 or xpu; default: the first accelerator, else cpu"
     )
+
+    @field_validator("rope_scaling", mode="before")
+    @classmethod
+    def _rope_scaling(cls, value: Any) -> Any:
+        """Accept the name of a type; check the names and values of its options."""
+        return checked_rope(value) if isinstance(value, str | Mapping) else value
 
     @field_validator("device")
     @classmethod
@@ -601,6 +613,38 @@ class ParallelSection(Section):
     )
 
 
+def checked_rope(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_scaling` as a mapping with `rope_type`, after checking its options.
+
+    Raises:
+        PydanticCustomError: an unknown type or option, or an option that is not a positive number.
+    """
+    options: dict[str, Any] = {"rope_type": value} if isinstance(value, str) else dict(value)
+    if "type" in options:  # transformers' earlier name
+        options.setdefault("rope_type", options.pop("type"))
+    rope_type = options.get("rope_type")
+    if not isinstance(rope_type, str) or rope_type not in ROPE_OPTIONS:
+        message, named = "must name a rope_type of {names}, not {value}", {"names": ", ".join(ROPE_OPTIONS)}
+        raise PydanticCustomError("limit", message, named | {"value": brief(rope_type)})
+    for key, number in options.items():
+        if key != "rope_type" and key not in ROPE_OPTIONS[rope_type]:
+            message, named = "has no option {option} for {type}, but {names}", {"type": rope_type, "option": brief(key)}
+            raise PydanticCustomError("limit", message, named | {"names": ", ".join(ROPE_OPTIONS[rope_type])})
+        if key == "rope_type" or (key == "truncate" and isinstance(number, bool)):
+            continue
+        numbers = number if isinstance(number, list) and key in ("short_factor", "long_factor") else [number]
+        types, least = ((int,) if key == ORIGINAL_CONTEXT else (int, float)), (1 if key == "factor" else 0)
+        if (
+            key == "truncate"
+            or not numbers
+            or not all(type(n) in types and least <= n < math.inf and n for n in numbers)
+        ):
+            message, named = "must have {words} as {option}, not {value}", {"option": key, "value": brief(number)}
+            named["words"] = "1 or more" if least else "true or false" if key == "truncate" else "a positive number"
+            raise PydanticCustomError("limit", message, named)
+    return options
+
+
 def _mixture_in(path: str) -> dict[str, str]:
     """Read a mapping of module patterns to formats from a YAML file."""
     fix = "name a file with lines `pattern: format`, as `halfbyte mix` writes it"
@@ -650,7 +694,8 @@ class RunKeys(
     def origin(self) -> Origin:
         """The model that the run starts from."""
         revision = None if self.model_revision == "main" else self.model_revision
-        return Origin(self.model_name_or_path, revision, self.trust_remote_code, self.storage.keep)
+        rope = None if self.rope_scaling is None else RopeScaling(self.rope_scaling, self.max_length)
+        return Origin(self.model_name_or_path, revision, self.trust_remote_code, self.storage.keep, rope)
 
     @property
     def adapter(self) -> Adapter | None:

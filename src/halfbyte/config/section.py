@@ -69,7 +69,7 @@ class Section(BaseModel):
         several = value.values() if isinstance(value, Mapping) else value
         numbers = several if isinstance(value, Mapping | list) else [value]
         too_large = [number for number in numbers if isinstance(number, int | float) and abs(number) > LARGEST]
-        if too_large and info.field_name != "seed":
+        if too_large and info.field_name not in ("seed", "rope_scaling"):  # a base of frequencies may be larger
             raise PydanticCustomError(
                 "limit", "must be at most {most}, not {value}", {"most": f"{LARGEST:,}", "value": brief(too_large[0])}
             )

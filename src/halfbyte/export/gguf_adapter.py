@@ -7,12 +7,13 @@ of ranks and alphas).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGUFWriter, Keys
 
 from ..config.schema import RunKeys
-from ..gguf.graph import checked_family
+from ..gguf.graph import checked_family, original_context, rope_of
 from ..gguf.quants import FLOATS, Type, quantize
 from ..gguf.tensors import Layout
 from ..loading.checkpoint import BaseCheckpoint
@@ -49,6 +50,9 @@ def export_adapter(
         raise CheckpointError(f"{run} has no adapter", "export it without --adapter-only")
     config = saved_config(saved, [f"trust_remote_code={trust_remote_code}"])
     path = output_path(run, out, f"adapter-{mix.lower()}.gguf")
+    if config.rope_scaling:
+        flags = _rope_flags(text_config(config.origin))
+        notice("adapter-rope", f"this adapter was trained with rope_scaling: run llama.cpp with {flags}")
     with new_file(path) as aside:
         writer = GGUFWriter(aside, checked_family(text_config(config.origin)).gguf.arch)
         writer.add_type("adapter")
@@ -71,6 +75,23 @@ def export_adapter(
         message = "llama.cpp uses the stop tokens of the base's file, and this adapter ends its answers with others"
         notice("adapter-ends", f"{message}: run it with {names}")
     return path
+
+
+def _rope_flags(config: Any) -> str:
+    """Return the options of llama.cpp that scale the RoPE of the base's file as `config` does.
+
+    Raises:
+        ConfigError: there are none; frequencies of their own are tensors of the base's file.
+    """
+    rope, context = rope_of(config), config.max_position_embeddings
+    rope_type = rope["rope_type"]
+    if rope_type in ("llama3", "longrope"):
+        wrong = f"rope_scaling: {rope_type}: llama.cpp reads its frequencies from the base's file, not from an adapter"
+        raise ConfigError(wrong, "export the merged model: without --adapter-only")
+    flags = {"default": f"--rope-freq-base {rope['rope_theta']:g}"}.get(rope_type, f"--rope-scaling {rope_type}")
+    flags += f" --rope-scale {rope['factor']:g}" if "factor" in rope else ""
+    flags += f" --yarn-orig-ctx {original_context(config)}" if rope_type == "yarn" else ""
+    return f"{flags} -c {context}"
 
 
 @torch.no_grad()

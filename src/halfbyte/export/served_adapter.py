@@ -21,13 +21,16 @@ from ..adapter_kinds import LORA
 from ..adapters.expert_adapters import expert_factors
 from ..config import Origin
 from ..loading.checkpoint import BaseCheckpoint
+from ..loading.find import read_model_config
 from ..loading.tokenizers import trained_tokenizer
+from ..modeling.rope_scaling import write_overrides
 from ..reading.model_config import GENERATION
-from ..reading.tensors import ADAPTER, ADAPTER_CONFIG
+from ..reading.tensors import ADAPTER, ADAPTER_CONFIG, OVERRIDES
 from ..runs.saved import find, saved_config
 from ..runs.stop_tokens import data_report, generation_keys
 from ..utils.errors import CheckpointError, ConfigError
 from ..utils.files import new_directory
+from ..utils.notices import notice
 from .adapter import AdapterLayers
 
 MERGE = "merge it, and serve the merged model"
@@ -62,6 +65,9 @@ def export_served(run: Path | str, out: Path | str | None = None, *, trust_remot
     served = ServedAdapter(adapter, config.origin, str(saved.adapter))
     tokenizer, report = trained_tokenizer(saved.adapter, config), data_report(saved.run_dir)
     keys = generation_keys(served.base, tokenizer, report)
+    if config.rope_scaling:
+        overrides = f"""--hf-overrides "$(cat {path / OVERRIDES})\""""
+        notice("served-rope", f"this adapter was trained with rope_scaling: start the server with {overrides}")
     return served.write(served.tensors(), path, keys)
 
 
@@ -83,6 +89,7 @@ class ServedAdapter:
             raise CheckpointError(f"{name}: servers do not support adapters on routers ({min(adapter.routers)})", MERGE)
         self.adapter = adapter
         self.origin = origin.name
+        self._scaled = read_model_config(origin) if origin.rope_scaling else None
         self.name = name
         base = BaseCheckpoint(origin)
         self.base = base.folder
@@ -145,6 +152,8 @@ class ServedAdapter:
         with new_directory(path) as aside:
             save_file(tensors, aside / ADAPTER, metadata={"format": "pt"})
             (aside / ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n")
+            if self._scaled is not None:
+                write_overrides(aside, self._scaled)
             if generation is not None:
                 (aside / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
         return path

@@ -21,7 +21,9 @@ from ..formats import Format, Stack
 from ..formats.base import entry_name
 from ..formats.retained_update import RetainedUpdate
 from ..loading.checkpoint import DTYPES, BaseCheckpoint, Stored
+from ..loading.find import read_model_config
 from ..loading.load import resolve_dtype
+from ..modeling.rope_scaling import set_rope
 from ..reading.tensors import INDEX
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ModelError
@@ -115,6 +117,7 @@ class MergedWeights:
         self.adapter = adapter
         self.packing = packing or Packing()
         self.input_amax: dict[str, float] = {}
+        self._scaled = read_model_config(run.origin).get_text_config() if run.rope_scaling else None
         self._group_amax: dict[tuple[Target, tuple[str, ...], int | None], Tensor] = {}
         self._formats = {} if base.quantized and not base.in_part else dict(adapter.quantized)
         stacks = {} if base.quantized and not base.in_part else dict(adapter.stacks)
@@ -540,4 +543,7 @@ class MergedWeights:
                 section["vocab_size"] = self.adapter.rows
             if self.untied:
                 section["tie_word_embeddings"] = False
+        if self._scaled is not None:
+            text = config.get("text_config")
+            set_rope(text if isinstance(text, dict) else config, self._scaled)
         return config

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import Origin
+from ..config import Origin, RunConfig
 from ..gguf.cache import checkpoint_folder, gguf_file
 from ..modeling.families import FAMILIES
+from ..modeling.rope_scaling import resolve_rope, scale_rope
 from ..reading import look
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config
@@ -104,10 +105,13 @@ def local_origin(model: str | Origin) -> Origin:
 
 
 def read_model_config(model: str | Origin) -> Any:
-    """Return the transformers config of a model of any kind; a GGUF file with kept types lists them in it.
+    """Return the transformers config of a model of any kind, its RoPE scaled as `model` says.
+
+    A GGUF file with kept types lists them in its config.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: there is no such model, or its RoPE cannot be scaled.
+        ConfigError: an option of the scaling is missing.
     """
     from transformers import AutoConfig
 
@@ -126,7 +130,22 @@ def read_model_config(model: str | Origin) -> Any:
         config = AutoConfig.from_pretrained(name, revision=origin.revision, trust_remote_code=origin.trust_remote_code)
     if getattr(config, "quantization_config", {}) is None:  # merging tools write "quantization_config": null
         del config.quantization_config
+    if origin.rope_scaling is not None:
+        scale_rope(config, origin.rope_scaling)
     return config
+
+
+def with_rope_factor(config: RunConfig) -> RunConfig:
+    """Return `config` with the options of `rope_scaling` that follow from the model and max_length.
+
+    Raises:
+        ConfigError, ModelError: the model cannot be scaled in this way.
+    """
+    scaling = config.origin.rope_scaling
+    if scaling is None:
+        return config
+    unscaled = read_model_config(replace(config.origin, rope_scaling=None))
+    return config.model_copy(update={"rope_scaling": resolve_rope(unscaled, scaling)})
 
 
 def _check_model_type(folder: Path) -> None:

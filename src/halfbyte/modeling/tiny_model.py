@@ -106,7 +106,8 @@ def check_positions(config: Any, length: int, *, trust_remote_code: bool = False
     message = f"max_length: rows have up to {length} tokens, but {name} was made for {context}"
     if _has_position_limit(config, trust_remote_code):
         raise ConfigError(f"{message}: it has no further positions", f"set max_length: {context}")
-    notice(f"positions of {name}", message)
+    rotates = getattr(config.get_text_config(), "rope_parameters", None)
+    notice(f"positions of {name}", message + (": set rope_scaling: yarn to extend its context" if rotates else ""))
 
 
 def _has_position_limit(config: Any, trust_remote_code: bool) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as PEFT saves them
+OVERRIDES = "config_overrides.json"  # in an adapter's folder: keys that replace those of the base's config.json
 ADAPTER_PICKLED = "adapter_model.bin"
 LARGEST_HEAD = 32 * MEBIBYTE  # of JSON that lists 250,000 tensors
 MOST_RANKS = 65_536

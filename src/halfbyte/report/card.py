@@ -12,6 +12,7 @@ import yaml
 from ..adapter_kinds import adapter_type_of, find_adapter_kind
 from ..config.methods import SCORES
 from ..methods import METHODS
+from ..reading.tensors import OVERRIDES
 from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_CONFIG
 from ..runs.metrics import describe_best
 from ..utils.files import write_text
@@ -23,7 +24,7 @@ from .terminal import method, storage
 HYPERPARAMETERS = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_steps",
     "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "weight_decay", "max_grad_norm",
-    "max_length", "packing", "seed",
+    "max_length", "rope_scaling", "packing", "seed",
 )  # fmt: skip
 PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
@@ -112,7 +113,12 @@ def _usage(run: Run, published: bool) -> str:
         return "\n".join(lines)
     head = f", num_labels={labels}" if labels else ""
     lines.insert(-1, "from peft import PeftModel")
-    lines.append(f'base = {loader}.from_pretrained({_arguments_of_base(run, published)}{head}, dtype="auto")')
+    arguments = f'{_arguments_of_base(run, published)}{head}, dtype="auto"'
+    if run.config.get("rope_scaling"):  # the base's own config.json has another scale
+        lines.insert(0, "import json")
+        lines.append(f"overrides = json.load(open({os.path.join(weights, OVERRIDES)!r}))  # RoPE as in training")
+        arguments += ", **overrides"
+    lines.append(f"base = {loader}.from_pretrained({arguments})")
     lines.append(f'model = PeftModel.from_pretrained(base, "{weights}")')
     lines.append(f"tokenizer = {tokenizer}")
     return "\n".join(lines)
@@ -194,7 +200,7 @@ def _hyperparameters(run: Run) -> dict[str, str]:
     row = find_adapter_kind(run.config)
     of_adapter = () if row is None or _weights(run) == MODEL else (*row.reported, *ADAPTER_KEYS)
     keys = (*of_adapter, *HYPERPARAMETERS)
-    shown = {key: str(run.config[key]) for key in keys if key in run.config}
+    shown = {key: str(run.config[key]) for key in keys if run.config.get(key) is not None}
     if 0 < (run.config.get("warmup_steps") or 0) < 1:
         shown["warmup_steps"] += " of all steps"
     return shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 from collections.abc import Sequence
 from itertools import chain
@@ -18,6 +19,8 @@ from ..export.adapter import AdapterLayers
 from ..export.served_adapter import ServedAdapter
 from ..generation import Completion, Rollouts, Sampling
 from ..generation.vllm import KEY, VllmServer
+from ..loading.find import read_model_config
+from ..modeling.rope_scaling import config_overrides
 from ..plan.memory_plan import RolloutPlan
 from ..utils.console import Console
 from ..utils.errors import ConfigError, TrainingError
@@ -68,6 +71,9 @@ def check_server(config: RunKeys, data: PreparedData, tokenizer: PreTrainedToken
             f" {config.model_name_or_path} as {brief(local_text)}",
             f"serve {config.model_name_or_path}",
         )
+    if config.rope_scaling:
+        overrides = json.dumps(config_overrides(read_model_config(config.origin)))
+        notice("server-rope", f"the server must scale RoPE as this run does: --hf-overrides '{overrides}'")
     counts_temperature = server.counts_temperature(served, prompt)
     if config.temperature != 1 and not counts_temperature:
         raise ConfigError(

@@ -330,6 +330,9 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     saved["reward_funcs"], current["reward_funcs"] = (
         _without_folders(keys["reward_funcs"]) for keys in (saved, current)
     )
+    if saved["rope_scaling"] and current["rope_scaling"]:  # options that were not given follow from max_length
+        saved["rope_scaling"] = current["rope_scaling"] | saved["rope_scaling"]
+        current["rope_scaling"] = saved["rope_scaling"] | current["rope_scaling"]
     free = FREE_KEYS
     if MODELS.keys() <= state["data"].keys():  # digests of the inputs, which `check_same_inputs` compares
         free |= {*PATHS, "model_revision", "teacher_model_revision"}

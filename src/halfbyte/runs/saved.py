@@ -14,6 +14,7 @@ from ..config.methods import SCORES
 from ..config.run_config import with_specs
 from ..config.schema import RunKeys
 from ..loading.find import ModelFiles, find_model, preflight_model
+from ..modeling.rope_scaling import saved_rope
 from ..reading import read_text
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
@@ -156,6 +157,8 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
     named = any(token.removeprefix("--").partition("=")[0] == "quantization" for token in overrides)
     quantized = named or _is_quantized(paths.base)
     defaults = {"model_name_or_path": paths.base, "dataset": dataset, "load_in_4bit": quantized}
+    if paths.adapter and not paths.resolved and (rope := saved_rope(paths.adapter)):
+        defaults |= {"rope_scaling": dict(rope.options), "max_length": rope.length}
     if paths.resolved:
         _check_complete(paths.resolved)
     try:
@@ -167,6 +170,7 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
         raise ConfigError(error.message, fix) from error  # the key is of another version, not misspelled
     if paths.base and not paths.adapter:
         config.model_name_or_path = paths.base
+        config.rope_scaling = None  # its config.json has it
     return config if named else with_specs(config, KBit.earlier_names)
 
 

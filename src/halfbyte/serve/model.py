@@ -17,6 +17,7 @@ from ..generation.engine import forget
 from ..generation.sampling import Penalties
 from ..generation.text import Piece, continue_texts
 from ..loading.load import read_chat_template
+from ..modeling.rope_scaling import saved_rope
 from ..reading import look
 from ..runs.saved import Saved, find, find_adapter, load_saved
 from ..runs.stop_tokens import data_report, known_stop_tokens
@@ -353,6 +354,9 @@ def load(
         template = folder / "chat_template.jinja"
         if look(template, CheckpointError) and read_chat_template(template) != saved.tokenizer.chat_template:
             notice(f"serve {folder}", f"{folder} was trained with another chat template; the server uses its own")
+        if saved.config.rope_scaling and saved_rope(folder) is None:
+            wrong = f"--adapter {key}: the base of {name} has rope_scaling, and this adapter was trained without"
+            raise UsageError(wrong, "serve it with its own base")
         adapter_name: Any = names[key]
         saved.model = load_adapter(saved.model, folder, saved.config.model_name_or_path, adapter_name)
         ends[str(names[key])] = known_stop_tokens(data_report(find(adapters[key]).run_dir), saved.tokenizer)

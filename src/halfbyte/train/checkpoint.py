@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.trainer_pt_utils import safe_globals
 
 from ..adapters.lora import load_adapter_weights, save_adapter
+from ..modeling.rope_scaling import write_overrides
 from ..ops.fp8_scaling import DelayedScaling
 from ..reading.boundary import answered
 from ..reading.tensors import read_state, read_tensors
@@ -57,14 +58,19 @@ def new_checkpoint(folder: Path, step: int) -> Iterator[Path]:
         write_manifest(temporary, step)
 
 
-def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_weights(
+    model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None, *, scaled: bool = False
+) -> None:
     """Save the adapter; in full fine-tuning all weights.
 
     Args:
         weights: the adapter's full weights, if other ranks have parts of it.
+        scaled: whether the run scales the base's RoPE, which an adapter's folder then describes.
     """
     if isinstance(model, PeftModel):
         save_adapter(model, folder, weights)
+        if scaled:
+            write_overrides(folder, model.config)
     else:
         model.save_pretrained(folder)
 

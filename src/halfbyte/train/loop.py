@@ -686,7 +686,7 @@ class TrainingLoop:
                     return
                 try:
                     with new_checkpoint(self._checkpoint_folder(), self.state.global_step) as folder:
-                        save_weights(self.model, folder, weights)
+                        save_weights(self.model, folder, weights, scaled=bool(self.config.rope_scaling))
                         save_optimizer(folder, optimizer, self.schedule, self.grad_scaler)
                         save_random(folder, random_of_ranks)
                         save_scaling(folder, fp8_scales)

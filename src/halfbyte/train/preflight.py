@@ -21,12 +21,13 @@ from ..config import Parallel, RunConfig
 from ..config.initialisations import read_by
 from ..data.batches import width_shares
 from ..data.prepare import PreparedData
-from ..loading.find import ModelFiles, find_model
+from ..loading.find import ModelFiles, find_model, with_rope_factor
 from ..loading.load import check_attention, check_not_quantized, check_stored
 from ..loading.tokenizers import load_run_tokenizer, with_token_rows
 from ..mesh.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from ..methods import Method, method_of
 from ..methods.preference import reference_is_initial_model
+from ..modeling.rope_scaling import check_adapter_rope
 from ..modeling.routers import check_balancing
 from ..parallel.context import check_context_parallel
 from ..parallel.pipeline.model import PipelinePartition, check_trained, partition_model
@@ -143,7 +144,7 @@ def prepare_run(
     if writes:
         check_output(config, resume)
     check_paths(config)
-    written = config
+    written, config = config, mesh.local_first(lambda: with_rope_factor(config))
     limit_primitive_caches()
     method = method_of(config)
     BestEvaluation.of(config, method)
@@ -246,6 +247,7 @@ def _check_adapter_base(config: RunConfig, files: ModelFiles) -> None:
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
         check_base_unchanged(Path(config.adapter_path), quantized=config.storage.quantized)
+        check_adapter_rope(Path(config.adapter_path), files.config)
     if _initialised(config):
         check_not_quantized(files)
 

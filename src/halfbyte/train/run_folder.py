@@ -233,7 +233,7 @@ def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[st
     with full_parameters(trained_parameters(model).values()), loop.optimizer_shards.full():
         if run.mesh.is_main:
             with new_directory(folder) as temporary:
-                save_weights(model, temporary, weights)
+                save_weights(model, temporary, weights, scaled=bool(run.config.rope_scaling))
                 if initial is not None:
                     initial.convert(temporary)
                 run.tokenizer.save_pretrained(temporary)
