@@ -26,6 +26,7 @@ from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.attention import Scores
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode import DecoderLayer, Projections, Stack, Weight4
+from halfbyte.ops.dropout import Dropout
 from halfbyte.ops.experts import LowRank, StackedWeight, Unit
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
@@ -47,7 +48,7 @@ attention, blockwise_cuda, causal_conv = map(on_gpu, ("ops.attention", "ops.bloc
 chunk_scan, losses, delta_net = map(on_gpu, ("ops.chunk_scan", "ops.cross_entropy", "ops.delta_net"))
 decode, divergence, experts, float8 = map(on_gpu, ("ops.decode", "ops.divergence", "ops.experts", "ops.float8"))
 glu, lora_glu, muon, norms = map(on_gpu, ("ops.glu", "ops.lora_glu", "ops.muon", "ops.norms"))
-dora = on_gpu("ops.dora")
+dora, dropout = map(on_gpu, ("ops.dora", "ops.dropout"))
 optimizer, paged_attention = map(on_gpu, ("ops.optimizer", "ops.paged_attention"))
 paged_attention4, rope, sample = map(on_gpu, ("ops.paged_attention4", "ops.rope", "ops.sample"))
 
@@ -118,7 +119,9 @@ LORA += [(BF16, 16, activation) for activation in ACTIVATIONS if activation != "
 
 @cases("lora", "gated unit with LoRA of rank {1} in FP8", [(BF16, rank, "silu", True) for rank in (16, 32, 64)])
 @cases("lora", "gated unit with LoRA of rank {1}", LORA, [(FP16, 64, "silu")])
-def lora_call(dtype: torch.dtype, rank: int, activation: str, float8: bool = False, width: int = INNER) -> None:
+def lora_call(
+    dtype: torch.dtype, rank: int, activation: str, float8: bool = False, width: int = INNER, masks: Any = None
+) -> None:
     """Both ways, where the unit is taken in one pass.
 
     Ranks beside 8 and 16 differ in what is masked alone, so those of a padded rank are compiled at its ends.
@@ -127,7 +130,7 @@ def lora_call(dtype: torch.dtype, rank: int, activation: str, float8: bool = Fal
     if not lora_glu.in_one_pass(gate, rank):
         return
     b, a = empty(width, rank, dtype=dtype), empty(rank, width, dtype=dtype)
-    factors = Factors(b, b, a, 1.5, 0.7)
+    factors = Factors(b, b, a, 1.5, 0.7, masks)
     if float8:
         lora_glu.lora_glu_float8(gate, gate, low, factors, activation, slot(E4M3))
         for columns in (None, empty(2 * width)):
@@ -136,6 +139,29 @@ def lora_call(dtype: torch.dtype, rank: int, activation: str, float8: bool = Fal
     else:
         lora_glu.lora_glu(gate, gate, low, factors, activation)
         lora_glu.lora_glu_backward_(gate, gate, gate, low, v_down, factors, activation)
+
+
+def masks_of(count: int) -> Any:
+    return Dropout(0.05, empty(count, dtype=torch.int64))
+
+
+@cases("lora", "gated unit with LoRA of rank {1} and dropout", [(BF16, 16), (BF16, 64)])
+def dropped_unit(dtype, rank):
+    lora_call(dtype, rank, "silu", masks=masks_of(1))
+
+
+DROPPED = apart(WIDTHS, (4, 16, 64), (3, 1))
+
+
+@cases("lora", "dropout and its low-rank GEMMs, {2} adapters of rank {1}", DROPPED, [(BF16, 16, 3)])
+def dropped_adapters(dtype, rank, count):
+    x, v, a = (empty(*shape, dtype=dtype) for shape in ((ROWS, HIDDEN), (ROWS, count * rank), (count * rank, HIDDEN)))
+    factors, masks = a.split(rank), masks_of(count)
+    for rows in (None, empty(ROWS, dtype=torch.int32)):
+        dropout.drop(x, masks, rows)
+    dropout.dropped_products(x, factors, masks)
+    for read, dx, accumulate in ((x, x, False), (x, x, True), (None, x, False), (x, None, False)):
+        dropout.dropped_gradients(v, factors, masks, read, dx, accumulate)
 
 
 NORMS = apart(WIDTHS, (HIDDEN, 128, 16384))

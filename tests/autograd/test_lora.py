@@ -164,7 +164,7 @@ def test_under_autocast_no_worse_than_peft(adapters, weights):
 
 @pytest.mark.parametrize("targets", [(*QKV, *MLP), ("q", "v", "up", "down")], ids=len)
 def test_dropout_draws_what_peft_draws(targets):
-    """With the same generator state; both draw masks for q, k, v and then gate, up, down."""
+    """With the same generator state; both draw seeds for q, k, v and then gate, up, down."""
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     module = model(dropout=0.3, targets=targets)
     seeds = seeds_for(module, x)

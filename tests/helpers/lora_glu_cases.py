@@ -3,12 +3,13 @@
 import torch
 
 from halfbyte.formats.float8 import E5M2, FP8_MAX
+from halfbyte.ops.dropout import Dropout
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from halfbyte.ops.lora_glu import Factors
 from tests.helpers.parity import assert_as_close_as_torch, exact
 
 
-def case(size, dtype, device):
+def case(size, dtype, device, dropout=0.0):
     """grad, gate, up, low, v_down, factors for (rows, width, ranks); all terms have the same magnitude."""
     rows, width, (gate, up, down) = size
 
@@ -19,13 +20,18 @@ def case(size, dtype, device):
     low, v_down = random(rows, gate + up), random(rows, down, scale=down**-0.5)
     b_gate, b_up = (random(width, rank, scale=rank**-0.5) for rank in (gate, up))
     a_down = random(down, width, scale=width**-0.5)
-    return grad, base_gate, base_up, low, v_down, Factors(b_gate, b_up, a_down, 1.5, 0.7)
+    mask = Dropout(dropout, torch.randint(2**63 - 1, (1,)).to(device), 640) if dropout else None
+    return grad, base_gate, base_up, low, v_down, Factors(b_gate, b_up, a_down, 1.5, 0.7, mask)
 
 
 def moved(arguments, change):
-    """Apply `change` to every tensor of the arguments."""
+    """Apply `change` to every tensor of the arguments except the seeds of dropout, which follow to its device."""
     *tensors, factors = arguments
-    return *map(change, tensors), Factors(*map(change, factors[:3]), *factors[3:])
+    changed = Factors(*map(change, factors[:3]), *factors[3:])
+    if factors.dropout is not None:
+        seeds = factors.dropout.seeds.to(changed.a_down.device)
+        changed = changed._replace(dropout=factors.dropout._replace(seeds=seeds))
+    return *map(change, tensors), changed
 
 
 def rounded(tensor):

@@ -10,9 +10,21 @@ from transformers.activations import ACT2FN
 from halfbyte.autograd.lora import LoRA, lora_qkv
 from halfbyte.autograd.lora_mlp import lora_mlp
 from halfbyte.modeling.projections import squared_norms
+from halfbyte.ops.dropout import Dropout, kept
 
 HUGGING_FACE = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
+
+
+class SeededDropout(nn.Dropout):
+    """PEFT's dropout with the masks of halfbyte's functions: a seed for each call, drawn in their order."""
+
+    def forward(self, x):
+        if not self.training or not self.p:
+            return x
+        rows, mask = x.reshape(-1, x.shape[-1]), Dropout.drawn(self.p, 1, x.device)
+        keep = kept(mask, torch.arange(len(rows), device=x.device), rows.shape[1])
+        return (rows * keep * mask.scale).view(x.shape)
 
 
 class Model(nn.Module):
@@ -67,6 +79,9 @@ def model(r=4, targets=(*QKV, *MLP), dtype=torch.float64, dropout=0.0, ranks=Non
             nn.init.normal_(parameter, std=0.3)
         if "magnitude" in name:
             parameter.data *= 1 + 0.2 * torch.randn_like(parameter)
+    for module in made.modules():
+        if dropout and hasattr(module, "lora_dropout"):
+            module.lora_dropout["default"] = SeededDropout(dropout)
     return made
 
 

@@ -79,11 +79,24 @@ def kernels(backend, monkeypatch, request):
     return type("Cuda", (), functions | {"lora_glu_backward_float8": cuda.backward_float8})
 
 
-def arguments_of(size, dtype, backend):
+def arguments_of(size, dtype, backend, dropout=0.0):
     device = DEVICES[backend]
     if backend == "gpu" and not triton.in_one_pass(torch.empty(0, dtype=dtype, device=device), max(size[2])):
         pytest.skip("its factors do not fit into shared memory")
-    return case(size, dtype, device)
+    return case(size, dtype, device, dropout)
+
+
+@all_cases(("silu",), [], SMALL[1:])
+def test_dropout_of_the_down_projection(kernels, backend, size, dtype, activation, blocks):
+    """The masks are those of the reference: one other element would be a larger error."""
+    if backend == "hopper":
+        pytest.skip("CUDA's kernel refuses dropout")
+    arguments = arguments_of(size, dtype, backend, dropout=0.3)
+    before = moved(arguments, torch.clone)
+    mine = run_forward(kernels.lora_glu, arguments, activation)
+    assert_close_to(ops.lora_glu.reference, run_forward, mine, before, activation)
+    mine = run_backward(kernels.lora_glu_backward_, arguments, activation)
+    assert_close_to(ops.lora_glu_backward_.reference, run_backward, mine, before, activation)
 
 
 @pytest.mark.sampled(8)

@@ -163,7 +163,6 @@ def test_dora_on_quantized_weights():
 @pytest.mark.parametrize(
     ("lora", "reason"),
     [
-        ({"use_dora": True, "lora_dropout": 1e-9}, "its DoRA has dropout"),
         ({"lora_bias": True, "target_modules": ["q_proj", "k_proj", "v_proj"]}, "its lora_B has a bias"),
         ({"bias": "all", "target_modules": ["q_proj"]}, "its own weights are trained"),
     ],

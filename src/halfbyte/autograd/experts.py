@@ -13,8 +13,8 @@ Backward, with q = ∂L/∂out of the row's token:
 
 Saved for backward are x (not its k copies), c, u₁ and u₂: 0.24 GB per layer at 8,192 tokens of Qwen3-30B-A3B. y is not
 saved, since ⟨z, h⟩ replaces ⟨q, y⟩. h is not saved either: the unit's backward recomputes it in the memory of z, and
-overwrites c by dc. Dropout masks take one more byte per value. Adapter factors are cast to the compute dtype in both
-passes and the casts are not saved (26 MB per layer of that model in 16 bits).
+overwrites c by dc. Dropout masks are computed again from their seeds (`ops.dropout`). Adapter factors are cast to the
+compute dtype in both passes and the casts are not saved (26 MB per layer of that model in 16 bits).
 
 Source: LoRA and the order of its sums as in `autograd.lora`; ∂L/∂w from h, SonicMoE (arXiv:2512.14080, §3).
 """
@@ -31,6 +31,7 @@ from torch import Tensor
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats import from_spec
 from ..formats.base import is_quantized
+from ..ops.dropout import Dropout, drop
 from ..ops.experts import (
     LowRank,
     Routing,
@@ -72,10 +73,10 @@ class ExpertWeights:
 
 
 class Applied(NamedTuple):
-    """Scaling and dropout of an adapter."""
+    """Scaling of an adapter, and the mask of its inputs or None."""
 
     scaling: float
-    dropout: float
+    dropout: Dropout | None
 
 
 def experts(
@@ -104,7 +105,10 @@ def experts(
     """
     x = to_compute_dtype(x)
     _check(x, top_k_index, top_k_weights, weights, (first, second))
-    applied = tuple(None if lora is None else Applied(lora.scaling, dropout) for lora in (first, second))
+    applied = tuple(
+        None if lora is None else Applied(lora.scaling, Dropout.drawn(dropout, 1, x.device) if dropout else None)
+        for lora in (first, second)
+    )
     factors = [factor for lora in (first, second) for factor in ((None, None) if lora is None else (lora.a, lora.b))]
     if on_compiler():
         if hasattr(weights.first, "fetch") or hasattr(weights.second, "fetch"):
@@ -158,12 +162,12 @@ def _stacked(weight: Any) -> StackedWeight:
 
 
 class _Adapter(NamedTuple):
-    """An adapter in the compute dtype, and the probability of dropping its inputs."""
+    """An adapter in the compute dtype, and the mask of its inputs or None."""
 
     a: Tensor
     b: Tensor
     scale: float
-    dropout: float
+    dropout: Dropout | None
 
     @classmethod
     def of(cls, a: Tensor | None, b: Tensor | None, applied: Applied | None, dtype: torch.dtype) -> _Adapter | None:
@@ -173,26 +177,18 @@ class _Adapter(NamedTuple):
             a.detach().to(dtype).contiguous(), b.detach().to(dtype).contiguous(), applied.scaling, applied.dropout
         )
 
-    def drop(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x after dropout, and the bool mask of kept values; None without dropout."""
-        return torch.native_dropout(x, self.dropout, True) if self.dropout else (x, None)
-
-    def dropped(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Apply a saved mask of `drop` to x, or to a gradient of its result."""
-        if mask is None:
-            return x
-        scale = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
-        return torch.ops.aten.native_dropout_backward(x, mask, scale)
+    def dropped(self, x: Tensor) -> Tensor:
+        """x, or a gradient of the dropped x, after dropout."""
+        return x if self.dropout is None else drop(x, self.dropout)
 
 
 def _project(
     x: Tensor, weight: Tensor, bias: Tensor | None, adapter: _Adapter | None, routing: Routing, gather: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """x·Wᵀ plus the adapter's term and the bias; the adapter's u; and its dropout mask."""
-    low_rank = u = mask = None
+) -> tuple[Tensor, Tensor | None]:
+    """x·Wᵀ plus the adapter's term and the bias; and the adapter's u."""
+    low_rank = u = None
     if adapter is not None:
-        read, mask = adapter.drop(x)
-        u = grouped_product(read, StackedWeight.plain(adapter.a), routing, gather)
+        u = grouped_product(adapter.dropped(x), StackedWeight.plain(adapter.a), routing, gather)
         low_rank = LowRank(u, adapter.b, adapter.scale)
     bias = None if bias is None else bias.to(x.dtype)
     return (
@@ -200,7 +196,6 @@ def _project(
             x, stack_of(weight, x.dtype, routing.order.numel()), routing, gather, low_rank=low_rank, bias=bias
         ),
         u,
-        mask,
     )
 
 
@@ -216,17 +211,21 @@ def _input_gradient(
     weight: Tensor,
     adapter: _Adapter | None,
     v: Tensor | None,
-    mask: Tensor | None,
     routing: Routing,
     gather: bool,
+    tokens: Tensor | None = None,
 ) -> Tensor:
-    """grad·W + v·A for each row; `mask` [S, ·] is the adapter's dropout mask, applied to v·A."""
+    """grad·W + v·A for each row, with the adapter's mask on v·A.
+
+    Args:
+        tokens: int [S], rows of the mask where x has a row per token; None: a row of the mask for each row.
+    """
     stack = stack_of(weight, grad.dtype, routing.order.numel())
-    low_rank = None if adapter is None or v is None else LowRank(v, adapter.a, 1.0)
-    if mask is None or adapter is None or v is None:
+    if adapter is None or v is None or adapter.dropout is None:
+        low_rank = None if adapter is None or v is None else LowRank(v, adapter.a, 1.0)
         return grouped_product(grad, stack, routing, gather, transposed=True, low_rank=low_rank)
     term = grouped_product(v, StackedWeight.plain(adapter.a), routing, transposed=True)
-    return grouped_product(grad, stack, routing, gather, transposed=True) + adapter.dropped(term, mask)
+    return grouped_product(grad, stack, routing, gather, transposed=True) + drop(term, adapter.dropout, tokens)
 
 
 def _unit(c: Tensor, unit: Unit | Gate) -> Tensor:
@@ -252,13 +251,11 @@ def _unit_backward(
 
 
 class Saved(NamedTuple):
-    """Tensors that a forward saves for its backward: c, and each adapter's u and dropout mask."""
+    """Tensors that a forward saves for its backward: c, and each adapter's u."""
 
     c: Tensor
     u1: Tensor | None
     u2: Tensor | None
-    mask1: Tensor | None
-    mask2: Tensor | None
 
 
 Factors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # A₁, B₁, A₂, B₂
@@ -275,10 +272,10 @@ def _forward(
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """The forward of the module docstring, without autograd."""
     first, second = _adapters(factors, applied, x.dtype)
-    c, u1, mask1 = _project(x, weights.first, weights.first_bias, first, routing, True)
+    c, u1 = _project(x, weights.first, weights.first_bias, first, routing, True)
     hidden = _unit(c, weights.unit)
-    y, u2, mask2 = _project(hidden, weights.second, weights.second_bias, second, routing, False)
-    return combine(y, routing, routed), Saved(c, u1, u2, mask1, mask2)
+    y, u2 = _project(hidden, weights.second, weights.second_bias, second, routing, False)
+    return combine(y, routing, routed), Saved(c, u1, u2)
 
 
 class Gradients(NamedTuple):
@@ -307,12 +304,11 @@ def _backward_(
     slot_weights = routed.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
     row_weights = slot_weights[routing.order][:, None]
     v2 = _low_rank_gradient(grad, second, routing, True)
-    z = _input_gradient(grad, weights.second, second, v2, saved.mask2, routing, True)
+    z = _input_gradient(grad, weights.second, second, v2, routing, True)
     d_slots, hidden, dc = _unit_backward(z, saved.c.detach(), weights.unit, slot_weights, routing)
     da1 = db1 = da2 = db2 = dx = None
     if second is not None and v2 is not None and needs[4]:
-        read = second.dropped(hidden, saved.mask2)
-        da2 = _outer(read, (v2 * row_weights).to(x.dtype), routing, False, 1.0, a2).mT
+        da2 = _outer(second.dropped(hidden), (v2 * row_weights).to(x.dtype), routing, False, 1.0, a2).mT
     if second is not None and saved.u2 is not None and needs[5]:
         db2 = _outer(grad, (saved.u2 * row_weights).to(x.dtype), routing, True, second.scale, b2)
     del z, hidden
@@ -320,10 +316,9 @@ def _backward_(
         db1 = _outer(dc, saved.u1, routing, False, first.scale, b1)
     v1 = _low_rank_gradient(dc, first, routing, False) if needs[0] or needs[2] else None
     if first is not None and v1 is not None and needs[2]:
-        da1 = _outer(first.dropped(x, saved.mask1), v1, routing, True, 1.0, a1).mT
+        da1 = _outer(first.dropped(x), v1, routing, True, 1.0, a1).mT
     if needs[0]:
-        mask = None if saved.mask1 is None else saved.mask1[routing.tokens]
-        dx = combine(_input_gradient(dc, weights.first, first, v1, mask, routing, False), routing, None)
+        dx = combine(_input_gradient(dc, weights.first, first, v1, routing, False, routing.tokens), routing, None)
     d_routed = None
     if needs[1]:
         d_routed = d_slots.view_as(index)
@@ -349,9 +344,9 @@ class _Experts(OnceFunction):
     @staticmethod
     def backward(ctx, grad):
         x, top_k_weights, index, *tensors = ctx.saved_tensors
-        saved = Saved(*tensors[:5])
-        factors = tuple(tensors[5:9])
-        routing = Routing(*tensors[9:], *ctx.sizes)
+        saved = Saved(*tensors[:3])
+        factors = tuple(tensors[3:7])
+        routing = Routing(*tensors[7:], *ctx.sizes)
         needs = (*ctx.needs_input_grad[:2], *ctx.needs_input_grad[5:])
         grads = _backward_(
             grad.contiguous(), x, top_k_weights, index, saved, routing, ctx.weights, ctx.applied, factors, needs
@@ -423,7 +418,8 @@ def _unpack(arguments: tuple) -> tuple[Tensor, Tensor, Tensor, ExpertWeights, tu
     specs, shapes, activation, interleaved, (s1, s2, *numbers) = arguments[_TENSORS:]
     stacks = _stack_from_parts(first, specs[0], shapes[:3]), _stack_from_parts(second, specs[1], shapes[3:])
     weights = ExpertWeights(*stacks, Unit(activation, interleaved, *numbers), first_bias, second_bias)
-    applied = tuple(None if a is None else Applied(scale, 0.0) for a, scale in zip(factors[::2], (s1, s2), strict=True))
+    pairs = zip(factors[::2], (s1, s2), strict=True)
+    applied = tuple(None if a is None else Applied(scale, None) for a, scale in pairs)
     return x, routed, index, weights, applied, tuple(factors)
 
 
@@ -440,7 +436,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _backward_op(grad: Tensor, c: Tensor, u1: Tensor, u2: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     x, routed, index, weights, applied, factors = _unpack(arguments)
-    saved = Saved(c.clone(), u1, u2, None, None)
+    saved = Saved(c.clone(), u1, u2)
     routing = route(index, weights.first.shape[0])
     needs = [True, True, *(factor is not None for factor in factors)]
     grads = _backward_(grad.contiguous(), x, routed, index, saved, routing, weights, applied, factors, needs)

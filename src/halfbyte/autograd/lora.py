@@ -16,8 +16,8 @@ memory traffic as adding the small term to a finished y, but overlaps it with ar
 instead of twice. s is the GEMM's α. docs/what-did-not-work.md has the times of the alternatives.
 
 Dropout. PEFT draws a mask per adapter: x in u and dA becomes x∘mᵢ/(1−p) with a mask mᵢ [M, K], and v·A becomes
-v·A∘mᵢ/(1−p), so only the columns of u and v can be stacked. Masks are saved, one byte per value. Drawing them again
-would need the generator's state, which cannot be read during CUDA graph capture.
+v·A∘mᵢ/(1−p). A mask is a function of a seed (`ops.dropout`), drawn per adapter and call from torch's generator, and is
+computed inside the low-rank GEMMs; nothing of its size is saved.
 
 Dequantized weights. Each lives for one GEMM, and the next one reuses its memory, since torch's caching allocator reuses
 freed blocks in stream order. The allocator thus provides a scratch buffer per device and stream, as large as the
@@ -28,6 +28,9 @@ detached. The factors multiply W as it is dequantized, and B, so all GEMMs stay 
 Then dB = c∘d(c∘B), and dm = Σ dy∘(y - b) / m over rows, for which y is saved: a second GEMM of dyᵀ·x would take as
 long as dy·W. The norm needs neither W nor B·A: ‖W + s·B·A‖² = ‖W‖² + 2s·⟨W·Aᵀ, B⟩ + s²·⟨B·(A·Aᵀ), B⟩ by rows, with
 ‖W‖² computed once.
+
+With dropout, PEFT's DoRA is y = x·Wᵀ + (c−1)∘(x̃·Wᵀ) + s·u·(c∘B)ᵀ + b with x̃ = x∘m/(1−p): a second GEMM with W in the
+forward and in the backward. dm then reads c∘(x̃·Wᵀ) + s·u·(c∘B)ᵀ, which is saved instead of y.
 
 Under torch.compile these are plain operations around the opaque `quantized_linear` (see `autograd.linear`).
 
@@ -49,6 +52,7 @@ from torch.autograd.function import once_differentiable
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats.base import Weight, is_quantized
 from ..ops.dora import column_dots
+from ..ops.dropout import Dropout, drop, dropped_gradients, dropped_products
 from ..ops.fp8_scaling import Codes, Slot
 from ..utils.errors import ModelError
 
@@ -64,14 +68,16 @@ class LoRA:
         copies: a and b in another dtype, if they have been cast for this forward (`modeling.cast_cache`).
         magnitude: DoRA's m [N], any float dtype; None: LoRA.
         squares: ‖W‖² by rows, fp32 [N]; None: LoRA.
+        first_column: index of a's first column in the full A, of which a rank may hold some columns.
     """
 
     a: Tensor
     b: Tensor
     scaling: float
     copies: tuple[Tensor, Tensor] | None = None
-    magnitude: Tensor | None = None  # without dropout
+    magnitude: Tensor | None = None
     squares: Tensor | None = None
+    first_column: int = 0
 
     def cast_to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """The copies, or else the factors, if they are in `dtype`; None otherwise."""
@@ -218,10 +224,14 @@ def composed(
         magnitude = None if lora is None else lora.magnitude
         result = F.linear(x, values, added if magnitude is None else None)
         if lora is not None:
-            u = F.linear(F.dropout(x, dropout), lora.a.to(x.dtype))
-            result = result + F.linear(u, lora.b.to(x.dtype)) * lora.scaling
-            if magnitude is not None:
-                result = result * (magnitude / lora.norms(weight, x.dtype)).to(x.dtype)
+            dropped = F.dropout(x, dropout) if dropout else x
+            term = F.linear(F.linear(dropped, lora.a.to(x.dtype)), lora.b.to(x.dtype)) * lora.scaling
+            if magnitude is None:
+                result = result + term
+            else:
+                columns = (magnitude / lora.norms(weight, x.dtype)).to(x.dtype)
+                scaled = F.linear(dropped, values) if dropout else result
+                result = (result - scaled if dropout else 0) + (scaled + term) * columns
                 result = result if added is None else result + added
         results.append(result)
     return tuple(results)
@@ -254,21 +264,25 @@ class State(NamedTuple):
     a: Tensor  # [R, K] stacked, in the compute dtype
     b: tuple[Tensor, ...]  # [Nᵢ, rᵢ] each
     u: Tensor  # [M, R]
-    masks: tuple[Tensor, ...]  # bool [M, K] each; none without dropout
 
     def flat(self) -> tuple[Tensor, ...]:
         """The tensors in the order of `unflat`, for `save_for_backward`."""
-        return self.a, self.u, *self.b, *self.masks
+        return self.a, self.u, *self.b
 
     @classmethod
-    def unflat(cls, tensors: Sequence[Tensor], adapters: int) -> State:
+    def unflat(cls, tensors: Sequence[Tensor]) -> State:
         """Inverse of `flat`."""
-        a, u, *tensors_left = tensors
-        return cls(a, tuple(tensors_left[:adapters]), u, tuple(tensors_left[adapters:]))
+        a, u, *b = tensors
+        return cls(a, tuple(b), u)
 
     @property
     def ranks(self) -> list[int]:
         return [b.shape[1] for b in self.b]
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """A of each adapter [rᵢ, K]."""
+        return self.a.split(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -278,7 +292,7 @@ class Projections:
     Args:
         weights: [Nᵢ, K] each.
         scalings: s of each projection; None without an adapter.
-        dropout: probability of dropping an adapter's inputs.
+        dropout: masks of the adapters' inputs, or None.
         dtype: dtype of the factors' gradients.
         recipe: low-precision recipe of the GEMMs with the weights; None: x's dtype.
         copies: (A, B) of each adapter in x's dtype, if all of them have been cast already.
@@ -287,7 +301,7 @@ class Projections:
 
     weights: tuple[Weight, ...]
     scalings: tuple[float | None, ...]
-    dropout: float
+    dropout: Dropout | None
     dtype: torch.dtype
     recipe: GemmRecipe | None = None
     copies: tuple[tuple[Tensor, Tensor], ...] | None = None
@@ -314,10 +328,11 @@ class Projections:
             if lora is None or lora.magnitude is None:
                 columns.append(None)
                 continue
-            if dropout:
-                raise ModelError("DoRA with dropout is not fused", "run PEFT's own forward")
             columns.append(lora.magnitude.detach() / lora.norms(weight, x.dtype))
-        projections = cls(tuple(weights), scalings, dropout, dtype, recipe, all_copies, tuple(columns))
+        masks = None
+        if dropout and adapters:
+            masks = Dropout.drawn(dropout, len(adapters), x.device, adapters[0].first_column)
+        projections = cls(tuple(weights), scalings, masks, dtype, recipe, all_copies, tuple(columns))
         biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
         return projections, biases, [lora.a for lora in adapters], [lora.b for lora in adapters]
 
@@ -331,17 +346,20 @@ class Projections:
         """Indices of the projections with DoRA."""
         return [i for i, columns in enumerate(self.columns) if columns is not None]
 
+    @property
+    def weight_columns(self) -> tuple[Tensor | None, ...]:
+        """Factors [Nᵢ] of x·Wᵢᵀ: DoRA's c, or None; none with dropout, see `_add_dropped`."""
+        return self.columns if self.dropout is None else (None,) * len(self.columns)
+
+    def mask(self, index: int) -> Dropout:
+        """Mask of the adapter of a projection."""
+        assert self.dropout is not None
+        return self.dropout.of([i for i, _ in self.adapters].index(index))
+
     def values(self, index: int, dtype: torch.dtype) -> Tensor:
         """W, or DoRA's c∘W, of a projection in `dtype`; callers drop it right after launching their GEMM."""
-        values, columns = dense(self.weights[index], dtype), self.columns[index]
+        values, columns = dense(self.weights[index], dtype), self.weight_columns[index]
         return values if columns is None else scale_rows(values, columns)
-
-    def forward(
-        self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], State]:
-        """Outputs [*leading, Nᵢ] for x [M, K], and the state to save for backward in addition to x."""
-        state = self.low_rank(x, a, b)
-        return self.outputs(x, leading, biases, state), state
 
     def outputs(
         self,
@@ -350,8 +368,13 @@ class Projections:
         biases: Sequence[Tensor | None],
         state: State | None,
         codes: Codes | None = None,
-    ) -> tuple[Tensor, ...]:
-        """[*leading, Nᵢ]; without a state, no adapter terms. `codes` is x cast by the recipe, if it is cast already."""
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return the outputs [*leading, Nᵢ] for x [M, K]; and what `_add_dropped` returns for each DoRA with dropout.
+
+        Args:
+            state: None: outputs without the adapters' terms.
+            codes: x cast by the recipe, if it is cast already.
+        """
         terms = {}
         if state is not None:
             pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
@@ -361,33 +384,43 @@ class Projections:
         rows = [output.view(x.shape[0], output.shape[-1]) for output in outputs]
         if self.recipe is not None:
             self.recipe.outputs(x if codes is None else codes, self.weights, rows)
-            for output, columns in zip(rows, self.columns, strict=True):
+            for output, columns in zip(rows, self.weight_columns, strict=True):
                 if columns is not None:
                     output.mul_(columns)
+        dropped = []
         for i, (out, bias) in enumerate(zip(rows, biases, strict=True)):
+            split = self.dropout is not None and self.columns[i] is not None
+            term = None if split else terms.get(i)
             if self.recipe is None:
-                self._project(i, out, x, bias, terms.get(i))
-                continue
-            if i in terms:
-                terms[i].add(out)
-            if bias is not None:
-                out.add_(bias)
-        return tuple(outputs)
+                self._project(i, out, x, bias, term)
+            else:
+                if term is not None:
+                    term.add(out)
+                if bias is not None:
+                    out.add_(bias)
+            if split:
+                dropped.append(self._add_dropped(i, out, x, terms.get(i)))
+        return tuple(outputs), dropped
+
+    def _add_dropped(self, index: int, out: Tensor, x: Tensor, term: Term | None) -> Tensor:
+        """Add to `out` what DoRA with dropout adds to x·Wᵀ + b; return c∘(x̃·Wᵀ) with the adapter's term."""
+        columns = self.columns[index]
+        assert columns is not None
+        base = product(drop(x, self.mask(index)), dense(self.weights[index], x.dtype).t())
+        added = torch.mul(base, columns - 1, out=torch.empty_like(base))
+        if term is not None:
+            term.add(added)
+        out.add_(added)
+        return base.add_(added)
 
     def low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> State:
         """The state to save for backward, for x [M, K]."""
         if not a:
-            return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ())
+            return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0))
         stacked, copies = self.factors(a, b, x.dtype)
-        if not self.dropout:
-            return State(stacked, copies, product(x, stacked.t()), ())
-        ranks, masks = [factor.shape[0] for factor in a], []
-        u = x.new_empty(x.shape[0], sum(ranks))
-        for factor, out in zip(stacked.split(ranks), u.split(ranks, dim=1), strict=True):
-            dropped, mask = torch.native_dropout(x, self.dropout, True)
-            product(dropped, factor.t(), out=out)
-            masks.append(mask)
-        return State(stacked, copies, u, tuple(masks))
+        if self.dropout is None:
+            return State(stacked, copies, product(x, stacked.t()))
+        return State(stacked, copies, dropped_products(x, stacked.split([len(factor) for factor in a]), self.dropout))
 
     def factors(
         self, a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype
@@ -429,49 +462,57 @@ class Projections:
                 b_gradients[i] = summed(grads[index].t(), u_parts[i], scaling, self.dtype)
         return v, b_gradients
 
-    def input_gradient(
-        self, grads: Sequence[Tensor], v: Tensor | None, state: State, codes: Codes | None = None
-    ) -> Tensor:
-        """dx [M, K], accumulated over the projections; without v, no low-rank terms.
+    def gradients(
+        self,
+        x: Tensor | None,
+        grads: Sequence[Tensor],
+        v: Tensor | None,
+        state: State,
+        need_x: bool,
+        codes: Codes | None = None,
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return dx [M, K], accumulated over the projections, and dAᵢ [rᵢ, K] in the factors' own dtype.
 
-        `codes` is `grads` cast by the recipe, if they are cast already.
+        Args:
+            x: None: no dAᵢ.
+            v: None: dx without low-rank terms, and no dAᵢ.
+            need_x: False: no dx.
+            codes: `grads` cast by the recipe, if they are cast already.
         """
-        if self.recipe is not None:
-            pairs = zip(grads, self.columns, strict=True)
-            scaled = [grad if by is None else scale_rows(grad.t(), by).t() for grad, by in pairs]
-            dx = self.recipe.input_gradient(codes or scaled, self.weights, state.a.dtype)
-            return dx if v is None else self._add_low_rank_gradient(dx, v, state, True)
-        dx = grads[0].new_empty(grads[0].shape[0], self.weights[0].shape[1])
-        written = bool(state.b) and v is not None
-        if v is not None:
-            dx = self._add_low_rank_gradient(dx, v, state, False)
-        for i, grad in enumerate(grads):
+        dx = None
+        if need_x:
+            dx = grads[0].new_empty(grads[0].shape[0], self.weights[0].shape[1])
+            if self.recipe is not None:
+                pairs = zip(grads, self.weight_columns, strict=True)
+                scaled = [grad if by is None else scale_rows(grad.t(), by).t() for grad, by in pairs]
+                dx = self.recipe.input_gradient(codes or scaled, self.weights, state.a.dtype)
+        written = self.recipe is not None
+        a_gradients: list[Tensor | None] = [None] * len(state.b)
+        if v is not None and state.b:
+            a_gradients = self._low_rank_pass(x, v, state, dx, written)
+            written = True
+        if dx is None:
+            return None, a_gradients
+        for i, grad in enumerate(grads if self.recipe is None else ()):
             dx.addmm_(grad, self.values(i, grad.dtype), beta=int(written))
             written = True
-        return dx
+        for i in self.scaled if self.dropout is not None else ():
+            columns = self.columns[i]
+            assert columns is not None
+            values = scale_rows(dense(self.weights[i], dx.dtype), columns - 1)
+            dx.add_(drop(product(grads[i], values), self.mask(i)))
+        return dx, a_gradients
 
-    def _add_low_rank_gradient(self, dx: Tensor, v: Tensor, state: State, written: bool) -> Tensor:
-        """Add the low-rank terms to dx, or write them if dx is not `written`; does nothing without adapters."""
-        if not state.masks:
-            return dx.addmm_(v, state.a, beta=int(written)) if state.b else dx
-        terms = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
-        for v_part, a, mask in terms:
-            term = self._drop(product(v_part, a), mask)
-            dx = dx.add_(term) if written else term
-            written = True
-        return dx
-
-    def a_gradients(self, x: Tensor, v: Tensor, state: State, needed: Sequence[bool]) -> list[Tensor | None]:
-        """dAᵢ [rᵢ, K] in the factors' own dtype; None if not needed."""
-        if not any(needed):
-            return [None] * len(needed)
-        v_parts = v.split(state.ranks, dim=1)
-        if state.masks:
-            pairs = zip(v_parts, state.masks, strict=True)
-            grads = [summed(v_part.t(), self._drop(x, mask), 1.0, self.dtype) for v_part, mask in pairs]
-        else:
-            grads = summed(v.t(), x, 1.0, self.dtype).split(state.ranks)
-        return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+    def _low_rank_pass(
+        self, x: Tensor | None, v: Tensor, state: State, dx: Tensor | None, written: bool
+    ) -> list[Tensor | None]:
+        """Write the low-rank terms to dx, or add them if it is `written`; return dAᵢ, None without x."""
+        if self.dropout is not None:
+            gradients = dropped_gradients(v, state.factors, self.dropout, x, dx, written)
+            return [None if gradient is None else gradient.to(self.dtype) for gradient in gradients]
+        if dx is not None:
+            dx.addmm_(v, state.a, beta=int(written))
+        return [None] * len(state.b) if x is None else [*summed(v.t(), x, 1.0, self.dtype).split(state.ranks)]
 
     def b_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """dBᵢ from the gradients of the factors that the GEMMs read: c∘ them with DoRA."""
@@ -480,9 +521,6 @@ class Projections:
             grad if grad is None or by is None else scale_rows(grad, by)
             for grad, by in zip(gradients, columns, strict=True)
         ]
-
-    def _drop(self, x: Tensor, mask: Tensor) -> Tensor:
-        return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.dropout) if self.dropout < 1 else 0.0)
 
 
 def scale_rows(matrix: Tensor, by: Tensor) -> Tensor:
@@ -548,11 +586,14 @@ class _LoRA(torch.autograd.Function):
         b = tensors[n + adapters : n + 2 * adapters]
         magnitudes = tensors[n + 2 * adapters :]
         rows = rows_of(x)
-        outputs, state = projections.forward(rows, x.shape[:-1], biases, a, b)
+        state = projections.low_rank(rows, a, b)
+        outputs, scaled_outputs = projections.outputs(rows, x.shape[:-1], biases, state)
         need_a = any(ctx.needs_input_grad[2 + n : 2 + n + adapters])
-        # RoPE overwrites outputs in place.
-        scaled_outputs = [outputs[i].clone() for i in projections.scaled]
-        scaled_biases = [biases[i] for i in projections.scaled]
+        scaled_biases: list[Tensor | None] = [None] * len(scaled_outputs)
+        if projections.dropout is None:
+            # RoPE overwrites outputs in place.
+            scaled_outputs = [outputs[i].clone() for i in projections.scaled]
+            scaled_biases = [biases[i] for i in projections.scaled]
         ctx.save_for_backward(rows if need_a else None, *magnitudes, *scaled_outputs, *scaled_biases, *state.flat())
         # An attribute, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.projections, ctx.shape = projections, x.shape
@@ -564,13 +605,12 @@ class _LoRA(torch.autograd.Function):
         projections, needs = ctx.projections, ctx.needs_input_grad
         n, adapters, scaled = len(projections.weights), len(projections.adapters), len(projections.scaled)
         need_biases = needs[2 : 2 + n]
-        need_a = needs[2 + n : 2 + n + adapters]
         need_b = needs[2 + n + adapters : 2 + n + 2 * adapters]
         rows, *saved = ctx.saved_tensors
         magnitudes = saved[:scaled]
         scaled_outputs = saved[scaled : 2 * scaled]
         scaled_biases = saved[2 * scaled : 3 * scaled]
-        state, grads = State.unflat(saved[3 * scaled :], adapters), tuple(rows_of(grad) for grad in grads)
+        state, grads = State.unflat(saved[3 * scaled :]), tuple(rows_of(grad) for grad in grads)
         dm = [
             magnitude_gradient(grads[index], rows_of(output), bias, magnitude)
             for index, output, bias, magnitude in zip(
@@ -578,7 +618,7 @@ class _LoRA(torch.autograd.Function):
             )
         ]
         v, db = projections.low_rank_gradients(grads, state, need_b)
-        da = projections.a_gradients(rows, v, state, need_a)
-        dx = projections.input_gradient(grads, v, state).view(ctx.shape) if needs[0] else None
+        dx, da = projections.gradients(rows, grads, v, state, needs[0])
+        dx = None if dx is None else dx.view(ctx.shape)
         biases = [grad.sum(0) if need else None for grad, need in zip(grads, need_biases, strict=True)]
         return dx, None, *biases, *da, *projections.b_gradients(db), *dm

@@ -7,7 +7,7 @@ g, u [M, I] are the outputs of gate and up, h = a(g)·u [M, I] and y = down(h) [
 With the FP8 recipe (`linear_fp8`), the unit's kernel writes h, and in the backward dg and du, in FP8 only, once their
 scales are known.
 
-On accelerators, with plain adapters on all three projections, the unit's kernel also computes the low-rank GEMMs around
+On accelerators, with adapters on all three projections, the unit's kernel also computes the low-rank GEMMs around
 it (`ops.lora_glu`), and g and u are saved without their low-rank terms.
 
 Saved are x, g, u and the small x·Aᵀ and h·Aᵀ. The kernel that turns g and u into their gradients recomputes h in the
@@ -141,14 +141,13 @@ def lora_mlp(
 
 def _in_one_pass(x: Tensor, first: Projections, second: Projections, a: Sequence[Tensor]) -> bool:
     """Whether the unit's kernel also computes the low-rank GEMMs around it (`ops.lora_glu`)."""
-    plain = len(a) == 3 and not first.dropout and not second.dropout
-    return plain and in_one_pass(x, max(factor.shape[0] for factor in a))
+    return len(a) == 3 and in_one_pass(x, max(factor.shape[0] for factor in a))
 
 
-def _factors(first: Projections, first_state: State, a_down: Tensor) -> Factors:
+def _factors(first: Projections, first_state: State, a_down: Tensor, second: Projections) -> Factors:
     (_, gate_scale), (_, up_scale) = first.adapters
     b_gate, b_up = first_state.b
-    return Factors(b_gate, b_up, a_down, gate_scale, up_scale)
+    return Factors(b_gate, b_up, a_down, gate_scale, up_scale, second.dropout)
 
 
 class _MLP(torch.autograd.Function):
@@ -166,31 +165,31 @@ class _MLP(torch.autograd.Function):
         rows = rows_of(x)
         first_state = first.low_rank(rows, a[:n], b[:n])
         ctx.in_one_pass = _in_one_pass(x, first, second, a)
-        gate, up = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state)
+        (gate, up), dropped = first.outputs(rows, rows.shape[:1], biases[:2], None if ctx.in_one_pass else first_state)
         codes = None
         if ctx.in_one_pass:
             a_down, b_down = second.factors(a[n:], b[n:], x.dtype)
-            operands = gate, up, first_state.u, _factors(first, first_state, a_down), activation
+            operands = gate, up, first_state.u, _factors(first, first_state, a_down, second), activation
             slot = None if second.recipe is None else second.recipe.slot_of_input(gate)
             if slot is None:
                 hidden, u_down = lora_glu(*operands)
             else:  # h in FP8 only, which down's GEMM reads
                 values, u_down = lora_glu_float8(*operands, slot)
                 hidden, codes = gate, slot.of(values)
-            second_state = State(a_down, b_down, u_down, ())
+            second_state = State(a_down, b_down, u_down)
         else:
             hidden = ops.glu(gate, up, activation)
             second_state = second.low_rank(hidden, a[n:], b[n:])
         if needed:
-            (output,) = second.outputs(hidden, x.shape[:-1], biases[2:], second_state, codes)
+            (output,), dropped_down = second.outputs(hidden, x.shape[:-1], biases[2:], second_state, codes)
         else:
-            output = x.new_empty(*x.shape[:-1], second.weights[0].shape[0])
+            output, dropped_down = x.new_empty(*x.shape[:-1], second.weights[0].shape[0]), []
         need_rows = any(ctx.needs_input_grad[8 : 8 + n])
-        scaled_output = output.clone() if second.scaled else None
+        if second.scaled and second.dropout is None:
+            dropped_down = [output.clone()]
         states = *first_state.flat(), *second_state.flat()
-        ctx.save_for_backward(
-            rows if need_rows else None, gate, up, *states, scaled_output, *biases, *scaled_magnitudes
-        )
+        saved = rows if need_rows else None, gate, up, *states, *biases
+        ctx.save_for_backward(*saved, *dropped, *dropped_down, *scaled_magnitudes)
         ctx.split = 3 + len(first_state.flat()), 3 + len(states)
         return output
 
@@ -202,28 +201,36 @@ class _MLP(torch.autograd.Function):
         needs = ctx.needs_input_grad
         n, m = len(first.adapters), len(second.adapters)
         need_biases = needs[5:8]
-        need_a = needs[8 : 8 + n + m]
+        need_a_down = any(needs[8 + n : 8 + n + m])
         need_b = needs[8 + n + m : 8 + 2 * (n + m)]
         saved = ctx.saved_tensors
         rows, gate, up = saved[:3]
         first_end, second_end = ctx.split
-        first_state = State.unflat(saved[3:first_end], n)
-        second_state = State.unflat(saved[first_end:second_end], m)
-        scaled_output, *biases = saved[second_end : second_end + 4]
-        scaled_magnitudes = saved[second_end + 4 :]
+        first_state = State.unflat(saved[3:first_end])
+        second_state = State.unflat(saved[first_end:second_end])
+        biases = list(saved[second_end : second_end + 3])
+        scaled_outputs = list(saved[second_end + 3 : len(saved) - len(first.scaled) - len(second.scaled)])
+        scaled_magnitudes = saved[len(saved) - len(first.scaled) - len(second.scaled) :]
+        scaled_biases = [
+            bias if dropout is None else None
+            for bias, dropout in zip(biases, (first.dropout, first.dropout, second.dropout), strict=True)
+        ]
         grad = rows_of(grad)
         dm_down = []
         if second.scaled:
-            dm_down = [magnitude_gradient(grad, rows_of(scaled_output), biases[2], scaled_magnitudes[-1])]
-        del scaled_output
-        # The unit's kernel overwrites gate and up, which the gradients of their magnitudes read.
-        scaled_outputs = [(gate, up)[i].clone() for i in first.scaled]
+            output = rows_of(scaled_outputs.pop())
+            dm_down = [magnitude_gradient(grad, output, scaled_biases[2], scaled_magnitudes[-1])]
+            del output
+        if first.dropout is None:
+            # The unit's kernel overwrites gate and up, which the gradients of their magnitudes read.
+            scaled_outputs = [(gate, up)[i].clone() for i in first.scaled]
         v_down, db_down = second.low_rank_gradients([grad], second_state, need_b[n:])
         codes = None
         # From here on gate and up hold their gradients; in FP8, `codes` holds these instead.
         if ctx.in_one_pass:
-            dh = second.input_gradient([grad], None, second_state)
-            factors, low = _factors(first, first_state, second_state.a), first_state.u
+            dh, _ = second.gradients(None, [grad], None, second_state, True)
+            assert dh is not None
+            factors, low = _factors(first, first_state, second_state.a, second), first_state.u
             slot = columns = None
             if first.recipe is not None and not any(need_biases[:2]) and not first.scaled:
                 slot, columns = first.recipe.slot_of_gradients(first.weights, dh.dtype)
@@ -240,18 +247,20 @@ class _MLP(torch.autograd.Function):
             low_rank_dots = {i: (db[i] * first_state.b[i]).sum(1) for i in first.scaled}
             del dh
         else:
-            hidden = second.input_gradient([grad], v_down, second_state)
-            ops.glu_backward_(hidden, gate, up, ctx.activation, any(need_a[n:]))  # overwrites dh by h
-            da_down = second.a_gradients(hidden, v_down, second_state, need_a[n:])
+            hidden, da_down = second.gradients(None, [grad], v_down, second_state, True)
+            assert hidden is not None
+            ops.glu_backward_(hidden, gate, up, ctx.activation, need_a_down)  # overwrites dh by h
+            if need_a_down:
+                _, da_down = second.gradients(hidden, [grad], v_down, second_state, False)
             del hidden
             v, db = first.low_rank_gradients([gate, up], first_state, need_b[:n])
             low_rank_dots = {}
         dm = [
-            magnitude_gradient((gate, up)[i], output, biases[i], magnitude, low_rank_dots.get(i, 0.0))
+            magnitude_gradient((gate, up)[i], output, scaled_biases[i], magnitude, low_rank_dots.get(i, 0.0))
             for i, output, magnitude in zip(first.scaled, scaled_outputs, scaled_magnitudes, strict=False)
         ]
-        da = first.a_gradients(rows, v, first_state, need_a[:n])
-        dx = first.input_gradient([gate, up], v, first_state, codes).view(ctx.shape) if needs[0] else None
+        dx, da = first.gradients(rows, [gate, up], v, first_state, needs[0], codes)
+        dx = None if dx is None else dx.view(ctx.shape)
         db, db_down = first.b_gradients(db), second.b_gradients(db_down)
         bias_gradients = [
             grad.sum(0) if need else None for grad, need in zip((gate, up, grad), need_biases, strict=True)

@@ -146,8 +146,6 @@ def read_adapters(module: Any, names: Iterable[str] | None = None, with_dora: bo
         if not isinstance(dropout, (nn.Dropout, nn.Identity)):
             return "its adapter's dropout is not PEFT's own"
         probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        if dora is not None and probability:
-            return "its DoRA has dropout"
         adapters.append(Adapter(name, a.weight, b.weight, module.scaling[name], probability, dora))
     return adapters
 

@@ -141,6 +141,8 @@ def _obstacle(activation: str, factors: Factors, gate: Tensor, *tensors: Tensor)
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
     if activation not in ACTIVATIONS or any(rank not in RANKS for rank in ranks):
         return "takes SiLU or tanh's GELU, and ranks of 8 or 16"
+    if factors.dropout is not None:
+        return "has no dropout"
     if gate.dtype is torch.float32 or not gate.numel() or gate.shape[1] % LANE_COLUMNS:
         return "needs 16 bits, and a width in multiples of 8"
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (gate, *tensors, *factors[:3]))

@@ -27,6 +27,7 @@ from ...ops.lora_glu import Factors, Gradients
 from ..device import device_of
 from ..operands import copy_back
 from ..tiling import ceil_div, power_of_2
+from .dropout import kept, row_keys
 from .float8 import float8_obstacle, largest, observe, to_float8
 from .glu import activation_and_derivative
 from .launch import Launcher
@@ -58,7 +59,7 @@ PROGRAMS = 1024
 
 
 @triton.jit
-def _load(ptr, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.constexpr):
+def load_factor(ptr, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.constexpr):
     """Load [index, RANK] of a factor, zero outside its size and rank."""
     r = tl.arange(0, RANK)
     mask = (index < size)[:, None] & (r < rank)[None, :]
@@ -66,7 +67,7 @@ def _load(ptr, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.conste
 
 
 @triton.jit
-def _store(ptr, values, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.constexpr):
+def store_factor(ptr, values, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.constexpr):
     r = tl.arange(0, RANK)
     mask = (index < size)[:, None] & (r < rank)[None, :]
     tl.store(ptr + index.to(tl.int64)[:, None] * step + r[None, :] * rank_step, values, mask=mask)
@@ -93,27 +94,37 @@ def _put(out, codes, values, mask, factors, scale, amax, LIMIT: tl.constexpr, CO
 
 
 @triton.jit
+def _dropped(values, seed_ptr, row, col, threshold, scale, DROPOUT: tl.constexpr):
+    """`values` with the mask of the down projection's adapter."""
+    if DROPOUT:
+        first_key, second_key = row_keys(seed_ptr, row)
+        keep = kept(first_key, second_key, col, threshold.to(tl.uint32))
+        values = tl.where(keep, values.to(tl.float32) * scale, 0.0).to(values.dtype)
+    return values
+
+
+@triton.jit
 def _lora_glu(
-    gate_ptr, up_ptr, low_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, out_ptr, partial_ptr, cast_ptr, newest_ptr,
-    rows, width, gate_scale, up_scale,
+    gate_ptr, up_ptr, low_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, out_ptr, partial_ptr, cast_ptr, newest_ptr, seed_ptr,
+    rows, width, gate_scale, up_scale, first_column, threshold, drop_scale,
     R_GATE: tl.constexpr, R_UP: tl.constexpr, R_DOWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
+    DROPOUT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
     block, stripe = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     col = block * COLUMNS + tl.arange(0, COLUMNS)
-    b_gate = tl.trans(_load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK))
-    b_up = tl.trans(_load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK))
-    a_down = _load(a_down_ptr, col, width, 1, R_DOWN, width, RANK)
+    b_gate = tl.trans(load_factor(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK))
+    b_up = tl.trans(load_factor(b_up_ptr, col, width, R_UP, R_UP, 1, RANK))
+    a_down = load_factor(a_down_ptr, col, width, 1, R_DOWN, width, RANK)
     # The amax is recorded once, at the end: a branch in the loop would stall its pipeline.
     scale, amax = tl.load(cast_ptr), tl.full((), 0.0, tl.float32)
     for step in tl.range(0, PART // ROWS, num_stages=STAGES):
         row = stripe * PART + step * ROWS + tl.arange(0, ROWS)
         element = row.to(tl.int64)[:, None] * width + col[None, :]
         mask = (row < rows)[:, None] & (col < width)[None, :]
-        u_gate = _load(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
-        u_up = _load(low_ptr + R_GATE, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+        u_gate = load_factor(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
+        u_up = load_factor(low_ptr + R_GATE, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
         g = tl.load(gate_ptr + element, mask=mask, other=0.0).to(tl.float32)
         u = tl.load(up_ptr + element, mask=mask, other=0.0).to(tl.float32)
         g += gate_scale * tl.dot(u_gate, b_gate, input_precision="ieee")
@@ -121,8 +132,9 @@ def _lora_glu(
         activated, _ = activation_and_derivative(g, ACTIVATION)
         h = (activated * u).to(gate_ptr.dtype.element_ty)
         amax = _put(out_ptr + element, out_ptr + element, h, mask, scale, scale, amax, LIMIT, False)
+        h = _dropped(h, seed_ptr, row, col + first_column, threshold, drop_scale, DROPOUT)
         u_down = tl.dot(h, a_down, input_precision="ieee")
-        _store(partial_ptr + block.to(tl.int64) * rows * R_DOWN, u_down, row, rows, R_DOWN, R_DOWN, 1, RANK)
+        store_factor(partial_ptr + block.to(tl.int64) * rows * R_DOWN, u_down, row, rows, R_DOWN, R_DOWN, 1, RANK)
     if LIMIT > 0:
         observe(newest_ptr, amax)
 
@@ -130,18 +142,18 @@ def _lora_glu(
 @triton.jit
 def _lora_glu_backward(
     grad_ptr, gate_ptr, up_ptr, low_ptr, v_down_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, v_ptr, factor_ptr, codes_ptr,
-    column_ptr, cast_ptr, newest_ptr,
-    rows, width, gate_scale, up_scale,
+    column_ptr, cast_ptr, newest_ptr, seed_ptr,
+    rows, width, gate_scale, up_scale, first_column, threshold, drop_scale,
     R_GATE: tl.constexpr, R_UP: tl.constexpr, R_DOWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr,
+    DROPOUT: tl.constexpr, LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
     block, stripe = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     col = block * COLUMNS + tl.arange(0, COLUMNS)
-    b_gate = _load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK)
-    b_up = _load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK)
-    a_down = tl.trans(_load(a_down_ptr, col, width, 1, R_DOWN, width, RANK))
+    b_gate = load_factor(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK)
+    b_up = load_factor(b_up_ptr, col, width, R_UP, R_UP, 1, RANK)
+    a_down = tl.trans(load_factor(a_down_ptr, col, width, 1, R_DOWN, width, RANK))
     d_gate = tl.zeros((COLUMNS, RANK), tl.float32)
     d_up = tl.zeros((COLUMNS, RANK), tl.float32)
     d_down = tl.zeros((COLUMNS, RANK), tl.float32)
@@ -157,36 +169,38 @@ def _lora_glu_backward(
         row = stripe * PART + step * ROWS + tl.arange(0, ROWS)
         element = row.to(tl.int64)[:, None] * width + col[None, :]
         mask = (row < rows)[:, None] & (col < width)[None, :]
-        u_gate = _load(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
-        u_up = _load(low_ptr + R_GATE, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
-        v_down = _load(v_down_ptr, row, rows, R_DOWN, R_DOWN, 1, RANK)
+        u_gate = load_factor(low_ptr, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
+        u_up = load_factor(low_ptr + R_GATE, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+        v_down = load_factor(v_down_ptr, row, rows, R_DOWN, R_DOWN, 1, RANK)
         dh = tl.load(grad_ptr + element, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(gate_ptr + element, mask=mask, other=0.0).to(tl.float32)
         u = tl.load(up_ptr + element, mask=mask, other=0.0).to(tl.float32)
         g += gate_scale * tl.dot(u_gate, tl.trans(b_gate), input_precision="ieee")
         u += up_scale * tl.dot(u_up, tl.trans(b_up), input_precision="ieee")
-        dh += tl.dot(v_down, a_down, input_precision="ieee")
+        term = tl.dot(v_down, a_down, input_precision="ieee")
+        dh += _dropped(term, seed_ptr, row, col + first_column, threshold, drop_scale, DROPOUT)
         activated, derivative = activation_and_derivative(g, ACTIVATION)
-        d_down = tl.dot(tl.trans((activated * u).to(dtype)), v_down, d_down, input_precision="ieee")
+        h = _dropped((activated * u).to(dtype), seed_ptr, row, col + first_column, threshold, drop_scale, DROPOUT)
+        d_down = tl.dot(tl.trans(h), v_down, d_down, input_precision="ieee")
         dg = (dh * u * derivative).to(dtype)
         codes = codes_ptr + row.to(tl.int64)[:, None] * (2 * width) + col[None, :]  # of dg; du's follow in the row
         amax = _put(gate_ptr + element, codes, dg, mask, gate_factors, scale, amax, LIMIT, COLUMN_FACTORS)
         d_gate = tl.dot(tl.trans(dg), u_gate, d_gate, input_precision="ieee")
         v = gate_scale * tl.dot(dg, b_gate, input_precision="ieee")
-        _store(v_row, v, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
+        store_factor(v_row, v, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
         du = (dh * activated).to(dtype)
         amax = _put(up_ptr + element, codes + width, du, mask, up_factors, scale, amax, LIMIT, COLUMN_FACTORS)
         d_up = tl.dot(tl.trans(du), u_up, d_up, input_precision="ieee")
         v = up_scale * tl.dot(du, b_up, input_precision="ieee")
-        _store(v_row + R_GATE, v, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
+        store_factor(v_row + R_GATE, v, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
     if LIMIT > 0:
         observe(newest_ptr, amax)
     factor = factor_ptr + stripe.to(tl.int64) * (R_GATE + R_UP + R_DOWN) * width
-    _store(factor, gate_scale * d_gate, col, width, 1, R_GATE, width, RANK)
+    store_factor(factor, gate_scale * d_gate, col, width, 1, R_GATE, width, RANK)
     factor += R_GATE * width
-    _store(factor, up_scale * d_up, col, width, 1, R_UP, width, RANK)
+    store_factor(factor, up_scale * d_up, col, width, 1, R_UP, width, RANK)
     factor += R_UP * width
-    _store(factor, d_down, col, width, 1, R_DOWN, width, RANK)
+    store_factor(factor, d_down, col, width, 1, R_DOWN, width, RANK)
 
 
 _forward_launcher = Launcher(_lora_glu)
@@ -227,7 +241,14 @@ def _tile_for(tiles: Tiles, gate: Tensor, factors: Factors) -> Tile:
 def _constants(factors: Factors, tile: Tile, stripe_rows: int, activation: str) -> tuple:
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
     tile_rows, columns, stages = tile
-    return (*ranks, _padded(max(ranks)), tile_rows, columns, stripe_rows, stages, activation)
+    return (
+        *ranks, _padded(max(ranks)), tile_rows, columns, stripe_rows, stages, activation, factors.dropout is not None
+    )  # fmt: skip
+
+
+def _mask(factors: Factors) -> tuple[int, int, float]:
+    dropout = factors.dropout
+    return (0, 0, 1.0) if dropout is None else (dropout.first_column, dropout.threshold, dropout.scale)
 
 
 @reference.in_one_pass.kernel("cuda", "xpu")
@@ -245,11 +266,12 @@ def _forward(gate, up, low, factors: Factors, activation: str, slot: Slot | None
     out = torch.empty_like(gate) if slot is None else torch.empty_like(gate, dtype=slot.dtype)
     partial = torch.empty(blocks, rows, factors.a_down.shape[0], dtype=torch.float32, device=gate.device)
     cast = (partial, partial) if slot is None else (slot.scale, slot.newest)
+    seed = partial if factors.dropout is None else factors.dropout.seeds
     if gate.numel():
         _forward_launcher(
             blocks * ceil_div(rows, stripe_rows),
-            (gate, up, low, factors.b_gate, factors.b_up, factors.a_down, out, partial, *cast),
-            (rows, width, factors.gate_scale, factors.up_scale),
+            (gate, up, low, factors.b_gate, factors.b_up, factors.a_down, out, partial, *cast, seed),
+            (rows, width, factors.gate_scale, factors.up_scale, *_mask(factors)),
             (*_constants(factors, tile, stripe_rows, activation), FP8_MAX[slot.dtype] if slot else 0),
             WARPS,
         )
@@ -271,12 +293,13 @@ def _backward(
     cast: tuple = (sums,) * 4
     if slot is not None:
         cast = (codes, sums if columns is None else columns, slot.scale, slot.newest)
+    seed = sums if factors.dropout is None else factors.dropout.seeds
     if gate.numel():
         constants = _constants(factors, tile, stripe_rows, activation)
         _backward_launcher(
             blocks * ceil_div(rows, stripe_rows),
-            (grad, gate, up, low, v_down, factors.b_gate, factors.b_up, factors.a_down, v, sums, *cast),
-            (rows, width, factors.gate_scale, factors.up_scale),
+            (grad, gate, up, low, v_down, factors.b_gate, factors.b_up, factors.a_down, v, sums, *cast, seed),
+            (rows, width, factors.gate_scale, factors.up_scale, *_mask(factors)),
             (*constants, FP8_MAX[slot.dtype] if slot else 0, columns is not None),
             WARPS,
         )
