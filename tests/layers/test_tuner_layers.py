@@ -23,6 +23,7 @@ KINDS = {
     "oft": peft.OFTConfig(target_modules=["0", "2"], oft_block_size=16, init_weights=False),
     "miss": peft.MissConfig(target_modules=["0", "2"], r=4, init_weights="bat"),
     "ia3": peft.IA3Config(target_modules=["0", "2"], feedforward_modules=["2"], init_ia3_weights=False),
+    "road": peft.RoadConfig(target_modules=["0", "2"], group_size=16, init_weights=False),
     "hira": peft.HiraConfig(target_modules=["0", "2"], r=4, init_weights=False),
 }
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
@@ -68,6 +69,7 @@ def dequantized(model):
     for module in plain.modules():
         if isinstance(module, QuantizedLinear):
             module.weight = nn.Parameter(module.weight.dequantize(torch.float32), requires_grad=False)
+            module.__class__ = nn.Linear
     return plain
 
 
@@ -95,12 +97,18 @@ def test_a_merge_rounds_the_sum_once_and_unmerging_restores_the_bytes(kind, spec
     assert torch.equal(unloaded(X), merged)
 
 
+@pytest.mark.parametrize("kind", ["lora", "ia3", "road"])
 @torch.no_grad()
-def test_a_weight_in_bfloat16_is_merged_in_float32():
-    model = adapted(dtype=torch.bfloat16)
+def test_a_weight_in_bfloat16_is_merged_in_float32(kind):
+    model = adapted(kind, dtype=torch.bfloat16)
     before = stored_bytes(model)
+    bias = model.get_parameter("base_model.model.0.base_layer.bias").clone()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
+            parameter.zero_()
+        elif "ia3" in name or "road_alpha" in name:
+            parameter.fill_(1)
+        elif "road_theta" in name:
             parameter.zero_()
     plain = dequantized(model)
     model.merge_adapter()
@@ -108,6 +116,7 @@ def test_a_weight_in_bfloat16_is_merged_in_float32():
         torch.testing.assert_close(weight.dequantize(torch.float32), plain.get_parameter(name), rtol=1e-5, atol=1e-6)
     model.unmerge_adapter()
     assert_bytes(model, before)
+    assert torch.equal(model.get_parameter("base_model.model.0.base_layer.bias"), bias)
 
 
 @torch.no_grad()
@@ -230,3 +239,25 @@ def test_initialisations_that_change_the_base_quantize_it(init):
         rest = base()[index].weight.dequantize() - layer.get_delta_weight("default")
         expected = QuantizedTensor.quantize(rest, from_spec(NF4)).dequantize()
         torch.testing.assert_close(layer.base_layer.weight.dequantize(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_modules_to_save_train_a_dequantized_copy(tmp_path):
+    config = peft.LoraConfig(target_modules=["0"], modules_to_save=["2"], r=4)
+    model = peft.get_peft_model(base(), config)
+    before, wrapper = stored_bytes(model), model.base_model.model[2]
+    copied = wrapper.modules_to_save["default"]
+    assert type(copied) is nn.Linear
+    assert torch.equal(copied.weight, wrapper.original_module.weight.dequantize())
+    torch.testing.assert_close(model(X), base()(X))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(X).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(copied.weight, wrapper.original_module.weight.dequantize())
+    assert_bytes(model, before)
+    model.save_pretrained(tmp_path)
+    expected = model.eval()(X)
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(base(), tmp_path)(X), expected)
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(dequantized(base()), tmp_path)(X), expected)
+    with model.disable_adapter():
+        torch.testing.assert_close(model(X), base()(X))
+    assert type(model.merge_and_unload()[2]) is nn.Linear

@@ -30,6 +30,11 @@ class QuantizedWeight:
 
     weight: Any
 
+    @classmethod
+    def plain_class(cls) -> type:
+        """Return the class of such a module with a plain weight."""
+        return next(base for base in cls.__mro__ if not issubclass(base, QuantizedWeight))
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         weight = destination.pop(f"{prefix}weight")
@@ -142,16 +147,16 @@ def hold_table(embedding: nn.Embedding) -> None:
 _quantized_classes: dict[type, type] = {}  # class of an embedding → its subclass
 
 
-def _adapt_tuner_layer(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Adapt PEFT's tuner layers, which hold the layer that they wrap as `base_layer`, to its quantized weights."""
-    parameters = submodule.parameters() if name == "base_layer" and submodule is not None else ()
-    if any(isinstance(parameter, QuantizedTensor) for parameter in parameters):
+def _adapt_peft(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Adapt PEFT's modules to quantized weights of a layer that they wrap."""
+    wrapped = submodule if name in ("base_layer", "original_module") else None
+    if wrapped is not None and any(isinstance(parameter, QuantizedTensor) for parameter in wrapped.parameters()):
         from .tuner_layers import adapt_class  # imports PEFT
 
         adapt_class(type(module))
 
 
-register_module_module_registration_hook(_adapt_tuner_layer)
+register_module_module_registration_hook(_adapt_peft)
 
 
 class QuantizedLinear(QuantizedWeight, nn.Linear):

@@ -1,21 +1,24 @@
-"""PEFT's tuner layers on quantized weights: merging, unmerging, and PEFT's interface for quantized base weights.
+"""PEFT's layers on quantized weights: merging, unmerging, PEFT's interface for quantized weights, `modules_to_save`.
 
-`layers.quantized` calls `adapt_class` when PEFT puts a tuner layer on a quantized weight, in any program. PEFT's merges
+`layers.quantized` calls `adapt_class` when PEFT wraps a module with quantized weights, in any program. PEFT's merges
 then compute with the dequantized weight in fp32, and the sum is stored again in the weight's format. Unmerging restores
-the stored bytes, of which merging keeps a copy in host memory.
+the stored bytes, of which merging keeps a copy in host memory. Of a module in `modules_to_save`, a dequantized copy is
+trained.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from peft.utils.quantization_utils import QuantizationBackend
 from torch import Tensor, nn
 
@@ -46,12 +49,12 @@ BACKEND = HalfbyteBackend()
 
 
 @dataclass(frozen=True)
-class UnmergedWeight:
-    """The bytes of a quantized weight, and of its layer's bias, before a merge.
+class UnmergedBytes:
+    """The bytes of a layer's quantized weight and bias before a merge, on the host.
 
     Attributes:
-        parts: copies of the parts of the weight, on the host.
-        bias: a copy of the bias, which some merges scale; None if there is none.
+        parts: the parts of the weight.
+        bias: None if there is none.
         weight: the parameter.
         version: its version after the merge. Any other write to the parameter increments it.
     """
@@ -62,22 +65,21 @@ class UnmergedWeight:
     version: int
 
     @classmethod
-    def copy_of(cls, weight: QuantizedTensor, layer: Any) -> UnmergedWeight:
-        """Copy the bytes of `weight` and of the bias of the base layer of `layer`."""
+    def copy_of(cls, weight: QuantizedTensor, bias: Tensor | None) -> UnmergedBytes:
+        """Copy a layer's parameters."""
         parts = {name: stored.to("cpu", copy=True) for name, stored in weight.parts.items()}
-        bias = getattr(layer.get_base_layer(), "bias", None)
         return cls(parts, None if bias is None else bias.to("cpu", copy=True), weight, weight._version)
 
-    def belongs_to(self, weight: QuantizedTensor) -> bool:
+    def belong_to(self, weight: QuantizedTensor) -> bool:
         """Return whether nothing else has been written to `weight` since the merge."""
         return weight is self.weight and weight._version == self.version
 
-    def restore(self, layer: Any) -> None:
+    def restore(self, bias: Tensor | None) -> None:
         """Write the bytes back."""
         for name, stored in self.weight.parts.items():
             stored.copy_(self.parts[name])
-        if self.bias is not None:
-            layer.get_base_layer().bias.copy_(self.bias)
+        if bias is not None and self.bias is not None:
+            bias.copy_(self.bias)
 
 
 def quantized_weight(layer: Any) -> QuantizedTensor | None:
@@ -87,13 +89,45 @@ def quantized_weight(layer: Any) -> QuantizedTensor | None:
 
 
 def adapt_class(cls: type) -> None:
-    """Make the tuner layers of PEFT's class `cls` merge into quantized weights; other base weights are not affected."""
+    """Make PEFT's class `cls` merge into quantized weights, or train copies of them; it treats others as before."""
+    if issubclass(cls, ModulesToSaveWrapper) and not hasattr(cls.update, "__wrapped__"):
+        cls.update = _copying(cls.update)  # type: ignore[method-assign]
     if not issubclass(cls, BaseTunerLayer) or "quantization_backend" in vars(cls):
         return
     cls.quantization_backend = property(_backend, _set_backend)  # type: ignore[assignment]
     for name, wrap in (("merge", _merging), ("unmerge", _unmerging)):
         if hasattr(cls, name):
             setattr(cls, name, wrap(getattr(cls, name)))
+
+
+def _copying(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `update` of PEFT's `ModulesToSaveWrapper` that trains a dequantized copy of a quantized module."""
+
+    @functools.wraps(update)
+    def update_dequantized(wrapper: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> None:
+        original = wrapper.original_module
+        if not any(isinstance(parameter, QuantizedTensor) for parameter in original.parameters()):
+            return update(wrapper, adapter_name, tied_module, **kwargs)
+        wrapper.original_module = dequantized_copy(original)  # PEFT copies and trains it
+        try:
+            update(wrapper, adapter_name, tied_module, **kwargs)
+        finally:
+            wrapper.original_module = original.requires_grad_(False)
+
+    return update_dequantized
+
+
+def dequantized_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of `module` of plain classes with dequantized weights, in the dtype of the weights."""
+    copied = copy.deepcopy(module)
+    layers: list[Any] = list(copied.modules())
+    for layer in layers:
+        for name, weight in list(layer.named_parameters(recurse=False)):
+            if isinstance(weight, QuantizedTensor):
+                setattr(layer, name, nn.Parameter(weight.dequantize()))
+        if hasattr(layer, "plain_class"):
+            layer.__class__ = layer.plain_class()
+    return copied
 
 
 def _backend(layer: Any) -> QuantizationBackend | None:
@@ -108,16 +142,35 @@ def _weight_name(layer: Any) -> str:
     return getattr(layer, "parameter_name", "weight")  # of PEFT's ParamWrapper
 
 
+def _bias(layer: Any) -> nn.Parameter | None:
+    """Return the bias of the base layer; merges of some adapters scale it."""
+    return getattr(layer.get_base_layer(), "bias", None) if _weight_name(layer) == "weight" else None
+
+
 @contextlib.contextmanager
-def _dequantized(layer: Any, weight: QuantizedTensor) -> Iterator[nn.Parameter]:
-    """Within the context, the base layer has `weight` dequantized in fp32, or fp64."""
-    base, name = layer.get_base_layer(), _weight_name(layer)
-    values = nn.Parameter(weight.dequantize(torch.promote_types(weight.dtype, torch.float32)), requires_grad=False)
-    setattr(base, name, values)
+def _dequantized(layer: Any, weight: QuantizedTensor) -> Iterator[dict[str, nn.Parameter]]:
+    """Within the context, the base layer's weight and bias are copies in fp32 (or fp64), by name."""
+    base, bias = layer.get_base_layer(), _bias(layer)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    originals = {_weight_name(layer): weight} if bias is None else {"weight": weight, "bias": bias}
+    copies = {name: nn.Parameter(_values(tensor, dtype), requires_grad=False) for name, tensor in originals.items()}
     try:
-        yield values
+        for name, copied in copies.items():
+            setattr(base, name, copied)
+        yield copies
     finally:
-        setattr(base, name, weight)
+        for name, original in originals.items():
+            setattr(base, name, original)
+
+
+def _values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a tensor's values."""
+    return tensor.dequantize(dtype) if isinstance(tensor, QuantizedTensor) else tensor.to(dtype, copy=True)
+
+
+def _store(layer: Any, copies: Mapping[str, Tensor]) -> None:
+    for name, values in copies.items():
+        getattr(layer.get_base_layer(), name).copy_(values)
 
 
 def _merging(merge: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,21 +183,22 @@ def _merging(merge: Callable[..., Any]) -> Callable[..., Any]:
         if weight is None:
             return merge(layer, *args, **kwargs)
         merged_before = list(layer.merged_adapters)
-        unmerged = vars(layer).get("unmerged_weight") if merged_before else UnmergedWeight.copy_of(weight, layer)
-        with _dequantized(layer, weight) as values:
+        unmerged = vars(layer).get("unmerged") if merged_before else UnmergedBytes.copy_of(weight, _bias(layer))
+        with _dequantized(layer, weight) as copies:
             result = merge(layer, *args, **kwargs)
         if layer.merged_adapters == merged_before:
             return result
-        restorable = unmerged is not None and unmerged.belongs_to(weight)
+        restorable = unmerged is not None and unmerged.belong_to(weight)
         without = weight.dequantize(torch.float32)
-        weight.copy_(values)
-        layer.unmerged_weight = replace(unmerged, version=weight._version) if restorable else None
+        _store(layer, copies)
+        layer.unmerged = replace(unmerged, version=weight._version) if restorable else None
+        update = copies[_weight_name(layer)].float() - without
+        retained = RetainedUpdate.of(weight.dequantize(torch.float32), without, update)
         updates = _updates.get()
-        update = RetainedUpdate.of(weight.dequantize(torch.float32), without, values.float() - without)
         if updates is None:
-            _report_share([update])
+            _report_share([retained])
         else:
-            updates.append(update)
+            updates.append(retained)
         return result
 
     return merge_quantized
@@ -159,13 +213,13 @@ def _unmerging(unmerge: Callable[..., Any]) -> Callable[..., Any]:
         weight = quantized_weight(layer)
         if weight is None or not layer.merged:
             return unmerge(layer, *args, **kwargs)
-        with _dequantized(layer, weight) as values:
+        with _dequantized(layer, weight) as copies:
             result = unmerge(layer, *args, **kwargs)
-        unmerged = vars(layer).pop("unmerged_weight", None)
-        if unmerged is not None and unmerged.belongs_to(weight):
-            unmerged.restore(layer)
+        unmerged = vars(layer).pop("unmerged", None)
+        if unmerged is not None and unmerged.belong_to(weight):
+            unmerged.restore(_bias(layer))
         else:  # another layer has merged into the same weight since, or the model was copied
-            weight.copy_(values)
+            _store(layer, copies)
             notice("unmerge-rounds", "unmerging subtracts from the merged weight and rounds: its stored bytes differ")
         return result
 
