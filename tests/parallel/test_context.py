@@ -17,12 +17,12 @@ from halfbyte.mesh.mesh import Mesh
 from halfbyte.mesh.reduction import sum_gradients
 from halfbyte.modeling import attention
 from halfbyte.modeling import tiny_model as tiny_models
+from halfbyte.modeling.embedding_noise import noisy_embeddings
 from halfbyte.modeling.head import backbone_inputs, causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.modeling.patch import patch
 from halfbyte.parallel.context import check_context_parallel, context_parallel, context_shard
 from halfbyte.train import planning
-from halfbyte.train.callbacks import noisy_embeddings
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.patch_models import loop_over_documents, tiny
 from tests.helpers.rank_runs import Left, run, trains, write_place
@@ -330,16 +330,22 @@ def test_context_with_sharded_weights(place, two, tmp_path):
     assert 0 < found.trained[0]["gather_share"] < 1
 
 
-def noise(mesh, alpha):
+def noise(mesh, alpha, lengths):
+    """Largest noise of this rank's last token's document."""
     torch.manual_seed(mesh.rank)
-    model = tiny("Llama", adapter=False)
-    whole = torch.randint(1, 100, (1, 400))
-    embeddings = model.get_input_embeddings()
-    plain = embeddings(whole)
-    with noisy_embeddings(model, alpha, mesh):
-        return float((embeddings(whole[:, :200]) - plain[:, :200]).abs().max()), plain[0].numel()
+    model = tiny("Llama", adapter=False).train()
+    ids = torch.randint(1, 100, (1, sum(lengths)))
+    positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]} if len(lengths) > 1 else {}
+    shard = context_shard({"input_ids": ids, "labels": ids} | positions, mesh)
+    embeddings, noisy = model.get_input_embeddings(), []
+    plain = embeddings(shard["input_ids"])
+    with context_parallel(model, mesh), noisy_embeddings(model, alpha, mesh), torch.no_grad():
+        embeddings.register_forward_hook(lambda module, args, output: noisy.append(output))
+        model.base_model(**backbone_inputs(model, shard))
+    return float((noisy[0] - plain)[0, -100:].abs().max()), plain.shape[-1]
 
 
-def test_neftune_noise_scale_is_of_full_sequences(two):
-    for found, numbers in two.run(noise, 5.0, layout={"context": 2}):
-        assert found == pytest.approx(5 / numbers**0.5, rel=1e-2)
+@pytest.mark.parametrize("lengths", [(400,), (100, 300)])
+def test_neftune_noise_scale_is_of_full_documents(two, lengths):
+    for largest, width in two.run(noise, 5.0, lengths, layout={"context": 2}):
+        assert largest == pytest.approx(5 / (lengths[-1] * width) ** 0.5, rel=1e-2)

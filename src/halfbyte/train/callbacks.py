@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from ..config.schema import AdapterSection, RunKeys, TrainingSection
-from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..methods import method_of
 from ..utils.errors import ConfigError
 
@@ -82,19 +78,6 @@ def check_trackers(names: list[str]) -> list[TrainerCallback]:
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error message, or the error's class name if it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-@contextlib.contextmanager
-def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCESS) -> Iterator[None]:
-    """Add NEFTune's noise (Jain et al. 2023) to the embeddings while `model` trains: α / √(tokens of a row · width)."""
-    if alpha is None:
-        yield
-        return
-    handle = activate_neftune(model, alpha / math.sqrt(mesh.degree("context")))  # the embedding sees shards of rows
-    try:
-        yield
-    finally:
-        deactivate_neftune(model, handle)
 
 
 # --- steps and arguments ---------------------------------------------------------------------------------------------

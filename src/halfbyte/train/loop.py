@@ -40,6 +40,7 @@ from ..mesh.sharded_linears import full_parameters
 from ..methods.base import TOKENS, Collate, CountingCollator, Method, Rows
 from ..modeling.cast_cache import cast_replacements
 from ..modeling.compute_dtype import compute_autocast
+from ..modeling.embedding_noise import noisy_embeddings
 from ..ops.fp8_scaling import DelayedScaling
 from ..optim import (
     FOLLOW_METRIC,
@@ -63,7 +64,7 @@ from ..utils.notices import notice
 from ..utils.processes import Stopped, StopRequest, request_on_signals
 from ..utils.waiting import waiting
 from .best_evaluation import BestEvaluation
-from .callbacks import Callbacks, noisy_embeddings, steps_per_epoch, total_steps
+from .callbacks import Callbacks, steps_per_epoch, total_steps
 from .checkpoint import (
     load_optimizer,
     load_random,
