@@ -312,18 +312,26 @@ def test_memory_over_the_inputs_on_a_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("trained_head", [False, True])
-def test_capture_and_compile_on_a_gpu(trained_head):
+def test_capture_and_compile_on_a_gpu(trained_head, adapter):
     """Eager without synchronization, a CUDA graph and inductor give the same results, with ignored labels."""
     hidden, weight, labels = example(2, 700, 256, 5003, torch.bfloat16)
     hidden, weight = (tensor.detach().cuda().requires_grad_() for tensor in (hidden, weight))
     labels = labels.cuda()
     inputs = (hidden, weight) if trained_head else (hidden,)
     head = weight if trained_head else weight.detach()
+    terms = NO_ADAPTER
+    if adapter:
+        *trained, tokens = (tensor.detach().cuda() for tensor in adapted(2, 700, 256, 5003, 16)[-1])
+        trained = [tensor.float().requires_grad_() for tensor in trained]
+        terms, inputs = HeadAdapter(*trained, tokens), (*inputs, *trained)
 
     def step():
-        loss = linear_cross_entropy(hidden, head, labels, reduction="mean", softcap=30.0)
-        log_probs, entropy = linear_log_probs(hidden, head, labels, entropy_grad=trained_head, entropy=True)
+        loss = linear_cross_entropy(hidden, head, labels, adapter=terms, reduction="mean", softcap=30.0)
+        log_probs, entropy = linear_log_probs(
+            hidden, head, labels, adapter=terms, entropy_grad=trained_head, entropy=True
+        )
         loss = loss + log_probs.exp().mean() + entropy.mean()
         return loss.detach(), *torch.autograd.grad(loss, inputs)
 
@@ -346,8 +354,10 @@ def test_capture_and_compile_on_a_gpu(trained_head):
         torch.testing.assert_close(replayed, eager)
 
     def losses(hidden, weight, labels):
-        log_probs, entropy = linear_log_probs(hidden, weight, labels, entropy_grad=trained_head, entropy=True)
-        loss = linear_cross_entropy(hidden, weight, labels, reduction="mean", softcap=30.0)
+        log_probs, entropy = linear_log_probs(
+            hidden, weight, labels, adapter=terms, entropy_grad=trained_head, entropy=True
+        )
+        loss = linear_cross_entropy(hidden, weight, labels, adapter=terms, reduction="mean", softcap=30.0)
         return loss + log_probs.exp().mean() + entropy.mean()
 
     loss = torch.compile(losses, fullgraph=True)(hidden, head, labels)
