@@ -182,6 +182,8 @@ def _read_head(head: Any) -> PlainLinear | str:
             return "several adapters are active on it, with DoRA"
         if read.bias is not None:
             return "it has DoRA and a bias"
+        if read.adapters[0].dropout:  # PEFT multiplies the dropped inputs by W as well
+            return "its DoRA has dropout"
     return read
 
 
