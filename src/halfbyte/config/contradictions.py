@@ -42,6 +42,7 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _best_model_contradictions(config)
     yield from _hub_contradictions(config)
     yield from _dataset_contradictions(config)
+    yield from _shifted_attention_contradictions(config)
     if config.qat_scheme is not None:
         yield from _qat_contradictions(config)
     yield from _adapter_contradictions(config) if config.use_peft else _full_fine_tuning_contradictions(config)
@@ -73,6 +74,20 @@ def _dataset_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     elif not config.is_default("shuffle_buffer_size"):
         wrong = f"{config.written('shuffle_buffer_size')} without streaming: true, where all rows are shuffled"
         yield "shuffle_buffer_size", wrong, "set streaming: true, or remove it"
+
+
+def _shifted_attention_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    key = "shift_attn_group_size"
+    size = config.shift_attn_group_size
+    if size is None:
+        return
+    if not config.shift_attn:
+        yield key, f"{config.written(key)} without shift_attn: true", f"set shift_attn: true, or remove {key}"
+    if size % 2:
+        yield key, f"{config.written(key)} is odd, and groups are shifted by half of one", "give an even number"
+    if size > config.max_length:
+        wrong = f"{config.written(key)} is more than max_length: {config.max_length}: every row would be one group"
+        yield key, wrong, "give a quarter of max_length, or raise max_length"
 
 
 def _streaming_contradictions(config: RunKeys, weighted: bool) -> Iterator[Contradiction]:

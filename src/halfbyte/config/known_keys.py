@@ -324,7 +324,7 @@ REFUSED = {
     """,
     "change it in the checkpoint's config.json": """
         apply_query_key_layer_scaling apply_wd_to_qk_layernorm model_config model_kwargs
-        overrides_of_model_kwargs rms_norm_eps sage_attention shift_attn use_rms_norm
+        overrides_of_model_kwargs rms_norm_eps sage_attention use_rms_norm
     """,
     "remove it; halfbyte trains causal language models, and scores with method: reward or prm": """
         num_labels problem_type trainer_cls

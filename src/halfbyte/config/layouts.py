@@ -91,6 +91,9 @@ def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
         key = "router_aux_loss_coef"
         problem = f"{key} with parallel: {axis}: {getattr(layout, axis)}: the loss sums over all layers and sequences"
         return Reason(key, problem, f"remove {key}, or use data or shard")
+    if keys.shift_attn and axis:
+        problem = f"shift_attn with parallel: {axis}: {getattr(layout, axis)}: a process needs all heads of full rows"
+        return Reason("shift_attn", problem, "remove shift_attn, or use data or shard")
     if pipeline and not keys.use_peft:
         return Reason("use_peft", "parallel: a pipeline trains adapters, and use_peft is false", WITHOUT_PIPELINE)
     if pipeline and keys.modules_to_save:

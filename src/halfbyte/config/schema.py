@@ -471,6 +471,15 @@ class TrainingSection(Section):
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(
         None, description="scale of the noise added to embeddings (NEFTune)"
     )
+    shift_attn: bool = method_field(
+        ("sft",),
+        False,
+        "train with the shifted sparse attention of LongLoRA: half of the heads attend in groups of tokens, the others"
+        " in groups that begin half a group later; evaluation and inference attend to everything",
+    )
+    shift_attn_group_size: PositiveInt | None = method_field(
+        ("sft",), None, "shift_attn: tokens of a group, an even number; default: a quarter of max_length"
+    )
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = method_field(
         ("sft",),
         None,
@@ -725,6 +734,11 @@ class RunKeys(
     @property
     def output_path(self) -> Path:
         return Path(self.output_dir)
+
+    @property
+    def attention_group(self) -> int | None:
+        """Number of tokens in a group of shifted attention; None: attention is not shifted."""
+        return (self.shift_attn_group_size or max(2, self.max_length // 8 * 2)) if self.shift_attn else None
 
     @property
     def group_size(self) -> int:

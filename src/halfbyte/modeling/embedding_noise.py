@@ -49,7 +49,7 @@ def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCES
         return output + torch.empty_like(output).uniform_(-1, 1) * scale.unsqueeze(-1).to(output.dtype)
 
     hooks = [
-        backbone.register_forward_pre_hook(read_lengths, with_kwargs=True),
+        backbone.register_forward_pre_hook(read_lengths, with_kwargs=True, prepend=True),
         model.get_input_embeddings().register_forward_hook(add_noise),
     ]
     try:

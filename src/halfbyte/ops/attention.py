@@ -85,6 +85,39 @@ def spans(bounds: Tensor, tokens: int) -> Spans:
     return bounds[index - 1], bounds[index]
 
 
+def group_begins(positions: Tensor, group: int, shift: int) -> Tensor:
+    """First token of each token's group, int64 [B, T], counted in its row; see `modeling.shifted_attention`.
+
+    A document's groups begin at its tokens 0, `group`, 2·`group`, …; with a shift at 0, `shift`, `shift` + `group`, …
+
+    Args:
+        positions: int64 [B, T], restarting with each document.
+        shift: 0, or tokens of the first group.
+    """
+    within = ((positions + (group - shift) % group) // group * group - (group - shift) % group).clamp(min=0)
+    return torch.arange(positions.shape[1], device=positions.device) - positions + within
+
+
+def group_bounds(begins: Tensor, group: int, documents: int) -> Tensor:
+    """Bounds of all groups for variable-length attention, int32 [groups + 1]. Does not synchronise with the device.
+
+    Args:
+        begins: [B, T] from `group_begins`.
+        documents: upper bound on the number of documents in the batch.
+
+    Returns:
+        The first token of each group in the flattened batch, then B·T, which repeats as padding: empty groups.
+    """
+    rows, length = begins.shape
+    tokens = rows * length
+    groups = min(tokens, tokens // group + 2 * documents)
+    index = torch.arange(tokens, device=begins.device)
+    starts = (begins == index[:length]).flatten()
+    number = torch.where(starts, starts.cumsum(0) - 1, groups)
+    bounds = torch.full((groups + 1,), tokens, dtype=torch.int32, device=begins.device)
+    return bounds.scatter_(0, number, torch.where(starts, index, tokens).to(torch.int32))
+
+
 def attention_mask(
     documents: Spans, window: int | None = None, prompts: Spans | None = None, tokens: int | None = None
 ) -> Tensor:

@@ -29,6 +29,7 @@ from ..methods import Method, method_of
 from ..methods.preference import reference_is_initial_model
 from ..modeling.rope_scaling import check_adapter_rope
 from ..modeling.routers import check_balancing
+from ..modeling.shifted_attention import check_shifted_attention
 from ..parallel.context import check_context_parallel
 from ..parallel.pipeline.model import PipelinePartition, check_trained, partition_model
 from ..plan.memory_plan import MemoryPlan
@@ -160,7 +161,7 @@ def prepare_run(
     files = mesh.local_first(lambda: find_model(config.origin))  # one rank unpacks a GGUF file
     check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
-    _check_adapter_base(config, files)
+    _check_model(config, files)
     tokenizer = load_run_tokenizer(config, files.place)
     config = with_token_rows(config, tokenizer, files.config)
     shapes = ModelShapes(config, files.config, machine.device)
@@ -242,8 +243,9 @@ def _initialised(config: RunConfig) -> bool:
     return config.use_peft and not config.adapter_path and read_by(config) != "nothing"
 
 
-def _check_adapter_base(config: RunConfig, files: ModelFiles) -> None:
-    """Check that a saved adapter, or the initialisation of a new one, fits how the base is stored."""
+def _check_model(config: RunConfig, files: ModelFiles) -> None:
+    """Check that an adapter and its initialisation fit the base, and that the base's attention can be shifted."""
+    check_shifted_attention(files.config, config.attention_group, trust_remote_code=config.trust_remote_code)
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
         check_base_unchanged(Path(config.adapter_path), quantized=config.storage.quantized)

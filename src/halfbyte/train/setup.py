@@ -26,6 +26,7 @@ from ..modeling.attention import cudnn_lengths
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.layer import decoder_layers
 from ..modeling.routers import track_routers
+from ..modeling.shifted_attention import shifted_attention
 from ..modeling.transformers_versions import enable_checkpointing
 from ..optim import trained_parameters
 from ..parallel.context import context_parallel
@@ -197,11 +198,12 @@ def make_stepper(run: PreparedRun, model: Any, graphs: bool) -> Stepper:
 def training_context(
     run: PreparedRun, model: Any, console: Console
 ) -> Iterator[Callable[[Batch], AbstractContextManager[Any]]]:
-    """Make forwards accept context-parallel shards; yield the context of a forward that counts a mixture's experts.
+    """Make forwards accept context-parallel shards, and shift attention; yield the context of a forward that counts a
+    mixture's experts.
 
     The counts are written and printed afterwards. Ranks of a pipeline have different layers, so they count no experts.
     """
-    with context_parallel(model, run.mesh):
+    with context_parallel(model, run.mesh), shifted_attention(model, run.config.attention_group):
         if run.cut is not None:
             yield contextlib.nullcontext
             return
