@@ -45,6 +45,7 @@ SURFACE = {
         "--trust-remote-code",
     ],
     "merge": ["run", "out", "--base", "--quantize", "--verify --no-verify", "--trust-remote-code"],
+    "fit": ["run", "--to", "--out", "--rank", "--data", "--tokens", "--trust-remote-code"],
     "mix": ["model", "data", "--bits", "--formats", "--tokens"],
     "export": [
         "source",

@@ -22,6 +22,7 @@ NOT_RUN = {
     "unzip": "reads what was downloaded",
     "curl": "needs the network",
     "halfbyte demo": "pretrains for minutes; tests/demo",
+    "runs/mine": "a run of the reader's; tests/export/test_fit.py",
     "halfbyte serve": "runs until it is stopped; tests/serve",
     "parallel=": "needs several GPUs; tests/parallel",
     "device=cuda": "needs a GPU",

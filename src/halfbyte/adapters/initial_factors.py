@@ -27,6 +27,7 @@ EXACT = 512  # a smaller side up to which a decomposition is exact; above, it is
 OVERSAMPLING = 16
 DAMPING, INVERSE_ERROR = 0.01, 0.05  # of CorDA, as in PEFT
 POWER_ITERATIONS = 4  # errors of quantization have flat spectra, which need several
+GRADIENT_DAMPING = 0.03  # of the mean diagonal, added to the gradients' moment
 
 
 class LowRank(NamedTuple):
@@ -187,3 +188,21 @@ def best_for_inputs(matrix: Tensor, moment: Tensor, rank: int) -> LowRank:
     rows = u.mT @ matrix
     root = rows.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
     return LowRank(rows / root[:, None], u * root)
+
+
+def best_for_loss(matrix: Tensor, moment: Tensor, gradients: Tensor, rank: int) -> LowRank:
+    """Return the matrix L of a rank that minimizes E‖G^½·(matrix − L)·x‖², with the moment G of the outputs' gradients.
+
+    With G^½ in front of both it is `best_for_inputs`.
+
+    Args:
+        matrix: [N, K], fp32.
+        moment: of the layer's inputs, fp32 [K, K].
+        gradients: second moment of the gradients of the layer's outputs, fp32 [N, N].
+    """
+    scale = gradients.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    values, vectors = torch.linalg.eigh(gradients / scale)
+    roots = (values.clamp(min=0) + GRADIENT_DAMPING).sqrt()
+    weighted = vectors @ (roots[:, None] * (vectors.mT @ matrix))
+    a, b = best_for_inputs(weighted, moment, rank)
+    return LowRank(a, vectors @ (vectors.mT @ b / roots[:, None]))

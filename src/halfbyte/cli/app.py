@@ -303,6 +303,25 @@ def merge(
 
 
 @app.command()
+def fit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's output_dir, or one of its checkpoints")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="BASE", help="q4_k_m, nf4, fp8, 16bit, …; or a checkpoint or GGUF file.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="New folder; default: RUN/adapter-BASE.")] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="Rank of the fitted adapter; default: the run's.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="DATA", help="Rows to read; default: the run's dataset.")] = None,
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of these rows to read.")] = 16_384,
+    trust_remote_code: TrustCode = False,
+) -> None:
+    """Fit an adapter to another base, without training."""
+    with started(run, stderr=False):
+        from .commands import fit_run
+
+        fit_run(run, to, out, rank, data, tokens, trust_remote_code)
+
+
+@app.command()
 def mix(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a 16-bit model's folder or hub id")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="calibration text: a dataset's file, folder or hub id")],

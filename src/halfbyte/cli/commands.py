@@ -177,6 +177,29 @@ def merge_run(
             console.print(one_line(f"report: {write_report(report.run_dir)}"))
 
 
+def fit_run(
+    run: Path,
+    to: str,
+    out: Path | None,
+    rank: int | None,
+    data: str | None,
+    tokens: int,
+    trust_remote_code: bool = False,
+) -> None:
+    """Fit the adapter of `run` to another base, and print how close it is to the trained model."""
+    find_trained(run)
+    if data:
+        check_datasets(data)
+    with quick_imports():
+        from ..export.fit import fit
+
+    console = Console(soft_wrap=True)
+    trust = trust_remote_code
+    report = fit(run, to, out, rank=rank, data=data, tokens=tokens, trust_remote_code=trust, console=console)
+    console.print(str(report))
+    console.print(one_line(f"adapter in {report.path}"))
+
+
 def _target(quantize: str | None) -> str | dict[str, str] | None:
     """Convert the option `--quantize` to an argument of `merge`: a format, or a mapping of patterns in order."""
     if quantize is None or "=" not in quantize:

@@ -58,6 +58,7 @@ REMEDY = {
 }
 LATER = "further"  # name of the rows of later blocks of a stream
 CALIBRATION_ROW = 512  # tokens per row
+FIRST_ANSWERS = ("chosen_ids", "completion_ids")
 
 
 class NothingKeptError(DataError):
@@ -524,6 +525,25 @@ def _pack(trainable: Dataset, max_length: int, features: Mapping[str, Any]) -> D
         values = trainable[name][:]  # lists of one value, of each document
         columns[name] = [[values[i][0] for i in row] for row in rows]
     return Table.from_dict({name: columns[name] for name in features}, features=Features(features))
+
+
+def drawn_documents(rows: Dataset, seed: int, tokens: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield ids and labels of documents of prepared rows, up to a number of tokens, in an order of the seed.
+
+    A row with a prompt and answers is its prompt with its first answer.
+    """
+    total = 0
+    for index in np.random.default_rng(seed).permutation(len(rows)).tolist():
+        row = rows[index]
+        answer: Sequence[int] = next((value for name, value in row.items() if name in FIRST_ANSWERS), [])
+        ids = np.asarray(row["input_ids"] if "input_ids" in row else [*row["prompt_ids"], *answer])
+        labels = np.asarray(row.get("labels") or ids)
+        ends = np.cumsum(row.get("seq_lengths") or [len(ids)])[:-1]
+        for document, document_labels in zip(np.split(ids, ends), np.split(labels, ends), strict=True):
+            yield document.tolist(), document_labels.tolist()
+        total += len(ids)
+        if total >= tokens:
+            return
 
 
 # --- calibration text -------------------------------------------------------------------------------------------------

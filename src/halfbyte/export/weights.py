@@ -310,7 +310,7 @@ class MergedWeights:
         """Return a quantized weight, and record how much of its update is retained."""
         if output.parameter not in self.adapter.changed:
             return self.quantized(output, target)
-        base_weight = self._base_values(output, target)
+        base_weight = self.base_values(output, target)
         weight = self.adapter.merged(output.parameter, base_weight.clone(), output.piece)
         packed = self._packed(weight, output, target)
         stored = packed.dequantize(torch.float32)
@@ -348,13 +348,13 @@ class MergedWeights:
         name = output.parameter
         pieces = _pieces_by_expert(output.sources)
         if not pieces:
-            base = self._base_values(output.sources[0], target)
+            base = self.base_values(output.sources[0], target)
             weight = self.adapter.merged(name, base.clone()) if name in self.adapter.changed else base
             if name in self.adapter.transposed:
                 weight, base = weight.mT, base.mT
             yield from zip(weight.contiguous(), base.contiguous(), strict=True)
         for expert in range(output.entry.shape[0]) if pieces else ():
-            base = torch.cat([self._base_values(piece, target) for piece in pieces[expert]])
+            base = torch.cat([self.base_values(piece, target) for piece in pieces[expert]])
             yield torch.cat([self.values(piece, target) for piece in pieces[expert]]), base
 
     def stored_experts(self, output: Output, target: Target) -> Iterator[tuple[Tensor, Tensor]]:
@@ -385,12 +385,12 @@ class MergedWeights:
     @torch.no_grad()
     def values(self, output: Output, target: Target) -> Tensor:
         """Return one weight of the merged model before rounding, fp32."""
-        base_weight = self._base_values(output, target)
+        base_weight = self.base_values(output, target)
         if output.parameter not in self.adapter.changed:
             return base_weight
         return self.adapter.merged(output.parameter, base_weight, output.piece)
 
-    def _base_values(self, output: Output, target: Target) -> Tensor:
+    def base_values(self, output: Output, target: Target) -> Tensor:
         """Return a weight of the base without the adapter, fp32, owned by the caller."""
         name = output.parameter
         if target == "dequantized" and name in self._stacks.formats:
@@ -456,7 +456,7 @@ class MergedWeights:
         if not self._is_computed(output, target):
             weight = self.base.read(output.source)
             return weight if dtype == output.source.dtype else weight.to(DTYPES[dtype])
-        base = self._base_values(output, target)
+        base = self.base_values(output, target)
         if name not in self.adapter.changed:
             return self._finite(base, base.to(DTYPES[dtype]), output)
         weight = self.adapter.merged(name, base.clone(), output.piece)

@@ -153,30 +153,31 @@ def _forward(
     for first in range(0, count, together):
         rows = slice(first, first + together)
         moments.mask = mask[rows]
-        outputs.append(forward(*_rows_of(args, rows, count), **_rows_of(kwargs, rows, count)))
+        outputs.append(forward(*rows_of(args, rows, count), **rows_of(kwargs, rows, count)))
     moments.close()
     for name, linear in linears.items():
         weight: Any = linear.weight
         visit(name, weight.data.to(dtype), moments.mean(name))
     for tensor, original in zip(tensors, mapped, strict=True):
         tensor.data = original
-    return _joined(outputs)
+    return joined(outputs)
 
 
-def _rows_of(value: Any, rows: slice, count: int) -> Any:
+def rows_of(value: Any, rows: slice, count: int) -> Any:
     """Return the part of a layer's arguments for some rows of the batch; what has no row for each is passed on."""
     if isinstance(value, Tensor):
         return value[rows] if value.dim() and len(value) == count else value
     if isinstance(value, tuple | list):
-        return type(value)(_rows_of(item, rows, count) for item in value)
+        return type(value)(rows_of(item, rows, count) for item in value)
     if isinstance(value, dict):
-        return {key: _rows_of(item, rows, count) for key, item in value.items()}
+        return {key: rows_of(item, rows, count) for key, item in value.items()}
     return value
 
 
-def _joined(outputs: list[Any]) -> Any:
+def joined(outputs: list[Any]) -> Any:
+    """Return the outputs of a layer on chunks of rows as one."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs)
     if isinstance(outputs[0], tuple):
-        return tuple(_joined([output[at] for output in outputs]) for at in range(len(outputs[0])))
+        return tuple(joined([output[at] for output in outputs]) for at in range(len(outputs[0])))
     return outputs[0]

@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..adapters.initial import AdapterInitialiser, InitialAdapter
 from ..adapters.lora import save_adapter
 from ..config.initialisations import read_by
+from ..data.prepare import drawn_documents
 from ..loading.observe import observe_gradients, observe_inputs
 from ..ops import IGNORE_INDEX
 from ..runs.layout import INITIAL, MOMENTS
@@ -49,18 +49,7 @@ def initial_factors(run: PreparedRun) -> AdapterInitialiser | InitialAdapter | N
 
 def documents(run: PreparedRun) -> Iterator[tuple[list[int], list[int]]]:
     """Yield ids and labels of documents of training rows, up to `OBSERVED_TOKENS`, in an order of the seed."""
-    rows = run.data.train
-    total = 0
-    for index in np.random.default_rng(run.config.seed).permutation(len(rows)).tolist():
-        row = rows[index]
-        ids = np.asarray(row["input_ids"])
-        labels = np.asarray(row.get("labels") or row["input_ids"])
-        ends = np.cumsum(row.get("seq_lengths") or [len(ids)])[:-1]
-        for document, document_labels in zip(np.split(ids, ends), np.split(labels, ends), strict=True):
-            yield document.tolist(), document_labels.tolist()
-        total += len(ids)
-        if total >= OBSERVED_TOKENS:
-            return
+    return drawn_documents(run.data.train, run.config.seed, OBSERVED_TOKENS)
 
 
 def labelled_batches(run: PreparedRun) -> list[dict[str, Tensor]]:
