@@ -16,7 +16,7 @@ while the next step runs. `finish` adds the partial results of strips and parts,
 
 Constants: BACKWARD, WARPS, BLOCKS (per multiprocessor), STAGES (of the ring), BF16 (else fp16), SILU (else gelu_tanh),
 R_GATE, R_UP, R_DOWN (8 or 16), FLOAT8 (0; 1 for E4M3, 2 for E5M2: dtype of h, or of dg and du), COLUMNS (factors of
-columns before the cast). */
+columns before the cast), DROPOUT (mask of the down projection's adapter, `ops/dropout.py`). */
 
 #include "warp.cuh"
 #include "matrix.cuh"
@@ -41,8 +41,10 @@ struct Unit {
     float *gradient;         /* dB_g and dB_u [width, r], dA_d [r, width] */
     const float *columns, *scale;
     float *newest;
+    const u64 *seed;                /* of the mask */
     u32 rows, width, strips, share; /* `share`: steps per block */
-    float scales[2];
+    u32 first_column, threshold;    /* of the mask */
+    float scales[2], drop_scale;
 };
 
 LAYOUT(FACTORS + 2 * STRIP * 4, 0, sizeof(Unit));
@@ -136,6 +138,33 @@ __device__ __forceinline__ float activate(float g, float &derivative) {
     derivative = p + activated * (1.0f - p) * (SILU ? 1.0f : twice * (1.0f + 0.134145f * square));
     return activated;
 }
+
+/* The mask: its seed's halves, mixed, and a lane's keys of its two rows. */
+__device__ __forceinline__ u32 mix(u32 h) {
+    h = (h ^ h >> 16) * 0x85ebca6bu;
+    h = (h ^ h >> 13) * 0xc2b2ae35u;
+    return h ^ h >> 16;
+}
+struct Mask {
+    u32 low, high, first[2], second[2], column, threshold;
+    float scale;
+
+    __device__ __forceinline__ Mask(const Unit &unit, u32 column)
+        : column(unit.first_column + column), threshold(unit.threshold), scale(unit.drop_scale) {
+        if (DROPOUT)
+            low = mix((u32)*unit.seed), high = mix((u32)(*unit.seed >> 32));
+    }
+    __device__ __forceinline__ void at_rows(u32 row) {
+#pragma unroll
+        for (u32 half = 0; half < 2; half++)
+            first[half] = mix(row + 8 * half + low), second[half] = first[half] * 0x9e3779b9u + high;
+    }
+    /* Factor of a number of row 8 · half and of the lane's column `i`. */
+    __device__ __forceinline__ float factor(u32 half, u32 i) const {
+        const u32 h = ((column + i) ^ first[half]) * 0x7feb352du;
+        return (h ^ h >> 15 ^ second[half]) * 0x846ca68bu >= threshold ? scale : 0.0f;
+    }
+};
 
 /* A warp's work on its 32 columns. */
 struct Columns {
@@ -283,16 +312,16 @@ __device__ __forceinline__ void complete(float (&sums)[2][4], const u32 (&x)[4],
 }
 
 /* A step's results: [tile][half of rows], each a pair: columns 2 j and 2 j + 1 of this lane's eight. */
-struct Packed { u32 hidden[4][2], gate[4][2], up[4][2]; /* h; dg and du */ };
+struct Packed { u32 hidden[4][2], dropped[4][2], gate[4][2], up[4][2]; /* h, and with the mask; dg and du */ };
 
 /* Compute tiles 2 p and 2 p + 1 of the gated unit from the inputs and the low-rank terms. */
 __device__ __forceinline__ void compute(
     Packed &packed, const uint4 (&raw)[TENSORS][2], const float (&g)[2][4], const float (&u)[2][4],
-    const float (&dh)[2][4], u32 p, float gate_scale, float up_scale) {
+    const float (&dh)[2][4], const Mask &mask, u32 p, float gate_scale, float up_scale) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         const u32 tile = i / 2, half = i % 2, j = 2 * p + tile;
-        float hidden[2], gate[2], up[2];
+        float hidden[2], dropped[2], gate[2], up[2];
 #pragma unroll
         for (u32 k = 0; k < 2; k++) {
             const u32 at = 2 * half + k;
@@ -304,13 +333,15 @@ __device__ __forceinline__ void compute(
             }
             const float full = base[1] + up_scale * u[tile][at];
             const float activated = activate(base[0] + gate_scale * g[tile][at], derivative);
-            hidden[k] = activated * full;
+            const float factor = DROPOUT ? mask.factor(half, 2 * j + k) : 1.0f;
+            hidden[k] = activated * full, dropped[k] = hidden[k] * factor;
             if (BACKWARD) {
-                const float d = base[TENSORS - 1] + dh[tile][at];
+                const float d = base[TENSORS - 1] + dh[tile][at] * factor;
                 gate[k] = d * full * derivative, up[k] = d * activated;
             }
         }
         packed.hidden[j][half] = pair<BF16>(hidden[0], hidden[1]);
+        packed.dropped[j][half] = DROPOUT ? pair<BF16>(dropped[0], dropped[1]) : packed.hidden[j][half];
         if (BACKWARD)
             packed.gate[j][half] = pair<BF16>(gate[0], gate[1]), packed.up[j][half] = pair<BF16>(up[0], up[1]);
     }
@@ -326,6 +357,7 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
 
     const float gate_scale = unit.scales[0], up_scale = unit.scales[1], scale = FLOAT8 ? *unit.scale : 1;
     float gradients[3][4][4] = {};
+    Mask mask(unit, columns.column);
     for (u32 step = 0; step < steps; step++) {
         wait<STAGES - 1>();
         __syncthreads(); /* all copies have arrived, and all warps have finished the previous step */
@@ -338,6 +370,8 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
             columns.put(step - 1);
 
         const u8 *low = shared + LOW + step % (STAGES + 1) * SLOT;
+        if (DROPOUT)
+            mask.at_rows(columns.first + 16 * step + lane / 4);
         u32 rows[TENSORS][4];
         Packed packed;
         float sums[SUMS / 2][2][4];
@@ -351,15 +385,15 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
             complete(u, rows[1], columns.factor(1), p, lane);
             if (BACKWARD)
                 complete(dh, rows[TENSORS - 1], columns.factor(2), p, lane);
-            compute(packed, raw, g, u, dh, p, gate_scale, up_scale);
+            compute(packed, raw, g, u, dh, mask, p, gate_scale, up_scale);
             if (BACKWARD) {
                 gather(sums[0], packed.gate, columns.factor(0), p, lane);
                 gather(sums[SUMS / 2 - 1], packed.up, columns.factor(1), p, lane);
                 learn(gradients[0], low, packed.gate, p, lane);
                 learn(gradients[1], low + 512, packed.up, p, lane);
-                learn(gradients[2], low + 1024, packed.hidden, p, lane);
+                learn(gradients[2], low + 1024, packed.dropped, p, lane);
             } else
-                gather(sums[0], packed.hidden, columns.factor(2), p, lane);
+                gather(sums[0], packed.dropped, columns.factor(2), p, lane);
         }
         const u32 row = columns.first + 16 * step;
         if (BACKWARD) {

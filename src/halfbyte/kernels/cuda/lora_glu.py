@@ -64,13 +64,14 @@ class Unit(ctypes.Structure):
         ("out", ctypes.c_void_p * 2),
         *(
             (name, ctypes.c_void_p)
-            for name in ("partial", "gradients", "sum", "gradient", "columns", "scale", "newest")
+            for name in ("partial", "gradients", "sum", "gradient", "columns", "scale", "newest", "seed")
         ),
-        *((name, ctypes.c_uint32) for name in ("rows", "width", "strips", "share")),
+        *((name, ctypes.c_uint32) for name in ("rows", "width", "strips", "share", "first_column", "threshold")),
         ("scales", ctypes.c_float * 2),
+        ("drop_scale", ctypes.c_float),
     )
 
-    def of(self, pointers: dict[str, Tensor | list[Tensor]], numbers: dict[str, int]) -> Unit:
+    def of(self, pointers: dict[str, Tensor | list[Tensor]], numbers: dict[str, float]) -> Unit:
         for name, value in pointers.items():
             if isinstance(value, list):
                 for i, tensor in enumerate(value):
@@ -85,13 +86,13 @@ class Unit(ctypes.Structure):
 @remembered
 def _kernel(
     backward: bool, blocks: Blocks, device: int, bf16: bool, activation: str, ranks: tuple[int, int, int], float8: int,
-    columns: bool,
+    columns: bool, dropout: bool,
 ) -> tuple[Kernel, Kernel]:  # fmt: skip
     """The kernel, and the one that adds its blocks' partial sums."""
     names = ("WARPS", "BLOCKS", "STAGES", "R_GATE", "R_UP", "R_DOWN")
     constants = dict(zip(names, (*blocks, *ranks), strict=True)) | {
         "BACKWARD": int(backward), "BF16": int(bf16), "SILU": int(activation == "silu"), "FLOAT8": float8,
-        "COLUMNS": int(columns),
+        "COLUMNS": int(columns), "DROPOUT": int(dropout),
     }  # fmt: skip
     image = cubin("lora_glu", device_at(device).capability, constants, [Unit])
     return Kernel(image, "lora_glu"), Kernel(image, "finish", 0)
@@ -124,11 +125,18 @@ def _launch(
     if columns is not None:
         pointers |= {"columns": columns}
     numbers = {"rows": rows, "width": width, "strips": strips, "share": share}
+    dropout = factors.dropout
+    if dropout is not None:
+        pointers |= {"seed": dropout.seeds}
+        mask = {"first_column": dropout.first_column, "threshold": dropout.threshold, "drop_scale": dropout.scale}
+        numbers |= mask
     unit = Unit(scales=(factors.gate_scale, factors.up_scale)).of(pointers, numbers)
     float8 = 0 if slot is None else 2 if slot.dtype is E5M2 else 1
     with torch.cuda.device(device):
         bf16 = gate.dtype is torch.bfloat16
-        kernel, finish = _kernel(backward, blocks, device, bf16, activation, ranks, float8, columns is not None)
+        kernel, finish = _kernel(
+            backward, blocks, device, bf16, activation, ranks, float8, columns is not None, dropout is not None
+        )
         kernel(count, 32 * blocks.warps, [unit])
         threads = steps * (128 if backward else 64) + gradient.numel() // 4
         finish(ceil_div(threads, FINISH_THREADS), FINISH_THREADS, [unit])
@@ -141,8 +149,6 @@ def _obstacle(activation: str, factors: Factors, gate: Tensor, *tensors: Tensor)
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
     if activation not in ACTIVATIONS or any(rank not in RANKS for rank in ranks):
         return "takes SiLU or tanh's GELU, and ranks of 8 or 16"
-    if factors.dropout is not None:
-        return "has no dropout"
     if gate.dtype is torch.float32 or not gate.numel() or gate.shape[1] % LANE_COLUMNS:
         return "needs 16 bits, and a width in multiples of 8"
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (gate, *tensors, *factors[:3]))
