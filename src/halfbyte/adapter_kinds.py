@@ -193,7 +193,7 @@ LORA = AdapterKind(
     keys=(
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
         *("init_lora_weights", "loftq_config", "corda_config", "eva_config", "lora_ga_config"),
-        *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner"),
+        *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa"),
         *("add_tokens", "add_special_tokens", "trainable_token_indices", "resize_token_embeddings_to_multiple_of"),
     ),
     reported=("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),

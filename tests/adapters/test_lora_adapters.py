@@ -6,10 +6,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from halfbyte.adapters.lora import add_adapter, load_adapter_weights, reads_base_weights, save_adapter
 from halfbyte.config import RunConfig
+from halfbyte.methods.answers import as_adapter, without_adapter
 from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 
@@ -93,8 +94,71 @@ def test_a_name_that_matches_nothing_names_the_closest(keys, named):
 
 
 def test_an_invalid_pattern_is_a_config_error():
-    with pytest.raises(ConfigError):
-        adapted(target_modules="*.q_proj")
+    for key in ("target_modules", "exclude_modules"):
+        with pytest.raises(ConfigError):
+            adapted(**{key: "*.q_proj"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            {"exclude_modules": ["q_proj", "mlp.down_proj"]},
+            {(i, n) for i in "01" for n in LINEARS - {"q_proj", "down_proj"}},
+        ),
+        ({"exclude_modules": r".*layers\.0\..*|.*_proj\.x"}, {("1", name) for name in LINEARS}),
+        ({"layers_to_transform": 1}, {("1", name) for name in LINEARS}),
+        ({"layers_to_transform": [0], "target_modules": ["k_proj"], "layers_pattern": ["layers"]}, {("0", "k_proj")}),
+        ({"exclude_modules": ["o_proj"], "target_modules": ".*[ok]_proj"}, {("0", "k_proj"), ("1", "k_proj")}),
+    ],
+)
+def test_modules_that_are_excluded_or_in_other_layers_get_no_adapter(keys, expected):
+    names = [name.split(".") for name, module in adapted(**keys).named_modules() if hasattr(module, "lora_A")]
+    assert {(name[-3], name[-1]) for name in names} == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"exclude_modules": ["q_projs"]}, "exclude_modules"),
+        ({"exclude_modules": "q_proj"}, "exclude_modules"),  # an expression matches full names
+        ({"exclude_modules": ["q_proj"], "target_modules": ["q_proj"]}, "exclude_modules"),
+        ({"exclude_modules": ["q_proj"], "target_modules": ["k_proj"]}, "exclude_modules"),
+        ({"layers_to_transform": [0, 2]}, "layer 2"),
+        ({"layers_to_transform": [0], "layers_pattern": "h"}, "layers_to_transform"),
+    ],
+)
+def test_a_selection_that_names_nothing_is_refused(keys, named):
+    with pytest.raises(ModelError, match=named):
+        adapted(**keys)
+
+
+def test_experts_of_other_layers_get_no_adapter():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64, "head_dim": 16}
+    model = MixtralForCausalLM(
+        MixtralConfig(num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, **sizes)
+    )
+    names = {name for name, p in adapted(model, layers_to_transform=[1]).named_parameters() if p.requires_grad}
+    assert all(".layers.1." in name for name in names)
+    assert {name.partition(".lora_")[0].rpartition("experts")[2] for name in names if "experts" in name} == {
+        "", ".base_layer"
+    }  # fmt: skip
+
+
+def test_lora_fa_trains_b_alone_also_after_a_reference(tmp_path):
+    model = adapted(lora_fa=True, use_dora=True)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert {name.split(".lora_")[1].split(".")[0] for name in trained} == {"B", "magnitude_vector"}
+    assert {parameter.dtype for name, parameter in model.named_parameters() if "lora_A" in name} == {torch.float32}
+    for reference in (without_adapter, lambda model: as_adapter(model, "default")):
+        with reference(model):
+            pass
+        assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+    save_adapter(randomize(model), tmp_path)
+    continued = add_adapter(
+        tiny_llama(), RunConfig(model_name_or_path="m", dataset="d", lora_fa=True, adapter_path=str(tmp_path))
+    )
+    assert [name for name, parameter in continued.named_parameters() if parameter.requires_grad] == trained
 
 
 def test_scaling_rank_and_alpha_patterns():
@@ -129,6 +193,7 @@ def test_trained_weights_have_the_dtype_asked_for_whatever_the_base(base, dtype)
         {"modules_to_save": ["embed_tokens", "lm_head"]},
         {"adapter_dtype": "bfloat16"},
         {"target_modules": ["q_proj", "embed_tokens"]},
+        {"exclude_modules": ["q_proj", "down_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
     ],
 )
 def test_plain_peft_loads_what_is_saved_with_equal_logits(tmp_path, base, keys):

@@ -203,6 +203,29 @@ def test_saves_the_input_once_and_low_rank_tensors():
     assert seen[0].data_ptr() == x.data_ptr()
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_with_frozen_a_the_input_is_not_saved(dropout):
+    """LoRA-FA: gradients are PEFT's; q, k, v and the MLP save no tensor of the input's size but gate and up."""
+    module, x = model(r=4, dropout=dropout), torch.randn(50, 24, dtype=torch.float64)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    seeds, steps, saved = seeds_for(module, x), [], []
+    for function in (lambda x: module.fused(x, dropout=dropout), module):
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            steps.append(step(module, function, x, seeds))
+        large = sorted(tuple(tensor.shape) for tensor in saved if tensor.numel() >= x.numel())
+        assert len(steps) > 1 or large == [(50, 37), (50, 37)]
+    assert_steps_close(*steps, **EXACT)
+
+
+def test_dropout_saves_no_mask():
+    module, x, seen = model(r=4, dropout=0.3), torch.randn(50, 24, dtype=torch.float64), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        module.fused(x.requires_grad_(), dropout=0.3)
+    assert sorted(tuple(t.shape) for t in seen if t.numel() >= x.numel()) == [(50, 24)] * 2 + [(50, 37)] * 2
+
+
 def test_the_mlp_saves_gate_and_up_but_no_product():
     module, x = model(r=4), torch.randn(50, 24, dtype=torch.float64, requires_grad=True)
     weights, biases, loras = zip(*(module.adapter(name) for name in MLP), strict=True)

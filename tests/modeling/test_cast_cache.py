@@ -96,6 +96,17 @@ LEVELS = ["keep", "recompute", "checkpoint", "tiled"]
 ON_GPU = [pytest.param("cuda", level, marks=pytest.mark.gpu) for level in LEVELS]
 
 
+def test_frozen_factors_are_cast_and_not_replaced(model):
+    """LoRA-FA: the optimizer has B alone, of which a sharded one replaces the values."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    halfbyte.patch(model)
+    loss_and_gradients(model, batch())
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert {id(factor) for factor, _ in cast_replacements(model, torch.bfloat16)} == trained
+    assert len(existing_record(model.get_base_model().model).cast_cache.factors) == 2 * len(trained)
+
+
 @pytest.mark.parametrize(("device", "level"), [*(("cpu", level) for level in LEVELS), *ON_GPU])
 def test_casts_replace_factors(model, device, level, monkeypatch):
     """Losses and fp32 gradients equal those with fp32 factors; earlier casts are not read."""

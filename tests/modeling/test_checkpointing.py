@@ -126,15 +126,21 @@ def live_after_forward(model: nn.Module, inputs: dict) -> int:
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
-    ("family", "dropout"),
-    [("Llama", 0.0), ("Llama", 0.1), ("Qwen3", 0.0), ("Phi3", 0.0), ("Mixtral", 0.0)]
-    + [pytest.param(name, 0.1, marks=pytest.mark.slow) for name in FAMILIES if name not in ("Llama", "Gemma2")],
+    ("family", "dropout", "frozen_a"),
+    [("Llama", 0.0, False), ("Llama", 0.1, True), ("Qwen3", 0.0, False), ("Phi3", 0.0, False), ("Mixtral", 0.0, True)]
+    + [pytest.param(name, 0.1, False, marks=pytest.mark.slow) for name in FAMILIES if name not in ("Llama", "Gemma2")],
 )
-def test_saved_bytes_are_those_of_the_plan(family, dropout):
+def test_saved_bytes_are_those_of_the_plan(family, dropout, frozen_a):
     sizes = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16, "max_position_embeddings": 512}
     inputs = {"input_ids": torch.randint(1, 101, (2, 256))}
     config = RunConfig(
-        model_name_or_path="m", dataset="d", dtype="float32", load_in_4bit=False, r=4, lora_dropout=dropout
+        model_name_or_path="m",
+        dataset="d",
+        dtype="float32",
+        load_in_4bit=False,
+        r=4,
+        lora_dropout=dropout,
+        lora_fa=frozen_a,
     )
     models = []
     for layers in (1, 2):

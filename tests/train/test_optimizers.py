@@ -90,6 +90,7 @@ def test_optimizers_of_other_packages_resume_bit_equal_in_bf16(optim, tmp_path):
 @pytest.mark.parametrize("changed", [
     {"loraplus_lr_ratio": 4.0}, {"lora_preconditioner": "riemannian"},
     {"embedding_learning_rate": 1e-3, "modules_to_save": ["lm_head"]},
+    {"lora_fa": True, "lora_preconditioner": "riemannian", "layers_to_transform": [1]},
 ])  # fmt: skip
 def test_groups_and_preconditioner_change_the_run_and_resume(changed, tmp_path):
     config = {"max_steps": 6, "save_steps": 2}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from peft import (
     get_peft_model_state_dict,
     set_peft_model_state_dict,
 )
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from safetensors.torch import save_file
 from torch import nn
@@ -36,13 +38,14 @@ from ..adapter_kinds import (
     adapter_kind,
     adapter_type_of,
     adapter_types,
+    factor_of,
     find_adapter_kind,
 )
 from ..config import Adapter
 from ..config.initialisations import read_by
 from ..config.methods import SCORES
 from ..config.schema import RunKeys
-from ..modeling.architectures import ALL_LINEAR, all_linear, is_linear, is_router
+from ..modeling.architectures import ALL_LINEAR, all_linear, expert_stacks, is_linear, is_router
 from ..modeling.rope_scaling import check_adapter_rope
 from ..modeling.transformers_versions import quiet_peft
 from ..qat.model import round_merged
@@ -150,6 +153,8 @@ def add_adapter(
         if parameter.requires_grad:  # copies of full modules keep at least the model's precision
             full = ".modules_to_save." in name and dtype.itemsize < parameter.dtype.itemsize
             parameter.data = parameter.data.to(parameter.dtype if full else dtype)
+        if adapter.lora_fa and factor_of(name) == "A":
+            parameter.requires_grad_(False)
     if read_by(adapter) != "nothing":
         mark_initialisation(peft_model, adapter)
     report_adapter_sizes(peft_model)
@@ -174,7 +179,9 @@ def add_score_head(model: nn.Module, scores: str) -> None:
 
 def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
     experts = adapted_experts(model, adapter)
-    linears = _adapted_modules(model, adapter.target_modules)
+    if adapter.target_parameters is None:
+        experts = {name for name in experts if _is_selected(adapter, name, [name.rpartition(".")[2]])}
+    linears = _selected(model, adapter, _adapted_modules(model, adapter.target_modules))
     routers = adapted_routers(model, adapter, linears)
     of_routers = {name.removesuffix(".weight") for name in routers}
     adapted = linears | of_routers | experts | routers
@@ -205,6 +212,9 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
         revision=adapter.origin.revision,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
         modules_to_save=_exact_names(adapter.modules_to_save, names),
+        exclude_modules=adapter.exclude_modules,
+        layers_to_transform=adapter.layers_to_transform,
+        layers_pattern=adapter.layers_pattern,
         **options,
     )
     if adapter.trainable_token_indices:
@@ -217,7 +227,8 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
                 raise ModelError(wrong, f"remove {name} from target_modules and modules_to_save")
     if "target_parameters" not in row.refused:
         if experts:
-            peft_config.target_parameters = parameter_targets(model, adapter)
+            every = adapter.target_parameters is None and experts != set(expert_stacks(model, []))
+            peft_config.target_parameters = sorted(experts) if every else parameter_targets(model, adapter)
         if experts | routers:
             peft_config.lora_dropout = 0.0  # `set_adapter_dropout` applies it instead
         name_routers(peft_config, model, linears, routers)
@@ -302,6 +313,42 @@ def _adapted_modules(model: nn.Module, targets: str | list[str]) -> set[str]:
             wrong = f"target_modules: {name} is a {type(module).__name__}, which computes no x·Wᵀ that LoRA can adapt"
             raise ModelError(wrong, "remove it, or use all-linear")
     return adapted
+
+
+def _is_selected(adapter: Adapter, name: str, targets: str | list[str]) -> bool:
+    """Return whether PEFT adapts the module `name`: it is in `targets`, in a chosen layer and not excluded."""
+    rule = SimpleNamespace(
+        target_modules=targets,
+        exclude_modules=adapter.exclude_modules,
+        layers_to_transform=adapter.layers_to_transform,
+        layers_pattern=adapter.layers_pattern,
+    )
+    return bool(check_target_module_exists(rule, name))
+
+
+def _selected(model: nn.Module, adapter: Adapter, modules: set[str]) -> set[str]:
+    """Return which of `modules`, those that `target_modules` names, are in a chosen layer and not excluded.
+
+    Raises:
+        ModelError: a key names none of `modules`, or leaves none.
+        ConfigError: `exclude_modules` is not a valid regular expression.
+    """
+    targets = all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules
+    if isinstance(adapter.exclude_modules, str):
+        if not matching("exclude_modules", adapter.exclude_modules, modules):
+            raise ModelError(*unknown("exclude_modules", adapter.exclude_modules, modules))
+    else:
+        check_names("exclude_modules", adapter.exclude_modules or (), modules)
+    for layer in adapter.layers_to_transform or ():
+        only = adapter.model_copy(update={"exclude_modules": None, "layers_to_transform": [layer]})
+        if not any(_is_selected(only, name, targets) for name in modules):
+            lists = f" of {', '.join(adapter.layers_pattern)}" if adapter.layers_pattern else ""
+            wrong = f"layers_to_transform: no module of target_modules is in layer {layer}{lists}"
+            raise ModelError(wrong, "number the layers from 0, as in the names of the model's modules")
+    selected = {name for name in modules if _is_selected(adapter, name, targets)}
+    if modules and not selected:
+        raise ModelError("exclude_modules leaves no module with an adapter", "exclude fewer modules")
+    return selected
 
 
 def _check_trainable(model: nn.Module, targets: Collection[str]) -> None:

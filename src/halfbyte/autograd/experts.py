@@ -334,7 +334,8 @@ class _Experts(OnceFunction):
     def forward(ctx, x, top_k_weights, index, weights, applied, *factors):
         routing = route(index, weights.first.shape[0])
         out, saved = _forward(x, top_k_weights, routing, weights, applied, factors)
-        ctx.save_for_backward(x, top_k_weights, index, *saved, *factors, *routing[:4])
+        read = x if ctx.needs_input_grad[5] else x.new_empty(0)  # dA₁ alone reads it
+        ctx.save_for_backward(read, top_k_weights, index, *saved, *factors, *routing[:4])
         # Attributes, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.weights = weights
         ctx.applied = applied

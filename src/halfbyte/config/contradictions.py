@@ -21,13 +21,16 @@ from .schema import RECIPE_OPTIONS, AdapterSection, QuantizationSection, RunKeys
 from .section import Contradiction, nearest, respelled
 
 TOKEN_KEYS = ("add_tokens", "add_special_tokens", "trainable_token_indices", "resize_token_embeddings_to_multiple_of")
+SELECTION_KEYS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 ADAPTER_KEYS = (
+    *SELECTION_KEYS,
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
-    *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", *OPTION_KEYS),
+    *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa", *OPTION_KEYS),
     *TOKEN_KEYS,
 )
 COMMON_ADAPTER_KEYS = (  # of every kind of adapter
     *("use_peft", "peft_type", "target_modules", "target_parameters", "modules_to_save", "adapter_dtype"),
+    *SELECTION_KEYS,
     "adapter_path",
 )
 SFT_KEYS = ("dataset_format", "dataset_text_field", "completion_only_loss", "train_on")
@@ -380,6 +383,22 @@ def _adapter_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         if reason := row.refused.get(feature):
             wrong = f"{row.chosen} with {config.written(feature)}: {reason}"
             yield row.key, wrong, f"{row.without}, or remove {feature}"
+    if config.layers_pattern and config.layers_to_transform is None:
+        yield "layers_pattern", "layers_pattern without layers_to_transform has no effect", "remove it"
+    expression = isinstance(config.target_modules, str) and not config.is_default("target_modules")
+    if config.layers_to_transform is not None and expression:
+        wrong = f"layers_to_transform with {config.written('target_modules')}, a regular expression"
+        yield "layers_to_transform", wrong, "name the layers in the expression, or list modules in target_modules"
+    if config.adapter_path:
+        for key in SELECTION_KEYS:
+            if getattr(config, key) is not None:
+                wrong = f"{key} with adapter_path: the modules of the saved adapter are trained"
+                yield key, wrong, "remove one of the two"
+    if config.lora_fa and config.loraplus_lr_ratio is not None:
+        wrong = (
+            f"lora_fa: true with {config.written('loraplus_lr_ratio')}: A, which the ratio refers to, is not trained"
+        )
+        yield "loraplus_lr_ratio", wrong, "remove it, and set learning_rate"
     if row.init_key == "init_lora_weights":
         yield from _initialisation_contradictions(config)
 
@@ -415,6 +434,8 @@ def _initialisation_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if row.frozen and config.lora_preconditioner:
         wrong = f"{chosen}, which does not train {row.frozen}, with {config.written('lora_preconditioner')}"
         yield key, wrong, "remove lora_preconditioner"
+    if row.frozen and config.lora_fa:
+        yield "lora_fa", f"{chosen}, which does not train {row.frozen}, with lora_fa: true", "remove one of the two"
     if not row.starts_at_zero and config.method in SAMPLING:
         wrong = f"{chosen} with method: {config.method}, whose base without the adapter must be the model at first"
         yield key, wrong, f"set {key}: true"

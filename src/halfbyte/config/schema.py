@@ -237,6 +237,15 @@ class AdapterSection(Section):
         description="names of stacked experts and routers to adapt; default: with target_modules: all-linear every"
         " expert and no router; []: none",
     )
+    exclude_modules: str | list[str] | None = Field(
+        None, description="modules of target_modules that get no adapter: a list of names, or one regular expression"
+    )
+    layers_to_transform: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="indices of the layers that get adapters; default: all"
+    )
+    layers_pattern: list[str] | None = Field(
+        None, description="with layers_to_transform: names of the lists of layers; default: any list of modules"
+    )
     modules_to_save: list[str] | None = Field(None, description="modules to train in full and to save with the adapter")
     add_tokens: list[str] | dict[str, str] | None = Field(
         None,
@@ -294,6 +303,9 @@ class AdapterSection(Section):
         None,
         description="precondition the gradients of A and B by the other factor, r×r, before the optimizer (riemannian)",
     )
+    lora_fa: bool = Field(
+        False, description="train the adapter's B alone; A stays as initialised, and its input is not saved (LoRA-FA)"
+    )
     adapter_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's weights")
     adapter_path: str | None = Field(None, description="saved adapter to continue training")
 
@@ -309,6 +321,12 @@ class AdapterSection(Section):
             repeated = next(name for name in names if names.count(name) > 1)
             raise PydanticCustomError("repeated", "names {value} twice", {"value": repr(repeated)})
         return tokens
+
+    @field_validator("layers_to_transform", "layers_pattern", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """Accept one layer or name, as PEFT does."""
+        return [value] if isinstance(value, int | str) and not isinstance(value, bool) else value
 
     @field_validator("peft_type")
     @classmethod

@@ -43,6 +43,7 @@ class Section(BaseModel):
     @field_validator(
         *("target_modules", "dataset", "eval_dataset", "quantization", "parallel", "loss_type", "loss_weights"),
         *("optim_target_modules", "optim_bits", "adapters", "sweep"),
+        *("exclude_modules", "layers_to_transform", "layers_pattern"),
         check_fields=False,
     )
     @classmethod

@@ -85,9 +85,20 @@ def turn_dropout_off(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
+def _frozen_after(model: PeftModel) -> Iterator[None]:
+    """Freeze the parameters that are frozen now again afterwards: PEFT makes all weights of an active adapter train."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@contextlib.contextmanager
 def without_adapter(model: PeftModel) -> Iterator[None]:
     """Disable the model's adapter inside the context, in eval mode."""
-    with model.disable_adapter(), in_eval_mode(model):
+    with _frozen_after(model), model.disable_adapter(), in_eval_mode(model):
         yield
 
 
@@ -112,12 +123,13 @@ def as_reference(model: nn.Module) -> Iterator[None]:
 def as_adapter(model: PeftModel, name: str) -> Iterator[None]:
     """Activate another of the model's adapters inside the context, in eval mode."""
     active = model.active_adapter
-    model.set_adapter(name)
-    try:
-        with in_eval_mode(model):
-            yield
-    finally:
-        model.set_adapter(active)
+    with _frozen_after(model):
+        model.set_adapter(name)
+        try:
+            with in_eval_mode(model):
+                yield
+        finally:
+            model.set_adapter(active)
 
 
 def per_answer(values: Tensor, answer: Tensor, answers: int) -> Tensor:

@@ -58,8 +58,8 @@ def _build_cast_cache(backbone: Any, dtype: torch.dtype, device: torch.device) -
         for module in backbone.modules()
         if is_plain_lora(module)
         for name in module.active_adapters
-        if name in (a := factor_holders(module)[0]) and name not in module.lora_variant
-        if _needs_cast(a[name].weight, dtype, device)
+        if name in factor_holders(module)[0] and name not in module.lora_variant
+        if any(_needs_cast(holder[name].weight, dtype, device) for holder in factor_holders(module))
     ]
     holders = _factor_holders(adapted)
     factors: list[Tensor] = [holder[name].weight for holder, name in holders]
@@ -111,8 +111,9 @@ def cast_replacements(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Par
     for module in model.modules():
         read = read_linear(module) if is_plain_lora(module) else ""
         if not isinstance(read, str):
-            adapted += [(module, lora.name) for lora in read.adapters if _needs_cast(lora.a, dtype, lora.a.device)]
-    factors = [holder[name].weight for holder, name in _factor_holders(adapted)]
+            adapted += [(module, lora.name) for lora in read.adapters]
+    weights = [holder[name].weight for holder, name in _factor_holders(adapted)]
+    factors = [weight for weight in weights if _needs_cast(weight, dtype, weight.device)]
     return list(zip(factors, _contiguous_like(factors, dtype, factors[0].device), strict=True)) if factors else []
 
 

@@ -14,11 +14,11 @@ DAMPING = 1e-2  # added to the diagonals, as in PEFT's `create_riemannian_optimi
 
 
 def lora_pairs(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Trained factors A [r, n] and B [m, r] of each adapted linear layer; embeddings are left out, as in PEFT."""
+    """Factors A [r, n] and B [m, r] of each linear layer whose B is trained; embeddings are left out, as in PEFT."""
     parameters, pairs = dict(model.named_parameters()), []
     for name, down in parameters.items():
         up = parameters.get(name.replace(f".{LORA_A}.", f".{LORA_B}."))
-        if up is not None and up is not down and down.ndim == up.ndim == 2 and down.requires_grad and up.requires_grad:
+        if up is not None and up is not down and down.ndim == up.ndim == 2 and up.requires_grad:
             pairs.append((down, up))
     return pairs
 

@@ -124,12 +124,12 @@ def _launch(
         pointers |= {"scale": slot.scale, "newest": slot.newest}
     if columns is not None:
         pointers |= {"columns": columns}
-    numbers = {"rows": rows, "width": width, "strips": strips, "share": share}
+    numbers: dict[str, float] = {"rows": rows, "width": width, "strips": strips, "share": share}
     dropout = factors.dropout
     if dropout is not None:
         pointers |= {"seed": dropout.seeds}
-        mask = {"first_column": dropout.first_column, "threshold": dropout.threshold, "drop_scale": dropout.scale}
-        numbers |= mask
+        numbers |= {"first_column": dropout.first_column, "threshold": dropout.threshold}
+        numbers |= {"drop_scale": dropout.scale}
     unit = Unit(scales=(factors.gate_scale, factors.up_scale)).of(pointers, numbers)
     float8 = 0 if slot is None else 2 if slot.dtype is E5M2 else 1
     with torch.cuda.device(device):
