@@ -42,6 +42,9 @@ ENDS = "ends"  # int [N]: position of each answer's last token
 PLACE, REAL = "place", "real"  # int [M]: the token's number within its answer; bool [N]: the answer is not padding
 MARGIN, LABEL = "margin", "label"  # [N]: required margin, desirable (KTO)
 RIGHT = "right"  # [N]: correct step (PRM)
+# Rows of several texts (`data.collate_tasks`): numbers to learn; each text's row; rows' first texts and whether they
+# are real; and a hash of each text.
+TARGET, ROW, BEGINS, REAL_ROWS, HASH = "target", "row", "begins", "real_rows", "hash"
 REFERENCE = "reference"  # fp32 [M]: the reference's log-probabilities; also the name of PEFT's frozen adapter
 OLD, SAMPLED = "old", "sampled"  # fp32 [M]: log-probabilities before the update, and those of the sampler
 ADVANTAGES, ITEMS = "advantages", "items"  # fp32 [N]: advantage of each answer, and the divisor of its tokens' losses
@@ -84,6 +87,7 @@ class Column:
 _TOKEN_COLUMNS = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITION_IDS: 0, ATTENTION_MASK: 0, REAL_TOKENS: 0}
 _LOSS_COLUMNS = (
     *(AT, WANTED, ANSWER, ENDS, PLACE, REAL, MARGIN, LABEL, RIGHT),
+    *(TARGET, ROW, BEGINS, REAL_ROWS, HASH),
     *(REFERENCE, OLD, SAMPLED, ADVANTAGES, ITEMS, BONUS, CORRECTS),
 )
 COLUMNS: dict[str, Column] = {

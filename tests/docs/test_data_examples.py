@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.cli.preview import render, render_answers
+from halfbyte.cli.preview import render, render_answers, render_task
 from halfbyte.config import load_config
 from halfbyte.methods import METHODS, method_of
 from tests.data.conftest import byte_tokenizer
@@ -38,6 +38,8 @@ def preview_of(row: str, method_name: str, folder: Path) -> str:
         if method.rows == "text":
             batch = method.collator(config, tokenizer)([row_of_data])
             shown += render(batch, tokenizer, ends, number, marks=True)
+        elif method.rows == "labelled":
+            shown += render_task(row_of_data, tokenizer, number, marks=True)
         else:
             shown += render_answers(row_of_data, tokenizer, ends, number, marks=True)
     return "\n".join(text.plain.strip("\n") for text in shown)

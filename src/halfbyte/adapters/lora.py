@@ -90,6 +90,7 @@ def add_adapter(
     config: RunKeys | Adapter,
     *,
     scores: str | None = None,
+    labels: int | None = None,
     initial: AdapterInitialiser | InitialAdapter | None = None,
 ) -> PeftModel:
     """Freeze `model` and put trainable adapters on its linear layers.
@@ -98,7 +99,9 @@ def add_adapter(
         model: any Hugging Face causal LM, 16-bit or with 4-bit linears.
         config: a run's config or its adapter section: `r`, `lora_alpha`, `target_modules`, ... With `adapter_path`, the
             saved adapter's own rank, alpha and targets are used.
-        scores: also train a new head `score`, the one transformers uses for this task type of `SCORES`.
+        scores: task type of a model that generates no text; also train a new head `score`, the one transformers uses
+            for it, if the task has one.
+        labels: outputs of that head; default: those of a reward model.
         initial: the object that `load_model` got, if `init_lora_weights` reads the base's weights. It is not needed on
             the meta device.
 
@@ -130,7 +133,7 @@ def add_adapter(
             with quiet_peft():
                 peft_config = _peft_config(model, adapter)
                 if scores:
-                    add_score_head(model, scores)
+                    add_score_head(model, scores, SCORES[scores][0] if labels is None else labels)
                     peft_config.task_type = scores
                 with weights_as_modules(peft_config, model):
                     peft_model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
@@ -161,16 +164,19 @@ def add_adapter(
     return peft_model
 
 
-def add_score_head(model: nn.Module, scores: str) -> None:
-    """Give `model` a newly initialised head `score`, the one transformers uses for this task type of `SCORES`.
+def add_score_head(model: nn.Module, scores: str, labels: int) -> None:
+    """Give `model` a newly initialised head `score` with `labels` outputs, the one transformers uses for this task type
+    of `SCORES`; none for 0.
 
     The weights are drawn on the CPU, as PEFT draws adapters, so a seed gives the same head and the same adapters on
     every device.
     """
+    if not labels:
+        return
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     device = next(model.parameters()).device
-    tokens = scores == "TOKEN_CLS"
-    head = nn.Linear(config.hidden_size, SCORES[scores][0], bias=tokens, device="cpu")
+    tokens = scores == "TOKEN_CLS" and getattr(config, "token_classification_bias", True)
+    head = nn.Linear(config.hidden_size, labels, bias=tokens, device="cpu")
     nn.init.normal_(head.weight, std=getattr(config, "initializer_range", 0.02))
     if tokens:
         nn.init.zeros_(head.bias)
@@ -459,7 +465,8 @@ def create_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defa
     with answered(str(folder / ADAPTER_CONFIG), WRONG_BASE), quiet_peft(), weights_as_modules(lora, model):
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         if lora.task_type in SCORES and not hasattr(base, "score"):
-            add_score_head(base, str(lora.task_type))
+            head = read_header(folder / ADAPTER, ADAPTER_AGAIN).get(f"{PREFIX}score.weight")
+            add_score_head(base, str(lora.task_type), head["shape"][0] if head else SCORES[lora.task_type][0])
         if not isinstance(model, PeftModel):
             model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
         else:
@@ -495,6 +502,8 @@ def load_adapter_weights(
     expected = get_peft_model_state_dict(model, _state(model), adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
+    if backbone := _backbone_prefix(model, name):
+        tensors = {f"{backbone}{key.removeprefix(PREFIX)}": tensor for key, tensor in tensors.items()}
     if convert is not None:
         tensors = convert(tensors)
     if skip is not None:
@@ -681,8 +690,21 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
     """
     state = _state(model)
     model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=state, save_embedding_layers=False)
+    backbone = _backbone_prefix(model)
+    if weights is None and backbone:
+        weights = {key.replace(backbone, PREFIX, 1): tensor for key, tensor in adapter_weights(model).items()}
     if weights is not None:
         save_file(dict(weights), folder / ADAPTER, metadata={"format": "pt"})  # as PEFT does
+
+
+def _backbone_prefix(model: PeftModel, name: str = "default") -> str:
+    """Return the start of the names of a model's adapted tensors that the file of an embedding model's adapter lacks.
+
+    Such an adapter is saved for the backbone without a head, which AutoModel loads. Empty for other adapters.
+    """
+    if model.peft_config[name].task_type != "FEATURE_EXTRACTION":
+        return ""
+    return f"{PREFIX}{model.get_base_model().base_model_prefix}."
 
 
 def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:

@@ -48,6 +48,8 @@ def preview_rows(config: RunConfig, count: int) -> None:
         row = prepared.train[number]
         if collate is not None:
             shown = render(collate([row]), tokenizer, ends, number, marks)
+        elif row_type == "labelled":
+            shown = render_task(row, tokenizer, number, marks)
         else:
             shown = render_answers(row, tokenizer, ends, number, marks)
         for document in shown:
@@ -108,6 +110,27 @@ def render_answers(
     further = {name: row[name] for name in ("margin", "right") if name in row} | row.get("columns", {})
     if further:
         yield Text("\n".join(f"{name}: {brief(value)}" for name, value in further.items()), style="cyan")
+
+
+def render_task(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, number: int, marks: bool = False
+) -> Iterator[Text]:
+    """Yield a heading and a text for each text of a row, with the tokens whose hidden states are read in colour, and
+    the row's target.
+
+    Args:
+        row: a row of `data.prepare_tasks`.
+        number, marks: as of `render_answers`.
+    """
+    begin, sizes = 0, row["seq_lengths"]
+    for index, size in enumerate(sizes):
+        ids, labels = (row[name][begin : begin + size] for name in ("input_ids", "labels"))
+        begin += size
+        read = sum(label != IGNORE_INDEX for label in labels)
+        yield _heading(f"row {number + 1}, text {index + 1} of {len(sizes)}: {size} tokens, {read} read")
+        yield _coloured(ids, labels, tokenizer, set(), marks)
+    if row["target"]:
+        yield Text(f"target: {brief(row['target'])}", style="cyan")
 
 
 def _heading(title: str) -> Text:

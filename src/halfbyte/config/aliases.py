@@ -397,6 +397,8 @@ HINTS = {  # common misnomers → our key
 
 # Other tools' names for values of our keys.
 VALUES: dict[str, dict[str, str]] = {
+    "pooling": {"lasttoken": "last", "last_token": "last"},
+    "loss_type": {"mnrl": "multiple_negatives_ranking", "infonce": "multiple_negatives_ranking"},
     "recipe": {"fp8_hybrid": "fp8-hybrid"},
     "amax_compute_algo": {"MAX": "max", "MOST_RECENT": "most_recent"},
     "quantization": {"eetq": "int8"},
@@ -428,6 +430,9 @@ _NO_SCHEDULE = (
 )
 # Values of other tools without an equivalent: the reason, and what to do instead.
 REFUSED_VALUES: dict[str, dict[str, tuple[str, str]]] = {
+    "pooling": dict.fromkeys(
+        ("cls", "first"), ("the first token of a decoder attends to no other", "set pooling: last or mean")
+    ),
     "qat_scheme": dict.fromkeys(("int8-int4", "fp8-int4", "fp8-fp8", "int8-int8", "cactus"), _WEIGHTS_ONLY),
     "attn_implementation": dict.fromkeys(("xformers", "sage", "fp8"), _NO_ATTENTION),
     "lr_scheduler_type": dict.fromkeys(("rex", "one_cycle"), _NO_SCHEDULE),

@@ -15,7 +15,7 @@ from ..optim import ADAM_KEYS, FOLLOW_METRIC, OPTIMIZERS, SCHEDULES, STORAGE_OF_
 from ..utils.text import brief
 from . import layouts as support
 from .initialisations import INITIALISATIONS, OPTION_KEYS, initialisation
-from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
+from .methods import CLASSIFYING, DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, TASKS, methods_of
 from .policy import DISTILLING, POLICY, SAMPLING
 from .schema import RECIPE_OPTIONS, AdapterSection, QuantizationSection, RunKeys
 from .section import Contradiction, nearest, respelled
@@ -55,6 +55,8 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield from _keys_of_other_methods(config)
         yield from _loss_contradictions(config)
         yield from _sampling_contradictions(config)
+    if config.method in TASKS:
+        yield from _task_contradictions(config)
 
 
 def _dataset_contradictions(config: RunKeys) -> Iterator[Contradiction]:
@@ -457,10 +459,43 @@ def _token_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if initialisation(config).reads != "nothing":
         chosen = config.written("init_lora_weights")
         yield key, f"{key} with {chosen}, which is not supported", f"remove {key}, or set init_lora_weights: true"
-    if config.method in ("reward", "prm"):
+    if config.method in ("reward", "prm", *TASKS):
         yield key, f"{key} with method: {config.method}, which trains no head of tokens", f"remove {key}"
     if config.rollout == "vllm":
         yield key, f"{key} with rollout: vllm, which cannot apply it", "remove it, or set rollout: halfbyte"
+
+
+def _task_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions of methods that score or embed texts."""
+    chosen = config.written("method")
+    if config.num_labels is not None and config.labels is not None and len(config.labels) != config.num_labels:
+        wrong = f"num_labels: {config.num_labels} and labels: {len(config.labels)} names"
+        yield "num_labels", wrong, "remove num_labels"
+    if config.problem_type == "regression":
+        for key in ("labels", "num_labels"):
+            if getattr(config, key) not in (None, 1):
+                yield key, f"{key} with problem_type: regression, which predicts one number", f"remove {key}"
+    elif config.num_labels == 1:
+        yield "num_labels", f"num_labels: 1 with {chosen}", "give two, or set problem_type: regression"
+    if config.streaming and config.method in CLASSIFYING and config.labels is None:
+        wrong = f"streaming: true with {chosen}, whose labels are those of all rows"
+        yield "labels", wrong, "name them in labels, or remove streaming"
+    if config.use_peft and not config.adapter_path and initialisation(config).reads != "nothing":
+        yield "init_lora_weights", f"{config.written('init_lora_weights')} with {chosen}", "set init_lora_weights: true"
+    named = config.target_modules if isinstance(config.target_modules, list) else []
+    for key, names in (("target_modules", named), ("modules_to_save", config.modules_to_save or [])):
+        if head := [name for name in names if name.rpartition(".")[2] in ("lm_head", "score")]:
+            wrong = f"{key} names {head[0]} with {chosen}"
+            yield key, wrong, f"remove {head[0]}: the head of tokens is not used, and the trained head is always saved"
+    if (
+        config.method == "embedding"
+        and isinstance(config.target_modules, str)
+        and config.target_modules != "all-linear"
+    ):
+        wrong = f"target_modules: one regular expression with {chosen}, whose adapter is saved for the backbone alone"
+        yield "target_modules", wrong, "give a list of names, or all-linear"
+    if config.qat_scheme is not None:
+        yield "qat_scheme", f"{config.written('qat_scheme')} with {chosen}", "remove qat_scheme"
 
 
 def _full_fine_tuning_contradictions(config: RunKeys) -> Iterator[Contradiction]:

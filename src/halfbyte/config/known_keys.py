@@ -39,7 +39,7 @@ IGNORED = {
         sglang_kv_cache_dtype sglang_lora_backend sglang_maxlen sglang_mem_fraction sglang_mem_fraction_static
         sglang_pp_size sglang_quantization sglang_speculative_algorithm sglang_speculative_eagle_topk
         sglang_speculative_num_draft_tokens sglang_speculative_num_steps sglang_tp_size share skip_special_tokens
-        sortish_sampler ssl_certfile ssl_keyfile stop_words stream structured_outputs_regex studio_title task task_dir
+        sortish_sampler ssl_certfile ssl_keyfile stop_words stream structured_outputs_regex studio_title task_dir
         tool_call_parser top_logprobs tp use_kv_cache val_dataset_sample verbose write_batch_size
     """,
     "halfbyte samples answers itself, or on a vLLM server that has its own settings": """
@@ -326,8 +326,8 @@ REFUSED = {
         apply_query_key_layer_scaling apply_wd_to_qk_layernorm model_config model_kwargs
         overrides_of_model_kwargs rms_norm_eps sage_attention use_rms_norm
     """,
-    "remove it; halfbyte trains causal language models, and scores with method: reward or prm": """
-        num_labels problem_type trainer_cls
+    "remove it, and choose the training by method or task": """
+        trainer_cls
     """,
     "give it in optim_args if the optimizer has that option, see docs/optimizers.md": """
         adam_beta3 adam_epsilon2 clip_grad cos_threshold dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of

@@ -11,7 +11,7 @@ all       -                        -                      no layerwise optimizer
                                                           `adapter_kinds` allows it
 data      -                        one process for gkd,   -                               -
                                    grpo and rloo
-shard     -                        sft or a comparison    no lora_preconditioner          decoder layers
+shard     -                        sft, comparison, task  no lora_preconditioner          decoder layers
 tensor    no pipeline              sft                    no router loss, recipe: bf16,   heads, key heads and channels
                                                           an elementwise optimizer, no    divisible by the degree
                                                           lora_preconditioner
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from ..adapter_kinds import adapter_kind
 from ..optim import OPTIMIZERS, optimizer_row
-from .methods import COMPARING
+from .methods import COMPARING, TASKS
 from .policy import SAMPLING
 from .resolved import AXES, Parallel
 from .schema import RunKeys
@@ -77,7 +77,7 @@ def _unsupported_method(layout: Parallel, method: str) -> Reason | None:
     if method in SAMPLING:
         problem = f"parallel: {layout}: method: {method} trains on one device"
         return Reason("parallel", problem, "remove parallel, or start one process")
-    allowed = ["data", *(["shard"] if method in COMPARING else [])]
+    allowed = ["data", *(["shard"] if method in (*COMPARING, *TASKS) else [])]
     if set(layout.axes) <= set(allowed):
         return None
     problem = f"parallel: {layout} with method: {method}: its loss needs full sequences on each process"

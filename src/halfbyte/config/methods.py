@@ -17,6 +17,9 @@ Weight = Annotated[float, Field(ge=0)]
 PAIRED = ("dpo", "orpo", "simpo", "cpo")
 WITH_REFERENCE = ("dpo", "kto")
 COMPARING = (*PAIRED, "kto", "reward", "prm")  # methods that train on rated answers of the data
+CLASSIFYING = ("sequence_classification", "token_classification")
+RETRIEVING = ("embedding", "reranker")
+TASKS = (*CLASSIFYING, *RETRIEVING)  # methods whose model scores or embeds texts and generates none
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
     "dpo": (
         *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
@@ -25,13 +28,20 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
     "cpo": ("sigmoid", "hinge", "ipo"),
     "kto": ("kto", "apo_zero_unpaired"),
     "grpo": ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "embedding": ("multiple_negatives_ranking", "cosent", "cosine_similarity"),
+    "reranker": ("binary_cross_entropy", "ranknet", "listnet"),
 }
 # Loss types of other tools that are a method here, or an option of one.
 LOSS_METHODS = {"simpo": "method: simpo", "orpo": "method: orpo", "alphapo": "method: simpo with alpha"}
 # DPO losses of the difference of two rewards. Only they are defined for divergences other than the reverse KL.
 DIFFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-# PEFT's task types of adapters with a score head, for a text or for each token: labels, and class that loads them.
-SCORES = {"SEQ_CLS": (1, "AutoModelForSequenceClassification"), "TOKEN_CLS": (2, "AutoModelForTokenClassification")}
+# PEFT's task types of models that generate no text: labels of the score head of a reward model (0: no head), and the
+# class of transformers that loads them.
+SCORES = {
+    "SEQ_CLS": (1, "AutoModelForSequenceClassification"),
+    "TOKEN_CLS": (2, "AutoModelForTokenClassification"),
+    "FEATURE_EXTRACTION": (0, "AutoModel"),
+}
 DEFAULTS: dict[str, dict[str, Any]] = {  # as in TRL
     "dpo": {"beta": 0.1, "loss_type": "sigmoid"},
     "orpo": {"beta": 0.1},
@@ -43,11 +53,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # as in TRL
     "grpo": {"beta": 0.0, "loss_type": "dapo", "num_generations": 8},
     "rloo": {"beta": 0.05, "num_generations": 2},
     "gkd": {"beta": 1.0},  # as in TRL's DistillationTrainer
+    "sequence_classification": {},
+    "token_classification": {},
+    "embedding": {"loss_type": "multiple_negatives_ranking"},
+    "reranker": {"loss_type": "binary_cross_entropy"},
 }
 # Learning rates with an adapter (True) and for full fine-tuning (False). Full fine-tuning uses TRL's default, adapters
 # ten times as much ("LoRA Without Regret", 2025). TRL's default for reward models is meant for adapters already.
 SCORING = {True: 1e-4, False: 1e-5}
-RATES = {"reward": SCORING, "prm": SCORING}
+RATES = dict.fromkeys(("reward", "prm", *TASKS), SCORING)
 RATE = {True: 1e-5, False: 1e-6}
 WITH_DEFAULTS = frozenset({"learning_rate"}.union(*DEFAULTS.values()))
 
@@ -107,7 +121,7 @@ class PreferenceSection(Section):
     use_weighting: bool = method_field(("dpo",), False, "weight pairs by their probability under the policy (WPO)")
     discopop_tau: Annotated[float, Field(gt=0)] = method_field(("dpo",), 0.05, "temperature of loss_type: discopop")
     disable_dropout: bool = method_field(
-        (*COMPARING, "grpo", "rloo", "gkd"),
+        (*COMPARING, "grpo", "rloo", "gkd", *TASKS),
         True,
         "disable the base model's dropout, which would distort the comparison with the reference or with sampled"
         " answers; lora_dropout still applies",

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .aliases import VALUES
 from .initialisations import find_initialisation, initialisation_names
 from .methods import DEFAULTS as METHODS
+from .methods import TASKS
 from .outcomes import (
     Converter,
     Ignored,
@@ -161,11 +163,23 @@ def _finetuned_modules(value: Any, values: Values) -> Outcome:
     return Ignored("") if len(trained) == len(_PARTS) else Mapped({"target_modules": _PARTS[trained[0]]})
 
 
-def _task_type(value: Any, values: Values) -> Outcome:
-    if str(value).rpartition(".")[2].lower() == "causal_lm":
+_TASKS = {  # PEFT's task types, and ms-swift's
+    "seq_cls": "sequence_classification", "token_cls": "token_classification", "feature_extraction": "embedding",
+}  # fmt: skip
+_BENCHMARK = re.compile(r"\w+_(test|validation|dev|train)")  # LLaMA-Factory's values of `task`, for its evaluation
+
+
+def _task(value: Any, values: Values) -> Outcome:
+    """Convert the name of a task: ours, in any spelling, PEFT's or ms-swift's."""
+    name = str(value).rpartition(".")[2].lower().replace("-", "_")
+    if name == "causal_lm":
         return Ignored("")
-    fix = "remove it; halfbyte trains causal language models, and scores with method: reward or prm"
-    return Refused(f"task_type: {value} has no equivalent", fix)
+    name = _TASKS.get(name, name)
+    if name in TASKS:
+        return Mapped({"method": name})
+    if _BENCHMARK.fullmatch(name):
+        return Ignored("it is about evaluating, see `halfbyte eval`")
+    return Refused(f"the task {value} has no equivalent", f"set task: {', '.join(TASKS)}, or method: reward or prm")
 
 
 # The run
@@ -361,8 +375,7 @@ CONVERTED: dict[str, Converter] = {
     "use_loftq": when_on(init_lora_weights="loftq"),
     **dict.fromkeys(("finetune_language_layers", *_PARTS), _finetuned_modules),
     "finetune_vision_layers": lambda value, _: Ignored("halfbyte trains the language layers only" if value else ""),
-    "task_type": _task_type,
-    "lora_task_type": _task_type,
+    **dict.fromkeys(("task", "task_type", "lora_task_type"), _task),
     **dict.fromkeys(_TRACKERS, _tracker),
     **dict.fromkeys(("recompute", "offload_residual", "offload_saved_tensors"), _recompute),
     "offload_optimizer": _offload_optimizer,

@@ -20,6 +20,7 @@ from .methods import PreferenceSection, method_field
 from .policy import DISTILLING, DistillationSection, PolicySection
 from .resolved import ORIGINAL_CONTEXT, ROPE_OPTIONS, Origin, Parallel, Precision, RopeScaling, Storage
 from .section import Contradiction, Section, contradiction, nearest
+from .tasks import TaskSection
 from .yaml import read_patterns
 
 SIXTEEN = "16bit"  # in place of a format's name: do not quantize
@@ -690,7 +691,7 @@ def _mixture_in(path: str) -> dict[str, str]:
 
 SECTIONS = (
     ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection, SeveralSection,
-    PreferenceSection, PolicySection, DistillationSection, ParallelSection,
+    PreferenceSection, PolicySection, DistillationSection, TaskSection, ParallelSection,
 )  # fmt: skip
 
 
@@ -713,6 +714,7 @@ class RunKeys(
     PreferenceSection,
     PolicySection,
     DistillationSection,
+    TaskSection,
     ParallelSection,
 ):
     """All keys of a run, and the typed values that they resolve to, without the rules between sections."""

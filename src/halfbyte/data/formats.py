@@ -78,6 +78,7 @@ WORDS = {
     "unpaired": "answers with a label",
     "prompts": "prompts",
     "stepwise": "steps with labels",
+    "labelled": "texts to classify, to embed or to rank",
 }
 METHODS_FOR = {
     "text": "sft",
@@ -85,6 +86,7 @@ METHODS_FOR = {
     "unpaired": "kto",
     "prompts": "grpo, rloo or gkd",
     "stepwise": "prm",
+    "labelled": "sequence_classification, token_classification, embedding or reranker",
 }
 # Prompt column → part → columns that are shown with the prompt, the first existing one of each part.
 WITH_PROMPT: dict[str, dict[str, tuple[str, ...]]] = {

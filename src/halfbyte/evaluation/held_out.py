@@ -116,6 +116,8 @@ def measure(
     """
     import torch
 
+    from ..mesh.mesh import SINGLE_PROCESS
+    from ..methods.base import RowOutputs
     from ..modeling.compute_dtype import compute_autocast, no_input_casts
     from ..modeling.routers import track_routers
     from ..train.stepper import SharedNumbers, with_numbers
@@ -123,6 +125,7 @@ def measure(
     device, metrics = next(model.parameters()).device, method.numbers.trained
     sums = dict.fromkeys((metric.name for metric in metrics), 0.0)
     counts, started = dict.fromkeys((metric.over for metric in metrics), 0.0), time.perf_counter()
+    outputs = RowOutputs(metrics)
 
     def batches() -> Iterator[dict[str, Any]]:
         for first in range(0, len(rows), size):
@@ -131,7 +134,7 @@ def measure(
 
     balanced = bool(getattr(method, "balance", 0.0))
     with torch.no_grad(), no_input_casts(model), track_routers(model, balanced=balanced) as routers:
-        sums_of: Callable[[Any], Any] = partial(method.sums, model)
+        sums_of: Callable[[Any], Any] = partial(method.evaluate, model)
         if balanced and routers is not None:
             sums_of = routers.counted(sums_of)
         shared = SharedNumbers(method, model).of_evaluation(batches())
@@ -140,11 +143,13 @@ def measure(
             counts = {name: count + counted[name] for name, count in counts.items()}
             batch = with_numbers(batch, shared)
             with compute_autocast(model):
-                for name, value in sums_of(batch).items():
-                    sums[name] += float(value)
+                values = sums_of(batch)
+            for name in sums:
+                sums[name] += float(values[name])
+            outputs.add(values)
     if not counts[metrics[0].over]:
         raise DataError("no token of this data is trained on, so it has no loss", "see `halfbyte preview`")
     means = {metric.name: sums[metric.name] / counts[metric.over] for metric in metrics}
-    numbers = method.evaluation(means, counts)
+    numbers = method.evaluation(means, counts) | method.over_all_rows(outputs.all(SINGLE_PROCESS))
     shown = " · ".join(f"{metric.label} {metric.shown(numbers)}" for metric in method.numbers.evaluated)
     return Evaluation(numbers, shown, int(counts[metrics[0].over]), len(rows), time.perf_counter() - started)

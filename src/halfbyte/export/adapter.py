@@ -38,10 +38,12 @@ from ..loading.expert_stacks import only_stacks
 from ..loading.find import load_model_config
 from ..loading.quantizer import assigned_formats
 from ..modeling.architectures import expert_stacks
+from ..modeling.task_models import check_task_model
 from ..reading.tensors import read_adapter_config
 from ..runs.saved import find, initial_adapter
 from ..utils.errors import CheckpointError
 
+SCORE_HEAD = "score"  # name of the module of a classifier's head
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -101,6 +103,9 @@ class AdapterLayers:
         routers: parameter name → PEFT's wrapper around the router.
         shared: heads that are tied to an embedding whose rows are trained, and stay tied.
         replaced: parameter name → the trained tensor that replaces it (modules_to_save).
+        task: task type of a model that scores or embeds texts, a key of `SCORES`, or None.
+        head: parameter name → tensor of the head that a classifier has in place of the head of tokens.
+        dropped: parameters of the head of tokens, which a classifier does not have.
         quantized: parameter name → the format that `load_model` stores it in.
         stacks: stack name → the format that `load_model` stores its experts in.
         shapes: parameter name → shape.
@@ -136,10 +141,15 @@ class AdapterLayers:
         if folder is not None:
             with_adapter, self._base_weights = _with_adapter(model, folder, device, self.initial)
         self.kind = None if with_adapter is None else adapter_kind(with_adapter.peft_config["default"])
-        self._folder = folder
+        self.folder = folder
+        task = None if with_adapter is None else with_adapter.peft_config["default"].task_type
+        self.task = str(task) if task in SCORES else None
+        if self.task is not None:
+            check_task_model(self.task, model, f"adapter of {folder}")
         root = model if with_adapter is None else with_adapter.get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
         self.replaced: dict[str, Tensor] = {}
+        self.head: dict[str, Tensor] = {}
         self.shared: set[str] = set()
         self.experts: dict[str, Any] = dict(expert_wrappers(root))
         self.routers: dict[str, Any] = dict(router_wrappers(root))
@@ -157,8 +167,12 @@ class AdapterLayers:
             elif isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
                 self.layers[f"{name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
+                replaced = self.head if self.task in SCORES and name == SCORE_HEAD else self.replaced
                 for key, parameter in module.modules_to_save["default"].named_parameters():
-                    self.replaced[f"{name}.{key}"] = parameter.detach()
+                    replaced[f"{name}.{key}"] = parameter.detach()
+        of_tokens = model.get_output_embeddings() if self.head else None
+        names = [name for name, module in model.named_modules() if module is of_tokens]
+        self.dropped = {f"{name}.{key}" for name in names for key in ("weight", "bias")}
 
     @property
     def changed(self) -> set[str]:
@@ -211,7 +225,7 @@ class AdapterLayers:
             active: Any = read_adapters(self.routers[name])
             return folded_weight(weight, active)
         if name in self._base_weights:
-            check_base_weight(weight, self._base_weights[name], f"{self._folder}: {name}")
+            check_base_weight(weight, self._base_weights[name], f"{self.folder}: {name}")
         if name not in self.layers:
             return weight
         layer: Any = self.layers[name]
@@ -221,6 +235,18 @@ class AdapterLayers:
         merged, linear.weight = linear.weight.data, without
         layer.merged_adapters.clear()
         return merged
+
+
+def generating_layers(layers: AdapterLayers) -> AdapterLayers:
+    """Return `layers` if they belong to a model that generates text.
+
+    Raises:
+        CheckpointError: they belong to a model that scores or embeds texts, which is written for transformers only.
+    """
+    if layers.task is not None:
+        wrong = f"{layers.folder}: an adapter of task type {layers.task} is not written as GGUF"
+        raise CheckpointError(wrong, "merge it (`halfbyte merge`), and load the merged model with transformers")
+    return layers
 
 
 def _with_adapter(
@@ -249,11 +275,6 @@ def _with_adapter(
 
 
 def _check_mergeable(lora: Any, folder: Path) -> None:
-    if lora.task_type in SCORES:
-        raise CheckpointError(
-            f"{folder} holds a reward model, whose scoring head cannot be merged into a language model",
-            f"load it with PEFT and {SCORES[lora.task_type][1]}",
-        )
     row = adapter_kind(lora)
     if not row.keeps_base(vars(lora)):
         raise CheckpointError(

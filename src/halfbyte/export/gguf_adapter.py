@@ -23,7 +23,7 @@ from ..runs.stop_tokens import data_report, declared_stop_tokens, known_stop_tok
 from ..utils.errors import CheckpointError, ConfigError
 from ..utils.files import new_file
 from ..utils.notices import notice
-from .adapter import AdapterLayers
+from .adapter import AdapterLayers, generating_layers
 from .gguf_model import output_path, text_config
 
 
@@ -99,7 +99,7 @@ def _tensors(config: RunKeys, folder: Path) -> tuple[float, dict[str, torch.Tens
     """Return alpha, and name → A [rank, in] or B [out, rank] in fp32, in the row layout of the base's file."""
     model_config = text_config(config.origin)
     layout = Layout(model_config, checked_family(model_config))
-    adapter = AdapterLayers(config, folder, torch.device("cpu"))
+    adapter = generating_layers(AdapterLayers(config, folder, torch.device("cpu")))
     if adapter.replaced:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.replaced)}", "export the merged model")
     if beyond := adapter.experts.keys() | adapter.routers.keys():

@@ -42,7 +42,7 @@ from ..utils.errors import ConfigError
 from ..utils.files import check_space, new_file, write_text
 from ..utils.hardware import chosen_device
 from ..utils.waiting import progress_bars
-from .adapter import AdapterLayers
+from .adapter import AdapterLayers, generating_layers
 from .importance import collect
 from .modelfile import modelfile, rendered_chats
 from .weights import MergedWeights, Target
@@ -218,7 +218,7 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
         for stored in base.weights
     }
     if saved.adapter:
-        merged_weights = MergedWeights(config, base, AdapterLayers(config, saved.adapter, target))
+        merged_weights = MergedWeights(config, base, generating_layers(AdapterLayers(config, saved.adapter, target)))
         goal: Target = "dequantized" if config.storage.quantized or base.quantized else "original"
         weights = {
             output.entry.name: Weight(output.entry.shape, partial(merged_weights.tensor, output, goal), transposed)

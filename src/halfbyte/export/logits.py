@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..modeling.architectures import runs_experts
 from ..modeling.layer import decoder_layers
+from ..modeling.task_models import head_outputs
 from ..tensor import QuantizedTensor
 
 Document = tuple[Tensor, Tensor]  # int64 [T] ids; bool [T], the counted tokens
@@ -44,14 +45,14 @@ NO_ROUNDING = Rounding()
 
 @torch.no_grad()
 def logits(model: nn.Module, ids: Tensor, rounding: Rounding = NO_ROUNDING, seed: int = 0) -> Tensor:
-    """Return fp32 logits [rows, T, vocabulary] of `ids` [rows, T], on the CPU.
+    """Return fp32 logits [rows, T, vocabulary] of `ids` [rows, T], on the CPU; of a classifier [rows, T, labels].
 
     Args:
         rounding: differences to apply to the weights; `seed` is for its noise.
     """
     device = next(model.parameters()).device
     with in_float32(model.eval(), rounding, seed):
-        return model(input_ids=ids.to(device), use_cache=False).logits.float().cpu()
+        return head_outputs(model, ids.to(device)).float().cpu()
 
 
 @torch.no_grad()

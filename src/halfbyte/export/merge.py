@@ -31,6 +31,7 @@ from ..config import SIXTEEN
 from ..config.schema import RunKeys
 from ..formats.retained_update import RetainedUpdate
 from ..loading.checkpoint import BaseCheckpoint
+from ..loading.find import load_model_config
 from ..loading.tokenizers import trained_tokenizer
 from ..reading.model_config import GENERATION, read_generation_config
 from ..runs.saved import BASES, find_trained, look_up
@@ -44,6 +45,7 @@ from .adapter import AdapterLayers
 from .fidelity import Fidelity, Loss
 from .packing import Packing, Quantize, check_loader, packing
 from .shards import check_shard
+from .task_files import classifier_keys, write_sentence_transformer
 from .verify import Verifier
 from .weights import MergedWeights, Target
 
@@ -392,9 +394,17 @@ def _write_side_files(job: _Job, aside: Path) -> None:
     for pattern in SIDE_FILES:
         for file in folder.glob(pattern):
             shutil.copyfile(file, aside / file.name)
-    write_json(aside / "config.json", job.weights.config())
+    config, task = job.weights.config(), job.weights.adapter.task
     tokenizer = trained_tokenizer(job.adapter_dir or folder, job.run)
     tokenizer.save_pretrained(aside)
+    if task is not None:
+        model_config = load_model_config(job.run.origin)
+        if head := job.weights.adapter.head:
+            labels = len(next(iter(head.values())))
+            config |= classifier_keys(job.run, task, model_config, labels, tokenizer.pad_token_id)
+        elif job.run.method == "embedding":
+            write_sentence_transformer(aside, job.run, model_config.get_text_config().hidden_size)
+    write_json(aside / "config.json", config)
     if (keys := generation_keys(folder, tokenizer, data_report(job.run_dir))) != read_generation_config(folder):
         write_json(aside / GENERATION, keys)
 

@@ -83,6 +83,8 @@ class ServedAdapter:
     """
 
     def __init__(self, adapter: AdapterLayers, origin: Origin, name: str):
+        if adapter.task is not None:
+            raise CheckpointError(f"{name}: servers load no adapters of task type {adapter.task}", MERGE)
         if adapter.replaced:
             raise CheckpointError(f"{name}: servers cannot replace {min(adapter.replaced)}", MERGE)
         if adapter.routers:

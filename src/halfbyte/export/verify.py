@@ -21,11 +21,13 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from ..adapters.lora import load_adapter
+from ..config.methods import SCORES
 from ..config.schema import RunKeys
 from ..formats import Blockwise4
 from ..loading.checkpoint import DTYPES
 from ..loading.find import find_model
 from ..loading.load import load_model, load_tokenizer
+from ..modeling.architectures import stored_task
 from ..qat.model import round_merged
 from ..reading import read_json
 from ..reading.boundary import answered
@@ -91,7 +93,8 @@ class Verifier:
             notice("merge-device", f"verifying on the CPU: the merged model does not fit {self._device}")
             self._device = torch.device("cpu")
         self._ids = text_ids(tokenizer, run_dir).to(self._device)
-        self._documents, self._held_out = loss_documents(run_dir, self._ids) if weights.packing.formats else ([], False)
+        measures_loss = weights.packing.formats and not weights.adapter.head  # a classifier has no loss of tokens
+        self._documents, self._held_out = loss_documents(run_dir, self._ids) if measures_loss else ([], False)
         observe = self._observe if weights.packing.calibrated else None
         self._routing = Routing()
         self._routing_of_original = Routing()
@@ -117,7 +120,7 @@ class Verifier:
         all_logits, merged_losses, choices = self._measure_merged(folder, target, routing)
         held, *noisy = all_logits[-1 - DRAWS :]
         preferred, *preferred_with_noise = choices[-1 - DRAWS :]
-        retained, quantized = self._weights.retained(target), bool(self._weights.packing.formats)
+        retained = self._weights.retained(target)
         moved_by_noise = max(count_moved(noisy_choices, preferred) for noisy_choices in preferred_with_noise)
         fidelity = Fidelity(
             trained=distance(self._trained, all_logits[0]),
@@ -126,7 +129,7 @@ class Verifier:
             adapter=distance(bare, exact),
             lost=abs(1 - retained.share),
             largest_logit=float(exact.abs().max()),
-            loss=Loss.between(merged_losses, (exact_losses, self._losses), self._held_out) if quantized else None,
+            loss=Loss.between(merged_losses, (exact_losses, self._losses), self._held_out) if self._documents else None,
             moved=(count_moved(preferred, routing.chosen), moved_by_noise, routing.choices),
         )
         if not fidelity.explained:
@@ -341,6 +344,7 @@ def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, tru
                 return load_model(str(folder), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         except HalfbyteError as error:
             raise CheckpointError(f"the merged model does not load: {error.message}", REPORT) from error
+    import transformers
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device_map": {"": device}}
@@ -349,8 +353,10 @@ def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, tru
     config = read_config(folder)
     if (config.get("text_config") or config).get("attn_logit_softcapping"):
         options["attn_implementation"] = "eager"  # SDPA leaves scores uncapped, silently before transformers 5.23
+    task = stored_task(config.get("architectures"))
+    auto: Any = AutoModelForCausalLM if task is None else getattr(transformers, SCORES[task][1])
     with answered("the merged model does not load", REPORT):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
+        loaded: Any = auto.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
     model, info = loaded
     missing = [str(name) for key in ("missing_keys", "mismatched_keys") for name in sorted(info[key], key=str)]
     if missing:

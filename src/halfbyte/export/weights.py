@@ -131,6 +131,8 @@ class MergedWeights:
         self._pieces: set[str] = set()
         for stored in base.weights:
             parameter, is_whole, piece = adapter.parameter_of(stored.name)
+            if parameter in adapter.dropped:
+                continue
             if parameter in adapter.shared:  # a copy of the embedding; transformers reads a stored one that differs
                 continue
             self._add(stored.name, stored, parameter, piece)
@@ -142,6 +144,8 @@ class MergedWeights:
             if adapter.changed & {parameter, tied_to} and parameter not in adapter.shared:
                 self._untie(parameter, tied_to)
         self._check()
+        for name, tensor in adapter.head.items():
+            self._add_head(name, tensor)
         for name in sorted(self.packing.stacks):
             self._join(name)
         for shard in self.shards.values():
@@ -191,6 +195,15 @@ class MergedWeights:
             size = size // shape[0] * self.adapter.shapes[parameter][0]
             shape = self.adapter.shapes[parameter]
         self.shards[source.file].append(Output(Entry(name, dtype, shape, size), source, parameter, (), piece))
+
+    def _add_head(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor of a classifier's head to the last file, in the dtype of most weights."""
+        file, shape = next(reversed(self.shards)), tuple(tensor.shape)
+        source = Stored(name, file, "F32", shape)
+        dtype = self.base.written_dtype(Stored(name, file, self.base.dtype, shape))
+        self.shards[file].append(
+            Output(Entry(name, dtype, shape, tensor.numel() * DTYPES[dtype].itemsize), source, name)
+        )
 
     def _is_transposed(self, source: Stored, parameter: str) -> bool:
         """Return whether the base stores a stack packed as [E, N, K] that the model has as [E, K, N]."""
@@ -453,6 +466,9 @@ class MergedWeights:
     def tensor(self, output: Output, target: Target) -> Tensor:
         """Return a 16-bit tensor of the merged model: computed in fp32 and rounded once, or as the base stores it."""
         name, dtype = output.parameter, output.entry.dtype
+        if name in self.adapter.head:
+            head = self.adapter.head[name]
+            return self._finite(head, head.to(DTYPES[dtype]), output)
         if not self._is_computed(output, target):
             weight = self.base.read(output.source)
             return weight if dtype == output.source.dtype else weight.to(DTYPES[dtype])
@@ -504,7 +520,7 @@ class MergedWeights:
             if DTYPES.get(output.entry.dtype, dtype) != dtype
             and not output.packed
             and output.parameter not in quantized
-            and output.parameter not in self.adapter.replaced
+            and output.parameter not in self.adapter.replaced.keys() | self.adapter.head.keys()
         }
 
     @staticmethod

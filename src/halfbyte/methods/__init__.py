@@ -18,6 +18,7 @@ from .preference import (
 )
 from .reward import ProcessRewardModelling, RewardModelling
 from .sft import SupervisedFineTuning
+from .tasks import Embedding, Reranker, SequenceClassification, TokenClassification
 
 METHODS: dict[str, Method] = {
     "sft": SupervisedFineTuning(),
@@ -31,6 +32,10 @@ METHODS: dict[str, Method] = {
     "kto": KahnemanTverskyOptimization(),
     "reward": RewardModelling(),
     "prm": ProcessRewardModelling(),
+    "sequence_classification": SequenceClassification(),
+    "token_classification": TokenClassification(),
+    "embedding": Embedding(),
+    "reranker": Reranker(),
 }
 
 

@@ -154,3 +154,14 @@ def score(model: nn.Module, batch: Batch, at: str = "ends") -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):  # the head may be in 16 bits, as adapters are
         bias = None if head.bias is None else head.bias.float()
         return F.linear(hidden.float(), head.weight.float(), bias)
+
+
+def pooled(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the embedding of each text, fp32 [N, H]: the mean of its hidden states at the batch's positions `at`."""
+    hidden = hidden_states_at(model, model_inputs(batch), batch["at"]).float()
+    texts, answer = len(batch["real"]), batch["answer"]
+    if len(answer) == texts:  # one position a text
+        return hidden
+    with torch.autocast(hidden.device.type, enabled=False):
+        belongs = (answer == torch.arange(texts, device=answer.device).unsqueeze(1)).float()  # [N, M]
+        return belongs @ hidden / belongs.sum(1, keepdim=True).clamp(min=1)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..config.schema import RunKeys
     from ..data.prepare import Prepare, PreparedData
     from ..data.sources import Source
+    from ..mesh.mesh import Mesh
 
 Rows = Sequence[dict[str, Any]]
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -83,11 +84,10 @@ class Method(ABC):
     """A training method.
 
     Attributes:
-        rows: kind of rows: text (`input_ids`, `labels` and number columns), or pairs, unpaired, prompts or stepwise
-            (see `data.prepare_answers`).
+        rows: kind of rows: text (`input_ids`, `labels` and number columns); pairs, unpaired, prompts or stepwise (see
+            `data.prepare_answers`); or labelled (see `data.prepare_tasks`).
         numbers: metrics of its records.
-        scores: task type (a key of `config.methods.SCORES`) if it trains a head that scores texts or tokens; such a
-            model generates nothing.
+        scores: task type (a key of `config.methods.SCORES`) if the model scores or embeds texts and generates none.
         looks_ahead: whether its losses need sums over the complete step first, see `ahead`.
         reference: whether its losses compare the model with its state before training.
         shares_numbers: whether its losses need numbers of the complete step, see `shared`.
@@ -95,7 +95,7 @@ class Method(ABC):
         columns: for text, number columns of the data; a prepared row has them as lists, one number per document.
     """
 
-    rows: Literal["text", "pairs", "unpaired", "prompts", "stepwise"] = "text"
+    rows: Literal["text", "pairs", "unpaired", "prompts", "stepwise", "labelled"] = "text"
     numbers = Numbers()
     reference = False
     looks_ahead = False
@@ -116,13 +116,22 @@ class Method(ABC):
 
     def preparer(self, config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> Prepare:
         """Return the function that prepares rows."""
-        if self.rows != "text":
-            from ..data.prepare_answers import preparer_of_answers
+        if self.rows == "text":
+            from ..data.prepare import preparer
 
-            return preparer_of_answers(config, tokenizer, self.rows)
-        from ..data.prepare import preparer
+            return preparer(config, tokenizer, self.columns)
+        from ..data.prepare_answers import preparer_of_answers
 
-        return preparer(config, tokenizer, self.columns)
+        assert self.rows != "labelled"  # `tasks.Task` has its own
+        return preparer_of_answers(config, tokenizer, self.rows)
+
+    def check_training(self, config: RunKeys, data: PreparedData) -> None:
+        """Check that the training rows of a run leave something to learn; evaluations have no such condition.
+
+        Raises:
+            DataError: they do not.
+        """
+        return
 
     def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         """Convert prepared rows to documents, one or several per row, with `input_ids` and `labels`."""
@@ -208,9 +217,46 @@ class Method(ABC):
             batch: on the model's device.
         """
 
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return the `sums` of a held-out batch and, by further names, outputs of its rows for `over_all_rows`."""
+        return self.sums(model, batch)
+
+    def over_all_rows(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        """Return the numbers of an evaluation that are no means over batches.
+
+        Args:
+            outputs: of `evaluate`, concatenated over all held-out rows, on the CPU.
+        """
+        return {}
+
     def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers of an evaluation from the means and counts over all its rows."""
         return {**means, **counts}
+
+
+class RowOutputs:
+    """The outputs of the rows of an evaluation: what `Method.evaluate` returns in addition to sums.
+
+    Args:
+        metrics: whose sums are no outputs.
+    """
+
+    def __init__(self, metrics: Sequence[Metric]):
+        self._sums = {metric.name for metric in metrics}
+        self._batches: list[dict[str, Tensor]] = []
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add the result of `Method.evaluate` for a batch; a copy on the CPU."""
+        self._batches.append({name: value.cpu() for name, value in values.items() if name not in self._sums})
+
+    def all(self, mesh: Mesh) -> dict[str, Tensor]:
+        """Return the outputs of all ranks, concatenated by name; a collective."""
+        import torch
+
+        if not any(self._batches):  # of no rank: they evaluate the same method
+            return {}
+        batches = [batch for rank in mesh.gather(self._batches) for batch in rank]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 class CountingCollator:

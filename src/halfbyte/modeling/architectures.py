@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ..config.methods import SCORES
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 
@@ -14,14 +15,26 @@ MIN_INPUTS = 16  # linears with fewer inputs stay in 16 bits: half of the smalle
 MAMBA_LINEARS = ("x_proj", "dt_proj", "out_proj")  # Mamba kernels read their weights directly
 
 
+SUFFIXES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}  # of names of classes
+
+
+def stored_task(architectures: Sequence[str] | None) -> str | None:
+    """Return the task type, a key of `SCORES`, of a checkpoint whose `architectures` name a classifier, or None."""
+    name = str(architectures[0]) if architectures else ""
+    return next((task for suffix, task in SUFFIXES.items() if name.endswith(suffix)), None)
+
+
 def auto_class(config: Any) -> Any:
     """Return the Auto class of transformers that builds and loads a model of `config`.
 
     This is the class for causal LMs if there is one, including a class of the model's own code; otherwise the class for
-    models that take images and text.
+    models that take images and text. For a classifier that `merge` wrote, it is the class for its task.
     """
+    import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    if (task := stored_task(getattr(config, "architectures", None))) is not None:
+        return getattr(transformers, SCORES[task][1])
     own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     return (
         AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code else AutoModelForImageTextToText

@@ -30,6 +30,7 @@ PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
+    "AutoModel": "sentence-similarity",
 }
 ADAPTER_KEYS = ("target_modules", "adapter_dtype")  # after those of the kind of adapter
 
@@ -151,7 +152,7 @@ def _loader(run: Run) -> tuple[str, int]:
     """Name of transformers' auto class for the base, and number of labels of the adapter's head (0: none)."""
     scores = getattr(METHODS.get(run.config.get("method", "sft")), "scores", None)
     labels, loader = SCORES.get(scores or "", (0, "AutoModelForCausalLM"))
-    return loader, labels
+    return loader, len(run.config.get("labels") or ()) or labels
 
 
 def _results(run: Run) -> dict[str, str]:

@@ -12,12 +12,12 @@ from ..config import Origin
 from ..config.methods import SCORES
 from ..config.schema import ModelSection, RunKeys
 from ..loading.find import ModelFiles, find_model, local_origin, preflight_model, read_model_config
-from ..reading.tensors import read_adapter_config
+from ..modeling.architectures import SUFFIXES, stored_task
+from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header
 from ..utils.errors import ConfigError, attribute_to_key
 from .specs import MODEL, RewardSpec
 
 SEPARATOR = "\n"  # text after each step, the default of method: prm
-CLASSES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}  # suffixes of class names
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,13 @@ def find_reward_models(config: RunKeys, specs: Sequence[RewardSpec]) -> list[Rew
 
 def _task_type(adapter: Path) -> str:
     """Return the task type of an adapter's head, a key of `SCORES`."""
-    task_type = read_adapter_config(adapter).get("task_type")
-    if task_type not in SCORES:
-        raise ConfigError(
-            f"{adapter} has no score head (its task_type is {task_type})",
-            "give an adapter trained with method: reward or method: prm",
-        )
+    task_type, fix = read_adapter_config(adapter).get("task_type"), "give an adapter of method: reward or method: prm"
+    labels = SCORES[task_type][0] if task_type in SCORES else 0
+    if not labels:
+        raise ConfigError(f"{adapter} has no score head (its task_type is {task_type})", fix)
+    head = read_header(adapter / ADAPTER, ADAPTER_AGAIN).get("base_model.model.score.weight")
+    if head is not None and head["shape"][0] != labels:
+        raise ConfigError(f"{adapter} is a classifier with {head['shape'][0]} labels", fix)
     return str(task_type)
 
 
@@ -110,11 +111,11 @@ def _find_checkpoint(config: RunKeys, spec: RewardSpec, path: str) -> RewardMode
     origin = _model_origin(config, path)
     location, model_config = local_origin(origin), read_model_config(origin)
     classes = getattr(model_config, "architectures", None) or [""]
-    task_type = next((scores for end, scores in CLASSES.items() if str(classes[0]).endswith(end)), None)
+    task_type = stored_task(classes)
     if task_type is None:
         raise ConfigError(
             f"{path} is a {classes[0] or 'model'}, which has no score head",
-            f"give a model for {' or '.join(CLASSES)}, or one trained with method: reward or method: prm",
+            f"give a model for {' or '.join(SUFFIXES)}, or one trained with method: reward or method: prm",
         )
     labels, label_count = model_config.num_labels, SCORES[task_type][0]
     if labels != label_count:

@@ -54,7 +54,8 @@ FREE_KEYS = frozenset(
         *("parallel", "gradient_accumulation_steps", "max_restarts", "pipeline_schedule"),
     ]
 )
-
+# Keys that a run derives from its data, whose digest is compared, if they are not set.
+DERIVED = ("labels", "num_labels")
 
 SIZES = {"rows": "rows", "tokens": "tokens", "trained_tokens": "trained tokens"}  # of the training set
 # Keys whose input has a digest in the checkpoint, and the input in words.
@@ -343,7 +344,7 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     differing = [
         f"{dump_value(key, saved[key])} then, {dump_value(key, current[key]).removeprefix(f'{key}: ')} now"
         for key in current
-        if key not in free and saved[key] != current[key]
+        if key not in free and saved[key] != current[key] and not (key in DERIVED and current[key] is None)
     ]
     if differing:
         raise ConfigError(

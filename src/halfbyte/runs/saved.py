@@ -202,7 +202,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         overrides: `key=value`, e.g. `load_in_4bit=true` to quantize a plain model, or `trust_remote_code=true`, which
             only counts here.
         dataset: used in the configuration if there is no run.
-        scores: also accept a reward model, which generates no text.
+        scores: also accept a model that scores or embeds texts and generates none.
 
     Raises:
         CheckpointError, ConfigError, ModelError: nothing loadable is there, or it has code that is not trusted.
@@ -212,6 +212,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     from ..generation.sampling import eos_tokens
     from ..loading.load import load_tokenizer, resolve_dtype
     from ..loading.tokenizers import start_new_tokens, trained_tokenizer
+    from ..modeling.task_models import check_language_model
     from ..qat.model import quantize_trained, round_merged
     from .stop_tokens import data_report, joined_stop_tokens, known_stop_tokens
 
@@ -221,8 +222,9 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     if paths.adapter:
         task_type = read_adapter_config(paths.adapter).get("task_type")
         if not scores and task_type in SCORES:
+            does = "embeds" if task_type == "FEATURE_EXTRACTION" else "scores"
             raise CheckpointError(
-                f"{name} is a reward model: it scores texts and does not generate",
+                f"{name} {does} texts and does not generate any",
                 f"measure it with `halfbyte eval`, or load it with PEFT and {SCORES[task_type][1]}",
             )
         check_adapter_files(paths.adapter)
@@ -233,6 +235,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     if paths.adapter and initial is None:
         check_base_unchanged(paths.adapter, quantized=config.storage.quantized)
     files = find_model(config.origin)
+    check_language_model(files.config, files.name)
     trained_rows = paths.adapter and read_adapter_config(paths.adapter).get("trainable_token_indices")
     if trained_rows:
         tokenizer = trained_tokenizer(paths.adapter, config)

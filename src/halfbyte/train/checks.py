@@ -24,6 +24,7 @@ from ..mesh.sharded_linears import are_unsharded, full_parameters
 from ..modeling.architectures import expert_stacks
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.patch import PatchReport
+from ..modeling.task_models import head_outputs, last_hidden_states
 from ..modeling.transformers_versions import quiet_peft
 from ..optim import trained_parameters
 from ..parallel.shard.model import sharded
@@ -45,10 +46,22 @@ def logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Ten
         return model(input_ids=ids, use_cache=False).logits.float()
 
 
+@torch.no_grad()
+def outputs(model: PeftModel, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what an adapter is trained for, float32 [1, T, n], without dropout: the outputs of its trained head, an
+    embedding model's hidden states, or logits."""
+    model.eval()
+    embeds = model.peft_config["default"].task_type == "FEATURE_EXTRACTION"
+    with compute_autocast(model, dtype):
+        return (last_hidden_states if embeds else head_outputs)(model, ids).float()
+
+
 def adapter_reload(
     model: PeftModel, folder: Path, ids: torch.Tensor, dtype: torch.dtype, initial: InitialAdapter | None = None
 ) -> dict[str, Any]:
-    """Unload the adapter and let plain PEFT load the saved one on the same base: logits must not change.
+    """Unload the adapter and let plain PEFT load the saved one on the same base: `outputs` must not change.
+
+    An embedding model's adapter is loaded on the backbone, as AutoModel does.
 
     An adapter that was converted for the original base is loaded by halfbyte, without its initial factors.
 
@@ -58,7 +71,7 @@ def adapter_reload(
     Raises:
         TrainingError: the saved adapter computes other logits.
     """
-    trained, unsharded = logits(model, ids, dtype), sharded(model) is None and are_unsharded(model.parameters())
+    trained, unsharded = outputs(model, ids, dtype), sharded(model) is None and are_unsharded(model.parameters())
     changed = changed_experts(model) if unsharded else None
     # Reloaded norms of the base's weights (DoRA) round differently, and rounding may route a token to another expert.
     scattered = bool(expert_stacks(model, [])) or adapter_kind(saved_adapter_config(folder)).reads_base
@@ -67,6 +80,10 @@ def adapter_reload(
         lora.inference_mode = True
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
         base: Any = model.unload()
+        if isinstance(getattr(base, "score", None), nn.Module):
+            for parameter in base.score.parameters():  # it is the trained head, and the saved one is compared
+                parameter.detach().zero_()
+        base = base.base_model if lora.task_type == "FEATURE_EXTRACTION" else base
         if initial is not None:
             model = load_adapter(base, folder, str(lora.base_model_name_or_path), initial=initial)
         else:
@@ -83,7 +100,7 @@ def adapter_reload(
             for parameter in parameters:
                 parameter.detach().zero_()
             load_adapter_weights(model, folder, convert=None if initial is None else initial.trained_part)
-    reloaded = logits(model, ids, dtype)
+    reloaded = outputs(model, ids, dtype)
     differences, largest = (reloaded - trained).abs().amax(-1), float(trained.abs().max())
     result = {"largest_difference": float(differences.max()), "largest_logit": largest}
     result |= {"median_difference": float(differences.median()), "equal": bool(torch.equal(reloaded, trained))}

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..auxiliary.model import adapter_digest, find_teacher
 from ..auxiliary.teacher import check_teacher
 from ..config import RunConfig
+from ..config.methods import TASKS
 from ..config.policy import DISTILLING, SAMPLING
 from ..data.batches import largest_id, longest_row
 from ..data.prepare import PreparedData
@@ -26,6 +27,7 @@ from ..loading.find import ModelFiles
 from ..mesh.mesh import Mesh
 from ..methods import Method
 from ..modeling.architectures import check_token_ids
+from ..modeling.task_models import check_task_model
 from ..modeling.tiny_model import check_positions
 from ..plan.shapes import ModelShapes
 from ..reading.files import open_bytes
@@ -144,9 +146,12 @@ def read_data(
     Returns:
         The data, and `data_identity`.
     """
+    if config.method in TASKS:
+        check_task_model(str(method.scores), shapes.causal_lm, config.method)
     data = mesh.local_first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
+    method.check_training(config, data)
     identity = data_identity(config, data, files)
     if not mesh.all_equal(identity):
         raise DataError("the processes of this run read different data", "give all of them the same files")

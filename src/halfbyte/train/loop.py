@@ -37,7 +37,7 @@ from ..data.rows import RowTable, TrainingRows
 from ..memory.allocators import free_stream_caches
 from ..mesh.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..mesh.sharded_linears import full_parameters
-from ..methods.base import TOKENS, Collate, CountingCollator, Method, Rows
+from ..methods.base import TOKENS, Collate, CountingCollator, Method, RowOutputs, Rows
 from ..modeling.cast_cache import cast_replacements
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.embedding_noise import noisy_embeddings
@@ -318,6 +318,11 @@ class TrainingLoop:
         """Run the model; return the method's named sums of a batch, 0-d, of which "loss" is differentiable."""
         with self.count_experts(batch), compute_autocast(self.model, self.compute_dtype):
             return self.method.sums(self.model, batch)
+
+    def held_out_values(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the result of the method's `evaluate` for a batch."""
+        with self.count_experts(batch), compute_autocast(self.model, self.compute_dtype):
+            return self.method.evaluate(self.model, batch)
 
     def _to_device(self, micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Copy a step's micro-batches to the device, with the shapes that all ranks compute."""
@@ -643,7 +648,8 @@ class TrainingLoop:
 
     def _held_out_numbers(self, rows: Rows, size: int) -> dict[str, float]:
         """Return the method's numbers over `rows`, `size` per batch."""
-        window = Window.of(self.method.numbers.trained)
+        metrics = self.method.numbers.trained
+        window, outputs = Window.of(metrics), RowOutputs(metrics)
         random = random_states()
         self.model.eval()
         source = batches(RowTable(rows), size, self.collate, self.mesh, pinned=self.device.type != "cpu")
@@ -657,12 +663,16 @@ class TrainingLoop:
             while evaluated := list(islice(remaining, self.stepper.evaluation_batches)):
                 counts = [take_counts([batch]) for batch in evaluated]
                 ready: list[Batch] = [with_numbers(on_device(batch), shared) for batch in evaluated]
-                for batch_counts, sums in zip(counts, self.stepper.evaluate(self.sums, ready), strict=True):
-                    window.add({name: float(value) for name, value in sums.items()}, batch_counts, 0.0)
+                for batch_counts, values in zip(
+                    counts, self.stepper.evaluate(self.held_out_values, ready), strict=True
+                ):
+                    window.add({metric.name: float(values[metric.name]) for metric in metrics}, batch_counts, 0.0)
+                    outputs.add(values)
         window = window.over(self.mesh)
         totals = {name: count for name, count in window.counts.items() if name != TOKENS}
         self.guards.check_held_out(self.state.global_step, window.sums["loss"], totals[self.loss_count])
-        return self.method.evaluation(window.means(self.method.numbers.trained), totals)
+        numbers = self.method.evaluation(window.means(metrics), totals)
+        return numbers | self.method.over_all_rows(outputs.all(self.mesh))
 
     @waiting("saving a checkpoint")
     def _save(self, random: dict[str, Any] | None = None, evaluation_pending: bool = False) -> None:

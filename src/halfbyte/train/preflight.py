@@ -30,6 +30,7 @@ from ..methods.preference import reference_is_initial_model
 from ..modeling.rope_scaling import check_adapter_rope
 from ..modeling.routers import check_balancing
 from ..modeling.shifted_attention import check_shifted_attention
+from ..modeling.task_models import check_language_model
 from ..parallel.context import check_context_parallel
 from ..parallel.pipeline.model import PipelinePartition, check_trained, partition_model
 from ..plan.memory_plan import MemoryPlan
@@ -173,7 +174,7 @@ def prepare_run(
     check_host_state(config, shapes.model, machine, mesh, layout)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     data, identity = read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console)
-    config, layout = choose_layout(config, files, machine, data, shapes, mesh, layout, console)
+    config, layout = choose_layout(_with_labels(config, data), files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
     trust, attention = config.trust_remote_code, config.attn_implementation
     check_context_parallel(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
@@ -238,13 +239,21 @@ def _all_adapters(
     return planned, ModelShapes(planned, files.config, shapes.device)
 
 
+def _with_labels(config: RunConfig, data: PreparedData) -> RunConfig:
+    """Return the configuration with the names of the labels of its rows."""
+    names = data.report["train"].get("label_names")
+    return config if names is None else config.model_copy(update={"labels": names, "num_labels": len(names)})
+
+
 def _initialised(config: RunConfig) -> bool:
     """Return whether `init_lora_weights` reads the base or the data."""
     return config.use_peft and not config.adapter_path and read_by(config) != "nothing"
 
 
 def _check_model(config: RunConfig, files: ModelFiles) -> None:
-    """Check that an adapter and its initialisation fit the base, and that the base's attention can be shifted."""
+    """Check that the base is a language model whose attention can be shifted, and that an adapter and its
+    initialisation fit it."""
+    check_language_model(files.config, files.name)
     check_shifted_attention(files.config, config.attention_group, trust_remote_code=config.trust_remote_code)
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))

@@ -13,6 +13,7 @@ import torch
 
 from ..config import RunConfig, dump_config, dump_given
 from ..config.run_config import with_specs
+from ..export.task_files import write_task_files
 from ..formats import KBit
 from ..mesh.sharded_linears import full_parameters
 from ..optim import trained_parameters
@@ -237,6 +238,7 @@ def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[st
                 if initial is not None:
                     initial.convert(temporary)
                 run.tokenizer.save_pretrained(temporary)
+                write_task_files(temporary, run.config, run.files.config, run.tokenizer.pad_token_id)
                 if not run.config.use_peft:
                     write_json(temporary / GENERATION, generation_keys(temporary, run.tokenizer, run.data.report))
     run.mesh.barrier()

@@ -15,6 +15,8 @@ from transformers import set_seed
 from ..adapters.initial import AdapterInitialiser, InitialAdapter
 from ..adapters.lora import add_adapter, reads_base_weights
 from ..batch import Batch
+from ..config.methods import CLASSIFYING
+from ..config.schema import RunKeys
 from ..layers.plain import multiply_by_onednn
 from ..loading.expert_offload import offload_experts
 from ..loading.load import load_model
@@ -142,12 +144,20 @@ def with_adapter(run: PreparedRun, model: Any, initial: AdapterInitialiser | Ini
         enable_checkpointing(model)
     if adapter:
         start_new_tokens(model, run.config, run.tokenizer)
-        model = add_adapter(model, adapter, scores=run.method.scores, initial=initial)
+        labels = head_size(run.config)
+        model = add_adapter(model, adapter, scores=run.method.scores, labels=labels, initial=initial)
         if initial is not None and run.mesh.is_main:
             keep_initial(run, initial, model)
         if run.mesh.size == 1:
             multiply_by_onednn(model)
     return model
+
+
+def head_size(config: RunKeys) -> int | None:
+    """Return the number of outputs of a run's head `score`; None: as in its task type."""
+    if config.method not in CLASSIFYING:
+        return None
+    return 1 if config.labels is None else len(config.labels)
 
 
 def shard_for_rank(run: PreparedRun, model: Any) -> PipelineState | None:

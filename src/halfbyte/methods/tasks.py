@@ -1,0 +1,379 @@
+"""Classification of texts and of words, embeddings, and reranking.
+
+Classifiers and rerankers train a head `score`, which is saved with the adapter and merged with it: plain transformers
+loads the merged model as sequence or token classification. Embeddings have no head; their folders are also
+sentence-transformers'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from ..utils.errors import ConfigError, DataError
+from .base import LOSS, Batch, Collate, Method, Metric, Numbers
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from ..config.schema import RunKeys
+    from ..data.prepare import Prepare, PreparedData
+
+NDCG = Metric("ndcg_at_10", "nDCG@10", ".3f")
+RECALLS = (Metric("recall_at_1", "recall@1", ".3f"), Metric("recall_at_10", "recall@10", ".3f"))
+CORRELATIONS = (Metric("spearman", "Spearman", ".3f"), Metric("pearson", "Pearson", ".3f"))
+LOSS_ONLY = Numbers()
+F1 = Metric("f1", "macro F1", ".3f")
+
+
+@dataclass(frozen=True)
+class Task(Method):
+    """The common part of all tasks: rows of texts with targets.
+
+    Attributes:
+        numbers: of the run; the first one is summed over rows that `over` counts.
+    """
+
+    numbers: Numbers = LOSS_ONLY
+
+    rows = "labelled"
+
+    def of(self, config: RunKeys) -> Self:
+        if not config.use_peft:
+            raise ConfigError(
+                f"use_peft: false with method: {config.method}: the trained head is saved with an adapter",
+                "set use_peft: true",
+            )
+        return self.configured(config)
+
+    def configured(self, config: RunKeys) -> Self:
+        """Return this method with its own keys."""
+        raise NotImplementedError
+
+    def preparer(self, config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> Prepare:
+        from ..data.prepare_tasks import preparer_of_tasks
+
+        return preparer_of_tasks(config, tokenizer)
+
+    def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
+        from ..data.tables import packed
+
+        splits = [rows for rows in (data.train, data.eval) if rows is not None]
+        texts = max(count for rows in splits for (count,) in rows["texts"])
+
+        def packed_rows(rows: Any) -> Any:
+            return None if rows is None else packed(rows, texts * config.max_length)
+
+        if config.packing:
+            data = replace(data, train=packed_rows(data.train), eval=packed_rows(data.eval))
+        return replace(data, answers=texts, together=texts)
+
+    def check_training(self, config: RunKeys, data: PreparedData) -> None:
+        from ..data.label_ids import check_contrast
+
+        report = data.report["train"]
+        if "labels" in report:
+            words = config.method == "token_classification"
+            check_contrast(report["labels"], report["documents"], "words" if words else config.problem_type)
+
+    def blank(self, batch: Batch) -> dict[str, Any]:
+        names = [name for name in ("real", "real_rows") if name in batch]
+        masked = {name: batch[name].new_full(batch[name].shape, -1) for name in ("answer", "row") if name in batch}
+        return {**batch, **{name: batch[name].new_zeros(batch[name].shape) for name in names}, **masked}
+
+
+@dataclass(frozen=True)
+class SequenceClassification(Task):
+    """Cross-entropy of a text's label, of each of several labels, or the squared error of a number, at the last token.
+
+    Attributes:
+        problem: transformers' `problem_type`.
+    """
+
+    problem: str = "single_label_classification"
+
+    scores = "SEQ_CLS"
+
+    def configured(self, config: RunKeys) -> Self:
+        loss, accuracy = replace(LOSS, over="texts"), Metric("accuracy", "accuracy", ".3f", over="texts")
+        trained = (loss,) if config.problem_type == "regression" else (loss, accuracy)
+        further = CORRELATIONS if config.problem_type == "regression" else (F1,)
+        return replace(
+            self,
+            problem=config.problem_type,
+            numbers=Numbers(trained, (*trained, *further)),
+        )
+
+    def collator(
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        from ..data.collate_tasks import task_collator
+
+        several = self.problem == "multi_label_classification"
+        return task_collator(config, tokenizer, device, per_text=len(config.labels or ()) if several else 1)
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {"texts": int(batch["real"].sum())}
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return self._sums(batch, self._logits(model, batch))
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        from .answers import score
+
+        return score(model, batch, "at")
+
+    def _sums(self, batch: Batch, logits: Tensor) -> dict[str, Tensor]:
+        from .task_losses import classification
+
+        target, real = batch["target"], batch["real"]
+        loss = (classification(logits, target, self.problem) * real).sum()
+        if self.problem == "regression":
+            return {"loss": loss}
+        if self.problem == "multi_label_classification":
+            right = ((logits.detach() > 0) == (target > 0)).all(-1)
+        else:
+            right = logits.detach().argmax(-1) == target.long()
+        return {"loss": loss, "accuracy": (right * real).sum()}
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        logits, real = self._logits(model, batch), batch["real"] > 0
+        return {**self._sums(batch, logits), "logits": logits[real], "target": batch["target"][real]}
+
+    def over_all_rows(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        from .task_metrics import correlations, macro_f1
+
+        logits, target = outputs["logits"], outputs["target"]
+        if self.problem == "regression":
+            return correlations(logits.squeeze(-1), target)
+        if self.problem == "multi_label_classification":
+            return {"f1": macro_f1(logits > 0, target > 0)}
+        return {"f1": _f1_of_classes(logits, target)}
+
+
+@dataclass(frozen=True)
+class TokenClassification(Task):
+    """Cross-entropy of the label of each word, at its first token."""
+
+    scores = "TOKEN_CLS"
+
+    def configured(self, config: RunKeys) -> Self:
+        trained = replace(LOSS, over="words"), Metric("accuracy", "accuracy", ".3f", over="words")
+        return replace(self, numbers=Numbers(trained, (*trained, F1)))
+
+    def collator(
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        from ..data.collate_tasks import task_collator
+
+        return task_collator(config, tokenizer, device, per_text=0)
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {"words": int((batch["answer"] >= 0).sum())}
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return self._sums(batch, self._logits(model, batch))
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        from .answers import score
+
+        return score(model, batch, "at")
+
+    def _sums(self, batch: Batch, logits: Tensor) -> dict[str, Tensor]:
+        from .task_losses import classification
+
+        labels, real = batch["target"], (batch["answer"] >= 0).float()
+        loss = classification(logits, labels, "single_label_classification")
+        right = logits.detach().argmax(-1) == labels.long()
+        return {"loss": (loss * real).sum(), "accuracy": (right * real).sum()}
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        logits, real = self._logits(model, batch), batch["answer"] >= 0
+        return {**self._sums(batch, logits), "logits": logits[real], "target": batch["target"][real]}
+
+    def over_all_rows(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        return {"f1": _f1_of_classes(outputs["logits"], outputs["target"])}
+
+
+def _f1_of_classes(logits: Tensor, target: Tensor) -> float:
+    """Return the macro F1 of the likeliest labels; `target` has ids."""
+    import torch.nn.functional as F
+
+    from .task_metrics import macro_f1
+
+    predicted, actual = (F.one_hot(ids, logits.shape[-1]).bool() for ids in (logits.argmax(-1), target.long()))
+    return macro_f1(predicted, actual)
+
+
+@dataclass(frozen=True)
+class Embedding(Task):
+    """Losses of cosine similarities between the embeddings of texts.
+
+    `multiple_negatives_ranking` is the cross-entropy of an anchor's positive among all other documents of the batch
+    (InfoNCE, arXiv:1807.03748; with in-batch negatives arXiv:1705.00652), `cosent` and `cosine_similarity` compare the
+    similarities of pairs with their scores.
+
+    Attributes:
+        loss_type, scale: keys of the run.
+        normalize: whether embeddings are normalized.
+    """
+
+    loss_type: str = "multiple_negatives_ranking"
+    scale: float = 20.0
+    normalize: bool = True
+
+    scores = "FEATURE_EXTRACTION"
+
+    def configured(self, config: RunKeys) -> Self:
+        trained: tuple[Metric, ...] = (replace(LOSS, over="queries"),)
+        further: tuple[Metric, ...] = CORRELATIONS
+        if config.loss_type == "multiple_negatives_ranking":
+            trained = (*trained, Metric("accuracy", "accuracy in the batch", ".3f", over="queries"))
+            further = (NDCG, *RECALLS)
+        return replace(
+            self,
+            loss_type=str(config.loss_type),
+            scale=config.similarity_scale,
+            normalize=config.normalize_embeddings,
+            numbers=Numbers(trained, (*trained, *further)),
+        )
+
+    def check_training(self, config: RunKeys, data: PreparedData) -> None:
+        rows = min(config.per_device_train_batch_size, data.report["train"]["documents"])
+        texts = min(count for counts in data.train["texts"] for count in counts)
+        alone = config.loss_type == "cosent" or (config.loss_type == "multiple_negatives_ranking" and texts < 3)
+        if rows == 1 and alone and not config.packing:
+            raise DataError(
+                "per_device_train_batch_size: 1 with rows without negatives: a batch has nothing to contrast its anchor"
+                " with",
+                "raise per_device_train_batch_size (other rows are negatives), or give negatives in every row",
+            )
+
+    def collator(
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        from ..data.collate_tasks import task_collator
+
+        return task_collator(config, tokenizer, device, per_text=None, grouped=True)
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {"queries": int(batch["real_rows"].sum())}
+
+    def blank(self, batch: Batch) -> dict[str, Any]:  # its documents stay, since a softmax over none is NaN
+        return {**batch, "real_rows": batch["real_rows"].new_zeros(batch["real_rows"].shape)}
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return self._sums(batch, self._embeddings(model, batch))
+
+    def _embeddings(self, model: nn.Module, batch: Batch) -> Tensor:
+        from .answers import pooled
+
+        return pooled(model, batch)
+
+    def _sums(self, batch: Batch, embeddings: Tensor) -> dict[str, Tensor]:
+        import torch.nn.functional as F
+
+        from .task_losses import cosent, in_batch_similarities, pair_similarities
+
+        real = batch["real_rows"]
+        if self.loss_type == "multiple_negatives_ranking":
+            similarities, positive = in_batch_similarities(embeddings, batch, self.scale)
+            loss = F.cross_entropy(similarities, positive, reduction="none")
+            right = similarities.detach().argmax(-1) == positive
+            return {"loss": (loss * real).sum(), "accuracy": (right * real).sum()}
+        similarities = pair_similarities(embeddings, batch)
+        if self.loss_type == "cosent":  # a loss of the batch, weighted by its rows
+            return {"loss": cosent(self.scale * similarities, batch["target"], real) * real.sum()}
+        return {"loss": ((similarities - batch["target"]).square() * real).sum()}
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        import torch.nn.functional as F
+
+        from .task_losses import pair_similarities
+
+        embeddings, real = self._embeddings(model, batch), batch["real_rows"] > 0
+        sums = self._sums(batch, embeddings)
+        if self.loss_type != "multiple_negatives_ranking":
+            return {**sums, "similarity": pair_similarities(embeddings, batch)[real], "target": batch["target"][real]}
+        embeddings, begins, hashes = F.normalize(embeddings, dim=-1), batch["begins"][real], batch["hash"]
+        documents = batch["real"] > 0
+        documents[begins] = False
+        return {
+            **sums,
+            "queries": embeddings[begins],
+            "query_hash": hashes[begins],
+            "positive_hash": hashes[begins + 1],
+            "documents": embeddings[documents],
+            "document_hash": hashes[documents],
+        }
+
+    def over_all_rows(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        from .task_metrics import correlations, retrieval
+
+        if "similarity" in outputs:
+            return correlations(outputs["similarity"], outputs["target"])
+        names = ("queries", "query_hash", "documents", "document_hash", "positive_hash")
+        return retrieval(*(outputs[name] for name in names))
+
+
+@dataclass(frozen=True)
+class Reranker(Task):
+    """Losses of the score of a query with a document, at the last token of the two.
+
+    `binary_cross_entropy` takes each document by itself, `ranknet` pairs of a query's documents, `listnet` all of them.
+
+    Attributes:
+        loss_type: key of the run.
+    """
+
+    loss_type: str = "binary_cross_entropy"
+
+    scores = "SEQ_CLS"
+
+    def configured(self, config: RunKeys) -> Self:
+        over = "documents" if config.loss_type == "binary_cross_entropy" else "queries"
+        trained = (replace(LOSS, over=over),)
+        return replace(self, loss_type=str(config.loss_type), numbers=Numbers(trained, (*trained, NDCG, *RECALLS)))
+
+    def collator(
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        from ..data.collate_tasks import task_collator
+
+        return task_collator(config, tokenizer, device, grouped=True)
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {"documents": int(batch["real"].sum()), "queries": int(batch["real_rows"].sum())}
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return self._sums(batch, self._scores(model, batch))
+
+    def _scores(self, model: nn.Module, batch: Batch) -> Tensor:
+        from .answers import score
+
+        return score(model, batch, "at").squeeze(-1)
+
+    def _sums(self, batch: Batch, scores: Tensor) -> dict[str, Tensor]:
+        import torch.nn.functional as F
+
+        from .task_losses import listnet, ranknet
+
+        target = batch["target"]
+        if self.loss_type == "binary_cross_entropy":
+            loss = F.binary_cross_entropy_with_logits(scores, target, reduction="none")
+            return {"loss": (loss * batch["real"]).sum()}
+        ranking = ranknet if self.loss_type == "ranknet" else listnet
+        return {"loss": ranking(scores, target, batch["row"])}
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        scores, row = self._scores(model, batch), batch["row"]
+        real = row >= 0
+        sizes = row[real].unique(return_counts=True)[1]
+        return {**self._sums(batch, scores), "scores": scores[real], "target": batch["target"][real], "sizes": sizes}
+
+    def over_all_rows(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        from .task_metrics import reranking
+
+        return reranking(outputs["scores"], outputs["target"], outputs["sizes"].tolist())
