@@ -188,6 +188,7 @@ LORA = AdapterKind(
         "rank_pattern": dict(adapter.rank_pattern),
         "alpha_pattern": {name: _as_int(alpha) for name, alpha in adapter.alpha_pattern.items()},
         "init_lora_weights": adapter.init_lora_weights,
+        "ensure_weight_tying": adapter.ensure_weight_tying,
     },
     tensors=re.compile(r"(?P<module>.+)\.lora_(?P<factor>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?"),
     keys=(
@@ -195,6 +196,7 @@ LORA = AdapterKind(
         *("init_lora_weights", "loftq_config", "corda_config", "eva_config", "lora_ga_config"),
         *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa"),
         *("add_tokens", "add_special_tokens", "trainable_token_indices", "resize_token_embeddings_to_multiple_of"),
+        "ensure_weight_tying",
     ),
     reported=("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     fused=True,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from ..layers.plain import Adapter, factor_holders, read_adapters
@@ -40,12 +41,17 @@ def parameter_wrappers(model: nn.Module) -> Iterator[Any]:
 def attach_adapter_forwards(model: nn.Module) -> None:
     """Replace the forward of PEFT's wrappers: experts compute separate low-rank GEMMs, routers use a folded weight.
 
-    Trained rows of embeddings are looked up without a copy of the embedding.
+    Trained rows of embeddings are looked up without a copy of the embedding, and tied copies of a head get its sizes.
 
     The factors of offloaded stacks move to the computing device; PEFT creates them in host memory next to the stack.
     """
     attach_router_forwards(model)
     attach_row_forwards(model)
+    for module in model.modules():  # PEFT gives the copy of a tied head the sizes of the embedding
+        if isinstance(module, ModulesToSaveWrapper) and isinstance(module.original_module, nn.Linear):
+            copies: Any = module.modules_to_save.values()
+            for copy in copies:
+                copy.out_features, copy.in_features = module.original_module.weight.shape
     for _, wrapper in expert_wrappers(model):
         wrapper.forward = MethodType(_forward, wrapper)
         experts = wrapper.get_base_layer()

@@ -199,6 +199,10 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
         if named_by(parameter_name.rpartition(".")[0], module_name):
             wrong = f"modules_to_save: {brief(module_name)} would train all of {parameter_name}, which gets an adapter"
             raise ModelError(wrong, f"remove it, or exclude {parameter_name} from the adapters (target_parameters: [])")
+    saved = {name for name in names for suffix in adapter.modules_to_save or () if named_by(name, suffix)}
+    if both := linears & saved:
+        wrong = f"{brief(min(both))} is in target_modules and in modules_to_save"
+        raise ModelError(wrong, "train it by an adapter or in full: remove it from one of the two")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
             matched = matching(key, pattern, names, rf"(.*\.)?({pattern})")
@@ -209,6 +213,7 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
                     f"{key}: {pattern!r} matches only modules without an adapter ({brief(min(matched))})",
                     "add the module to target_modules, or remove the pattern",
                 )
+    _check_ends(model, adapter, linears, saved)
     row = adapter_kind(adapter)
     options = row.options(adapter)
     if read_by(adapter) != "nothing":
@@ -225,12 +230,6 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
     )
     if adapter.trainable_token_indices:
         peft_config.trainable_token_indices = token_modules(model, adapter.trainable_token_indices)
-        changed = linears | {name for name in names for saved in adapter.modules_to_save or () if named_by(name, saved)}
-        ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}  # type: ignore[operator]
-        for name in sorted(changed):
-            if name not in experts | routers and id(model.get_submodule(name)) in ends:
-                wrong = f"trainable_token_indices, add_tokens: {name} is adapted or trained in full as well"
-                raise ModelError(wrong, f"remove {name} from target_modules and modules_to_save")
     if "target_parameters" not in row.refused:
         if experts:
             every = adapter.target_parameters is None and experts != set(expert_stacks(model, []))
@@ -240,6 +239,38 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
         name_routers(peft_config, model, linears, routers)
         target_by_weight_name(peft_config, model, linears)
     return peft_config
+
+
+def _check_ends(model: Any, adapter: Adapter, adapted: Collection[str], saved: Collection[str]) -> None:
+    """Check the adapters of embedding and head, and report a tie that merging would dissolve.
+
+    Args:
+        adapted, saved: names of the modules that get adapters, and of those that are trained in full.
+
+    Raises:
+        ModelError: a row of one is trained by itself as well, or `ensure_weight_tying` cannot tie them.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = {name for name, module in model.named_modules() if module is embedding or module is head}
+    adapted, saved = sorted(ends.intersection(adapted)), sorted(ends.intersection(saved))
+    if adapter.trainable_token_indices and (changed := [*adapted, *saved]):
+        wrong = f"trainable_token_indices, add_tokens: {changed[0]} is adapted or trained in full as well"
+        raise ModelError(wrong, f"remove {changed[0]} from target_modules and modules_to_save")
+    is_tied = head is not None and head.weight is embedding.weight
+    if not adapter.ensure_weight_tying:
+        if is_tied and (changed := [*adapted, *saved]):
+            notice("untied", f"{' and '.join(sorted(ends))} share a weight, and {' and '.join(changed)} will differ:"
+                   " merged models store both, with tie_word_embeddings: false")  # fmt: skip
+        return
+    if not is_tied:
+        wrong = f"ensure_weight_tying: embedding and head of {type(model).__name__} have weights of their own"
+        raise ModelError(wrong, "remove ensure_weight_tying")
+    if adapted:  # PEFT makes two parameters on the same memory, which an optimizer would step twice
+        wrong = f"ensure_weight_tying: {adapted[0]} has an adapter, whose factors are not shared with the tied module"
+        raise ModelError(wrong, f"name {adapted[0]} in modules_to_save instead, or remove ensure_weight_tying")
+    if not saved:
+        wrong = f"ensure_weight_tying: modules_to_save names neither {' nor '.join(sorted(ends))}"
+        raise ModelError(wrong, "name one of them, or remove ensure_weight_tying")
 
 
 def _exact_names(requested: list[str] | None, names: Collection[str]) -> list[str] | None:

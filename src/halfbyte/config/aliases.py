@@ -18,6 +18,7 @@ def _by_name(names_of: dict[str, str]) -> dict[str, str]:
 RENAMED = {
     "tokens": "add_tokens",  # Axolotl
     "new_special_tokens": "add_special_tokens",  # ms-swift
+    "peft_ensure_weight_tying": "ensure_weight_tying",  # Axolotl
     "peft_trainable_token_indices": "trainable_token_indices",
     # TRL, rollouts
     "vllm_importance_sampling_correction": "importance_sampling_correction",
@@ -316,7 +317,6 @@ NO_EQUIVALENT = {
     "lora_bias": "remove it; adapters have no bias",
     # PEFT
     "fan_in_fan_out": "remove it; PEFT determines it from the layer",
-    "ensure_weight_tying": "remove it, and leave embedding and head out of target_modules and modules_to_save",
     "alora_invocation_tokens": _PLAIN_LORA,
     "arrow_config": _PLAIN_LORA,
     "kasa_config": _PLAIN_LORA,

@@ -25,6 +25,7 @@ SELECTION_KEYS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 ADAPTER_KEYS = (
     *SELECTION_KEYS,
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
+    "ensure_weight_tying",
     *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa", *OPTION_KEYS),
     *TOKEN_KEYS,
 )
@@ -377,6 +378,9 @@ def _adapter_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield keys that the kind of adapter does not read, and keys that it cannot be combined with."""
     row = adapter_kind(config)
     yield from _token_contradictions(config)
+    if config.ensure_weight_tying and not config.modules_to_save:
+        wrong = "ensure_weight_tying without modules_to_save: no copy of the embedding or the head is trained"
+        yield "ensure_weight_tying", wrong, "name the embedding in modules_to_save, or remove it"
     for key in AdapterSection.model_fields:
         if key not in (*COMMON_ADAPTER_KEYS, *row.keys) and not config.is_default(key):
             yield key, f"{config.written(key)} with {row.chosen}, which does not read it", "remove it"

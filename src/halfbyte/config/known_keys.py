@@ -199,7 +199,7 @@ REFUSED = {
         n_tasks nblocks num_B num_attention_heads num_cayley_neumann_terms num_frozen_tokens num_groups num_layers
         num_ranks num_samples num_subspaces num_tasks num_transformer_submodules num_vectors num_virtual_tokens
         oft_block_size oft_rank oft_target opt_loss_decay_factor opt_projection_epsilon opt_projection_format_epsilon
-        opt_weighted_loss_type orth_reg_weight para peft_ensure_weight_tying peft_layer_replication
+        opt_weighted_loss_type orth_reg_weight para peft_layer_replication
         poly_type prefix_projection proj_seed projection_prng_key
         projection_seed prompt_tuning_init prompt_tuning_init_state_dict_path prompt_tuning_init_task
         prompt_tuning_init_text proportional_parameters psoft_alpha psoft_dropout psoft_mag_a psoft_mag_b psoft_orth

@@ -260,6 +260,9 @@ class AdapterSection(Section):
         None,
         description="ids of tokens whose rows of the embedding and the head are trained and saved with the adapter",
     )
+    ensure_weight_tying: bool = Field(
+        False, description="with modules_to_save: train one copy of an embedding and the head that is tied to it"
+    )
     resize_token_embeddings_to_multiple_of: PositiveInt | None = Field(
         None, description="with new tokens beyond the embeddings' rows: grow them to a multiple of this number"
     )

@@ -101,7 +101,7 @@ class AdapterLayers:
         layers: parameter name → PEFT's layer around it.
         experts: stack name → PEFT's wrapper around the stacked experts.
         routers: parameter name → PEFT's wrapper around the router.
-        shared: heads that are tied to an embedding whose rows are trained, and stay tied.
+        shared: heads that are tied to an embedding that is trained in full or by rows, and stay tied.
         replaced: parameter name → the trained tensor that replaces it (modules_to_save).
         task: task type of a model that scores or embeds texts, a key of `SCORES`, or None.
         head: parameter name → tensor of the head that a classifier has in place of the head of tokens.
@@ -151,6 +151,7 @@ class AdapterLayers:
         self.replaced: dict[str, Tensor] = {}
         self.head: dict[str, Tensor] = {}
         self.shared: set[str] = set()
+        copies: list[Tensor] = []
         self.experts: dict[str, Any] = dict(expert_wrappers(root))
         self.routers: dict[str, Any] = dict(router_wrappers(root))
         for name, module in root.named_modules():
@@ -169,7 +170,11 @@ class AdapterLayers:
             elif isinstance(module, ModulesToSaveWrapper):
                 replaced = self.head if self.task in SCORES and name == SCORE_HEAD else self.replaced
                 for key, parameter in module.modules_to_save["default"].named_parameters():
-                    replaced[f"{name}.{key}"] = parameter.detach()
+                    if any(parameter is held for held in copies):  # ensure_weight_tying
+                        self.shared.add(f"{name}.{key}")
+                    else:
+                        replaced[f"{name}.{key}"] = parameter.detach()
+                        copies.append(parameter)
         of_tokens = model.get_output_embeddings() if self.head else None
         names = [name for name, module in model.named_modules() if module is of_tokens]
         self.dropped = {f"{name}.{key}" for name in names for key in ("weight", "bias")}

@@ -56,11 +56,12 @@ def original_codes(codes: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Suppress warnings of PEFT 0.21 that users cannot act on: names that transformers 5.23 deprecates, and patterns.
+    """Suppress warnings of PEFT 0.21 that users cannot act on: names that transformers 5.23 deprecates, patterns, ties.
 
-    PEFT compares patterns with module names only, not with parameters; `adapters.lora` checks both.
+    PEFT compares patterns with module names only, not with parameters; `adapters.lora` checks both, and tied weights.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", category=UserWarning)
         yield
