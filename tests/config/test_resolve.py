@@ -50,6 +50,7 @@ def test_every_quantization_key_changes_the_storage():
     other = {
         "load_in_4bit": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False,
         "bnb_4bit_blocksize": 32, "quantization": "int8", "skip_quant_first_layers": 1, "skip_quant_last_layers": 1,
+        "merge_aware": True,
     }  # fmt: skip
     assert other.keys() | {"qat_scheme"} == QuantizationSection.model_fields.keys()
     for key, value in other.items():
@@ -99,8 +100,8 @@ def test_an_adapter_has_the_keys_of_its_section_and_its_base():
 
 
 def test_resolved_keys_are_read_only_in_config():
-    """Other folders receive typed values instead. (`qat_scheme` is also a field of `Storage`.)"""
-    keys = QuantizationSection.model_fields.keys() - {"qat_scheme"} | {"model_revision"}
+    """Other folders receive typed values instead. (Two are also fields of `Storage`.)"""
+    keys = QuantizationSection.model_fields.keys() - {"qat_scheme", "merge_aware"} | {"model_revision"}
     assert not [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in PACKAGE.rglob("*.py")

@@ -9,9 +9,11 @@ from halfbyte.autograd.losses import linear_cross_entropy
 from halfbyte.config import RunConfig
 from halfbyte.data.batch_shapes import Batches, Shape
 from halfbyte.formats import named
+from halfbyte.layers import QuantizedLinear
+from halfbyte.modeling.architectures import quantizable
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
-from halfbyte.qat.model import fake_quantize_linears
+from halfbyte.qat.model import fake_quantize_linears, round_sums
 from halfbyte.utils.errors import ModelError
 from tests.helpers.planned_steps import transient_bytes
 
@@ -34,7 +36,12 @@ def config(**keys):
 
 def real_peak(config):
     model = transformers.LlamaForCausalLM(WIDE).to(getattr(torch, config.dtype))
-    fake_quantize_linears(model, named(config.qat_scheme))
+    if config.merge_aware:
+        for name, linear in quantizable(model).items():
+            model.set_submodule(name, QuantizedLinear.from_linear(linear, named(config.storage.formats[0][1])))
+        round_sums(model)
+    else:
+        fake_quantize_linears(model, named(config.qat_scheme))
     model = add_adapter(model, config) if config.use_peft else model
     for parameter in model.train().parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -64,6 +71,12 @@ def real_peak(config):
 )
 def test_a_replayed_step_allocates_what_a_real_one_does(scheme, dtype, use_peft):
     keys = config(qat_scheme=scheme, dtype=dtype, use_peft=use_peft)
+    predicted, _ = transient_bytes(keys, WIDE, Shape(*TOKENS.shape), "keep")
+    assert 0.75 * predicted <= real_peak(keys) <= 1.05 * predicted
+
+
+def test_a_replayed_merge_aware_step_allocates_what_a_real_one_does():
+    keys = config(merge_aware=True, load_in_4bit=True, qat_scheme=None)
     predicted, _ = transient_bytes(keys, WIDE, Shape(*TOKENS.shape), "keep")
     assert 0.75 * predicted <= real_peak(keys) <= 1.05 * predicted
 

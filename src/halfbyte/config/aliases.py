@@ -54,6 +54,7 @@ RENAMED = {
     "noisy_embedding_alpha": "neftune_noise_alpha",
     "rope_parameters": "rope_scaling",
     "s2_attention": "shift_attn",
+    "nvfp4_merge_aware": "merge_aware",
     "auto_resume_from_checkpoints": "resume_from_checkpoint",
     "rl_beta": "beta",
     "orpo_alpha": "beta",

@@ -47,7 +47,7 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _hub_contradictions(config)
     yield from _dataset_contradictions(config)
     yield from _shifted_attention_contradictions(config)
-    if config.qat_scheme is not None:
+    if config.storage.rounds:
         yield from _qat_contradictions(config)
     yield from _adapter_contradictions(config) if config.use_peft else _full_fine_tuning_contradictions(config)
     if config.parallel != "auto":
@@ -364,7 +364,12 @@ def _parallel_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 
 
 def _qat_contradictions(config: RunKeys) -> Iterator[Contradiction]:
-    chosen = config.written("qat_scheme")
+    chosen = config.written("merge_aware" if config.merge_aware else "qat_scheme")
+    if config.merge_aware and not config.use_peft:
+        yield "merge_aware", f"{chosen} with use_peft: false, which trains 16-bit weights", "set use_peft: true"
+    if config.merge_aware and config.method in SAMPLING:
+        wrong = f"{chosen} with method: {config.method}, whose answers are sampled with the adapter unmerged"
+        yield "merge_aware", wrong, "remove merge_aware"
     if config.recipe != "bf16":
         wrong = f"{chosen} with {config.written('recipe')}: GEMMs with the rounded weights run in 16 bits"
         yield "recipe", wrong, "set recipe: bf16"
@@ -385,8 +390,9 @@ def _adapter_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         if key not in (*COMMON_ADAPTER_KEYS, *row.keys) and not config.is_default(key):
             yield key, f"{config.written(key)} with {row.chosen}, which does not read it", "remove it"
     features = ["qat_scheme"] * (config.qat_scheme is not None) + ["rollout"] * (config.rollout == "vllm")
+    features += ["merge_aware"] * config.merge_aware
     for feature in features:
-        if reason := row.refused.get(feature):
+        if reason := row.refused.get("qat_scheme" if feature == "merge_aware" else feature):
             wrong = f"{row.chosen} with {config.written(feature)}: {reason}"
             yield row.key, wrong, f"{row.without}, or remove {feature}"
     if config.layers_pattern and config.layers_to_transform is None:
@@ -431,11 +437,12 @@ def _initialisation_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield key, wrong, "remove one of the two"
     if config.use_dora:
         yield key, f"{chosen} with use_dora: true is not supported", "set use_dora: false"
-    if config.qat_scheme is not None:
+    if config.storage.rounds:
+        rounded = "merge_aware" if config.merge_aware else "qat_scheme"
         yield (
             key,
-            f"{chosen} with qat_scheme, whose base is in 16 bits, is not supported",
-            "remove one of the two",
+            f"{chosen} with {rounded}, which rounds the base with the adapter, is not supported",
+            f"remove {rounded}",
         )
     if row.frozen and config.lora_preconditioner:
         wrong = f"{chosen}, which does not train {row.frozen}, with {config.written('lora_preconditioner')}"

@@ -359,7 +359,7 @@ REFUSED = {
         llm_int8_threshold max_input_length meta model_quantization_config model_quantization_config_kwargs model_seqlen
         module_config_overrides module_name_preceding_first_block module_quant_configs modules_in_block_to_quantize
         modules_to_convert modules_to_not_convert nbits nbits_per_codebook nonexpert_quantization num_bits num_centroids
-        num_codebooks num_res_centroids nvfp4_merge_aware nvfp4_merge_aware_start_step out_features out_group_size
+        num_codebooks num_res_centroids nvfp4_merge_aware_start_step out_features out_group_size
         outlier_size output_dtype p pseudoquantization quantization_mode quantization_status quantize_embedding
         quantize_embeddings scale_fmt scale_rule shapes shared_layer_config skip_modules store_master_weights sym
         tiling_mode transform_init true_sequential tune_metadata untie_embedding_weights view_as_float weight_block_size

@@ -103,6 +103,9 @@ def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
         key = next(key for key in ("add_tokens", "add_special_tokens", "trainable_token_indices") if getattr(keys, key))
         problem = f"{key} with parallel: {layout}: rows of the embedding are trained on one device or with data"
         return Reason(key, problem, f"remove {key}, or use parallel: {{data: N}}")
+    if keys.merge_aware and set(layout.axes) - {"data"}:
+        problem = f"merge_aware with parallel: {layout}: each process rounds full weights"
+        return Reason("merge_aware", problem, "remove merge_aware, or use parallel: {data: N}")
     row = adapter_kind(keys)
     if keys.use_peft and (refused := [axis for axis in layout.axes if axis in row.refused]):
         problem = f"{row.chosen} with parallel: {layout}: {row.refused[refused[0]]}"

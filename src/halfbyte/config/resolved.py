@@ -66,6 +66,7 @@ class Storage:
         keep: for a GGUF file: linear layers whose type a halfbyte format represents keep their stored values;
             `formats` applies to the others.
         qat_scheme: spec of the format that every forward rounds 16-bit weights to; None: no rounding.
+        merge_aware: whether every forward rounds the sum of a stored weight and its adapter to the weight's format.
     """
 
     formats: tuple[tuple[str, str], ...] = ()
@@ -73,6 +74,12 @@ class Storage:
     skip_last: int = 0
     keep: bool = False
     qat_scheme: str | None = None
+    merge_aware: bool = False
+
+    @property
+    def rounds(self) -> bool:
+        """Whether forwards round the sum of weight and adapter, which merging stores."""
+        return self.merge_aware or self.qat_scheme is not None
 
     @property
     def quantized(self) -> bool:

@@ -109,6 +109,11 @@ class QuantizationSection(Section):
         description="quantization-aware training: every step rounds the 16-bit weights plus adapter to this format"
         " (nf4, int4, int8, fp8, nvfp4, ...), and `halfbyte merge` stores them in it; activations are not rounded",
     )
+    merge_aware: bool = Field(
+        False,
+        description="every step rounds the quantized weights plus adapter to the weights' own format, and `halfbyte"
+        " merge` stores exactly that: quantization-aware training on a quantized base",
+    )
 
     @property
     def quantized(self) -> bool:
@@ -124,7 +129,8 @@ class QuantizationSection(Section):
         chosen = self.bnb_4bit_quant_type if keep or self.quantization is None else self.quantization
         patterns = chosen.items() if isinstance(chosen, dict) else [("*", chosen)]
         formats = tuple((pattern, self._full_spec(spec)) for pattern, spec in patterns)
-        return Storage(formats, self.skip_quant_first_layers, self.skip_quant_last_layers, keep)
+        skips = self.skip_quant_first_layers, self.skip_quant_last_layers
+        return Storage(formats, *skips, keep, merge_aware=self.merge_aware)
 
     def _full_spec(self, spec: str) -> str:
         """Return the format spec that `nf4` or `fp4` abbreviates with these keys; other specs unchanged."""
@@ -148,6 +154,11 @@ class QuantizationSection(Section):
             yield from self._in_quantization(skips)
         if self.qat_scheme is not None:
             yield from self._in_qat()
+        if self.merge_aware and not self.quantized:
+            yield "merge_aware", "merge_aware: true without quantized weights", "set load_in_4bit: true, or qat_scheme"
+        if self.merge_aware and (refused := [*skips, *["quantization"] * (self.quantization == KEEP)]):
+            wrong = f"merge_aware: true with {self.written(refused[0])}: a merge stores layers by patterns of names"
+            yield "merge_aware", wrong, f"remove {refused[0]}; `16bit` in quantization leaves layers in 16 bits"
 
     def _in_quantization(self, skips: list[str]) -> Iterator[Contradiction]:
         """Yield contradictions between `quantization` and the `load_in_4bit` and `bnb_4bit_*` keys."""

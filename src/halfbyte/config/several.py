@@ -43,6 +43,7 @@ SINGLE = {
     "add_special_tokens": "the embeddings that they share are frozen",
     "trainable_token_indices": "the embeddings that they share are frozen",
     "qat_scheme": "it rounds the weights with one adapter",
+    "merge_aware": "it rounds the weights with one adapter",
     "streaming": "each of them reads its own rows in full",
     "report_to": "a tracker follows one run of a process",
     "push_to_hub": "each of them would need a repository; upload them with `hf upload`",

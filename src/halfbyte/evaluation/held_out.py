@@ -91,7 +91,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
         elif saved.initial is not None:
             folder = saved.initial.folder
             load_adapter(saved.model, folder, config.model_name_or_path, REFERENCE, initial=saved.initial)
-        elif config.qat_scheme or not config.use_peft:
+        elif config.storage.rounds or not config.use_peft:
             raise ModelError(
                 f"method: {config.method} compares with the model before training, which this run did not save",
                 "the run's own evaluations are in its metrics.jsonl",

@@ -41,7 +41,7 @@ from ..modeling.architectures import expert_stacks
 from ..modeling.task_models import check_task_model
 from ..reading.tensors import read_adapter_config
 from ..runs.saved import find, initial_adapter
-from ..utils.errors import CheckpointError
+from ..utils.errors import CheckpointError, ConfigError
 
 SCORE_HEAD = "score"  # name of the module of a classifier's head
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -88,6 +88,17 @@ def add_delta(wrapper: Any, weight: Tensor, piece: Piece | None) -> Tensor:
     for at, matrix in enumerate(weight):
         (matrix.mT if transposed else matrix).add_(b[at] @ a[at], alpha=scaling)
     return weight
+
+
+def check_unmerged(run: RunKeys) -> None:
+    """Check that the adapter of a run may be used without merging it.
+
+    Raises:
+        ConfigError: the run rounded the sum of weights and adapter.
+    """
+    if run.storage.merge_aware:
+        wrong = "merge_aware: the adapter was trained to be merged, and computes something else beside the base"
+        raise ConfigError(wrong, "merge it, and use the merged model")
 
 
 class AdapterLayers:

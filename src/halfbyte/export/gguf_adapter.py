@@ -23,7 +23,7 @@ from ..runs.stop_tokens import data_report, declared_stop_tokens, known_stop_tok
 from ..utils.errors import CheckpointError, ConfigError
 from ..utils.files import new_file
 from ..utils.notices import notice
-from .adapter import AdapterLayers, generating_layers
+from .adapter import AdapterLayers, check_unmerged, generating_layers
 from .gguf_model import output_path, text_config
 
 
@@ -49,6 +49,7 @@ def export_adapter(
     if saved.adapter is None:
         raise CheckpointError(f"{run} has no adapter", "export it without --adapter-only")
     config = saved_config(saved, [f"trust_remote_code={trust_remote_code}"])
+    check_unmerged(config)
     path = output_path(run, out, f"adapter-{mix.lower()}.gguf")
     if config.rope_scaling:
         flags = _rope_flags(text_config(config.origin))

@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ..config import SIXTEEN
+from ..config import SIXTEEN, Storage
 from ..config.schema import RunKeys
 from ..formats.retained_update import RetainedUpdate
 from ..loading.checkpoint import BaseCheckpoint
@@ -271,8 +271,8 @@ def slug(quantize: str) -> str:
 def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool, trust_remote_code: bool) -> _Job:
     find_trained(source)
     saved, config = look_up(str(source), [f"trust_remote_code={trust_remote_code}"])
-    scheme = config.storage.qat_scheme
-    quantize = quantize or scheme
+    scheme, storage = config.storage.qat_scheme, config.storage
+    quantize = quantize or scheme or (_formats(storage) if storage.merge_aware and saved.adapter else None)
     if saved.adapter is None and quantize in (None, SIXTEEN):
         raise CheckpointError(
             f"{source} has no adapter: {saved.base} is a whole model, and there is nothing to merge",
@@ -282,16 +282,26 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
     checkpoint = BaseCheckpoint(config.origin)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
-    stored = packing(quantize, config.origin, experts=scheme is None)  # QAT does not round experts
-    targets, preferred, reason = _targets(config.storage.quantized, checkpoint, base, bool(stored.formats))
-    if scheme is not None and not stored.is_scheme(scheme):
-        message = f"the run was trained to be stored as {scheme}"
-        notice("merge-qat", f"{message}: stored as {stored.name}, the model differs from the trained one")
+    stored = packing(quantize, config.origin, experts=not storage.rounds)  # which rounds no experts
+    if storage.merge_aware and base == "original":
+        raise ConfigError("base: original: the run rounded the stored weights with its adapter (merge_aware)",
+                          "use base: auto")  # fmt: skip
+    base = "dequantized" if storage.merge_aware else base
+    targets, preferred, reason = _targets(storage.quantized, checkpoint, base, bool(stored.formats))
     if verify:
         check_loader(stored.loader)
     weights = MergedWeights(config, checkpoint, AdapterLayers(config, saved.adapter, device), stored)
+    if storage.rounds and not weights.as_trained:
+        message = f"the run was trained to be stored as {scheme or 'its base is'}"
+        notice("merge-qat", f"{message}: stored as {stored.name}, the model differs from the trained one")
     check_space(out, weights.nbytes, "free some space, or name a folder on another disk")
     return _Job(config, saved.adapter, saved.run_dir, out, device, weights, targets, preferred, reason)
+
+
+def _formats(storage: Storage) -> Quantize:
+    """Return the formats of a run's linear layers as `packing` takes them."""
+    patterns = dict(storage.formats)
+    return patterns["*"] if patterns.keys() == {"*"} else patterns
 
 
 def _targets(

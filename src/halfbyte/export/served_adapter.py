@@ -31,7 +31,7 @@ from ..runs.stop_tokens import data_report, generation_keys
 from ..utils.errors import CheckpointError, ConfigError
 from ..utils.files import new_directory
 from ..utils.notices import notice
-from .adapter import AdapterLayers
+from .adapter import AdapterLayers, check_unmerged
 
 MERGE = "merge it, and serve the merged model"
 NAME = "adapter-vllm"
@@ -61,6 +61,7 @@ def export_served(run: Path | str, out: Path | str | None = None, *, trust_remot
     if path.exists():
         raise ConfigError(f"{path} exists already", "remove it, or name another folder with --out")
     config = saved_config(saved, [f"trust_remote_code={trust_remote_code}"])
+    check_unmerged(config)
     adapter = AdapterLayers(config, saved.adapter, torch.device("cpu"))
     served = ServedAdapter(adapter, config.origin, str(saved.adapter))
     tokenizer, report = trained_tokenizer(saved.adapter, config), data_report(saved.run_dir)

@@ -167,7 +167,7 @@ class Verifier:
             run = self._run
             storage = run.storage if quantized else replace(run.storage, formats=())
             if not self._weights.as_trained:
-                storage = replace(storage, qat_scheme=None)
+                storage = replace(storage, qat_scheme=None, merge_aware=False)
             # transformers' own attention: flash attention does not support fp32
             initial = self._weights.adapter.initial
             stored_without = initial if quantized else None

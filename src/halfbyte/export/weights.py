@@ -124,7 +124,8 @@ class MergedWeights:
         self._stacks = PackedStacks(stacks, self._experts)
         computed = run.precision.compute
         self.trained_dtype = DTYPES[base.dtype] if adapter.is_full_model else resolve_dtype(computed, adapter.device)
-        self.as_trained = self.packing.is_scheme(run.storage.qat_scheme)
+        own_formats = run.storage.merge_aware and dict(self.packing.formats) == self._formats and not self.packing.peers
+        self.as_trained = own_formats or self.packing.is_scheme(run.storage.qat_scheme)
         self.untied = False
         self._retained: dict[Target, dict[str, RetainedUpdate]] = {}
         self.shards: dict[str, list[Output]] = {file: [] for file in base.headers}
@@ -411,7 +412,8 @@ class MergedWeights:
         weight = self.base.read(output.source).to(self.adapter.device)
         if self._is_transposed(output.source, name):
             weight = weight.mT
-        if target == "dequantized" and name in self._formats:
+        unchanged = self.as_trained and name not in self.adapter.changed  # stored as it was loaded, rounded once
+        if target == "dequantized" and name in self._formats and not unchanged:
             # transformers casts to the run's dtype before quantization
             weight = weight.to(self.trained_dtype)
             return self._dequantized(name, weight)

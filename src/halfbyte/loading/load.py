@@ -152,7 +152,7 @@ def load_model(
             available.
     """
     from ..adapters.lora import add_adapter
-    from ..qat.model import fake_quantize_linears, qat_format
+    from ..qat.model import fake_quantize_linears, qat_format, round_sums
 
     storage = storage_of(storage, **keys)
     origin = Origin(str(name_or_path), revision, trust_remote_code, storage.keep)
@@ -188,6 +188,8 @@ def load_model(
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:
         fake_quantize_linears(model, qat_format(storage.qat_scheme))
+    if storage.merge_aware:
+        round_sums(model)
     return model.eval()
 
 
@@ -253,6 +255,8 @@ def _quantization_options(
     entry = stored if isinstance(stored, dict) else stored.to_dict()
     if not storage.quantized:
         raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
+    if storage.merge_aware:
+        raise ModelError(f"merge_aware: {name} holds quantized weights", "use the 16-bit model, or remove merge_aware")
     if "kept" in entry:
         decoded = f"; quantizing others by the bnb_4bit keys: {counts(entry['others'])}" if entry["others"] else ""
         notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {counts(entry['kept'])}{decoded}")

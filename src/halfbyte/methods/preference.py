@@ -185,7 +185,7 @@ def _rewards(
 
 def reference_is_initial_model(config: RunKeys) -> bool:
     """Return whether the reference is the model before the first step, and not the base model without its adapter."""
-    return bool(not config.use_peft or config.adapter_path or config.qat_scheme or _starts_from_weights(config))
+    return bool(not config.use_peft or config.adapter_path or config.storage.rounds or _starts_from_weights(config))
 
 
 def _starts_from_weights(config: RunKeys) -> bool:
@@ -207,7 +207,8 @@ def check_reference(config: RunKeys) -> None:
         raise ConfigError(f"{wrong}: its log-probabilities of all rows are computed first", "remove streaming")
     if config.precompute_ref_log_probs is not False:
         return
-    why = "adapter_path" if config.adapter_path else "qat_scheme" if config.qat_scheme else "use_peft: false"
+    rounded = "qat_scheme" if config.qat_scheme else "merge_aware: true" if config.merge_aware else "use_peft: false"
+    why = "adapter_path" if config.adapter_path else rounded
     why = config.written("init_lora_weights") if config.use_peft and _starts_from_weights(config) else why
     raise ConfigError(
         f"precompute_ref_log_probs: false with {why}: the reference is the model before training, and disabling the"

@@ -175,7 +175,7 @@ def may_capture(config: RunKeys, device: torch.device, dtype: torch.dtype) -> bo
     Excludes fp16 (loss scaling), QAT (quantizers read values) and distillation (the teacher's forward runs in between).
     """
     kernels = config.use_kernels and device.type == "cuda" and dtype != torch.float16
-    return kernels and config.qat_scheme is None and config.method not in DISTILLING
+    return kernels and not config.storage.rounds and config.method not in DISTILLING
 
 
 class _Planner:

@@ -42,7 +42,7 @@ from ..ops.cross_entropy import Objective
 from ..ops.linear_head import HeadAdapter, Needed, chunk_rows
 from ..ops.losses import cross_entropy_in_chunks
 from ..qat import fake_quantize
-from ..qat.model import QATLinear
+from ..qat.model import ROUNDED
 from ..tensor import QuantizedTensor
 from ..utils.notices import silent
 from .ledger import LOGITS, Ledger, kernels
@@ -151,7 +151,7 @@ def replay(
     Returns:
         The step's bytes; in evaluation mode, the highest moment as `head`.
     """
-    for format_ in {module.format for module in model.modules() if isinstance(module, QATLinear)}:
+    for format_ in {module.format for module in model.modules() if isinstance(module, ROUNDED)}:
         bytes_to_round(format_, target.type)  # measured while tensors still have data
     with silent(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

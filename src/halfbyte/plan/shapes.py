@@ -43,7 +43,7 @@ from ..modeling.packing import isolate_tiny_model
 from ..modeling.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
 from ..modeling.transformers_versions import enable_checkpointing
 from ..parallel.tensor import sharded_dims
-from ..qat.model import fake_quantize_linears, qat_format
+from ..qat.model import fake_quantize_linears, qat_format, round_sums
 from ..tensor import QuantizedTensor
 from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import compute_dtype, onednn_beats_mkl
@@ -142,6 +142,8 @@ class ModelShapes:
                 setattr(module, leaf, nn.Parameter(stack, requires_grad=False))
         elif storage.qat_scheme is not None:
             fake_quantize_linears(model, qat_format(storage.qat_scheme))
+        if storage.merge_aware:
+            round_sums(model)
 
     def runtime(self, varied: bool) -> int:
         """Bytes of libraries outside of the run's tensors; `varied`: whether batch shapes differ."""

@@ -26,6 +26,7 @@ from ..autograd.lora import LoRA
 from ..dispatch import to_compute_dtype
 from ..formats import Format
 from ..formats.linear import unviewed
+from ..tensor import QuantizedTensor
 
 
 def fake_quantize(weight: Tensor, format: Format) -> Tensor:
@@ -48,7 +49,8 @@ def merged_weight(weight: Tensor, lora: LoRA | None) -> Tensor:
     if lora is None:
         return weight.detach()
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        return (lora.b.float() @ lora.a.float()).mul_(lora.scaling).add_(weight)
+        stored = weight.dequantize(torch.float32) if isinstance(weight, QuantizedTensor) else weight
+        return (lora.b.float() @ lora.a.float()).mul_(lora.scaling).add_(stored)
 
 
 @torch.compiler.disable

@@ -51,8 +51,21 @@ class QATLinear(nn.Linear):
         return f"{super().extra_repr()}, format={self.format.spec}"
 
 
+class MergeAwareLinear(QuantizedLinear):
+    """`QuantizedLinear` whose adapter is added to the weight, and their sum rounded to its format, in every forward."""
+
+    @property
+    def format(self) -> Format:
+        """The format of the weight, and of its sum with an adapter."""
+        weight: Any = self.weight
+        return weight.format
+
+
+ROUNDED = (QATLinear, MergeAwareLinear)
+
+
 class QATLoraLinear(LoraLinear):
-    """PEFT's LoRA around a `QATLinear`; state dict, saving, merging and unloading are PEFT's own."""
+    """PEFT's LoRA around one of `ROUNDED`; state dict, saving, merging and unloading are PEFT's own."""
 
     own_forward = "its weight is rounded with the adapter merged"
 
@@ -131,18 +144,40 @@ def fake_quantize_linears(model: Any, format: Format) -> None:
     )
 
 
+def round_sums(model: Any) -> None:
+    """Make the quantized linears of a model `MergeAwareLinear`s, in place.
+
+    Raises:
+        ModelError: the model has stacked experts, or a format that halfbyte only reads.
+    """
+    if expert_stacks(model, []):
+        wrong = "merge_aware: adapters on stacked experts are not rounded with their weights"
+        raise ModelError(wrong, "remove merge_aware")
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    for name, linear in linears.items():
+        format_: Format = linear.weight.format
+        if type(linear) is not QuantizedLinear or not type(format_).examples():
+            wrong = f"merge_aware: {name} is stored as {format_.spec}, which halfbyte only reads"
+            raise ModelError(wrong, f"use one of {', '.join(sorted(names()))}")
+        linear.__class__ = MergeAwareLinear
+    message = f"merge-aware training: {len(linears)} quantized linear layers round their sum with the adapter"
+    notice("merge-aware", f"{message} to their format in every forward, as `halfbyte merge` stores it")
+
+
 def round_merged(model: nn.Module) -> None:
-    """Turn each LoRA on a `QATLinear` into a `QATLoraLinear`, in place; does nothing on other models.
+    """Turn each LoRA on one of `ROUNDED` into a `QATLoraLinear`, in place; does nothing on other models.
 
     Raises:
         ModelError: an adapter has no merged weight to round: it has dropout, DoRA or a bias, or is not LoRA.
     """
     for name, module in model.named_modules():
-        if not isinstance(getattr(module, "base_layer", None), QATLinear) or isinstance(module, QATLoraLinear):
+        base = getattr(module, "base_layer", None)
+        if not isinstance(base, ROUNDED) or isinstance(module, QATLoraLinear):
             continue
         if obstacle := _obstacle(module):
             reason, fix = obstacle
-            raise ModelError(f"qat_scheme: {name} has no merged weight to round: {reason}", fix)
+            key = "qat_scheme" if isinstance(base, QATLinear) else "merge_aware"
+            raise ModelError(f"{key}: {name} has no merged weight to round: {reason}", fix)
         module.__class__ = QATLoraLinear
 
 
@@ -157,7 +192,9 @@ def _obstacle(module: Any) -> tuple[str, str] | None:
 
 
 def quantize_trained(model: Any) -> None:
-    """Replace each `QATLinear` and its adapter by a `QuantizedLinear` with the rounded merged weight, in place.
+    """Replace each linear that is rounded, and its adapter, by a `QuantizedLinear` with the rounded merged weight.
+
+    In place. A `MergeAwareLinear` without an adapter keeps its stored weight.
 
     Adapters on other modules do not change.
     """
@@ -165,7 +202,7 @@ def quantize_trained(model: Any) -> None:
     for name, module in list(model.named_modules()):  # an adapter precedes the layer that it wraps
         adapted = isinstance(module, QATLoraLinear)
         linear = module.get_base_layer() if adapted else module
-        if not isinstance(linear, QATLinear) or linear in done:
+        if not isinstance(linear, ROUNDED) or linear in done or not (adapted or isinstance(linear, QATLinear)):
             continue
         done.add(linear)
         weight = merged_weight(linear.weight, module.active_lora() if adapted else None)

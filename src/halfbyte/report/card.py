@@ -101,7 +101,8 @@ def _usage(run: Run, published: bool) -> str:
     """Return code that loads the model with transformers and PEFT only, in the folder of the card."""
     loader, labels = _loader(run)
     lines = [f"from transformers import {loader}, AutoTokenizer"]
-    if scheme := run.config.get("qat_scheme"):
+    scheme = "the base's own format" if run.config.get("merge_aware") else run.config.get("qat_scheme")
+    if scheme:
         lines.insert(0, f"# trained for {scheme}; this loads 16-bit weights, `halfbyte merge` writes quantized ones")
     weights = "." if published else _weights(run)
     has_tokenizer = (run.path / _weights(run) / "tokenizer_config.json").exists()

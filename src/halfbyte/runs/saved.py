@@ -195,7 +195,7 @@ def _is_quantized(model: str) -> bool:
 def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", *, scores: bool = False) -> Saved:
     """Load a run (its base quantized as in training, with its adapter), an adapter, or a model.
 
-    A run with `qat_scheme` has its linear layers stored in that format, adapters merged.
+    A run with `qat_scheme` or `merge_aware` has its linear layers stored in their format, adapters merged.
 
     Args:
         name: a run's output_dir, a checkpoint or adapter folder, a model's folder or hub id.
@@ -241,8 +241,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         tokenizer = trained_tokenizer(paths.adapter, config)
     else:
         tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    scheme = config.storage.qat_scheme
-    quantized_later = scheme and not paths.adapter  # fully trained weights are quantized after loading
+    quantized_later = config.qat_scheme and not paths.adapter  # fully trained weights are quantized after loading
     dtype = "float32" if quantized_later else config.precision.compute
     model = _load_base(files, config, config.storage, dtype, initial)
     if trained_rows and paths.resolved:  # a reference without the adapter has the rows that training started from
@@ -252,7 +251,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         model = load_adapter(model, paths.adapter, config.model_name_or_path, initial=initial)
         if model.get_input_embeddings().weight.shape[0] > rows:  # the adapter adds tokens
             tokenizer = trained_tokenizer(paths.adapter, config)
-    if scheme:
+    if config.storage.rounds:
         round_merged(model)
         quantize_trained(model)
         if quantized_later:

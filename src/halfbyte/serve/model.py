@@ -19,7 +19,7 @@ from ..generation.text import Piece, continue_texts
 from ..loading.load import read_chat_template
 from ..modeling.rope_scaling import saved_rope
 from ..reading import look
-from ..runs.saved import Saved, find, find_adapter, load_saved
+from ..runs.saved import Saved, find, find_adapter, load_saved, saved_config
 from ..runs.stop_tokens import data_report, known_stop_tokens
 from ..utils.errors import CheckpointError, ConfigError, DataError, UsageError
 from ..utils.notices import notice
@@ -347,6 +347,9 @@ def load(
         raise UsageError(wrong, "serve the base model, and name both adapters with --adapter")
     if saved.paths.adapter and not has_own_base:
         names.setdefault(_name(saved.config.model_name_or_path), None)
+    if folders and saved.config.storage.merge_aware:
+        wrong = f"--adapter {next(iter(folders))}: {name} was trained with merge_aware, and its weights are merged"
+        raise UsageError(wrong, "serve the base model for other adapters")
     for key, folder in folders.items():
         if key in names:
             raise UsageError(f"--adapter {key}: the model has this name already", "choose another name")
@@ -374,4 +377,8 @@ def _name(path: str) -> str:
 def _adapter(path: str) -> Path:
     folder = find_adapter(path)
     check_adapter_files(folder)
+    if (paths := find(path)).resolved and saved_config(paths).storage.merge_aware:
+        raise UsageError(
+            f"--adapter: {path} was trained with merge_aware, to be merged", "merge it, and serve the result"
+        )
     return folder

@@ -203,7 +203,7 @@ def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     arithmetic = (
         *(__version__, torch.__version__, str(machine.device), machine.compute_dtype, run.config.precision),
-        *(config.use_kernels, config.attn_implementation, config.padding_free, config.qat_scheme, size),
+        *(config.use_kernels, config.attn_implementation, config.padding_free, config.storage, size),
     )
     digest = hashlib.sha256(repr(arithmetic).encode())
     digest.update(_describe(model).encode())

@@ -105,7 +105,7 @@ def load_base(
     sharded_axes: tuple[str, ...] = ()
     is_remote = None
     # QAT, and adapters initialized from base weights, read all layers, so every rank loads them in full.
-    if adapter and storage.qat_scheme is None and not reads_base_weights(adapter):
+    if adapter and not storage.rounds and not reads_base_weights(adapter):
         slices = run.mesh.active(SHARD_AXES) if run.mesh.layout.slices > 1 else ()
         products = run.mesh.active(("tensor",))
         sharded_axes = () if slices and products else slices or products  # 2D sharding loads full weights
