@@ -46,6 +46,7 @@ SURFACE = {
     ],
     "merge": ["run", "out", "--base", "--quantize", "--verify --no-verify", "--trust-remote-code"],
     "fit": ["run", "--to", "--out", "--rank", "--data", "--tokens", "--trust-remote-code"],
+    "trace": ["run", "files", "--trust-remote-code"],
     "mix": ["model", "data", "--bits", "--formats", "--tokens"],
     "export": [
         "source",

@@ -322,6 +322,21 @@ def fit(
 
 
 @app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's output_dir or an adapter")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE…", help="merged models, adapters, GGUF files, Ollama Modelfiles")
+    ],
+    trust_remote_code: TrustCode = False,
+) -> None:
+    """Show how much of a run's training is in files made from it."""
+    with started(run, stderr=False):
+        from .commands import trace_files
+
+        trace_files(run, files, trust_remote_code)
+
+
+@app.command()
 def mix(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a 16-bit model's folder or hub id")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="calibration text: a dataset's file, folder or hub id")],

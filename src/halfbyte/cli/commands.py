@@ -17,7 +17,7 @@ from ..runs.inputs import check_datasets
 from ..runs.layout import merged_folder
 from ..runs.saved import BASES, find, find_adapter, find_trained, look_up, saved_config
 from ..utils.console import Console
-from ..utils.errors import ConfigError, DataError, ModelError, UsageError
+from ..utils.errors import CheckpointError, ConfigError, DataError, ModelError, UsageError
 from ..utils.text import brief, one_line
 from ..utils.versions import check_versions
 from .startup import import_models, quick_imports
@@ -198,6 +198,25 @@ def fit_run(
     report = fit(run, to, out, rank=rank, data=data, tokens=tokens, trust_remote_code=trust, console=console)
     console.print(str(report))
     console.print(one_line(f"adapter in {report.path}"))
+
+
+def trace_files(run: Path, files: Sequence[Path], trust_remote_code: bool = False) -> None:
+    """Print how much of the training of `run` is in each file, tensor by tensor.
+
+    Raises:
+        CheckpointError: a file lacks a trained tensor.
+    """
+    find_trained(run)
+    with quick_imports():
+        from ..export.trace import trace
+
+    console = Console(soft_wrap=True)
+    traces = trace(run, files, trust_remote_code=trust_remote_code, console=console)
+    for file in traces:
+        console.print(str(file))
+    if lacking := next((file for file in traces if file.missing), None):
+        wrong = f"{lacking.path} lacks {len(lacking.missing)} trained tensors, such as {lacking.missing[0]}"
+        raise CheckpointError(wrong, "merge or export the run again")
 
 
 def _target(quantize: str | None) -> str | dict[str, str] | None:

@@ -109,6 +109,7 @@ class AdapterLayers:
         trained: a model with its adapter, instead of a folder; its layers cannot merge here.
 
     Attributes:
+        folder: of the saved adapter, or None.
         layers: parameter name → PEFT's layer around it.
         experts: stack name → PEFT's wrapper around the stacked experts.
         routers: parameter name → PEFT's wrapper around the router.

@@ -167,6 +167,10 @@ def _updates(run: RunConfig, adapter: AdapterLayers, folder: Path) -> dict[str, 
     fix = "merge the run, and quantize the merged model"
     if run.storage.qat_scheme is not None:
         raise CheckpointError(f"{folder} was trained with qat_scheme, which merges it in every step", fix)
+    if adapter.task is not None:
+        raise CheckpointError(
+            f"{folder} has the task type {adapter.task}, and fit reads models that generate text", fix
+        )
     if other := sorted(adapter.replaced.keys() | adapter.experts.keys() | adapter.routers.keys()):
         raise CheckpointError(f"{folder} trains {other[0]}, and only adapters of linear layers can be fitted", fix)
     if adapter.stacks or any(len(shape) == 3 for shape in adapter.shapes.values()):

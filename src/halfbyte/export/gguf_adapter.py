@@ -58,7 +58,7 @@ def export_adapter(
         writer = GGUFWriter(aside, checked_family(text_config(config.origin)).gguf.arch)
         writer.add_type("adapter")
         writer.add_string(Keys.Adapter.TYPE, "lora")
-        alpha, tensors = _tensors(config, saved.adapter)
+        alpha, tensors = adapter_tensors(config, AdapterLayers(config, saved.adapter, torch.device("cpu")))
         writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
         for name, tensor in tensors.items():
             stored = quantize(tensor, type_).numpy()
@@ -96,11 +96,11 @@ def _rope_flags(config: Any) -> str:
 
 
 @torch.no_grad()
-def _tensors(config: RunKeys, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+def adapter_tensors(config: RunKeys, adapter: AdapterLayers) -> tuple[float, dict[str, torch.Tensor]]:
     """Return alpha, and name → A [rank, in] or B [out, rank] in fp32, in the row layout of the base's file."""
     model_config = text_config(config.origin)
     layout = Layout(model_config, checked_family(model_config))
-    adapter = generating_layers(AdapterLayers(config, folder, torch.device("cpu")))
+    folder = generating_layers(adapter).folder
     if adapter.replaced:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.replaced)}", "export the merged model")
     if beyond := adapter.experts.keys() | adapter.routers.keys():

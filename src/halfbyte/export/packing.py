@@ -41,6 +41,10 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 NVFP4_RANGE = 6 * 448  # the largest E2M1 code times the largest E4M3 scale
 FOUR_OVER_SIX_RANGE = 6 * 256
 TYPICAL_SHAPE = (4096, 4096)  # for counting bits per weight
+PACKAGE_OF: dict[Loader, str] = {
+    "bitsandbytes": "bitsandbytes",
+    "fp8": "accelerate",
+}  # of each tool that is not halfbyte
 JSON_NUMBER_BYTES = 24  # longest repr of a float; JSON entries are padded by it so that their size is known
 
 
@@ -260,7 +264,7 @@ def _peers(formats: Mapping[str, Format]) -> dict[str, tuple[str, ...]]:
 
 def check_loader(loader: Loader) -> None:
     """Raise ConfigError if the tool that loads the model is not installed."""
-    needed = {"bitsandbytes": "bitsandbytes", "fp8": "accelerate"}.get(loader)
+    needed = PACKAGE_OF.get(loader)
     if needed and importlib.util.find_spec(needed) is None:
         raise ConfigError(
             f"verifying needs {needed}, which is not installed", f"pip install {needed}, or merge with --no-verify"

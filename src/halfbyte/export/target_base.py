@@ -25,7 +25,7 @@ from .adapter import AdapterLayers
 from .gguf_model import text_config
 from .layouts import LAYOUTS
 from .packing import Packing, packing
-from .weights import MergedWeights
+from .weights import MergedWeights, Output
 
 OTHER_MODEL = 1.0  # relative difference of two weights from which they are not of one model, however few bits
 
@@ -79,10 +79,12 @@ class TargetBase:
             self.name, self.description = to.replace(":", "_"), f"{run.origin.name} stored as {to}"
             storage = storage if to in LAYOUTS else f"quantization={to}"
         trusted = f"trust_remote_code={self.origin.trust_remote_code}"
-        self.config = saved_config(SavedPaths(self.origin.name, None, None), [trusted, storage])
+        config = saved_config(SavedPaths(self.origin.name, None, None), [trusted, storage])
+        self.config = config.model_copy(update={"rope_scaling": run.rope_scaling, "max_length": run.max_length})
         layers = AdapterLayers(self.config, None, trained.device)
         self._weights = MergedWeights(self.config, base, layers, packed)
         self._outputs = {output.parameter: output for output in self._weights.outputs}
+        self._entries = {output.entry.name: output for output in self._weights.outputs}
         self._tied = layers.tied
         for name, shape in trained.shapes.items():
             if layers.shapes.get(name) != shape:
@@ -137,6 +139,21 @@ class TargetBase:
         stored = quantize(in_file, type_).reshape(len(in_file), -1)
         decoded = torch.from_numpy(gguf.quants.dequantize(stored.cpu().numpy(), type_)).reshape(in_file.shape)
         return self._layout.in_model(name, decoded.to(weight.device)).float()
+
+    @torch.no_grad()
+    def stored(self, output: Output) -> Tensor | None:
+        """Return a tensor of the run's merged model as this base stores it, fp32; None if it has none.
+
+        A folder has it under its name, a GGUF file as a parameter, and a packed stack holds an expert's rows.
+        """
+        if output.entry.name in self._entries:
+            return self._weights.values(self._entries[output.entry.name], "original")
+        if output.parameter not in self._outputs:
+            return None
+        values = self._weights.values(self._outputs[output.parameter], "original")
+        if output.piece is None:
+            return values
+        return values[output.piece.expert][output.piece.rows(values.shape[1])]
 
     def check_weight(self, parameter: str, weight: Tensor, trained: Tensor) -> None:
         """Check that a weight of this base and one of the run's base are two forms of the same weight.

@@ -10,9 +10,10 @@ import contextlib
 import copy
 import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from ..utils.notices import notice, silent
 from ..utils.streams import no_loading_bars
 from ..utils.waiting import waiting
 from .fidelity import DRAWS, Fidelity, Loss, distance, elementwise_max
+from .layouts import Loader
 from .logits import (
     NO_ROUNDING,
     Choices,
@@ -50,7 +52,7 @@ from .logits import (
     logits,
     token_losses,
 )  # fmt: skip
-from .packing import Packing
+from .packing import PACKAGE_OF
 from .weights import MergedWeights, Output, Target
 
 REPORT = "please report this"
@@ -92,7 +94,7 @@ class Verifier:
         if self._device.type == "cuda" and torch.cuda.mem_get_info(self._device)[0] < HEADROOM * weights.nbytes:
             notice("merge-device", f"verifying on the CPU: the merged model does not fit {self._device}")
             self._device = torch.device("cpu")
-        self._ids = text_ids(tokenizer, run_dir).to(self._device)
+        self._ids = text_ids(load_tokenizer(str(tokenizer)), run_dir).to(self._device)
         measures_loss = weights.packing.formats and not weights.adapter.head  # a classifier has no loss of tokens
         self._documents, self._held_out = loss_documents(run_dir, self._ids) if measures_loss else ([], False)
         observe = self._observe if weights.packing.calibrated else None
@@ -218,7 +220,8 @@ class Verifier:
 
         def load() -> nn.Module:
             dtype = str(self._weights.config()["dtype"])
-            model = reload(folder, packing, dtype, self._device, self._run.origin.trust_remote_code)
+            loader = None if packing.config is None else packing.loader
+            model = reload(folder, loader, dtype, self._device, self._run.origin.trust_remote_code)
             for output in self._weights.outputs if packing.formats else ():
                 if not output.sources:
                     self._check_weight(model, output, target)
@@ -301,12 +304,12 @@ def _check_same(loaded: Tensor, expected: Tensor, output: Output) -> None:
         raise CheckpointError(f"{output.parameter} reads back other values than were merged", NOTHING_WRITTEN)
 
 
-def text_ids(tokenizer: Path, run_dir: Path | None) -> Tensor:
+def text_ids(tokenizer: Any, run_dir: Path | None) -> Tensor:
     """Return the run's sample documents (else a built-in text) in rows of equal length, int64 [rows, T]."""
     text = "".join("".join(sample["tokens"]) for sample in _data_report(run_dir).get("samples", ()))
     if not text:
         notice("merge-text", "the run has no sample text, so the merge is measured on a short built-in text")
-    ids = load_tokenizer(str(tokenizer))(text or TEXT, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text or TEXT, add_special_tokens=False)["input_ids"]
     length = min(LENGTH, len(ids))
     rows = min(ROWS, len(ids) // length)
     return torch.tensor(ids[: rows * length]).view(rows, length)
@@ -329,16 +332,25 @@ def _data_report(run_dir: Path | None) -> dict[str, Any]:
 # --- reading a merged model back --------------------------------------------------------------------------------------
 
 
-def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, trust_remote_code: bool) -> nn.Module:
+def loader_of(entry: Mapping[str, Any]) -> Loader | None:
+    """Return the tool that loads a model with this `quantization_config`; None: plain transformers."""
+    known: dict[str, Loader] = {"bitsandbytes": "bitsandbytes", "fp8": "fp8"}
+    loader = known.get(str(entry.get("quant_method")), "halfbyte") if entry else None
+    needed = PACKAGE_OF.get(loader) if loader else None
+    return "halfbyte" if needed and find_spec(needed) is None else loader
+
+
+def reload(folder: Path, loader: Loader | None, dtype: str, device: torch.device, trust_remote_code: bool) -> nn.Module:
     """Load the merged model: with plain transformers (and bitsandbytes if stored for it), or with halfbyte.
 
     Args:
+        loader: the tool that it is stored for; None: plain transformers.
         dtype: of the weights that are not quantized, as in config.json.
 
     Raises:
         CheckpointError: it does not load, or lacks a weight.
     """
-    if packing.config is not None and packing.loader == "halfbyte":
+    if loader == "halfbyte":
         try:
             with silent():
                 return load_model(str(folder), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -348,7 +360,7 @@ def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, tru
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device_map": {"": device}}
-    if packing.loader == "fp8":  # dequantize instead of using FP8 matmuls
+    if loader == "fp8":  # dequantize instead of using FP8 matmuls
         options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
     config = read_config(folder)
     if (config.get("text_config") or config).get("attn_logit_softcapping"):
@@ -362,6 +374,14 @@ def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, tru
     if missing:
         raise CheckpointError(f"the merged model lacks {missing[0]}", REPORT)
     return model
+
+
+def compute_stored(model: Any) -> None:
+    """Let the linears that bitsandbytes has loaded compute in fp32 from the values that it reads."""
+    for name, module in list(model.named_modules()):
+        if type(getattr(module, "weight", None)).__name__ in ("Params4bit", "Int8Params"):
+            error = torch.zeros(module.out_features)
+            model.set_submodule(name, StoredLinear(name, partial(stored_values, module), error, module.bias))
 
 
 def stored_values(module: nn.Module) -> Tensor:
