@@ -121,6 +121,12 @@ def build(name: str, device: str, storage: str = "nf4", **keys: Any) -> Any:
     keys: of the run's configuration, e.g. use_dora=True.
     """
     from halfbyte.adapters.lora import add_adapter
+
+    return add_adapter(frozen_model(name, device, storage), run_config(name, **keys)).train()
+
+
+def frozen_model(name: str, device: str, storage: str = "nf4") -> Any:
+    """Build the model of `build` without its adapter."""
     from halfbyte.formats import named
     from halfbyte.layers import QuantizedLinear
     from halfbyte.loading.expert_stacks import prepare_stacks
@@ -137,7 +143,7 @@ def build(name: str, device: str, storage: str = "nf4", **keys: Any) -> Any:
         stack = QuantizedTensor.quantize_stack(weights, format_, (experts, *shape))
         module._parameters[leaf] = nn.Parameter(stack, requires_grad=False)
     fill(model, device, lambda linear: QuantizedLinear.from_linear(linear, format_))
-    return add_adapter(model, run_config(name, **keys)).train()
+    return model
 
 
 def run_config(name: str, **keys: Any) -> Any:

@@ -51,6 +51,7 @@ ADVANTAGES, ITEMS = "advantages", "items"  # fp32 [N]: advantage of each answer,
 BONUS, CORRECTS = "bonus_weight", "corrects"  # 0-d weight of the entropy bonus; whether importance weights apply
 
 # Numbers of a step that each of its micro-batches carries.
+ADAPTERS = "adapters"  # index of the adapter of each of equal ranges of rows
 LOSS_COUNT = "loss_count"  # 0-d, on the device: the divisor of the step's summed loss
 NLL_SCALE = "nll_scale"  # 0-d: pairs per likelihood token of the step
 KTO_KL = "z"  # 0-d: mean log-ratio of mismatched prompts and answers, at least 0
@@ -159,6 +160,52 @@ def padded(batch: Batch, added: int) -> dict[str, Any]:
     if POSITION_IDS in batch:
         positions = torch.arange(added, device=batch[POSITION_IDS].device).expand(len(batch[POSITION_IDS]), -1)
         longer[POSITION_IDS] = torch.cat([batch[POSITION_IDS], positions], 1)
+    return longer
+
+
+def joined(batches: Sequence[Batch]) -> dict[str, Any]:
+    """Return one batch of the sequences of several, which `can_be_padded`: equally many of each, of one length.
+
+    Added sequences are untrained, and a document each where the batch has `POSITION_IDS`. No synchronization.
+    """
+    import torch
+
+    rows = max(len(batch[INPUT_IDS]) for batch in batches)
+    width = max(batch[INPUT_IDS].shape[1] for batch in batches)
+    alike = [_with_rows(_with_width(batch, width), rows) for batch in batches]
+    result = {name: torch.cat([batch[name] for batch in alike]) for name in alike[0] if name not in (*BOUNDS, *LONGEST)}
+    if BOUNDS[0] in alike[0]:
+        parts = [batch[BOUNDS[0]][number > 0 :] + number * rows * width for number, batch in enumerate(alike)]
+        result |= dict.fromkeys(BOUNDS, torch.cat(parts))
+        result |= dict.fromkeys(LONGEST, max(batch[LONGEST[0]] for batch in alike))
+    return result
+
+
+def _with_width(batch: Batch, width: int) -> dict[str, Any]:
+    """Return a batch of sequences of `width` tokens."""
+    length = batch[INPUT_IDS].shape[1]
+    return padded(batch, width - length) | padded_bounds(batch, length, width - length)
+
+
+def _with_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return a batch of `rows` sequences, of which those that it adds are untrained."""
+    import torch
+
+    added, width = rows - len(batch[INPUT_IDS]), batch[INPUT_IDS].shape[1]
+    if not added:
+        return batch
+    longer = dict(batch)
+    for name, column in COLUMNS.items():
+        if name in batch and column.per == "token":
+            fill = 1 if name == ATTENTION_MASK else column.fill  # attention to nothing would be NaN
+            longer[name] = pad_entries(batch[name], rows, fill)
+    if POSITION_IDS in batch:
+        longer[POSITION_IDS][-added:] = torch.arange(width, device=batch[POSITION_IDS].device)
+    if BOUNDS[0] in batch:
+        bounds = batch[BOUNDS[0]]
+        ends = width * torch.arange(rows - added + 1, rows + 1, device=bounds.device, dtype=bounds.dtype)
+        longer |= dict.fromkeys(BOUNDS, torch.cat([bounds, ends]))
+        longer |= dict.fromkeys(LONGEST, max(batch[LONGEST[0]], 1 << (width - 1).bit_length()))
     return longer
 
 

@@ -32,6 +32,11 @@ long as dy·W. The norm needs neither W nor B·A: ‖W + s·B·A‖² = ‖W‖�
 With dropout, PEFT's DoRA is y = x·Wᵀ + (c−1)∘(x̃·Wᵀ) + s·u·(c∘B)ᵀ + b with x̃ = x∘m/(1−p): a second GEMM with W in the
 forward and in the backward. dm then reads c∘(x̃·Wᵀ) + s·u·(c∘B)ᵀ, which is saved instead of y.
 
+Several adapters. Equal ranges of rows may have adapters of their own (`RowLoRA`), without dropout. The GEMM with W is
+one of all rows; those with A and B become batched GEMMs, [G, M/G, K] with [G, R, K], in as many launches as for one
+adapter. Smaller ranks are filled with zeros, and s is multiplied into the copies of B. Rows of two ranges meet in no
+sum, so that NaN in the rows of one adapter does not reach the gradients of another one.
+
 Under torch.compile these are plain operations around the opaque `quantized_linear` (see `autograd.linear`).
 
 Sources: LoRA (Hu et al. 2021, arXiv:2106.09685, §4.1); rsLoRA (Kalajdzievski 2023, arXiv:2312.03732) is another s; DoRA
@@ -95,16 +100,29 @@ class LoRA:
         return (self.squares + 2 * self.scaling * crossed + self.scaling**2 * squared).clamp_min(0).sqrt()
 
 
+@dataclass(frozen=True)
+class RowLoRA:
+    """The adapters of one projection for equal ranges of rows, in their order; plain LoRA of any ranks.
+
+    Args:
+        adapters: one for each of the G ranges; M must be a multiple of G.
+    """
+
+    adapters: tuple[LoRA, ...]
+
+    magnitude = None  # plain LoRA
+
+
 class Term(NamedTuple):
     """s·u·F, an adapter's term of an output."""
 
     u: Tensor  # [M, r]
-    factor: Tensor  # [r, N]
+    factor: Tensor  # [r, N], or [G, r, N]
     scale: float
 
     def add(self, out: Tensor, beta: int = 1) -> None:
         """out ← beta·out + s·u·F, for `out` [M, N]."""
-        out.addmm_(self.u, self.factor, beta=beta, alpha=self.scale)
+        accumulate(out, self.u, self.factor, beta, self.scale)
 
 
 class GemmRecipe(Protocol):
@@ -132,7 +150,7 @@ def lora_linear(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None = None,
-    lora: LoRA | None = None,
+    lora: LoRA | RowLoRA | None = None,
     dropout: float = 0.0,
     recipe: GemmRecipe | None = None,
 ) -> Tensor:
@@ -144,7 +162,7 @@ def lora_qkv(
     x: Tensor,
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
-    loras: Sequence[LoRA | None],
+    loras: Sequence[LoRA | RowLoRA | None],
     dropout: float = 0.0,
     recipe: GemmRecipe | None = None,
 ) -> tuple[Tensor, ...]:
@@ -155,7 +173,7 @@ def lora_qkv(
             their gradients are in their own dtype.
         weights: [Nᵢ, K] each, frozen; quantized or plain.
         biases: [Nᵢ] or None.
-        loras: adapter of each projection, or None.
+        loras: adapter of each projection, or adapters of equal ranges of rows, or None.
         dropout: probability of dropping an adapter's inputs, drawn per adapter; 0 outside training.
         recipe: low-precision recipe of the GEMMs with the weights; None: x's dtype.
 
@@ -175,7 +193,7 @@ def lora_qkv(
     return _LoRA.apply(x, projections, *cast_biases, *a, *b, *magnitudes(loras))
 
 
-def magnitudes(loras: Sequence[LoRA | None]) -> list[Tensor]:
+def magnitudes(loras: Sequence[LoRA | RowLoRA | None]) -> list[Tensor]:
     """DoRA's m of the adapters that have one."""
     return [lora.magnitude for lora in loras if lora is not None and lora.magnitude is not None]
 
@@ -202,23 +220,35 @@ def check(op: str, x: Tensor, weights: Sequence, biases: Sequence, loras: Sequen
             raise ModelError(f"{op}: bias {i} is {list(bias.shape)}, and weight {i} is {list(weight.shape)}")
         if lora is None:
             continue
-        rank = lora.a.shape[0]
-        if tuple(lora.a.shape) != (rank, columns) or tuple(lora.b.shape) != (rows, rank):
-            raise ModelError(
-                f"{op}: the adapter of weight {i} is A {list(lora.a.shape)}, B {list(lora.b.shape)}, and the weight"
-                f" {list(weight.shape)}",
-                "give A [r, K] and B [N, r]",
-            )
+        for adapter in lora.adapters if isinstance(lora, RowLoRA) else (lora,):
+            rank = adapter.a.shape[0]
+            if tuple(adapter.a.shape) != (rank, columns) or tuple(adapter.b.shape) != (rows, rank):
+                raise ModelError(
+                    f"{op}: the adapter of weight {i} is A {list(adapter.a.shape)}, B {list(adapter.b.shape)}, and the"
+                    f" weight {list(weight.shape)}",
+                    "give A [r, K] and B [N, r]",
+                )
+        if isinstance(lora, RowLoRA):
+            if x.shape[:-1].numel() % len(lora.adapters):
+                wrong = f"{op}: {x.shape[:-1].numel()} rows for {len(lora.adapters)} adapters of equal ranges of rows"
+                raise ModelError(wrong, "give each adapter as many rows")
+            continue
         if lora.magnitude is not None and (lora.squares is None or tuple(lora.magnitude.shape) != (rows,)):
             raise ModelError(f"{op}: the magnitude of weight {i} is {list(lora.magnitude.shape)}, not [{rows}]")
 
 
 def composed(
-    x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence[LoRA | None], dropout: float
+    x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence[LoRA | RowLoRA | None], dropout: float
 ) -> tuple[Tensor, ...]:
-    """`lora_qkv` composed of torch operations, for torch.compile; arguments are checked, x is in the compute dtype."""
+    """`lora_qkv` composed of torch operations, for torch.compile; arguments are checked, x is in the compute dtype.
+
+    Raises:
+        ModelError: ranges of rows have adapters of their own.
+    """
     results = []
     for weight, bias, lora in zip(weights, biases, loras, strict=True):
+        if isinstance(lora, RowLoRA):
+            raise ModelError("adapters of ranges of rows do not run under torch.compile", "run the model uncompiled")
         values: Any = weight if is_quantized(weight) else weight.to(x.dtype)
         added = None if bias is None else bias.to(x.dtype)
         magnitude = None if lora is None else lora.magnitude
@@ -245,8 +275,17 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
 def product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
     """scale · a·b, written to `out` if given. Uses an in-place op, which autocast does not cast."""
     if out is None:
-        out = a.new_empty(a.shape[0], b.shape[1])
-    return out.addmm_(a, b, beta=0, alpha=scale)
+        out = a.new_empty(a.shape[0], b.shape[-1])
+    return accumulate(out, a, b, 0, scale)
+
+
+def accumulate(out: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float = 1.0) -> Tensor:
+    """out ← beta·out + alpha·a·b, for out [M, N], a [M, K] and b [K, N], or [G, K, N] for G equal ranges of rows."""
+    if b.dim() == 2:
+        return out.addmm_(a, b, beta=beta, alpha=alpha)
+    ranges = b.shape[0], -1
+    out.unflatten(0, ranges).baddbmm_(a.unflatten(0, ranges), b, beta=beta, alpha=alpha)
+    return out
 
 
 def summed(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -258,11 +297,21 @@ def summed(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale).to(dtype)
 
 
+def batched_sum(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """`summed` for each pair of matrices of a [G, N, M] and b [G, M, K]."""
+    half = a.dtype in (torch.float16, torch.bfloat16)
+    if a.is_cuda and torch.version.hip is None and dtype is torch.float32 and half:
+        result = torch.bmm(a, b, out_dtype=torch.float32)
+        return result if scale == 1.0 else result.mul_(scale)
+    result = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    return result.baddbmm_(a, b, beta=0, alpha=scale).to(dtype)
+
+
 class State(NamedTuple):
     """Tensors that projections of one input save for backward; R is the sum of the adapters' ranks."""
 
-    a: Tensor  # [R, K] stacked, in the compute dtype
-    b: tuple[Tensor, ...]  # [Nᵢ, rᵢ] each
+    a: Tensor  # [R, K] stacked, in the compute dtype; [G, R, K] for G ranges of rows
+    b: tuple[Tensor, ...]  # [Nᵢ, rᵢ] each, or [G, Nᵢ, rᵢ]
     u: Tensor  # [M, R]
 
     def flat(self) -> tuple[Tensor, ...]:
@@ -277,7 +326,7 @@ class State(NamedTuple):
 
     @property
     def ranks(self) -> list[int]:
-        return [b.shape[1] for b in self.b]
+        return [b.shape[-1] for b in self.b]
 
     @property
     def factors(self) -> tuple[Tensor, ...]:
@@ -307,25 +356,29 @@ class Projections:
     copies: tuple[tuple[Tensor, Tensor], ...] | None = None
     columns: tuple[Tensor | None, ...] = ()
 
+    by_rows: ClassVar[bool] = False  # whether ranges of rows have adapters of their own
+
     @classmethod
     def of(
         cls,
         x: Tensor,
         weights: Sequence,
         biases: Sequence,
-        loras: Sequence[LoRA | None],
+        loras: Sequence[LoRA | RowLoRA | None],
         dropout: float,
         recipe: GemmRecipe | None = None,
     ):
         """The projections, their biases in x's dtype, and the factors A and B of the adapters."""
-        adapters = [lora for lora in loras if lora is not None]
-        scalings = tuple(None if lora is None else lora.scaling for lora in loras)
+        if any(isinstance(lora, RowLoRA) for lora in loras):
+            return RowProjections.of_rows(x, weights, biases, loras, dropout, recipe)
+        adapters = [lora for lora in loras if isinstance(lora, LoRA)]
+        scalings = tuple(lora.scaling if isinstance(lora, LoRA) else None for lora in loras)
         dtype = gradient_dtype(adapters[0].a) if adapters else x.dtype
         copies = tuple(pair for lora in adapters if (pair := lora.cast_to(x.dtype)) is not None)
         all_copies = copies if len(copies) == len(adapters) else None
         columns: list[Tensor | None] = []
         for lora, weight in zip(loras, weights, strict=True):
-            if lora is None or lora.magnitude is None:
+            if not isinstance(lora, LoRA) or lora.magnitude is None:
                 columns.append(None)
                 continue
             columns.append(lora.magnitude.detach() / lora.norms(weight, x.dtype))
@@ -340,6 +393,11 @@ class Projections:
     def adapters(self) -> list[tuple[int, float]]:
         """(index of the projection, s) for each adapter."""
         return [(i, scaling) for i, scaling in enumerate(self.scalings) if scaling is not None]
+
+    @property
+    def factor_count(self) -> int:
+        """Number of the factors A, and of the factors B."""
+        return len(self.adapters)
 
     @property
     def scaled(self) -> list[int]:
@@ -378,7 +436,7 @@ class Projections:
         terms = {}
         if state is not None:
             pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
-            terms = {i: Term(u, b.t(), scaling) for (i, scaling), u, b in pairs}
+            terms = {i: Term(u, b.mT, scaling) for (i, scaling), u, b in pairs}
         # Outputs must not be views, which autograd restricts.
         outputs = [x.new_empty(*leading, weight.shape[0]) for weight in self.weights]
         rows = [output.view(x.shape[0], output.shape[-1]) for output in outputs]
@@ -419,7 +477,7 @@ class Projections:
             return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0))
         stacked, copies = self.factors(a, b, x.dtype)
         if self.dropout is None:
-            return State(stacked, copies, product(x, stacked.t()))
+            return State(stacked, copies, product(x, stacked.mT))
         return State(stacked, copies, dropped_products(x, stacked.split([len(factor) for factor in a]), self.dropout))
 
     def factors(
@@ -442,6 +500,9 @@ class Projections:
             return
         if bias is None:
             term.add(out, beta=0)
+        elif self.by_rows:
+            out.copy_(bias.expand_as(out))
+            term.add(out)
         else:
             torch.addmm(bias, term.u, term.factor, alpha=term.scale, out=out)
         out.addmm_(x, self.values(index, x.dtype).t())
@@ -457,9 +518,9 @@ class Projections:
         b_gradients: list[Tensor | None] = [None] * len(needed)
         v_parts, u_parts = v.split(state.ranks, dim=1), state.u.split(state.ranks, dim=1)
         for i, (index, scaling) in enumerate(self.adapters):
-            v_parts[i].addmm_(grads[index], state.b[i], beta=0, alpha=scaling)
+            accumulate(v_parts[i], grads[index], state.b[i], 0, scaling)
             if needed[i]:
-                b_gradients[i] = summed(grads[index].t(), u_parts[i], scaling, self.dtype)
+                b_gradients[i] = self._summed(grads[index], u_parts[i], scaling)
         return v, b_gradients
 
     def gradients(
@@ -487,7 +548,7 @@ class Projections:
                 scaled = [grad if by is None else scale_rows(grad.t(), by).t() for grad, by in pairs]
                 dx = self.recipe.input_gradient(codes or scaled, self.weights, state.a.dtype)
         written = self.recipe is not None
-        a_gradients: list[Tensor | None] = [None] * len(state.b)
+        a_gradients: list[Tensor | None] = [None] * self.factor_count
         if v is not None and state.b:
             a_gradients = self._low_rank_pass(x, v, state, dx, written)
             written = True
@@ -511,8 +572,16 @@ class Projections:
             gradients = dropped_gradients(v, state.factors, self.dropout, x, dx, written)
             return [None if gradient is None else gradient.to(self.dtype) for gradient in gradients]
         if dx is not None:
-            dx.addmm_(v, state.a, beta=int(written))
-        return [None] * len(state.b) if x is None else [*summed(v.t(), x, 1.0, self.dtype).split(state.ranks)]
+            accumulate(dx, v, state.a, int(written))
+        return [None] * self.factor_count if x is None else self._a_gradients(self._summed(v, x), state.ranks)
+
+    def _a_gradients(self, stacked: Tensor, ranks: Sequence[int]) -> list[Tensor | None]:
+        """dAᵢ from that of the stacked A."""
+        return [*stacked.split(ranks)]
+
+    def _summed(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+        """scale · leftᵀ·right, summed over the rows of left [M, N] and right [M, K], in the factors' own dtype."""
+        return summed(left.t(), right, scale, self.dtype)
 
     def b_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """dBᵢ from the gradients of the factors that the GEMMs read: c∘ them with DoRA."""
@@ -521,6 +590,99 @@ class Projections:
             grad if grad is None or by is None else scale_rows(grad, by)
             for grad, by in zip(gradients, columns, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class RowProjections(Projections):
+    """Projections with adapters of their own for equal ranges of rows; factors are listed by projection, then range.
+
+    Args:
+        row_scalings: s of each range, for each projection with adapters; `scalings` are 1 there.
+        row_ranks: the ranks of each range, for each projection with adapters.
+    """
+
+    row_scalings: tuple[tuple[float, ...], ...] = ()
+    row_ranks: tuple[tuple[int, ...], ...] = ()
+
+    by_rows: ClassVar[bool] = True
+
+    @classmethod
+    def of_rows(cls, x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence, dropout: float, recipe: Any):
+        """The projections, biases and factors, as in `Projections.of`.
+
+        Raises:
+            ModelError: the adapters have dropout.
+        """
+        if dropout:
+            raise ModelError("adapters of ranges of rows have no dropout", "set lora_dropout: 0")
+        members = [lora.adapters for lora in loras if lora is not None]
+        projections = cls(
+            weights=tuple(weights),
+            scalings=tuple(None if lora is None else 1.0 for lora in loras),
+            dropout=None,
+            dtype=gradient_dtype(members[0][0].a),
+            recipe=recipe,
+            columns=(None,) * len(weights),
+            row_scalings=tuple(tuple(adapter.scaling for adapter in adapters) for adapters in members),
+            row_ranks=tuple(tuple(adapter.a.shape[0] for adapter in adapters) for adapters in members),
+        )
+        flat = [adapter for adapters in members for adapter in adapters]
+        biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
+        return projections, biases, [adapter.a for adapter in flat], [adapter.b for adapter in flat]
+
+    @property
+    def ranges(self) -> int:
+        return len(self.row_ranks[0])
+
+    @property
+    def factor_count(self) -> int:
+        return len(self.row_ranks) * self.ranges
+
+    def factors(
+        self, a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A stacked [G, R, K], and s·B [G, Nᵢ, rᵢ], in `dtype`, with the largest rank of each projection."""
+        ranks = [max(by_range) for by_range in self.row_ranks]
+        stacked = a[0].new_zeros((self.ranges, sum(ranks), a[0].shape[1]), dtype=dtype)
+        outputs = [factor.shape[0] for factor in b[:: self.ranges]]
+        copies = tuple(
+            b[0].new_zeros((self.ranges, n, rank), dtype=dtype) for n, rank in zip(outputs, ranks, strict=True)
+        )
+        scaled = torch._foreach_mul(list(b), [s for by_range in self.row_scalings for s in by_range])
+        targets = [*self._blocks(stacked.split(ranks, dim=1)), *self._blocks_of_b(copies)]
+        torch._foreach_copy_(targets, [*a, *scaled])
+        return stacked, copies
+
+    def _blocks(self, by_projection: Sequence[Tensor]) -> list[Tensor]:
+        """The parts [r, K] of each factor A in tensors [G, rᵢ, K], without what fills ranks up."""
+        pairs = zip(by_projection, self.row_ranks, strict=True)
+        return [factors[i, :rank] for factors, ranks in pairs for i, rank in enumerate(ranks)]
+
+    def _blocks_of_b(self, by_projection: Sequence[Tensor]) -> list[Tensor]:
+        """The parts [N, r] of each factor B in tensors [G, Nᵢ, rᵢ]."""
+        pairs = zip(by_projection, self.row_ranks, strict=True)
+        return [factors[i, :, :rank] for factors, ranks in pairs for i, rank in enumerate(ranks)]
+
+    def low_rank_gradients(
+        self, grads: Sequence[Tensor], state: State, needed: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        return super().low_rank_gradients(grads, state, [any(needed)] * len(self.row_ranks))
+
+    def _a_gradients(self, stacked: Tensor, ranks: Sequence[int]) -> list[Tensor | None]:
+        return [*self._blocks(stacked.split(ranks, dim=1))]
+
+    def b_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """dB of each range and projection."""
+        by_projection = [grad for grad in gradients if grad is not None]
+        if not by_projection:
+            return [None] * self.factor_count
+        scalings = [s for by_range in self.row_scalings for s in by_range]
+        return [*torch._foreach_mul(self._blocks_of_b(by_projection), scalings)]
+
+    def _summed(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+        """As in `Projections`, for each range of rows: [G, N, K]."""
+        ranges = self.ranges, -1
+        return batched_sum(left.unflatten(0, ranges).mT, right.unflatten(0, ranges), scale, self.dtype)
 
 
 def scale_rows(matrix: Tensor, by: Tensor) -> Tensor:
@@ -580,7 +742,7 @@ def rows_of(tensor: Tensor) -> Tensor:
 class _LoRA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, projections, *tensors):
-        n, adapters = len(projections.weights), len(projections.adapters)
+        n, adapters = len(projections.weights), projections.factor_count
         biases = tensors[:n]
         a = tensors[n : n + adapters]
         b = tensors[n + adapters : n + 2 * adapters]
@@ -603,7 +765,7 @@ class _LoRA(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         projections, needs = ctx.projections, ctx.needs_input_grad
-        n, adapters, scaled = len(projections.weights), len(projections.adapters), len(projections.scaled)
+        n, adapters, scaled = len(projections.weights), projections.factor_count, len(projections.scaled)
         need_biases = needs[2 : 2 + n]
         need_b = needs[2 + n + adapters : 2 + n + 2 * adapters]
         rows, *saved = ctx.saved_tensors

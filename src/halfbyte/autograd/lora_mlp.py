@@ -39,6 +39,7 @@ from .function import OnceFunction
 from .lora import (
     LoRA,
     Projections,
+    RowLoRA,
     State,
     check,
     composed,
@@ -91,7 +92,7 @@ def lora_mlp(
     up: Weight,
     down: Weight,
     biases: Sequence[Tensor | None] = (None, None, None),
-    loras: Sequence[LoRA | None] = (None, None, None),
+    loras: Sequence[LoRA | RowLoRA | None] = (None, None, None),
     activation: ops.Activation = "silu",
     dropout: float = 0.0,
     output: bool = True,
@@ -141,7 +142,7 @@ def lora_mlp(
 
 def _in_one_pass(x: Tensor, first: Projections, second: Projections, a: Sequence[Tensor]) -> bool:
     """Whether the unit's kernel also computes the low-rank GEMMs around it (`ops.lora_glu`)."""
-    return len(a) == 3 and in_one_pass(x, max(factor.shape[0] for factor in a))
+    return len(a) == 3 and not first.by_rows and in_one_pass(x, max(factor.shape[0] for factor in a))
 
 
 def _factors(first: Projections, first_state: State, a_down: Tensor, second: Projections) -> Factors:
@@ -153,7 +154,7 @@ def _factors(first: Projections, first_state: State, a_down: Tensor, second: Pro
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, second, activation, needed, *tensors):
-        n, m = len(first.adapters), len(second.adapters)
+        n, m = first.factor_count, second.factor_count
         biases = tensors[:3]
         a = tensors[3 : 3 + n + m]
         b = tensors[3 + n + m : 3 + 2 * (n + m)]
@@ -199,7 +200,7 @@ class _MLP(torch.autograd.Function):
         first = ctx.first
         second = ctx.second
         needs = ctx.needs_input_grad
-        n, m = len(first.adapters), len(second.adapters)
+        n, m = first.factor_count, second.factor_count
         need_biases = needs[5:8]
         need_a_down = any(needs[8 + n : 8 + n + m])
         need_b = needs[8 + n + m : 8 + 2 * (n + m)]

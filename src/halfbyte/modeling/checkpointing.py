@@ -35,7 +35,7 @@ from ..utils.errors import ModelError
 from ..utils.notices import notice
 from .blocks import attention_half, mixer_of, mlp_half, runs_parallel
 from .cast_cache import with_open_cache
-from .patch_record import Activations, record
+from .patch_record import Activations, active_row_modules, record
 from .transformers_versions import CHECKPOINTS_FORWARD, given_cache
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -155,11 +155,13 @@ def _mlp_recomputed(self: Any, stream: Tensor, rows: int | None = None, output: 
 
 
 def _trainable(layer: nn.Module) -> list[Tensor]:
-    return [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    layers = active_row_modules(layer) or [layer]
+    return [parameter for module in layers for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _is_random(layer: Any) -> bool:
     """Return whether a layer draws random numbers."""
-    noise = (getattr(module, name, 0) for module in layer.modules() for name in RANDOM_ATTRIBUTES)
-    dropouts = (module for module in layer.modules() if isinstance(module, nn.Dropout))
+    modules = [module for part in [layer, *active_row_modules(layer)] for module in part.modules()]
+    noise = (getattr(module, name, 0) for module in modules for name in RANDOM_ATTRIBUTES)
+    dropouts = (module for module in modules if isinstance(module, nn.Dropout))
     return any(noise) or any(module.p > 0 and module.training for module in dropouts)

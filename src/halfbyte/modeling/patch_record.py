@@ -70,6 +70,32 @@ class CastCache:
 
 
 @dataclass
+class ActiveRows:
+    """The adapters of the rows of a joint forward.
+
+    Attributes:
+        adapters: index of the adapter of each of equal ranges of rows; empty outside of such a forward.
+        read: the modules whose adapters it has read.
+    """
+
+    adapters: tuple[int, ...] = ()
+    read: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class RowModules:
+    """For a module of a model that computes several adapters: the module in its place in the model of each adapter."""
+
+    rows: ActiveRows
+    modules: list[Any]
+
+    @property
+    def active(self) -> list[Any]:
+        """The modules of the adapters that the ranges of rows have, in the order of the ranges."""
+        return [self.modules[adapter] for adapter in self.rows.adapters]
+
+
+@dataclass
 class PatchRecord:
     """The patch state of a module.
 
@@ -82,6 +108,7 @@ class PatchRecord:
         casts: for a LoRA module: adapter → its A and B in the compute dtype.
         scan: for a Mamba-2 layer: whether its forward is `recurrent.isolated_forward`.
         label_loss: for a causal LM: whether its forward computes the training loss of `labels` without logits.
+        row_modules: for a linear or a decoder layer of a model that computes several adapters (`row_adapters`).
     """
 
     family: Family | None = None
@@ -92,6 +119,7 @@ class PatchRecord:
     casts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     scan: bool = False
     label_loss: bool = False
+    row_modules: RowModules | None = None
 
 
 def existing_record(module: nn.Module) -> PatchRecord | None:
@@ -105,6 +133,19 @@ def record(module: Any) -> PatchRecord:
     if patched is None:  # no setdefault: Dynamo cannot trace it before torch 2.13
         patched = module.__dict__[RECORD] = PatchRecord()
     return patched
+
+
+def active_row_modules(module: nn.Module) -> list[Any]:
+    """Return the modules in the place of this one for the ranges of rows of a joint forward; empty outside of one."""
+    patched = existing_record(module)
+    return [] if patched is None or patched.row_modules is None else patched.row_modules.active
+
+
+def mark_read(module: nn.Module) -> None:
+    """Note that a joint forward has read the adapters of this module."""
+    rows = record(module).row_modules
+    assert rows is not None
+    rows.rows.read.add(id(module))
 
 
 def is_bound(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..autograd.linear_fp8 import Fp8Gemms
 from ..autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
-from ..autograd.lora import GemmRecipe, LoRA, dense, lora_linear, lora_qkv
+from ..autograd.lora import GemmRecipe, LoRA, RowLoRA, dense, lora_linear, lora_qkv
 from ..config import Precision
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.float8 import E4M3, E5M2
@@ -31,7 +31,7 @@ from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..utils.errors import ConfigError, ModelError
 from ..utils.notices import notice
 from .cast_cache import cast_factors
-from .patch_record import existing_record, record
+from .patch_record import active_row_modules, existing_record, mark_read, record
 
 RECIPE_NAMES = ("bf16", "fp8-hybrid", "nvfp4")
 FP8_CAPABILITY = (8, 9)  # minimum compute capability
@@ -44,12 +44,17 @@ class Projection(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    lora: LoRA | None
+    lora: LoRA | RowLoRA | None
     dropout: float
 
 
 def read_projection(module: nn.Module) -> Projection | str:
-    """Return the projection that `module` computes, or the reason why it cannot be fused."""
+    """Return the projection that `module` computes, or the reason why it cannot be fused.
+
+    In a joint forward of several adapters (`row_adapters`) it has the adapters of the ranges of rows.
+    """
+    if adapted := active_row_modules(module):
+        return _read_rows(module, adapted)
     # The norms of a linear whose weight several processes share are not computed here.
     read = read_linear(module, with_dora=not torch.distributed.is_initialized())
     if isinstance(read, str):
@@ -65,6 +70,25 @@ def read_projection(module: nn.Module) -> Projection | str:
     if dora is None:
         return Projection(weight, bias, LoRA(a, b, scaling, cast_factors(module, name)), dropout)
     return Projection(weight, bias, LoRA(a, b, scaling, None, dora.weight, squared_norms(dora, weight)), dropout)
+
+
+def _read_rows(module: Any, adapted: Sequence[nn.Module]) -> Projection | str:
+    """Return the projection of a frozen linear with the adapters of `adapted`, for equal ranges of rows."""
+    base = read_linear(module)
+    if isinstance(base, str):
+        return base
+    loras = []
+    for layer in adapted:
+        read = read_projection(layer)
+        if isinstance(read, str):
+            return read
+        if not isinstance(read.lora, LoRA) or read.lora.magnitude is not None:
+            return "some of the adapters are not plain LoRA of this linear"
+        loras.append(read.lora)
+        if read.dropout:
+            return "the adapters have dropout"
+    mark_read(module)
+    return Projection(base.weight, base.bias, RowLoRA(tuple(loras)), 0.0)
 
 
 def squared_norms(dora: Any, weight: Tensor) -> Tensor:
@@ -83,12 +107,21 @@ def read_projections(modules: Sequence[nn.Module]) -> list[Projection] | None:
     for module in modules:
         read = read_projection(module)
         if isinstance(read, str):
+            _check_no_rows(modules, read)
             if not on_compiler():
                 notice(f"unfused: {read}", f"a {type(module).__name__} runs its own forward: {read}")
             return None
         plain.append(read)
     dropouts = {projection.dropout for projection in plain if projection.lora is not None}
+    if len(dropouts) > 1:
+        _check_no_rows(modules, "they have several dropouts")
     return plain if len(dropouts) == 1 else None  # without adapters there is nothing to fuse
+
+
+def _check_no_rows(modules: Sequence[nn.Module], reason: str) -> None:
+    """Raise a ModelError in a joint forward of several adapters, which the modules' own forwards would leave out."""
+    if any(map(active_row_modules, modules)):
+        raise ModelError(f"one forward cannot compute several adapters: {reason}", "train each in a run of its own")
 
 
 def shared_dropout(projections: Sequence[Projection]) -> float:

@@ -234,7 +234,9 @@ def _all_adapters(
     """Return a run as large as all adapters that train at once, and its model: their ranks add up on each linear."""
     ranks = [max([run.r, *run.rank_pattern.values()]) for run in together]
     # what only some runs of a base can change: where its experts are, and when gradients become updates
-    shared = {"expert_offload": False, "optim_in_backward": False}
+    shared: dict[str, Any] = {"expert_offload": False, "optim_in_backward": False}
+    if config.use_kernels and shapes.device.type != "cpu":  # their micro-batches are one, see `joint_steps`
+        shared["per_device_train_batch_size"] = len(together) * config.per_device_train_batch_size
     planned = config.model_copy(update={**shared, "r": sum(ranks), "rank_pattern": {}})
     return planned, ModelShapes(planned, files.config, shapes.device)
 

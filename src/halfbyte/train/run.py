@@ -56,7 +56,6 @@ from .run_folder import (
 from .setup import (
     ModelSource,
     loss_scaler,
-    make_stepper,
     measure_peaks,
     pipelined_stepper,
     process_settings,
@@ -220,7 +219,7 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
             pipelined=pipelined,
         )
         untrained_answers = answer()
-        stepper = pipelined or make_stepper(run, model, verified.graphs)
+        stepper = pipelined or source.stepper(run, model, verified)
         with (
             training_context(run, model, console) as count_experts,
             sampled_rollouts(job, model, stepper) as rollouts,

@@ -48,6 +48,7 @@ from .metrics_log import current_memory, reset_peak_memory, run_peaks
 from .pipeline_stepper import PipelinedStepper
 from .preflight import PreparedRun, planned_lengths
 from .stepper import GraphedStepper, Stepper
+from .verify import Verified
 
 
 @contextlib.contextmanager
@@ -79,6 +80,10 @@ class ModelSource:
         `measured`."""
         initial = initial_factors(run)
         return with_adapter(run, load_base(run, measured, initial), initial)
+
+    def stepper(self, run: PreparedRun, model: Any, verified: Verified) -> Stepper:
+        """Return the stepper of the run, without pipeline."""
+        return make_stepper(run, model, verified.graphs)
 
     def digests(self, run: PreparedRun) -> Future[dict[str, Any]]:
         """Return the digests of the run's models for its checkpoints, see `digests_of_models`."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from ..config import RunConfig, dump_config, dump_given
 from ..config.several import adapter_runs
 from ..mesh.mesh import present_mesh
+from ..modeling.patch import patch
+from ..plan.memory_plan import MemoryPlan
 from ..report.comparison import compare, print_comparison
 from ..runs.layout import GIVEN_CONFIG, RESOLVED_CONFIG
 from ..runs.lock import run_lock
@@ -27,15 +30,19 @@ from ..utils.console import Console
 from ..utils.errors import ConfigError, HalfbyteError, TrainingError
 from ..utils.files import write_text
 from ..utils.hardware import chosen_device
+from ..utils.notices import notice
 from ..utils.processes import Stopped, request_on_signals
 from ..utils.text import one_line
 from ..utils.waiting import showing_waits
 from .checkpoint import random_states, set_random_states
 from .guards import announce_signal
-from .loop import Accumulation, Steps, run_step
+from .joint_steps import JointSteps, MemberStepper, obstacle
+from .loop import Accumulation, Steps, TrainingLoop, run_step
 from .preflight import PreparedRun, prepare_run
 from .run_folder import HEADER, OpenRun, finished_measures, is_generated, open_run
 from .setup import ModelSource, load_base, process_settings, with_adapter
+from .stepper import Stepper
+from .verify import Verified
 
 Result = TypeVar("Result")
 
@@ -56,8 +63,14 @@ def prepare_adapters(
         except HalfbyteError as error:
             error.message = f"adapter {name}: {error.message}"
             raise
-        console = Console(quiet=True)  # model, machine and plan are those of the first
-    return prepared
+        console = Console(quiet=True)  # model and machine are those of the first
+    largest = max((run.plan for run in prepared.values()), key=lambda plan: plan.total)
+    return {name: _with_plan(run, largest) for name, run in prepared.items()}
+
+
+def _with_plan(run: PreparedRun, plan: MemoryPlan) -> PreparedRun:
+    """Return a run with the plan of all adapters, whose layers save the same activations."""
+    return replace(run, plan=plan, config=run.config.model_copy(update=dict(plan.optimizer_choice)))
 
 
 def train_adapters(
@@ -126,7 +139,8 @@ def _train(
             base = SharedBase()
             stack.enter_context(process_settings(next(iter(remaining.values()))))
             stack.enter_context(request_on_signals(announce_signal))
-            results |= Together({name: steps_of(job, quiet, base) for name, job in jobs.items()}).run()
+            steps = {name: steps_of(job, quiet, base) for name, job in jobs.items()}
+            results |= Together(steps, base.joint_steps).run()
     return {name: results[name] for name in runs}
 
 
@@ -151,12 +165,36 @@ class SharedBase(ModelSource):
         self._base: nn.Module | None = None
         self._measured: dict[str, int] = {}
         self._digests: Future[dict[str, Any]] | None = None
+        self._obstacle: str | None = None  # why one forward cannot compute all adapters
+        self._levels: Sequence[str] = ()
+        self._captures = False
 
     def load(self, run: PreparedRun, measured: dict[str, int]) -> Any:
         if self._base is None:
             self._base = load_base(run, self._measured)
         measured |= self._measured
         return with_adapter(run, with_same_tensors(self._base))
+
+    def stepper(self, run: PreparedRun, model: Any, verified: Verified) -> Stepper:
+        self._obstacle = self._obstacle or obstacle(run, verified)
+        if self._obstacle is not None:
+            return Stepper()
+        self._levels, self._captures = run.plan.levels, verified.graphs
+        return MemberStepper()
+
+    def joint_steps(self, loops: Mapping[str, TrainingLoop]) -> JointSteps | None:
+        """Return what computes a step of all runs as one; None, with a notice: each computes its own."""
+        assert self._base is not None
+        reason, joint = self._obstacle, None
+        if reason is None:
+            model: Any = with_same_tensors(self._base)
+            patch(model.train(), self._levels or None)
+            joint = JointSteps(model, loops, self._captures)
+            if (reason := joint.obstacle) is not None:
+                joint = None
+        if reason is not None:
+            notice("adapters-in-turn", f"the adapters compute their steps in turn, not as one batch: {reason}")
+        return joint
 
     def digests(self, run: PreparedRun) -> Future[dict[str, Any]]:
         if run.checkpoint is not None:
@@ -174,15 +212,25 @@ def with_same_tensors(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
+def _send(steps: Steps[Any], sums: Tensor | BaseException) -> Accumulation:
+    """Continue a run after its step, or raise the error of the step in it."""
+    return steps.throw(sums) if isinstance(sums, BaseException) else steps.send(sums)
+
+
 class Together(Generic[Result]):
     """Drives several runs, a step of each at a time.
 
     Args:
         runs: the steps of each run, by its name.
+        join: returns what computes a step of these loops as one, or None if each computes its own.
     """
 
-    def __init__(self, runs: Mapping[str, Steps[Result]]):
+    def __init__(
+        self, runs: Mapping[str, Steps[Result]], join: Callable[[Mapping[str, TrainingLoop]], JointSteps | None]
+    ):
         self.runs = runs
+        self.join = join
+        self._joint: JointSteps | None = None
         self._steps: dict[str, Accumulation] = {}  # the step that each unfinished run has yielded
         self._results: dict[str, Result | TrainingError | Stopped] = {}
         self._random = dict.fromkeys(runs, random_states())
@@ -192,23 +240,42 @@ class Together(Generic[Result]):
         try:
             for name, steps in self.runs.items():
                 self._advance(name, partial(next, steps))
+            self._joint = self.join({name: step.loop for name, step in self._steps.items()}) if self._steps else None
             while self._steps:
-                for name, accumulation in list(self._steps.items()):
-                    self._advance(name, partial(run_step, self.runs[name], accumulation))
+                for name, to_next_step in self._next_steps().items():
+                    self._advance(name, to_next_step)
         finally:
+            if self._joint is not None:
+                self._joint.close()
             for steps in self.runs.values():
                 steps.close()
         return self._results
 
+    def _next_steps(self) -> dict[str, Callable[[], Accumulation]]:
+        """Return, for each unfinished run, a function that computes its step and continues it."""
+        if self._joint is None:
+            return {name: partial(run_step, self.runs[name], step) for name, step in self._steps.items()}
+        computed = self._joint(self._steps, self._as)
+        return {name: partial(_send, self.runs[name], sums) for name, sums in computed.items()}
+
+    @contextlib.contextmanager
+    def _as(self, name: str) -> Iterator[None]:
+        """Within the context, random numbers are those of a run. One forward of all draws its own on the device."""
+        states = self._random[name]
+        set_random_states({key: states[key] for key in states if key != "cuda" or self._joint is None})
+        try:
+            yield
+        finally:
+            self._random[name] = random_states()
+
     def _advance(self, name: str, to_next_step: Callable[[], Accumulation]) -> None:
         """Run code of one run, up to its next step or its end, with its own random numbers."""
-        set_random_states(self._random[name])
-        try:
-            self._steps[name] = to_next_step()
-        except StopIteration as end:
-            self._results[name] = end.value
-        except (TrainingError, Stopped) as error:
-            self._results[name] = error
+        with self._as(name):
+            try:
+                self._steps[name] = to_next_step()
+            except StopIteration as end:
+                self._results[name] = end.value
+            except (TrainingError, Stopped) as error:
+                self._results[name] = error
         if name in self._results:
             self._steps.pop(name, None)
-        self._random[name] = random_states()
