@@ -1,4 +1,4 @@
-"""The table of adapters: LoRA, DoRA, and kinds that `register_adapter` adds from outside the package.
+"""The table of adapters: LoRA, DoRA, other types of PEFT's, and kinds that `register_adapter` adds from outside.
 
 PEFT builds and saves every adapter. A row says which of PEFT's types it is, which keys of a run it reads, and what
 halfbyte can do with it beyond PEFT's own forward. A run chooses by the key `peft_type`; among rows of one type, by a
@@ -60,6 +60,9 @@ class AdapterKind:
         init_key: option of PEFT's config that chooses the initialisation.
         inits_keeping_base: its values that leave the base's weights as they are; others need the base in 16 bits.
         unmerged: options that PEFT's merge of a layer does not cover: merging such an adapter is refused.
+        unmergeable: why no such adapter can be merged, or "".
+        merges_bias: whether PEFT's merge also changes the bias of a layer.
+        adapts_norms: whether it adapts norms, by PEFT's default names of them; otherwise linears.
         refused: a name of `FEATURES` → why the adapter cannot be combined with it. Default: all.
     """
 
@@ -77,6 +80,9 @@ class AdapterKind:
     init_key: str = ""
     inits_keeping_base: tuple[Any, ...] = ()
     unmerged: tuple[str, ...] = ()
+    unmergeable: str = ""
+    merges_bias: bool = False
+    adapts_norms: bool = False
     refused: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(FEATURES, "it is not supported"))
 
     @property
@@ -220,4 +226,73 @@ DORA = replace(
         "rollout": "vLLM cannot apply it",
     },
 )
-ADAPTERS = [LORA, DORA]
+
+
+# --- PEFT's other types ----------------------------------------------------------------------------------------------
+
+
+def _peft_row(peft_type: str, name: str, defaults: Mapping[str, Any] | None = None, **properties: Any) -> AdapterKind:
+    """Return the row of a type whose options are in `peft_config`, and whose modules run PEFT's own forward.
+
+    Args:
+        defaults: options of PEFT's that have no default which fits every model.
+    """
+    return AdapterKind(
+        name=name,
+        peft_type=peft_type,
+        options=lambda adapter: {**(defaults or {}), **(adapter.peft_config or {})},
+        tensors=re.compile(r"(?P<module>.+)\.\w+"),
+        keys=("peft_config",),
+        **properties,
+    )
+
+
+_ONE_DTYPE = "its forward needs a base and inputs of one dtype, which the check of a merge does not have"
+ADAPTERS = [
+    LORA,
+    DORA,
+    _peft_row("BEFT", "BEFT", unmergeable="it trains biases, which the base's linears may not have"),
+    _peft_row("BOFT", "BOFT"),
+    _peft_row("C3A", "C3A"),
+    _peft_row("DEFT", "DEFT"),
+    _peft_row("DELORA", "DeLoRA", reads_base=True),
+    _peft_row("FOURIERFT", "FourierFT"),
+    _peft_row("GRALORA", "GraLoRA"),
+    _peft_row("HIRA", "HiRA"),
+    _peft_row("HRA", "HRA"),
+    _peft_row("IA3", "(IA)³", {"feedforward_modules": []}, merges_bias=True),
+    _peft_row("LILY", "Lily", unmergeable="PEFT has no merge of it"),
+    _peft_row("LN_TUNING", "LayerNorm tuning", adapts_norms=True, unmergeable="it replaces norms", reads_base=True),
+    _peft_row("LOHA", "LoHa"),
+    _peft_row("LOKR", "LoKr"),
+    _peft_row("MISS", "MiSS"),
+    _peft_row("OFT", "OFT"),
+    _peft_row("PEANUT", "PEANuT"),
+    _peft_row("PSOFT", "PSOFT", reads_base=True),
+    _peft_row("PVERA", "PVeRA"),
+    _peft_row("RANDLORA", "RandLoRA"),
+    _peft_row("ROAD", "RoAd", merges_bias=True),
+    _peft_row("SUPERTUNING", "Super-Tuning", reads_base=True, unmergeable=_ONE_DTYPE),
+    _peft_row("TINYLORA", "TinyLoRA", reads_base=True),
+    _peft_row("UNILORA", "Uni-LoRA"),
+    _peft_row("VBLORA", "VB-LoRA"),
+    _peft_row("VERA", "VeRA"),
+    _peft_row("WAVEFT", "WaveFT"),
+]
+
+# PEFT's types that a run does not train → the reason, and what to do instead.
+_VIRTUAL = "it puts virtual tokens before each row, and halfbyte's rows, positions and caches have none"
+_OWN_LOOP = "train it with PEFT and transformers' Trainer on the model of halfbyte.load_model"
+_READS_VALUES = "PEFT builds it from the values of the weights, which the memory plan does not have"
+UNTRAINED_TYPES = {
+    **dict.fromkeys(("ADAMSS", "FROD", "SHIRA"), (_READS_VALUES, _OWN_LOOP)),
+    **dict.fromkeys(("CARTRIDGE", "CPT", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"), (_VIRTUAL, _OWN_LOOP)),
+    **dict.fromkeys(("MULTITASK_PROMPT_TUNING", "POLY"), ("its forward needs a task id for each row", _OWN_LOOP)),
+    "ADALORA": ("PEFT moves its ranks in a call after each step", "set init_lora_weights: eva, which moves them once"),
+    "ADAPTION_PROMPT": ("it wraps attentions, whose forward halfbyte replaces", _OWN_LOOP),
+    "GLORA": ("PEFT adapts linears of class nn.Linear only, not quantized ones", "set another peft_type"),
+    "OSF": ("it multiplies factors in the base's dtype by trained ones in the adapter's", _OWN_LOOP),
+    "SHADOW": ("it wraps decoder layers, and trains a second model with a loss of its own", _OWN_LOOP),
+    "TRAINABLE_TOKENS": ("a run trains tokens beside LoRA", "set trainable_token_indices, and peft_type: lora"),
+    "XLORA": ("it mixes adapters that are trained already", _OWN_LOOP),
+}

@@ -219,7 +219,8 @@ class ReadOnlyView(Tensor):
 
 
 def _read_only(result: Any) -> Any:
-    return tree_map_only(Tensor, lambda view: Tensor._make_subclass(ReadOnlyView, view), result)
+    """Return views as `ReadOnlyView`s; those of fake tensors, which have no data, as they are."""
+    return tree_map_only(Tensor, lambda view: view.as_subclass(ReadOnlyView) if type(view) is Tensor else view, result)
 
 
 class QuantizedShard(Tensor):

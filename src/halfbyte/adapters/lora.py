@@ -44,6 +44,7 @@ from ..adapter_kinds import (
 from ..config import Adapter
 from ..config.initialisations import read_by
 from ..config.methods import SCORES
+from ..config.peft_options import SELECTION_KEYS
 from ..config.schema import RunKeys
 from ..modeling.architectures import ALL_LINEAR, all_linear, expert_stacks, is_linear, is_router
 from ..modeling.rope_scaling import check_adapter_rope
@@ -78,7 +79,7 @@ from .router_adapters import name_routers
 from .token_rows import grow_vocabulary, largest_index, token_modules, vocabulary_size
 
 PLAUSIBLE_RANK = 1024  # a larger rank in adapter_config.json must be the size of some tensor
-SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
 RESIZE_BASE = "resize the base with transformers (resize_token_embeddings), save it, and name that folder as its base"
 WRONG_BASE = "the adapter was made for another model: name its own base"
 SAME_ADAPTER = f"copy {ADAPTER_CONFIG} and {ADAPTER} of the same adapter there again"
@@ -137,8 +138,9 @@ def add_adapter(
                     peft_config.task_type = scores
                 with weights_as_modules(peft_config, model):
                     peft_model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
-        except ValueError as error:  # PEFT's own checks, e.g. a type of module that the adapter does not support
-            raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
+        except (ValueError, ImportError) as error:  # PEFT's own checks: types and sizes of modules, its packages
+            fix = "name other layers in target_modules, or change the adapter's options"
+            raise ModelError(f"peft_type: {adapter.peft_type}: {error}", fix) from error
     # PEFT takes the name from the model object, which may have been built in memory.
     peft_model.peft_config["default"].base_model_name_or_path = adapter.origin.name
     round_merged(peft_model)
@@ -184,10 +186,12 @@ def add_score_head(model: nn.Module, scores: str, labels: int) -> None:
 
 
 def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
+    row = adapter_kind(adapter)
     experts = adapted_experts(model, adapter)
     if adapter.target_parameters is None:
         experts = {name for name in experts if _is_selected(adapter, name, [name.rpartition(".")[2]])}
-    linears = _selected(model, adapter, _adapted_modules(model, adapter.target_modules))
+    named = set() if row.adapts_norms else _adapted_modules(model, adapter.target_modules)
+    linears = _selected(model, adapter, named)
     routers = adapted_routers(model, adapter, linears)
     of_routers = {name.removesuffix(".weight") for name in routers}
     adapted = linears | of_routers | experts | routers
@@ -214,18 +218,16 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
                     "add the module to target_modules, or remove the pattern",
                 )
     _check_ends(model, adapter, linears, saved)
-    row = adapter_kind(adapter)
     options = row.options(adapter)
     if read_by(adapter) != "nothing":
         options[row.init_key] = True  # `adapters.initial` computes the factors
+    every: Any = None if row.adapts_norms else all_linear(model)
     peft_config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(row.peft_type)](
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
-        target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
+        target_modules=every if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
         modules_to_save=_exact_names(adapter.modules_to_save, names),
-        exclude_modules=adapter.exclude_modules,
-        layers_to_transform=adapter.layers_to_transform,
-        layers_pattern=adapter.layers_pattern,
+        **{key: value for key in SELECTION_KEYS if (value := getattr(adapter, key)) is not None},
         **options,
     )
     if adapter.trainable_token_indices:
@@ -315,7 +317,7 @@ def _report_saved_settings(saved: PeftConfig, adapter: Adapter) -> None:
         f"{key} {brief(_sorted_names(getattr(saved, key, None)))} (not {brief(_sorted_names(value))})"
         for key, value in requested.items()
         if _sorted_names(getattr(saved, key, None)) != _sorted_names(value)
-        and (key in row.reported or value != defaults.get(key, value))
+        and (key in row.reported or key not in defaults or value != defaults[key])
     ]
     if differing:
         notice(

@@ -16,12 +16,12 @@ from ..utils.text import brief
 from . import layouts as support
 from .initialisations import INITIALISATIONS, OPTION_KEYS, initialisation
 from .methods import CLASSIFYING, DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, TASKS, methods_of
+from .peft_options import KEY, SELECTION_KEYS, option_contradictions, option_names
 from .policy import DISTILLING, POLICY, SAMPLING
 from .schema import RECIPE_OPTIONS, AdapterSection, QuantizationSection, RunKeys
 from .section import Contradiction, nearest, respelled
 
 TOKEN_KEYS = ("add_tokens", "add_special_tokens", "trainable_token_indices", "resize_token_embeddings_to_multiple_of")
-SELECTION_KEYS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 ADAPTER_KEYS = (
     *SELECTION_KEYS,
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
@@ -388,7 +388,11 @@ def _adapter_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield "ensure_weight_tying", wrong, "name the embedding in modules_to_save, or remove it"
     for key in AdapterSection.model_fields:
         if key not in (*COMMON_ADAPTER_KEYS, *row.keys) and not config.is_default(key):
-            yield key, f"{config.written(key)} with {row.chosen}, which does not read it", "remove it"
+            inside = KEY in row.keys and key in option_names(row)
+            fix = f"set {KEY}: {{{key}: {getattr(config, key)}}}" if inside else "remove it"
+            yield key, f"{config.written(key)} with {row.chosen}, which does not read it", fix
+    if KEY in row.keys:
+        yield from option_contradictions(row, config)
     features = ["qat_scheme"] * (config.qat_scheme is not None) + ["rollout"] * (config.rollout == "vllm")
     features += ["merge_aware"] * config.merge_aware
     for feature in features:

@@ -64,6 +64,11 @@ def foreign_names() -> list[str]:
     return [*CONVERTED, *RENAMED, *HARMLESS, *NOT_BUILT, *NO_EQUIVALENT]
 
 
+def is_foreign_section(key: str, values: Values) -> bool:
+    """Return whether a key of ours holds a section of LLaMA-Factory 1, which names the kind of adapter in it."""
+    return key == "peft_config" and isinstance(values[key], dict) and "name" in values[key]
+
+
 def _dtype(key: str) -> Converter:
     """Convert the switches bf16 and fp16; other tools compute in float32 if both are off."""
     dtype, switches = {"bf16": ("bfloat16", ("fp16", "float16")), "fp16": ("float16", ("bf16", "bfloat16"))}[key]
@@ -92,7 +97,7 @@ def _adapter(value: Any, values: Values) -> Outcome:
         return Mapped({"use_peft": True, "load_in_4bit": True})
     if value == "lora":
         return Mapped({"use_peft": True, "load_in_4bit": bool(values.get("load_in_4bit")) or asks_stored(values)})
-    return Refused(f"adapter: {value} is not built yet", "set adapter: qlora or lora")
+    return Refused(f"adapter: {value} is not built yet", "set adapter: qlora or lora, or peft_type")
 
 
 def _load_in_8bit(value: Any, values: Values) -> Outcome:
@@ -636,14 +641,16 @@ _SIGNS = {
     "Axolotl": {"base_model", "datasets", "micro_batch_size", "sequence_len"},
     "LLaMA-Factory": {
         *("stage", "finetuning_type", "cutoff_len", "lora_target", "quantization_bit", "template"),
-        *("model_class", "peft_config", "dist_config"),
+        *("model_class", "dist_config"),
     },
 }
 
 
 def detect_tool(values: Values) -> str:
     """Return the tool whose keys a file has, or ""."""
-    if values.keys() & {"model_class", "dist_config", "peft_config"}:  # LLaMA-Factory 1 has keys of others, too
+    sections = [key for key in ("model_class", "dist_config") if key in values]
+    if sections or ("peft_config" in values and is_foreign_section("peft_config", values)):
+        # LLaMA-Factory 1 has keys of other tools, too
         return "LLaMA-Factory"
     if "model" in values and values.keys() & {"recipe", "sequence_len", "lora_rank"} - _SIGNS["ms-swift"]:
         return "ms-swift" if values.keys() & _SIGNS["ms-swift"] else "Surogate"

@@ -178,7 +178,7 @@ REFUSED = {
     "remove it; packed documents never attend to each other": """
         doc_masking=true pretrain_multipack_attn=true
     """,
-    "remove it; halfbyte trains LoRA, rsLoRA and DoRA, on the layers of target_modules": """
+    "set options of PEFT's types in peft_config, with their peft_type; halfbyte has no other adapters": """
         ab_svd_init act_fn adalora_beta1 adalora_beta2 adalora_deltaT adalora_init_r adalora_orth_reg_weight
         adalora_target_r adalora_tfinal adalora_tinit adapter_act adapter_folder adapter_init_mode adapter_layers
         adapter_len adapter_length apply_GS asa_importance_beta asa_schedule_exponent asa_target_subspaces

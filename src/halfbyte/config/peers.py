@@ -61,7 +61,7 @@ def tuning(key: str) -> Converter:
             return Mapped({"use_peft": True, "load_in_4bit": bool(stored)})
         if value in ("full", False):
             return Mapped({"use_peft": False, "load_in_4bit": False})
-        return Refused(f"{key}: {value} is not built yet", f"set {key}: lora or full")
+        return Refused(f"{key}: {value} has no equivalent", f"set {key}: lora or full, or peft_type and peft_config")
 
     return convert
 

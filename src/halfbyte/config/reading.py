@@ -17,7 +17,7 @@ from ..utils.errors import ConfigError, UsageError
 from ..utils.notices import notice, remark
 from ..utils.text import brief
 from .aliases import HINTS
-from .foreign import Ignored, Mapped, Refused, foreign_names, overridden_keys, translate
+from .foreign import Ignored, Mapped, Refused, foreign_names, is_foreign_section, overridden_keys, translate
 from .methods import defaults_of
 from .resolved import Storage
 from .run_config import RunConfig
@@ -126,9 +126,10 @@ def _map_foreign_keys(written: dict[str, Located], problems: list[ConfigError]) 
     """Map other tools' keys to ours with a notice each; add keys that cannot be mapped to `problems`."""
     values = {key: setting.value for key, setting in written.items()}
     overridden = overridden_keys(values)
-    mapped = {key: written[key] for key in written if key in RunConfig.model_fields and key not in overridden}
+    own = {key for key in written if key in RunConfig.model_fields and not is_foreign_section(key, values)}
+    mapped = {key: written[key] for key in written if key in own and key not in overridden}
     for key, setting in written.items():
-        if key in RunConfig.model_fields:
+        if key in own:
             continue
         match translate(key, values):
             case None:
@@ -214,6 +215,7 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
         yield f"a mapping from {' or '.join(_in_words(arguments[0]))} to {' or '.join(_in_words(arguments[1]))}"
     else:
         plain = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+        plain[Any] = "any value"
         yield plain[annotation] + (_bounds(metadata) if annotation in (int, float) else "")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PositiveInt, field_validator
 from pydantic_core import PydanticCustomError
 
-from ..adapter_kinds import adapter_types
+from ..adapter_kinds import UNTRAINED_TYPES, adapter_types
 from ..utils.errors import ConfigError
 from ..utils.text import brief
 from .datasets import DatasetEntry, check_entries, entries_of
@@ -236,7 +236,11 @@ class AdapterSection(Section):
     use_peft: bool = Field(True, description="train a low-rank adapter (LoRA); false: full fine-tuning")
     peft_type: str = Field(
         "lora",
-        description="PEFT's type of the adapter: lora, or one that `adapter_kinds.register_adapter` added",
+        description="PEFT's type of the adapter: lora, another one of the table in docs/adapters.md, or one that"
+        " `adapter_kinds.register_adapter` added",
+    )
+    peft_config: dict[str, Any] | None = Field(
+        None, description="options of PEFT's types other than lora, by the names of PEFT's configuration class"
     )
     r: PositiveInt = Field(16, description="rank of the adapter")
     lora_alpha: Scale = Field(16.0, description="numerator of the adapter's scale lora_alpha/r")
@@ -347,6 +351,8 @@ class AdapterSection(Section):
     @classmethod
     def _peft_type(cls, value: str) -> str:
         """Accept the types of the table of adapters, also in PEFT's upper case."""
+        if refused := UNTRAINED_TYPES.get(value.upper()):
+            raise contradiction("peft_type", f"peft_type: {value} is not trained in a run: {refused[0]}", refused[1])
         if value.lower() not in (types := adapter_types()):
             message, named = "must be one of {names}, not {value}", {"names": ", ".join(types), "value": repr(value)}
             raise PydanticCustomError("named", message, named | {"near": nearest(value, types)})

@@ -178,6 +178,9 @@ class AdapterLayers:
                 else:
                     self.layers[f"{name}.weight"] = module.token_adapter
             elif isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
+                if self.kind is not None and self.kind.merges_bias and module.bias is not None:
+                    message = f"{folder}: {self.kind.name} changes the bias of {name}, which merge does not support"
+                    raise CheckpointError(message, "merge it with PEFT (merge_and_unload)")
                 self.layers[f"{name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
                 replaced = self.head if self.task in SCORES and name == SCORE_HEAD else self.replaced
@@ -277,7 +280,7 @@ def _with_adapter(
         setattr(lora, init_key, False)
     base = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     peft_model = create_adapter(model, lora, folder, autocast=False)
-    # Allocate fp32 memory for the adapter's tensors only; their values are then read from the adapter's file.
+    # Allocate memory for the adapter's tensors only, floats in fp32; their values are then read from its file.
     allocated: dict[int, Tensor] = {}
     for module in peft_model.modules():
         holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -285,14 +288,24 @@ def _with_adapter(
             for key, tensor in list(tensors.items()):
                 if tensor is None or id(tensor) in base:
                     continue
-                empty = torch.empty(tensor.shape, dtype=torch.float32, device=device)
+                dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+                empty = torch.empty(tensor.shape, dtype=dtype, device=device)
                 trained = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
                 tensors[key] = allocated.setdefault(id(tensor), trained)
-    return peft_model, load_adapter_weights(peft_model, folder, convert=None if initial is None else initial.converted)
+    copies = load_adapter_weights(peft_model, folder, convert=None if initial is None else initial.converted)
+    unset = {id(tensor) for tensor in allocated.values() if tensor._version == 0}
+    for name, tensor in (*peft_model.named_parameters(), *peft_model.named_buffers()):
+        if id(tensor) in unset:
+            wrong = f"{folder}: its file has no {name}, which PEFT computes when it adds an adapter of this type"
+            raise CheckpointError(wrong, "merge it with PEFT (merge_and_unload)")
+    return peft_model, copies
 
 
 def _check_mergeable(lora: Any, folder: Path) -> None:
     row = adapter_kind(lora)
+    if row.unmergeable:
+        wrong = f"{folder}: {row.name} cannot be merged: {row.unmergeable}"
+        raise CheckpointError(wrong, "serve or export the adapter with its base")
     if not row.keeps_base(vars(lora)):
         raise CheckpointError(
             f"{folder}: {row.init_key} {getattr(lora, row.init_key)!r} changed the base weights while it trained",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from peft.tuners.ia3 import IA3Model
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from peft.utils.quantization_utils import QuantizationBackend
@@ -252,5 +253,19 @@ def _report_share(updates: list[RetainedUpdate]) -> None:
         )
 
 
+def _unloading(unload: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method by which PEFT unloads (IA)³, without its refusal of models that are marked as quantized."""
+
+    @functools.wraps(unload)
+    def unload_quantized(model: Any, *args: Any, **kwargs: Any) -> Any:
+        weights = model.model.parameters()
+        adapted = any(isinstance(weight, QuantizedTensor) for weight in weights)
+        method = BaseTuner._unload_and_optionally_merge if adapted else unload
+        return method(model, *args, **kwargs)
+
+    return unload_quantized
+
+
 for _name in ("merge_adapter", "_unload_and_optionally_merge"):
     setattr(BaseTuner, _name, _reporting(getattr(BaseTuner, _name)))
+IA3Model._unload_and_optionally_merge = _unloading(IA3Model._unload_and_optionally_merge)  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapter_kinds import adapter_kind
+from ..adapter_kinds import LORA, adapter_kind
 from ..adapters.expert_adapters import expert_wrappers
 from ..adapters.lora import add_adapter
 from ..config.schema import RunKeys
@@ -99,6 +99,9 @@ class ModelShapes:
                         sides = [size * tensor if at == dim else size for at, size in enumerate(shard.shape)]
                         full = QuantizedTensor.quantize(torch.empty(sides, dtype=shard.dtype), shard.format)
                         linear.weight = nn.Parameter(full.split_for(dim, tensor)[0], requires_grad=False)
+        # PEFT draws some adapters on the default device, reads what it drew, and moves them to the base's device.
+        on_meta = self.config.adapter is None or adapter_kind(self.config.adapter).peft_type == LORA.peft_type
+        with torch.device("meta" if on_meta else "cpu"):
             self.model = add_adapter(self.causal_lm, self.config.adapter) if self.config.adapter else self.causal_lm
         self.model.train()
 

@@ -160,6 +160,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{pickled} is a pickle, which could run code and is not read", fix)
     for keys, (sound, expected) in ADAPTER_KINDS.items():
         for key in keys:
+            if key in document and not document[key] and document.get("peft_type") in WITHOUT_RANK:
+                continue
             if key in document and not sound(document[key]) and (document[key] is not None or key in NOT_NULL):
                 raise CheckpointError(f"{path}: {key} must be {expected}, not {document[key]!r:.80}", ADAPTER_AGAIN)
     return document
@@ -181,6 +183,7 @@ def _mapping_to(sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(sound, value.values()))
 
 
+WITHOUT_RANK = ("OFT", "SUPERTUNING")  # types of PEFT's whose `r` may be 0 or null
 NOT_NULL = ("r", "lora_alpha", "lora_dropout")  # in adapter_config.json; PEFT computes with them
 ADAPTER_KINDS: dict[tuple[str, ...], tuple[Callable[[Any], bool], str]] = {
     ("r",): (_rank, f"a whole number from 1 to {MOST_RANKS}"),

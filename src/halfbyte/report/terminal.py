@@ -74,8 +74,8 @@ def method(config: RunKeys | Mapping[str, Any]) -> str:
     if not keys.get("use_peft", True):
         return "full fine-tuning"
     row = find_adapter_kind(keys)
-    adapter = f"{row.name if row else 'adapter'} r={keys.get('r', '?')}"
-    return f"{storage(keys)} + {adapter}"
+    rank = keys.get("r", "?") if row is None or "r" in row.keys else (keys.get("peft_config") or {}).get("r")
+    return f"{storage(keys)} + {row.name if row else 'adapter'}" + (f" r={rank}" if rank else "")
 
 
 def storage(keys: Mapping[str, Any]) -> str:
