@@ -145,6 +145,8 @@ def test_family_computes_with_the_scale_or_is_refused(name):
     "value",
     ["ntk", {"rope_type": ["yarn"]}, {"rope_type": "yarn", "truncate": 2}, {"rope_type": "yarn", "factor": "4"},
      {"rope_type": "yarn", "beta": 2}, {"factor": 2.0}, {"type": "linear", "factor": 0.5}, 3, ["yarn"],
+     {"rope_type": "yarn", "factor": 1e300}, {"rope_type": "llama3", "low_freq_factor": 4.0},
+     {"rope_type": "yarn", "original_max_position_embeddings": 2.5}, {"rope_type": "yarn", "beta_slow": 40},
      {"rope_type": "yarn", "factor": True}, {"rope_type": "default", "rope_theta": -1.0}],
 )  # fmt: skip
 def test_wrong_value_is_refused(value):

@@ -21,6 +21,11 @@ ROPE_OPTIONS = {
     "longrope": ("factor", ORIGINAL_CONTEXT, "attention_factor", "short_factor", "long_factor"),
     "default": ("rope_theta",),
 }
+ROPE_LIMITS = {"factor": (1, 10_000), "rope_theta": (1, 1e12)}  # least and most
+ROPE_ORDER = {  # smaller and larger option: their values where they are not given
+    ("low_freq_factor", "high_freq_factor"): (1.0, 4.0),
+    ("beta_slow", "beta_fast"): (1.0, 32.0),
+}
 
 
 @dataclass(frozen=True)

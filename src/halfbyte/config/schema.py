@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,8 +17,18 @@ from .datasets import DatasetEntry, check_entries, entries_of
 from .initialisations import find_initialisation, initialisation_names
 from .methods import PreferenceSection, method_field
 from .policy import DISTILLING, DistillationSection, PolicySection
-from .resolved import ORIGINAL_CONTEXT, ROPE_OPTIONS, Origin, Parallel, Precision, RopeScaling, Storage
-from .section import Contradiction, Section, contradiction, nearest
+from .resolved import (
+    ORIGINAL_CONTEXT,
+    ROPE_LIMITS,
+    ROPE_OPTIONS,
+    ROPE_ORDER,
+    Origin,
+    Parallel,
+    Precision,
+    RopeScaling,
+    Storage,
+)
+from .section import LARGEST, Contradiction, Section, contradiction, nearest
 from .tasks import TaskSection
 from .yaml import read_patterns
 
@@ -665,7 +674,7 @@ def checked_rope(value: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_scaling` as a mapping with `rope_type`, after checking its options.
 
     Raises:
-        PydanticCustomError: an unknown type or option, or an option that is not a positive number.
+        PydanticCustomError: an unknown type or option, or a value out of its limits.
     """
     options: dict[str, Any] = {"rope_type": value} if isinstance(value, str) else dict(value)
     if "type" in options:  # transformers' earlier name
@@ -681,15 +690,15 @@ def checked_rope(value: str | Mapping[str, Any]) -> dict[str, Any]:
         if key == "rope_type" or (key == "truncate" and isinstance(number, bool)):
             continue
         numbers = number if isinstance(number, list) and key in ("short_factor", "long_factor") else [number]
-        types, least = ((int,) if key == ORIGINAL_CONTEXT else (int, float)), (1 if key == "factor" else 0)
-        if (
-            key == "truncate"
-            or not numbers
-            or not all(type(n) in types and least <= n < math.inf and n for n in numbers)
-        ):
+        types = {ORIGINAL_CONTEXT: (int,), "truncate": ()}.get(key, (int, float))
+        least, most = ROPE_LIMITS.get(key, (1e-6, LARGEST))
+        if not numbers or not all(type(n) in types and least <= n <= most for n in numbers):
             message, named = "must have {words} as {option}, not {value}", {"option": key, "value": brief(number)}
-            named["words"] = "1 or more" if least else "true or false" if key == "truncate" else "a positive number"
+            named["words"] = f"a number from {least:,g} to {most:,g}" if types else "true or false"
             raise PydanticCustomError("limit", message, named)
+    for (low, high), usual in ROPE_ORDER.items():
+        if options.keys() & {low, high} and options.get(low, usual[0]) >= options.get(high, usual[1]):
+            raise PydanticCustomError("limit", "must have a smaller {low} than {high}", {"low": low, "high": high})
     return options
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.resolved import ORIGINAL_CONTEXT, ROPE_OPTIONS, RopeScaling
+from ..config.resolved import ORIGINAL_CONTEXT, ROPE_OPTIONS, ROPE_ORDER, RopeScaling
 from ..reading import look, read_json
 from ..reading.tensors import ADAPTER_AGAIN, OVERRIDES
 from ..utils.errors import CheckpointError, ConfigError, ModelError
@@ -20,7 +20,7 @@ from .config_facts import max_layer_sizes
 
 KEY = "rope_scaling"
 FULL = "full_attention"  # the layers to scale of families whose RoPE differs by layer: others see a window of tokens
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of Llama 3.1 and 3.2
+LLAMA3 = ("low_freq_factor", "high_freq_factor")
 FACTORS = ("short_factor", "long_factor")
 OWN_CODE = ("inkling2", "phimoe", "recurrent_gemma")  # families whose code reads other options, or none
 UNSCALED = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")  # kept by any scaling
@@ -75,7 +75,8 @@ def resolve_rope(config: Any, scaling: RopeScaling) -> dict[str, Any]:
         original = rope.get(ORIGINAL_CONTEXT) if scaled else None
         options.setdefault(ORIGINAL_CONTEXT, int(original or text.max_position_embeddings))
     if rope_type == "llama3":
-        options = {**LLAMA3, **{key: rope[key] for key in LLAMA3 if scaled}, **options}
+        usual = dict(zip(LLAMA3, ROPE_ORDER[LLAMA3], strict=True))
+        options = usual | {key: rope[key] for key in LLAMA3 if scaled} | options
     return options
 
 
