@@ -55,6 +55,8 @@ def test_merged_file_is_the_trained_model(place, tmp_path, name):
     model = trained(place, run, **keys)
     report = merge(run, tmp_path / "merged")
     assert report.target == "dequantized"
+    assert report.targets["dequantized"].lost == 0
+    assert report.targets["dequantized"].trained.max_logit_difference == 0
     merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")
     compared = 0
     for path, module in model.get_base_model().named_modules():

@@ -69,3 +69,31 @@ def test_lengths_need_no_values_of_the_batch():
     ids = torch.empty(2, 50, dtype=torch.int64, device="meta")
     lengths = document_lengths(ids, {"position_ids": ids})
     assert lengths.shape == (2, 50)
+
+
+@pytest.mark.gpu
+def test_captured_noise_is_new_and_follows_the_batch():
+    model = tiny("Llama", adapter=False).cuda().to(torch.bfloat16).train()
+    patch(model)
+    ids, positions = torch.randint(1, 100, (1, 100), device="cuda"), POSITIONS.cuda()
+    bounds = torch.tensor([0, 60, 67, 100], dtype=torch.int32, device="cuda")
+    inputs = {"position_ids": positions, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    inputs |= {"max_length_q": 64, "max_length_k": 64, "use_cache": False}
+    embeddings, outputs = model.get_input_embeddings(), []
+    plain = embeddings(ids).float().detach()
+    with noisy_embeddings(model, ALPHA), torch.no_grad():
+        embeddings.register_forward_hook(lambda module, args, output: outputs.append(output))
+        for _ in range(3):
+            model.base_model(input_ids=ids, **inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model.base_model(input_ids=ids, **inputs)
+    draws = []
+    for lengths in (LENGTHS, LENGTHS, (30, 30, 40)):
+        positions.copy_(torch.cat([torch.arange(n) for n in lengths])[None])
+        graph.replay()
+        torch.cuda.synchronize()
+        draws.append(outputs[-1].float() - plain)
+        for document, length in zip(draws[-1].split(lengths, 1), lengths, strict=True):
+            assert document.abs().max() == pytest.approx(ALPHA / (length * document.shape[-1]) ** 0.5, rel=0.1)
+    assert not torch.equal(draws[0], draws[1])

@@ -140,3 +140,42 @@ def test_standard_attention_passes(family):
 def test_window_of_a_group_or_more_changes_nothing():
     config = transformers.MistralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, sliding_window=64)
     check_shifted_attention(config, 64)
+
+
+@pytest.mark.gpu
+def test_kernels_compute_what_tiles_do():
+    q, k, v = (torch.randn(1, heads, 1024, 64, device="cuda") for heads in (8, 4, 4))
+    inputs, results = packed_on_gpu((500, 100, 1, 423)), []
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [x.detach().to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        out, _ = _in_groups(256)(torch.nn.Module(), *tensors, **inputs)
+        out.float().square().sum().backward()
+        results.append([out.detach().float(), *(x.grad.float() for x in tensors)])
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() < 0.02 * one.norm()
+
+
+@pytest.mark.gpu
+def test_captured_groups_follow_the_batch():
+    tensors = [torch.randn(1, heads, 1024, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 4, 4)]
+    attend, inputs = _in_groups(256), packed_on_gpu((500, 100, 1, 423))
+    for _ in range(3):
+        attend(torch.nn.Module(), *tensors, **inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = attend(torch.nn.Module(), *tensors, **inputs)
+    for name, value in packed_on_gpu((1000, 24)).items():
+        inputs[name].copy_(value)
+    graph.replay()
+    expected, _ = attend(torch.nn.Module(), *tensors, **inputs)
+    torch.testing.assert_close(captured, expected, rtol=0, atol=0)
+
+
+def packed_on_gpu(lengths):
+    """Inputs of attention for a row of these documents, as the fused step's batches have them."""
+    bounds = [*torch.tensor((0, *lengths)).cumsum(0).tolist(), *[sum(lengths)] * (32 - len(lengths))]
+    return {
+        "attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device="cuda"),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].cuda(),
+        "cu_seq_lens_q": torch.tensor(bounds, dtype=torch.int32, device="cuda"),
+    }

