@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from halfbyte.config import load_config
 from halfbyte.data.collate import PackedCollator, PaddedCollator
 from halfbyte.modeling.patch import patch
 from halfbyte.runs.metrics import MetricsFile
-from halfbyte.train.joint_steps import JointSteps, MemberStepper
+from halfbyte.train.joint_steps import JointSteps, MemberStepper, obstacle
 from halfbyte.train.loop import TrainingLoop
 from halfbyte.train.run import train
 from halfbyte.train.several import Together, with_same_tensors
@@ -166,3 +167,11 @@ def test_a_sweep_on_a_gpu_equals_separate_runs_up_to_rounding(place, tmp_path):
             assert values == pytest.approx(others, rel=2e-2)
         measured = json.loads((folder / "memory.json").read_text())["measured"]
         assert measured["graph_pool_bytes"] > 0
+
+
+def test_shifted_attention_is_computed_in_turn():
+    """The joint step runs a model of its own, whose attention is not shifted."""
+    config = load_config(None, {"model_name_or_path": "m", "dataset": "d", "shift_attn": True})
+    reason = obstacle(SimpleNamespace(config=config), SimpleNamespace(report=object(), results={}))
+    assert reason is not None
+    assert "shift_attn" in reason

@@ -41,6 +41,8 @@ def obstacle(run: PreparedRun, verified: Verified) -> str | None:
         return f"{run.config.written('recipe')} has the scales of one run"
     if verified.results.get("isolation", {}).get("method", "positions") != "positions":
         return "the model needs other means than positions to separate packed documents"
+    if run.config.shift_attn:
+        return "shift_attn selects the attention of one run's model"
     if arrays := [name for name in run.data.train[0] if name in COLUMNS and COLUMNS[name].in_data]:
         return f"rows have arrays of their own ({arrays[0]})"
     if levels := set(ROW_LEVELS) & set(run.plan.levels):
