@@ -107,6 +107,7 @@ def test_run_learns_resumes_and_serves_what_it_trained(place, tmp_path):
         ({"lora_dropout": 0.1}, "lora_dropout"),
         ({"skip_quant_first_layers": 1}, "merge_aware"),
         ({"parallel": {"tensor": 2}}, "merge_aware"),
+        ({"method": "sequence_classification", "num_labels": 2}, "merge_aware"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"method": "grpo", "reward_funcs": [{"regex": "a"}]}, "merge_aware"),
     ],

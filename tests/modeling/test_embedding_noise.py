@@ -64,6 +64,16 @@ def test_evaluation_has_none():
     assert not model.base_model._forward_pre_hooks
 
 
+def test_embeddings_without_a_forward_have_the_scale_of_the_row():
+    model = tiny("Llama", adapter=False).train()
+    embeddings, ids = model.get_input_embeddings(), torch.randint(1, 100, (1, 400))
+    with noisy_embeddings(model, ALPHA), torch.no_grad():
+        model.base_model(input_ids=ids[:, :25], use_cache=False)
+        noisy = embeddings(ids)
+    bound = ALPHA / (400 * noisy.shape[-1]) ** 0.5
+    assert float((noisy - embeddings(ids)).detach().abs().max()) == pytest.approx(bound, rel=0.01)
+
+
 def test_lengths_need_no_values_of_the_batch():
     """Meta tensors have no values, as a CUDA graph's capture has none on the host."""
     ids = torch.empty(2, 50, dtype=torch.int64, device="meta")

@@ -509,8 +509,9 @@ def _task_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     ):
         wrong = f"target_modules: one regular expression with {chosen}, whose adapter is saved for the backbone alone"
         yield "target_modules", wrong, "give a list of names, or all-linear"
-    if config.qat_scheme is not None:
-        yield "qat_scheme", f"{config.written('qat_scheme')} with {chosen}", "remove qat_scheme"
+    if config.storage.rounds:
+        key = "merge_aware" if config.merge_aware else "qat_scheme"
+        yield key, f"{config.written(key)} with {chosen}", f"remove {key}"
 
 
 def _full_fine_tuning_contradictions(config: RunKeys) -> Iterator[Contradiction]:

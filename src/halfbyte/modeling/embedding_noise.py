@@ -31,12 +31,13 @@ def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCES
     if alpha is None:
         yield
         return
-    backbone, lengths = causal_lm_of(model).base_model, [torch.ones(())]
+    backbone = causal_lm_of(model).base_model
+    lengths: list[Tensor] = []  # of the forward that runs
 
     def read_lengths(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if tokens is not None and module.training:
-            lengths[0] = document_lengths(tokens, kwargs, mesh)
+            lengths[:] = [document_lengths(tokens, kwargs, mesh)]
         text = getattr(module, "language_model", module)
         if text.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME):
             kwargs.pop(ATTENTION_MASK, None)  # causal attention of rows that are padded on the right needs none
@@ -45,7 +46,8 @@ def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCES
     def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
         if not module.training:
             return output
-        scale = alpha / (lengths[0] * output.shape[-1]).sqrt()
+        tokens = lengths.pop() if lengths else torch.full((1, 1), float(output.shape[1]), device=output.device)
+        scale = alpha / (tokens * output.shape[-1]).sqrt()
         return output + torch.empty_like(output).uniform_(-1, 1) * scale.unsqueeze(-1).to(output.dtype)
 
     hooks = [
