@@ -71,6 +71,20 @@ def test_conversations_are_rendered_without_further_special_tokens(tmp_path):
     assert tokenizer.decode(data.train[1]["input_ids"]) == "b\n"
 
 
+def test_datasets_of_texts_and_conversations(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
+    chats = [{"messages": [{"role": "user", "content": c}], "label": c} for c in "ab"]
+    texts, chats = (
+        write(tmp_path / "a.jsonl", rows_of("sequence_classification", 2)),
+        write(tmp_path / "b.jsonl", chats),
+    )
+    chosen = config(texts, "sequence_classification").model_copy(update={"dataset": [str(texts), str(chats)]})
+    data = method_of(chosen).ready(chosen, tokenizer)
+    assert [tokenizer.decode(row["input_ids"]) for row in list(data.train)[2:]] == ["a\n", "b\n"]
+    assert data.report["train"]["label_names"] == ["a", "b", "bad", "good"]
+
+
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
 def test_numbers_as_labels(tmp_path, name):
     rows = [{"text": f"t{n}", "label": n % 3} for n in range(6)]

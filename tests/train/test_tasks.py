@@ -24,7 +24,7 @@ from halfbyte.methods import method_of
 from halfbyte.methods.answers import pooled, score
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import train
-from halfbyte.utils.errors import ConfigError, HalfbyteError, ModelError
+from halfbyte.utils.errors import CheckpointError, ConfigError, HalfbyteError, ModelError
 from tests.helpers.task_runs import TASKS, config_of, rows_of, run, save_inputs, write
 
 AUTO = {"token_classification": AutoModelForTokenClassification}
@@ -280,6 +280,17 @@ def test_a_merged_classifier_is_no_language_model(inputs, runs, tmp_path):
         train(config_of(inputs, tmp_path / "out", "embedding", model_name_or_path=str(tmp_path / "merged")))
 
 
+def test_an_adapter_of_other_labels_is_not_continued(inputs, runs, tmp_path):
+    path = str(runs("sequence_classification") / "adapter")
+    task, keys = "sequence_classification", {"adapter_path": path, "max_steps": 1, "eval_split_size": 8}
+    run(inputs, tmp_path / "more", task, **keys)
+    for labels in (["good", "bad"], ["bad", "good", "other"]):
+        with pytest.raises(CheckpointError, match="adapter_path"):
+            run(inputs, tmp_path / "out", task, labels=labels, **keys)
+    with pytest.raises(HalfbyteError, match="adapter_path"):
+        run(inputs, tmp_path / "out", "embedding", **keys)
+
+
 def test_preview_shows_texts_and_targets(inputs):
     for task in TASKS:
         keys = [f"model_name_or_path={inputs / 'model'}", f"dataset={inputs / task}.jsonl", f"method={task}"]
@@ -320,3 +331,19 @@ def test_families_without_a_class_of_the_task_are_refused(inputs, tmp_path):
     AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(folder)
     with pytest.raises(HalfbyteError, match="bert"):
         train(config_of(inputs, tmp_path / "out", "embedding", model_name_or_path=str(folder)))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_card_s_code_loads_the_model(inputs, runs, task):
+    output = runs(task)
+    card = (output / "README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0].replace("'adapter'", repr(str(output / "adapter")))
+    code = code.replace('"adapter"', repr(str(output / "adapter")))
+    if task == "embedding":
+        pytest.importorskip("sentence_transformers")
+    names: dict = {}
+    exec(code, names)
+    if task != "embedding":
+        labels = {"sequence_classification": "good", "token_classification": "O", "reranker": "LABEL_0"}
+        assert labels[task] in names["model"].config.id2label.values()

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, groupby
 from typing import Any
 
 import datasets
@@ -76,7 +77,9 @@ class TaskEncoder(Encoder):
         """Convert `document` and `location` to the columns of `ENCODED`; `words` are the indices of labelled words."""
         rows = [json.loads(document)["texts"] for document in batch["document"]]
         locations = [location for row, location in zip(rows, batch["location"], strict=True) for _ in row]
-        encoded = iter(self._encode([text for row in rows for text in row], locations))
+        located = zip([text for row in rows for text in row], locations, strict=True)
+        groups = groupby(located, key=lambda pair: _form(pair[0]))  # datasets may have texts of different forms
+        encoded = chain.from_iterable(self._encode(*map(list, zip(*group, strict=True))) for _, group in groups)
         columns: dict[str, list[Any]] = {name: [] for name in ENCODED}
         for row in rows:
             texts = [next(encoded) for _ in row]
@@ -102,17 +105,18 @@ class TaskEncoder(Encoder):
         return columns
 
     def _encode(self, texts: list[Any], locations: list[str]) -> list[tuple[np.ndarray, list[tuple[int, int]], int]]:
-        """Return ids, offsets (of words only) and length before truncation of each text."""
-        by_words, special = isinstance(texts[0], dict) and "words" in texts[0], True
+        """Return ids, offsets (of words only) and length before truncation of each text; all have one `_form`."""
+        form = _form(texts[0])
+        by_words, special = form == "words", True
         pairs: list[str] | None = None
         if by_words:
             strings = [" ".join(text["words"]) for text in texts]
-        elif isinstance(texts[0], dict):
+        elif form == "messages":
             assert self.template is not None
             rendered: list[Any] = self.template.turns_of(texts)
             check_rendered(rendered, locations)
             strings, special = [text for text, *_ in rendered], False
-        elif isinstance(texts[0], list):
+        elif form == "pair":
             strings, pairs = [first for first, _ in texts], [second for _, second in texts]
         else:
             strings = texts
@@ -141,6 +145,13 @@ class TaskEncoder(Encoder):
             unpadded = np.flatnonzero(ids != self.tokenizer.pad_token_id)
             at = unpadded if len(unpadded) else at[:1]  # transformers reads the first token of a text of padding
         return at[-1:], none
+
+
+def _form(text: Any) -> str:
+    """Return how a text is given: as words, messages, a pair, or a string."""
+    if isinstance(text, dict):
+        return "words" if "words" in text else "messages"
+    return "pair" if isinstance(text, list) else "string"
 
 
 def _first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

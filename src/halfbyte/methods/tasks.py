@@ -8,9 +8,13 @@ sentence-transformers'.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..utils.errors import ConfigError, DataError
+from ..reading.model_config import CONFIG, read_config
+from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header
+from ..utils.errors import CheckpointError, ConfigError, DataError
+from ..utils.text import brief
 from .base import LOSS, Batch, Collate, Method, Metric, Numbers
 
 if TYPE_CHECKING:
@@ -26,6 +30,27 @@ RECALLS = (Metric("recall_at_1", "recall@1", ".3f"), Metric("recall_at_10", "rec
 CORRELATIONS = (Metric("spearman", "Spearman", ".3f"), Metric("pearson", "Pearson", ".3f"))
 LOSS_ONLY = Numbers()
 F1 = Metric("f1", "macro F1", ".3f")
+
+
+def _check_saved_head(folder: Path, labels: list[str] | None) -> None:
+    """Check that the adapter to continue has the labels of the run's rows, in the same order.
+
+    Raises:
+        CheckpointError: it has others.
+    """
+    head = read_header(folder / ADAPTER, ADAPTER_AGAIN).get("base_model.model.score.weight")
+    outputs, fix = (
+        1 if labels is None else len(labels),
+        "name the labels in its order in `labels`, or remove adapter_path",
+    )
+    if head is not None and head["shape"][0] != outputs:
+        raise CheckpointError(f"adapter_path: {folder} has {head['shape'][0]} labels, and the run {outputs}", fix)
+    if labels is None or not (folder / CONFIG).is_file():
+        return
+    saved = read_config(folder).get("id2label")
+    if isinstance(saved, dict) and list(saved.values()) != labels:
+        wrong = f"adapter_path: {folder} has the labels {brief(list(saved.values()))}, and the run {brief(labels)}"
+        raise CheckpointError(wrong, fix)
 
 
 @dataclass(frozen=True)
@@ -74,6 +99,8 @@ class Task(Method):
         from ..data.label_ids import check_contrast
 
         report = data.report["train"]
+        if config.adapter_path:
+            _check_saved_head(Path(config.adapter_path), report.get("label_names"))
         if "labels" in report:
             words = config.method == "token_classification"
             check_contrast(report["labels"], report["documents"], "words" if words else config.problem_type)
@@ -241,6 +268,7 @@ class Embedding(Task):
         )
 
     def check_training(self, config: RunKeys, data: PreparedData) -> None:
+        super().check_training(config, data)
         rows = min(config.per_device_train_batch_size, data.report["train"]["documents"])
         texts = min(count for counts in data.train["texts"] for count in counts)
         alone = config.loss_type == "cosent" or (config.loss_type == "multiple_negatives_ranking" and texts < 3)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ..adapter_kinds import adapter_type_of, find_adapter_kind
-from ..config.methods import SCORES
+from ..config.methods import SCORES, TASKS
 from ..methods import METHODS
 from ..reading.tensors import OVERRIDES
 from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_CONFIG
@@ -113,7 +113,13 @@ def _usage(run: Run, published: bool) -> str:
         lines.append(f'model = AutoModelForCausalLM.from_pretrained("{weights}", dtype="auto")')
         lines.append(f"tokenizer = {tokenizer}")
         return "\n".join(lines)
+    if run.config.get("method") == "embedding":
+        lines = ["from sentence_transformers import SentenceTransformer", f'model = SentenceTransformer("{weights}")']
+        return "\n".join([*lines, 'queries = model.encode(["..."], prompt_name="query")'])
     head = f", num_labels={labels}" if labels else ""
+    if run.config.get("method") in TASKS:  # config.json beside the adapter names the labels
+        lines[0] = f"from transformers import AutoConfig, {loader}, AutoTokenizer"
+        head = f', config=AutoConfig.from_pretrained("{weights}")'
     lines.insert(-1, "from peft import PeftModel")
     arguments = f'{_arguments_of_base(run, published)}{head}, dtype="auto"'
     if run.config.get("rope_scaling"):  # the base's own config.json has another scale

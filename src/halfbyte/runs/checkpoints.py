@@ -54,8 +54,8 @@ FREE_KEYS = frozenset(
         *("parallel", "gradient_accumulation_steps", "max_restarts", "pipeline_schedule"),
     ]
 )
-# Keys that a run derives from its data, whose digest is compared, if they are not set.
-DERIVED = ("labels", "num_labels")
+# Keys that a run derives, if they are not set, from its data, whose digest is compared, or from other keys.
+DERIVED = ("labels", "num_labels", "trainable_token_indices")
 
 SIZES = {"rows": "rows", "tokens": "tokens", "trained_tokens": "trained tokens"}  # of the training set
 # Keys whose input has a digest in the checkpoint, and the input in words.
