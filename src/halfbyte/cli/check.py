@@ -59,7 +59,7 @@ def _prepared(config: RunConfig, console: Console) -> PreparedRun:
         from ..train.several import prepare_adapters
         from ..utils.hardware import chosen_device
         from ..utils.notices import silent
-        from .model_facts import model_facts
+        from .model_facts import GENERATING, model_facts
 
     layout = layout_to_launch(config)
     rank_layout = config.layout if is_rank() else None
@@ -71,7 +71,10 @@ def _prepared(config: RunConfig, console: Console) -> PreparedRun:
         else:
             run = prepare_run(config, None, console, mesh, layout if mesh.size == 1 else None, writes=False)
     if mesh.is_main:
-        print_facts(console, model_facts(run.files.config, trust_remote_code=config.trust_remote_code))
+        facts = model_facts(run.files.config, trust_remote_code=config.trust_remote_code)
+        if run.method.scores is not None:  # it generates nothing
+            facts = {name: fact for name, fact in facts.items() if name not in GENERATING}
+        print_facts(console, facts)
     return run
 
 

@@ -24,6 +24,7 @@ PACKING = {
     "masks": "halfbyte makes the attention masks",
     "unpacked": "halfbyte unpacks documents in each step, which takes more time",
 }
+GENERATING = ("decoding", "GGUF")  # facts about models that generate text
 
 
 def model_facts(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:

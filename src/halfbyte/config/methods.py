@@ -101,7 +101,8 @@ class PreferenceSection(Section):
     loss_type: str | list[str] | None = method_field(
         tuple(LOSS_TYPES),
         None,
-        "loss by its name in TRL, for dpo also a list of losses with loss_weights; default: by method",
+        "loss by its name in TRL or sentence-transformers, for dpo also a list of losses with loss_weights; default: by"
+        " method",
     )
     loss_weights: list[float] | None = method_field(("dpo",), None, "weight of each loss_type; default: 1 each")
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = method_field(

@@ -92,8 +92,8 @@ class LabelIds:
             return {}
         if self.problem == "multi_label_classification":
             return {name: int(sum(row[number] for row in rows)) for number, name in enumerate(self.names)}
-        found = Counter(int(number) for row in rows for number in row)
-        return {name: found[number] for number, name in enumerate(self.names)}
+        counts = Counter(int(number) for row in rows for number in row)
+        return {name: counts[number] for number, name in enumerate(self.names)}
 
     def _rows(self, targets: Sequence[Any], locations: Sequence[str]) -> Iterator[tuple[list[Any], str]]:
         """Yield the labels of each row as a list of texts, numbers or truths, all of the first one's type."""

@@ -126,11 +126,11 @@ class TaskEncoder(Encoder):
         if max(lengths) > self.max_length:
             encoded = self.tokenizer(strings, pairs, truncation=True, max_length=self.max_length, **options)
         offsets = encoded["offset_mapping"] if by_words else [()] * len(texts)
-        found = []
+        encoded_texts = []
         for text, ids, spans, length in zip(texts, encoded["input_ids"], offsets, lengths, strict=True):
             words = _first_tokens(text["words"], spans) if by_words else []
-            found.append((np.asarray(ids, dtype=np.int64), words, length))
-        return found
+            encoded_texts.append((np.asarray(ids, dtype=np.int64), words, length))
+        return encoded_texts
 
     def _read(self, ids: np.ndarray, words: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices of the tokens to read, and the word of each (only for "words")."""
@@ -156,16 +156,16 @@ def _form(text: Any) -> str:
 
 def _first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the first token of each word and the word's index; words without a token of their own are left out."""
-    found, begin, token = [], 0, 0
+    first_tokens, begin, token = [], 0, 0
     for number, word in enumerate(words):
         end = begin + len(word)
         while token < len(offsets) and offsets[token][1] <= begin:
             token += 1
         if token < len(offsets) and offsets[token][0] < end and len(word):
-            found.append((token, number))
+            first_tokens.append((token, number))
             token += 1
         begin = end + 1
-    return found
+    return first_tokens
 
 
 def preparer_of_tasks(config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> Prepare:
@@ -330,11 +330,11 @@ def _only_labelled(encoded: Dataset, features: Mapping[str, Any]) -> Dataset:
         zip(columns["labels"], columns["words"], columns["target"], strict=True)
     ):
         read = [token for token, label in enumerate(labels) if label != IGNORE_INDEX]
-        kept = [targets[word] != UNLABELLED for word in words]
-        for token, is_kept in zip(read, kept, strict=True):
-            labels[token] = labels[token] if is_kept else IGNORE_INDEX
-        columns["target"][at] = [targets[word] for word, is_kept in zip(words, kept, strict=True) if is_kept]
-        if not any(kept) and not columns["dropped"][at]:
+        of_words = [targets[word] for word in words]
+        for token, target in zip(read, of_words, strict=True):
+            labels[token] = labels[token] if target != UNLABELLED else IGNORE_INDEX
+        columns["target"][at] = [target for target in of_words if target != UNLABELLED]
+        if not columns["target"][at] and not columns["dropped"][at]:
             columns["dropped"][at] = UNREAD
     return Table.from_dict(columns, features=datasets.Features({**ENCODED, **features}))
 

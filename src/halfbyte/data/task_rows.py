@@ -136,10 +136,9 @@ def _check_loss(source: Source, layout: str, loss_type: str) -> None:
     scored = layout != WITH_NEGATIVES
     if scored == (loss_type != "multiple_negatives_ranking"):
         return
-    found, fix = ("scores", "cosent, or cosine_similarity") if scored else ("positives", "multiple_negatives_ranking")
     raise DataError(
         f"{source.path} holds {layout}, and loss_type: {loss_type} needs {'positives' if scored else 'scores'}",
-        f"set loss_type: {fix}, or map the columns of {found if scored else 'the scores'} with column_mapping",
+        f"set loss_type: {'cosent or cosine_similarity' if scored else 'multiple_negatives_ranking'}",
     )
 
 

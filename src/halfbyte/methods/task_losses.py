@@ -69,12 +69,11 @@ def ranknet(scores: Tensor, target: Tensor, row: Tensor) -> Tensor:
         scores, target: fp32 [N].
         row: int64 [N], the query of each document; -1: padding.
     """
-    pairs = _same_query(row) & (target.unsqueeze(1) > target)
+    same = _same_query(row)
+    pairs = same & (target.unsqueeze(1) > target)
     losses = torch.where(pairs, F.softplus(scores - scores.unsqueeze(1)), 0)
-    count = torch.where(_same_query(row), pairs.sum(1, keepdim=True).float(), 0).sum(
-        0
-    )  # pairs of each document's query
-    return (losses.sum(1) / count.clamp(min=1)).sum()
+    pairs_of_query = same.float() @ pairs.sum(1).float()  # [N], by document
+    return (losses.sum(1) / pairs_of_query.clamp(min=1)).sum()
 
 
 def listnet(scores: Tensor, target: Tensor, row: Tensor) -> Tensor:
@@ -83,10 +82,10 @@ def listnet(scores: Tensor, target: Tensor, row: Tensor) -> Tensor:
     Args: as of `ranknet`.
     """
     same = _same_query(row)
-    normal = same | torch.eye(len(row), dtype=torch.bool, device=row.device)  # padding is a list of its own
+    in_list = same | torch.eye(len(row), dtype=torch.bool, device=row.device)  # padding is a list of one
 
     def log_share(values: Tensor) -> Tensor:
-        return values - values.expand(len(values), -1).masked_fill(~normal, MASKED).logsumexp(1)
+        return values - values.expand(len(values), -1).masked_fill(~in_list, MASKED).logsumexp(1)
 
     losses = -log_share(target).exp() * log_share(scores)
     return torch.where(row >= 0, losses, 0).sum()

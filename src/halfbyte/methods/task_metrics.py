@@ -70,9 +70,9 @@ def retrieval(
     ranked = []
     for batch in torch.tensor(sorted(rows.values())).split(QUERIES_AT_ONCE):
         top = (queries[batch] @ corpus.mT).topk(min(CUTOFF, len(corpus))).indices.tolist()
-        for row, found in zip(batch.tolist(), top, strict=True):
+        for row, documents_of_row in zip(batch.tolist(), top, strict=True):
             positive = relevant[int(query_hash[row])]
-            ranked.append(([float(document in positive) for document in found], [1.0] * len(positive)))
+            ranked.append(([float(document in positive) for document in documents_of_row], [1.0] * len(positive)))
     return _ranking_numbers(ranked)
 
 
@@ -107,8 +107,7 @@ def _of_query(ordered: list[float], gains: list[float]) -> Iterator[tuple[str, f
     threshold = RELEVANT if max(gains) >= RELEVANT else max(gains)
     relevant = sum(gain >= threshold for gain in gains)
     for cutoff in (1, CUTOFF):
-        found = sum(gain >= threshold for gain in ordered[:cutoff])
-        yield f"recall_at_{cutoff}", found / relevant
+        yield f"recall_at_{cutoff}", sum(gain >= threshold for gain in ordered[:cutoff]) / relevant
 
 
 def _dcg(gains: list[float]) -> float:

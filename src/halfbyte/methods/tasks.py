@@ -39,10 +39,8 @@ def _check_saved_head(folder: Path, labels: list[str] | None) -> None:
         CheckpointError: it has others.
     """
     head = read_header(folder / ADAPTER, ADAPTER_AGAIN).get("base_model.model.score.weight")
-    outputs, fix = (
-        1 if labels is None else len(labels),
-        "name the labels in its order in `labels`, or remove adapter_path",
-    )
+    outputs = 1 if labels is None else len(labels)
+    fix = "name the labels in its order in `labels`, or remove adapter_path"
     if head is not None and head["shape"][0] != outputs:
         raise CheckpointError(f"adapter_path: {folder} has {head['shape'][0]} labels, and the run {outputs}", fix)
     if labels is None or not (folder / CONFIG).is_file():
