@@ -32,6 +32,9 @@ CASES = {
     "step_llama8b_4x2048_fp8_nf4_h200": f"{STEP} --recipe fp8-hybrid --graph --no-floor",
     "step_qwen06b_2x2048_h200": "step --model qwen3-0.6b --batch 2 --length 2048 --graph --peers unsloth",
     "step_qwen06b_2x512_h200": "step --model qwen3-0.6b --batch 2 --length 512 --graph --peers unsloth",
+    "adapters_llama8b_h200": f"{STEP} --graph --no-floor --adapters lora use_dora=true lora_dropout=0.05 lora_fa=true",
+    "experts_h200": "step --model qwen3-30b-a3b --layers 8 --batch 4 --length 2048 --no-floor "
+    "--storage nf4 kbit3 int4 nvfp4 fp8:row",
     "published_steps_h200": "step --model qwen3-8b --batch 2 --length 2048 --accumulation 4 --graph --no-floor",
     "packed_llama8b_h200": "step --model llama-3.1-8b --length 16384 --documents 24 --graph",
     "context_llama8b_1x360448_h200": "step --model llama-3.1-8b --batch 1 --length 360448 --policy tiled "

@@ -113,6 +113,19 @@ def decode_table(results: Results) -> Rows:
     return rows
 
 
+def adapter_table(results: Results) -> Rows:
+    rows: Rows = [("adapter", "ms a step", "of LoRA in the same process", "peak GiB", "commit")]
+    for result in results.values():
+        lora = result["runs"]["halfbyte, graph"]
+        for name, run in result["runs"].items():
+            words = name.split(", ")[1:-1] or ["lora"]
+            if name.endswith(", graph"):
+                share = run["ms"] / run.get("lora_ms", lora["ms"])  # some were measured in a process of their own
+                peak = f"{run['peak_gib']:.1f}" if "peak_gib" in run else ""
+                rows.append((*words, f"{run['ms']:.1f}", f"{share:.3f}", peak, run.get("commit", result["commit"])))
+    return rows
+
+
 STEPS = (
     "One QLoRA step (NF4 with nested scales unless stated, r = 16, seven linears, random weights and tokens): "
     "forward, backward and AdamW, median of ten. The floor is the sum of every GEMM and the attention, each timed at "
@@ -158,6 +171,18 @@ SECTIONS = (
         "r = 16 on experts and attention, checkpointed; it publishes 2.397 s a step, and 2.544 for Unsloth, on an H100 "
         "NVL with rows of Alpaca, where the rows here have 256 random tokens.",
         {}, published_table,
+    ),
+    Section(
+        "Adapters", r"adapters_.*",
+        "Steps of an 8B at 4×2048 with other adapters than LoRA on the seven linears, r = 16, as CUDA graphs. The peak "
+        "of a process with several adapters is that of all of them, and left out.",
+        {}, adapter_table,
+    ),
+    Section(
+        "Experts by format", r"experts_.*",
+        "The step of qwen3-30b-a3b at 4×2048 with 8 of its 48 layers, the experts and linears stored in each format, "
+        "launched from Python.",
+        {}, step_table,
     ),
     Section(
         "Two GPUs", r"several_gpus_.*|sharded_.*",

@@ -85,7 +85,7 @@ def what(result: dict[str, Any]) -> str:
         words.append(f"within {result['memory_limit_gib']:g} GiB")
     if result.get("recipe", "bf16") != "bf16":
         words.append(result["recipe"])
-    if result.get("storage", "nf4") != "nf4":
+    if result.get("storage", "nf4") != "nf4" and "," not in result["storage"]:
         words.append(f"{result['storage']} weights")
     return ", ".join(words)
 

@@ -12,13 +12,15 @@ own processes (`benchmarks.step_peers`).
 seed. The floor then has the attention of each document at its own length.
 
 --checkpointing is transformers' for halfbyte and each peer's own for the peer. --policy replaces it for halfbyte
-(`halfbyte.plan.policy`); --memory-limit-gib, --recipe, --storage and --adapter (keys of a run: use_dora=true) also
-apply to halfbyte only. The floor stays in bf16.
+(`halfbyte.plan.policy`); --memory-limit-gib, --recipe, --storage and --adapters also apply to halfbyte only. The floor
+stays in bf16. Several formats, or several adapters (`--adapters lora use_dora=true lora_dropout=0.05`: keys of a run),
+are compared in one process.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -153,30 +155,56 @@ class Training:
 
 
 def ours(given: argparse.Namespace, documents: list[int] | None) -> dict[str, dict[str, Any]]:
-    """Time halfbyte's step launched from Python and, with --graph, as a CUDA graph from the same start."""
-    shape = given.model, given.batch, given.length
+    """Time halfbyte's step of each storage and adapter, launched from Python and, with --graph, as a CUDA graph."""
     if given.memory_limit_gib:
         capacity = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(given.memory_limit_gib * 2**30 / capacity)
-    activations = levels(*shape, given.policy, given.memory_limit_gib) if given.policy else None
-    options = {
-        "activations": activations, "recipe": given.recipe, "storage": given.storage,
-        "accumulation": given.accumulation, "adapter": given.adapter,
-    }  # fmt: skip
-    training = Training(*shape, "cuda", checkpointing=given.checkpointing and not given.policy, **options)
+    shape = given.model, given.batch, given.length
+    given.activations = levels(*shape, given.policy, given.memory_limit_gib) if given.policy else None
+    results = {}
+    for storage, adapter in itertools.product(given.storage, given.adapters):
+        name = ", ".join(word for word in ("halfbyte", *variant_words(given, storage, adapter)) if word)
+        results |= {f"{name}{way}": run for way, run in variant(given, documents, storage, adapter).items()}
+        free_memory()
+    return results
+
+
+def variant_words(given: argparse.Namespace, storage: str, adapter: dict[str, Any]) -> tuple[str, str]:
+    """Return the storage and the adapter's keys, as words of a run's name, if the benchmark compares several."""
+    keys = " ".join(f"{key}={value}" for key, value in adapter.items())
+    return storage if len(given.storage) > 1 else "", keys if len(given.adapters) > 1 else ""
+
+
+def variant(
+    given: argparse.Namespace, documents: list[int] | None, storage: str, adapter: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Time one storage and adapter: "" for the step launched from Python, and ", graph" from the same start."""
+    training = Training(
+        given.model,
+        given.batch,
+        given.length,
+        "cuda",
+        checkpointing=given.checkpointing and not given.policy,
+        activations=given.activations,
+        recipe=given.recipe,
+        storage=storage,
+        accumulation=given.accumulation,
+        adapter=adapter,
+    )
     print(training.report)
     if documents:
         training.batch = packed_batch(given.model, documents, "cuda")
     tokens = given.batch * given.length * given.accumulation
-    results = {"halfbyte": timed(lambda: training.step(training.batch), tokens, given.steps)}
+    results = {"": timed(lambda: training.step(training.batch), tokens, given.steps)}
     if given.graph:
         from halfbyte.train.graph import ShapeGraphs
 
         training.restart()
         free_memory()
         graphed = ShapeGraphs(training.step, training.optimizer.zero_grad)
-        results["halfbyte, graph"] = timed(lambda: graphed(training.batch), tokens, given.steps)
-        check_losses(results["halfbyte"]["losses"], results["halfbyte, graph"]["losses"])
+        results[", graph"] = timed(lambda: graphed(training.batch), tokens, given.steps)
+        check_losses(results[""]["losses"], results[", graph"]["losses"])
+        graphed.drop()
     return results
 
 
@@ -217,10 +245,10 @@ def packed_batch(name: str, lengths: list[int], device: str) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
-def key_and_value(word: str) -> tuple[str, Any]:
-    """Return the key of a run and its value, read as YAML."""
-    key, _, value = word.partition("=")
-    return key, yaml.safe_load(value)
+def keys_of(words: str) -> dict[str, Any]:
+    """Return the keys of a run in KEY=VALUE,…, whose values are YAML; none for "lora"."""
+    pairs = [word.partition("=") for word in words.split(",") if word != "lora"]
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -234,8 +262,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--policy", help="activation level of halfbyte, or auto")
     made.add_argument("--memory-limit-gib", type=float, help="limit of halfbyte's process and of its plan")
     made.add_argument("--recipe", default="bf16", help="arithmetic of halfbyte's GEMMs with frozen weights")
-    made.add_argument("--storage", default="nf4", help="format of halfbyte's frozen weights")
-    made.add_argument("--adapter", nargs="*", type=key_and_value, default=[], metavar="KEY=VALUE")
+    made.add_argument("--storage", nargs="+", default=["nf4"], help="formats of halfbyte's frozen weights")
+    made.add_argument("--adapters", nargs="+", type=keys_of, default=[{}], metavar="lora|KEY=VALUE,…")
     made.add_argument("--layers", type=int, help="decoder layers instead of the model's number")
     made.add_argument("--steps", type=int, default=STEPS, help="timed steps; 0: the first step only")
     made.add_argument("--no-floor", action="store_true")
@@ -248,7 +276,6 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
     require_gpu()
-    given.adapter = dict(given.adapter)
     if given.layers:
         MODELS[given.model][1]["num_hidden_layers"] = given.layers
     documents = document_lengths(given.documents, given.length) if given.documents else None
@@ -271,11 +298,10 @@ def main(words: Sequence[str] | None = None) -> None:
         "policy",
         "memory_limit_gib",
         "recipe",
-        "storage",
-        "adapter",
+        "adapters",
         "layers",
     ]
-    result = {key: getattr(given, key) for key in keys}
+    result = {key: getattr(given, key) for key in keys} | {"storage": ",".join(given.storage)}
     if documents:
         result |= {"tokens": given.length, "documents": documents}
     write_result(given.json, {**result, "floor": least, "runs": runs})
