@@ -13,6 +13,7 @@ from halfbyte.formats.retained_update import RetainedUpdate
 from halfbyte.layers import QuantizedLinear
 from halfbyte.layers.quantized import hold_table, quantized_parameter
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ModelError
 from halfbyte.utils.notices import notices_so_far, reset_notices
 
 FORMATS = ["blockwise4:nf4:64:nested", "kbit:3:nf", "int8", "fp8:row", "hqq:4:64", "nvfp4:1d:plain"]
@@ -167,13 +168,14 @@ def test_a_copied_model_is_unmerged_by_subtraction():
     assert (copied(X) - expected).norm() < 0.3 * expected.norm()
 
 
+@pytest.mark.parametrize(("safe", "error"), [(True, ValueError), (False, ModelError)])
 @torch.no_grad()
-def test_a_merge_that_fails_changes_nothing():
+def test_a_merge_that_fails_changes_nothing(safe, error):
     model = adapted()
     before, layer = stored_bytes(model), model.base_model.model[2]
     layer.lora_B["default"].weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="NaN"):
-        layer.merge(safe_merge=True)
+    with pytest.raises(error, match="NaN"):
+        layer.merge(safe_merge=safe)
     assert_bytes(model, before)
     assert isinstance(layer.base_layer.weight, QuantizedTensor)
     assert not layer.merged

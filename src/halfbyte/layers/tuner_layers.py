@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..formats.retained_update import RetainedUpdate
 from ..tensor import QuantizedTensor
+from ..utils.errors import ModelError
 from ..utils.notices import notice
 
 _updates: ContextVar[list[RetainedUpdate] | None] = ContextVar("updates", default=None)
@@ -191,7 +192,11 @@ def _merging(merge: Callable[..., Any]) -> Callable[..., Any]:
             return result
         restorable = unmerged is not None and unmerged.belong_to(weight)
         without = weight.dequantize(torch.float32)
-        _store(layer, copies)
+        try:
+            _store(layer, copies)
+        except ModelError:  # NaN, or a format that halfbyte cannot write
+            layer.merged_adapters[:] = merged_before
+            raise
         layer.unmerged = replace(unmerged, version=weight._version) if restorable else None
         update = copies[_weight_name(layer)].float() - without
         retained = RetainedUpdate.of(weight.dequantize(torch.float32), without, update)
