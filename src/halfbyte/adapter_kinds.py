@@ -257,7 +257,6 @@ ADAPTERS = [
     _peft_row("DEFT", "DEFT"),
     _peft_row("DELORA", "DeLoRA", reads_base=True),
     _peft_row("FOURIERFT", "FourierFT"),
-    _peft_row("GRALORA", "GraLoRA"),
     _peft_row("HIRA", "HiRA"),
     _peft_row("HRA", "HRA"),
     _peft_row("IA3", "(IA)³", {"feedforward_modules": []}, merges_bias=True),
@@ -266,10 +265,8 @@ ADAPTERS = [
     _peft_row("LOHA", "LoHa"),
     _peft_row("LOKR", "LoKr"),
     _peft_row("MISS", "MiSS"),
-    _peft_row("OFT", "OFT"),
     _peft_row("PEANUT", "PEANuT"),
     _peft_row("PSOFT", "PSOFT", reads_base=True),
-    _peft_row("PVERA", "PVeRA"),
     _peft_row("RANDLORA", "RandLoRA"),
     _peft_row("ROAD", "RoAd", merges_bias=True),
     _peft_row("SUPERTUNING", "Super-Tuning", reads_base=True, unmergeable=_ONE_DTYPE),
@@ -284,7 +281,9 @@ ADAPTERS = [
 _VIRTUAL = "it puts virtual tokens before each row, and halfbyte's rows, positions and caches have none"
 _OWN_LOOP = "train it with PEFT and transformers' Trainer on the model of halfbyte.load_model"
 _READS_VALUES = "PEFT builds it from the values of the weights, which the memory plan does not have"
+_NOT_RECOMPUTED = "its gradients differ where fused layers compute activations again in the backward"
 UNTRAINED_TYPES = {
+    **dict.fromkeys(("GRALORA", "OFT", "PVERA"), (_NOT_RECOMPUTED, _OWN_LOOP)),
     **dict.fromkeys(("ADAMSS", "FROD", "SHIRA"), (_READS_VALUES, _OWN_LOOP)),
     **dict.fromkeys(("CARTRIDGE", "CPT", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"), (_VIRTUAL, _OWN_LOOP)),
     **dict.fromkeys(("MULTITASK_PROMPT_TUNING", "POLY"), ("its forward needs a task id for each row", _OWN_LOOP)),

@@ -8,12 +8,17 @@ from peft import PeftModel, PeftType
 from typer.testing import CliRunner
 
 from halfbyte.adapter_kinds import ADAPTERS, UNTRAINED_TYPES
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.cli import app
-from halfbyte.config import load_config
+from halfbyte.config import RunConfig, load_config
 from halfbyte.loading.load import load_model
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.patch import patch
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import finetune
 from halfbyte.utils.errors import ConfigError, ModelError
+from tests.adapters.test_peft_types import IDS
+from tests.adapters.test_peft_types import base as quantized_llama
 from tests.helpers.merge_runs import by_peft, save_base, sums, tensors
 
 OPTIONS = {
@@ -21,15 +26,12 @@ OPTIONS = {
     "C3A": {"block_size": 16},
     "DELORA": {"r": 4},
     "FOURIERFT": {"n_frequency": 50},
-    "GRALORA": {"r": 8},
     "HIRA": {"r": 4},
     "IA3": {"feedforward_modules": ["down_proj"]},
     "LILY": {"r": 4},
     "MISS": {"r": 4},
-    "OFT": {"oft_block_size": 16},
     "PEANUT": {"r": 4},
     "PSOFT": {"r": 8},
-    "PVERA": {"r": 8},
     "RANDLORA": {"r": 8},
     "ROAD": {"group_size": 16},
     "TINYLORA": {"u": 8},
@@ -40,7 +42,7 @@ OPTIONS = {
 }
 ROWS = {row.peft_type: row for row in ADAPTERS if row.peft_type != "LORA"}
 # Types whose file lacks tensors that PEFT computes when it adds the adapter; `halfbyte merge` refuses them.
-COMPUTED = {"BOFT", "OFT", "PSOFT", "UNILORA"}
+COMPUTED = {"BOFT", "PSOFT", "UNILORA"}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,32 @@ def test_another_size_than_the_layers_is_refused_by_name(folder, tmp_path):
         )  # fmt: skip
 
 
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("activations", ["keep", "recompute", "checkpoint"])
+@pytest.mark.parametrize("peft_type", ROWS)
+def test_fused_forwards_leave_its_modules_to_peft(peft_type, activations):
+    keys = {"model_name_or_path": "m", "dataset": "d", "peft_type": peft_type, "peft_config": OPTIONS.get(peft_type)}
+    model = add_adapter(quantized_llama(), RunConfig(**keys)).train()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+    def step():
+        model.zero_grad()
+        loss, _ = causal_lm_loss(model, {"input_ids": IDS, "labels": IDS})
+        loss.backward()
+        return loss.detach(), {name: parameter.grad for name, parameter in trained.items()}
+
+    loss, expected = step()
+    patch(model, activations=activations)
+    fused_loss, gradients = step()
+    torch.testing.assert_close(fused_loss, loss)
+    for name, gradient in gradients.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4 * scale + 1e-8)
+
+
 def load(**keys):
     return load_config(None, {"model_name_or_path": "m", "dataset": "d"} | keys)
 
@@ -119,7 +147,15 @@ def test_types_that_a_run_does_not_train_are_refused_with_the_reason(peft_type):
         ({"peft_type": "loha", "peft_config": {"r": True}}, "peft_config: {r: True}"),
         ({"peft_type": "loha", "peft_config": {"target_modules": ["q_proj"]}}, "target_modules is a key of the run"),
         ({"peft_type": "loha", "peft_config": {"task_type": "SEQ_CLS"}}, "task_type"),
-        ({"peft_type": "oft", "peft_config": {"r": 4, "oft_block_size": 32}}, "peft_config"),
+        (
+            {
+                "peft_type": "delora",
+                "layers_to_transform": [0],
+                "target_modules": ["q_proj"],
+                "peft_config": {"r": "a"},
+            },
+            "peft_config",
+        ),
         (
             {"peft_type": "ia3", "target_modules": ["q_proj"], "peft_config": {"feedforward_modules": ["up_proj"]}},
             "up_proj|subset",
