@@ -25,7 +25,7 @@ from halfbyte.kernels.device import device_of
 from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.attention import Scores
 from halfbyte.ops.cross_entropy import Objective
-from halfbyte.ops.decode import DecoderLayer, Projections, Stack, Weight4
+from halfbyte.ops.decode import DecoderLayer, PackedLinear, Projections, Stack
 from halfbyte.ops.dropout import Dropout
 from halfbyte.ops.experts import LowRank, StackedWeight, Unit
 from halfbyte.ops.glu import ACTIVATIONS
@@ -452,16 +452,18 @@ def tiles(rows: int, columns: int) -> Tensor:
     return empty(-(-rows // TILE), -(-columns // TILE))
 
 
-def decoder_stack(batch: int, dtype: torch.dtype, size: int, eight: bool) -> tuple[Tensor, Stack]:
+def decoder_stack(
+    batch: int, dtype: torch.dtype, size: int, eight: bool, spec: str = "blockwise4:nf4:64:plain"
+) -> tuple[Tensor, Stack]:
     """A small layer on the CPU: its kernel's launcher reads values."""
-    heads, key_heads, width, inner, slots = 8, 2, 512, 1024, 64
+    heads, key_heads, width, inner, slots, format_ = 8, 2, 512, 1024, 64, from_spec(spec)
 
     def projections(rows: list[int], columns: int) -> Projections:
-        weights = [
-            Weight4(torch.zeros(each * columns // 2, 1, dtype=torch.uint8), torch.zeros(each * columns // 64), None, 64,
-                    "nf4", each, None)
-            for each in rows
-        ]  # fmt: skip
+        weights = []
+        for each in rows:
+            specs = format_.part_specs((each, columns)).items()
+            parts = {name: torch.zeros(shape, dtype=part_dtype) for name, (shape, part_dtype) in specs}
+            weights.append(PackedLinear(format_.product(parts, (each, columns)), each, columns, None))
         ups = [(16 * i, torch.zeros(each, 16, dtype=dtype)) for i, each in enumerate(rows)]
         return Projections(weights, torch.zeros(16 * len(rows), columns, dtype=dtype), ups, None)
 

@@ -4,16 +4,28 @@ import dataclasses
 
 import torch
 
-from halfbyte.ops.decode import DecoderLayer, Projections, Stack, Weight4, decode_layers
-from tests.helpers.linear_cases import arguments
+from halfbyte.formats import from_spec
+from halfbyte.ops.decode import DecoderLayer, PackedLinear, Projections, Stack, decode_layers
 
 
-def projections(rows, columns, dtype, device, ranks, masked, bias, nested):
+def packed_linear(rows, columns, spec, order, bias, device):
+    """A linear of random weights in this format; `order`: of its columns, for formats that store one."""
+    format_ = from_spec(spec)
+    parts = format_.quantize(torch.randn(rows, columns) * 0.05)
+    parts = {name: part.to(device) for name, part in parts.items()}
+    product = format_.product(parts, (rows, columns))
+    return PackedLinear(product if order is None else product._replace(order=order), rows, columns, bias)
+
+
+def projections(rows, columns, dtype, device, ranks, masked, bias, spec, ordered):
     """Linears with these numbers of rows; `ranks`: ranks of each linear's adapters."""
-    weights = []
+    weights, order = [], None
+    if ordered:
+        order = torch.randperm(columns)
+        order = torch.stack([order, order.argsort()]).int().to(device)
     for each in rows:
         added = (torch.randn(each) * 0.1).to(dtype).to(device) if bias else None
-        weights.append(Weight4(*arguments(each, columns, "nf4", 64, nested, device), added))
+        weights.append(packed_linear(each, columns, spec, order, added, device))
     if not any(ranks):
         return Projections(weights, None, [None] * len(rows), None)
     ups, begin = [], 0
@@ -28,7 +40,8 @@ def projections(rows, columns, dtype, device, ranks, masked, bias, nested):
 
 def stack(
     batch, dtype, device="cpu", layers=2, width=256, inner=512, heads=4, key_heads=2, size=64, slots=32, slot=20,
-    lora=False, masked=False, bias=False, qk_norm=False, window=None, nested=True, fp8=False,
+    lora=False, masked=False, bias=False, qk_norm=False, window=None, spec="blockwise4:nf4:64:nested",
+    ordered=False, fp8=False,
 ):  # fmt: skip
     """(hidden, stack): caches hold random numbers, and those before each row's padding must be ignored."""
 
@@ -37,7 +50,7 @@ def stack(
 
     def linears(rows, columns, ranks):
         ranks = ranks if lora else [0] * len(rows)
-        return projections(rows, columns, dtype, device, ranks, batch if masked else None, bias, nested)
+        return projections(rows, columns, dtype, device, ranks, batch if masked else None, bias, spec, ordered)
 
     def layer():
         queries, keys = heads * size, key_heads * size

@@ -15,22 +15,13 @@ def arguments(rows, columns, kind="nf4", blocksize=64, nested=True, device="cpu"
     return parts["packed"], parts["absmax"], second, blocksize, kind, rows
 
 
-def term_of(batch, rows, rank, dtype, device):
-    """An adapter's u, a slice of longer rows, and B."""
-    u, b = torch.randn(batch, rank + 16) / rank, torch.randn(rows, rank)
-    return u.to(dtype).to(device)[:, 8 : 8 + rank], b.to(dtype).to(device)
-
-
-def check(function, batch, weight, columns, dtype, bias=True, rank=0):
+def check(function, batch, weight, columns, dtype, bias=True):
     """Compare with an fp64 product, up to rounding of the weights and of the result to `dtype`."""
     rows = weight[-1]
-    term = term_of(batch, rows, rank, dtype, weight[0].device) if rank else None
     x = torch.randn(batch, columns).to(dtype).to(weight[0].device)
     added = torch.randn(rows).to(dtype).to(weight[0].device) if bias else None
-    found = function(x, *weight, added, term) if rank else function(x, *weight, added)
+    found = function(x, *weight, added)
     assert (found.shape, found.dtype) == ((batch, rows), dtype)
     exact = linear_blockwise4.reference(x.float(), *weight, None if added is None else added.float()).double()
-    if term is not None:
-        exact += term[0].double() @ term[1].double().t()
     tolerance = 2e-6 + 2 * torch.finfo(dtype).eps
     assert (found.double() - exact).norm() <= tolerance * exact.norm(), (batch, rows, columns, dtype)

@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 from halfbyte.kernels.cuda import Image, decode_layers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PLAIN = "blockwise4:nf4:64:plain"
+GPTQ = "gptq:128:float16:runs"
 RUN = """
-extern "C" void run(u32 blocks, u32 threads, u32 bytes, Step *s, Weight *w) {
-    launch(blocks, threads, bytes, [&] { decode(*s, *w); }, true);
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, Step *s) {
+    launch(blocks, threads, bytes, [&] { decode(*s); }, true);
 }
 """
 LARGE = {"width": 2048, "inner": 5632, "heads": 16, "key_heads": 4, "size": 128, "slots": 512, "slot": 400}
@@ -45,7 +47,7 @@ def native():
         {"batch": 6, "lora": True, "masked": True},
         {"batch": 2, "lora": True},
         {"batch": 3, "lora": True, "masked": True, "bias": True},
-        {"batch": 4, "qk_norm": True, "window": 7, "nested": False},
+        {"batch": 4, "qk_norm": True, "window": 7, "spec": PLAIN},
         {"batch": 1, "size": 32, "heads": 6, "key_heads": 1, "slots": 33, "slot": 32, "width": 192},
         {"batch": 6, "dtype": BF16, "lora": True, "masked": True, "bias": True, "qk_norm": True},
         {"batch": 1, "dtype": BF16, "size": 32, "heads": 6, "key_heads": 1, "slots": 33, "slot": 32, "window": 7},
@@ -70,9 +72,9 @@ def runner(monkeypatch):
     def of(blocks):
         def run_of(hidden, stack):
             shape = decode_layers.Blocks(*blocks)
-            assert decode_layers.misfit(hidden, stack, 16 * shape.rt) is None
+            assert decode_layers.misfit(hidden, stack) is None
             stacked = decode_layers.Stacked(hidden, stack, shape)
-            built = decode_layers._kernel(-1, stacked.shared_bytes(), tuple(stacked.constants().items()))
+            built = stacked.kernel()
             return lambda x: stacked(built, x)
 
         return run_of
@@ -85,11 +87,21 @@ def runner(monkeypatch):
 @cases(
     ("blocks", "batch", "dtype", "keys"),
     emulated=[
-        ((1, 1, 2, 3), 1, BF16, {"lora": True}),
-        ((2, 1, 3, 2), 1, BF16, {"lora": True, "layers": 1}),
-        ((2, 1, 2, 2), 1, FP16, {"bias": True, "qk_norm": True, "nested": False, "layers": 1}),
-        ((1, 1, 2, 2), 3, FP16, {"lora": True, "masked": True, "bias": True, "nested": False}),
-        ((2, 1, 2, 2), 8, BF16, {"lora": True, "qk_norm": True, "window": 7, "layers": 1, "fp8": True}),
+        ((2, 3), 1, BF16, {"lora": True}),
+        ((3, 2), 1, BF16, {"lora": True, "layers": 1, "spec": GPTQ, "ordered": True}),
+        ((2, 2), 1, FP16, {"bias": True, "qk_norm": True, "spec": PLAIN, "layers": 1}),
+        ((2, 2), 3, FP16, {"lora": True, "masked": True, "bias": True, "spec": PLAIN}),
+        ((2, 2), 8, BF16, {"lora": True, "qk_norm": True, "window": 7, "layers": 1, "fp8": True}),
+        ((2, 2), 1, BF16, {"spec": "kbit:3:bof:searched"}),
+        ((2, 3), 2, FP16, {"spec": "kbit:2:bnf", "layers": 1}),
+        ((2, 2), 1, FP16, {"spec": "kbit:5:bnf", "layers": 1}),
+        ((3, 2), 5, BF16, {"spec": "kbit:4:bnf", "layers": 1}),
+        ((2, 2), 1, FP16, {"spec": "hqq:4:64", "layers": 1}),
+        ((2, 2), 2, FP16, {"spec": "hqq:3:64", "layers": 1}),
+        ((2, 2), 1, BF16, {"spec": "nvfp4:1d:plain"}),
+        ((2, 3), 4, FP16, {"spec": "mxfp4", "layers": 1}),
+        ((2, 3), 3, FP16, {"spec": GPTQ, "layers": 1, "lora": True}),
+        ((2, 2), 1, BF16, {"spec": "blockwise4:fp4:128:nested", "layers": 1}),
     ],
 )
 def test_layers(runner, backend, blocks, batch, dtype, keys):
@@ -100,7 +112,7 @@ def test_layers(runner, backend, blocks, batch, dtype, keys):
 def test_inputs_that_do_not_fit(runner, monkeypatch, backend):
     """Blocks then synchronize at barriers, as with more rows. A team has three chunks of slots."""
     monkeypatch.setattr(decode_layers.Stacked, "fits_in", lambda *_: False)
-    decode_cases.check(runner((1, 1, 1, 2)), *decode_cases.stack(1, FP16, layers=1, lora=True))
+    decode_cases.check(runner((1, 2)), *decode_cases.stack(1, FP16, layers=1, lora=True))
 
 
 @pytest.mark.slow
@@ -109,7 +121,7 @@ def test_steps_follow_each_other(runner, backend):
     """Counters are reset after a step, and the cache has the keys of the step before."""
     hidden, made = decode_cases.stack(2, FP16, layers=1)
     ours, theirs = decode_cases.copied(made), decode_cases.copied(made)
-    run = runner((1, 1, 2, 2))(hidden, ours)
+    run = runner((2, 2))(hidden, ours)
     for _ in range(2):
         found = run(hidden)
         expected = decode_cases.decode_layers(hidden, theirs)
@@ -152,7 +164,7 @@ def test_batches(backend, batch, lora):
     hopper=[
         {"qk_norm": True, "window": 100},
         {"fp8": True},
-        {"bias": True, "nested": False},
+        {"bias": True, "spec": PLAIN},
         {"width": 4096, "inner": 14336, "heads": 32, "key_heads": 8, "lora": True},
         {"slots": 2048, "slot": 1900},
         {"width": 1024, "inner": 3072, "heads": 16, "key_heads": 8, "size": 64},
@@ -161,6 +173,22 @@ def test_batches(backend, batch, lora):
 def test_shapes(backend, keys):
     for batch, dtype in ((1, BF16), (3, FP16)):
         decode_cases.check(run_of, *decode_cases.stack(batch, dtype, "cuda", **(LARGE | keys)))
+
+
+@cases(
+    ("batch", "keys"),
+    hopper=[
+        (1, {"spec": "kbit:3:bof:searched"}),
+        (8, {"spec": "kbit:3:bof:searched", "lora": True}),
+        (1, {"spec": GPTQ, "ordered": True, "lora": True}),
+        (4, {"spec": GPTQ}),
+        (1, {"spec": "nvfp4:2d:plain", "lora": True}),
+        (3, {"spec": "mxfp4"}),
+        (1, {"spec": "hqq:4:64"}),
+    ],
+)
+def test_formats(backend, batch, keys):
+    decode_cases.check(run_of, *decode_cases.stack(batch, FP16 if batch == 1 else BF16, "cuda", **(LARGE | keys)))
 
 
 @cases("batch", hopper=[1, 8])

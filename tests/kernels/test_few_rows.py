@@ -1,11 +1,15 @@
 """Check products of few rows with 4-bit weights, on a CPU and on a GPU, and the formats that use them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from halfbyte.formats import from_spec, named
 from halfbyte.formats.e2m1 import linear_e2m1
 from halfbyte.formats.int4 import Gptq, PackQuantized, linear_int4
+from halfbyte.formats.linear import PackedProduct
+from halfbyte.ops.decode import PackedLinear, packed_linears
 from tests.helpers import linear_cases
 from tests.helpers.emulated import emulate, needs_compiler
 
@@ -17,8 +21,8 @@ from halfbyte.kernels.device import KNOWN, assumed
 BF16, FP16 = torch.bfloat16, torch.float16
 RUN = """
 #if SPLIT
-extern "C" void run_NAME(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, float4 **parts, u32 *batch) {
-    launch(blocks, threads, bytes, [&] { NAME(*w, *x, *parts, *batch); });
+extern "C" void run_NAME(u32 blocks, u32 threads, u32 bytes, Parts<Weight> *all, const u16 **x, u32 *batch) {
+    launch(blocks, threads, bytes, [&] { NAME(*all, *x, *batch); });
 }
 extern "C" void run_add(u32 blocks, u32 threads, u32 bytes, const Sums *sums, u32 *columns, u32 *batch) {
     launch(blocks, threads, bytes, [&] { add(*sums, *columns, *batch); });
@@ -87,6 +91,26 @@ def test_int4_with_inputs_in_another_order(device):
     x = torch.randn(3, columns, dtype=BF16, device=device)
     out = few_rows.few_rows_int4(x, *weight, None, order, 1, None)
     compare(out, linear_int4.reference(x.float(), *weight, None, order, 1, None).double(), BF16)
+
+
+def test_several_weights(device):
+    """Two launches for weights with one order of inputs; one has a bias, one an adapter's term."""
+    columns, dtype, sizes = 512, BF16, (64, 96, 32)
+    order = torch.randperm(columns)
+    order = torch.stack([order, order.argsort()]).int().to(device)
+    bias, linears = torch.randn(sizes[0], dtype=dtype, device=device), []
+    for rows in sizes:
+        product = PackedProduct(linear_int4, (*int4_weight(rows, columns, 64, FP16, device), None, None, 1), order)
+        linears.append(PackedLinear(product, rows, columns, None if linears else bias))
+    term = torch.randn(11, 16, dtype=dtype, device=device), torch.randn(sizes[1], 16, dtype=dtype, device=device)
+    terms = [None, term, None]
+    x = torch.randn(11, columns, dtype=dtype, device=device)
+    assert few_rows.several_obstacle(x, linears, terms) is None
+    expected = packed_linears.reference(x.float(), linears, [t and (t[0].float(), t[1].float()) for t in terms])
+    for out, exact in zip(few_rows.several(x, linears, terms), expected, strict=True):
+        compare(out, exact.double(), dtype)
+    alike = replace(linears[0], product=linears[0].product._replace(order=order.clone()))
+    assert few_rows.several_obstacle(x, [alike, *linears[1:]], terms)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import torch
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Blockwise4
 from halfbyte.formats.blockwise4 import linear_blockwise4
+from halfbyte.formats.linear import PackedProduct
+from halfbyte.ops.decode import PackedLinear, packed_linears
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
 from tests.helpers.kernel_backends import DEVICES, cases, hopper, loaded
@@ -50,38 +52,38 @@ def kernel(module):
 
 
 # Several tiles a group, one of them missing; N that ends within a tile; warps with a step more, or none; rows that
-# begin within four blocks; adapters' terms.
+# begin within four blocks.
 EMULATED = [
-    (gemv4_row, (1, 1, 2), 1, 64, (86, 768), BF16, True, 0),
-    (gemv4_row, (2, 2, 1), 2, 64, (86, 512), FP16, False, 0),
-    (gemv4_row, (1, 1, 4), 1, 32, (86, 768), FP16, True, 0),
-    (gemv4_row, (2, 1, 2), 1, 32, (86, 512), BF16, False, 0),
-    (gemv4_row, (1, 2, 2), 2, 256, (86, 768), BF16, True, 0),
-    (gemv4_row, (1, 1, 2), 1, 128, (86, 768), FP16, False, 0),
-    (gemv4_row, (1, 1, 2), 1, 512, (86, 1024), FP16, True, 0),
-    (gemv4, (1, 1, 2, 3), 1, 64, (86, 768), BF16, True, 0),
-    (gemv4, (2, 2, 1, 2), 3, 64, (86, 768), FP16, False, 0),
-    (gemv4, (1, 1, 4, 2), 11, 64, (86, 768), FP16, True, 0),
-    (gemm4, (1, 3), 13, 64, (70, 1280), BF16, True, 24),
-    (gemm4, (2, 3), 33, 64, (131, 256), FP16, False, 0),
+    (gemv4_row, (1, 1, 2), 1, 64, (86, 768), BF16, True),
+    (gemv4_row, (2, 2, 1), 2, 64, (86, 512), FP16, False),
+    (gemv4_row, (1, 1, 4), 1, 32, (86, 768), FP16, True),
+    (gemv4_row, (2, 1, 2), 1, 32, (86, 512), BF16, False),
+    (gemv4_row, (1, 2, 2), 2, 256, (86, 768), BF16, True),
+    (gemv4_row, (1, 1, 2), 1, 128, (86, 768), FP16, False),
+    (gemv4_row, (1, 1, 2), 1, 512, (86, 1024), FP16, True),
+    (gemv4, (1, 1, 2, 3), 1, 64, (86, 768), BF16, True),
+    (gemv4, (2, 2, 1, 2), 3, 64, (86, 768), FP16, False),
+    (gemv4, (1, 1, 4, 2), 11, 64, (86, 768), FP16, True),
+    (gemm4, (1, 3), 13, 64, (70, 1280), BF16, True),
+    (gemm4, (2, 3), 33, 64, (131, 256), FP16, False),
 ]
 SHAPES = [
-    *[(gemv4_row, blocks, batch, 64, (5005, 2816), FP16, True, 0) for batch in (1, 2)
+    *[(gemv4_row, blocks, batch, 64, (5005, 2816), FP16, True) for batch in (1, 2)
       for blocks in ((1, 1, 16), (2, 2, 4), (1, 8, 1), (2, 1, 14), (1, 3, 5))],
-    *[(gemv4, (rt, wr, wk, stages), 5, 64, (16 * rt * wr * 140 + 5, 2816), FP16, True, 0) for stages in (2, 3)
+    *[(gemv4, (rt, wr, wk, stages), 5, 64, (16 * rt * wr * 140 + 5, 2816), FP16, True) for stages in (2, 3)
       for rt, wr, wk in ((1, 1, 16), (2, 2, 4), (4, 1, 4), (1, 3, 5), (1, 8, 2), (1, 16, 1))],
-    *[(gemm4, (groups, stages), batch, 64, (64 * groups * 20 + 5, 2816), FP16, True, 0)
+    *[(gemm4, (groups, stages), batch, 64, (64 * groups * 20 + 5, 2816), FP16, True)
       for groups in (1, 2, 4) for stages in (3, 4) for batch in (16, 40, 64)],
 ]  # fmt: skip
 
 
 @pytest.mark.sampled(9)
-@cases(("module", "blocks", "batch", "blocksize", "shape", "dtype", "nested", "rank"), emulated=EMULATED, hopper=SHAPES)
-def test_block_shapes(monkeypatch, backend, module, blocks, batch, blocksize, shape, dtype, nested, rank):
+@cases(("module", "blocks", "batch", "blocksize", "shape", "dtype", "nested"), emulated=EMULATED, hopper=SHAPES)
+def test_block_shapes(monkeypatch, backend, module, blocks, batch, blocksize, shape, dtype, nested):
     loaded(module, backend, monkeypatch, RUN[module])
     weight = arguments(*shape, "nf4" if nested else "fp4", blocksize, nested, DEVICES[backend])
     function = partial(kernel(module), blocks=module.Blocks(*blocks))
-    check(function, batch, weight, shape[1], dtype, bias=batch != 1, rank=rank)
+    check(function, batch, weight, shape[1], dtype, bias=batch != 1)
 
 
 OF_GPU = {  # batches; block sizes; shapes: N that ends within a tile, warps with a step more or none
@@ -106,9 +108,13 @@ def test_products(backend, module, blocksize, nested, kind):
     for shape in shapes:
         weight = on_gpu(*shape, kind, blocksize, nested)
         for batch in batches:
-            rank = batch % 3 * 8 if module is gemm4 else 0
             for dtype in (BF16, FP16):
-                check(kernel(module), batch, weight, shape[1], dtype, bias=batch % 2 == 0, rank=rank)
+                check(kernel(module), batch, weight, shape[1], dtype, bias=batch % 2 == 0)
+
+
+def linear_of(rows, columns, nested, device, bias=None):
+    product = PackedProduct(linear_blockwise4, arguments(rows, columns, "nf4", 64, nested, device=device))
+    return PackedLinear(product, rows, columns, bias)
 
 
 @cases(
@@ -121,12 +127,14 @@ def test_several_weights(monkeypatch, backend, sizes, blocks, batch, nested):
     loaded(gemv4_row, backend, monkeypatch, RUN[gemv4_row])
     torch.manual_seed(0)
     x = torch.randn(batch, 512, device=DEVICES[backend]).to(BF16)
-    weights = [(*arguments(rows, 512, "nf4", 64, nested, device=DEVICES[backend]), None) for rows in sizes]
-    assert gemv4_row.several_obstacle(x, weights) is None or backend == "emulated"
-    mine = gemv4_row.several(x, weights, blocks and gemv4_row.Blocks(*blocks))
+    weights = [linear_of(rows, 512, nested, DEVICES[backend]) for rows in sizes]
+    terms = [None] * len(weights)
+    assert gemv4_row.several_obstacle(x, weights, terms) is None or backend == "emulated"
+    mine = gemv4_row.several(x, weights, terms, blocks and gemv4_row.Blocks(*blocks))
     for found, weight in zip(mine, weights, strict=True):
-        assert torch.equal(found, gemv4_row.gemv(x, *weight, blocks=blocks and gemv4_row.Blocks(*blocks)))
-        true = linear_blockwise4.reference(x.float(), *weight)
+        arguments = weight.product.arguments
+        assert torch.equal(found, gemv4_row.gemv(x, *arguments, None, blocks and gemv4_row.Blocks(*blocks)))
+        true = linear_blockwise4.reference(x.float(), *arguments, None)
         assert (found.float() - true).norm() <= 4e-3 * true.norm()
 
 
@@ -141,16 +149,14 @@ def test_several_weights_of_more_rows(monkeypatch, backend, sizes, batch, nested
     torch.manual_seed(0)
     device = DEVICES[backend]
     x = torch.randn(batch, 512, device=device).to(BF16)
-    weights: list = [(*arguments(rows, 512, "nf4", 64, nested, device=device), None, None) for rows in sizes]
     bias = torch.randn(sizes[0], device=device).to(BF16)
-    weights[0] = (*weights[0][:6], bias, None)
     term = torch.randn(batch, 16, device=device).to(BF16), torch.randn(sizes[1], 16, device=device).to(BF16)
-    weights[1] = (*weights[1][:7], term)
-    assert gemm4.several_obstacle(x, weights) is None or backend == "emulated"
+    linears = [linear_of(rows, 512, nested, device, bias if i == 0 else None) for i, rows in enumerate(sizes)]
+    terms = [term if i == 1 else None for i in range(len(sizes))]
+    assert gemm4.several_obstacle(x, linears, terms) is None or backend == "emulated"
     blocks = gemm4.Blocks(1, 3) if backend == "emulated" else None
-    for out, (*weight, own_term) in zip(gemm4.several(x, weights, blocks), weights, strict=True):
-        true = linear_blockwise4.reference(x.float(), *weight[:6], None if weight[6] is None else weight[6].float())
-        true = true if own_term is None else true + own_term[0].float() @ own_term[1].float().T
+    expected = packed_linears.reference(x.float(), linears, [t and (t[0].float(), t[1].float()) for t in terms])
+    for out, true in zip(gemm4.several(x, linears, terms, blocks), expected, strict=True):
         assert (out.float() - true).norm() <= 4e-3 * true.norm()
 
 

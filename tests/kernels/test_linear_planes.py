@@ -79,7 +79,11 @@ def check(kernel, weight, batch, dtype, blocks=None, bias=False):
         parts = x, packed, scales, zeros, factor, codebook
         if kernel == "gemm16":
             return linear_planes.gemm16(*parts, bits, group, rows, added, shape)
-        return linear_planes.gemm64(*parts, group, rows, added, shape)
+        if group:
+            product = linear_planes.hqq_product(x, packed, scales, zeros, bits, group, rows, added)
+        else:
+            product = linear_planes.bitplane_product(x, packed, scales, factor, codebook, rows, added)
+        return linear_planes.gemm64(x, [product], group, shape)[0]
 
     rows, columns = weight.shape
     device = weight.parts["packed"].device

@@ -8,7 +8,9 @@ from halfbyte.cli.app import app
 from halfbyte.dispatch import Op, Unavailable, op
 from halfbyte.formats import Blockwise4
 from halfbyte.formats.blockwise4 import linear_blockwise4
+from halfbyte.formats.linear import PackedProduct
 from halfbyte.kernels.device import KNOWN, assumed
+from halfbyte.ops.decode import PackedLinear, packed_linears
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
 from tests.helpers.linear_cases import arguments
@@ -50,6 +52,10 @@ HOPPER = {
     "linear_int8": [f"triton.gemv8.int8_{each}" if each else REFERENCE for each in EIGHT],
     "low_rank_rows": [*["cuda.low_rank.gemm"] * 2, REFERENCE, REFERENCE],
     "one_launch": [*["cuda.decode_layers.compile_layers"] * 2, REFERENCE, REFERENCE],
+    # NF4: M = 1, 16; kbit4: 16; NVFP4: 16
+    "packed_linears": [
+        "cuda.gemv4_row.several", "cuda.gemm4.several", "cuda.linear_planes.gemm64_several", "cuda.few_rows.several",
+    ],
     "float8_of_blockwise4": [*["cuda.float8.of_blockwise4"] * 2, "triton.blockwise4.float8"],
     "lora_glu": ["cuda.lora_glu.forward", *["triton.lora_glu.lora_glu"] * 2],
     # 1, 32 and 512 rows an expert, forward and transposed
@@ -99,6 +105,7 @@ BLACKWELL = HOPPER | {
     "grouped_product": ["triton.grouped.grouped_product"] * 6,
 }
 BLACKWELL.pop("linear_bitplane"), BLACKWELL.pop("linear_hqq")
+BLACKWELL["packed_linears"] = ["cuda.gemv4_row.several", *["cuda.few_rows.several"] * 3]
 AVX2 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 GEMV = "native.few_rows.blockwise4" if AVX2 else "native.decode4.gemv"
 CPU = {
@@ -136,10 +143,10 @@ def test_the_table_has_every_op_and_every_kernel():
 def test_reasons():
     """Alignment, sizes and adapters' terms: each kernel reports its first unmet requirement."""
 
-    def reasons(x, weight=None, rows=64, term=None):
+    def reasons(x, weight=None, rows=64):
         with assumed(KNOWN["h100"]):
             weight = weight or weight4(64, 512, 64, True)
-            return dict(linear_blockwise4.choices("cuda", x, *weight, rows, None, term))
+            return dict(linear_blockwise4.choices("cuda", x, *weight, rows, None))
 
     bf16 = torch.bfloat16
     term = empty(40, 12, dtype=bf16), empty(64, 12, dtype=bf16)
@@ -150,8 +157,10 @@ def test_reasons():
     assert "16 bytes" in reasons(torch.zeros(1030, dtype=bf16)[3:1027].view(2, 512))[ROW]
     assert reasons(empty(0, 512, dtype=bf16))[SMALL] == "takes 1 to 16 rows"
     assert reasons(empty(40, 512, dtype=bf16))[WGMMA] is None
-    assert "ranks" in reasons(empty(40, 512, dtype=bf16), term=term)[WGMMA]
-    assert reasons(empty(40, 512, dtype=bf16), term=term)[f"{TRITON}.blockwise4"] is None
+    linear = PackedLinear(PackedProduct(linear_blockwise4, (*weight4(64, 512, 64, True), 64)), 64, 512, None)
+    with assumed(KNOWN["h100"]):
+        with_term = dict(packed_linears.choices("cuda", empty(40, 512, dtype=bf16), [linear], [term]))
+    assert "ranks" in with_term["cuda.gemm4.several"]
 
 
 def test_external_kernel_registration(monkeypatch):
@@ -166,11 +175,11 @@ def test_external_kernel_registration(monkeypatch):
         return None if blocksize == 32 else "takes blocks of 32"
 
     @linear_blockwise4.kernel("cpu", unless=unless, rank=-1)
-    def mine(x, packed, absmax, nested, blocksize, quant_type, rows, bias, term=None):
+    def mine(x, packed, absmax, nested, blocksize, quant_type, rows, bias):
         calls.append(x.shape[0])
         if x.shape[0] == 2:
             raise Unavailable("too many rows")
-        return linear_blockwise4.reference(x, packed, absmax, nested, blocksize, quant_type, rows, bias, term)
+        return linear_blockwise4.reference(x, packed, absmax, nested, blocksize, quant_type, rows, bias)
 
     for blocksize, batch in ((64, 1), (32, 1), (32, 2), (32, 2)):
         weight = QuantizedTensor.quantize(torch.randn(48, 128), Blockwise4("nf4", blocksize, False))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..reading import parse_json
 from ..utils.errors import CheckpointError, ModelError
-from .linear import add_term, linear_rows
+from .linear import PackedProduct, linear_rows
 
 Parts = Mapping[str, Tensor]
 PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -116,14 +116,13 @@ class Format(abc.ABC):
         return self.dequantize(parts, shape, dtype)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        """[M, N] = x·Wᵀ + b for x [M, K], without gradient. Formats override it with kernels for small M."""
-        return linear_rows(x, self.dequantize(parts, shape, x.dtype), bias)
+        """[M, N] = x·Wᵀ + b for x [M, K], without gradient."""
+        product = self.product(parts, shape)
+        return linear_rows(x, self.dequantize(parts, shape, x.dtype), bias) if product is None else product(x, bias)
 
-    def linear_with_term(
-        self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None, term: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """`linear` plus an adapter's u·Bᵀ, u [M, r] and B [N, r]. Formats override it where one kernel adds both."""
-        return add_term(self.linear(x, parts, shape, bias), term)
+    def product(self, parts: Parts, shape: tuple[int, int]) -> PackedProduct | None:
+        """Return the op for `linear` with kernels for small M, or None if the weight is dequantized."""
+        return None
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         """`dtype` [rows, width]: selected rows of a matrix. Formats override it to decode only these rows."""

@@ -35,7 +35,7 @@ from .base import (
     split_parts,
 )
 from .codebooks import constant
-from .linear import linear_rows
+from .linear import PackedProduct, linear_rows
 
 BLOCK = 32
 E4M4_LARGEST, E4M4_NORMAL = 31.0, 2.0**-10  # the largest value, and the least with a full mantissa
@@ -445,11 +445,11 @@ class KBit(Format):
         flat = {name: tensor if name in per_matrix else tensor.reshape(-1) for name, tensor in parts.items()}
         return self.dequantize(flat, shape, dtype)
 
-    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+    def product(self, parts: Parts, shape: tuple[int, int]) -> PackedProduct | None:
         if self.codebook == "affine" or shape[1] % BLOCK:
-            return super().linear(x, parts, shape, bias)
+            return None
         stored = parts["packed"], parts["scales"], parts["factor"], self.levels(parts)
-        return linear_bitplane(x, *stored, shape[0], bias)
+        return PackedProduct(linear_bitplane, (*stored, shape[0]))
 
     def levels(self, parts: Parts) -> Tensor:
         """fp32 [2^k], ascending: the value of each code, in units of its scale."""

@@ -51,7 +51,7 @@ from .base import (
     split_parts,
 )
 from .codebooks import codebook4, dequantize_blockwise8, dynamic_map, quantize_blockwise8, thresholds4
-from .linear import add_term, linear_rows
+from .linear import PackedProduct, linear_rows
 
 NESTED_BLOCK = 256
 
@@ -188,9 +188,8 @@ def linear_blockwise4(
     quant_type: str,
     rows: int,
     bias: Tensor | None,
-    term: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`F.linear` of rows with a packed weight, plus an adapter's term u·Bᵀ; no gradient.
+    """`F.linear` of rows with a packed weight; no gradient.
 
     Kernels may sum in another order, and keep weights in fp32 where the reference rounds them to x's dtype.
 
@@ -200,17 +199,10 @@ def linear_blockwise4(
         absmax, nested, blocksize, quant_type: as in `dequantize_blockwise4`; blocks may cross rows.
         rows: N.
         bias: [N] in x's dtype, or None.
-        term: u [M, r] with any row stride, and B [N, r], in x's dtype, or None.
     Returns:
         [M, N] in x's dtype.
     """
-    return add_term(linear_rows(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias), term)
-
-
-@op("cuda.gemv4_row", "cuda.gemm4")
-def linears_blockwise4(x: Tensor, weights: Sequence[tuple]) -> list[Tensor]:
-    """`linear_blockwise4` of one x with several weights, each given as its arguments after x."""
-    return [linear_blockwise4(x, *weight) for weight in weights]
+    return linear_rows(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias)
 
 
 def dequantized(
@@ -310,14 +302,9 @@ class Blockwise4(Format):
             parts["packed"], parts["absmax"], self.nested_parts(parts), self.blocksize, self.quant_type, numel, dtype
         ).view(shape)
 
-    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        return self.linear_with_term(x, parts, shape, bias, None)
-
-    def linear_with_term(
-        self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None, term: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def product(self, parts: Parts, shape: tuple[int, int]) -> PackedProduct:
         scales = parts["absmax"], self.nested_parts(parts)
-        return linear_blockwise4(x, parts["packed"], *scales, self.blocksize, self.quant_type, shape[0], bias, term)
+        return PackedProduct(linear_blockwise4, (parts["packed"], *scales, self.blocksize, self.quant_type, shape[0]))
 
     def stacked(self) -> Blockwise4:
         """This format: like bitsandbytes, it stores a stack as one flat tensor."""

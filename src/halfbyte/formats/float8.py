@@ -43,7 +43,7 @@ from .base import (
 )
 from .compressed_tensors import FLOAT as FLOAT_QUANTIZED
 from .compressed_tensors import scheme_of
-from .linear import linear_rows
+from .linear import PackedProduct, linear_rows
 
 Scaling = Literal["tensor", "row", "tile"]
 TILE = 128
@@ -183,8 +183,8 @@ class Float8(Format):
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return dequantize_float8(parts["codes"].view(E4M3), parts["scale"], self.scaling, dtype)
 
-    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        return linear_float8(x, parts["codes"], parts["scale"], self.scaling, bias)
+    def product(self, parts: Parts, shape: tuple[int, int]) -> PackedProduct | None:
+        return PackedProduct(linear_float8, (parts["codes"], parts["scale"], self.scaling))
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         codes, scale = parts["codes"][rows].view(E4M3), parts["scale"]

@@ -40,7 +40,7 @@ from .base import (
     split_parts,
 )
 from .bitplane import BLOCK, pack_planes, unpack_planes
-from .linear import linear_rows
+from .linear import PackedProduct, linear_rows
 
 NORM = 0.7  # p of the norm
 BETA = 10.0  # initial weight of the splitting's penalty
@@ -278,12 +278,11 @@ class HQQ(Format):
         )
         return (values[:, parts["order"][1]] if self.ordered else values).view(shape)
 
-    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+    def product(self, parts: Parts, shape: tuple[int, int]) -> PackedProduct | None:
         if shape[1] % self.group:  # kernels read full groups
-            return super().linear(x, parts, shape, bias)
-        x = x[:, parts["order"][0]] if self.ordered else x
+            return None
         stored = parts["packed"], parts["scales"], parts["zeros"], self.bits, self.group
-        return linear_hqq(x, *stored, shape[0], bias)
+        return PackedProduct(linear_hqq, (*stored, shape[0]), parts["order"] if self.ordered else None)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         by_row = {name: tensor.view(shape[0], -1)[rows].view(-1) for name, tensor in parts.items() if name != "order"}

@@ -67,7 +67,7 @@ from .compressed_tensors import PACK as PACK_QUANTIZED
 from .compressed_tensors import WIDTHS, scheme_of
 from .hqq import HQQ
 from .integers import WORD, codes_per_period, order_of_groups, planes_group, to_planes, unpack_words
-from .linear import linear_rows
+from .linear import PackedProduct, linear_rows
 
 BITS = 4
 PACK = 8  # codes per word
@@ -250,9 +250,9 @@ class Int4(Format):
     def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
         return self.dequantize(parts, shape, dtype)
 
-    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), parts.get("order")
-        return linear_int4(x, *stored, self.zero_shift, bias)
+    def product(self, parts: Parts, shape: tuple[int, int]) -> PackedProduct | None:
+        stored = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx")
+        return PackedProduct(linear_int4, (*stored, None, self.zero_shift), parts.get("order"))
 
     def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         first = pieces[0]

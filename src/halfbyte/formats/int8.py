@@ -50,7 +50,7 @@ from .base import (
     register_format,
     split_parts,
 )
-from .linear import linear_rows
+from .linear import PackedProduct, linear_rows
 
 INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' constant, for bit-equal dequantized values
 INVERSE_127_SQUARED = 6.200012e-5  # the constant of bitsandbytes' CUDA kernel
@@ -231,8 +231,8 @@ class Int8(Format):
         codes = parts["codes"].reshape(-1, shape[-1])
         return dequantize_rows_int8(codes, parts["absmax"], dtype).view(shape)
 
-    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        return linear_int8(x, parts["codes"], parts["absmax"], bias)
+    def product(self, parts: Parts, shape: tuple[int, int]) -> PackedProduct | None:
+        return PackedProduct(linear_int8, (parts["codes"], parts["absmax"]))
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows_int8(parts["codes"][rows], parts["absmax"][rows], dtype)

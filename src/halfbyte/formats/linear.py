@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dispatch import Op
 from ..utils.hardware import onednn_beats_mkl
 
 LEAST = 4  # rows: with AMX oneDNN sums fewer in another order (factors of an adapter: 1 to 3 rows)
@@ -56,6 +59,23 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if x.device.type != "cpu" or x.dtype is torch.float32 or not 0 < rows < fewest_rows:
         return linear(x, weight, bias)
     return linear(F.pad(x, (0, 0, 0, fewest_rows - rows)), weight, bias)[:rows]
+
+
+class PackedProduct(NamedTuple):
+    """The op that multiplies few rows by a packed weight.
+
+    Args:
+        op: called with x [M, K], `arguments` and a bias.
+        order: int32 [2, K]: the input that each column of the packed weight belongs to, and the column of each input;
+            None: columns are in the order of inputs.
+    """
+
+    op: Op
+    arguments: tuple
+    order: Tensor | None = None
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.op(x if self.order is None else x.index_select(1, self.order[0]), *self.arguments, bias)
 
 
 def add_term(y: Tensor, term: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -37,6 +37,7 @@ from .base import (
 )
 from .compressed_tensors import MXFP4, scheme_of
 from .e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, linear_e2m1, pack_e2m1
+from .linear import PackedProduct
 from .nvfp4 import PACKED, SCALE
 
 BLOCK, NAN = 32, 0xFF
@@ -89,8 +90,8 @@ class Mxfp4(Format):
         width = rows_and_columns(shape)[1]
         return dequantize_e2m1(parts["packed"], parts["scale"], None, (1, BLOCK), width, dtype).view(shape)
 
-    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        return linear_e2m1(x, parts["packed"], parts["scale"], None, (1, BLOCK), bias)
+    def product(self, parts: Parts, shape: tuple[int, int]) -> PackedProduct | None:
+        return PackedProduct(linear_e2m1, (parts["packed"], parts["scale"], None, (1, BLOCK)))
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_e2m1(parts["packed"][rows], parts["scale"][rows], None, (1, BLOCK), shape[1], dtype)

@@ -72,6 +72,7 @@ from .e2m1 import (
     linear_e2m1,
     pack_e2m1,
 )
+from .linear import PackedProduct
 
 BLOCK = 16
 Metric = Literal["MSE", "L1", "AbsMax"]
@@ -239,8 +240,8 @@ class Nvfp4(Format):
         values = dequantize_e2m1(parts["packed"], parts["scale"], parts["factor"], self.tile, width, dtype)
         return values.view(shape)
 
-    def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        return linear_e2m1(x, parts["packed"], parts["scale"], parts["factor"], self.tile, bias)
+    def product(self, parts: Parts, shape: tuple[int, int]) -> PackedProduct | None:
+        return PackedProduct(linear_e2m1, (parts["packed"], parts["scale"], parts["factor"], self.tile))
 
     def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         factor = pieces[0]["factor"]

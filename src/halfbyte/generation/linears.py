@@ -10,11 +10,9 @@ import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from ..formats import Blockwise4
-from ..formats.blockwise4 import linears_blockwise4
 from ..formats.linear import add_term, linear_rows
 from ..layers.plain import PlainLinear, read_linear
-from ..ops.decode import Projections, Weight4, low_rank_rows
+from ..ops.decode import PackedLinear, Projections, low_rank_rows, packed_linears
 from ..tensor import QuantizedTensor
 from .adapters import Unsupported, module_of
 
@@ -58,29 +56,30 @@ class _LinearWeights(NamedTuple):
 
 
 def _bound_gemm(linear: PlainLinear, plain: _LinearWeights) -> Callable[..., Tensor]:
-    """Return a function [M, K] → [M, N] that adds an adapter's term u·Bᵀ if given; arguments are bound once."""
+    """Return a function [M, K] → [M, N]; arguments are bound once."""
     weight, bias = plain
     if isinstance(weight, QuantizedTensor):
         shape = linear.out_features, linear.in_features
-        return partial(weight.format.linear_with_term, parts=weight.parts, shape=shape, bias=bias)
-    return lambda x, term: add_term(linear_rows(x, weight, bias), term)
+        return partial(weight.format.linear, parts=weight.parts, shape=shape, bias=bias)
+    return partial(linear_rows, weight=weight, bias=bias)
 
 
-def _weight4(linear: PlainLinear, plain: _LinearWeights) -> Weight4 | None:
-    """Return a 4-bit linear's weight for `ops.decode`, or None."""
-    weight, bias = plain
-    if not isinstance(weight, QuantizedTensor) or not isinstance(weight.format, Blockwise4):
-        return None
-    storage = weight.format
-    return Weight4(
-        weight.parts["packed"],
-        weight.parts["absmax"],
-        storage.nested_parts(weight.parts),
-        storage.blocksize,
-        storage.quant_type,
-        linear.out_features,
-        bias,
-    )
+def _packed(linears: Sequence[PlainLinear], plain: Sequence[_LinearWeights]) -> list[PackedLinear]:
+    """Return the linears for `ops.decode`, or none if an op does not multiply all of their weights as stored.
+
+    Equal orders of inputs become one tensor, so that kernels need not compare them.
+    """
+    packed: list[PackedLinear] = []
+    for linear, (weight, bias) in zip(linears, plain, strict=True):
+        shape = linear.out_features, linear.in_features
+        product = weight.format.product(weight.parts, shape) if isinstance(weight, QuantizedTensor) else None
+        if product is None:
+            return []
+        first = packed[0].product.order if packed else None
+        if first is not None and product.order is not None and torch.equal(first, product.order):
+            product = product._replace(order=first)
+        packed.append(PackedLinear(product, *shape, bias))
+    return packed
 
 
 RANKS, ALL_RANKS = 8, 16  # rank multiples of one linear and of all linears with one input; see ops.decode
@@ -108,7 +107,7 @@ class Linears:
         self.storage = _storage_of(read)
         self.plain = [_LinearWeights.of(base, dtype, unpacked) for base, _ in read]
         self.gemms = [_bound_gemm(base, plain) for (base, _), plain in zip(read, self.plain, strict=True)]
-        self.weights = [_weight4(base, plain) for (base, _), plain in zip(read, self.plain, strict=True)]
+        self.packed = _packed([base for base, _ in read], self.plain)
         owners: list[str | None] = []  # the adapter of each row of A
         self.b: list[tuple[int, Tensor] | None] = []
         for base, factors in read:
@@ -202,20 +201,17 @@ class Linears:
             None if factor is None else (u[:, factor[0] : factor[0] + factor[1].shape[1]], factor[1])
             for factor in self.b
         ]
-        weights = [weight for weight in self.weights if weight is not None]
-        if 1 < len(self.weights) == len(weights):
-            pairs = zip(weights, terms, strict=True)
-            outs = linears_blockwise4(rows, [(*weight.given(rows.dtype), term) for weight, term in pairs])
+        if self.packed:
+            outs = packed_linears(rows, self.packed, terms)
         else:
-            outs = [gemm(rows, term=term) for gemm, term in zip(self.gemms, terms, strict=True)]
+            outs = [add_term(gemm(rows), term) for gemm, term in zip(self.gemms, terms, strict=True)]
         return [out.unflatten(0, x.shape[:2]) for out in outs]
 
     def projections(self) -> Projections | None:
-        """Return these linears for `ops.decode`, or None unless all weights are 4-bit."""
-        weights = [weight for weight in self.weights if weight is not None]
-        if len(weights) < len(self.weights):
+        """Return these linears for `ops.decode`, or None unless all weights are multiplied as they are stored."""
+        if not self.packed:
             return None
-        return Projections(weights, self.a, self.b, None if self.mask is None else self.mask[:, 0])
+        return Projections(self.packed, self.a, self.b, None if self.mask is None else self.mask[:, 0])
 
 
 def _storage_of(read: list[tuple[PlainLinear, Factors]]) -> list[Any]:

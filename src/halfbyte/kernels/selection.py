@@ -17,9 +17,13 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..dispatch import Op
+from ..formats.bitplane import linear_bitplane
+from ..formats.blockwise4 import linear_blockwise4
+from ..formats.e2m1 import linear_e2m1
 from ..formats.float8 import E4M3, E5M2
+from ..formats.linear import PackedProduct
 from ..ops.cross_entropy import Objective
-from ..ops.decode import DecoderLayer, Projections, Stack, Weight4
+from ..ops.decode import DecoderLayer, PackedLinear, Projections, Stack
 from ..ops.experts import Routing, StackedWeight, Unit
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..ops.lora_glu import Factors
@@ -104,9 +108,15 @@ def _few_rows(half: torch.dtype) -> Iterator[Call]:
         x = empty(rows, SIZE, dtype=dtype)
         arguments = x, *weight4(SIZE, SIZE, blocksize, True), SIZE, None
         yield "linear_blockwise4", f"M = {rows}, {NAMES[dtype]}, blocks of {blocksize}", arguments
-    for rows in (1, 16):
-        weights = [(*weight4(SIZE, SIZE, 64, True), SIZE, None, None)] * 3
-        yield "linears_blockwise4", f"M = {rows}, {NAMES[half]}, 3 weights", (empty(rows, SIZE, dtype=half), weights)
+    planes = empty(SIZE * SIZE // 8, dtype=torch.int32), empty(SIZE * SIZE // 32, dtype=torch.uint8)
+    nf4 = PackedProduct(linear_blockwise4, (*weight4(SIZE, SIZE, 64, True), SIZE))
+    kbit4 = PackedProduct(linear_bitplane, (*planes, empty(), empty(16), SIZE))
+    codes, scales = empty(SIZE, SIZE // 2, dtype=torch.uint8), empty(SIZE, SIZE // 16, dtype=torch.uint8)
+    nvfp4 = PackedProduct(linear_e2m1, (codes, scales, empty(), (1, 16)))
+    for name, product, rows in (("NF4", nf4, 1), ("NF4", nf4, 16), ("kbit4", kbit4, 16), ("NVFP4", nvfp4, 16)):
+        linears = [PackedLinear(product, SIZE, SIZE, None)] * 3
+        shapes = f"M = {rows}, {NAMES[half]}, 3 weights in {name}"
+        yield "packed_linears", shapes, (empty(rows, SIZE, dtype=half), linears, [None] * 3)
     for bits, rows in ((2, 1), (2, 16), (2, 17), (4, 1), (4, 8), (4, 9), (4, 64), (4, 65)):
         packed, scales = empty(SIZE * SIZE // 32 * bits, dtype=torch.int32), empty(SIZE * SIZE // 32, dtype=torch.uint8)
         arguments = empty(rows, SIZE, dtype=half), packed, scales, empty(), empty(2**bits), SIZE, None
@@ -146,7 +156,8 @@ def _decoding() -> Iterator[Call]:
         weights = []
         for outputs in rows:
             packed, absmax, *_ = weight4(outputs, columns, 64, False)
-            weights.append(Weight4(packed, absmax, None, 64, "nf4", outputs, None))
+            product = PackedProduct(linear_blockwise4, (packed, absmax, None, 64, "nf4", outputs))
+            weights.append(PackedLinear(product, outputs, columns, None))
         return Projections(weights, None, [None] * len(rows), None)
 
     for batch, dtype in ((1, BF16), (8, BF16), (9, BF16), (1, FP32)):

@@ -1,4 +1,4 @@
-"""One new token of each sequence: attention over a static key-value cache, and decoder layers with 4-bit weights.
+"""One new token of each sequence: attention over a static key-value cache, and decoder layers with packed weights.
 
 The cache has more slots than tokens. Sequence b uses slots [firstᵦ, last], where firstᵦ is the first slot after the
 prompt's left padding. `last` is a tensor, so a captured CUDA graph reads its current value.
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..formats.blockwise4 import linear_blockwise4
-from ..formats.linear import linear_rows
+from ..formats.linear import PackedProduct, add_term, linear_rows
 from .glu import glu
 from .norms import rms_norm
 from .rope import norm_rotate, rotate
@@ -104,24 +103,33 @@ def low_rank_rows(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Weight4:
-    """Weight of a linear in 4 bits, with its bias."""
+class PackedLinear:
+    """A linear of `columns` inputs and `rows` outputs with a packed weight."""
 
-    packed: Tensor
-    absmax: Tensor
-    nested: tuple[Tensor, Tensor, Tensor] | None
-    blocksize: int
-    quant_type: str
+    product: PackedProduct
     rows: int
+    columns: int
     bias: Tensor | None
 
-    def given(self, dtype: torch.dtype) -> tuple:
-        """Arguments of `linear_blockwise4` after x, for x of `dtype`."""
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return self.packed, self.absmax, self.nested, self.blocksize, self.quant_type, self.rows, bias
-
     def __call__(self, x: Tensor) -> Tensor:
-        return linear_blockwise4(x, *self.given(x.dtype))
+        return self.product(x, None if self.bias is None else self.bias.to(x.dtype))
+
+
+Term = tuple[Tensor, Tensor]  # an adapter's u [M, r] with any row stride, and B [N, r]
+
+
+@op("cuda.gemv4_row", "cuda.gemm4", "cuda.linear_planes", "cuda.few_rows")
+def packed_linears(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[Term | None]) -> list[Tensor]:
+    """Linears of one x with adapters' terms, yᵢ = x·Wᵢᵀ + bᵢ + uᵢ·Bᵢᵀ; no gradient.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        terms: for each linear, in x's dtype, or None.
+
+    Returns:
+        [M, Nᵢ] in x's dtype.
+    """
+    return [add_term(linear(x), term) for linear, term in zip(linears, terms, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -136,10 +144,15 @@ class Projections:
         mask: [batch, R], 1 where a sequence uses the adapter of a row of A; None: 1 everywhere.
     """
 
-    weights: Sequence[Weight4]
+    weights: Sequence[PackedLinear]
     down: Tensor | None
     ups: Sequence[tuple[int, Tensor] | None]
     mask: Tensor | None
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.weights[0].columns
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """[batch, Nᵢ] each for x [batch, K]."""

@@ -1,22 +1,21 @@
-/* Parameter tables of decode.cu, and the asynchronous copies of weights, which run ahead over all products. */
+/* Parameter tables of decode.cu, and its loads of weights, which run ahead over all products. */
 
 #pragma once
 
 enum { QKV, OUT, GATED, DOWN };
 
 struct Linear {
-    const u8 *packed, *absmax;
-    const float *second;
+    Weight w;               /* with the numbers that build() reads */
     const u16 *bias;        /* [rows] or null */
     const u16 *up;          /* B [rows, rank] of the adapters, scaled */
-    float offset;           /* of nested scales */
-    u32 rows, begin, rank;  /* `begin`: first rank of its part of u */
+    u32 begin, rank;        /* `begin`: first rank of its part of u */
 };
 
 struct Product {
     Linear parts[3];
     const u16 *down;             /* A [ranks, columns] of the adapters */
     const u16 *mask;             /* [batch, ranks] or null: which sequence uses which adapter */
+    const int *order;            /* [columns] or null: the place of each input among the columns of the weights */
     u32 columns, tiles, ranks, pad;
 };
 
@@ -54,28 +53,33 @@ struct Located {
 
 __device__ __forceinline__ Located locate(const Product &product, u32 kind, u32 tile, u32 i) {
     if (kind == GATED)
-        return {product.parts + i / 8 % 2, tile * (ROWS / 2) + i / 16 * 8 + i % 8};
+        return {product.parts + i / ROWS, tile * ROWS + i % ROWS};
     const Linear *linear = product.parts;
-    u32 row = tile * ROWS + i;
-    for (; row >= linear->rows; linear++)
-        row -= linear->rows;
+    u32 row = tile * TILE_ROWS + i;
+    for (; row >= linear->w.rows; linear++)
+        row -= linear->w.rows;
     return {linear, row};
 }
 
 /* Tables of three layers in shared memory. */
-__device__ __forceinline__ Layer *tables() {
-    return (Layer *)(shared + Weight::TABLE + WARPS * STAGES * Weight::STAGE);
+__device__ __forceinline__ Layer *tables() { return (Layer *)(shared + Weight::TABLE + WARPS * STAGES * STAGE); }
+
+/* The words of tile r in a chunk. */
+__device__ __forceinline__ u8 *words_of(u8 *stage, int chunk, int r) {
+    return stage + (chunk * RT + r) * 32 * Weight::LANE;
 }
 
-/* A warp's copies of weights, which run ahead over all products of all layers. */
+typedef Weight::Scales Scales[RT];
+
+/* A warp's loads of weights, which run ahead over all products of all layers: words into its ring, scales to registers.
+*/
 struct Copies {
     const Step &s;
     u32 first, first_tile, stride, lane;            /* constants of the warp */
     u32 layer = 0, kind = 0, tile, k_tile, filled = 0, now = 0; /* `now`: the layer being computed */
-    const u8 *codes[2], *scales;                    /* of rows i and i + 8 at this lane's piece; of row `lane` */
-    const float *second;
-    u32 block, columns, tiles;
-    u32 edge, stretch;                              /* first tile of the next linear; bytes to the warp's next tile */
+    u32 k_tiles, tiles;
+    Weight weights[RT];
+    Weight::Source<1> sources[RT];
 
     __device__ __forceinline__ Copies(const Step &s, u32 first, u32 first_tile, u32 stride, u32 lane)
         : s(s), first(first), first_tile(first_tile), stride(stride), lane(lane), tile(first_tile), k_tile(first) {}
@@ -90,54 +94,38 @@ struct Copies {
             if (layer == s.count)
                 return;
             product = at(layer)->products + kind;
-            columns = product->columns, tiles = product->tiles;
-            for (; tile < tiles && k_tile >= columns / 256; tile += stride)
-                k_tile -= columns / 256;
+            k_tiles = product->columns / UNIT, tiles = product->tiles;
+            for (; tile < tiles && k_tile >= k_tiles; tile += stride)
+                k_tile -= k_tiles;
             if (tile < tiles)
                 break;
             layer += kind == DOWN, kind = (kind + 1) % 4;
         }
 #pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            Located p = locate(*product, kind, tile, 8 * half + lane / 8);
-            codes[half] = p.linear->packed + (u64)p.row * (columns / 2) + lane % 8 * 16;
+        for (int r = 0; r < RT; r++) {
+            Located p = locate(*product, kind, tile, ROWS * r);
+            weights[r] = p.linear->w;
+            sources[r].seek(weights[r], p.row, k_tile, lane);
         }
-        if (lane < ROWS) {
-            Located p = locate(*product, kind, tile, lane);
-            scales = p.linear->absmax, second = p.linear->second, block = p.row * (columns / 64);
-        }
-        stretch = stride * (kind == GATED ? ROWS / 2 : ROWS) * (columns / 2);
-        edge = kind == GATED ? tiles : 0;
-        for (const Linear *linear = product->parts; edge <= tile; linear++)
-            edge += linear->rows / ROWS;
     }
 
-    /* Start copying the next K tile into the ring. 16-byte pieces are swizzled as the reader expects. */
-    __device__ __forceinline__ void next(u8 *ring) {
+    /* Start copying the next K tile into the ring, and load its scales. */
+    __device__ __forceinline__ void next(u8 *ring, Scales &scales) {
         if (layer < s.count) {
-            u8 *stage = ring + filled * Weight::STAGE;
-            u32 at = lane / 8, piece = lane % 8, row = columns / 2, apart = kind == GATED ? 8 : 16;
 #pragma unroll
-            for (u32 i = 0; i < ROWS; i += 4) {
-                const u8 *from = codes[i / 8 % 2] + (u64)(i / 16 * apart + i % 8) * row + k_tile * 128;
-                u32 to = FLAG_SYNC ? swizzle_of_row(at, piece) : Weight::swizzle(at, piece);
-                copy<16>(stage + (i + at) * 128 + to * 16, from, true);
-            }
-            if (lane < ROWS) {
-                u32 now = block + k_tile * 4;
-                constexpr u32 SCALE = Weight::SCALE;
-                copy<SCALE>(stage + Weight::CODES + lane * SCALE, scales + (u64)now * (SCALE / 4), true);
-                if (NESTED)
-                    copy<4>(stage + Weight::CODES + ROWS * 4 + lane * 4, second + now / 256, true);
+            for (int r = 0; r < RT; r++) {
+                sources[r].load_scales(scales + r, weights[r]);
+#pragma unroll
+                for (int chunk = 0; chunk < 2; chunk++)
+                    sources[r].copy(words_of(ring + filled * STAGE, chunk, r), weights[r], chunk, lane);
             }
             k_tile += WK;
-            if (k_tile >= columns / 256) {
-                k_tile -= columns / 256, tile += stride;
-                if (tile < edge && k_tile < columns / 256)
-                    codes[0] += stretch, codes[1] += stretch, block += stretch / 32;
-                else
-                    enter();
-            }
+            if (k_tile >= k_tiles)
+                k_tile -= k_tiles, tile += stride, enter();
+            else
+#pragma unroll
+                for (int r = 0; r < RT; r++)
+                    sources[r].next(weights[r], WK);
         }
         filled = filled + 1 == STAGES ? 0 : filled + 1;
         commit();

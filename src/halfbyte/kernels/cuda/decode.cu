@@ -4,6 +4,8 @@ ops.decode_layers).
 There is one persistent block per multiprocessor. Between separate launches the memory would idle; here each warp's ring
 of copies runs ahead over the ends of tiles and of products, since weights do not depend on results.
 
+The decoder of the weights' format is that of few_rows.cuh: the constant FORMAT_<source> chooses it.
+
 Five times per layer one product needs another's result, and blocks synchronise at a grid-wide barrier. With FLAG_SYNC
 they wait for the values themselves, which saves most of a barrier's time: each layer has its own exchange slab, in
 which all bits are ones until a value is written. There are two sets of slabs; a launch uses one and resets the other
@@ -11,8 +13,8 @@ for the next launch.
 
 A layer is four products: q, k and v; out; gate and up; down. Attention (attend.cuh) follows the first. Norms have no
 pass of their own: out and down write their tile of the residual stream h, of h times the next norm's weight, and of the
-sum of h's squares; the next product multiplies its sums by 1 / rms. Gate and up alternate within a tile, in groups of
-eight rows, and silu(gate) · up is written.
+sum of h's squares; the next product multiplies its sums by 1 / rms. A tile is 32 rows of a weight, or 16 of gate
+and 16 of up, of which silu(gate) · up is written.
 
 The WK MMA warps compute products and attention. The epilogue warps add up the partial sums that the MMA warps write to
 shared memory, alternating between two buffers, and publish the result to other blocks, while the MMA warps compute the
@@ -21,7 +23,21 @@ next tile. MMA warps do not wait for each other within a product.
 Adapters: the blocks with the fewest tiles of W compute u = A x first, in units of 16 rows of A and a share of K, and
 publish it with epochs; the epilogue warps wait for it and add B u to a tile. */
 
-#include "one_row.cuh"
+#define LAYERS 1
+#define SPLIT 0
+#define PRODUCT(...)
+#if FORMAT_few_rows4
+#include "few_rows4.cu"
+#elif FORMAT_few_rows_e2m1
+#include "few_rows_e2m1.cu"
+#elif FORMAT_few_rows_int4
+#include "few_rows_int4.cu"
+#else
+#include "few_rows_planes.cu"
+#endif
+
+constexpr u32 TILE_ROWS = ROWS * RT, STAGE = 2 * RT * 32 * Weight::LANE; /* of W in a tile; bytes of a K tile's words */
+static_assert(RT == 2 && WR == 1, "a tile is 32 rows, one of each lane of an epilogue warp");
 
 #include "attend.cuh"
 
@@ -31,20 +47,20 @@ publish it with epochs; the epilogue warps wait for it and add B u to a tile. */
 
 /* Three tables, two buffers, inputs, the count of buffers read; for each sequence 1 / rms, its first slot and u, whose
 size the launch adds. */
-LAYOUT(Weight::TABLE + WARPS * STAGES * Weight::STAGE + 3 * sizeof(Layer) + 2 * HELD + 4 * (2 * BUFFER + 1), 8,
-       sizeof(Linear), sizeof(Product), sizeof(Layer), sizeof(Step), sizeof(Weight));
+LAYOUT(Weight::TABLE + WARPS * STAGES * STAGE + 3 * sizeof(Layer) + 2 * HELD + 4 * (2 * BUFFER + 1), 8,
+       sizeof(Linear), sizeof(Product), sizeof(Layer), sizeof(Step));
 static_assert(sizeof(Layer) % 16 == 0, "tables of layers are copied, and what follows them is aligned, by 16 bytes");
 static_assert(HELD % 8 == 0 && BUFFER % 4 == 0, "inputs and buffers are taken 16 bytes at a time");
 
 struct MmaWarp : WarpState {
-    Weight w;
     Copies copies;
+    Scales scales[STAGES - 1]; /* of the next K tiles */
     u8 *ring;
     u32 stage = 0;
 
-    __device__ __forceinline__ MmaWarp(const Step &s, Weight w)
-        : WarpState(s), w(w), copies(s, threadIdx.x / 32, blockIdx.x, gridDim.x, threadIdx.x % 32) {
-        ring = shared + Weight::TABLE + warp * STAGES * Weight::STAGE;
+    __device__ __forceinline__ MmaWarp(const Step &s)
+        : WarpState(s), copies(s, threadIdx.x / 32, blockIdx.x, gridDim.x, threadIdx.x % 32) {
+        ring = shared + Weight::TABLE + warp * STAGES * STAGE;
     }
 
     /* Wait until the epilogue warps have read this buffer's previous contents. */
@@ -58,10 +74,12 @@ struct MmaWarp : WarpState {
         turn++;
     }
 
-    /* Write the MMA warps' partial sums to a buffer and hand it to the epilogue warps. */
-    template <u32 TILES> __device__ __forceinline__ void put_sums(const float (&sum)[TILES][NT][4]) {
+    /* Write the MMA warps' partial sums to a buffer and hand it to the epilogue warps. `row`: of W, by row of an
+       operand. */
+    template <u32 TILES, typename Row>
+    __device__ __forceinline__ void put_sums(const float (&sum)[TILES][NT][4], const float (&scale)[TILES], Row row) {
         acquire_buffer();
-        float *to = buffer() + warp * s.batch * ROWS;
+        float *to = buffer() + warp * s.batch * TILE_ROWS;
 #pragma unroll
         for (u32 r = 0; r < TILES; r++)
 #pragma unroll
@@ -70,7 +88,7 @@ struct MmaWarp : WarpState {
                 for (u32 i = 0; i < 4; i++) {
                     u32 m = 8 * n + lane % 4 * 2 + i % 2;
                     if (m < s.batch)
-                        to[m * ROWS + 16 * r + i / 2 * 8 + lane / 4] = sum[r][n][i];
+                        to[m * TILE_ROWS + ROWS * r + row(lane / 4 + i / 2 * 8)] = sum[r][n][i] * scale[r];
                 }
         release_buffer();
     }
@@ -102,7 +120,8 @@ struct MmaWarp : WarpState {
                     multiply<BF16>(sum[0][n], left[3], x1.z, x1.w);
                 }
             }
-            put_sums(sum);
+            const float one[] = {1};
+            put_sums(sum, one, [](u32 r) { return r; });
         }
     }
 
@@ -117,9 +136,16 @@ struct MmaWarp : WarpState {
         }
     }
 
-    /* Copy a product's input to shared memory as soon as it is written. The previous contents, of two products ago, are
+    /* Store eight numbers at these places. */
+    __device__ __forceinline__ static void scatter(u16 *to, uint4 eight, uint4 low, uint4 high) {
+        to[low.x] = (u16)eight.x, to[low.y] = (u16)(eight.x >> 16), to[low.z] = (u16)eight.y;
+        to[low.w] = (u16)(eight.y >> 16), to[high.x] = (u16)eight.z, to[high.y] = (u16)(eight.z >> 16);
+        to[high.z] = (u16)eight.w, to[high.w] = (u16)(eight.w >> 16);
+    }
+
+    /* Copy a product's input to shared memory, in the order of the weights' columns, as soon as it is written. The previous contents, of two products ago, are
        not read any more. */
-    __device__ __forceinline__ void bring(u16 *to, const u16 *from, u32 k_tiles) const {
+    __device__ __forceinline__ void bring(u16 *to, const u16 *from, const int *order, u32 k_tiles) const {
         constexpr u32 MANY = (64 + WK - 1) / WK;
         for (u32 k_tile = warp; k_tile < k_tiles; k_tile += MANY * WK) {
             uint4 pieces[MANY];
@@ -130,8 +156,12 @@ struct MmaWarp : WarpState {
 #pragma unroll
             for (u32 j = 0; j < MANY; j++)
                 if (k_tile + j * WK < k_tiles) {
-                    u32 at = (k_tile + j * WK) * 256;
-                    ((uint4 *)(to + at))[lane] = take_written((const uint4 *)(from + at) + lane, pieces[j]);
+                    u32 at = (k_tile + j * WK) * 256 + lane * 8;
+                    uint4 eight = take_written((const uint4 *)(from + at), pieces[j]);
+                    if (order)
+                        scatter(to, eight, ((const uint4 *)(order + at))[0], ((const uint4 *)(order + at))[1]);
+                    else
+                        *(uint4 *)(to + at) = eight;
                 }
         }
         mma_warps_sync<THREADS>();
@@ -142,39 +172,59 @@ struct MmaWarp : WarpState {
         const Product &product = layer.products[kind];
         const u16 *from = kind == OUT ? s.attended : kind == DOWN ? s.gated : s.normed[kind == GATED];
         from += slab(copies.now);
-        u32 k_tiles = product.columns / 256, k_tile = warp;
+        u32 k_tiles = product.columns / UNIT, k_tile = warp;
         u16 *held = x + (kind == OUT || kind == DOWN ? s.columns : 0);
         if (FLAG_SYNC)
-            bring(held, from, k_tiles);
+            bring(held, from, product.order, k_tiles);
         const u16 *input = FLAG_SYNC ? held : from;
-        const u16 *of_lane = input + (u64)(lane / 4) * product.columns + lane % 4 * 16;
-        RowOfX row;
-        w.columns = product.columns;
         if (product.ranks)
-            low_rank(product, input);
+            low_rank(product, product.order ? from : input);
+        input += (ONE ? 0 : (u64)(lane / 4) * product.columns) + lane % 4 * Weight::X;
+        uint4 values[2][NT][4] = {};
         for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
-            if (NESTED && (kind == QKV || tile == blockIdx.x))
+            Weight weights[RT];
+            float factors[RT], sum[RT][NT][4] = {};
 #pragma unroll
-                for (u32 half = 0; half < 2; half++)
-                    w.shift[half] = locate(product, kind, tile, 8 * half).linear->offset;
-            Sums sum = {};
+            for (int r = 0; r < RT; r++) {
+                weights[r] = locate(product, kind, tile, ROWS * r).linear->w;
+                factors[r] = weights[r].factor();
+            }
             for (; k_tile < k_tiles; k_tile += WK) {
-                if (FLAG_SYNC)
-                    row.load(input + k_tile * 256, lane);
+#pragma unroll
+                for (int chunk = 0; chunk < 2; chunk++)
+#pragma unroll
+                    for (int n = 0; n < NT; n++)
+                        if (has_x<Weight>(lane, n, s.batch))
+#pragma unroll
+                            for (int j = 0; j < 4; j++)
+                                values[chunk][n][j] = *(const uint4 *)(input + (u64)(8 * n) * product.columns +
+                                                                       k_tile * UNIT + chunk * CHUNK + Weight::x_offset(j));
                 wait<STAGES - 2>();
                 __syncwarp(); /* copies have arrived; all lanes have read the stage filled next */
-                copies.next(ring);
-                const u8 *here = ring + stage * Weight::STAGE;
-                if (FLAG_SYNC)
-                    add_row(w, sum, here, row, lane);
-                else
-                    w.compute(sum, here, of_lane + k_tile * 256, s.batch, lane);
+                Scales now;
+#pragma unroll
+                for (int r = 0; r < RT; r++) {
+                    now[r] = scales[0][r];
+#pragma unroll
+                    for (int i = 1; i < STAGES - 1; i++)
+                        scales[i - 1][r] = scales[i][r];
+                }
+                copies.next(ring, scales[STAGES - 2]);
+#pragma unroll
+                for (int chunk = 0; chunk < 2; chunk++) {
+                    Weight::Codes codes[RT];
+#pragma unroll
+                    for (int r = 0; r < RT; r++)
+                        Weight::Source<1>::take(codes[r], words_of(ring + stage * STAGE, chunk, r), lane);
+                    multiply_chunk<Weight>(
+                        sum, [&](int r) -> const Weight & { return weights[r]; }, codes, now, chunk, lane,
+                        [&](int n, int j) { return values[chunk][n][j]; });
+                }
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
             k_tile -= k_tiles;
-            if (FLAG_SYNC)
-                add_blocks(sum);
-            put_sums(sum);
+            add_lanes<Weight>(sum);
+            put_sums(sum, factors, [](u32 r) { return Weight::row(r); });
         }
         if (kind != DOWN)
             prefetch_a(layer.products[kind + 1]);
@@ -204,8 +254,8 @@ struct MmaWarp : WarpState {
     __device__ __forceinline__ void work() {
         copies.enter();
         for (int i = 0; i < STAGES - 1; i++)
-            copies.next(ring);
-        w.build();
+            copies.next(ring, scales[i]);
+        Weight(s.layers->products[0].parts[0].w).build();
         __syncthreads();
         for (u32 l = 0; l < s.count; l++) {
             const Layer &layer = tables()[l % 3];
@@ -223,7 +273,7 @@ struct MmaWarp : WarpState {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(ALL, 1) decode(Step s, Weight w) {
+extern "C" __global__ void __launch_bounds__(ALL, 1) decode(Step s) {
     for (u32 i = threadIdx.x; i < min(s.count, 2) * (sizeof(Layer) / 8); i += ALL)
         ((u64 *)tables())[i] = ((const u64 *)s.layers)[i];
     if (FLAG_SYNC) { /* reset the next launch's exchange slabs */
@@ -233,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) decode(Step s, Weight w) {
     }
     __syncthreads();
     if (threadIdx.x < THREADS)
-        MmaWarp(s, w).work();
+        MmaWarp(s).work();
     else
         EpilogueWarp(s).work();
 }

@@ -49,7 +49,6 @@ struct WarpState {
 };
 
 struct EpilogueWarp : WarpState {
-    static constexpr u32 PER = 32 / ROWS;                            /* rows of x per warp at a time */
     u32 index, epoch, count = 0; /* `count`: of blocks at all barriers so far */
 
     __device__ __forceinline__ EpilogueWarp(const Step &s) : WarpState(s), index(warp - WARPS) {
@@ -88,32 +87,28 @@ struct EpilogueWarp : WarpState {
         turn++;
     }
 
-    /* Write this lane's value h of the residual stream, row i of a tile. `normed`: input of the next product. */
-    __device__ __forceinline__ void
-    put_residual(u16 *normed, float norm, u32 m, u32 tile, u32 i, float h, bool inside) const {
+    /* Write this lane's value h of the residual stream, of a tile. `normed`: input of the next product. */
+    __device__ __forceinline__ void put_residual(u16 *normed, float norm, u32 m, u32 tile, float h) const {
         u16 bits = (u16)pair<BF16>(h, 0.0f);
-        h = inside ? number<BF16>(bits) : 0.0f;
-        u64 at = (u64)m * s.width + tile * ROWS + i;
-        if (inside)
-            s.hidden[at] = bits;
+        h = number<BF16>(bits);
+        u64 at = (u64)m * s.width + tile * TILE_ROWS + lane;
+        s.hidden[at] = bits;
         if (normed)
-            put_four<BF16>(normed + at, h * norm, inside);
+            put_four<BF16>(normed + at, h * norm, true);
         float square = h * h;
 #pragma unroll
-        for (u32 mask = ROWS / 2; mask; mask /= 2)
+        for (u32 mask = TILE_ROWS / 2; mask; mask /= 2)
             square += shuffle(square, mask);
-        if (inside && i == 0)
-            put_with_epoch(s.squares + m * (s.width / ROWS) + tile, square, epoch);
+        if (lane == 0)
+            put_with_epoch(s.squares + m * (s.width / TILE_ROWS) + tile, square, epoch);
     }
 
     /* Publish the incoming residual stream. */
     __device__ __forceinline__ void begin() const {
-        for (u32 tile = blockIdx.x; tile < s.width / ROWS; tile += gridDim.x)
-            for (u32 chunk = index; chunk * PER < s.batch; chunk += EPILOGUE_WARPS) {
-                u32 m = chunk * PER + lane / ROWS, i = lane % ROWS;
-                bool inside = m < s.batch;
-                float h = inside ? number<BF16>(s.hidden[(u64)m * s.width + tile * ROWS + i]) : 0.0f;
-                put_residual(s.normed[0] + slab(0), number<BF16>(s.norm[tile * ROWS + i]), m, tile, i, h, inside);
+        for (u32 tile = blockIdx.x; tile < s.width / TILE_ROWS; tile += gridDim.x)
+            for (u32 m = index; m < s.batch; m += EPILOGUE_WARPS) {
+                float h = number<BF16>(s.hidden[(u64)m * s.width + tile * TILE_ROWS + lane]);
+                put_residual(s.normed[0] + slab(0), number<BF16>(s.norm[tile * TILE_ROWS + lane]), m, tile, h);
             }
     }
 
@@ -134,18 +129,17 @@ struct EpilogueWarp : WarpState {
 
     /* Compute 1 / rms of this warp's sequences. */
     __device__ __forceinline__ void measure() const {
-        u32 tiles = s.width / ROWS;
-        for (u32 chunk = index; chunk * PER < s.batch; chunk += EPILOGUE_WARPS)
-            for (u32 m = chunk * PER; m < min(s.batch, chunk * PER + PER); m++) {
-                float square = 0;
-                for (u32 i = lane; i < tiles; i += 128)
-                    square += take_four(s.squares + m * tiles + i, 32, (tiles - i + 31) / 32, epoch - 1);
+        u32 tiles = s.width / TILE_ROWS;
+        for (u32 m = index; m < s.batch; m += EPILOGUE_WARPS) {
+            float square = 0;
+            for (u32 i = lane; i < tiles; i += 128)
+                square += take_four(s.squares + m * tiles + i, 32, (tiles - i + 31) / 32, epoch - 1);
 #pragma unroll
-                for (u32 mask = 16; mask; mask /= 2)
-                    square += shuffle(square, mask);
-                if (lane == 0)
-                    factors[m] = rsqrtf(square / s.width + s.eps);
-            }
+            for (u32 mask = 16; mask; mask /= 2)
+                square += shuffle(square, mask);
+            if (lane == 0)
+                factors[m] = rsqrtf(square / s.width + s.eps);
+        }
         __syncwarp();
     }
 
@@ -153,7 +147,7 @@ struct EpilogueWarp : WarpState {
         float total = 0;
 #pragma unroll
         for (u32 k = 0; k < WK; k++)
-            total += buffer()[(k * s.batch + m) * ROWS + i];
+            total += buffer()[(k * s.batch + m) * TILE_ROWS + i];
         return total;
     }
 
@@ -172,15 +166,13 @@ struct EpilogueWarp : WarpState {
     /* Copy u of this warp's sequences to shared memory, zero where a sequence uses another adapter. */
     __device__ __forceinline__ void take_low_rank(const Product &product) const {
         u32 shares = LowRankShares(product).shares, size = s.batch * product.ranks;
-        for (u32 chunk = index; chunk * PER < s.batch; chunk += EPILOGUE_WARPS) {
-            u32 end = min(s.batch, chunk * PER + PER) * product.ranks;
-            for (u32 i = chunk * PER * product.ranks + lane; i < end; i += 32) {
+        for (u32 m = index; m < s.batch; m += EPILOGUE_WARPS)
+            for (u32 i = m * product.ranks + lane; i < (m + 1) * product.ranks; i += 32) {
                 float sum = 0;
                 for (u32 share = 0; share < shares; share += 4)
                     sum += take_four(s.low + (u64)share * size + i, size, shares - share, epoch);
                 u[i] = product.mask ? sum * number<BF16>(product.mask[i]) : sum;
             }
-        }
         __syncwarp();
     }
 
@@ -195,7 +187,7 @@ struct EpilogueWarp : WarpState {
 
     /* Prefetch the rows of B that this warp needs next to L2. */
     __device__ __forceinline__ void prefetch_b(const Product &product, u32 kind) const {
-        for (u32 tile = blockIdx.x; tile < product.tiles && lane < ROWS; tile += gridDim.x) {
+        for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
             Located p = locate(product, kind, tile, lane);
             if (p.linear->rank)
                 prefetch(p.linear->up + (u64)p.row * p.linear->rank);
@@ -208,12 +200,12 @@ struct EpilogueWarp : WarpState {
     };
 
     __device__ __forceinline__ Early
-    early(const Layer &layer, const Product &product, u32 kind, u32 tile, u32 chunk) const {
+    early(const Layer &layer, const Product &product, u32 kind, u32 tile, u32 m) const {
         Early e = {};
-        u32 m = chunk * PER + lane / ROWS, i = lane % ROWS, n = tile * ROWS + i;
+        u32 n = tile * TILE_ROWS + lane;
         if (m >= s.batch)
             return e;
-        Located p = locate(product, kind, tile, i);
+        Located p = locate(product, kind, tile, lane);
         const uint4 *up = (const uint4 *)(p.linear->up + (u64)p.row * p.linear->rank);
         const float *down = u + m * product.ranks + p.linear->begin;
         if (kind == OUT || kind == DOWN) {
@@ -232,25 +224,20 @@ struct EpilogueWarp : WarpState {
     }
 
     /* Write this lane's value of a tile. */
-    __device__ __forceinline__ void finish(
-        const Product &product, u32 l, u32 kind, u32 tile, u32 chunk, const Early &e) const {
-        u32 m = chunk * PER + lane / ROWS, i = lane % ROWS;
-        bool inside = m < s.batch;
-        float y = 0;
-        if (inside) {
-            y = total(m, i) + e.low;
-            y = (kind == QKV || kind == GATED ? y * factors[m] : y) + e.bias;
-            y = number<BF16>((u16)pair<BF16>(y, 0.0f)); /* round like every product's result */
-        }
+    __device__ __forceinline__ void
+    finish(const Product &product, u32 l, u32 kind, u32 tile, u32 m, const Early &e) const {
+        float y = total(m, lane) + e.low;
+        y = (kind == QKV || kind == GATED ? y * factors[m] : y) + e.bias;
+        y = number<BF16>((u16)pair<BF16>(y, 0.0f)); /* round like every product's result */
         if (kind == QKV) {
-            put_four<BF16>(s.qkv + slab(l) + (u64)m * (product.tiles * ROWS) + tile * ROWS + i, y, inside);
+            put_four<BF16>(s.qkv + slab(l) + (u64)m * (product.tiles * TILE_ROWS) + tile * TILE_ROWS + lane, y, true);
         } else if (kind == GATED) {
-            float up = shuffle(y, 8);
-            u64 at = (u64)m * (product.tiles * (ROWS / 2)) + tile * (ROWS / 2) + i / 16 * 8 + i % 8;
-            put_four<BF16>(s.gated + slab(l) + at, y / (1 + expf(-y)) * up, inside && i / 8 % 2 == 0);
+            float up = shuffle(y, ROWS);
+            u64 at = (u64)m * (product.tiles * ROWS) + tile * ROWS + lane;
+            put_four<BF16>(s.gated + slab(l) + at, y / (1 + expf(-y)) * up, lane < ROWS);
         } else {
             u16 *normed = kind == OUT ? s.normed[1] + slab(l) : l + 1 < s.count ? s.normed[0] + slab(l + 1) : nullptr;
-            put_residual(normed, e.norm, m, tile, i, y + e.h, inside);
+            put_residual(normed, e.norm, m, tile, y + e.h);
         }
     }
 
@@ -277,7 +264,7 @@ struct EpilogueWarp : WarpState {
             wait_for_sums();
 #pragma unroll
             for (u32 v = 0; v < VALUES; v++)
-                if ((index + v * EPILOGUE_WARPS) * PER < s.batch)
+                if (index + v * EPILOGUE_WARPS < s.batch)
                     finish(product, l, kind, tile, index + v * EPILOGUE_WARPS, e[v]);
             done();
         }

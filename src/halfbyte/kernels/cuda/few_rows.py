@@ -6,17 +6,21 @@ Up to 8 rows take one launch. With more rows K is divided among blocks, and a se
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...dispatch import Op
 from ...formats.bitplane import linear_bitplane
 from ...formats.blockwise4 import linear_blockwise4
+from ...formats.codebooks import codebook4
 from ...formats.e2m1 import linear_e2m1
 from ...formats.hqq import linear_hqq
 from ...formats.int4 import linear_int4
-from ...formats.linear import add_term
+from ...formats.linear import PackedProduct
+from ...ops.decode import PackedLinear, packed_linears
 from ..device import AMPERE, TURING, architecture_of, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, gemm4, gemv4, linear_planes, remembered
@@ -59,6 +63,33 @@ class PlanesWeight(ctypes.Structure):
     )
 
 
+class Operand(NamedTuple):
+    """A packed weight as a kernel's argument.
+
+    Args:
+        source: the CUDA source with its decoder.
+        struct: `Weight` of this source.
+        constants: of this source.
+        tables: what the decoder's table is made of, besides constants.
+        number: name and value of the field of `struct` that the decoder's `build` reads from memory.
+    """
+
+    source: str
+    struct: Any
+    constants: dict[str, int]
+    tables: tuple[Tensor, ...] = ()
+    number: tuple[str, Tensor | None] | None = None
+
+    @property
+    def type(self) -> type[ctypes.Structure]:
+        return type(self.struct)
+
+
+def enlarged(dtype: torch.dtype) -> float:
+    """`ENLARGED` of `cuda/few_rows.cuh` for x of this dtype."""
+    return 1.0 if dtype is torch.bfloat16 else 256.0
+
+
 class Blocks(NamedTuple):
     """Constants of `cuda/few_rows.cuh`: `rt` tiles at a time, `wr` groups of `wk` warps."""
 
@@ -87,45 +118,42 @@ def blocks_for(rows: int, columns: int, multiprocessors: int) -> Blocks:
 
 @remembered
 def _kernel(
-    name: str, blocks: Blocks, tiles: int, bf16: bool, constants: tuple[tuple[str, int], ...],
-    struct: type[ctypes.Structure], device: int, split: bool,
-) -> tuple[Kernel, Kernel | None]:  # fmt: skip
+    operand_type: tuple[str, type[ctypes.Structure]], blocks: Blocks, tiles: int, bf16: bool,
+    constants: tuple[tuple[str, int], ...], device: int, split: bool, one: bool,
+) -> tuple[Kernel, ...]:  # fmt: skip
     """The product with `tiles` tiles of 8 rows of x, and if it is `split` the kernel that adds the blocks' sums."""
+    name, struct = operand_type
     every = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16), "SPLIT": int(split)}
-    every |= dict(constants) | {"ORIGIN": origin_of(device)}
-    image = cubin(name, architecture_of(device), every, [struct, *[gemm4.Sums] * split])
-    return Kernel(image, name, image.shared_for(8 * tiles)), Kernel(image, "add", 0) if split else None
+    every |= dict(constants) | {"ORIGIN": origin_of(device), "ONE": int(one)}
+    structs: list[Any] = [gemm4.parts_of(struct), gemm4.Sums] if split else [struct]
+    image = cubin(name, architecture_of(device), every, structs)
+    product = Kernel(image, name, image.shared_for(8 * tiles))
+    return (product, Kernel(image, "add", 0)) if split else (product,)
 
 
 def _launch(
-    name: str, weight: Any, x: Tensor, bias: Tensor | None, blocks: Blocks | None, term: gemv4.Term = None,
-    **constants: int,
-) -> Tensor:  # fmt: skip
-    """[M, N] = x·Wᵀ + b + u·Bᵀ."""
-    rows, columns, batch = weight.rows, weight.columns, x.shape[0]
-    x, device = x.contiguous(), x.get_device()
-    multiprocessors, split = multiprocessors_of(device), batch > WHOLE_ROWS
-    tiles = gemm4.tiles_of(batch) if split else 1
-    blocks = blocks or (SPLIT if split else blocks_for(rows, columns, multiprocessors))
-    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    operand: Operand, x: Tensor, products: Sequence[gemm4.Product], blocks: Blocks | None = None
+) -> list[Tensor]:
+    """[M, N] = x·Wᵀ + b + u·Bᵀ of one weight, or of up to three with more than `WHOLE_ROWS` rows of x."""
+    x, device, batch = x.contiguous(), x.get_device(), x.shape[0]
+    rows, multiprocessors, split = products[0].rows, multiprocessors_of(device), batch > WHOLE_ROWS
+    blocks = blocks or (SPLIT if split else blocks_for(rows, x.shape[1], multiprocessors))
+    tile, threads = TILE * blocks.rt * blocks.wr, 32 * blocks.wr * blocks.wk
+    bf16, key = x.dtype is torch.bfloat16, tuple(operand.constants.items())
+    tiles, operand_type = gemm4.tiles_of(batch) if split else 1, (operand.source, operand.type)
     with torch.cuda.device(device):
-        bf16, key = x.dtype is torch.bfloat16, tuple(constants.items())
-        product, add = _kernel(name, blocks, tiles, bf16, key, type(weight), device, split)
-        groups, threads = ceil_div(rows, TILE * blocks.rt * blocks.wr), 32 * blocks.wr * blocks.wk
-        if add is None:
-            grid = min(groups, multiprocessors)
-            product(grid, threads, [weight, *gemm4.pointers(x, bias, out), ctypes.c_uint32(batch)])
-            return add_term(out, term)
-        grid = gemm4.grid_for(groups, columns // UNIT, multiprocessors)
-        sums = blocks.wr * blocks.rt * TILE * 8 * tiles  # of one block
-        partials = torch.empty((grid + groups) * sums, dtype=torch.float32, device=x.device)
-        sizes = [ctypes.c_uint32(size) for size in (columns, batch)]
-        product(grid, threads, [weight, *gemm4.pointers(x, partials), sizes[1]])
-        fused = term if gemm4.adds(term) else None
-        added = groups * sums // 4 // gemm4.ADDED
-        one = gemm4.sum_of(gemm4.Product(weight, rows, bias, term=fused), partials, out, grid, 0)
-        add(added, gemm4.ADDED, [gemm4.sums_of([one], added), *sizes])
-    return out if fused is term else add_term(out, term)
+        kernels = _kernel(operand_type, blocks, tiles, bf16, key, device, split, batch == 1)
+        if split:
+            return gemm4.launch(kernels, products, x, tile, threads)
+        out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+        tensors = gemm4.pointers(x, products[0].bias, out)
+        grid = min(ceil_div(rows, tile), multiprocessors)
+        kernels[0](grid, threads, [operand.struct, *tensors, ctypes.c_uint32(batch)])
+    return [out]
+
+
+def _product(operand: Operand, x: Tensor, bias: Tensor | None, blocks: Blocks | None) -> Tensor:
+    return _launch(operand, x, [gemm4.Product(operand.struct, operand.struct.rows, bias)], blocks)[0]
 
 
 def _small(x: Tensor) -> bool:
@@ -158,14 +186,24 @@ def blockwise4_obstacle(
     return _obstacle(x, rows, packed, absmax)
 
 
+def blockwise4_operand(
+    x: Tensor, packed: Tensor, absmax: Tensor, nested: gemv4.Nested, blocksize: int, quant_type: str, rows: int
+) -> Operand:
+    weight = gemv4.weight_of(x, packed, absmax, nested, quant_type, rows)
+    constants = {"BLOCK": blocksize, "NESTED": int(nested is not None)}
+    codebook = codebook4(quant_type, x.device)
+    if nested is None:
+        return Operand("few_rows4", weight, constants, (codebook,))
+    _, code, offset = nested
+    return Operand("few_rows4", weight, constants, (codebook, code), ("shift", offset))
+
+
 @linear_blockwise4.kernel("cuda", unless=blockwise4_obstacle, rank=3)  # after gemv4, which is faster on Hopper
 def few_rows_blockwise4(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: gemv4.Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, term: gemv4.Term = None, blocks: Blocks | None = None,
+    bias: Tensor | None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    weight = gemv4.weight_of(x, packed, absmax, nested, quant_type, rows)
-    constants = {"BLOCK": blocksize, "NESTED": int(nested is not None)}
-    return _launch("few_rows4", weight, x, bias, blocks, term, **constants)
+    return _product(blockwise4_operand(x, packed, absmax, nested, blocksize, quant_type, rows), x, bias, blocks)
 
 
 # --- NVFP4 and MXFP4 -------------------------------------------------------------------------------------------------
@@ -177,14 +215,18 @@ def e2m1_obstacle(
     return _obstacle(x, packed.shape[0], packed, scales)
 
 
+def e2m1_operand(x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor | None, tile: tuple[int, int]) -> Operand:
+    pointers = [tensor.data_ptr() for tensor in (packed, scales, scales if factor is None else factor)]
+    weight = E2m1Weight(*pointers, packed.shape[0], x.shape[1])
+    return Operand("few_rows_e2m1", weight, {"BLOCK": tile[1], "TALL": tile[0]}, (), ("read_factor", factor))
+
+
 @linear_e2m1.kernel("cuda", unless=e2m1_obstacle)
 def few_rows_e2m1(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor | None, tile: tuple[int, int], bias: Tensor | None,
     blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    pointers = [tensor.data_ptr() for tensor in (packed, scales, scales if factor is None else factor)]
-    weight = E2m1Weight(*pointers, packed.shape[0], x.shape[1])
-    return _launch("few_rows_e2m1", weight, x, bias, blocks, BLOCK=tile[1], TALL=tile[0])
+    return _product(e2m1_operand(x, packed, scales, factor, tile), x, bias, blocks)
 
 
 # --- GPTQ, AWQ and compressed-tensors --------------------------------------------------------------------------------
@@ -204,18 +246,23 @@ def int4_obstacle(
     return _obstacle(x, rows, qweight, qzeros, scales)
 
 
+def int4_operand(
+    x: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, group_index: Tensor | None, order: Tensor | None,
+    zero_shift: int,
+) -> Operand:  # fmt: skip
+    groups, rows = scales.shape
+    weight = Int4Weight(*[tensor.data_ptr() for tensor in (qweight, qzeros, scales)], rows, x.shape[1])
+    constants = {"GROUP": x.shape[1] // groups, "SHIFT": zero_shift, "SCALES_BF16": int(scales.dtype is torch.bfloat16)}
+    return Operand("few_rows_int4", weight, constants)
+
+
 @linear_int4.kernel("cuda", unless=int4_obstacle)
 def few_rows_int4(
     x: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, group_index: Tensor | None, order: Tensor | None,
     zero_shift: int, bias: Tensor | None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    groups, rows = scales.shape
-    if order is not None:
-        x = x.index_select(1, order[0])
-    weight = Int4Weight(*[tensor.data_ptr() for tensor in (qweight, qzeros, scales)], rows, x.shape[1])
-    bf16 = int(scales.dtype is torch.bfloat16)
-    group = x.shape[1] // groups
-    return _launch("few_rows_int4", weight, x, bias, blocks, GROUP=group, SHIFT=zero_shift, SCALES_BF16=bf16)
+    x = x if order is None else x.index_select(1, order[0])
+    return _product(int4_operand(x, qweight, qzeros, scales, group_index, None, zero_shift), x, bias, blocks)
 
 
 # --- k-bit formats and HQQ -------------------------------------------------------------------------------------------
@@ -227,15 +274,20 @@ def bitplane_obstacle(
     return _obstacle(x, rows, packed, scales)
 
 
+def bitplane_operand(x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int) -> Operand:
+    pointers = [tensor.data_ptr() for tensor in (packed, scales, scales, codebook)]  # zeros are not read
+    weight = PlanesWeight(*pointers, rows, x.shape[1], factor.data_ptr())
+    bits = codebook.numel().bit_length() - 1
+    constants = {"BITS": bits, "GROUP": 0, "SCALES_BF16": 0, "SMALL": int(_small(x))}
+    return Operand("few_rows_planes", weight, constants, (codebook,), ("read_factor", factor))
+
+
 @linear_bitplane.kernel("cuda", unless=bitplane_obstacle, rank=4)
 def few_rows_bitplane(
     x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None,
     blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    pointers = [tensor.data_ptr() for tensor in (packed, scales, scales, codebook)]  # zeros are not read
-    weight = PlanesWeight(*pointers, rows, x.shape[1], factor.data_ptr())
-    bits = codebook.numel().bit_length() - 1
-    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=0, SCALES_BF16=0, SMALL=int(_small(x)))
+    return _product(bitplane_operand(x, packed, scales, factor, codebook, rows), x, bias, blocks)
 
 
 def hqq_obstacle(
@@ -248,12 +300,66 @@ def hqq_obstacle(
     return _obstacle(x, rows, packed, scales, zeros)
 
 
+def hqq_operand(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int) -> Operand:
+    pointers = [tensor.data_ptr() for tensor in (packed, scales, zeros)]
+    weight = PlanesWeight(*pointers, None, rows, x.shape[1], None)
+    bf16, small = int(scales.dtype is torch.bfloat16), int(_small(x))
+    constants = {"BITS": bits, "GROUP": group, "SCALES_BF16": bf16, "SMALL": small}
+    return Operand("few_rows_planes", weight, constants, (), ("read_factor", None))
+
+
 @linear_hqq.kernel("cuda", unless=hqq_obstacle, rank=3)
 def few_rows_hqq(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None,
     blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    pointers = [tensor.data_ptr() for tensor in (packed, scales, zeros)]
-    weight = PlanesWeight(*pointers, None, rows, x.shape[1], None)
-    bf16, small = int(scales.dtype is torch.bfloat16), int(_small(x))
-    return _launch("few_rows_planes", weight, x, bias, blocks, BITS=bits, GROUP=group, SCALES_BF16=bf16, SMALL=small)
+    return _product(hqq_operand(x, packed, scales, zeros, bits, group, rows), x, bias, blocks)
+
+
+# --- other kernels with these decoders -------------------------------------------------------------------------------
+
+OPERANDS: dict[Op, tuple[Callable[..., Operand], Callable[..., str | None]]] = {
+    linear_blockwise4: (blockwise4_operand, blockwise4_obstacle),
+    linear_e2m1: (e2m1_operand, e2m1_obstacle),
+    linear_int4: (int4_operand, int4_obstacle),
+    linear_bitplane: (bitplane_operand, bitplane_obstacle),
+    linear_hqq: (hqq_operand, hqq_obstacle),
+}
+
+
+def operand_obstacle(x: Tensor, product: PackedProduct) -> str | None:
+    """Return why no decoder takes a weight, or None."""
+    if product.op not in OPERANDS:
+        return f"has no decoder of {product.op.reference.__name__}"
+    return OPERANDS[product.op][1](x, *product.arguments)
+
+
+def operand_of(x: Tensor, product: PackedProduct) -> Operand:
+    return OPERANDS[product.op][0](x, *product.arguments)
+
+
+def several_obstacle(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[gemv4.Term]) -> str | None:
+    products = [linear.product for linear in linears]
+    if x.shape[0] <= WHOLE_ROWS or len(products) > gemm4.PRODUCTS:
+        return f"takes {WHOLE_ROWS + 1} to {MOST_ROWS} rows and 1 to {gemm4.PRODUCTS} weights"
+    refusals = (reason for product in products if (reason := operand_obstacle(x, product)))
+    return gemm4.terms_obstacle(terms) or next(refusals, None) or unlike(x, linears)
+
+
+def unlike(x: Tensor, linears: Sequence[PackedLinear]) -> str | None:
+    """Return why one launch cannot take the weights of these linears, or None."""
+    kinds = {(operand.source, *operand.constants.items()) for operand in (operand_of(x, p.product) for p in linears)}
+    one_order = len({id(linear.product.order) for linear in linears}) == 1
+    return None if len(kinds) == 1 and one_order else "needs weights of one format and one order of inputs"
+
+
+@packed_linears.kernel("cuda", unless=several_obstacle, rank=3)
+def several(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[gemv4.Term]) -> list[Tensor]:
+    order = linears[0].product.order
+    x = x if order is None else x.index_select(1, order[0])
+    operands = [operand_of(x, linear.product) for linear in linears]
+    products = [
+        gemm4.Product(operand.struct, linear.rows, linear.bias, term=term)
+        for operand, linear, term in zip(operands, linears, terms, strict=True)
+    ]
+    return _launch(operands[0], x, products)

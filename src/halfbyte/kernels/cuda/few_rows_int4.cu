@@ -15,7 +15,8 @@ struct Weight : ByPairs {
     u32 rows, columns; /* N, K */
 
     static constexpr bool BY_WORD = GROUP % UNIT && GROUP != 128 && GROUP != 64 && GROUP != 32;
-    static constexpr u32 X = 8;
+    static constexpr int OWN = 0;
+    static constexpr u32 X = 8, LANE = 32;
     static constexpr int RUNS = BY_WORD ? 0 : GROUP < CHUNK ? CHUNK / GROUP : 1;
     static constexpr int GROUPS = BY_WORD ? 0 : GROUP < UNIT ? UNIT / GROUP : 1; /* of a unit */
 
@@ -30,8 +31,8 @@ struct Weight : ByPairs {
         Scaled groups[BY_WORD ? 1 : GROUPS];
     };
 
-    struct Source {
-        const u32 *codes;
+    template <int COUNT> struct Source {
+        const u32 *codes, *tile; /* the lane's, and the first of the tile's columns */
         const u8 *zeros;
         const u16 *scales;
         u32 unit, column; /* column: of the lane's first word within a unit */
@@ -39,34 +40,53 @@ struct Weight : ByPairs {
         __device__ __forceinline__ void seek(const Weight &w, u32 top, u32 first, u32 lane) {
             u32 n = top + lane / 4 * 2;
             unit = first, column = lane % 4 * 8;
-            codes = w.packed + (u64)(unit * (UNIT / 8) + lane % 4) * w.rows + n;
+            tile = w.packed + (u64)unit * (UNIT / 8) * w.rows + top;
+            codes = tile + lane % 4 * w.rows + lane / 4 * 2;
             zeros = w.zeros + n / 2, scales = w.scales + n;
         }
-        __device__ __forceinline__ void load(Codes (&to)[RT], const Weight &w, int chunk) const {
+        __device__ __forceinline__ void load(Codes *to, const Weight &w, int chunk) const {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const u32 *from = codes + (u32)(chunk * (CHUNK / 8) + 4 * j) * w.rows;
 #pragma unroll
-                for (int r = 0; r < RT; r++) {
+                for (int r = 0; r < COUNT; r++) {
                     to[r].words[j] = read_once<uint2>(from + ROWS * r);
                     if constexpr (BY_WORD)
                         load_group(to[r].scales[j], w, (unit * UNIT + chunk * CHUNK + 32 * j + column) / GROUP, r);
                 }
             }
         }
+        /* Copy [16 words of columns][16 rows] 4 bytes. Of a word's four pieces, those of words 2 and 3 of four are exchanged,
+           so that neighbouring lanes read from all banks. */
+        __device__ __forceinline__ void copy(u8 *to, const Weight &w, int chunk, u32 lane) const {
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) {
+                u32 word = lane / 4 + 8 * i;
+                const u32 *from = tile + (chunk * (CHUNK / 8) + word) * w.rows + lane % 4 * 4;
+                ::copy<16>(to + word * 64 + (lane % 4 ^ word & 2) * 16, from, true);
+            }
+        }
+        static __device__ __forceinline__ void take(Codes &codes, const u8 *from, u32 lane) {
+            from += lane % 4 * 64 + (lane / 8 ^ lane & 2) * 16 + lane / 4 % 2 * 8;
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                codes.words[j] = *(const uint2 *)(from + j * 256);
+        }
         __device__ __forceinline__ void load_group(Scaled &to, const Weight &w, u32 group, int r) const {
             u32 at = group * w.rows + ROWS * r;
             to.zeros = read_again<u8>(zeros + at / 2), to.scales = read_again<u32>(scales + at);
         }
-        __device__ __forceinline__ void load_scales(Scales (&to)[RT], const Weight &w) const {
+        __device__ __forceinline__ void load_scales(Scales *to, const Weight &w) const {
 #pragma unroll
             for (int i = 0; i < GROUPS; i++)
 #pragma unroll
-                for (int r = 0; r < RT; r++)
+                for (int r = 0; r < COUNT; r++)
                     load_group(
                         to[r].groups[i], w, GROUP < UNIT ? unit * GROUPS + i : unit / (GROUP < UNIT ? 1 : GROUP / UNIT), r);
         }
-        __device__ __forceinline__ void next(const Weight &w) { codes += UNIT / 8 * w.rows, unit++; }
+        __device__ __forceinline__ void next(const Weight &w, u32 units) {
+            codes += units * (UNIT / 8) * w.rows, tile += units * (UNIT / 8) * w.rows, unit += units;
+        }
     };
 
     __device__ __forceinline__ void build() const {
@@ -84,7 +104,7 @@ struct Weight : ByPairs {
     static __device__ __forceinline__ float scale_of(const Scaled &group, int half) {
         return number<SCALES_BF16>((u16)(group.scales >> 16 * half));
     }
-    __device__ __forceinline__ void scale(float (&scale)[2], const Scales &scales, int chunk, int j) const {
+    __device__ __forceinline__ void scale(float (&scale)[2], const Scales &scales, int chunk, int j, u32) const {
         const Scaled &group = scales.groups[group_of(chunk, j)];
         scale[0] = scale_of(group, 0), scale[1] = scale_of(group, 1);
     }

@@ -17,36 +17,38 @@ struct Weight : Planes {
     float read_factor;   /* set by build */
 
     static constexpr bool GAPS = BITS == 5 ? SMALL : BITS != 3;
-    static constexpr int RUNS = 0;
+    static constexpr int RUNS = 0, OWN = GROUP ? 0 : 1;
     static constexpr u32 COPIES = BITS == 5 ? (SMALL ? 8 : 16) : 32; /* of an entry, at 5 bits of four in 256 bytes */
-    static constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, X = 32;
-    static constexpr u32 COUNT = GROUP ? UNIT / GROUP : 8; /* scales of a unit for a row */
+    static constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, X = 32, LANE = 8 * BITS;
+    static constexpr u32 NUMBERS = GROUP ? UNIT / GROUP : 8; /* scales of a unit for a row */
+    static constexpr u32 OF_UNIT = GROUP ? NUMBERS * 2 : NUMBERS;
     static constexpr u32 WORDS = GROUP == UNIT ? 1 : 2;    /* a lane's numbers of two chunks, or a unit's bytes */
 
     struct Codes {
-        u32 words[2][BITS]; /* of rows g and g + 8 */
+        alignas(BITS % 4 ? 8 : 16) u32 words[2][BITS]; /* of rows g and g + 8 */
     };
     struct Scales { /* of rows g and g + 8; a lane's columns of a chunk have one scale */
         u32 scales[2][WORDS], zeros[2][WORDS];
     };
 
-    struct Source {
-        const u8 *codes[2 * RT], *scales[2 * RT], *zeros[2 * RT];
+    template <int COUNT> struct Source {
+        const u8 *codes[2 * COUNT], *scales[2 * COUNT], *zeros[2 * COUNT], *tile;
 
         __device__ __forceinline__ void seek(const Weight &w, u32 top, u32 unit, u32 lane) {
+            tile = w.packed + (u64)top * (w.columns / 8 * BITS) + unit * (UNIT / 8 * BITS);
 #pragma unroll
-            for (int i = 0; i < 2 * RT; i++) {
+            for (int i = 0; i < 2 * COUNT; i++) {
                 u32 row = top + lane / 4 + 8 * i;
                 codes[i] = w.packed + (u64)row * (w.columns / 8 * BITS) + (unit * (UNIT / 32) + lane % 4) * (4 * BITS);
-                u64 at = ((u64)row * (w.columns / UNIT) + unit) * COUNT;
+                u64 at = ((u64)row * (w.columns / UNIT) + unit) * NUMBERS;
                 if constexpr (GROUP > 0)
                     at = (at + lane % 4 * 32 / GROUP) * 2;
                 scales[i] = w.scales + at, zeros[i] = w.zeros + at;
             }
         }
-        __device__ __forceinline__ void load(Codes (&to)[RT], const Weight &, int chunk) const {
+        __device__ __forceinline__ void load(Codes *to, const Weight &, int chunk) const {
 #pragma unroll
-            for (int i = 0; i < 2 * RT; i++) {
+            for (int i = 0; i < 2 * COUNT; i++) {
                 const u8 *from = codes[i] + chunk * (CHUNK / 8 * BITS);
                 u32(&words)[BITS] = to[i / 2].words[i % 2];
                 if constexpr (BITS % 4 == 0) {
@@ -64,9 +66,33 @@ struct Weight : Planes {
                         words[k] = read_again<u32>(from + 4 * k);
             }
         }
-        __device__ __forceinline__ void load_scales(Scales (&to)[RT], const Weight &) const {
+        /* Copy [16 rows][4 blocks][BITS] words, which are in a lane's order. */
+        __device__ __forceinline__ void copy(u8 *to, const Weight &w, int chunk, u32 lane) const {
 #pragma unroll
-            for (int i = 0; i < 2 * RT; i++)
+            for (u32 i = 0; i < (BITS + 1) / 2; i++) {
+                u32 piece = lane + 32 * i;
+                const u8 *from = tile + piece / BITS * (w.columns / 8 * BITS) + (chunk * BITS + piece % BITS) * 16;
+                if (piece < 16 * BITS)
+                    ::copy<16>(to + piece * 16, from, true);
+            }
+        }
+        static __device__ __forceinline__ void take(Codes &codes, const u8 *from, u32 lane) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u8 *words = from + (half * 32 + lane) * (4 * BITS);
+#pragma unroll
+                for (int k = 0; k < BITS; k += BITS % 4 == 0 ? 4 : BITS == 2 ? 2 : 1)
+                    if (BITS % 4 == 0)
+                        *(uint4 *)(codes.words[half] + k) = *(const uint4 *)(words + 4 * k);
+                    else if (BITS == 2)
+                        *(uint2 *)codes.words[half] = *(const uint2 *)words;
+                    else
+                        codes.words[half][k] = *(const u32 *)(words + 4 * k);
+            }
+        }
+        __device__ __forceinline__ void load_scales(Scales *to, const Weight &) const {
+#pragma unroll
+            for (int i = 0; i < 2 * COUNT; i++)
 #pragma unroll
                 for (u32 k = 0; k < WORDS; k++)
                     if constexpr (GROUP > 0) {
@@ -75,11 +101,12 @@ struct Weight : Planes {
                     } else
                         to[i / 2].scales[i % 2][k] = read_again<u32>(scales[i] + 4 * k);
         }
-        __device__ __forceinline__ void next(const Weight &) {
+        __device__ __forceinline__ void next(const Weight &, u32 units) {
+            tile += units * (UNIT / 8 * BITS);
 #pragma unroll
-            for (int i = 0; i < 2 * RT; i++) {
-                codes[i] += UNIT / 8 * BITS;
-                scales[i] += GROUP ? COUNT * 2 : COUNT, zeros[i] += GROUP ? COUNT * 2 : COUNT;
+            for (int i = 0; i < 2 * COUNT; i++) {
+                codes[i] += units * (UNIT / 8 * BITS);
+                scales[i] += units * OF_UNIT, zeros[i] += units * OF_UNIT;
             }
         }
     };
@@ -101,13 +128,20 @@ struct Weight : Planes {
     __device__ __forceinline__ float factor() const { return read_factor; }
     static constexpr __device__ __forceinline__ u32 x_offset(int j) { return 8 * j; }
     static __device__ __forceinline__ u32 row(u32 r) { return r; }
-    __device__ __forceinline__ void scale(float (&)[2], const Scales &, int, int) const {}
+    __device__ __forceinline__ void scale(float (&to)[2], const Scales &scales, int chunk, int, u32 lane) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            to[half] = e4m4(__byte_perm(scales.scales[half][chunk % WORDS], 0, 0x4440 | lane & 3));
+    }
 
     __device__ __forceinline__ void
     operands(u32 (&a)[2][4], const Codes &codes, const Scales &scales, int chunk, int j, u32 lane) const {
+        float both[2] = {};
+        if (!GROUP && !ONE)
+            scale(both, scales, chunk, j, lane);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            u32 low[4], high[4], scale, shift = 0; /* planes 0 to 3, and 4 to 7; pairs of one number */
+            u32 low[4], high[4], scale = 0, shift = 0; /* planes 0 to 3, and 4 to 7; pairs of one number */
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 low[k] = k < BITS ? codes.words[half][k] : 0, high[k] = 4 + k < BITS ? codes.words[half][4 + k] : 0;
@@ -118,8 +152,7 @@ struct Weight : Planes {
             if (BITS == 8)
                 exchange_pairs(high);
             if constexpr (GROUP == 0) {
-                float value = e4m4(__byte_perm(scales.scales[half][chunk], 0, 0x4440 | lane & 3));
-                scale = pair<BF16>(value, value);
+                scale = pair<BF16>(both[half], both[half]);
             } else {
                 u32 code = scales.scales[half][chunk % WORDS], zero = scales.zeros[half][chunk % WORDS];
                 float s = number<SCALES_BF16>((u16)code) * ENLARGED, z = number<false>((u16)zero);
@@ -142,7 +175,7 @@ struct Weight : Planes {
                     u32 upper = look<u32, 0>(__byte_perm(high[p], lane * 4, 0x5504 | j << 4));
                     numbers = fused<BF16>(upper, pair<BF16>(16, 16), numbers);
                 }
-                a[p / 2][half + p % 2 * 2] = GROUP ? fused<BF16>(numbers, scale, shift) : scaled(numbers, scale);
+                a[p / 2][half + p % 2 * 2] = GROUP ? fused<BF16>(numbers, scale, shift) : ONE ? numbers : scaled(numbers, scale);
             }
         }
     }

@@ -1,4 +1,5 @@
-/* factor · x Wᵀ for up to 64 rows of x, see few_rows.cuh: K is divided among blocks, and add() adds their parts.
+/* factor · x Wᵀ for up to 64 rows of x and up to three W, see few_rows.cuh: K is divided among blocks, and add() adds
+their parts.
 
 A block has WARPS · RT tiles of W at the same columns, and its warps share x in shared memory: a ring of STAGES chunks,
 filled by asynchronous copies, in the order of operands: [tile of 8 rows][word][lane] 16 bytes. Where a table has gaps, x
@@ -24,15 +25,17 @@ template <typename W> constexpr u32 SHARED = W::TABLE + (W::GAPS ? 0 : STAGES * 
 
 /* The kernel. */
 template <typename W>
-__device__ __forceinline__ void few_rows(W w, const u16 *x, float4 *partials, u32 batch) {
+__device__ __forceinline__ void
+few_rows(W w, const u16 *x, float4 *partials, u32 batch, u32 block, u32 blocks) {
     u32 lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
     u32 units = w.columns / UNIT, pairs = (w.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * units;
-    u32 now = first_pair(blockIdx.x, gridDim.x, pairs), end = first_pair(blockIdx.x + 1, gridDim.x, pairs);
+    u32 now = first_pair(block, blocks, pairs), end = first_pair(block + 1, blocks, pairs);
     u32 tile = now / units, unit = now % units;
 
     typename W::Codes codes[2][RT];
     typename W::Scales scales[RT], later[RT];
-    typename W::Source source;
+    typename W::template Source<RT> source;
+    const auto weight = [&](int) -> const W & { return w; };
     u32 beyond; /* of the warp's tiles, those that the previous warp has, too: the last ones end at row N */
     auto seek = [&] {
         u32 top = tile * BLOCK_ROWS + warp * (ROWS * RT);
@@ -73,7 +76,7 @@ __device__ __forceinline__ void few_rows(W w, const u16 *x, float4 *partials, u3
         __syncthreads(); /* all threads' copies have come, and the stage before it has been read */
         fetch_x();
         const u8 *stage = shared + piece<W>(from * PIECES + lane);
-        multiply_chunk(total, w, codes[chunk], scales, chunk, lane, [&](int n, int j) {
+        multiply_chunk<W>(total, weight, codes[chunk], scales, chunk, lane, [&](int n, int j) {
             return *(const uint4 *)(stage + (n * 4 + j) * (W::GAPS ? 1024 : 512));
         });
         from = from + 1 == STAGES ? 0 : from + 1;
@@ -82,14 +85,14 @@ __device__ __forceinline__ void few_rows(W w, const u16 *x, float4 *partials, u3
     for (; now < end; now++) {
         bool more = now + 1 < end, last = unit + 1 == units;
         u32 skipped = beyond;
-        float4 *to = partials + (u64)(blockIdx.x + tile) * PARTIAL + warp * RT * NT * 32;
+        float4 *to = partials + (u64)(block + tile) * PARTIAL + warp * RT * NT * 32;
         multiply(0);
         unit = last ? 0 : unit + 1, tile += last;
         if (more) {
             if (last)
                 seek();
             else
-                source.next(w);
+                source.next(w, 1);
             source.load_scales(later, w), source.load(codes[0], w, 0);
         }
         multiply(1);
@@ -117,7 +120,8 @@ __device__ __forceinline__ void few_rows(W w, const u16 *x, float4 *partials, u3
 }
 
 #define PRODUCT(NAME, W)                                                                                              \
-    LAYOUT(SHARED<W>, 0, sizeof(W), sizeof(Sums));                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(W w, const u16 *x, float4 *partials, u32 batch) {   \
-        few_rows(w, x, partials, batch);                                                                              \
+    LAYOUT(SHARED<W>, 0, sizeof(Parts<W>), sizeof(Sums));                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const Parts<W> all, const u16 *x, u32 batch) {      \
+        const Part<W> &part = all.parts[part_of_block(all.parts)];                                                    \
+        few_rows(part.w, x, part.partials, batch, blockIdx.x - part.begin, part.blocks);                              \
     }

@@ -29,6 +29,7 @@ __device__ __forceinline__ void finish(
         i += share.group * WK * each;
         return *(float *)(shared + (W::GAPS ? gap(i) : W::TABLE + 4 * i));
     };
+    add_lanes<W>(total);
     group_sync<32 * WK>(share.group); /* the sums of the last tiles have been read */
 #pragma unroll
     for (int r = 0; r < RT; r++)
@@ -64,7 +65,8 @@ __device__ __forceinline__ void few_rows(W w, const u16 *x, const u16 *bias, u16
 
     typename W::Codes codes[2][RT];
     typename W::Scales scales[RT], later[RT];
-    typename W::Source source;
+    typename W::template Source<RT> source;
+    const auto weight = [&](int) -> const W & { return w; };
     auto seek = [&](u32 to) { /* the last tiles are moved back to end at row N: rows in two tiles get equal values */
         source.seek(w, min(to * ROWS * RT, w.rows - ROWS * RT), share.first, lane);
     };
@@ -75,13 +77,13 @@ __device__ __forceinline__ void few_rows(W w, const u16 *x, const u16 *bias, u16
     __syncthreads();
     griddepcontrol_wait();
 
-    const u16 *begin = x + (u64)g * w.columns + share.first * UNIT + lane % 4 * W::X, *from = begin;
+    const u16 *begin = x + (ONE ? 0 : (u64)g * w.columns) + share.first * UNIT + lane % 4 * W::X, *from = begin;
     u64 apart = 8 * (u64)w.columns;
     uint4 values[2][NT][4] = {};
     auto load_x = [&](int chunk) {
 #pragma unroll
         for (int n = 0; n < NT; n++)
-            if (8 * n + g < batch)
+            if (has_x<W>(lane, n, batch))
 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     values[chunk][n][j] = from_global(from + n * apart + chunk * CHUNK + W::x_offset(j));
@@ -91,8 +93,8 @@ __device__ __forceinline__ void few_rows(W w, const u16 *x, const u16 *bias, u16
 
     float total[RT][NT][4] = {};
     auto multiply = [&](int chunk) {
-        multiply_chunk(
-            total, w, codes[chunk], scales, chunk, lane, [&](int n, int j) { return values[chunk][n][j]; });
+        multiply_chunk<W>(
+            total, weight, codes[chunk], scales, chunk, lane, [&](int n, int j) { return values[chunk][n][j]; });
     };
 
     for (; tile < tiles; tile += stride) {
@@ -100,7 +102,7 @@ __device__ __forceinline__ void few_rows(W w, const u16 *x, const u16 *bias, u16
             bool more = left > 1 || tile + stride < tiles;
             multiply(0);
             if (left > 1)
-                source.next(w), from += UNIT;
+                source.next(w, 1), from += UNIT;
             else if (more)
                 seek(tile + stride), from = begin;
             if (more)

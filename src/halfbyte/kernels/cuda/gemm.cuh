@@ -178,17 +178,6 @@ consume(const W &w, Ring ring, float4 *partials, u32 block, u32 now, u32 end, u3
     }
 }
 
-/* One of the products of x: W, where its partial sums go, and its range of blocks. */
-template <typename W> struct Part {
-    W w;
-    float4 *partials;
-    u32 begin, blocks;
-};
-
-template <typename W> struct Parts {
-    Part<W> parts[3]; /* unused parts begin after all blocks */
-};
-
 /* The kernel, for block `block` of `blocks`. */
 template <typename W>
 __device__ __forceinline__ void

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats.blockwise4 import linear_blockwise4, linears_blockwise4
+from ...formats.blockwise4 import linear_blockwise4
+from ...ops.decode import PackedLinear, packed_linears
 from ..device import device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, gemv4, remembered
@@ -145,13 +146,11 @@ def sums_of(sums: Sequence[Sum], blocks: int) -> Sums:
 
 
 def launch(
-    name: str, products: Sequence[Product], x: Tensor, blocks: Blocks | None = None, **constants: int
+    kernels: tuple[Kernel, Kernel], products: Sequence[Product], x: Tensor, tile: int, threads: int
 ) -> list[Tensor]:
-    """The results of up to `PRODUCTS` products by the kernel `name`, [M, rows] each."""
+    """The results [M, rows] of up to `PRODUCTS` products: by a kernel with tiles of `tile` rows, and by `add`."""
     device, (batch, columns) = x.get_device(), x.shape
     tiles = tiles_of(batch)
-    blocks = blocks or blocks_for(tiles)
-    tile, bf16 = 64 * blocks.groups, x.dtype is torch.bfloat16
     cuts = [ceil_div(product.rows, tile) for product in products]
     steps = columns // STEP
     most = shares([cut * steps for cut in cuts], multiprocessors_of(device))
@@ -169,45 +168,60 @@ def launch(
         part.blocks = grids[at]
         sums.append(sum_of(product, partials[at], outs[at], grids[at], sum(additions[:at])))
     rows = ctypes.c_uint32(batch)
+    kernel, add = kernels
     with torch.cuda.device(device):
-        kernel, add = _kernel(name, blocks, device, tiles, bf16, type(parts), tuple(constants.items()))
-        kernel(sum(grids), 128 * blocks.groups + COPYING, [parts, *pointers(x), rows])
+        kernel(sum(grids), threads, [parts, *pointers(x), rows])
         add(sum(additions), ADDED, [sums_of(sums, sum(additions)), ctypes.c_uint32(columns), rows])
     return outs
 
 
+def launch_wgmma(
+    name: str, products: Sequence[Product], x: Tensor, blocks: Blocks | None = None, **constants: int
+) -> list[Tensor]:
+    """The results of up to `PRODUCTS` products by the kernel `name`, [M, rows] each."""
+    device, tiles = x.get_device(), tiles_of(x.shape[0])
+    blocks = blocks or blocks_for(tiles)
+    parts, bf16 = parts_of(type(products[0].weight)), x.dtype is torch.bfloat16
+    with torch.cuda.device(device):
+        kernels = _kernel(name, blocks, device, tiles, bf16, parts, tuple(constants.items()))
+    return launch(kernels, products, x.contiguous(), 64 * blocks.groups, 128 * blocks.groups + COPYING)
+
+
 def obstacle(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, term: gemv4.Term = None, *_: Any,
+    *_: Any,
 ) -> str | None:  # fmt: skip
     if x.shape[0] < FEWEST or blocksize != BLOCKSIZE:
         return "takes 9 to 64 rows and blocks of 64"
-    return wgmma_obstacle(x, packed, absmax) or (
-        None if adds(term) else "needs the adapter's ranks in multiples of 8, at multiples of 16 bytes"
-    )
+    return wgmma_obstacle(x, packed, absmax)
 
 
 @linear_blockwise4.kernel("cuda", unless=obstacle, rank=2)
 def gemm(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, term: gemv4.Term = None, blocks: Blocks | None = None,
+    bias: Tensor | None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    x = x.contiguous()
-    weight = weight_of(x, packed, absmax, nested, quant_type, rows)
-    product = Product(weight, rows, bias, term=term)
-    return launch("gemm4", [product], x, blocks, NESTED=int(nested is not None))[0]
+    product = Product(weight_of(x, packed, absmax, nested, quant_type, rows), rows, bias)
+    return launch_wgmma("gemm4", [product], x, blocks, NESTED=int(nested is not None))[0]
 
 
-def several_obstacle(x: Tensor, weights: Sequence[tuple]) -> str | None:
-    refusals = (reason for weight in weights if (reason := obstacle(x, *weight)))
-    return not_alike(weights, PRODUCTS) or next(refusals, None)
+def terms_obstacle(terms: Sequence[gemv4.Term]) -> str | None:
+    fits = all(map(adds, terms))
+    return None if fits else "needs adapters' ranks in multiples of 8, at multiples of 16 bytes"
 
 
-@linears_blockwise4.kernel("cuda", unless=several_obstacle, rank=1)
-def several(x: Tensor, weights: Sequence[tuple], blocks: Blocks | None = None) -> list[Tensor]:
-    x = x.contiguous()
-    products = [
-        Product(weight_of(x, packed, absmax, nested, quant_type, rows), rows, bias, term=term[0] if term else None)
-        for packed, absmax, nested, _, quant_type, rows, bias, *term in weights
-    ]
-    return launch("gemm4", products, x, blocks, NESTED=int(weights[0][2] is not None))
+def several_obstacle(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[gemv4.Term]) -> str | None:
+    refusals = (reason for linear in linears if (reason := obstacle(x, *linear.product.arguments)))
+    return not_alike(linears) or terms_obstacle(terms) or next(refusals, None)
+
+
+@packed_linears.kernel("cuda", unless=several_obstacle, rank=1)
+def several(
+    x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[gemv4.Term], blocks: Blocks | None = None
+) -> list[Tensor]:
+    products = []
+    for linear, term in zip(linears, terms, strict=True):
+        packed, absmax, nested, _, quant_type, rows = linear.product.arguments
+        weight = weight_of(x, packed, absmax, nested, quant_type, rows)
+        products.append(Product(weight, rows, linear.bias, term=term))
+    return launch_wgmma("gemm4", products, x, blocks, NESTED=int(nested is not None))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...formats.blockwise4 import linear_blockwise4
 from ...formats.codebooks import codebook4
-from ...formats.linear import add_term
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Image, Kernel, cubin, remembered
@@ -94,7 +93,7 @@ def obstacle(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksiz
 @linear_blockwise4.kernel("cuda", unless=obstacle, rank=3)
 def gemm(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
+    bias: Tensor | None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
     x = x.contiguous()
     device = x.get_device()
@@ -108,4 +107,4 @@ def gemm(
         kernel = _kernel(blocks, device, tiles, x.dtype is torch.bfloat16, nested is not None)
         grid = min(ceil_div(rows, 16 * blocks.rt), multiprocessors)
         kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers, ctypes.c_uint32(batch)])
-    return add_term(out, term)
+    return out

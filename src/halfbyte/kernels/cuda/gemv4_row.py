@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats.blockwise4 import linear_blockwise4, linears_blockwise4
+from ...formats.blockwise4 import linear_blockwise4
 from ...formats.linear import add_term
+from ...ops.decode import PackedLinear, packed_linears
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Image, Kernel, cubin, remembered
@@ -19,7 +20,6 @@ from .gemv4 import Nested, Term, Weight, mma_obstacle, weight_of
 
 BATCH, ROWS = 2, 16  # most rows of x; rows of W per tile, at least one tile
 PARTS = 3  # most weights per launch
-OF_WEIGHT = 7  # arguments of a weight, before the term
 
 
 class _Part(ctypes.Structure):
@@ -77,27 +77,30 @@ def obstacle(
 @linear_blockwise4.kernel("cuda", unless=obstacle, rank=1)
 def gemv(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
-    bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
+    bias: Tensor | None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    out = _products(x.contiguous(), [(packed, absmax, nested, blocksize, quant_type, rows, bias)], blocks)
-    return add_term(out[0], term)
+    return _products(x.contiguous(), [(packed, absmax, nested, blocksize, quant_type, rows, bias)], blocks)[0]
 
 
-def not_alike(weights: Sequence[tuple], most: int) -> str | None:
-    """Return why a launch cannot take these weights, or None."""
-    alike = {(nested is None, blocksize) for _, _, nested, blocksize, *_ in weights}
-    fits = 1 < len(weights) <= most and len(alike) == 1
-    return None if fits else f"takes 2 to {most} weights with one kind of scales"
+def not_alike(linears: Sequence[PackedLinear]) -> str | None:
+    """Return why a launch cannot take the weights of these linears, or None."""
+    if not 1 <= len(linears) <= PARTS or any(linear.product.op is not linear_blockwise4 for linear in linears):
+        return f"takes 1 to {PARTS} weights in NF4 or FP4"
+    kinds = {(nested is None, blocksize) for _, _, nested, blocksize, *_ in (p.product.arguments for p in linears)}
+    return None if len(kinds) == 1 else "needs weights with one kind of scales"
 
 
-def several_obstacle(x: Tensor, weights: Sequence[tuple]) -> str | None:
-    return not_alike(weights, PARTS) or next((reason for weight in weights if (reason := obstacle(x, *weight))), None)
+def several_obstacle(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[Term]) -> str | None:
+    refusals = (reason for linear in linears if (reason := obstacle(x, *linear.product.arguments)))
+    return not_alike(linears) or next(refusals, None)
 
 
-@linears_blockwise4.kernel("cuda", unless=several_obstacle)
-def several(x: Tensor, weights: Sequence[tuple], blocks: Blocks | None = None) -> list[Tensor]:
-    outs = _products(x.contiguous(), [weight[:OF_WEIGHT] for weight in weights], blocks)
-    return [add_term(out, *weight[OF_WEIGHT:] or (None,)) for out, weight in zip(outs, weights, strict=True)]
+@packed_linears.kernel("cuda", unless=several_obstacle)
+def several(
+    x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[Term], blocks: Blocks | None = None
+) -> list[Tensor]:
+    outs = _products(x.contiguous(), [(*linear.product.arguments, linear.bias) for linear in linears], blocks)
+    return [add_term(out, term) for out, term in zip(outs, terms, strict=True)]
 
 
 def shares(tiles: Sequence[int], blocks: int) -> list[int]:

@@ -7,17 +7,20 @@ weights by Hopper's wgmma, `gemm_planes.cu`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...dispatch import Op
 from ...formats.bitplane import linear_bitplane
 from ...formats.hqq import linear_hqq
+from ...ops.decode import PackedLinear, packed_linears
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Kernel, cubin, gemm4, remembered
-from .gemv4 import BATCH, mma_obstacle
+from .gemv4 import BATCH, Term, mma_obstacle
 
 ROWS = 16  # rows of W per tile, at least one tile
 COLUMNS = 512  # columns of K per iteration of a warp of `gemv_bitplane`, which must divide K
@@ -181,15 +184,23 @@ def gemm16_hqq(
     return gemm16(x, packed, scales, zeros, scales, scales, bits, group, rows, bias)
 
 
-def gemm64(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, codebook: Tensor, group: int, rows: int,
-    bias: Tensor | None, blocks: gemm4.Blocks | None = None,
-) -> Tensor:  # fmt: skip
+def gemm64(x: Tensor, products: Sequence[gemm4.Product], group: int, blocks: gemm4.Blocks | None) -> list[Tensor]:
     """`linear_bitplane`; with a `group`, `linear_hqq`."""
-    x = x.contiguous()
-    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, codebook)], rows, x.shape[1])
-    product = gemm4.Product(weight, rows, bias, None if group else factor)
-    return gemm4.launch("gemm_planes", [product], x, blocks, BITS=GEMM64_BITS, GROUP=group)[0]
+    return gemm4.launch_wgmma("gemm_planes", products, x, blocks, BITS=GEMM64_BITS, GROUP=group)
+
+
+def bitplane_product(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
+) -> gemm4.Product:
+    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, scales, codebook)], rows, x.shape[1])
+    return gemm4.Product(weight, rows, bias, factor)
+
+
+def hqq_product(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
+) -> gemm4.Product:
+    weight = Planes(*[tensor.data_ptr() for tensor in (packed, scales, zeros, scales)], rows, x.shape[1])
+    return gemm4.Product(weight, rows, bias)
 
 
 def gemm64_bitplane_obstacle(
@@ -209,14 +220,44 @@ def gemm64_hqq_obstacle(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor
 
 
 @linear_bitplane.kernel("cuda", unless=gemm64_bitplane_obstacle, rank=2)
-def gemm64_bitplane(
-    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
-) -> Tensor:
-    return gemm64(x, packed, scales, scales, factor, codebook, 0, rows, bias)
+def gemm64_bitplane(x: Tensor, *arguments: Any, blocks: gemm4.Blocks | None = None) -> Tensor:
+    return gemm64(x, [bitplane_product(x, *arguments)], 0, blocks)[0]
 
 
 @linear_hqq.kernel("cuda", unless=gemm64_hqq_obstacle, rank=1)
 def gemm64_hqq(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
-) -> Tensor:
-    return gemm64(x, packed, scales, zeros, scales, scales, group, rows, bias)
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None,
+    blocks: gemm4.Blocks | None = None,
+) -> Tensor:  # fmt: skip
+    return gemm64(x, [hqq_product(x, packed, scales, zeros, bits, group, rows, bias)], group, blocks)[0]
+
+
+GEMM64: dict[Op, tuple[Callable[..., str | None], Callable[..., gemm4.Product]]] = {
+    linear_bitplane: (gemm64_bitplane_obstacle, bitplane_product),
+    linear_hqq: (gemm64_hqq_obstacle, hqq_product),
+}
+
+
+def _group(linear: PackedLinear) -> int:
+    return linear.product.arguments[4] if linear.product.op is linear_hqq else 0
+
+
+def gemm64_several_obstacle(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[Term]) -> str | None:
+    products = [linear.product for linear in linears]
+    if len(products) > gemm4.PRODUCTS or any(p.op not in GEMM64 or p.order is not None for p in products):
+        return f"takes 1 to {gemm4.PRODUCTS} weights in bit planes"
+    if len({(linear.product.op, _group(linear)) for linear in linears}) > 1:
+        return "needs weights of one format"
+    obstacle, _ = GEMM64[products[0].op]
+    refusals = (reason for product in products if (reason := obstacle(x, *product.arguments)))
+    return gemm4.terms_obstacle(terms) or next(refusals, None)
+
+
+@packed_linears.kernel("cuda", unless=gemm64_several_obstacle, rank=2)
+def gemm64_several(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[Term]) -> list[Tensor]:
+    _, product_of = GEMM64[linears[0].product.op]
+    products = [
+        product_of(x, *linear.product.arguments, linear.bias)._replace(term=term)
+        for linear, term in zip(linears, terms, strict=True)
+    ]
+    return gemm64(x, products, _group(linears[0]), None)

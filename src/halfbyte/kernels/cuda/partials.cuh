@@ -58,6 +58,17 @@ template <typename P> __device__ __forceinline__ u32 part_of_block(const P (&par
     return (blockIdx.x >= parts[1].begin) + (blockIdx.x >= parts[2].begin);
 }
 
+/* One of the products of x: W, where its partial sums go, and its range of blocks. */
+template <typename W> struct Part {
+    W w;
+    float4 *partials;
+    u32 begin, blocks;
+};
+
+template <typename W> struct Parts {
+    Part<W> parts[3]; /* unused parts begin after all blocks */
+};
+
 /* One product's sums, of partial sums that `blocks` blocks wrote; `begin` is its first block of add(). */
 struct Sum {
     const float4 *partials;

@@ -109,14 +109,18 @@ template <> __device__ __forceinline__ uint4 from_shared<uint4>(u32 address) {
     return v;
 }
 
-/* Start copying SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. Before Ampere, copies are synchronous. */
+/* Start copying SIZE bytes, 4, 8 or 16, to shared memory; zeros if not `inside`. Before Ampere, copies are synchronous. */
 template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *from, bool inside) {
 #if __CUDA_ARCH__ < 800
     uint4 value = {};
-    if (inside)
-        value = SIZE == 16 ? *(const uint4 *)from : make_uint4(*(const u32 *)from, 0, 0, 0);
+    if (inside && SIZE == 16)
+        value = *(const uint4 *)from;
+    else if (inside)
+        value.x = *(const u32 *)from, value.y = SIZE == 8 ? ((const u32 *)from)[1] : 0;
     if (SIZE == 16)
         *(uint4 *)to = value;
+    else if (SIZE == 8)
+        *(uint2 *)to = make_uint2(value.x, value.y);
     else
         *(u32 *)to = value.x;
 #else
@@ -125,8 +129,8 @@ template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *fro
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                      ::"r"(address(to)), "l"(from), "r"(size) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-                     ::"r"(address(to)), "l"(from), "r"(size) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;"
+                     ::"r"(address(to)), "l"(from), "r"(size), "n"(SIZE) : "memory");
 #endif
 }
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...formats.blockwise4 import linear_blockwise4
 from ...formats.codebooks import codebook4
-from ...formats.linear import add_term
-from ...ops.decode import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
+from ...ops.decode import DecoderLayer, PackedLinear, Projections, Run, Stack, one_launch
 from . import library
 from .blockwise4 import CPU
 
@@ -58,7 +57,6 @@ def gemv(
     quant_type: str,
     rows: int,
     bias: Tensor | None,
-    term: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     batch, columns = x.shape
     exact, y = x.float().contiguous(), torch.empty(batch, rows)
@@ -78,7 +76,7 @@ def gemv(
             raise MemoryError(f"gemv4: no memory for {len(row_group)} rows of {columns} values")
     if bias is not None:
         y += bias
-    return add_term(y.to(x.dtype), term)
+    return y.to(x.dtype)
 
 
 class _Projections(ctypes.Structure):
@@ -131,15 +129,18 @@ class _Pointers:
         self.held.append(tensor)
         return tensor.data_ptr()
 
-    def weight(self, weight: Weight4, columns: int, up: tuple[int, Tensor] | None) -> Weight:
-        if columns % weight.blocksize or columns % VECTOR or weight.rows % VECTOR:
+    def weight(self, linear: PackedLinear, columns: int, up: tuple[int, Tensor] | None) -> Weight:
+        if linear.product.op is not linear_blockwise4:
             raise _Refused
-        struct = Weight(rows=weight.rows, columns=columns, blocksize=weight.blocksize, bias=self(weight.bias))
-        struct.packed = self(weight.packed, torch.uint8)
-        struct.absmax = self(weight.absmax, torch.float32 if weight.nested is None else torch.uint8)
-        struct.codebook = self(codebook4(weight.quant_type, CPU))
-        if weight.nested is not None:
-            second, code, offset = weight.nested
+        packed, absmax, nested, blocksize, quant_type, rows = linear.product.arguments
+        if columns % blocksize or columns % VECTOR or rows % VECTOR:
+            raise _Refused
+        struct = Weight(rows=rows, columns=columns, blocksize=blocksize, bias=self(linear.bias))
+        struct.packed = self(packed, torch.uint8)
+        struct.absmax = self(absmax, torch.float32 if nested is None else torch.uint8)
+        struct.codebook = self(codebook4(quant_type, CPU))
+        if nested is not None:
+            second, code, offset = nested
             struct.second = self(second)
             struct.code = self(code)
             struct.offset = float(offset)

@@ -23,7 +23,6 @@ from ...formats.float8 import TILE, Scaling, linear_float8
 from ...formats.hqq import linear_hqq
 from ...formats.int4 import PACK, linear_int4
 from ...formats.int8 import INVERSE_127, linear_int8
-from ...formats.linear import add_term
 from . import compiler, library
 from .bitplane import DTYPES
 
@@ -149,7 +148,6 @@ def blockwise4(
     quant_type: str,
     rows: int,
     bias: Tensor | None,
-    term: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     tensors = {"packed": packed, "scales": absmax}
     fields: dict[str, Any] = {"scale": PLAIN}
@@ -159,7 +157,7 @@ def blockwise4(
         fields = {"scale": NESTED, "factor": float(nested[2])}
     tensors["codebook"] = table4(quant_type)
     fields |= {"swapped": 1, "block": blocksize, "stride": x.shape[1] // 2}
-    return add_term(_product(x, rows, bias, {}, tensors, **fields), term)
+    return _product(x, rows, bias, {}, tensors, **fields)
 
 
 def e2m1_obstacle(x: Tensor, *_: Any) -> str | None:

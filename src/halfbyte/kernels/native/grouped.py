@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...formats.linear import add_term
 from ...ops.experts import LowRank, Routing, StackedWeight, check_product, grouped_product, multiplies_codes
 
 ROWS = 4  # average rows per expert; with more, dequantizing is cheaper
@@ -49,5 +50,5 @@ def product(
         expert_format, tensors = format_.expert(stack.parts, stack.shape, expert)
         expert_bias = None if bias is None else bias[expert]
         term = None if low_rank is None else (low_rank.u[rows] * low_rank.scale, low_rank.factor[expert])
-        out[rows] = expert_format.linear_with_term(tokens_in, tensors, matrix, expert_bias, term)
+        out[rows] = add_term(expert_format.linear(tokens_in, tensors, matrix, expert_bias), term)
     return out

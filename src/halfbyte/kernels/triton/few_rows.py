@@ -28,7 +28,6 @@ from ...formats.e2m1 import linear_e2m1
 from ...formats.float8 import Scaling, linear_float8
 from ...formats.hqq import linear_hqq
 from ...formats.int4 import linear_int4
-from ...formats.linear import add_term
 from ...ops import experts
 from ...ops.experts import StackedWeight, Unit
 from ..tiling import ceil_div, power_of_2
@@ -269,10 +268,10 @@ def blockwise4_obstacle(x: Tensor, packed: Tensor, absmax: Tensor, nested: Any, 
 @linear_blockwise4.kernel("cuda", "xpu", unless=blockwise4_obstacle, rank=8)
 def blockwise4(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: tuple[Tensor, Tensor, Tensor] | None, blocksize: int,
-    quant_type: str, rows: int, bias: Tensor | None, term: tuple[Tensor, Tensor] | None = None,
+    quant_type: str, rows: int, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     weight = decoders.packed_blockwise4(packed, absmax, nested, blocksize, quant_type, x.shape[1])
-    return add_term(product(x, weight, rows, bias), term)
+    return product(x, weight, rows, bias)
 
 
 @linear_bitplane.kernel("cuda", "xpu", unless=obstacle, rank=8)
