@@ -55,7 +55,7 @@ class AdapterKind:
         reads_base: whether it is initialised from the base's weights. Its outputs may differ by rounding if reloaded.
         file_problem: returns why a tensor of a file contradicts its adapter_config.json, or None. Arguments: PEFT's
             config, the tensor's match of `tensors`, and the file's header.
-        factors: returns the update of PEFT's layer as two matrices, or None if this layer has none. GGUF adapters and
+        factors: returns the update of PEFT's layer as two matrices, or what the layer has instead. GGUF adapters and
             inference servers need them; without the function both refuse.
         init_key: option of PEFT's config that chooses the initialisation.
         inits_keeping_base: its values that leave the base's weights as they are; others need the base in 16 bits.
@@ -76,7 +76,7 @@ class AdapterKind:
     fused: bool = False
     reads_base: bool = False
     file_problem: Callable[[Any, re.Match[str], Header], str | None] | None = None
-    factors: Callable[[Any], Factors | None] | None = None
+    factors: Callable[[Any], Factors | str] | None = None
     init_key: str = ""
     inits_keeping_base: tuple[Any, ...] = ()
     unmerged: tuple[str, ...] = ()
@@ -176,9 +176,11 @@ def _lora_file_problem(config: Any, match: re.Match[str], header: Header) -> str
     return None
 
 
-def _lora_factors(layer: Any) -> Factors | None:
+def _lora_factors(layer: Any) -> Factors | str:
     if not layer.lora_A:  # an embedding has lora_embedding_A
-        return None
+        return "an adapter of the embedding"
+    if layer.lora_bias["default"]:
+        return "a bias of an adapter (lora_bias)"
     return Factors(layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"])
 
 
@@ -191,6 +193,7 @@ LORA = AdapterKind(
         "lora_dropout": adapter.lora_dropout,
         "use_rslora": adapter.use_rslora,
         "use_dora": adapter.use_dora,
+        "lora_bias": adapter.lora_bias,
         "rank_pattern": dict(adapter.rank_pattern),
         "alpha_pattern": {name: _as_int(alpha) for name, alpha in adapter.alpha_pattern.items()},
         "init_lora_weights": adapter.init_lora_weights,
@@ -200,11 +203,11 @@ LORA = AdapterKind(
     keys=(
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
         *("init_lora_weights", "loftq_config", "corda_config", "eva_config", "lora_ga_config"),
-        *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa"),
+        *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa", "lora_bias"),
         *("add_tokens", "add_special_tokens", "trainable_token_indices", "resize_token_embeddings_to_multiple_of"),
         "ensure_weight_tying",
     ),
-    reported=("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    reported=("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias"),
     fused=True,
     file_problem=_lora_file_problem,
     factors=_lora_factors,

@@ -8,7 +8,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from halfbyte.adapters.lora import add_adapter, load_adapter_weights, reads_base_weights, save_adapter
+from halfbyte.adapter_kinds import LORA
+from halfbyte.adapters.lora import (
+    add_adapter,
+    load_adapter_weights,
+    reads_base_weights,
+    save_adapter,
+    saved_adapter_config,
+)
 from halfbyte.config import RunConfig
 from halfbyte.methods.answers import as_adapter, without_adapter
 from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
@@ -145,6 +152,17 @@ def test_experts_of_other_layers_get_no_adapter():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("keys", [{"use_dora": True}, {"init_lora_weights": "gaussian"}, {"qat_scheme": "int4"}])
+def test_a_bias_of_b_is_refused_where_nothing_holds_it(keys, tmp_path):
+    with pytest.raises(ValueError, match="lora_bias"):
+        adapted(lora_bias=True, load_in_4bit=False, **keys)
+    save_adapter(adapted(lora_bias=True), tmp_path)
+    config = saved_adapter_config(tmp_path)
+    assert [key for key in LORA.unmerged if getattr(config, key)] == ["lora_bias"]
+    layers = [module for module in adapted(lora_bias=True).modules() if hasattr(module, "lora_A")]
+    assert all(isinstance(LORA.factors(layer), str) for layer in layers)
+
+
 def test_lora_fa_trains_b_alone_also_after_a_reference(tmp_path):
     model = adapted(lora_fa=True, use_dora=True)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -193,6 +211,7 @@ def test_trained_weights_have_the_dtype_asked_for_whatever_the_base(base, dtype)
         {"modules_to_save": ["embed_tokens", "lm_head"]},
         {"adapter_dtype": "bfloat16"},
         {"target_modules": ["q_proj", "embed_tokens"]},
+        {"lora_bias": True},
         {"exclude_modules": ["q_proj", "down_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
     ],
 )

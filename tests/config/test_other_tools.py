@@ -62,7 +62,7 @@ def test_foreign_values_are_values_of_ours_elsewhere():
 
 
 @pytest.mark.parametrize(
-    "key", ["lora_bias", "load_in_fp8", "sage_attention", "backend", "torch_compile", "cpu_offload"]
+    "key", ["layer_replication", "load_in_fp8", "sage_attention", "backend", "torch_compile", "cpu_offload"]
 )
 def test_a_known_key_gets_no_advice_by_spelling(key):
     with_value = translate(key, {key: "given"})

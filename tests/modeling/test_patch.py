@@ -156,6 +156,13 @@ def test_dora(family):
     assert report.fused["LoRA of o_proj"] == 2
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])  # without and with biases of the base
+def test_lora_bias(family):
+    report = check_equal(tiny(family, lora_bias=True), batch(packed=True))
+    assert not report.unfused
+    assert report.fused["LoRA of down_proj"] == 2
+
+
 def test_dora_on_quantized_weights():
     check_equal(quantize(tiny("Llama", use_dora=True)), batch())
 
@@ -163,7 +170,6 @@ def test_dora_on_quantized_weights():
 @pytest.mark.parametrize(
     ("lora", "reason"),
     [
-        ({"lora_bias": True, "target_modules": ["q_proj", "k_proj", "v_proj"]}, "its lora_B has a bias"),
         ({"bias": "all", "target_modules": ["q_proj"]}, "its own weights are trained"),
     ],
 )

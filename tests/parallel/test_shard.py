@@ -168,6 +168,11 @@ def test_families_equal_one_process(two, family):
     check(two.run(case_trains, "checkpoint", CALL, family, layout={"shard": 2}), expected("checkpoint", family))
 
 
+def test_fused_dora_reads_gathered_weights(two):
+    results = two.run(case_trains, "recompute", CALL, "Llama", {"use_dora": True}, layout={"shard": 2})
+    check(results, expected("recompute", use_dora=True))
+
+
 @pytest.mark.slow
 def test_trained_modules_are_not_sharded(two):
     """DoRA reads its weight within the layer; a trained norm stays unsharded."""

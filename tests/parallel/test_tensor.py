@@ -119,6 +119,18 @@ def test_activation_levels_equal_one_process(two, level):
     assert_same_training(results, trained(SINGLE_PROCESS, "Mistral", KINDS[0], True, level))
 
 
+def trained_with_dropout(mesh, fused, level=None):
+    return trained(mesh, "Llama", None, fused, level, lora_dropout=0.3)
+
+
+def test_ranks_drop_their_columns_of_one_mask(two):
+    """Also in `down_proj`, whose inputs are divided."""
+    results = two.run(trained_with_dropout, True, "recompute_mlp", layout={"tensor": 2})
+    assert_same_training(results, trained_with_dropout(SINGLE_PROCESS, True, "recompute_mlp"), 1e-8, 1e-6)
+    unfused = two.run(trained_with_dropout, False, layout={"tensor": 2})
+    assert_same_training(unfused[:1], unfused[1])
+
+
 def kept(mesh, level):
     """Return the elements of the stream saved in a forward: on this rank, and of the full stream."""
     model, sizes, pack = prepared(mesh, "Llama", KINDS[0], True, level), [], ShardedStore.pack
@@ -195,7 +207,7 @@ def test_unsplittable_format_is_refused():
     ("lora", "said"),
     [
         ({"use_dora": True}, "q_proj:.*LoRA"),
-        ({"lora_dropout": 0.1}, "q_proj: .*lora_dropout"),
+        ({"lora_bias": True}, "q_proj: .*bias"),
         ({"modules_to_save": ["lm_head"]}, "lm_head"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
     ],

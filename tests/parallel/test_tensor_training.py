@@ -53,7 +53,7 @@ def test_resumed_by_one_process_and_by_two(alone, divided, place, two, tmp_path)
 @pytest.mark.parametrize(
     "keys",
     [
-        {"lora_dropout": 0.1},
+        {"lora_bias": True},
         {"use_dora": True},
         pytest.param({"use_peft": False, "load_in_4bit": False}, marks=pytest.mark.slow),
     ],

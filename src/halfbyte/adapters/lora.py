@@ -218,6 +218,9 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
                     "add the module to target_modules, or remove the pattern",
                 )
     _check_ends(model, adapter, linears, saved)
+    if adapter.lora_bias and (experts or routers):
+        wrong = f"lora_bias: PEFT does not support it on stacked experts and routers ({min(experts | routers)})"
+        raise ModelError(wrong, "set lora_bias: false, or leave them out (target_parameters: [])")
     options = row.options(adapter)
     if read_by(adapter) != "nothing":
         options[row.init_key] = True  # `adapters.initial` computes the factors

@@ -60,6 +60,7 @@ from ..ops.dora import column_dots
 from ..ops.dropout import Dropout, drop, dropped_gradients, dropped_products
 from ..ops.fp8_scaling import Codes, Slot
 from ..utils.errors import ModelError
+from .function import OnceFunction
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,22 @@ def composed(
                 result = result if added is None else result + added
         results.append(result)
     return tuple(results)
+
+
+class _Dropped(OnceFunction):
+    @staticmethod
+    def forward(ctx, x, mask):
+        ctx.mask = mask
+        return drop(rows_of(x), mask).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return drop(rows_of(grad), ctx.mask).view(grad.shape), None
+
+
+def dropped(x: Tensor, probability: float, first_column: int = 0) -> Tensor:
+    """x [..., K] after dropout by a mask of `ops.dropout` with a new seed; only the seed is saved for backward."""
+    return _Dropped.apply(x, Dropout.drawn(probability, 1, x.device, first_column))
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -315,7 +315,6 @@ NO_EQUIVALENT = {
     "do_predict": "use `halfbyte eval`",
     "xformers_attention": "set attn_implementation: sdpa",
     "upcast_layernorm": "remove it; norms are computed in float32 by the models themselves",
-    "lora_bias": "remove it; adapters have no bias",
     # PEFT
     "fan_in_fan_out": "remove it; PEFT determines it from the layer",
     "alora_invocation_tokens": _PLAIN_LORA,
@@ -436,6 +435,10 @@ REFUSED_VALUES: dict[str, dict[str, tuple[str, str]]] = {
     ),
     "qat_scheme": dict.fromkeys(("int8-int4", "fp8-int4", "fp8-fp8", "int8-int8", "cactus"), _WEIGHTS_ONLY),
     "attn_implementation": dict.fromkeys(("xformers", "sage", "fp8"), _NO_ATTENTION),
+    "lora_bias": {  # ms-swift's key of this name is PEFT's `bias`
+        "none": ("it is true or false", "set lora_bias: false"),
+        "all": ("the base's biases are not trained with an adapter", "set lora_bias: true, or remove it"),
+    },
     "lr_scheduler_type": dict.fromkeys(("rex", "one_cycle"), _NO_SCHEDULE),
     "optim": dict.fromkeys(
         (

@@ -26,7 +26,7 @@ ADAPTER_KEYS = (
     *SELECTION_KEYS,
     *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
     "ensure_weight_tying",
-    *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa", *OPTION_KEYS),
+    *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa", "lora_bias", *OPTION_KEYS),
     *TOKEN_KEYS,
 )
 COMMON_ADAPTER_KEYS = (  # of every kind of adapter
@@ -410,6 +410,16 @@ def _adapter_contradictions(config: RunKeys) -> Iterator[Contradiction]:
             if getattr(config, key) is not None:
                 wrong = f"{key} with adapter_path: the modules of the saved adapter are trained"
                 yield key, wrong, "remove one of the two"
+    if config.lora_bias:
+        refusals = {
+            "use_dora": (config.use_dora, "PEFT does not support both"),
+            "init_lora_weights": (not isinstance(config.init_lora_weights, bool), "PEFT does not support both"),
+            "qat_scheme": (config.qat_scheme is not None, "a merged weight has no room for the bias"),
+            "rollout": (config.rollout == "vllm", "vLLM cannot apply it"),
+        }
+        for key, (refused, reason) in refusals.items():
+            if refused:
+                yield "lora_bias", f"lora_bias: true with {config.written(key)}: {reason}", "remove one of the two"
     if config.lora_fa and config.loraplus_lr_ratio is not None:
         wrong = (
             f"lora_fa: true with {config.written('loraplus_lr_ratio')}: A, which the ratio refers to, is not trained"

@@ -331,6 +331,9 @@ class AdapterSection(Section):
         None,
         description="precondition the gradients of A and B by the other factor, r×r, before the optimizer (riemannian)",
     )
+    lora_bias: bool = Field(
+        False, description="train a bias of the adapter's B, which adapted weights alone cannot hold: not mergeable"
+    )
     lora_fa: bool = Field(
         False, description="train the adapter's B alone; A stays as initialised, and its input is not saved (LoRA-FA)"
     )

@@ -24,7 +24,7 @@ LARGEST_SWEEP = 64
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,99}")
 DIFFERING = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
-    *("init_lora_weights", "loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa"),
+    *("init_lora_weights", "loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa", "lora_bias"),
     *("dataset", "mixing", "mixing_temperature", "stopping", "max_samples", "eval_dataset", "eval_split_size"),
     *("dataset_format", "dataset_text_field", "column_mapping", "overlong", "assistant_only_loss", "train_on"),
     *("completion_only_loss", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "learning_rate"),

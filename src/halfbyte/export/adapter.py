@@ -209,9 +209,7 @@ class AdapterLayers:
         if self.kind.factors is None:
             return self.kind.name
         factors = self.kind.factors(layer)
-        if factors is None:
-            return "an adapter of the embedding"
-        return factors._replace(a=factors.a.float(), b=factors.b.float())
+        return factors if isinstance(factors, str) else factors._replace(a=factors.a.float(), b=factors.b.float())
 
     def parameter_of(self, key: str) -> tuple[str, bool, Piece | None]:
         """Return the parameter that a checkpoint tensor becomes, as transformers' loader names it.

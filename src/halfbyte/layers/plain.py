@@ -19,6 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..autograd.linear import frozen_linear
+from ..autograd.lora import dropped
 from ..utils.hardware import onednn_beats_mkl
 from .bnb import is_bnb_linear, is_bnb_lora, weight_view
 
@@ -35,6 +36,21 @@ class FrozenLinear(nn.Linear):
 FORWARDS = (nn.Linear.forward, FrozenLinear.forward)  # forwards that compute x·Wᵀ + b
 
 
+class ColumnDropout(nn.Dropout):
+    """PEFT's dropout of an adapter whose input is divided among ranks: each drops its columns of one common mask.
+
+    Args:
+        first_column: index of this rank's first column in the full input.
+    """
+
+    def __init__(self, p: float, first_column: int):
+        super().__init__(p)
+        self.first_column = first_column
+
+    def forward(self, input: Tensor) -> Tensor:
+        return dropped(input, self.p, self.first_column) if self.training and self.p else input
+
+
 class Adapter(NamedTuple):
     """Plain LoRA: scaling · (dropout(x) · Aᵀ) · Bᵀ.
 
@@ -43,6 +59,8 @@ class Adapter(NamedTuple):
         b: [N, r].
         dropout: probability of dropping an input; 0 in evaluation.
         dora: PEFT's layer with DoRA's magnitude, or None; always None unless it is asked for.
+        bias: [N], added to u·Bᵀ before it is scaled, or None; always None unless it is asked for.
+        first_column: index of the input's first column in the full input, of which a rank may have some columns.
     """
 
     name: str
@@ -51,6 +69,8 @@ class Adapter(NamedTuple):
     scaling: float
     dropout: float
     dora: DoraLinearLayer | None = None
+    bias: Tensor | None = None
+    first_column: int = 0
 
 
 class PlainLinear(NamedTuple):
@@ -79,7 +99,9 @@ class PlainLinear(NamedTuple):
         return self.base.in_features
 
 
-def read_linear(module: nn.Module, names: Iterable[str] | None = None, with_dora: bool = False) -> PlainLinear | str:
+def read_linear(
+    module: nn.Module, names: Iterable[str] | None = None, with_dora: bool = False, with_bias: bool = False
+) -> PlainLinear | str:
     """The base linear and adapters of `module`, or the reason why only its own forward can compute it.
 
     Args:
@@ -87,13 +109,14 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None, with_dora
             another forward may give the reason in its attribute `own_forward`.
         names: names of the adapters to read; None: the active ones.
         with_dora: whether the caller computes DoRA; else it is a reason.
+        with_bias: whether the caller adds the bias of an adapter (PEFT's `lora_bias`); else it is a reason.
     """
     base: Any = module
     adapters: list[Adapter] = []
     if isinstance(module, BaseTunerLayer):
         if not is_plain_lora(module):
             return getattr(type(module), "own_forward", _own_forward(module))
-        read = read_adapters(module, names, with_dora)
+        read = read_adapters(module, names, with_dora, with_bias)
         if isinstance(read, str):
             return read
         a, b = factor_holders(module)
@@ -121,10 +144,12 @@ def is_plain_lora(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer) and is_bnb_lora(module)
 
 
-def read_adapters(module: Any, names: Iterable[str] | None = None, with_dora: bool = False) -> list[Adapter] | str:
+def read_adapters(
+    module: Any, names: Iterable[str] | None = None, with_dora: bool = False, with_bias: bool = False
+) -> list[Adapter] | str:
     """The adapters of PEFT's LoRA around a linear, or the reason why one is not plain LoRA.
 
-    `names` and `with_dora` as in `read_linear`. Hooks are not checked.
+    Arguments as in `read_linear`. Hooks are not checked.
     """
     if module.merged:
         return "its adapter is merged"
@@ -141,12 +166,15 @@ def read_adapters(module: Any, names: Iterable[str] | None = None, with_dora: bo
             return f"its LoRA is a variant ({type(variant).__name__})"
         a, b = module.lora_A[name], module.lora_B[name]
         dropout = module.lora_dropout[name]
-        if b.bias is not None:
+        if b.bias is not None and not with_bias:
             return "its lora_B has a bias"
         if not isinstance(dropout, (nn.Dropout, nn.Identity)):
             return "its adapter's dropout is not PEFT's own"
         probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        adapters.append(Adapter(name, a.weight, b.weight, module.scaling[name], probability, dora))
+        first_column = getattr(dropout, "first_column", 0)
+        adapters.append(
+            Adapter(name, a.weight, b.weight, module.scaling[name], probability, dora, b.bias, first_column)
+        )
     return adapters
 
 

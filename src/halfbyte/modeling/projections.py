@@ -55,8 +55,7 @@ def read_projection(module: nn.Module) -> Projection | str:
     """
     if adapted := active_row_modules(module):
         return _read_rows(module, adapted)
-    # The norms of a linear whose weight several processes share are not computed here.
-    read = read_linear(module, with_dora=not torch.distributed.is_initialized())
+    read = read_linear(module, with_dora=True, with_bias=True)
     if isinstance(read, str):
         return read
     weight, bias = read.weight, read.bias
@@ -66,10 +65,14 @@ def read_projection(module: nn.Module) -> Projection | str:
         return "its own weights are trained"
     if not read.adapters:
         return Projection(weight, bias, None, 0.0)
-    name, a, b, scaling, dropout, dora = read.adapters[0]
+    name, a, b, scaling, dropout, dora, lora_bias, first_column = read.adapters[0]
+    if lora_bias is not None:
+        bias = scaling * lora_bias if bias is None else bias + scaling * lora_bias
     if dora is None:
-        return Projection(weight, bias, LoRA(a, b, scaling, cast_factors(module, name)), dropout)
-    return Projection(weight, bias, LoRA(a, b, scaling, None, dora.weight, squared_norms(dora, weight)), dropout)
+        lora = LoRA(a, b, scaling, cast_factors(module, name), first_column=first_column)
+    else:
+        lora = LoRA(a, b, scaling, None, dora.weight, squared_norms(dora, weight), first_column)
+    return Projection(weight, bias, lora, dropout)
 
 
 def _read_rows(module: Any, adapted: Sequence[nn.Module]) -> Projection | str:
@@ -84,6 +87,8 @@ def _read_rows(module: Any, adapted: Sequence[nn.Module]) -> Projection | str:
             return read
         if not isinstance(read.lora, LoRA) or read.lora.magnitude is not None:
             return "some of the adapters are not plain LoRA of this linear"
+        if read.bias is not base.bias:
+            return "some of the adapters have a bias"
         loras.append(read.lora)
         if read.dropout:
             return "the adapters have dropout"

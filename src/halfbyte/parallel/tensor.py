@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..config.layouts import Reason, unsupported_sizes, unsupported_tensor
-from ..layers.plain import factor_holders, read_linear
+from ..layers.plain import ColumnDropout, factor_holders, read_linear
 from ..mesh.mesh import Mesh
 from ..mesh.sharded_linears import AXIS, all_reduce_around, shard_columns, shard_parameter, shard_rows
 from ..modeling.head import shard_vocabulary, vocabulary_unsupported_reason
@@ -159,8 +159,6 @@ def _adapter_problem(model: nn.Module) -> str | None:
                     return f"{name}: {read}"
                 if read.weight is not read.base.weight:
                     return f"{name}: its weight belongs to bitsandbytes"
-                if any(dropout.p for dropout in getattr(linear, "lora_dropout", {}).values() if hasattr(dropout, "p")):
-                    return f"{name}: each process would drop different inputs of the adapter (lora_dropout)"
                 factor_ids |= {id(factor) for adapter in read.adapters for factor in (adapter.a, adapter.b)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in factor_ids:
@@ -169,11 +167,19 @@ def _adapter_problem(model: nn.Module) -> str | None:
 
 
 def _shard_linear(linear: Any, dim: int, mesh: Mesh) -> None:
-    """Shard a linear and its adapters by rows (dim 0) or columns (dim 1)."""
+    """Shard a linear and its adapters by rows (dim 0) or columns (dim 1).
+
+    Ranks along "tensor" draw equal random numbers, so inputs of linears sharded by rows are dropped alike.
+    """
     (shard_columns if dim else shard_rows)(_base(linear), mesh)
     if linear is _base(linear):
         return
     linear.in_features, linear.out_features = linear.base_layer.in_features, linear.base_layer.out_features
+    if dim:
+        first_column = mesh.coordinate(AXIS) * linear.in_features
+        for name, dropout in linear.lora_dropout.items():
+            if isinstance(dropout, nn.Dropout):
+                linear.lora_dropout[name] = ColumnDropout(dropout.p, first_column)
     down, up = factor_holders(linear)
     for factor in (down if dim else up).values():
         shard_parameter(factor, "weight", dim, mesh)
