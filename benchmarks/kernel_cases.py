@@ -477,11 +477,17 @@ def decoder_stack(
     return norm.expand(batch, width).contiguous(), Stack([layer], heads, 1e-5, 0.1, angles, angles, padding, slot_)
 
 
-STORED = ("blockwise4:nf4:64:nested", "kbit:3:bof:searched", "hqq:4:64", "gptq:128:float16:runs", "nvfp4:2d:plain")
-STACKS = apart((FP16, BF16), (1, 8), (128, 64, 256), (False, True), STORED)
+LAYER_FORMATS = (
+    "blockwise4:nf4:64:nested",
+    "kbit:3:bof:searched",
+    "hqq:4:64",
+    "gptq:128:float16:runs",
+    "nvfp4:2d:plain",
+)
+STACKS = apart((FP16, BF16), (1, 8), (128, 64, 256), (False, True), LAYER_FORMATS)
 
 
-@cases("decoder", "decoder layers, heads of {2}, {4}", STACKS, [(BF16, 1, 128, False, STORED[0])])
+@cases("decoder", "decoder layers, heads of {2}, {4}", STACKS, [(BF16, 1, 128, False, LAYER_FORMATS[0])])
 def decoder_layers(dtype, batch, size, eight, spec):
     decode.one_launch(*decoder_stack(batch, dtype, size, eight, spec))
 
