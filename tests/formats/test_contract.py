@@ -452,8 +452,9 @@ def test_inference_mode_handles_moves_and_copies(any_format):
         same(layer.bfloat16().weight, expected.bfloat16())
         same(layer.to(torch.float32).weight, expected)
         x = torch.randn(2, 70)
-        found = layer(x)
-    assert torch.equal(found, layer(x.clone()))
+        output = layer(x)
+    with torch.no_grad():  # gradients choose another kernel, whose sums round differently
+        assert torch.equal(output, layer(x.clone()))
 
 
 @pytest.mark.sampled(3)
