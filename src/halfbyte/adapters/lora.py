@@ -224,11 +224,13 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
     options = row.options(adapter)
     if read_by(adapter) != "nothing":
         options[row.init_key] = True  # `adapters.initial` computes the factors
-    every: Any = None if row.adapts_norms else all_linear(model)
+    targets: Any = adapter.target_modules
+    if targets == ALL_LINEAR:
+        targets = None if row.adapts_norms else all_linear(model)
     peft_config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(row.peft_type)](
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
-        target_modules=every if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
+        target_modules=targets,
         modules_to_save=_exact_names(adapter.modules_to_save, names),
         **{key: value for key in SELECTION_KEYS if (value := getattr(adapter, key)) is not None},
         **options,
