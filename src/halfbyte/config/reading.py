@@ -88,6 +88,10 @@ def _validated(
     settings: dict[str, Located] = {}
     for written in layers:
         settings |= _map_foreign_keys(written, problems)
+    if isinstance(value := settings["adapters"].value if "adapters" in settings else None, list):
+        listed = settings["adapters"]
+        entries = [_mapped_adapter(entry, listed, problems) for entry in value]
+        settings["adapters"] = Located(entries, listed.source)
     keys = section.model_fields
     problems += [_unknown(key, settings[key].source, keys) for key in settings if key not in keys]
     if problems:
@@ -97,6 +101,16 @@ def _validated(
     except ValidationError as error:
         unique = {(key_of(detail), detail["type"]): detail for detail in reversed(error.errors(include_url=False))}
         raise _joined([explain(detail, settings) for detail in reversed(unique.values())]) from None
+
+
+def _mapped_adapter(entry: Any, listed: Located, problems: list[ConfigError]) -> Any:
+    """Return an entry of `adapters` with other tools' keys mapped to ours."""
+    if not isinstance(entry, dict):
+        return entry
+    source = f"{listed.source}: adapters" if listed.source else "adapters"
+    written = {str(key): Located(value, source) for key, value in entry.items() if key != "name"}
+    mapped = {key: setting.value for key, setting in _map_foreign_keys(written, problems).items()}
+    return {key: value for key, value in entry.items() if key == "name"} | mapped
 
 
 def _parse_overrides(tokens: list[str]) -> dict[str, Located]:

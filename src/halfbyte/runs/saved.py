@@ -21,7 +21,7 @@ from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
 from ..utils.errors import CheckpointError, ConfigError, ModelError
 from ..utils.files import clear_leftovers
 from ..utils.notices import notice
-from .layout import ADAPTER, ENVIRONMENT, INITIAL, MODEL, RESOLVED_CONFIG
+from .layout import ADAPTER, ADAPTERS, ENVIRONMENT, INITIAL, MODEL, RESOLVED_CONFIG
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +93,9 @@ def find(name: str) -> SavedPaths:
         if (model / CONFIG).is_file():
             resolved = folder / RESOLVED_CONFIG
             return SavedPaths(str(model), None, resolved if resolved.is_file() else None)
+    if several := sorted(path.parent for path in folder.glob(f"{ADAPTERS}/*/{ADAPTER}")):
+        wrong = f"{name} holds the runs of {len(several)} adapters"
+        raise CheckpointError(wrong, f"name one of them: {several[0]}")
     raise CheckpointError(
         f"{name}: neither a run (adapter/ or model/), an adapter (adapter_config.json) nor a model (config.json)",
         "name a run's output_dir after it has finished, or one of its checkpoint folders",
