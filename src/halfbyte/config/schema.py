@@ -29,6 +29,7 @@ from .resolved import (
     Storage,
 )
 from .section import LARGEST, Contradiction, Section, contradiction, nearest
+from .several import SeveralSection
 from .tasks import TaskSection
 from .yaml import read_patterns
 
@@ -622,36 +623,6 @@ class TrainingSection(Section):
         description="make runs with the same seed bit-equal on GPUs even if it is slow; false: only where it costs"
         " almost no time, as recorded in checks.json",
     )
-
-
-class SeveralSection(Section):
-    """Several adapters in one run"""
-
-    adapters: list[dict[str, Any]] | None = Field(
-        None,
-        description="adapters to train at once on one frozen base, as in [{name: a, dataset: a.jsonl, r: 8}, ...]: any"
-        " key that describes an adapter, its data or its training; each has a folder in output_dir/adapters",
-    )
-    sweep: dict[str, list[Any]] | None = Field(
-        None,
-        description="keys and their values, as in {learning_rate: [1e-4, 2e-4], r: [8, 32]}: train an adapter for each"
-        " combination at once on one frozen base",
-    )
-
-    @property
-    def trains_several(self) -> bool:
-        """Whether the run trains the adapters of `adapters` or `sweep`."""
-        return self.adapters is not None or self.sweep is not None
-
-    @field_validator("adapters", mode="before")
-    @classmethod
-    def _adapter_paths(cls, value: Any) -> Any:
-        """Refuse paths, which are ms-swift's adapters to continue."""
-        paths = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-        if saved := [path for path in paths if isinstance(path, str)]:
-            wrong = f"adapters: {brief(saved[0])} is a saved adapter, and adapters lists those to train"
-            raise contradiction("adapters", wrong, "name it in adapter_path")
-        return value
 
 
 class ParallelSection(Section):

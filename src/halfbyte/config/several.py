@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from ..utils.text import brief
 from .initialisations import read_by
-from .schema import RunKeys, SeveralSection
-from .section import Contradiction, nearest
+from .section import Contradiction, Section, contradiction, nearest
 
 FOLDER = "adapters"  # in output_dir; also a key
 KEYS = ("adapters", "sweep")
@@ -49,7 +48,38 @@ SINGLE = {
     "push_to_hub": "each of them would need a repository; upload them with `hf upload`",
 }
 
-Keys = TypeVar("Keys", bound=RunKeys)
+
+class SeveralSection(Section):
+    """Several adapters in one run"""
+
+    adapters: list[dict[str, Any]] | None = Field(
+        None,
+        description="adapters to train at once on one frozen base, as in [{name: a, dataset: a.jsonl, r: 8}, ...]: any"
+        " key that describes an adapter, its data or its training; each has a folder in output_dir/adapters",
+    )
+    sweep: dict[str, list[Any]] | None = Field(
+        None,
+        description="keys and their values, as in {learning_rate: [1e-4, 2e-4], r: [8, 32]}: train an adapter for each"
+        " combination at once on one frozen base",
+    )
+
+    @property
+    def trains_several(self) -> bool:
+        """Whether the run trains the adapters of `adapters` or `sweep`."""
+        return self.adapters is not None or self.sweep is not None
+
+    @field_validator("adapters", mode="before")
+    @classmethod
+    def _adapter_paths(cls, value: Any) -> Any:
+        """Refuse paths, which are ms-swift's adapters to continue."""
+        paths = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+        if saved := [path for path in paths if isinstance(path, str)]:
+            wrong = f"adapters: {brief(saved[0])} is a saved adapter, and adapters lists those to train"
+            raise contradiction("adapters", wrong, "name it in adapter_path")
+        return value
+
+
+Keys = TypeVar("Keys", bound=SeveralSection)
 
 
 def with_datasets(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +101,7 @@ def adapter_runs(config: Keys) -> dict[str, Keys]:
     return {name: _run_of(config, name, changes) for name, changes in _changes(config).items()}
 
 
-def _run_of(config: Keys, name: str, changes: Mapping[str, Any]) -> Keys:
+def _run_of(config: Any, name: str, changes: Mapping[str, Any]) -> Any:
     """Return the configuration of one adapter's run.
 
     Raises:
@@ -99,7 +129,7 @@ def _text(value: Any) -> str:
     return re.sub(r"[^\w.+-]+", "-", text).strip("-")[-60:]
 
 
-def several_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+def several_contradictions(config: Any) -> Iterator[Contradiction]:
     """Yield the contradictions of `adapters` and `sweep`, and those of each adapter's own run."""
     if not config.trains_several:
         return
@@ -129,7 +159,7 @@ def several_contradictions(config: RunKeys) -> Iterator[Contradiction]:
             yield key, wrong, "choose an initialisation that draws at random, or start a run of its own"
 
 
-def _entry_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+def _entry_contradictions(config: Any) -> Iterator[Contradiction]:
     names: set[str] = set()
     for entry in config.adapters or ():
         name = entry.get("name")
@@ -142,7 +172,7 @@ def _entry_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield from _unknown(config, "adapters", [key for key in entry if key != "name"])
 
 
-def _sweep_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+def _sweep_contradictions(config: Any) -> Iterator[Contradiction]:
     sweep, count = config.sweep or {}, 1
     yield from _unknown(config, "sweep", sweep)
     for key, values in sweep.items():
@@ -157,7 +187,7 @@ def _sweep_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         yield "sweep", wrong, "list fewer values, or split the sweep into several runs"
 
 
-def _unknown(config: RunKeys, key: str, names: Any) -> Iterator[Contradiction]:
+def _unknown(config: Any, key: str, names: Any) -> Iterator[Contradiction]:
     """Yield the keys that adapters of one run cannot differ in."""
     for name in names:
         if name in DIFFERING:
