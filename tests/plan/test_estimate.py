@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import RunConfig
@@ -265,13 +266,31 @@ def test_auto_fills_a_limit_with_a_mix_of_levels(monkeypatch, shapes_8b, allocat
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("keys", [{"use_kernels": False}, {"use_dora": True}, {"device": "cpu"}])
+@pytest.mark.parametrize("keys", [{"use_kernels": False}, {"peft_type": "vera"}, {"device": "cpu"}])
 def test_levels_without_fused_forwards_become_checkpointing(keys):
     config = run_config(**{"device": "cuda", "activation_checkpointing": "offload"} | keys)
     plan = estimate(config, tiny_config("Llama"), capacity_bytes=GIB)
     assert plan.activation_checkpointing
     assert plan.levels == ()
     assert "activation-level" in notices.notices_so_far()
+
+
+def test_dora_on_quantized_weights_is_replayed_with_its_levels():
+    plan = estimate(run_config(device="cuda", use_dora=True, activation_checkpointing="offload"), tiny_config("Llama"))
+    assert {*plan.levels} == {"offload"}
+    assert "rough_memory" not in notices.notices_so_far()
+
+
+def test_fused_model_that_cannot_be_replayed_is_estimated_from_widths(monkeypatch):
+    def fail(*_):
+        raise DataDependentOutputException("item")
+
+    config, model_config = run_config(device="cuda", eval_split_size=0), tiny_config("Llama")
+    replayed = estimate(config, model_config)
+    monkeypatch.setattr("halfbyte.plan.shapes.replay", fail)
+    rough = estimate(config, model_config)
+    assert "rough_memory" in notices.notices_so_far()
+    assert replayed.total < rough.total < 2 * replayed.total
 
 
 def test_host_memory_is_the_containers(tmp_path, monkeypatch):

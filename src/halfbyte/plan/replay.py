@@ -156,12 +156,13 @@ def replay(
     with silent(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         _give_shapes_a_device(model)
+        ledger = Ledger()
         if target.patched:
-            patch(model, levels and list(levels))
+            with kernels(ledger, target.type):  # DoRA's norms read the weights
+                patch(model, levels and list(levels))
         if target.attention is not None:
             stand_in(causal_lm_of(model), target.attention)
         batch = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
-        ledger = Ledger()
         ledger.ignore(iter((*model.parameters(), *model.buffers(), *batch.values())))
         ledger.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         with no_input_casts(model, target.dtype), ledger, kernels(ledger, target.type), _rounding(target.type):

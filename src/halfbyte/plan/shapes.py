@@ -49,7 +49,7 @@ from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import compute_dtype, onednn_beats_mkl
 from ..utils.notices import notice, silent
 from .rank import Frozen
-from .replay import NO_SHAPES, Step, Target, own_error, replay
+from .replay import NO_SHAPES, LayerBytes, Step, Target, own_error, replay
 
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc overhead
@@ -297,7 +297,10 @@ class ModelShapes:
                 "rough_memory",
                 f"activation memory is estimated from layer widths: this model cannot run on fake tensors ({error})",
             )
-            return self._rough(levels[-1] != "keep", batch.tokens)
+            if not self.fused:
+                return Step(self._rough(levels[-1] != "keep", batch.tokens), (), 0, 0)
+            saved = [self._rough(level != "keep", batch.tokens) // len(self.layers) for level in levels]
+            return Step(0, tuple(LayerBytes(layer, 0, 0) for layer in saved), 0, 0)
         except RuntimeError as error:
             model_error = own_error(self._build(copy.deepcopy(self.causal_lm.config)))
             if model_error is None:
@@ -381,7 +384,7 @@ class ModelShapes:
             levels = ("keep",) * (len(self.layers) if self._per_layer else min(len(self.layers), 1))
             return self._replay(batch, levels, training=False).head
         except NO_SHAPES:
-            return self._rough(True, batch.tokens).initial
+            return self._rough(True, batch.tokens)
 
     def _replay(self, batch: Shape, levels: tuple[str, ...], training: bool = True) -> Step:
         """Replay a model with one layer per level."""
@@ -423,8 +426,8 @@ class ModelShapes:
             return {"input_ids": tokens, "position_ids": tokens}
         return {"input_ids": tokens} | ({"attention_mask": tokens} if self._padded(batch) else {})
 
-    def _rough(self, checkpointed: bool, tokens: int) -> Step:
-        """Estimate activations from layer widths.
+    def _rough(self, checkpointed: bool, tokens: int) -> int:
+        """Estimate the bytes of activations from layer widths.
 
         Saved: twice the outputs of all linears. Checkpointed: one layer's share of that, and all layers' inputs.
         """
@@ -434,4 +437,4 @@ class ModelShapes:
         if checkpointed:
             inputs = depth * self.text_config.hidden_size * tokens * self.dtype.itemsize
             saved = inputs + 2 * saved // depth
-        return Step(saved, (), 0, 0)
+        return saved
