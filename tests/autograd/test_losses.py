@@ -361,5 +361,6 @@ def test_capture_and_compile_on_a_gpu(trained_head, adapter):
         return loss + log_probs.exp().mean() + entropy.mean()
 
     loss = torch.compile(losses, fullgraph=True)(hidden, head, labels)
+    # gradients of fp32 factors are sums of products rounded to bf16: the tolerance of bf16
     for compiled, eager in zip((loss.detach(), *torch.autograd.grad(loss, inputs)), expected, strict=True):
-        torch.testing.assert_close(compiled, eager)
+        torch.testing.assert_close(compiled, eager, rtol=1.6e-2, atol=1e-5)

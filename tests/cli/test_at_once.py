@@ -66,6 +66,8 @@ COMMANDS = {
     "chat": of("chat", SAVED),
     "generate": of("generate", SAVED, "prompts.txt") | {("generate", "model", "none.txt"): "no such file: none.txt"},
     "merge": {("merge", "none"): "there is no folder none", ("merge", "empty"): NO_RUN},
+    "fit": {("fit --to nf4", "none"): "there is no folder none", ("fit --to nf4", "empty"): NO_RUN},
+    "trace": {("trace", "none", "model"): "there is no folder none", ("trace", "empty", "model"): NO_RUN},
     "export": of("export --gguf q8_0", SAVED),
     "serve": of("serve", SAVED) | {("serve", "model", "--adapter", "a=model"): "model has no adapter_config.json"},
 }
@@ -104,6 +106,8 @@ GOOD = [
     "chat model",
     "generate model prompts.txt",
     "merge trained",
+    "fit trained --to nf4",
+    "trace trained model",
     "export model --gguf q8_0",
     "serve model",
 ]

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app, main
 from halfbyte.cli.train import _saved_message
+from halfbyte.config import RunConfig
 from halfbyte.runs import checkpoints
 from halfbyte.runs.manifest import write_manifest
 from halfbyte.utils.files import write_json
@@ -128,14 +129,15 @@ def test_a_known_error_is_one_message_and_exit_1(tmp_path, capsys):
 
 
 def test_what_is_saved_names_the_newest_whole_checkpoint(tmp_path):
-    assert "checkpoint-" not in _saved_message(tmp_path, [])
+    config = RunConfig(model_name_or_path="m", dataset="d", output_dir=str(tmp_path))
+    assert "checkpoint-" not in _saved_message(config, [])
     for step in (9, 10):
         checkpoint = tmp_path / f"checkpoint-{step}"
         write_json(checkpoint / checkpoints.STATE, {"config": {}, "data": {}, "window": {}})
         write_manifest(checkpoint, step)
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-12.set-aside-77").mkdir()
-    saved_message = _saved_message(tmp_path, ["train", "run.yaml", "output_dir=b c", "--resume", "--r", "8"])
+    saved_message = _saved_message(config, ["train", "run.yaml", "output_dir=b c", "--resume", "--r", "8"])
     assert f"{tmp_path}/checkpoint-10" in saved_message
     assert "`halfbyte train run.yaml 'output_dir=b c' --r 8 --resume`" in saved_message
 

@@ -235,7 +235,9 @@ def test_which_calls_are_refused():
 def test_the_linear_of_a_format_runs_on_the_kernel(format_, monkeypatch):
     calls = []
     launch = few_rows._launch
-    monkeypatch.setattr(few_rows, "_launch", lambda *args, **keys: calls.append(args[0]) or launch(*args, **keys))
+    monkeypatch.setattr(
+        few_rows, "_launch", lambda operand, *args: calls.append(operand.source) or launch(operand, *args)
+    )
     scale_dtype = getattr(torch, format_.scale_dtype)
     weight = int4_weight(256, 512, format_.group_size, scale_dtype, "cuda")
     parts = dict(zip(("qweight", "qzeros", "scales"), weight, strict=True))

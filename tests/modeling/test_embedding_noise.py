@@ -103,7 +103,7 @@ def test_captured_noise_is_new_and_follows_the_batch():
         positions.copy_(torch.cat([torch.arange(n) for n in lengths])[None])
         graph.replay()
         torch.cuda.synchronize()
-        draws.append(outputs[-1].float() - plain)
+        draws.append((outputs[-1].float() - plain).cpu())
         for document, length in zip(draws[-1].split(lengths, 1), lengths, strict=True):
             assert document.abs().max() == pytest.approx(ALPHA / (length * document.shape[-1]) ** 0.5, rel=0.1)
     assert not torch.equal(draws[0], draws[1])

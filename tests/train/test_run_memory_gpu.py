@@ -113,7 +113,7 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     def watched(job, loop, console):
         watches.append(Watch(job, loop, registered))
         loop.add_callback(watches[0])
-        train(job, loop, console)
+        return (yield from train(job, loop, console))
 
     monkeypatch.setattr(run, "_train", watched)
     keys = {"per_device_train_batch_size": 4, "max_steps": STEPS, "eval_steps": 40, "eval_split_size": 8}

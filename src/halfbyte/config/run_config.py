@@ -18,6 +18,8 @@ from .section import Contradiction, Section, nearest
 from .several import several_contradictions, with_datasets
 from .yaml import dump_value
 
+# Formats that names selected before 2026-11-29; here, so that a saved run is looked up without importing torch.
+EARLIER_SPECS = {f"kbit{bits}": f"kbit:{bits}:bnf" for bits in (2, 3, 4, 5)}
 PATHS = (  # keys whose value is a path or a list of paths
     "model_name_or_path", "teacher_model_name_or_path", "adapter_path", "dataset", "eval_dataset",
     "chat_template_path", "output_dir", "resume_from_checkpoint",

@@ -361,7 +361,6 @@ class KBit(Format):
     names: ClassVar[dict[str, str]] = {f"kbit{k}": f"kbit:{k}:bnf" for k in (2, 4, 5)} | {
         "kbit3": "kbit:3:bof:searched"
     }
-    earlier_names: ClassVar[dict[str, str]] = {f"kbit{k}": f"kbit:{k}:bnf" for k in (2, 3, 4, 5)}  # before 2026-11-29
 
     def __post_init__(self) -> None:
         if self.k not in (2, 3, 4, 5):

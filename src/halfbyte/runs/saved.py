@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import RunConfig, Storage, load_config
 from ..config.initialisations import initialisation, read_by
 from ..config.methods import SCORES
-from ..config.run_config import with_specs
+from ..config.run_config import EARLIER_SPECS, with_specs
 from ..config.schema import RunKeys
 from ..loading.find import ModelFiles, find_model, preflight_model
 from ..modeling.rope_scaling import saved_rope
@@ -154,8 +154,6 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
     The base's own code runs only if `overrides` have trust_remote_code=true. The run's value of this key is ignored,
     because the folder may be from another person.
     """
-    from ..formats import KBit
-
     overrides = ["trust_remote_code=false", *overrides]
     named = any(token.removeprefix("--").partition("=")[0] == "quantization" for token in overrides)
     quantized = named or _is_quantized(paths.base)
@@ -174,7 +172,7 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
     if paths.base and not paths.adapter:
         config.model_name_or_path = paths.base
         config.rope_scaling = None  # its config.json has it
-    return config if named else with_specs(config, KBit.earlier_names)
+    return config if named else with_specs(config, EARLIER_SPECS)
 
 
 def _check_complete(resolved: Path) -> None:
