@@ -101,7 +101,7 @@ def test_too_many_cooperative_blocks_are_refused_before_a_launch(able, each, roo
 
 @pytest.mark.parametrize(("hip", "asked"), [(None, [torch.float32]), ("6.4", [])])
 def test_rocm_s_gemm_is_not_asked_for_another_dtype(hip, asked, monkeypatch):
-    from halfbyte.autograd.lora import summed
+    from halfbyte.autograd.gemms import summed
 
     class OnGpu(torch.Tensor):
         is_cuda = True

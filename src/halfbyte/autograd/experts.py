@@ -48,7 +48,8 @@ from ..ops.experts import (
 )  # fmt: skip
 from ..utils.errors import ModelError
 from .function import OnceFunction
-from .lora import LoRA, gradient_dtype
+from .gemms import gradient_dtype
+from .lora import LoRA
 
 Gate = Callable[[Tensor], Tensor]  # [S, ·] → [S, I]: a module's own gate, differentiated by torch
 

@@ -30,7 +30,7 @@ from ..formats.float8 import E4M3, FP8_MAX, TINY
 from ..ops.float8 import cast_float8, float8_of_blockwise4, fp8_product, transpose_float8
 from ..ops.fp8_scaling import Codes, Slot
 from ..utils.notices import notice
-from .lora import dense
+from .gemms import dense
 
 
 @dataclass(frozen=True)

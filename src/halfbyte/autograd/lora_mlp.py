@@ -36,18 +36,8 @@ from ..ops.lora_glu import (
 )
 from ..utils.errors import ModelError
 from .function import OnceFunction
-from .lora import (
-    LoRA,
-    Projections,
-    RowLoRA,
-    State,
-    check,
-    composed,
-    magnitude_gradient,
-    magnitudes,
-    refuse_compiled,
-    rows_of,
-)
+from .gemms import rows_of
+from .lora import LoRA, Projections, RowLoRA, State, check, composed, magnitude_gradient, magnitudes, refuse_compiled
 
 if TYPE_CHECKING:
     from ..formats.base import Weight

@@ -22,7 +22,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from ..autograd.lora import LoRA, dense
+from ..autograd.gemms import dense
+from ..autograd.lora import LoRA
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
 from ..dispatch import autocast_dtype
 from ..formats.base import is_quantized

@@ -20,9 +20,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from ..autograd.gemms import dense
 from ..autograd.linear_fp8 import Fp8Gemms
 from ..autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
-from ..autograd.lora import GemmRecipe, LoRA, RowLoRA, dense, lora_linear, lora_qkv
+from ..autograd.lora import GemmRecipe, LoRA, RowLoRA, lora_linear, lora_qkv
 from ..config import Precision
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.float8 import E4M3, E5M2

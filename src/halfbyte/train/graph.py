@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.lora import gradient_dtype
+from ..autograd.gemms import gradient_dtype
 from ..batch import SYNCED_SHAPE, Batch
 from ..data.batch_shapes import MAX_GRAPHS
 from ..memory.pinned import AFTER_CAPTURE
