@@ -107,10 +107,13 @@ def test_prepared_for_kbit_training(tiny_checkpoint):
     assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
 
 
-def test_modules_to_save_of_a_quantized_layer_is_refused_by_name(tiny_checkpoint):
-    model = from_pretrained(tiny_checkpoint())
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.v_proj"):
-        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["v_proj"]))
+def test_quantized_weights_cannot_be_trained(tiny_checkpoint):
+    model = peft.get_peft_model(
+        from_pretrained(tiny_checkpoint()), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["v_proj"])
+    )
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and "v_proj" in name]
+    assert all("modules_to_save" in name for name in trained)  # a dequantized copy
+    assert trained
     with pytest.raises(HalfbyteError, match=r"model\.layers\.0\.self_attn\.q_proj"):
         from_pretrained(tiny_checkpoint()).requires_grad_(True)
 
