@@ -14,7 +14,7 @@ from halfbyte.export.fidelity import Distance
 from halfbyte.export.merge import merge
 from halfbyte.export.weights import MergedWeights
 from halfbyte.loading.load import load_model
-from halfbyte.utils.errors import CheckpointError, TrainingError
+from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.utils.files import write_json
 from halfbyte.utils.notices import notices_so_far
 from tests.helpers.merge_runs import TEMPLATE, by_peft, save_base, save_run, tensors
@@ -61,6 +61,9 @@ def test_merged_weights_are_pefts_rounded_once(tmp_path, base, kind, target):
 def test_an_update_below_the_resolution_of_bf16_is_explained_and_said(tmp_path, base):
     """After a few steps ΔW is below half an ulp of a bf16 base, which rounds most of it away."""
     run = save_run(tmp_path / "run", base, scale=2e-4, load_in_4bit=False)
+    with pytest.raises(ConfigError, match="99% is required"):
+        merge(run, tmp_path / "merged", min_update_kept=0.99)
+    assert not (tmp_path / "merged").exists()
     report = merge(run, tmp_path / "merged")
     written = report.targets["original"]
     assert 0.3 < written.lost < 1

@@ -93,6 +93,10 @@ def test_gguf_and_its_modelfile(tmp_path):
     keys = {"load_in_4bit": False, "dtype": "float32", "tokenizer": tmp_path / "base", "text": "", "scale": 0.02}
     run = save_run(tmp_path / "run", tmp_path / "base", **keys)
     report = export_gguf(run, "q8_0", tmp_path / "m.gguf")
+    assert abs(report.kept.share - 1) < 0.02 + 3 * report.kept.error
+    with pytest.raises(ConfigError, match="is required"):
+        export_gguf(run, "q8_0", tmp_path / "lost.gguf", min_update_kept=1.5)
+    assert not (tmp_path / "lost.gguf").exists()
     by_file, by_modelfile = trace(run, [report.path, report.modelfile])
     assert by_file.path.samefile(by_modelfile.path)
     assert len(by_file.tensors) >= 14

@@ -54,6 +54,13 @@ RepetitionPenalty = Annotated[
     float,
     typer.Option(callback=finite, min=0.01, max=100.0, help="Above 1: tokens that occurred become less likely."),
 ]
+UpdateKept = Annotated[
+    float | None,
+    typer.Option(
+        "--min-update-kept", callback=finite, min=0.0, max=1.0,
+        help="Refuse to write a file that keeps a smaller share of the update, e.g. 0.99.",
+    ),
+]  # fmt: skip
 RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
 
 
@@ -293,13 +300,14 @@ def merge(
         ),
     ] = None,
     verify: Annotated[bool, typer.Option(help="Reload the merged model and compare logits.")] = True,
+    min_update_kept: UpdateKept = None,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a merged model, in 16 bits or quantized."""
     with started(run, stderr=False):
         from .commands import merge_run
 
-        merge_run(run, out, base, verify, quantize, trust_remote_code)
+        merge_run(run, out, base, verify, quantize, trust_remote_code, min_update_kept)
 
 
 @app.command()
@@ -368,6 +376,7 @@ def export(
         str | None,
         typer.Option("--importance", "--imatrix", metavar="TEXT|FILE", help="Calibration text, or an imatrix (.gguf)."),
     ] = None,
+    min_update_kept: UpdateKept = None,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write GGUF for llama.cpp, or adapters for vLLM."""
@@ -376,9 +385,10 @@ def export(
 
         if gguf is None or adapter is not None:
             values = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
+            values |= {"--min-update-kept": min_update_kept is not None}
             flags = [name for name, value in values.items() if value]
             return export_for_servers(source, adapter, out, flags, trust_remote_code)
-        export_model(source, gguf, out, adapter_only, importance, trust_remote_code)
+        export_model(source, gguf, out, adapter_only, importance, trust_remote_code, min_update_kept)
 
 
 @app.command()

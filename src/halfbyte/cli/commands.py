@@ -102,6 +102,7 @@ def export_model(
     adapter_only: bool,
     importance: str | None,
     trust_remote_code: bool = False,
+    min_update_kept: float | None = None,
 ) -> None:
     """Write `source` as GGUF and print the files.
 
@@ -128,7 +129,15 @@ def export_model(
     with quick_imports():
         from ..export.gguf_model import export_gguf
 
-    report = export_gguf(source, mix, out, importances=importance, trust_remote_code=trust_remote_code, console=console)
+    report = export_gguf(
+        source,
+        mix,
+        out,
+        importances=importance,
+        min_update_kept=min_update_kept,
+        trust_remote_code=trust_remote_code,
+        console=console,
+    )
     console.print(str(report))
     if report.mmproj:
         console.print(one_line(f"vision part in {report.mmproj}: llama-mtmd-cli --mmproj"))
@@ -143,6 +152,7 @@ def merge_run(
     verify: bool,
     quantize: str | None = None,
     trust_remote_code: bool = False,
+    min_update_kept: float | None = None,
 ) -> None:
     """Merge the adapter of `run` into `out`, and add the error of the result to the run's report.
 
@@ -167,6 +177,7 @@ def merge_run(
         base=base,
         quantize=_target(quantize),
         verify=verify,
+        min_update_kept=min_update_kept,
         trust_remote_code=trust_remote_code,
         console=console,
     )

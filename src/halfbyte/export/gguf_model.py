@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGML_QUANT_VERSION, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGUFWriter
 from rich.console import Console
 from torch import Tensor
 
 from ..config import Origin
+from ..formats.retained_update import RetainedUpdate
+from ..gguf.file import GgufFile
 from ..gguf.general import add_general
 from ..gguf.graph import checked_family, experts_of
 from ..gguf.hyperparameters import add_hyperparameters, written_keys
 from ..gguf.imatrix import matrix_path, read_importances
 from ..gguf.mixes import MIXES, check_mix, choose
 from ..gguf.quants import FLOATS
-from ..gguf.tensors import Planned, Weight, next_token_layers, plan
+from ..gguf.tensors import HEAD, Layout, Planned, Weight, next_token_layers, plan
 from ..gguf.tokenizer import add_tokenizer
 from ..gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_of, vision_types
 from ..gguf.writer import NewGguf, write_gguf
@@ -41,8 +43,10 @@ from ..runs.stop_tokens import data_report, declared_stop_tokens, joined_stop_to
 from ..utils.errors import ConfigError
 from ..utils.files import check_space, new_file, write_text
 from ..utils.hardware import chosen_device
+from ..utils.notices import notice
 from ..utils.waiting import progress_bars
 from .adapter import AdapterLayers, generating_layers
+from .fidelity import is_lost, required_share
 from .importance import collect
 from .modelfile import modelfile, rendered_chats
 from .weights import MergedWeights, Target
@@ -65,6 +69,7 @@ class ExportReport:
         modelfile: the Ollama Modelfile next to the file.
         mmproj: the file of the vision part, if the model has one.
         seconds: of the export.
+        kept: the update retained in the file; None without an adapter.
     """
 
     path: Path
@@ -77,11 +82,12 @@ class ExportReport:
     modelfile: Path
     seconds: float
     mmproj: Path | None = None
+    kept: RetainedUpdate | None = None
 
     def __str__(self) -> str:
         bits = 8 * self.nbytes / self.parameters
         types = ", ".join(f"{count} {name}" for name, count in self.types.items())
-        merged = f"adapter merged onto the {self.merged} base\n" if self.merged else ""
+        merged = f"adapter merged onto the {self.merged} base: {self.kept}\n" if self.merged else ""
         errors = ", ".join(f"{name} {error:.2g}" for name, error in self.errors.items())
         return (
             f"{merged}{self.mix}: {self.parameters:,} weights in {self.nbytes / 2**20:,.1f} MiB, {bits:.2f} bits each"
@@ -95,6 +101,7 @@ def export_gguf(
     out: Path | str | None = None,
     *,
     importances: Path | str | None = None,
+    min_update_kept: float | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
     console: Console | None = None,
@@ -109,12 +116,14 @@ def export_gguf(
         importances: weights for the quantization error: an importance matrix of llama.cpp's imatrix tool (….gguf), or
             calibration text (a dataset's file, folder or hub id) to compute one from, which is saved as
             NAME.imatrix.gguf.
+        min_update_kept: share of the update that the file must retain; None: a loss is reported. Adapters of stacks of
+            experts are not counted.
         device: to quantize on; default: the run's, or the first accelerator.
         trust_remote_code: run the Python code that comes with the model; the run's own configuration does not count.
         console: for progress; default: none.
 
     Raises:
-        ConfigError: no such mix, or the file exists.
+        ConfigError: no such mix, the file exists, or it loses the update.
         ModelError: llama.cpp does not support the architecture, a tensor or the tokenizer.
         CheckpointError: a damaged checkpoint, or a file that reads back differently.
         TrainingError: no space. In every case nothing is left under `out`.
@@ -145,6 +154,14 @@ def export_gguf(
             for file, aside in zip(files, asides, strict=True):
                 advance = partial(progress.advance, progress.add_task("writing", total=file.numel))
                 errors.append(write_gguf(file, aside, matrix, source.device, advance))
+            retained = _retained(source, asides[0])
+            block, size = GGML_QUANT_SIZES[MIXES[mix][0]]
+            needed = required_share(8 * size / block, min_update_kept)
+            if retained is not None and is_lost(retained, needed):
+                lost = f"--gguf {mix}: {retained}"
+                if min_update_kept is not None:
+                    raise ConfigError(f"{lost}, and {needed:.0%} is required", "choose a type with more bits")
+                notice("gguf-update-lost", f"{lost}: train longer, or serve the adapter unmerged (--adapter-only)")
             write_text(ollama, ollama_text)
     except BaseException:
         if not ollama_existed:
@@ -161,7 +178,28 @@ def export_gguf(
         modelfile=ollama,
         seconds=time.perf_counter() - started,
         mmproj=files[1].path if source.vision else None,
+        kept=retained,
     )
+
+
+@torch.no_grad()
+def _retained(source: Source, path: Path) -> RetainedUpdate | None:
+    """Return the update retained in a written file; None without an adapter. Stacks of experts are not counted."""
+    if source.trained is None:
+        return None
+    file, layout, updates = GgufFile(path), Layout(source.config, source.family), []
+    goal: Target = "dequantized" if source.merged == "dequantized" else "original"
+    for output in source.trained.outputs:
+        if output.parameter not in source.trained.adapter.changed or not source.trained.is_whole(output):
+            continue
+        if len(output.entry.shape) > 2 or (output.entry.name.endswith("lm_head.weight") and HEAD not in file.tensors):
+            continue
+        name = layout.name(output.entry.name)
+        stored = layout.in_model(name, file.values(name, torch.float32).view(output.entry.shape))
+        base = source.trained.base_values(output, goal)
+        update = source.trained.adapter.merged(output.parameter, base.clone()) - base
+        updates.append(RetainedUpdate.of(stored.to(base), base, update))
+    return RetainedUpdate.sum(updates)
 
 
 # --- the exported model -----------------------------------------------------------------------------------------------
@@ -183,6 +221,7 @@ class Source:
         vision: the vision part, if there is one.
         trusted: whether Python code that comes with the model may run.
         generation: contents of the base's generation_config.json.
+        trained: the base and the adapter, if there is one.
     """
 
     name: str
@@ -196,6 +235,7 @@ class Source:
     vision: Vision | None = None
     trusted: bool = False
     generation: Mapping[str, Any] = field(default_factory=dict)
+    trained: MergedWeights | None = None
 
 
 def open_source(run_or_model: str, device: str | None = None, trust_remote_code: bool = False) -> Source:
@@ -212,7 +252,7 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     name = config.origin.name.rstrip("/").split("/")[-1]
     target = chosen_device(device or config.device)
     transposed = bool(family.experts and family.experts.interleaved)  # codes are [N, K] in any case
-    merged = ""
+    merged, merged_weights = "", None
     weights = {
         stored.name: Weight(stored.shape, partial(base.read, stored), transposed and not stored.entries)
         for stored in base.weights
@@ -242,6 +282,7 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
         vision=vision_of(read_model_config(config.origin), base.folder, list(weights)),
         trusted=config.origin.trust_remote_code,
         generation=read_generation_config(base.folder),
+        trained=merged_weights,
     )
 
 

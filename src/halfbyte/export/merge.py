@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ from ..utils.hardware import chosen_device
 from ..utils.notices import notice
 from ..utils.waiting import progress_bars, waiting
 from .adapter import AdapterLayers
-from .fidelity import Fidelity, Loss
+from .fidelity import STANDARD_ERRORS, Fidelity, Loss, is_lost, required_share
 from .packing import Packing, Quantize, check_loader, packing
 from .shards import check_shard
 from .task_files import classifier_keys, write_sentence_transformer
@@ -50,11 +50,8 @@ from .verify import Verifier
 from .weights import MergedWeights, Target
 
 MIN_REPORTED_LOST_SHARE = 0.1  # lost share of the update to report
-# minimum bits → share of the update to retain; formats of 2 and 3 bits reach 0.90 and 0.97 on any base
-MIN_RETAINED = {8: 0.99, 4: 0.98, 0: 0.8}
 EXCESS = 0.01  # allowed nats per token on held-out text
 FEW_BITS = 4  # below this every format has a higher loss
-STANDARD_ERRORS = 2  # allowance for measurement noise
 IN_16_BITS = "merge in 16 bits (without --quantize)"
 SIDE_FILES = ("generation_config.json", "tokenizer.model", "preprocessor_config.json", "processor_config.json", "*.py")
 
@@ -169,6 +166,7 @@ class _Job:
     targets: tuple[Target, ...]
     preferred: Target
     reason: str
+    min_update_kept: float | None = None
 
 
 def merge(
@@ -178,6 +176,7 @@ def merge(
     base: str = "auto",
     quantize: Quantize = None,
     verify: bool = True,
+    min_update_kept: float | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     console: Console | None = None,
@@ -200,6 +199,8 @@ def merge(
             tool, see `export.layouts.LAYOUTS`. None: 16 bits, or the run's `qat_scheme`.
         verify: reload the merged model with the tool it is written for, and compare its logits with base and adapter,
             and its quantized weights with the merged ones.
+        min_update_kept: share of the update that the written weights must retain. None: 0.99 in 8 bits, less below; a
+            loss in 16 bits is reported.
         overwrite: replace `out_dir` if it exists.
         trust_remote_code: run the Python code that comes with the base; the run's own configuration does not count.
         console: for progress; default: none.
@@ -219,7 +220,7 @@ def merge(
         raise ConfigError(f"{out} exists already; merge does not overwrite", "name another folder, or remove this one")
     if os.path.lexists(out) and source.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the adapter to be merged", "name another folder")
-    job = _prepare(source, out, base, quantize, verify, trust_remote_code)
+    job = replace(_prepare(source, out, base, quantize, verify, trust_remote_code), min_update_kept=min_update_kept)
     with progress_bars("merging", console) as progress, new_directory(out) as aside:
         _write_side_files(job, aside)
         fidelities, written, tokens = (_write_closest if verify else _write_unverified)(job, aside, progress)
@@ -388,7 +389,8 @@ def _update_refusal(job: _Job, target: Target) -> ConfigError | None:
     weights = job.weights
     if weights.as_trained:  # quantization-aware training: the update is measured after rounding
         return None
-    return lost_update_error(weights.retained(target), weights.packing, target, original=not weights.base.quantized)
+    original = not weights.base.quantized
+    return lost_update_error(weights.retained(target), weights.packing, target, original, job.min_update_kept)
 
 
 def _write(job: _Job, aside: Path, target: Target, progress: Progress) -> dict[str, dict[str, int]]:
@@ -422,21 +424,21 @@ def _write_side_files(job: _Job, aside: Path) -> None:
 # --- refusals of a quantized merge ------------------------------------------------------------------------------------
 
 
-def required_share(packing: Packing) -> float:
-    """Return the share of the update that weights in `packing` must retain."""
-    return next(share for bits, share in MIN_RETAINED.items() if packing.bits >= bits)
-
-
-def lost_update_error(retained: RetainedUpdate, packing: Packing, target: Target, original: bool) -> ConfigError | None:
+def lost_update_error(
+    retained: RetainedUpdate, packing: Packing, target: Target, original: bool, minimum: float | None = None
+) -> ConfigError | None:
     """Return the error for a merge that lost its update, or None.
 
     Args:
         original: whether there is an original base to merge onto.
+        minimum: share to retain; None: the usual one of the format.
     """
-    needed = required_share(packing)
-    if not packing.formats or retained.share + STANDARD_ERRORS * retained.error >= needed:
+    needed = required_share(packing.bits, minimum)
+    if not is_lost(retained, needed) or (minimum is None and not packing.formats):  # 16 bits: reported only
         return None
-    if target == "dequantized" and original:
+    if not packing.formats:
+        fix = "use the adapter unmerged, or train longer"
+    elif target == "dequantized" and original:
         fix = "merge onto the original base (--base original, or auto)"
     elif target == "dequantized":
         fix = f"{IN_16_BITS}, or name the 16-bit model as model_name_or_path in the run's config.resolved.yaml"
@@ -445,7 +447,7 @@ def lost_update_error(retained: RetainedUpdate, packing: Packing, target: Target
     return ConfigError(
         f"quantize: in {packing.name} on the {target} base {retained}, and {needed:.0%} is required: rounding to the"
         " format's grid takes back what training changed",
-        fix,
+        f"{fix}; --min-update-kept lowers what is required",
     )
 
 
