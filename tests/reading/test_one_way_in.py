@@ -9,6 +9,7 @@ OWN = {
     "data/encode.py": "the documents that prepare.py wrote as JSON",
     "data/encode_answers.py": "the rows that prepare_answers.py wrote as JSON",
     "data/prepare_answers.py": "the rows that it wrote as JSON",
+    "data/prepare_tasks.py": "the rows that it wrote as JSON",
     "bitsandbytes/utils.py": "a dict that it packed into a tensor itself",
     "demo/corpus.py": "Python's own sources, and the package's",
     "utils/environment.py": "the package's metadata and the kernel's files",

@@ -30,6 +30,7 @@ from ..gguf.file import GgufFile
 from ..loading.checkpoint import BaseCheckpoint
 from ..loading.find import find_model
 from ..loading.load import load_model
+from ..reading import read_text
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER, ADAPTER_CONFIG, read_tensors
 from ..runs.layout import RESOLVED_CONFIG
@@ -143,7 +144,7 @@ def _contents(path: Path) -> Iterator[tuple[Path, Callable[[_Tracer, Path], File
     elif (path / CONFIG).is_file():
         yield path, _Tracer.model
     elif modelfiles and modelfiles[0].is_file():
-        for name in MODELFILE.findall(modelfiles[0].read_text(encoding="utf-8")):
+        for name in MODELFILE.findall(read_text(modelfiles[0], CheckpointError, "export the model again")):
             yield from _contents(modelfiles[0].parent / name)
     else:
         wrong = f"{path}: neither a model's folder, an adapter's, a GGUF file nor an Ollama Modelfile"
