@@ -469,6 +469,10 @@ def test_a_module_without_measured_inputs_is_refused_by_its_name(base):
     rows = [[1, 2, 3]]
     with pytest.raises(ModelError, match="lm_head"):
         observed(base, rows, quantization="nf4", init_lora_weights="qera", target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ModelError, match="lm_head"):  # on the meta device, as `check` adds adapters
+        initialised(base, quantization="nf4", init_lora_weights="eva", target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ModelError, match="embed_tokens"):
+        initialised(base, init_lora_weights="mica", target_modules=["q_proj", "embed_tokens"])
     moments = streamed.Moments({"layers.0.expert": torch.nn.Linear(4, 4)}, by_row=False)
     with pytest.raises(ModelError, match=r"layers.0.expert"):
         moments.mean("layers.0.expert")

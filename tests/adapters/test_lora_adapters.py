@@ -288,3 +288,32 @@ def test_missing_and_truncated_adapters(tmp_path):
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
         adapted(adapter_path=str(tmp_path))
+
+
+@pytest.mark.parametrize("peft_type", ["vera", "randlora", "vblora"])
+def test_tensors_that_layers_share_are_in_the_file_of_an_embedding_models_adapter(tmp_path, peft_type):
+    """VeRA's random matrices, for example, have the name of no module."""
+    sizes = {"num_vectors": 8, "vector_length": 16} if peft_type == "vblora" else {}
+    config = RunConfig(model_name_or_path="org/tiny", dataset="d", peft_type=peft_type, peft_config=sizes)
+    model = add_adapter(tiny_llama(), config, scores="FEATURE_EXTRACTION")
+    saved = {name: parameter.clone() for name, parameter in randomize(model).named_parameters()}
+    save_adapter(model, tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    load_adapter_weights(model, tmp_path)
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
+    plain = PeftModel.from_pretrained(tiny_llama().base_model, tmp_path)
+    ids = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        trained = model.get_base_model().base_model(input_ids=ids).last_hidden_state
+        torch.testing.assert_close(plain(input_ids=ids).last_hidden_state, trained)
+
+
+def test_dora_on_rows_of_zeros_is_refused_by_name():
+    """Families with a padding token start its row of a tied head at zero, whose norm PEFT's forward divides by."""
+    model = tiny_llama()
+    model.lm_head.weight.data[3] = 0
+    with pytest.raises(ModelError, match="lm_head"):
+        adapted(model, use_dora=True, target_modules=["q_proj", "lm_head"])

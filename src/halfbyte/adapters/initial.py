@@ -40,6 +40,7 @@ from ..config.initialisations import (
 )
 from ..formats import Format
 from ..mesh.mesh import Mesh
+from ..modeling.layer import decoder_layers
 from ..reading.tensors import ADAPTER, ADAPTER_CONFIG, read_adapter_config, read_tensors
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ConfigError, ModelError
@@ -351,11 +352,15 @@ def adapted_layers(model: PeftModel, adapter: Adapter) -> dict[str, LayerScale]:
     """
     row = initialisation(adapter)
     chosen = f"init_lora_weights: {adapter.init_lora_weights}"
+    observed = f"{decoder_layers(model)[0]}." if read_by(adapter) in ("inputs", "stored") else ""
     layers = {}
     for name, layer in lora_layers(model):
         if not isinstance(layer, LoraLinear):
             wrong = f"{chosen} cannot initialise the adapter of {name}, which is not a linear layer"
             raise ModelError(wrong, "set target_parameters: [], and name only linear layers in target_modules")
+        if not name.startswith(observed):
+            wrong = f"{chosen}: {name} is not in a decoder layer, and its inputs are not measured"
+            raise ModelError(wrong, "leave it out of target_modules")
         rank = layer.r["default"]
         shape: Any = (layer.out_features, layer.in_features)
         directions = 2 * option(adapter, EVA_RHO) if row.name == "eva" else row.directions
@@ -391,4 +396,5 @@ def mark_initialisation(model: PeftModel, adapter: Adapter) -> None:
         config.init_lora_weights = f"{RESIDUAL}{adapter.init_lora_weights}"
     if row.frozen == "B":
         for _, layer in lora_layers(model):
-            layer.lora_B["default"].weight.requires_grad_(False)
+            if isinstance(layer, LoraLinear):  # `adapted_layers` refuses others
+                layer.lora_B["default"].weight.requires_grad_(False)

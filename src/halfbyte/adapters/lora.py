@@ -162,8 +162,23 @@ def add_adapter(
             parameter.requires_grad_(False)
     if read_by(adapter) != "nothing":
         mark_initialisation(peft_model, adapter)
+    _check_magnitudes(peft_model)
     report_adapter_sizes(peft_model)
     return peft_model
+
+
+def _check_magnitudes(model: PeftModel) -> None:
+    """Check that no magnitude of DoRA is 0, the norm of a row of zeros: PEFT's forward divides by it.
+
+    Raises:
+        ModelError: one is.
+    """
+    for name, magnitude in model.named_parameters():
+        if ".lora_magnitude_vector." in name and not magnitude.is_meta and (zero := magnitude.detach() == 0).any():
+            module = name.removeprefix(PREFIX).partition(".lora_magnitude_vector.")[0]
+            wrong = f"use_dora: {int(zero.sum())} rows of {module}.weight are zeros (first: {int(zero.int().argmax())})"
+            fix = f"leave {module.rpartition('.')[2]} out of target_modules, or set use_dora: false"
+            raise ModelError(f"{wrong}, which have no direction", fix)
 
 
 def add_score_head(model: nn.Module, scores: str, labels: int) -> None:
@@ -541,7 +556,8 @@ def load_adapter_weights(
     with torch.device("cpu"):
         tensors = _read_tensors(path)
     if backbone := _backbone_prefix(model, name):
-        tensors = {f"{backbone}{key.removeprefix(PREFIX)}": tensor for key, tensor in tensors.items()}
+        # Tensors that layers share, such as VeRA's, have no module's name.
+        tensors = {key.replace(PREFIX, backbone, 1): tensor for key, tensor in tensors.items()}
     if convert is not None:
         tensors = convert(tensors)
     if skip is not None:
@@ -730,7 +746,8 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
     model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=state, save_embedding_layers=False)
     backbone = _backbone_prefix(model)
     if weights is None and backbone:
-        weights = {key.replace(backbone, PREFIX, 1): tensor for key, tensor in adapter_weights(model).items()}
+        # Layers can share a tensor, which safetensors refuses; PEFT writes copies, too.
+        weights = {key.replace(backbone, PREFIX, 1): tensor.clone() for key, tensor in adapter_weights(model).items()}
     if weights is not None:
         save_file(dict(weights), folder / ADAPTER, metadata={"format": "pt"})  # as PEFT does
 
