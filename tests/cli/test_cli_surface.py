@@ -20,6 +20,8 @@ SURFACE = {
     "check": ["run", "--gpus", "--gpu-memory"],
     "preview": ["run", "-n --count", "--rollouts"],
     "train": ["run", "--resume", "--verbose"],
+    "ps": ["folders"],
+    "stop": ["run", "--now"],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", *DRAWING, "--trust-remote-code"],
     "generate": [

@@ -24,7 +24,7 @@ def alone(place, tmp_path_factory):
 
 FILES = {
     "README.md", "adapter", "checks.json", "config.resolved.yaml", "data_report.json", "environment.json",
-    "generations.json", "memory.json", "metrics.jsonl", "report.html", "run.yaml",
+    "generations.json", "memory.json", "metrics.jsonl", "report.html", "run.yaml", "status.json",
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from tests.helpers.sft_runs import keys, run
 
 FILES = {
     "README.md", "checks.json", "config.resolved.yaml", "data_report.json", "environment.json",
-    "generations.json", "memory.json", "metrics.jsonl", "report.html", "run.yaml",
+    "generations.json", "memory.json", "metrics.jsonl", "report.html", "run.yaml", "status.json",
 }  # fmt: skip
 
 

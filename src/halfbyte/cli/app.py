@@ -156,6 +156,29 @@ def train(
     train_run(config, resume, ctx.obj, verbose)
 
 
+@app.command()
+def ps(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="FOLDER…", help="folders with runs; default: the current one")
+    ] = None,
+) -> None:
+    """List runs: state, step, process, error."""
+    from .watch import print_runs
+
+    print_runs(folders or [Path()])
+
+
+@app.command()
+def stop(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the output_dir of a run on this machine")],
+    now: Annotated[bool, typer.Option("--now", help="End at once, without a checkpoint of the last step.")] = False,
+) -> None:
+    """Save a checkpoint of a run, and end it."""
+    from .watch import stop_run
+
+    stop_run(run, now)
+
+
 @app.command("eval", context_settings=_TAKES_OVERRIDES)
 def evaluate(
     model: RunOrModel,

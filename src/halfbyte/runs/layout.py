@@ -14,6 +14,7 @@ output_dir/
     merged/  merged-FORMAT/                             merged models, unless another folder was given
     merge.json  merge-FORMAT.json                       numbers of each merge
     .lock                                               held while a process writes into the folder
+    status.json                                         what the run is doing, at most 2 s ago
     adapters/NAME/                                      the run of each adapter, if `adapters` or `sweep` trains several
     adapters.json                                       numbers of these runs, beside one another
 """
@@ -41,6 +42,9 @@ MEMORY = "memory.json"
 
 LOCK = ".lock"
 """Names the process that writes into the folder, and is locked by it."""
+
+STATUS = "status.json"
+"""State, step, process and heartbeat of the run, or its end; see `runs.status`."""
 
 # --- records ---------------------------------------------------------------------------------------------------------
 

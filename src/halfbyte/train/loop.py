@@ -59,6 +59,7 @@ from ..rl.dataset import RolloutDataset
 from ..runs import checkpoints
 from ..runs.layout import TRAINER_STATE, checkpoint_folder
 from ..runs.metrics import MetricsFile, Window
+from ..runs.status import Progress
 from ..utils.errors import TrainingError
 from ..utils.notices import notice
 from ..utils.processes import Stopped, StopRequest, request_on_signals
@@ -166,6 +167,7 @@ class TrainingLoop:
         fp8_scales: delayed scales of the fp8 recipe.
         rollouts: samples the rows of each step; None: `rows` are trained on as they are.
         pipeline_state: gathers weights and optimizer state from the stages of a pipeline; None: one stage.
+        progress: state of the run for its status.json; default: nobody reads it.
     """
 
     # Set by `train`, after the weights of a checkpoint are loaded.
@@ -196,6 +198,7 @@ class TrainingLoop:
         fp8_scales: DelayedScaling | None = None,
         rollouts: RolloutDataset | None = None,
         pipeline_state: PipelineState | None = None,
+        progress: Progress | None = None,
     ):
         self.config = config
         self.identity = identity
@@ -221,6 +224,7 @@ class TrainingLoop:
         self.fp8_scales = fp8_scales
         self.rollouts = rollouts
         self.pipeline_state = pipeline_state
+        self.progress = progress or Progress()
         self.callbacks = Callbacks(args, model, reports=mesh.is_main)
         self.request = StopRequest()
         self.best = BestEvaluation.of(config, self.method)
@@ -295,7 +299,7 @@ class TrainingLoop:
         self.optimizer_shards.after_step()
 
         # Record. Unless `launch` has checked its numbers, they are read while the next step is launched.
-        state.global_step = number
+        state.global_step = self.progress.step = number
         state.epoch = epoch
         self.callbacks("on_step_end")
         self.metrics_log.finish(rate)
@@ -406,6 +410,7 @@ class TrainingLoop:
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
         saved = None if checkpoint is None else checkpoint / TRAINER_STATE
         self.callbacks.begin(saved, steps=steps, epochs=epochs, optimizer=self.optimizer, schedule=self.schedule)
+        self.progress.step = self.state.global_step
         if self.state.global_step >= steps or (self.best and self.best.is_exhausted):
             if self.mesh.is_main:  # the run may have been killed between its last save and the removal of older ones
                 checkpoints.keep_newest(self.output, self.config.save_total_limit)
@@ -598,10 +603,11 @@ class TrainingLoop:
         self.use_evaluation_weights()
         start = time.time()
         size = self.args.per_device_eval_batch_size
-        if self.rollouts is not None:
-            numbers = self.rollouts.evaluate(self.held_out, self.state)
-        else:
-            numbers = self._held_out_numbers(self.held_out, size)
+        with self.progress.during("evaluating"):
+            if self.rollouts is not None:
+                numbers = self.rollouts.evaluate(self.held_out, self.state)
+            else:
+                numbers = self._held_out_numbers(self.held_out, size)
         numbers["seconds"] = time.time() - start
         self.metrics_log.write("eval", numbers)
         metrics = {f"eval_{name}": value for name, value in numbers.items()}
@@ -688,7 +694,7 @@ class TrainingLoop:
         self.use_evaluation_weights()
         split = self.pipeline_state
         random_of_ranks = self.mesh.gather(random or random_states())
-        with full_parameters(self.trained, self.optimizer):
+        with self.progress.during("saving"), full_parameters(self.trained, self.optimizer):
             weights = split.weights() if split else None
             optimizer = (split.optimizer_state if split else self.optimizer_shards.full_state)(self.optimizer)
             fp8_scales = scaling_state(self.fp8_scales, split)

@@ -38,7 +38,7 @@ from ..plan.meshes import check_layout
 from ..plan.shapes import ModelShapes
 from ..report.terminal import print_header, print_processes
 from ..runs import checkpoints
-from ..runs.inputs import check_output, check_paths
+from ..runs.inputs import check_paths
 from ..utils.console import Console, is_verbose
 from ..utils.errors import CheckpointError
 from ..utils.files import check_space
@@ -143,8 +143,6 @@ def prepare_run(
     """
     console = console or Console(quiet=True)
     resume = config.resume_from_checkpoint if resume is None else resume
-    if writes:
-        check_output(config, resume)
     check_paths(config)
     written, config = config, mesh.local_first(lambda: with_rope_factor(config))
     limit_primitive_caches()

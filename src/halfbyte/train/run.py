@@ -26,7 +26,8 @@ from ..plan.advice import advise_out_of_memory
 from ..report.terminal import LiveMetrics, print_memory, print_run
 from ..rewards.specs import named
 from ..runs.checkpoints import step_of
-from ..runs.lock import run_lock
+from ..runs.inputs import check_output
+from ..runs.status import Progress, report_status
 from ..utils.console import Console, is_verbose
 from ..utils.errors import TrainingError
 from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
@@ -134,23 +135,26 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
             if mesh.size == 1:
                 notice_idle_gpus(config)
             check_agreement(mesh, config)
-            prepared = prepare_run(config, resume, console, mesh)
-            with run_lock(prepared.config.output_path) if mesh.is_main else contextlib.nullcontext():
+            if mesh.is_main:
+                check_output(config, resume)
+            with report_status(config.output_path) if mesh.is_main else contextlib.nullcontext(Progress()) as progress:
+                prepared = prepare_run(config, resume, console, mesh)
                 measured = mesh.from_main(finished_measures(prepared) if mesh.is_main else None)
                 if measured is not None:
-                    return finished_run(prepared, measured, console)
-                with open_run(prepared, resume) as run:
+                    return finished_run(prepared, measured, console, progress)
+                with open_run(prepared, resume, progress) as run:
                     check_shared(mesh, run.output)
                     with process_settings(prepared):
                         return drive(run_or_report(run, console))
 
 
-def finished_run(run: PreparedRun, measured: dict[str, int], console: Console) -> RunResult:
-    """Return the result of a run that is already finished; writes its missing pages, and changes no other file."""
+def finished_run(run: PreparedRun, measured: dict[str, int], console: Console, progress: Progress) -> RunResult:
+    """Return the result of a run that is already finished; writes its missing pages, and changes no result."""
     output = run.config.output_path
-    job = OpenRun.of(run)
+    job = OpenRun.of(run, progress)
     assert run.checkpoint is not None
-    done = step_of(run.checkpoint)
+    done = progress.step = step_of(run.checkpoint)
+    progress.total_steps = run.total_steps
     longer = "" if done >= run.total_steps else " (early stopping; raise early_stopping_patience to continue)"
     line = f"finished already: {done} of {run.total_steps} steps{longer}, {output}"
     console.print(one_line(line), soft_wrap=True)
@@ -167,7 +171,8 @@ def run_or_report(run: OpenRun, console: Console, source: ModelSource | None = N
     """
     prepared = run.prepared
     try:
-        return (yield from _run(run, console, source or ModelSource()))
+        with run.progress.ends():
+            return (yield from _run(run, console, source or ModelSource()))
     except TrainingError as error:
         write_report_of_stopped(run, error, console)
         raise
@@ -185,6 +190,7 @@ def run_or_report(run: OpenRun, console: Console, source: ModelSource | None = N
 def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult]:
     run = job.prepared
     device = run.machine.device
+    job.progress.state, job.progress.total_steps = "loading", run.total_steps
     measured: dict[str, int] = {}
     dtype = run.machine.compute_dtype
     if run.checkpoint is not None:
@@ -243,13 +249,16 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
                 fp8_scales=verified.fp8_scales,
                 rollouts=rollouts,
                 pipeline_state=pipeline,
+                progress=job.progress,
             )
             if hub is not None:
                 loop.add_callback(hub)
             yield from _train(job, loop, console)
+        job.progress.state = "evaluating"
         trained_answers = answer()
         measure_peaks(run, stepper, measured)
         remove_patches(model)
+        job.progress.state = "saving"
         results |= save_trained(job, loop, ids)
     reproducible = checks.reproducibility(run.config, device, verified.report)
     results["reproducible"] = reproducible
@@ -273,6 +282,7 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> Steps[None]:
     run, numbers = job.prepared, job.prepared.method.numbers
     with LiveMetrics(console, run.total_steps, numbers, capacity_bytes=run.plan.capacity_bytes) as live:
         job.metrics.listeners.append(live.update)
+        job.progress.state = "training"
         if run.data.eval is not None and not _recorded(job):
             loop.evaluate()
         yield from loop.steps(run.checkpoint)

@@ -40,6 +40,7 @@ from ..runs.layout import (
 )
 from ..runs.metrics import MetricsFile, describe_best, evaluation_of_weights, final_loss
 from ..runs.saved import initial_adapter
+from ..runs.status import Progress
 from ..runs.stop_tokens import generation_keys
 from ..utils.console import Console
 from ..utils.errors import ConfigError, TrainingError
@@ -65,31 +66,34 @@ class OpenRun:
         prepared: the prepared run.
         output: its folder.
         metrics: its metrics.jsonl.
+        progress: state of the run, for its status.json.
     """
 
     prepared: PreparedRun
     output: Path
     metrics: MetricsFile
+    progress: Progress
 
     @classmethod
-    def of(cls, prepared: PreparedRun) -> OpenRun:
+    def of(cls, prepared: PreparedRun, progress: Progress) -> OpenRun:
         output = prepared.config.output_path
-        return cls(prepared, output, MetricsFile(output / METRICS))
+        return cls(prepared, output, MetricsFile(output / METRICS), progress)
 
 
 @contextlib.contextmanager
-def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenRun]:
+def open_run(prepared: PreparedRun, resume: str | bool | None, progress: Progress) -> Iterator[OpenRun]:
     """Write the `FIRST` files; remove them again if the run ends before its first step.
 
     Args:
         resume: the argument of `prepare_run`.
+        progress: of the run's status.json.
 
     Raises:
         ConfigError: another run has written into the folder since `prepare_run`.
         TrainingError: a file cannot be written.
     """
     config = prepared.config
-    run = OpenRun.of(prepared)
+    run = OpenRun.of(prepared, progress)
     output = run.output
     if not prepared.mesh.is_main:
         yield run

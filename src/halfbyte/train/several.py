@@ -24,8 +24,10 @@ from ..mesh.mesh import present_mesh
 from ..modeling.patch import patch
 from ..plan.memory_plan import MemoryPlan
 from ..report.comparison import compare, print_comparison
+from ..runs.inputs import check_output
 from ..runs.layout import GIVEN_CONFIG, RESOLVED_CONFIG
 from ..runs.lock import run_lock
+from ..runs.status import Progress, report_status
 from ..utils.console import Console
 from ..utils.errors import ConfigError, HalfbyteError, TrainingError
 from ..utils.files import write_text
@@ -78,14 +80,14 @@ def train_adapters(
     resume: str | bool | None,
     console: Console | None,
     steps_of: Callable[[OpenRun, Console, ModelSource], Steps[Result]],
-    finished: Callable[[PreparedRun, dict[str, int], Console], Result],
+    finished: Callable[[PreparedRun, dict[str, int], Console, Progress], Result],
 ) -> dict[str, Any]:
     """Train the adapters of a run, and compare them in its folder.
 
     Args:
         resume, console: as in `train`.
         steps_of: returns the steps of an open run.
-        finished: returns the result of a run that has finished before, with its measured memory.
+        finished: returns the result of a run that has finished before, with its measured memory and its progress.
 
     Returns:
         The last numbers of each adapter, by its name.
@@ -99,11 +101,13 @@ def train_adapters(
         if mesh.size > 1:
             wrong = f"adapters and sweep train on one device, and this run has {mesh.size} processes"
             raise ConfigError(wrong, "start it with `halfbyte train` in one process")
-        runs = prepare_adapters(config, resume, console)
+        check_output(config, resume)
         with contextlib.ExitStack() as stack:
-            for folder in (config.output_path, *(run.config.output_path for run in runs.values())):
-                stack.enter_context(run_lock(folder))
-            results = _train(config, runs, resume, steps_of, finished)
+            stack.enter_context(run_lock(config.output_path))
+            folders = {name: run.output_path for name, run in adapter_runs(config).items()}
+            progress = {name: stack.enter_context(report_status(folder)) for name, folder in folders.items()}
+            runs = prepare_adapters(config, resume, console)
+            results = _train(config, runs, resume, steps_of, finished, progress)
             errors = {name: result for name, result in results.items() if isinstance(result, BaseException)}
             for error in errors.values():
                 if isinstance(error, Stopped):
@@ -123,18 +127,20 @@ def _train(
     runs: Mapping[str, PreparedRun],
     resume: str | bool | None,
     steps_of: Callable[[OpenRun, Console, ModelSource], Steps[Result]],
-    finished: Callable[[PreparedRun, dict[str, int], Console], Result],
+    finished: Callable[[PreparedRun, dict[str, int], Console, Progress], Result],
+    progress: Mapping[str, Progress],
 ) -> dict[str, Result | TrainingError | Stopped]:
     """Train the adapters that have not finished; return the result of each, or the error that ended it."""
     quiet = Console(quiet=True)
     results: dict[str, Any] = {}
     for name, run in runs.items():
         if (measured := finished_measures(run)) is not None:
-            results[name] = finished(run, measured, quiet)
+            results[name] = finished(run, measured, quiet, progress[name])
+            progress[name].end("finished")
     remaining = {name: run for name, run in runs.items() if name not in results}
     if remaining:
         with contextlib.ExitStack() as stack:
-            jobs = {name: stack.enter_context(open_run(run, resume)) for name, run in remaining.items()}
+            jobs = {name: stack.enter_context(open_run(run, resume, progress[name])) for name, run in remaining.items()}
             _write_configuration(config)
             base = SharedBase()
             stack.enter_context(process_settings(next(iter(remaining.values()))))

@@ -6,6 +6,7 @@ A PID alone does not identify a process: it is reused after a reboot, in another
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -47,6 +48,25 @@ class Process(NamedTuple):
     def is_running(self) -> bool | None:
         """Whether the process is running; None if unknown, since it belongs to another machine."""
         return _start_time(self.pid) == self.since if self.machine == _machine() else None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to this process, and to no later one with its PID.
+
+        Raises:
+            ProcessLookupError: it has ended, or belongs to another machine.
+            PermissionError: it belongs to another user.
+        """
+        descriptor = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+        try:
+            if not self.is_running:
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+            if descriptor is None:
+                os.kill(self.pid, number)
+            else:  # still this process, even if it ends now and its PID is used again
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 @functools.cache

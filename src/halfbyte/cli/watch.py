@@ -1,0 +1,119 @@
+"""`halfbyte ps` and `halfbyte stop`: see and stop runs from another terminal. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from ..runs.status import ENDED, RUNNING, RunStatus, read_status, run_folders, statuses_of, stop_processes
+from ..utils.console import Console
+from ..utils.errors import ConfigError
+from ..utils.processes import Process
+from ..utils.text import one_line
+from ..utils.waiting import showing_waits, waiting
+
+POLL = 0.1  # seconds between looks at a process that is to end
+AGAIN_AFTER = 0.5  # seconds between the two signals of `stop --now`
+KILL_AFTER = 15.0  # seconds after which `stop --now` kills a process; launchers give their ranks 5
+UNREADABLE = "unreadable"
+WIDE = 10_000  # columns of a table that is written to a file or a pipe: a line for each run
+
+
+def print_runs(folders: Sequence[Path]) -> None:
+    """Print the runs in `folders` and below, running ones first, then by their last heartbeat.
+
+    Raises:
+        ConfigError: a folder does not exist.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder", "name folders with runs; default: the current one")
+    rows = []
+    for folder in dict.fromkeys(path for root in folders for path in run_folders(root)):
+        try:
+            status = read_status(folder)
+        except ConfigError as error:
+            rows.append((2, 0.0, [str(folder), UNREADABLE, "", "", "", error.message]))
+            continue
+        if status is not None:  # else it vanished
+            rows.append((int(status.has_ended), -status.heartbeat, _row(status)))
+    console = Console()
+    if not rows:
+        console.print(one_line(f"no runs in {', '.join(map(str, folders))}"), soft_wrap=True)
+        return
+    table = Table(box=None)
+    for column in ("run", "state", "step", "process", "updated", ""):
+        table.add_column(column, overflow="fold")
+    for _, _, row in sorted(rows, key=lambda entry: entry[:2]):
+        table.add_row(*map(one_line, row))
+    Console(width=None if console.is_terminal else WIDE).print(table)
+
+
+def _row(status: RunStatus) -> list[str]:
+    steps = "" if status.total_steps is None else f"{status.step}/{status.total_steps}"
+    process = "" if status.state in ENDED else f"{status.process.pid} on {status.host}"
+    return [str(status.folder), status.state, steps, process, _ago(time.time() - status.heartbeat), status.error]
+
+
+def _ago(seconds: float) -> str:
+    """Return a time in the past in its largest unit; one in the future, after the clock was set back, is now."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"
+
+
+def stop_run(run: Path, now: bool) -> None:
+    """Stop a run as the first Ctrl-C does, with a checkpoint; `now`: as the second one does. Returns when it has ended.
+
+    Raises:
+        ConfigError: the folder has no run, the run has ended, or its process is another machine's or user's.
+    """
+    statuses = statuses_of(run)
+    processes = stop_processes(statuses)
+    for process in processes:
+        _send(process, signal.SIGTERM, statuses[0])
+    console = Console()
+    with showing_waits(console), waiting("ending the run" if now else "ending the run: it saves a checkpoint"):
+        for process in processes:
+            if now and not _ends(process, AGAIN_AFTER):
+                _send(process, signal.SIGTERM, statuses[0])
+                if not _ends(process, KILL_AFTER):
+                    _send(process, signal.SIGKILL, statuses[0])
+            _ends(process)
+    for status in statuses:
+        console.print(one_line(_describe_end(status.folder)), soft_wrap=True)
+
+
+def _send(process: Process, number: int, status: RunStatus) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        try:
+            process.send_signal(number)
+        except PermissionError as error:
+            wrong = f"{status.folder}: process {process.pid} of the run belongs to another user"
+            raise ConfigError(wrong, "ask that user to stop it") from error
+
+
+def _ends(process: Process, seconds: float = float("inf")) -> bool:
+    """Return whether a process ends within some seconds."""
+    deadline = time.monotonic() + seconds
+    while process.is_running:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+    return True
+
+
+def _describe_end(folder: Path) -> str:
+    status = read_status(folder)
+    if status is None:
+        return f"{folder}: ended before its first step, and wrote nothing"
+    if status.state in RUNNING:
+        return f"{folder}: another process continues it"
+    steps = "" if status.total_steps is None else f" after step {status.step} of {status.total_steps}"
+    return f"{folder}: {status.state}{steps}" + (f": {status.error}" if status.error else "")
