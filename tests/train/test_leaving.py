@@ -42,16 +42,18 @@ def uninterrupted(tmp_path_factory):
 def interrupted(output, moment, number=signal.SIGTERM):
     """A run that is asked at its `moment`-th batch, resumed until its end; and the checkpoint it was resumed from."""
     loop, count = loop_of(output), 0
-    inner = loop.sums
 
-    def sums(batch):
-        nonlocal count
-        count += 1
-        if count == moment:
-            signal.raise_signal(number)
-        return inner(batch)
+    def counted(inner):
+        def compute(batch):
+            nonlocal count
+            count += 1
+            if count == moment:
+                signal.raise_signal(number)
+            return inner(batch)
 
-    loop.sums = sums
+        return compute
+
+    loop.sums, loop.held_out_values = counted(loop.sums), counted(loop.held_out_values)
     with pytest.raises(Stopped) as stopped:
         loop.train()
     assert stopped.value.number == number
