@@ -142,7 +142,7 @@ def test_a_full_vision_run_trains_the_planned_weights(tmp_path, place):
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
     keys = {"model_name_or_path": str(tmp_path / "model"), "use_peft": False, "load_in_4bit": False}
     made = prepared(place, tmp_path / "out", **keys)
-    model = setup.load_trainable_model(made, {})
+    model = setup.ModelSource().load(made, {})
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     assert not [name for name in trained if "vision" in name or "projector" in name]

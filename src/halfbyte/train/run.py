@@ -8,7 +8,6 @@ the input, before any weight is loaded and any file is written.
 from __future__ import annotations
 
 import contextlib
-import gc
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from ..runs.inputs import check_output
 from ..runs.status import Progress, report_status
 from ..utils.console import Console, is_verbose
 from ..utils.errors import TrainingError
-from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
+from ..utils.hardware import chosen_device, is_out_of_memory
 from ..utils.notices import reset_notices, silent
 from ..utils.processes import is_main_rank
 from ..utils.text import one_line
@@ -182,9 +181,6 @@ def run_or_report(run: OpenRun, console: Console, source: ModelSource | None = N
         stopped = TrainingError(advise_out_of_memory(prepared.plan, error, prepared.config))
         write_report_of_stopped(run, stopped, console)
         raise stopped from error
-    finally:
-        gc.collect()  # loop and model reference each other
-        free_cached_memory(prepared.machine.device)
 
 
 def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult]:

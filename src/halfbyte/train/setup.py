@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -41,6 +42,7 @@ from ..report.terminal import expert_usage_line
 from ..runs.layout import EXPERTS
 from ..utils.console import Console
 from ..utils.files import write_json
+from ..utils.hardware import free_cached_memory
 from . import checks
 from .initialise import initial_factors, keep_initial
 from .inputs import digests_of_models
@@ -53,13 +55,21 @@ from .verify import Verified
 
 @contextlib.contextmanager
 def process_settings(run: PreparedRun) -> Iterator[None]:
-    """Apply the settings of the process while a run trains: memory cap, algorithms, and lengths with cuDNN plans."""
+    """Apply the settings of the process while a run trains: memory cap, algorithms, and lengths with cuDNN plans.
+
+    Afterwards the run's memory is free again; its driver must have returned, since it holds the last step.
+    """
+    device = run.machine.device
     with (
-        memory_cap(run.machine.device, memory_limit(run)),
-        checks.deterministic_algorithms(run.config, run.machine.device),
+        memory_cap(device, memory_limit(run)),
+        checks.deterministic_algorithms(run.config, device),
         cudnn_lengths(planned_lengths(run)),
     ):
-        yield
+        try:
+            yield
+        finally:
+            gc.collect()  # loop and model reference each other
+            free_cached_memory(device)
 
 
 def memory_limit(run: PreparedRun) -> int | None:

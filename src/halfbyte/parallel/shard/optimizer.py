@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,12 @@ def optimizer_shards(layout: Parallel, block: int) -> int:
     return layout.shard if block and layout.tensor * layout.pipeline == 1 else 1
 
 
+def _shard_groups(mesh: Mesh, parameter: Tensor) -> tuple[Any, ...]:
+    """Return the process group along the axes that a parameter is sharded along, for the norms of full parameters."""
+    group = mesh.group(*sharded_along(parameter))
+    return () if group is None else (group,)
+
+
 class ReplicatedOptimizer:
     """Replicated optimizer: every rank steps all parameters."""
 
@@ -96,12 +103,7 @@ class ReplicatedOptimizer:
         """Use a new `optimizer`; replace its parameters by the slices that this rank steps."""
         self.optimizer = optimizer
         if isinstance(optimizer, FusedOptimizer):
-            optimizer.shard_groups = self._shard_groups
-
-    def _shard_groups(self, parameter: Tensor) -> tuple[Any, ...]:
-        """The process group along the axes that a parameter is sharded along, for the norms of full parameters."""
-        group = self.mesh.group(*sharded_along(parameter))
-        return () if group is None else (group,)
+            optimizer.shard_groups = partial(_shard_groups, self.mesh)  # no method: a cycle would keep both
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Reduce the gradients after the last backward of a step; `sums` as in `reduction.sum_gradients`."""
