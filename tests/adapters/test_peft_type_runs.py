@@ -94,12 +94,19 @@ def test_a_merge_is_pefts_own(folder, tmp_path):
         torch.testing.assert_close(tensor.float(), expected[name], rtol=2**-8, atol=1e-6)
 
 
-def test_another_size_than_the_layers_is_refused_by_name(folder, tmp_path):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"peft_type": "c3a", "peft_config": {"block_size": 7}},
+        {"peft_type": "vera", "peft_config": {"r": 0}},
+        {"peft_type": "vera", "peft_config": {"r": -1}},
+        {"peft_type": "fourierft", "target_modules": ["embed_tokens"]},
+    ],
+    ids=str,
+)
+def test_options_and_modules_that_peft_cannot_build_are_refused_by_name(folder, tmp_path, keys):
     with pytest.raises(ModelError, match="peft_type"):
-        finetune(
-            str(folder / "model"), str(folder / "data.txt"), output_dir=str(tmp_path), peft_type="c3a", device="cpu",
-            peft_config={"block_size": 7},
-        )  # fmt: skip
+        finetune(str(folder / "model"), str(folder / "data.txt"), output_dir=str(tmp_path), device="cpu", **keys)
 
 
 @pytest.mark.sampled(9)

@@ -34,6 +34,7 @@ def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokens")
     for name, tied in (("tied", True), ("untied", False)):
         save_base(folder / name, torch.float32, shard="10MB", tie_word_embeddings=tied)
+    save_base(folder / "tied in 16 bits", torch.bfloat16, tie_word_embeddings=True)
     rows = [{"prompt": f"<call>{n}?", "completion": f"<tool>{n % 7}"} for n in range(24)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -122,7 +123,7 @@ def test_rows_of_the_head_get_pefts_gradient_without_full_logits(tied):
 
 
 def test_new_tokens_on_a_quantized_base_answer_and_continue(bases, tmp_path):
-    output = run(bases, tmp_path / "run", "tied", load_in_4bit=True)
+    output = run(bases, tmp_path / "run", "tied in 16 bits", load_in_4bit=True)
     saved = load_saved(str(output))
     prompt = saved.tokenizer(NEW)["input_ids"]
     answers = list(generate(saved.model, [prompt], max_new_tokens=4))
@@ -130,7 +131,7 @@ def test_new_tokens_on_a_quantized_base_answer_and_continue(bases, tmp_path):
     report = merge(output, tmp_path / "merged")
     assert report.targets[report.target].explained
     changed = {"add_tokens": None, "add_special_tokens": None, "adapter_path": str(output / "adapter")}
-    again = run(bases, tmp_path / "again", "tied", load_in_4bit=True, **changed)
+    again = run(bases, tmp_path / "again", "tied in 16 bits", load_in_4bit=True, **changed)
     first, second = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (output, again))
     assert {name: tensor.shape for name, tensor in first.items()} == {name: t.shape for name, t in second.items()}
     assert AutoTokenizer.from_pretrained(again / "adapter")(NEW)["input_ids"] == prompt

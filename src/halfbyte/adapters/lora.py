@@ -78,6 +78,8 @@ from .module_names import check_names, matching, named_by, unknown
 from .router_adapters import name_routers
 from .token_rows import grow_vocabulary, largest_index, token_modules, vocabulary_size
 
+# Raised by PEFT's own checks, and by torch for sizes that PEFT does not check.
+PEFT_ERRORS = (ArithmeticError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 PLAUSIBLE_RANK = 1024  # a larger rank in adapter_config.json must be the size of some tensor
 SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
 RESIZE_BASE = "resize the base with transformers (resize_token_embeddings), save it, and name that folder as its base"
@@ -138,7 +140,9 @@ def add_adapter(
                     peft_config.task_type = scores
                 with weights_as_modules(peft_config, model):
                     peft_model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
-        except (ValueError, ImportError) as error:  # PEFT's own checks: types and sizes of modules, its packages
+        except torch.OutOfMemoryError:
+            raise
+        except PEFT_ERRORS as error:  # types and sizes of modules, values of options, packages
             fix = "name other layers in target_modules, or change the adapter's options"
             raise ModelError(f"peft_type: {adapter.peft_type}: {error}", fix) from error
     # PEFT takes the name from the model object, which may have been built in memory.

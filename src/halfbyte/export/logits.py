@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 
 from ..modeling.architectures import runs_experts
@@ -72,8 +73,8 @@ def token_losses(model: nn.Module, documents: Iterable[Document]) -> Tensor:
 def in_float32(model: nn.Module, rounding: Rounding = NO_ROUNDING, seed: int = 0) -> Iterator[None]:
     """Compute in fp32 inside this context; each module's weights are widened only while it runs.
 
-    Layers of hybrids read weights of modules that they do not call (a convolution's weight, a norm's dtype), so all
-    weights of such a layer are widened while it runs.
+    Layers of hybrids read weights of modules that they do not call (a convolution's weight, a norm's dtype), and so do
+    PEFT's rows of single tokens: all weights of such a layer are widened while it runs.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
@@ -81,7 +82,7 @@ def in_float32(model: nn.Module, rounding: Rounding = NO_ROUNDING, seed: int = 0
     packed: dict[tuple[nn.Module, str], Any] = {}
 
     def widen(module: nn.Module, _inputs: Any) -> None:
-        owners = [] if module in in_layers else module.modules() if module in layers else [module]
+        owners = [] if module in in_layers else module.modules() if module in readers else [module]
         stored[module] = [(parameter, parameter.data) for owner in owners for parameter in _parameters_to_widen(owner)]
         for parameter, data in stored[module]:
             name = names.get(id(parameter), "")
@@ -105,10 +106,11 @@ def in_float32(model: nn.Module, rounding: Rounding = NO_ROUNDING, seed: int = 0
     hybrid = any(isinstance(module, nn.Conv1d) for module in model.modules())
     layers = set(decoder_layers(model)[1]) if hybrid else set()
     in_layers = {module for layer in layers for module in layer.modules()} - layers
+    readers = layers | {module for module in model.modules() if isinstance(module, TrainableTokensLayer)}
     for module in model.modules():
         if isinstance(module, StoredLinear):
             module.generator = generator if f"{module.name}.weight" in rounding.noise_on else None
-        elif module in layers or any(True for _ in _parameters_to_widen(module)) or _stacks(module):
+        elif module in readers or any(True for _ in _parameters_to_widen(module)) or _stacks(module):
             if module in in_layers and not _stacks(module):
                 continue
             hooks.append(module.register_forward_pre_hook(widen))
