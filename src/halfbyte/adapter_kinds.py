@@ -295,6 +295,6 @@ UNTRAINED_TYPES = {
     "GLORA": ("PEFT adapts linears of class nn.Linear only, not quantized ones", "set another peft_type"),
     "OSF": ("it multiplies factors in the base's dtype by trained ones in the adapter's", _OWN_LOOP),
     "SHADOW": ("it wraps decoder layers, and trains a second model with a loss of its own", _OWN_LOOP),
-    "TRAINABLE_TOKENS": ("a run trains tokens beside LoRA", "set trainable_token_indices, and peft_type: lora"),
+    "TRAINABLE_TOKENS": ("a run trains tokens in addition to LoRA", "set trainable_token_indices, and peft_type: lora"),
     "XLORA": ("it mixes adapters that are trained already", _OWN_LOOP),
 }
