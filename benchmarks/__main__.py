@@ -54,6 +54,7 @@ CASES = {
     "gemv_peers_h200": "weights gemv --specs gptq:128:float16:runs,nf4 --rows 1,4,8,16,32,64 --shapes 4096x14336 "
     "--peers tinygemm,bitsandbytes,marlin --marlin LIBRARY",
     "decode_llama8b_h200": "decode --peers",
+    "formats_decode_h200": "decode --batches 1,8 --storage nf4 kbit3 gptq:128:float16:runs",
     "caches_llama8b_h200": "decode --caches 32x4096",
     "quality_llama40m": "quality LLAMA-40M VALIDATION.jsonl --tokens 300000",
     "quality_llama40m_cpu": "quality LLAMA-40M VALIDATION.jsonl --tokens 4700 --steps 0 --device cpu",

@@ -67,19 +67,20 @@ def step_bytes(model: Any, batch: int) -> int:
 def gpu(given: argparse.Namespace) -> dict[str, Any]:
     copy, rows = copy_bandwidth(), []
     print(f"copy {copy:.2f} TB/s")
-    model, vocabulary = build(given.model, "cuda", given.storage).eval(), model_config(given.model).vocab_size
-    for batch in map(int, given.batches.split(",")):
-        limit = batch * copy * 1e12 / step_bytes(model, batch)
-        row: dict[str, Any] = {"batch": batch, "limit": limit}
-        row["base"] = rate(model, batch, vocabulary, adapter=None)
-        row["lora"] = rate(model, batch, vocabulary)
-        row["fp8_cache"] = rate(model, batch, vocabulary, adapter=None, kv_cache="fp8")
-        print(f"batch {batch:2}: {row['base']:7.1f} tok/s, {row['base'] / limit:.0%} of the limit {limit:.0f};"
-              f" LoRA unmerged {row['lora']:.1f} ({row['base'] / row['lora'] - 1:+.1%} time);"
-              f" FP8 cache {row['fp8_cache']:.1f}", flush=True)  # fmt: skip
-        rows.append(row)
-    del model
-    torch.cuda.empty_cache()
+    for storage in given.storage:
+        model, vocabulary = build(given.model, "cuda", storage).eval(), model_config(given.model).vocab_size
+        for batch in map(int, given.batches.split(",")):
+            limit = batch * copy * 1e12 / step_bytes(model, batch)
+            row: dict[str, Any] = {"storage": storage, "batch": batch, "limit": limit}
+            row["base"] = rate(model, batch, vocabulary, adapter=None)
+            row["lora"] = rate(model, batch, vocabulary)
+            row["fp8_cache"] = rate(model, batch, vocabulary, adapter=None, kv_cache="fp8")
+            print(f"{storage} batch {batch:2}: {row['base']:7.1f} tok/s, {row['base'] / limit:.0%} of {limit:.0f};"
+                  f" LoRA unmerged {row['lora']:.1f} ({row['base'] / row['lora'] - 1:+.1%} time);"
+                  f" FP8 cache {row['fp8_cache']:.1f}", flush=True)  # fmt: skip
+            rows.append(row)
+        del model
+        torch.cuda.empty_cache()
     if given.peers:
         for row in rows:
             speed = run_peer(["benchmarks.decode", "--peer", str(row["batch"]), "--model", given.model])
@@ -88,7 +89,7 @@ def gpu(given: argparse.Namespace) -> dict[str, Any]:
                 continue
             row["peer"] = speed
             print(f"batch {row['batch']:2}: bitsandbytes {row['peer']:.1f} tok/s: {row['base'] / row['peer']:.1f}x")
-    return {"copy_TBps": copy, "storage": given.storage, "rows": rows}
+    return {"copy_TBps": copy, "rows": rows}
 
 
 def peer(name: str, batch: int) -> float:
@@ -201,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
     made.add_argument("--model", default="llama-3.1-8b")
     made.add_argument("--batches", default="1,8,32")
-    made.add_argument("--storage", default="nf4", help="format of the frozen weights")
+    made.add_argument("--storage", nargs="+", default=["nf4"], help="formats of the frozen weights")
     made.add_argument("--peers", action="store_true")
     made.add_argument("--rollouts", metavar="ROWS")
     made.add_argument("--caches", metavar="ROWSxTOKENS")

@@ -126,6 +126,11 @@ def adapter_table(results: Results) -> Rows:
     return rows
 
 
+def format_table(results: Results) -> Rows:
+    stored = [row["storage"] for result in results.values() for row in result["rows"]]
+    return [(words, *row[:-1]) for words, row in zip(["weights", *stored], decode_table(results), strict=True)]
+
+
 STEPS = (
     "One QLoRA step (NF4 with nested scales unless stated, r = 16, seven linears, random weights and tokens): "
     "forward, backward and AdamW, median of ten. The floor is the sum of every GEMM and the attention, each timed at "
@@ -219,6 +224,10 @@ SECTIONS = (
         "Decoding", r"decode_.*",
         "Tokens per second of the 8B in NF4 after prompts of 128 tokens, all rows of a batch together.",
         {"decode": plots.decode}, decode_table,
+    ),
+    Section(
+        "Decoding other formats", r"formats_decode_.*",
+        "The same with weights in other formats, which the same kernel decodes.", {}, format_table,
     ),
     Section(
         "Quality", r"quality_(llama40m|stories260k)",

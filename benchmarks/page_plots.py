@@ -28,7 +28,7 @@ QLORA_BATCH = 2, 2048  # rows and tokens of benchmarks.qlora_8b, packed and chec
 LINES = ("#3b82f6", "#0ea5a0", "#84a83a", "#f0883e", "#c9608f", "#9a7fd1")
 DECODING = {  # key of a row → label, colour
     "limit": ("all weights read at a copy's speed", "#7b858f"),
-    "base": ("halfbyte, NF4", "#3b82f6"),
+    "base": ("halfbyte", "#3b82f6"),
     "fp8_cache": ("halfbyte, FP8 cache", "#0ea5a0"),
     "lora": ("halfbyte, adapter not merged", "#84a83a"),
     "peer": ("transformers, bitsandbytes", "#f0883e"),
