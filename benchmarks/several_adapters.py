@@ -9,7 +9,7 @@ one adapter is one CUDA graph with its optimizer; the joint one is a graph with 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class Adapters:
             optimizer.zero_grad(set_to_none=True)
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     made = parser_of(__doc__)
     made.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
     made.add_argument("--adapters", type=int, default=4)
@@ -90,7 +90,11 @@ def main() -> None:
     made.add_argument("--length", type=int, default=512)
     made.add_argument("--policy", default="keep", help="activation level")
     made.add_argument("--steps", type=int, default=STEPS)
-    given = made.parse_args()
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
     require_gpu()
     adapters = Adapters(given)
 
