@@ -64,7 +64,9 @@ SURFACE = {
     "env": ["--kernels", "--device"],
     "demo": ["output_dir"],
     "import-config": ["file"],
+    "queue": [],
 }
+QUEUE = {"add": ["run"], "list": [], "move": ["job", "place"], "remove": ["job"], "run": ["--gpus"]}
 
 
 def run(*arguments: str):
@@ -84,8 +86,12 @@ def test_commands_and_options_are_frozen():
         is_option = parameter.param_type_name == "option"
         return " ".join([*parameter.opts, *parameter.secondary_opts]) if is_option else parameter.name
 
-    found = {name: [spelled(parameter) for parameter in command.params] for name, command in group.commands.items()}
+    def surface(commands):
+        return {name: [spelled(parameter) for parameter in command.params] for name, command in commands.items()}
+
+    found = surface(group.commands)
     assert found == SURFACE
+    assert surface(group.commands["queue"].commands) == QUEUE
     assert list(found) == list(SURFACE)
     assert [option.opts for option in group.params] == [
         ["--version"],

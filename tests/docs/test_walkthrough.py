@@ -31,6 +31,8 @@ NOT_RUN = {
     "torchrun": "starts several processes; tests/parallel",
     "accelerate launch": "starts several processes",
     "srun": "needs a cluster",
+    "halfbyte stop": "ends a run that trains; tests/train/test_status.py",
+    "halfbyte queue": "starts a process that outlives the page; tests/train/test_queue.py",
     "vllm serve": "needs vLLM and a GPU; tests/train/test_served.py",
 }
 # What makes commands quick on the tiny model, which writes no end of text.

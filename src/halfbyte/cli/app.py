@@ -15,6 +15,7 @@ from ..utils.processes import LAUNCHER
 from ..utils.versions import check_versions
 from .arguments import check_option, check_order, check_sampling, finite, read_run
 from .exits import RUN_FOLDER, Commands
+from .queue import queue_app
 from .startup import started
 
 app = typer.Typer(
@@ -441,6 +442,9 @@ def demo(
     from ..demo.run import main as run_demo
 
     run_demo(output_dir)
+
+
+app.add_typer(queue_app, name="queue")
 
 
 @app.command("import-config")

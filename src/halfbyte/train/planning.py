@@ -94,12 +94,13 @@ def choose_layout(
 @waiting("planning memory")
 def plan_memory(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
-    layout: Parallel, console: Console, checkpoint: Path | None,
+    layout: Parallel, console: Console, checkpoint: Path | None, capacity_bytes: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """Plan the memory of a run on the main rank; check that it fits.
 
     Args:
         checkpoint: checkpoint to continue from; the plan of its rollouts is kept.
+        capacity_bytes: memory of the device to plan for, with one rank; default: what is free now.
     """
 
     def batches(changed: RunKeys) -> Any:
@@ -117,7 +118,7 @@ def plan_memory(
         layout=layout,
         answered=answered,
         ranks_per_host=ranks_per_host,
-        capacity_bytes=_free_bytes(machine, mesh, ranks_per_host) if layout.size > 1 else None,
+        capacity_bytes=_free_bytes(machine, mesh, ranks_per_host) if layout.size > 1 else capacity_bytes,
         shapes=shapes if layout.tensor == 1 else None,
     )
     plan = mesh.from_main(estimate_on(card=card))

@@ -127,6 +127,7 @@ def prepare_run(
     layout: Parallel | None = None,
     writes: bool = True,
     together: Sequence[RunConfig] = (),
+    capacity_bytes: int | None = None,
 ) -> PreparedRun:
     """Check a run, read and tokenize its data, and plan its memory.
 
@@ -135,6 +136,7 @@ def prepare_run(
         console: prints the results; default: none.
         layout: layout that the run would have, if it is only checked; default: the layout of `mesh`.
         writes: whether the run will start. If not, it needs no output folder.
+        capacity_bytes: memory of the device to plan for; default: what is free now.
         together: the runs of adapters that train at once on one base, this one included; memory is planned for all.
 
     Raises:
@@ -196,7 +198,7 @@ def prepare_run(
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, data_parallel_degree)
     planned, shapes = _all_adapters(config, shapes, files, together) if together else (config, shapes)
-    plan = plan_memory(planned, files, machine, data, shapes, mesh, layout, console, checkpoint)
+    plan = plan_memory(planned, files, machine, data, shapes, mesh, layout, console, checkpoint, capacity_bytes)
     config = config.model_copy(update=dict(plan.optimizer_choice))
     if mesh.size > 1:  # the plan decides whether frozen weights are sharded
         mesh = replace(mesh, layout=plan.layout)

@@ -67,6 +67,7 @@ def fixed_segments(device: torch.device) -> Iterator[None]:
         change(settings)
 
 
+CUDA_CONTEXT = 600 << 20  # bytes that a process takes of a GPU before it allocates
 CACHED_PRIMITIVES = 128  # several times the number for one batch shape
 
 
@@ -204,6 +205,18 @@ def free_bytes(device: torch.device, processes: int = 1) -> int:
     if device.type == "xpu" and torch.xpu.is_available():
         return torch.xpu.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available) // processes
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the bytes of `device` that one process could use if no other one did."""
+    import psutil
+    import torch
+
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).total_memory - CUDA_CONTEXT
+    if device.type == "xpu" and torch.xpu.is_available():
+        return torch.xpu.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
 
 
 def reservable_bytes(device: torch.device) -> int:
