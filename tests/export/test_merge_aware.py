@@ -11,6 +11,7 @@ from halfbyte.config import load_config
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.merge import merge
 from halfbyte.export.served_adapter import export_served
+from halfbyte.generation.run import generate
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
 from halfbyte.qat.fake_quantize import merged_weight
@@ -72,7 +73,10 @@ def test_merged_file_is_the_trained_model(place, tmp_path, name):
         assert all(torch.equal(stored.parts[part], expected.parts[part]) for part in stored.parts)
         compared += 1
     assert compared == 14
-    assert torch.equal(logits(merged), logits(load_saved(str(run)).model))
+    loaded = load_saved(str(run)).model
+    assert torch.equal(logits(merged), logits(loaded))
+    (answer,) = generate(loaded, [IDS[0].tolist()], max_new_tokens=1, stops=[])
+    assert answer[-1] == int(logits(merged)[0, -1].argmax())
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-5, atol=1e-5)
 
 

@@ -313,6 +313,10 @@ def test_preview_shows_texts_and_targets(inputs):
         ({"method": "embedding", "pooling": "cls"}, "pooling"),
         ({"method": "embedding", "problem_type": "regression"}, "problem_type"),
         ({"method": "embedding", "target_modules": r".*\.q_proj"}, "target_modules"),
+        (
+            {"method": "embedding", "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+            "ensure_weight_tying",
+        ),
         ({"method": "reranker", "loss_type": "cosent"}, "loss_type"),
         ({"pooling": "mean"}, "pooling"),
     ],

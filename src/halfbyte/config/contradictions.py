@@ -512,6 +512,9 @@ def _task_contradictions(config: RunKeys) -> Iterator[Contradiction]:
         if head := [name for name in names if name.rpartition(".")[2] in ("lm_head", "score")]:
             wrong = f"{key} names {head[0]} with {chosen}"
             yield key, wrong, f"remove {head[0]}: the head of tokens is not used, and the trained head is always saved"
+    if config.method == "embedding" and config.ensure_weight_tying:
+        key = "ensure_weight_tying"
+        yield key, f"{config.written(key)} with {chosen}, whose adapter is saved without a head", f"remove {key}"
     if (
         config.method == "embedding"
         and isinstance(config.target_modules, str)

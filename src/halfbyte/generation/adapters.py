@@ -92,7 +92,7 @@ def check_kinds(model: Any, adapters: Sequence[str | None]) -> None:
             reason = "is of the kind POLY, which needs task ids"
         elif getattr(config, "alora_invocation_tokens", None):
             reason = "is an activated LoRA, which begins in the middle of a prompt"
-        elif not any(_holds(layer, name) for layer in layers):
+        elif adapter_type != "LORA" and not any(_holds(layer, name) for layer in layers):  # LoRA: merged (qat)
             reason = f"is of the kind {adapter_type}, which acts outside of the model's layers"
         else:
             continue
