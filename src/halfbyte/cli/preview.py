@@ -31,6 +31,8 @@ def preview_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows, prepared and collated exactly as in training."""
     check_inputs(config)
     with quick_imports():
+        from ..data.image_processor import ImageProcessor
+        from ..data.images import IMAGES
         from ..loading.tokenizers import load_run_tokenizer
         from ..methods import method_of
 
@@ -47,7 +49,8 @@ def preview_rows(config: RunConfig, count: int) -> None:
     for number in range(min(count, len(prepared.train))):
         row = prepared.train[number]
         if collate is not None:
-            shown = render(collate([row]), tokenizer, ends, number, marks)
+            image_id = ImageProcessor(config, tokenizer).image_token_id if row.get(IMAGES) else None
+            shown = render(collate([row]), tokenizer, ends, number, marks, image_id)
         elif row_type == "labelled":
             shown = render_task(row, tokenizer, number, marks)
         else:
@@ -69,7 +72,12 @@ def legend(marks: bool, *, answers: bool = False) -> Text:
 
 
 def render(
-    batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, ends: set[int], row: int, marks: bool = False
+    batch: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: set[int],
+    row: int,
+    marks: bool = False,
+    image_id: int | None = None,
 ) -> Iterator[Text]:
     """One heading and one text per document of a collated batch of one row.
 
@@ -78,13 +86,14 @@ def render(
         ends: ids that end a text or a turn; they are marked as EOS.
         row: index of the row, from 0.
         marks: put trained text into ⟦⟧ and mark EOS, for output without colours.
+        image_id: token of an image's features, which are counted; None: the row has no image.
     """
     tokens, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
     spans = documents(batch)
     for index, (start, end) in enumerate(spans):
         trained = sum(label != IGNORE_INDEX for label in labels[start:end])
         yield _heading(f"row {row + 1}, document {index + 1} of {len(spans)}: {end - start} tokens, {trained} trained")
-        yield _coloured(tokens[start:end], labels[start:end], tokenizer, ends, marks)
+        yield _coloured(tokens[start:end], labels[start:end], tokenizer, ends, marks, image_id=image_id)
 
 
 def render_answers(
@@ -154,14 +163,18 @@ def _coloured(
     ends: set[int],
     marks: bool,
     colour: str = TRAINED,
+    image_id: int | None = None,
 ) -> Text:
     """Colour tokens; decode runs of one kind together, since a character may consist of several tokens."""
     text = Text()
-    token_marks = [(label != IGNORE_INDEX, token in ends) for token, label in zip(tokens, labels, strict=True)]
+    token_marks = [
+        (label != IGNORE_INDEX, token in ends, token == image_id) for token, label in zip(tokens, labels, strict=True)
+    ]
     at = 0
-    for (trained, is_eos), run in groupby(token_marks):
+    for (trained, is_eos, is_image), run in groupby(token_marks):
         size = len(list(run))
         piece = str(tokenizer.decode(tokens[at : at + size], skip_special_tokens=False))
+        piece = f"[image: {size} tokens]" if is_image else piece
         at += size
         if marks:
             piece += "⏎" if is_eos else ""

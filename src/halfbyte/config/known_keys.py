@@ -147,10 +147,10 @@ IGNORED = {
         sample_packing_mp_start_method single_sample_bins skip_prepare_dataset tokenized_path use_packed_sequences
         val_dataset_shuffle
     """,
-    "halfbyte trains on text, and refuses rows with images, audio or video": """
+    "halfbyte leaves images to the model's processor, and refuses rows with audio or video": """
         aligner_lr audio_input audio_sampling_rate audio_type crop_to_patches end finetune_audio_layers
-        image_do_pan_and_scan image_max_pixels image_min_pixels image_resize_algorithm image_size include_end
-        include_start language_model_only max_pixels media_dir norm_bbox role role_boundaries start use_audio_in_video
+        image_do_pan_and_scan image_resize_algorithm image_size include_end
+        include_start language_model_only max_pixels norm_bbox role role_boundaries start use_audio_in_video
         video_fps video_max_pixels video_maxlen video_min_pixels vision_all_linear vit_lr whisper_language whisper_task
     """,
     "it only changes what is printed or recorded": """

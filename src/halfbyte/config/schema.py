@@ -445,6 +445,17 @@ class DataSection(Section):
         "all", description="chat data: assistant turns that the loss is computed on: the last one, or all"
     )
     completion_only_loss: bool = Field(True, description="prompt-completion data: compute the loss on completions only")
+    media_dir: str | None = Field(
+        None, description="folder of the rows' images, outside of which none is read; default: the data file's folder"
+    )
+    allow_image_urls: bool = Field(False, description="download images that rows name by URL")
+    image_min_pixels: PositiveInt | None = Field(
+        None,
+        description="enlarge smaller images to this number of pixels, where a model's tokens follow an image's size",
+    )
+    image_max_pixels: PositiveInt | None = Field(
+        None, description="scale images with more pixels down to this number, where tokens follow an image's size"
+    )
     dataset_num_proc: PositiveInt | None = Field(
         None, description="number of processes that tokenize; default: chosen by the amount of data"
     )

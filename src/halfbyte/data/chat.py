@@ -28,7 +28,7 @@ from ..reading.bounded import Bounded, Failure, restart_clock
 from ..reading.model_config import declared_stop_tokens
 from ..utils.errors import DataError, HalfbyteError
 from ..utils.notices import notice
-from .formats import Document, Message
+from .formats import Document, Message, joined_contents
 from .tool_template import TOOLS_HEADER, with_tools
 from .turns import Turn, Turns, common_prefix, not_shown, with_ends
 
@@ -241,7 +241,7 @@ class ChatTemplate:
         if messages and messages[0]["role"] == "system" and not self.shows_system:
             system, *messages = messages
             if messages and messages[0]["role"] == "user":
-                messages[0]["content"] = f"{system['content']}\n\n{messages[0]['content']}"
+                messages[0]["content"] = joined_contents(system["content"], messages[0]["content"])
             else:
                 messages.insert(0, {"role": "user", "content": system["content"]})
             notice("system", "the chat template does not support role system: writing it before the first user turn")
@@ -494,7 +494,7 @@ def _merge_user_turns(messages: list[Message], results: Sequence[bool]) -> list[
     last_is_result = False  # whether the last message contains a result
     for message, result in zip(messages, results, strict=True):
         if joined and message["role"] == joined[-1]["role"] == "user" and (result or last_is_result):
-            joined[-1]["content"] += f"\n\n{message['content']}"
+            joined[-1]["content"] = joined_contents(joined[-1]["content"], message["content"])
         else:
             joined.append(message)
             last_is_result = False

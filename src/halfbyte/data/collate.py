@@ -23,6 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from ..config.schema import RunKeys
 from ..ops import IGNORE_INDEX
 from .columns import collate_columns
+from .image_processor import ImageProcessor
+from .images import IMAGES
 
 Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
 
@@ -42,7 +44,7 @@ def make_collator(config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: t
     if config.packing or config.padding_free:
         return PackedCollator(pad, config.padding_free, fused, config.max_length, rounded)
     fused = fused and config.neftune_noise_alpha is None  # whose scale needs the mask, to count a document's tokens
-    return PaddedCollator(pad, fused, config.max_length, rounded)
+    return PaddedCollator(pad, fused, config.max_length, rounded, ImageProcessor(config, tokenizer))
 
 
 def rounds_widths(device: torch.device) -> bool:
@@ -67,13 +69,14 @@ class PaddedCollator:
     """Collate one document per row, padded on the right to the longest.
 
     Returns input_ids, labels and attention_mask, int64 [rows, longest] (no mask if `fused`), and the rows' arrays
-    (`columns.collate_columns`).
+    (`columns.collate_columns`). Of rows with images, also the inputs that `images` makes of them.
     """
 
     pad_token_id: int
     fused: bool = False
     max_length: int | None = None
     rounded: bool = False
+    images: ImageProcessor | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         longest = max(len(row["input_ids"]) for row in rows)
@@ -84,6 +87,8 @@ class PaddedCollator:
         }
         if not self.fused:
             batch["attention_mask"] = _stack([[1] * len(row["input_ids"]) for row in rows], width, 0)
+        if self.images is not None and IMAGES in rows[0]:
+            batch |= self.images.columns([image for row in rows for image in row[IMAGES]], batch["input_ids"])
         return batch | collate_columns(rows, self.rounded)
 
 

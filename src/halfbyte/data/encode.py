@@ -8,8 +8,8 @@ which no position predicts.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ from ..ops import IGNORE_INDEX
 from ..utils.errors import DataError, HalfbyteError, ModelError
 from .chat import ChatTemplate
 from .formats import Document
+from .image_processor import ExpandedText, ImageProcessor, check_same_text, image_tokens
+from .images import IMAGES
 from .turns import Turn
 
 TOO_LONG = "longer than max_length"
@@ -41,6 +43,8 @@ class _Text:
         bare: whether BOS and EOS are still missing.
         untrained: turns that the row excludes from training.
         not_shown: names of message parts that the text does not contain.
+        images: the row's stored images; None: rows of this dataset have none.
+        expanded: the text with the tokens of images, which `text` and `turns` are taken from; `plain` is without them.
     """
 
     text: str
@@ -48,6 +52,9 @@ class _Text:
     bare: bool
     untrained: Sequence[Turn] = ()
     not_shown: Sequence[str] = ()
+    images: Sequence[Mapping[str, Any]] | None = None
+    expanded: ExpandedText | None = None
+    plain: str = ""
 
 
 class Encoder:
@@ -60,6 +67,7 @@ class Encoder:
         template: renders conversations; None if no document is one.
         max_length: tokens that a document may have.
         overlong: truncate or drop longer documents.
+        images: processes images of documents.
 
     Raises:
         ModelError: the tokenizer has no offsets or no EOS token.
@@ -72,6 +80,7 @@ class Encoder:
         *,
         max_length: int,
         overlong: Literal["truncate", "drop"] = "truncate",
+        images: ImageProcessor | None = None,
     ):
         if not tokenizer.is_fast:
             raise ModelError(
@@ -81,7 +90,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ModelError("the tokenizer has no EOS token", "set eos_token in its tokenizer_config.json")
         self.tokenizer, self.template = tokenizer, template
-        self.max_length, self.overlong = max_length, overlong
+        self.max_length, self.overlong, self.images = max_length, overlong, images
         largest = max(tokenizer.get_vocab().values())  # more than the number of tokens if ids have gaps
         self.is_marker = np.zeros(largest + 1, dtype=bool)  # by token id: control tokens, not pieces of text
         added = [index for index, token in tokenizer.added_tokens_decoder.items() if token.content.strip()]
@@ -101,11 +110,17 @@ class Encoder:
         `ends` holds, for each trained turn that was not truncated, the id of the token that ends it, or -1 without one.
         `across` counts the tokens that hold the end of a prompt and the start of the answer. `empty` says that all
         answers are empty, so that only the end token is trained. `not_shown` names message parts that the chat template
-        does not write.
+        does not write. With a column `images`, the documents' stored images, `images` has those that are left, with
+        their numbers of tokens.
         """
         documents = [json.loads(document) for document in batch["document"]]
         texts = self._texts(documents, batch["location"])
-        rows = [self._label(text, *tokens) for text, tokens in zip(texts, self._tokenize(texts), strict=True)]
+        if IMAGES in batch:
+            texts = [self._with_images(*row) for row in zip(texts, batch[IMAGES], batch["location"], strict=True)]
+        tokenized = self._tokenize(texts)
+        if IMAGES in batch:
+            self._check_images(texts, tokenized, batch["location"])
+        rows = [self._label(text, *tokens) for text, tokens in zip(texts, tokenized, strict=True)]
         for row, document, text in zip(rows, documents, texts, strict=True):
             row["not_shown"] = text.not_shown
             row["empty"] = not document.get("train_all") and not has_answer(document)
@@ -131,6 +146,37 @@ class Encoder:
         prompt = instruction_of(document)
         text = prompt + document["completion"]
         return _Text(text, None if everything else [Turn(len(prompt), len(text), len(text))], bare=True)
+
+    def _with_images(self, text: _Text, images: Sequence[Mapping[str, Any]], location: str) -> _Text:
+        """Return a text with the tokens of its images in place of their placeholders."""
+        assert self.images is not None
+        trained = [*(text.turns or ()), *text.untrained]
+        new = self.images.expanded(text.text, trained, images, location, self.max_length)
+        count, moved = len(text.turns or ()), new.turns or []
+        turns = None if text.turns is None else moved[:count]
+        stored = [{**image, "tokens": tokens} for image, tokens in zip(images, new.tokens, strict=True)]
+        return replace(
+            text, text=new.text, turns=turns, untrained=moved[count:], images=stored, expanded=new, plain=text.text
+        )
+
+    def _check_images(
+        self, texts: Sequence[_Text], tokenized: Sequence[tuple[np.ndarray, np.ndarray, int]], locations: Sequence[str]
+    ) -> None:
+        """Check that images change no token of the texts around them, and that no text has an image's token."""
+        assert self.images is not None
+        plain = self._tokenize([replace(text, text=text.plain) for text in texts])
+        for text, (ids, offsets, length), (plain_ids, plain_offsets, _), location in zip(
+            texts, tokenized, plain, locations, strict=True
+        ):
+            assert text.expanded is not None
+            if length != len(ids):  # only its beginning is tokenized
+                continue
+            before, after = (text.plain, plain_ids, plain_offsets), (text.text, ids, offsets)
+            check_same_text(before, after, text.expanded, self.tokenizer, location)
+            count = int((ids == self.images.image_token_id).sum())
+            if count != sum(text.expanded.tokens):
+                token = self.tokenizer.convert_ids_to_tokens(self.images.image_token_id)
+                raise DataError(f"{location}: a text contains {token}, the token of images", "remove it from the text")
 
     def _tokenize(self, texts: list[_Text]) -> list[tuple[np.ndarray, np.ndarray, int]]:
         """Return ids, offsets (start, stop, start, ...) and length in tokens of each text.
@@ -165,15 +211,21 @@ class Encoder:
     def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray, length: int) -> dict[str, Any]:
         beyond = length - len(ids)  # estimated tokens after the tokenized beginning
         across = self._across(text, offsets)
+        image_spans = [] if text.expanded is None else image_tokens(offsets, text.expanded.spans)
         offsets = self._visible(text.text, ids, offsets)
         ids, trained, ends, _ = self._with_bos_and_eos(text, ids, offsets)
+        for start, stop in image_spans:
+            trained[start:stop] = False
         length = len(ids) + beyond
         dropped = "" if trained.any() or (beyond and text.turns != []) else UNTRAINED
         if length > self.max_length and not dropped:
-            ids, trained = ids[: self.max_length], trained[: self.max_length]
             ends = [end for end in ends if end < self.max_length]
+            # A row with images is cut at a turn: an image has all of its tokens, or is removed with them.
+            size = self.max_length if not image_spans else max(ends, default=-1) + 1
+            ids, trained = ids[:size], trained[:size]
             dropped = TOO_LONG if self.overlong == "drop" else "" if trained.any() else CUT_AWAY
-        return {
+        left = [image for image, span in zip(text.images or (), image_spans, strict=True) if span[1] <= len(ids)]
+        return ({} if text.images is None else {IMAGES: left}) | {
             "input_ids": ids,
             "labels": np.where(trained, ids, IGNORE_INDEX),
             "length": length,

@@ -64,6 +64,8 @@ WRITE_CALL = 'write a call as {"function": {"name": "f", "arguments": {"x": 1}}}
 # Keys of a turn that say whether it is trained: Axolotl (train, training), ms-swift (loss), verl (loss_mask), OpenAI
 # (weight).
 MARKS = ("train", "training", "loss", "loss_mask", "weight", "loss_weight")
+IMAGE_TYPES = ("image", "image_url")  # of parts of a turn's content
+IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")  # of such a part, which hold the image
 UNTRAINED = "untrained"  # temporary key of a message that such a mark excludes from training
 # Message keys that chat templates read.
 MESSAGE_KEYS = ("tool_calls", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
@@ -389,7 +391,7 @@ def message_of(turn: Any, location: str) -> Message:
         if not isinstance(calls, list):
             raise DataError(f"{location}: tool_calls are {described(calls)}, not a list", "write [] for no calls")
         message["tool_calls"] = [_tool_call(call, location) for call in calls]
-    elif name == "function_call" and (calls := _parsed_calls(content)):
+    elif name == "function_call" and isinstance(content, str) and (calls := _parsed_calls(content)):
         # Templates without tool calls use the text; see chat.ChatTemplate.adapt.
         message |= {"tool_calls": calls, "content": "", "call_text": content}
     return message if _is_trained(turn, message["role"], location) else {**message, UNTRAINED: True}
@@ -412,20 +414,55 @@ def _is_trained(turn: Mapping[str, Any], role: str, location: str) -> bool:
     return all(marks.values())
 
 
-def _content(content: Any, location: str, *, optional: bool) -> str:
+def _content(content: Any, location: str, *, optional: bool) -> str | list[dict[str, Any]]:
+    """Return the content of a turn: a text, or with images a list of parts.
+
+    A part is `{"type": "text", "text": ...}` or `{"type": "image", "image": value}`, without `image` if the row has its
+    images in a column.
+    """
     if content is None and optional:
         return ""
     if isinstance(content, list) and all(isinstance(piece, dict) for piece in content):
-        other_types = {str(piece.get("type")) for piece in content} - {"text"}
-        if other_types:
-            wrong = f"{location}: content of type {', '.join(sorted(other_types))}; halfbyte trains text only"
-            raise DataError(wrong, "remove that part, or the row")
-        content = "".join(
-            _content(piece.get("text", piece.get("value")), location, optional=False) for piece in content
-        )
+        pieces = [_piece(piece, location) for piece in content]
+        if all(isinstance(piece, str) for piece in pieces):
+            return "".join(pieces)
+        return [{"type": "text", "text": piece} if isinstance(piece, str) else piece for piece in pieces]
     if not isinstance(content, str):
         raise DataError(f"{location}: the content is {described(content)}, not text")
     return content
+
+
+def _piece(piece: Mapping[str, Any], location: str) -> Any:
+    """Return one part of a content: a text, or an image part."""
+    if piece.get("type") in IMAGE_TYPES:
+        value = next((piece[key] for key in IMAGE_KEYS if piece.get(key) is not None), None)
+        return {"type": "image"} if value is None else {"type": "image", "image": value}
+    if piece.get("type") != "text":
+        wrong = f"{location}: content of type {piece.get('type')}; halfbyte trains text and reads images"
+        raise DataError(wrong, "remove that part, or the row")
+    return _content(piece.get("text", piece.get("value")), location, optional=False)
+
+
+def image_parts(message: Message) -> list[dict[str, Any]]:
+    """Return the image parts of a message's content."""
+    content = message.get("content")
+    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+
+
+def has_images(document: Document) -> bool:
+    """Return whether a turn of a document has an image part."""
+    return any(image_parts(message) for message in document.get("messages", ()))
+
+
+def joined_contents(*contents: Any) -> Any:
+    """Return contents of turns as one, with an empty line between them: a text, or with images a list of parts."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(contents)
+    parts: list[dict[str, Any]] = []
+    for number, content in enumerate(contents):
+        parts += [{"type": "text", "text": "\n\n"}] if number else []
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
 
 
 def _tool_call(call: Any, location: str) -> dict[str, Any]:

@@ -29,11 +29,14 @@ from .chat import ChatTemplate, tool_text
 from .collate import Collator, make_collator
 from .columns import ARRAYS, array_bytes, columns_of
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
-from .formats import Document, documents, number_in, recognise
+from .formats import Document, documents, has_images, number_in, recognise
+from .image_processor import ImageProcessor
+from .images import COLUMNS as IMAGE_COLUMNS
+from .images import IMAGES, STORED, ImageSource, has_placeholders, image_columns
 from .mixture import draw_rows
 from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
 from .rows import StreamedRows
-from .sources import Source, parse_csv_values, read_sources
+from .sources import Row, Source, parse_csv_values, read_sources
 from .tables import Table, new_fingerprint, pack
 
 ROWS_PER_PROCESS = 5_000  # with fewer rows, starting a process costs more time than it saves
@@ -167,8 +170,9 @@ def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequen
 def preparer(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()) -> Prepare:
     """Return the function that prepares rows as `prepare` describes."""
     template = template_of(config, tokenizer)
-    encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
-    read = partial(_read, config, template, columns)
+    images = ImageProcessor(config, tokenizer)
+    encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong, images=images)
+    read = partial(_read, config, template, columns, images)
     finish = partial(_finish, encoder, config)
     return split_preparer(config, encoder, read, finish, ends_of=lambda rows: endings(rows, tokenizer))
 
@@ -241,13 +245,15 @@ def _read(
     config: DataSection,
     template: ChatTemplate | None,
     columns: Sequence[str],
+    processor: ImageProcessor,
     entries: Sequence[DatasetEntry],
     evaluating: bool = False,
     sources: Sequence[Source] | None = None,
 ) -> Documents:
     if sources is None:
         sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
-    arrays = columns_of(sources)
+    arrays, image_source = columns_of(sources), ImageSource(config.media_dir, config.allow_image_urls)
+    images: list[list[dict[str, Any]]] = []
     raw = Documents(features={name: NUMBERS for name in columns} | {column.name: ARRAYS for column in arrays})
     for source in sources:
         layout = recognise(
@@ -260,7 +266,8 @@ def _read(
         pairs = layout.format in ("prompt-completion", "alpaca")
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
         for (location, document), row in zip(documents(source, layout), source.rows, strict=True):
-            ready = for_template(document, template, location) | {"train_all": everything}
+            ready = for_template(document, template, location, images=True) | {"train_all": everything}
+            images.append(_images_of(ready, row, image_source, processor, source.path, location))
             if config.train_on == "last" and "messages" in ready:
                 answers = sum(message["role"] == "assistant" for message in ready["messages"])
                 ready["given"] = max(ready.get("given", 0), answers - 1)
@@ -275,16 +282,59 @@ def _read(
             raw.locations.append(location)
             raw.origins.append(source.dataset)
         raw.masks[mask_of(layout.format, everything, template)] = None
-        left_out = count_unread(source, layout.columns, raw.features)
+        read_columns = [*raw.features, *(IMAGE_COLUMNS if any(images) else ())]
+        left_out = count_unread(source, layout.columns, read_columns)
         summary = {"path": source.path, "format": layout.format, "why": layout.why, "rows": len(source.rows)}
         raw.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
+    if any(images):
+        check_image_run(config)
+        raw.columns[IMAGES], raw.features[IMAGES] = images, STORED
     report_unread([entry.path for entry in entries], raw.left_out)
     return raw
 
 
-def for_template(document: Document, template: ChatTemplate | None, location: str) -> Document:
+def _images_of(
+    document: Document, row: Row, source: ImageSource, processor: ImageProcessor, data_file: str, location: str
+) -> list[dict[str, Any]]:
+    """Return the stored images of a row, see `ImageSource.take`.
+
+    A column of images without a placeholder in the turns belongs to them only if the model takes images.
+    """
+    if "messages" not in document:
+        return []
+    named = image_columns([row])
+    if not has_images(document) and not (named and (has_placeholders(document) or processor.takes_images)):
+        return []
+    _ = processor.family  # raises if the model takes no images
+    return source.take(document, row, data_file, location)
+
+
+def check_image_run(config: DataSection) -> None:
+    """Check that the keys of a run allow rows with images.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    for key in ("packing", "padding_free", "streaming"):
+        if getattr(config, key):
+            wrong = f"{key}: the rows have images, and images are trained in padded rows that are read before training"
+            raise ConfigError(wrong, f"set {key}: false")
+
+
+def for_template(document: Document, template: ChatTemplate | None, location: str, *, images: bool = False) -> Document:
     """Convert a document to a form that the template can render: with a template, prompt and completion become a
-    conversation."""
+    conversation.
+
+    Args:
+        images: whether turns may have images.
+
+    Raises:
+        DataError: the template cannot render it, or a turn has an image although none may.
+    """
+    if not images and has_images(document):
+        raise DataError(
+            f"{location}: the row has an image, which only method: sft reads", "remove the image, or the row"
+        )
     if "prompt" in document:
         if template is None:
             notice("no-template", f"no chat template: writing rows as {INSTRUCTION!r} and the completion")
@@ -477,10 +527,15 @@ def encode(raw: Documents, encoder: Encoder, config: DataSection, features: Mapp
     """Return the columns that `encoder` makes of documents, in parallel if there are enough rows, and their further
     columns."""
     rows = len(raw.texts)
+    columns = {"document": raw.texts, "location": raw.locations}
+    types = {name: Value("string") for name in columns}
+    if IMAGES in raw.features:
+        columns[IMAGES], types[IMAGES] = raw.columns[IMAGES], STORED
+        features = {**features, IMAGES: STORED}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(config.dataset_num_proc or max(1, rows // ROWS_PER_PROCESS), cores)
     with _progress(rows >= ROWS_WITH_PROGRESS):
-        encoded = Table.from_dict({"document": raw.texts, "location": raw.locations}).map(
+        encoded = Table.from_dict(columns, features=Features(types)).map(
             encoder,
             batched=True,
             batch_size=256,
@@ -493,6 +548,8 @@ def encode(raw: Documents, encoder: Encoder, config: DataSection, features: Mapp
             desc="tokenizing",
         )
     for name, feature in raw.features.items():
+        if name == IMAGES:  # the encoder's
+            continue
         encoded = encoded.add_column(name, raw.columns[name], new_fingerprint=new_fingerprint(), feature=feature)
     return encoded
 

@@ -15,6 +15,7 @@ from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
 from ..utils.text import brief
 from .formats import MARKS, MESSAGE_KEYS, ROLES
+from .images import IMAGES
 from .sources import Row, Source
 
 SAMPLES, SAMPLE_TOKENS = 3, 400
@@ -42,7 +43,8 @@ def split_report(
     """
     labels, lengths = ragged(trainable, "labels")
     tokens = int(lengths.sum())
-    return {
+    images = [image["tokens"] for row in trainable[IMAGES] for image in row] if IMAGES in trainable.column_names else []
+    return ({"images": {"count": len(images), "tokens": sum(images), "largest": max(images)}} if images else {}) | {
         "documents": len(trainable),
         "rows": len(rows),
         "tokens": tokens,

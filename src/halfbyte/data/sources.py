@@ -135,7 +135,11 @@ def _read(name: str, split: str, evaluating: bool) -> list[Source]:
                 f"dataset {name!r} is not a local file or folder{_closest(Path(name))}, and the Hub answers: {reason}",
                 "give an existing path, or the id of a Hub dataset (`dataset_split` picks its split) while online",
             ) from error
-        return [Source(name, "hub", [without_null(row) for row in dataset], note=f"split {split} of a Hub dataset")]
+        return [
+            Source(
+                name, "hub", [without_null(row) for row in _undecoded(dataset)], note=f"split {split} of a Hub dataset"
+            )
+        ]
     return [_read_arrow(file) if file.name == SAVED else READERS[suffix_of(file)](file) for file in files]
 
 
@@ -411,6 +415,18 @@ def without_null(row: Row) -> Row:
     return {key: clean(value) for key, value in row.items()}
 
 
+def _undecoded(dataset: Any) -> Any:
+    """Return a dataset whose `Image` columns give files and bytes in place of pixels."""
+    import datasets
+
+    for name, feature in dataset.features.items():
+        inner = getattr(feature, "feature", feature)  # of a list
+        if isinstance(inner, datasets.Image):
+            encoded: Any = datasets.Image(decode=False)
+            dataset = dataset.cast_column(name, encoded if inner is feature else datasets.List(encoded))
+    return dataset
+
+
 def _read_arrow(path: Path) -> Source:
     """Read an Arrow file, or the folder of a state.json, which datasets' `save_to_disk` wrote."""
     import datasets
@@ -422,7 +438,7 @@ def _read_arrow(path: Path) -> Source:
     try:
         dataset = load(str(path))
         _check_columns(dataset.column_names, str(path))
-        return Source(str(path), "arrow", [without_null(row) for row in dataset])
+        return Source(str(path), "arrow", [without_null(row) for row in _undecoded(dataset)])
     except DataError:
         raise
     except Exception as error:  # Arrow's own, the library's, or Python's for a damaged description

@@ -21,6 +21,8 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
+from .images import IMAGES
+
 HASHED_AT_ONCE = 4096  # rows per block
 
 
@@ -36,6 +38,9 @@ def digest_of_rows(rows: Dataset) -> str:
     for first in range(0, len(rows), HASHED_AT_ONCE):
         table = plain[first : first + HASHED_AT_ONCE].combine_chunks().replace_schema_metadata(None)
         table = table.select(sorted(table.column_names))
+        if IMAGES in table.column_names:  # a moved file is the same image
+            images = [[image["sha256"] for image in row] for row in table[IMAGES].to_pylist()]
+            table = table.set_column(table.column_names.index(IMAGES), IMAGES, [images])
         buffer = pa.BufferOutputStream()
         with pa.ipc.new_stream(buffer, table.schema) as stream:
             stream.write_table(table)

@@ -497,6 +497,8 @@ def not_shown(messages: Sequence[Message], text: str) -> list[str]:
 
 def _texts(message: Message) -> Iterator[tuple[str, str]]:
     role, content = message["role"], message.get("content")
+    if isinstance(content, list):
+        yield from ((f"{role} content", part["text"]) for part in content if part["type"] == "text")
     if isinstance(content, str):
         thought, mark, answer = content.rpartition("</think>") if role == "assistant" else ("", "", content)
         yield f"{role} content", answer

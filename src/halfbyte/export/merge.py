@@ -29,6 +29,7 @@ from rich.progress import Progress
 
 from ..config import SIXTEEN, Storage
 from ..config.schema import RunKeys
+from ..data.image_processor import PROCESSOR_FILES
 from ..formats.retained_update import RetainedUpdate
 from ..loading.checkpoint import BaseCheckpoint
 from ..loading.find import load_model_config
@@ -53,7 +54,7 @@ MIN_REPORTED_LOST_SHARE = 0.1  # lost share of the update to report
 EXCESS = 0.01  # allowed nats per token on held-out text
 FEW_BITS = 4  # below this every format has a higher loss
 IN_16_BITS = "merge in 16 bits (without --quantize)"
-SIDE_FILES = ("generation_config.json", "tokenizer.model", "preprocessor_config.json", "processor_config.json", "*.py")
+SIDE_FILES = ("generation_config.json", "tokenizer.model", *PROCESSOR_FILES, "*.py")
 
 
 @dataclass(frozen=True)
@@ -405,6 +406,9 @@ def _write_side_files(job: _Job, aside: Path) -> None:
     folder = job.weights.base.folder
     for pattern in SIDE_FILES:
         for file in folder.glob(pattern):
+            shutil.copyfile(file, aside / file.name)
+    for file in (job.adapter_dir / name for name in PROCESSOR_FILES) if job.adapter_dir else ():
+        if file.is_file():  # with the run's limits on pixels
             shutil.copyfile(file, aside / file.name)
     config, task = job.weights.config(), job.weights.adapter.task
     tokenizer = trained_tokenizer(job.adapter_dir or folder, job.run)

@@ -22,13 +22,12 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from ..adapters.lora import load_adapter
-from ..config.methods import SCORES
 from ..config.schema import RunKeys
 from ..formats import Blockwise4
 from ..loading.checkpoint import DTYPES
 from ..loading.find import find_model
 from ..loading.load import load_model, load_tokenizer
-from ..modeling.architectures import stored_task
+from ..modeling.architectures import auto_class
 from ..qat.model import round_merged
 from ..reading import read_json
 from ..reading.boundary import answered
@@ -356,8 +355,7 @@ def reload(folder: Path, loader: Loader | None, dtype: str, device: torch.device
                 return load_model(str(folder), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         except HalfbyteError as error:
             raise CheckpointError(f"the merged model does not load: {error.message}", REPORT) from error
-    import transformers
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers import AutoConfig, FineGrainedFP8Config
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device_map": {"": device}}
     if loader == "fp8":  # dequantize instead of using FP8 matmuls
@@ -365,9 +363,8 @@ def reload(folder: Path, loader: Loader | None, dtype: str, device: torch.device
     config = read_config(folder)
     if (config.get("text_config") or config).get("attn_logit_softcapping"):
         options["attn_implementation"] = "eager"  # SDPA leaves scores uncapped, silently before transformers 5.23
-    task = stored_task(config.get("architectures"))
-    auto: Any = AutoModelForCausalLM if task is None else getattr(transformers, SCORES[task][1])
     with answered("the merged model does not load", REPORT):
+        auto = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
         loaded: Any = auto.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
     model, info = loaded
     missing = [str(name) for key in ("missing_keys", "mismatched_keys") for name in sorted(info[key], key=str)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Origin, RunConfig
+from ..data.image_processor import IMAGE_FAMILIES
 from ..gguf.cache import checkpoint_folder, gguf_file
 from ..modeling.families import FAMILIES
 from ..modeling.rope_scaling import resolve_rope, scale_rope
@@ -185,7 +186,7 @@ def load_model_config(model: str | Origin) -> Any:
 
     Raises:
         ModelError: there is no such model; or it is neither a causal language model nor one that takes images and has a
-            text part of a family in `families`.
+            text part that halfbyte knows.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -198,11 +199,10 @@ def load_model_config(model: str | Origin) -> Any:
             f"{name} is a {config.model_type} model, which is not a causal language model",
             "give a decoder-only language model",
         )
-    supported = [family.package for family in FAMILIES if family.tower]
+    supported = sorted({family.package for family in FAMILIES if family.tower} | IMAGE_FAMILIES.keys())
     if config.model_type not in supported:
         raise ModelError(
-            f"{name} is a {config.model_type} model; of models that take images, halfbyte knows the text parts"
-            f" of {' and '.join(supported)}",
+            f"{name} is a {config.model_type} model; of models that take images, halfbyte knows {', '.join(supported)}",
             "give one of those, or a decoder-only language model",
         )
     return config

@@ -357,6 +357,9 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None, *, details: bo
     dropped = {reason: count for reason, count in split["dropped"].items() if count}
     words = [*_rows(split, details), f"{tokens:,} tokens"]
     words.append(f"{trained / tokens:.1%} trained" if tokens and trained else "none trained")
+    if images := split.get("images"):
+        mean = images["tokens"] / images["count"]
+        words.append(f"{images['count']:,} images of {mean:.0f} tokens, at most {images['largest']:,}")
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     if dropped:
         words.append(f"{sum(dropped.values()):,} dropped ({reasons})")

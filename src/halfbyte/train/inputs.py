@@ -18,15 +18,17 @@ from transformers import PreTrainedTokenizerBase
 from ..auxiliary.model import adapter_digest, find_teacher
 from ..auxiliary.teacher import check_teacher
 from ..config import RunConfig
+from ..config.initialisations import read_by
 from ..config.methods import TASKS
 from ..config.policy import DISTILLING, SAMPLING
 from ..data.batches import largest_id, longest_row
+from ..data.images import IMAGES
 from ..data.prepare import PreparedData
 from ..data.tables import digest_of_rows
 from ..loading.find import ModelFiles
 from ..mesh.mesh import Mesh
 from ..methods import Method
-from ..modeling.architectures import check_token_ids
+from ..modeling.architectures import check_token_ids, non_text_modules
 from ..modeling.task_models import check_task_model
 from ..modeling.tiny_model import check_positions
 from ..plan.shapes import ModelShapes
@@ -38,7 +40,7 @@ from ..rl.preflight import check_rewards
 from ..rl.served import check_server
 from ..runs import checkpoints
 from ..utils.console import Console
-from ..utils.errors import DataError
+from ..utils.errors import ConfigError, DataError
 from ..utils.notices import notice
 from ..utils.waiting import waiting
 
@@ -176,6 +178,42 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
     check_token_ids(shapes.causal_lm, {"tokens of the data": max(map(largest_id, splits)), **named})
     longest = longest_text(data) if data.stream is None else config.max_length
     check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
+
+
+def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ranks: int, adapters: int) -> None:
+    """Check that a run whose rows have images trains one adapter of the language model on one process.
+
+    Args:
+        ranks: processes of the run.
+        adapters: adapters that train at once.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not has_image_rows(data):
+        return
+    tower = tuple(f"{name}." for name in non_text_modules(shapes.causal_lm))
+    trained = [name for name, parameter in shapes.model.named_parameters() if parameter.requires_grad]
+    inside = next((name for name in trained if any(part in name for part in tower)), None)
+    problems = {
+        ("parallel", "remove it"): ranks > 1 and "several processes",
+        ("adapters", "train them one after the other"): adapters > 1 and "several adapters at once",
+        ("use_peft", "remove it"): not config.use_peft and "full fine-tuning",
+        ("init_lora_weights", "set it to true"): config.use_peft
+        and read_by(config) in ("inputs", "gradients")
+        and f"{config.init_lora_weights}, which reads rows",
+        ("target_modules", "set target_modules: all-linear, which adapts the language model"): inside is not None
+        and f"an adapter on {inside}: the vision tower and its projector are frozen",
+    }
+    for (key, fix), problem in problems.items():
+        if problem:
+            raise ConfigError(f"{key}: the rows have images, which are not trained with {problem}", fix)
+    notice("image-memory", "the memory plan does not count the vision tower's activations for the images of a batch")
+
+
+def has_image_rows(data: PreparedData) -> bool:
+    """Return whether rows of a run have images."""
+    return any(IMAGES in rows.column_names for rows in (data.train, data.eval) if rows is not None)
 
 
 def longest_text(data: PreparedData) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from ..config import RunConfig, dump_config, dump_given
 from ..config.run_config import with_specs
+from ..data.image_processor import save_processor_files
 from ..export.task_files import write_task_files
 from ..formats import KBit
 from ..mesh.sharded_linears import full_parameters
@@ -51,6 +52,7 @@ from ..utils.waiting import waiting
 from . import checks
 from .best_evaluation import BestEvaluation
 from .checkpoint import save_weights
+from .inputs import has_image_rows
 from .loop import TrainingLoop
 from .preflight import PreparedRun
 from .samples import Prompt
@@ -242,6 +244,8 @@ def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[st
                 if initial is not None:
                     initial.convert(temporary)
                 run.tokenizer.save_pretrained(temporary)
+                if has_image_rows(run.data):
+                    save_processor_files(run.files.folder(), temporary, run.config)
                 write_task_files(temporary, run.config, run.files.config, run.tokenizer.pad_token_id)
                 if not run.config.use_peft:
                     write_json(temporary / GENERATION, generation_keys(temporary, run.tokenizer, run.data.report))

@@ -26,6 +26,7 @@ from ..utils.console import Console, is_verbose
 from ..utils.errors import TrainingError
 from ..utils.waiting import waiting
 from .checks import ROUNDING, logits
+from .inputs import has_image_rows
 from .pipeline_stepper import PipelinedStepper
 from .preflight import PreparedRun
 
@@ -89,9 +90,10 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
         with context_parallel(model, run.mesh):
             results["divided"] = divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.method == "positions"  # other methods read the batch's values
+    captures = run.plan.use_graphs and by_positions and not has_image_rows(run.data)  # towers read sizes of images
     if run.config.precision.recipe != "bf16":  # on a CPU too
         fp8_scales = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
-    return Verified(results, report, fp8_scales, run.plan.use_graphs and by_positions)
+    return Verified(results, report, fp8_scales, captures)
 
 
 @waiting("checking the model's loss")

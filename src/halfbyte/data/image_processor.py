@@ -1,0 +1,337 @@
+"""transformers' processor of a model that takes images: tokens of an image in a text, and pixels in a batch.
+
+A conversation is rendered with one placeholder per image. Trained characters are found in that text, as without images.
+The processor's own code then says which text replaces a placeholder for an image of a size, and character positions
+move with it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..reading.boundary import answered
+from ..reading.json import read_json
+from ..utils.errors import ConfigError, DataError, ModelError
+from ..utils.files import write_json
+from ..utils.text import brief
+from .images import opened, require_pillow
+from .turns import Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..config.schema import RunKeys
+
+# Of a model; the first two describe how images are prepared.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PIXEL_KEYS = ("image_min_pixels", "image_max_pixels")
+EDGES = dict(zip(PIXEL_KEYS, ("shortest_edge", "longest_edge"), strict=True))  # their names in `size` of a processor
+MISSING = "add preprocessor_config.json and processor_config.json of the original model to its folder"
+WITHOUT_IMAGES = "remove the images from the rows, or use another model"
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """How models of a type take images.
+
+    Attributes:
+        token_types: input of the forward that marks the tokens of images, int64 [B, T]; None: there is none.
+        resizes: whether the number of an image's tokens follows its size, within limits on its pixels.
+    """
+
+    token_types: str | None = None
+    resizes: bool = False
+
+
+# model_type → how its models take images. A type is listed once its runs are tested.
+IMAGE_FAMILIES = {
+    "gemma3": ImageFamily("token_type_ids"),
+    "llava": ImageFamily(),
+    "qwen2_5_vl": ImageFamily("mm_token_type_ids", resizes=True),
+    "qwen3_vl": ImageFamily("mm_token_type_ids", resizes=True),
+}
+
+
+@dataclass(frozen=True)
+class ExpandedText:
+    """A rendered conversation in which images have their tokens.
+
+    Attributes:
+        text: with the text of an image's tokens in place of each placeholder.
+        turns: the turns, moved; None: as given.
+        spans: character positions of each image in `text`.
+        placeholders: character positions of each placeholder in the text before.
+        tokens: number of tokens that hold each image's features.
+    """
+
+    text: str
+    turns: list[Turn] | None
+    spans: list[tuple[int, int]]
+    placeholders: list[tuple[int, int]]
+    tokens: list[int]
+
+
+class ImageProcessor:
+    """The processor of a run's model, loaded when it is first used: a run on text needs none.
+
+    Args:
+        config: names the model and limits pixels.
+        tokenizer: the run's.
+    """
+
+    def __init__(self, config: RunKeys, tokenizer: PreTrainedTokenizerBase):
+        self.origin, self.tokenizer = config.origin, tokenizer
+        self.pixels = {key: getattr(config, key) for key in PIXEL_KEYS}
+        self._expansions: dict[tuple[int, int], tuple[str, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:  # tokenizing processes load their own
+        return {name: value for name, value in vars(self).items() if name not in ("processor", "model_config")}
+
+    @cached_property
+    def model_config(self) -> Any:
+        from transformers import AutoConfig
+
+        name, revision, trust = self.origin.name, self.origin.revision, self.origin.trust_remote_code
+        with answered(f"cannot read the config of {name}", error=ModelError):
+            return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
+
+    @cached_property
+    def takes_images(self) -> bool:
+        """Whether the model's type takes images, as transformers lists it."""
+        from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+        return type(self.model_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    @property
+    def family(self) -> ImageFamily:
+        """How the model takes images.
+
+        Raises:
+            ModelError: it takes none, or halfbyte does not train it on images yet.
+        """
+        name, model_type = self.origin.name, self.model_config.model_type
+        if not self.takes_images:
+            raise ModelError(f"the rows have images, but {name} ({model_type}) reads text only", WITHOUT_IMAGES)
+        if model_type not in IMAGE_FAMILIES:
+            known = ", ".join(IMAGE_FAMILIES)
+            raise ModelError(f"the rows have images, which halfbyte trains for {known}, not {model_type}", "use one")
+        return IMAGE_FAMILIES[model_type]
+
+    @property
+    def image_token_id(self) -> int:
+        """Id of the token whose embedding a feature of an image replaces."""
+        return int(self.model_config.image_token_id)
+
+    @cached_property
+    def processor(self) -> Any:
+        """transformers' processor with the PIL backend and the run's tokenizer, without a video processor.
+
+        Raises:
+            ModelError: its files are missing or damaged.
+            ConfigError: Pillow is missing, or a limit on pixels does not apply to the model.
+        """
+        from transformers import AutoImageProcessor
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+        require_pillow()
+        family, (name, revision) = self.family, (self.origin.name, self.origin.revision)
+        limits = {key: limit for key, limit in self.pixels.items() if limit is not None}
+        if limits and not family.resizes:
+            wrong = f"{next(iter(limits))}: images of {self.model_config.model_type} have one number of tokens"
+            raise ConfigError(wrong, "remove it")
+        options = {key.removeprefix("image_"): limit for key, limit in limits.items()}
+        with answered(f"cannot load the image processor of {name}", MISSING, ModelError):
+            image_processor = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil", **options)
+            processor_class = _without_videos(PROCESSOR_MAPPING[type(self.model_config)])
+            parts = {"image_processor": image_processor, "tokenizer": self.tokenizer}
+            attributes = [parts.get(attribute) for attribute in processor_class.get_attributes()]
+            stored, _ = processor_class.get_processor_dict(name, revision=revision)
+            return processor_class.from_args_and_dict(attributes, stored)
+
+    def expanded(
+        self, text: str, turns: Sequence[Turn] | None, images: Sequence[Mapping[str, Any]], location: str, most: int
+    ) -> ExpandedText:
+        """Return a rendered conversation with the text of the images' tokens in place of placeholders.
+
+        Args:
+            images: stored images; they are decoded, so that a damaged one is named before the run.
+            location: the row, for errors.
+            most: tokens that a row may have.
+
+        Raises:
+            DataError: placeholders and images differ in number, an image cannot be decoded, or one has more tokens than
+                a row.
+        """
+        placeholder: str = self.processor.image_token
+        pieces = text.split(placeholder)
+        if len(pieces) - 1 != len(images):
+            raise DataError(
+                f"{location}: the rendered conversation has {len(pieces) - 1} times {placeholder}, and the row"
+                f" {len(images)} images",
+                f"remove {placeholder} from texts; if none has it, give a chat_template_path that writes images",
+            )
+        runs, tokens = [], []
+        for number, image in enumerate(images, 1):
+            pixels = opened(image, f"{location}, image {number}")
+            run, count = self._expansion(pixels.size)
+            if count >= most:
+                width, height = pixels.size
+                fitting = int(width * height * most / count * 0.8)
+                wrong = f"{location}, image {number}: {width} x {height} pixels are {count} tokens, more than"
+                limit = f"or set image_max_pixels: {fitting}" if self.family.resizes else "or use smaller rows"
+                raise DataError(f"{wrong} max_length {most}", f"raise max_length, {limit}")
+            runs.append(run)
+            tokens.append(count)
+        new, spans, placeholders = pieces[0], [], []
+        position = len(pieces[0])
+        for run, piece in zip(runs, pieces[1:], strict=True):
+            spans.append((len(new), len(new) + len(run)))
+            placeholders.append((position, position + len(placeholder)))
+            new += run + piece
+            position += len(placeholder) + len(piece)
+        moved = None if turns is None else [_moved(turn, placeholders, spans) for turn in turns]
+        return ExpandedText(new, moved, spans, placeholders, tokens)
+
+    def _expansion(self, size: tuple[int, int]) -> tuple[str, int]:
+        """Return the text that replaces the placeholder of an image of (width, height), and its number of features."""
+        if size not in self._expansions:
+            from PIL import Image
+
+            processor, recorder = copy.copy(self.processor), _Recorder(self.tokenizer)
+            processor.tokenizer = recorder
+            with answered(f"the processor of {self.origin.name} refuses {size[0]} x {size[1]} pixels", error=DataError):
+                encoded = processor(text=[self.processor.image_token], images=[Image.new("RGB", size)])
+            count = sum(index == self.image_token_id for index in encoded["input_ids"][0])
+            self._expansions[size] = recorder.text, count
+        return self._expansions[size]
+
+    def columns(self, images: Sequence[Mapping[str, Any]], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the model's inputs for the stored images of a batch, in the order of its rows [B, T].
+
+        Raises:
+            DataError: an image changed since the rows were prepared.
+            ModelError: the processor gives other inputs than tokens expect.
+        """
+        marks = input_ids == self.image_token_id
+        expected = sum(image["tokens"] for image in images)
+        if int(marks.sum()) != expected:
+            raise ModelError(f"a batch has {int(marks.sum())} tokens of images, and its images have {expected}")
+        columns: dict[str, torch.Tensor] = {}
+        if images:
+            pixels = self.processor.image_processor([opened(image) for image in images], return_tensors="pt")
+            unused = getattr(self.processor, "unused_input_names", ())
+            columns = {name: value for name, value in pixels.items() if name not in unused}
+        if self.family.token_types is not None:
+            columns[self.family.token_types] = marks.long()
+        return columns
+
+
+def save_processor_files(source: Path, folder: Path, config: RunKeys) -> None:
+    """Copy a model's processor files, with the limits on pixels of a run, so that other tools prepare images alike."""
+    limits = {key: getattr(config, key) for key in PIXEL_KEYS if getattr(config, key) is not None}
+    for file in (source / name for name in PROCESSOR_FILES):
+        if not file.is_file():
+            continue
+        content = read_json(file, ModelError)
+        options = content if file.name == PROCESSOR_FILES[0] else content.get("image_processor", {})
+        for key, limit in limits.items() if options else ():
+            options[key.removeprefix("image_")] = limit
+            options["size"] = {**options.get("size", {}), EDGES[key]: limit}
+        write_json(folder / file.name, content)
+
+
+class _Recorder:
+    """A tokenizer that keeps the text it is given: the processor's, with the tokens of images."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer, self.text = tokenizer, ""
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        [self.text] = text
+        return self._tokenizer(text, add_special_tokens=False, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def _without_videos(processor_class: Any) -> Any:
+    """Return a class of processors whose video processor, which needs torchvision, may be None."""
+
+    def check(self: Any, name: str, value: Any) -> Any:
+        return None if value is None else processor_class.check_argument_for_proper_class(self, name, value)
+
+    return type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})
+
+
+def _moved(turn: Turn, placeholders: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> Turn:
+    """Return a turn at its positions after images replaced placeholders."""
+
+    def at(position: int) -> int:
+        before = [new[1] - old[1] for old, new in zip(placeholders, spans, strict=True) if old[1] <= position]
+        return position + (before[-1] if before else 0)
+
+    marked = tuple((at(start), at(end)) for start, end in turn.spans)
+    return replace(turn, start=at(turn.start), end=at(turn.end), limit=at(turn.limit), spans=marked)
+
+
+def image_tokens(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the first and the end token of each image.
+
+    Args:
+        offsets: start, stop, start, ... of each token's characters.
+        spans: character positions of each image.
+    """
+    starts, stops = offsets[::2], offsets[1::2]
+    return [
+        (int(np.searchsorted(stops, start, "right")), int(np.searchsorted(starts, end, "left"))) for start, end in spans
+    ]
+
+
+def check_same_text(
+    plain: tuple[str, np.ndarray, np.ndarray],
+    expanded: tuple[str, np.ndarray, np.ndarray],
+    text: ExpandedText,
+    tokenizer: PreTrainedTokenizerBase,
+    location: str,
+) -> None:
+    """Check that the text around images has the tokens that it has without them.
+
+    Tokens next to an image may hold white space that the processor writes around it, so that they are not compared.
+
+    Args:
+        plain, expanded: text, ids and offsets with placeholders, and with the tokens of images.
+
+    Raises:
+        DataError: it has other tokens.
+    """
+    pairs = zip(_between(*plain, text.placeholders), _between(*expanded, text.spans), strict=True)  # stretches of ids
+    for before, after in pairs:
+        if not np.array_equal(before, after):
+            shown = [brief(str(tokenizer.decode(ids))) for ids in (before, after)]
+            raise DataError(
+                f"{location}: next to an image the tokenizer reads {shown[0]} as {before.tolist()[:20]}, and with the"
+                f" image's tokens {shown[1]} as {after.tolist()[:20]}",
+                "write a space or a line break between the image and the text",
+            )
+
+
+def _between(text: str, ids: np.ndarray, offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+    """Return the ids of the stretches of text before, between and after spans, without white space at their borders."""
+    starts, stops = offsets[::2], offsets[1::2]
+    borders = [0, *(position for span in spans for position in span), len(text)]
+    stretches = []
+    for begin, end in list(pairwise(borders))[::2]:
+        stretch = text[begin:end]
+        first = begin + len(stretch) - len(stretch.lstrip()) if begin else begin
+        last = begin + len(stretch.rstrip()) if end < len(text) else end
+        stretches.append(ids[(starts >= first) & (stops <= last)])
+    return stretches
