@@ -19,6 +19,7 @@ from halfbyte.data.images import MOST_PIXELS, ImageSource, opened
 from halfbyte.data.prepare import prepare
 from halfbyte.data.tables import digest_of_rows
 from halfbyte.loading.tokenizers import load_run_tokenizer
+from halfbyte.methods import method_of
 from halfbyte.modeling.architectures import all_linear
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.utils.errors import ConfigError, DataError, HalfbyteError, ModelError
@@ -78,7 +79,7 @@ def test_tokens_and_inputs_are_those_of_transformers_processor(name, places):
     config = configured(place / "model", place / "data.jsonl")
     tokenizer = load_run_tokenizer(config)
     rows = list(prepare(config, tokenizer).train)
-    processor, image_id = load_processor(place / "model", name), None
+    processor = load_processor(place / "model", name)
     for row, line in zip(rows, (place / "data.jsonl").read_text().splitlines(), strict=True):
         messages = json.loads(line)["messages"]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -88,11 +89,9 @@ def test_tokens_and_inputs_are_those_of_transformers_processor(name, places):
         trained = [label for label in row["labels"] if label != -100]
         assert tokenizer.decode(trained) == messages[1]["content"] + "<|im_end|>"
         batch = make_collator(config, tokenizer)([row])
-        image_id = tokenizer.convert_tokens_to_ids(tokenizer.decode([max(set(row["input_ids"]))]))
         for column in expected.keys() & batch.keys():
             assert torch.equal(expected[column], batch[column]), column
         assert expected.keys() - batch.keys() <= ({"mm_token_type_ids", "token_type_ids"} if not pictures else set())
-    assert image_id is not None
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -139,7 +138,6 @@ def test_images_in_every_form_are_the_same_rows(places, tmp_path):
     rows = []
     for number, form in enumerate(forms):
         rows += prepared(model, write_rows(tmp_path / f"{number}.jsonl", form))
-    table = [{**asked(words[0], part, words[1]), "images": [image]}]
     features = datasets.Features({
         "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
         "images": datasets.List(datasets.Image()),
@@ -272,12 +270,11 @@ def test_a_long_row_is_cut_between_turns_with_its_images(places, tmp_path):
     [full] = prepare(config, tokenizer).train
     ends = [at + 1 for at, token in enumerate(full["labels"]) if token == tokenizer.eos_token_id]
     assert len(ends) == len(full["images"]) == 3
-    for length in range(ends[0], len(full["input_ids"])):
+    for length in (ends[0], ends[1] - 1, ends[1], ends[1] + 20, ends[2] - 1):
         [row] = prepared(model, path, max_length=length)
         kept = sum(end <= length for end in ends)
         assert (len(row["images"]), row["input_ids"]) == (kept, full["input_ids"][: ends[kept - 1]])
-        if length % 5 == 0:
-            make_collator(config, tokenizer)([row])  # images and their tokens agree
+        make_collator(config, tokenizer)([row])  # raises unless images and their tokens agree
     with pytest.raises(DataError, match="max_length"):
         prepared(model, path, max_length=ends[0] - 1)
 
@@ -316,7 +313,7 @@ def test_only_models_and_methods_that_read_images_take_them(places, tmp_path):
     pair = {"prompt": prompt, "chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "no"}]}
     config = configured(place / "model", write_rows(tmp_path / "d.jsonl", pair), method="dpo")
     with pytest.raises(DataError, match=r"d\.jsonl:1"):
-        halfbyte.methods.method_of(config).prepare(config, tokenizer)
+        method_of(config).prepare(config, tokenizer)
 
 
 def test_only_rows_with_images_need_the_processor(places, tmp_path):

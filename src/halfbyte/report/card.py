@@ -28,6 +28,7 @@ HYPERPARAMETERS = (
 )  # fmt: skip
 PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
     "AutoModel": "sentence-similarity",
@@ -100,18 +101,20 @@ def _hub_header(run: Run) -> dict[str, Any]:
 def _usage(run: Run, published: bool) -> str:
     """Return code that loads the model with transformers and PEFT only, in the folder of the card."""
     loader, labels = _loader(run)
-    lines = [f"from transformers import {loader}, AutoTokenizer"]
+    reader = "AutoProcessor" if _reads_images(run) else "AutoTokenizer"
+    lines = [f"from transformers import {loader}, {reader}"]
     scheme = "the base's own format" if run.config.get("merge_aware") else run.config.get("qat_scheme")
     if scheme:
         lines.insert(0, f"# trained for {scheme}; this loads 16-bit weights, `halfbyte merge` writes quantized ones")
     weights = "." if published else _weights(run)
     has_tokenizer = (run.path / _weights(run) / "tokenizer_config.json").exists()
-    tokenizer = f"AutoTokenizer.from_pretrained({weights!r})"
+    tokenizer = f"{reader}.from_pretrained({weights!r})"
     if not has_tokenizer:
-        tokenizer = f"AutoTokenizer.from_pretrained({_arguments_of_base(run, published)})"
+        tokenizer = f"{reader}.from_pretrained({_arguments_of_base(run, published)})"
+    tokenizer = f"{reader.removeprefix('Auto').lower()} = {tokenizer}"
     if _weights(run) == MODEL:
         lines.append(f'model = AutoModelForCausalLM.from_pretrained("{weights}", dtype="auto")')
-        lines.append(f"tokenizer = {tokenizer}")
+        lines.append(tokenizer)
         return "\n".join(lines)
     if run.config.get("method") == "embedding":
         lines = ["from sentence_transformers import SentenceTransformer", f'model = SentenceTransformer("{weights}")']
@@ -128,7 +131,7 @@ def _usage(run: Run, published: bool) -> str:
         arguments += ", **overrides"
     lines.append(f"base = {loader}.from_pretrained({arguments})")
     lines.append(f'model = PeftModel.from_pretrained(base, "{weights}")')
-    lines.append(f"tokenizer = {tokenizer}")
+    lines.append(tokenizer)
     return "\n".join(lines)
 
 
@@ -158,8 +161,14 @@ def _arguments_of_base(run: Run, published: bool) -> str:
 def _loader(run: Run) -> tuple[str, int]:
     """Name of transformers' auto class for the base, and number of labels of the adapter's head (0: none)."""
     scores = getattr(METHODS.get(run.config.get("method", "sft")), "scores", None)
-    labels, loader = SCORES.get(scores or "", (0, "AutoModelForCausalLM"))
+    plain = "AutoModelForImageTextToText" if _reads_images(run) else "AutoModelForCausalLM"
+    labels, loader = SCORES.get(scores or "", (0, plain))
     return loader, len(run.config.get("labels") or ()) or labels
+
+
+def _reads_images(run: Run) -> bool:
+    """Return whether rows of a run have images."""
+    return bool(((run.data or {}).get("train") or {}).get("images"))
 
 
 def _results(run: Run) -> dict[str, str]:

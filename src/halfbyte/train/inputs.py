@@ -200,7 +200,7 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
         ("adapters", "train them one after the other"): adapters > 1 and "several adapters at once",
         ("use_peft", "remove it"): not config.use_peft and "full fine-tuning",
         ("init_lora_weights", "set it to true"): config.use_peft
-        and read_by(config) in ("inputs", "gradients")
+        and read_by(config) not in ("nothing", "weights")
         and f"{config.init_lora_weights}, which reads rows",
         ("target_modules", "set target_modules: all-linear, which adapts the language model"): inside is not None
         and f"an adapter on {inside}: the vision tower and its projector are frozen",

@@ -1,0 +1,111 @@
+"""Runs on rows with images: from the rows to an adapter and a merged model that transformers and PEFT run."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from halfbyte.cli.preview import preview_rows
+from halfbyte.config import load_config
+from halfbyte.export.merge import merge
+from halfbyte.train.run import train
+from halfbyte.utils.errors import ConfigError
+from tests.helpers.image_models import KINDS, load_processor, save_image_model, write_image_rows
+
+ASKED = [{"type": "text", "text": "look at 1: "}, {"type": "image"}, {"type": "text", "text": " and"}]
+
+
+def configured(place, output, **keys):
+    keys = {"model_name_or_path": str(place / "model"), "dataset": str(place / "data.jsonl"),
+            "output_dir": str(output), "device": "cpu", "dtype": "float32", "max_length": 400, "r": 4,
+            "learning_rate": 3e-2, "per_device_train_batch_size": 4, "logging_steps": 1} | keys  # fmt: skip
+    return load_config(None, keys)
+
+
+def write_place(folder, name):
+    save_image_model(folder / "model", name, torch.bfloat16)
+    write_image_rows(folder)
+    return folder
+
+
+def losses(output):
+    records = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def inputs_of(folder, name, picture):
+    processor = load_processor(folder, name)
+    turns = [{"role": "user", "content": ASKED}]
+    text = processor.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return processor(text=[text], images=[Image.open(picture)], return_tensors="pt", add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)
+def test_adapter_and_merged_model_answer_about_an_image_in_transformers(name, tmp_path):
+    """The merged model holds the base's tower bit for bit; both folders hold the processor's files."""
+    place, output = write_place(tmp_path, name), tmp_path / "out"
+    train(configured(place, output, max_steps=24, load_in_4bit=False, dtype="bfloat16"))
+    assert losses(output)[-1] < 0.5 * losses(output)[0]
+    assert json.loads((output / "data_report.json").read_text())["train"]["images"]["count"] == 7
+    merge(output, tmp_path / "merged")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    base = AutoModelForImageTextToText.from_pretrained(place / "model", dtype=torch.float32)
+    tower = {key: value for key, value in base.named_parameters() if "language_model" not in key and "head" not in key}
+    assert tower
+    weights = dict(merged.named_parameters())
+    assert all(torch.equal(weights[key], value) for key, value in tower.items())
+    adapted = PeftModel.from_pretrained(base, output / "adapter").eval()
+    picture = place / "pictures/1-0.png"
+    answers = []
+    for model, folder in ((adapted, output / "adapter"), (merged, tmp_path / "merged")):
+        inputs = inputs_of(folder, name, picture)
+        with torch.no_grad():
+            answers.append((model.generate(**inputs, max_new_tokens=12, do_sample=False), model(**inputs).logits))
+    assert torch.equal(answers[0][0], answers[1][0])
+    torch.testing.assert_close(answers[0][1], answers[1][1], rtol=0, atol=0.2)  # merged weights are bfloat16
+    inputs["pixel_values"] = torch.zeros_like(inputs["pixel_values"])
+    with torch.no_grad():
+        assert (merged(**inputs).logits - answers[1][1]).abs().max() > 0.01  # it reads the image
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_equal_bytes(tmp_path):
+    place = write_place(tmp_path, "qwen3_vl")
+    keys = {"max_steps": 4, "save_steps": 2, "lora_dropout": 0.1, "eval_split_size": 2}
+    train(configured(place, tmp_path / "full", **keys))
+    train(configured(place, tmp_path / "half", **keys | {"save_total_limit": None}))
+    train(configured(place, tmp_path / "half", **keys), resume=str(tmp_path / "half/checkpoint-2"))
+    first, second = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("full", "half"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_limits_on_pixels_travel_with_the_adapter(tmp_path):
+    place = write_place(tmp_path, "qwen2_5_vl")
+    train(configured(place, tmp_path / "out", max_steps=1, image_max_pixels=56**2))
+    inputs = inputs_of(tmp_path / "out/adapter", "qwen2_5_vl", place / "pictures/5-0.png")
+    original = inputs_of(place / "model", "qwen2_5_vl", place / "pictures/5-0.png")
+    assert inputs["image_grid_thw"].prod() < original["image_grid_thw"].prod()
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [({"target_modules": ["q_proj"]}, "target_modules"), ({"use_peft": False}, "use_peft"),
+     ({"init_lora_weights": "eva"}, "init_lora_weights")],
+)  # fmt: skip
+def test_runs_that_do_not_train_on_images_are_refused(keys, key, tmp_path):
+    place = write_place(tmp_path, "gemma3")
+    with pytest.raises(ConfigError, match=key):
+        train(configured(place, tmp_path / "out", **keys))
+    assert not (tmp_path / "out").exists()
+
+
+def test_preview_counts_the_tokens_of_images(tmp_path, capsys):
+    place = write_place(tmp_path, "gemma3")
+    preview_rows(configured(place, tmp_path / "out"), 3)
+    assert capsys.readouterr().out.count("[image: 4 tokens]") == 3
