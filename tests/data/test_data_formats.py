@@ -147,7 +147,7 @@ def test_unknown_columns(row, keys, message):
         ({"messages": TURNS}, {"messages": [{"role": "usr"}]}, ":2, turn 1:.*'usr'.*'user'"),
         ({"messages": TURNS}, {"messages": [{"role": "user", "content": 1}]}, ":2, turn 1:.*int 1"),
         ({"messages": TURNS}, {"messages": [{"role": "user"}]}, ":2, turn 1:.*NoneType"),
-        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None),
+        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, None),
         ({"messages": TURNS}, {"messages": [{"role": "assistant", "tool_calls": 3}]}, "tool_calls.*int 3"),
         ({"messages": TURNS}, {"messages": TURNS, "tools": "[{"}, ":2.*tools:1:.*JSON"),
     ],

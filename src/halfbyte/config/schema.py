@@ -451,10 +451,10 @@ class DataSection(Section):
     allow_image_urls: bool = Field(False, description="download images that rows name by URL")
     image_min_pixels: PositiveInt | None = Field(
         None,
-        description="enlarge smaller images to this number of pixels, where a model's tokens follow an image's size",
+        description="enlarge images with fewer pixels to this number, where tokens follow the size",
     )
     image_max_pixels: PositiveInt | None = Field(
-        None, description="scale images with more pixels down to this number, where tokens follow an image's size"
+        None, description="scale images with more pixels down to this number, where tokens follow the size"
     )
     dataset_num_proc: PositiveInt | None = Field(
         None, description="number of processes that tokenize; default: chosen by the amount of data"
