@@ -224,7 +224,8 @@ class ImageProcessor:
         marks = input_ids == self.image_token_id
         expected = sum(image["tokens"] for image in images)
         if int(marks.sum()) != expected:
-            raise ModelError(f"a batch has {int(marks.sum())} tokens of images, and its images have {expected}")
+            wrong = f"a batch has {int(marks.sum())} tokens of images, and its images have {expected}"
+            raise ModelError(wrong, "please report the model")
         columns: dict[str, torch.Tensor] = {}
         if images:
             pixels = self.processor.image_processor([opened(image) for image in images], return_tensors="pt")

@@ -71,9 +71,9 @@ class ImageSource:
             DataError: an image cannot be read, a turn of another role has one, or placeholders and images differ in
                 number.
         """
-        given = [value for name in COLUMNS for value in _listed(row.get(name))]
+        column_images = [value for name in COLUMNS for value in _listed(row.get(name))]
         messages = document["messages"]
-        if given and not has_images(document):
+        if column_images and not has_images(document):
             for message in messages:
                 if message["role"] in ROLES:
                     message["content"] = split_placeholders(message["content"])
@@ -87,13 +87,13 @@ class ImageSource:
                     raise DataError(wrong, "move it to a user or tool turn: models read images, and write text")
                 value = part.pop("image", None)
                 if value is None:
-                    if used == len(given):
+                    if used == len(column_images):
                         wrong = f"{turn}: placeholder {used + 1} has no image: the row has {used}"
                         raise DataError(wrong, MATCH)
-                    value, used = given[used], used + 1
+                    value, used = column_images[used], used + 1
                 images.append(self.stored(value, data_file, f"{turn}, image {len(images) + 1}"))
-        if used < len(given):
-            wrong = f"{location}: the row has {len(given)} images, and its turns have {used} placeholders"
+        if used < len(column_images):
+            wrong = f"{location}: the row has {len(column_images)} images, and its turns have {used} placeholders"
             raise DataError(wrong, f'{MATCH}: {PLACEHOLDER} in a text, or {{"type": "image"}} in its content')
         return images
 
@@ -181,10 +181,10 @@ def opened(stored: Mapping[str, Any], location: str = "") -> Image:
             were prepared.
     """
     name = stored["path"] or "the image"
-    place = f"{location}: {name}" if location else name
-    content = stored["bytes"] if stored["bytes"] is not None else _file(Path(stored["path"]), place)
+    label = f"{location}: {name}" if location else name
+    content = stored["bytes"] if stored["bytes"] is not None else _file(Path(stored["path"]), label)
     if hashlib.sha256(content).hexdigest() != stored["sha256"]:
-        raise DataError(f"{place} has changed since the rows were prepared", "start the run again")
+        raise DataError(f"{label} has changed since the rows were prepared", "start the run again")
     from PIL import Image, ImageOps
 
     try:
@@ -193,20 +193,20 @@ def opened(stored: Mapping[str, Any], location: str = "") -> Image:
             image = Image.open(io.BytesIO(content))
         width, height = image.size
         if width * height > MOST_PIXELS:
-            wrong = f"{place} has {width:,} x {height:,} pixels, more than {MOST_PIXELS:,}"
+            wrong = f"{label} has {width:,} x {height:,} pixels, more than {MOST_PIXELS:,}"
             raise DataError(wrong, "scale it down: models read far fewer pixels")
         frames = getattr(image, "n_frames", 1)
         if frames > 1:
-            raise DataError(f"{place} is animated ({frames} frames)", "save one frame as an image")
+            raise DataError(f"{label} is animated ({frames} frames)", "save one frame as an image")
         image.load()
         return _rgb(ImageOps.exif_transpose(image))
     except DataError:
         raise
     except Image.DecompressionBombError as error:
-        raise DataError(f"{place} has too many pixels: {error}", "scale it down") from error
+        raise DataError(f"{label} has too many pixels: {error}", "scale it down") from error
     except Exception as error:  # decoders raise errors of any type for damaged files
         reason = "it is of no known kind" if isinstance(error, Image.UnidentifiedImageError) else text_of(error)
-        raise DataError(f"{place} cannot be decoded: {reason}", "save it again as PNG or JPEG") from error
+        raise DataError(f"{label} cannot be decoded: {reason}", "save it again as PNG or JPEG") from error
 
 
 def _rgb(image: Image) -> Image:

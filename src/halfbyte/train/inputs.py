@@ -142,8 +142,12 @@ def read_data(
     checkpoint: Path | None,
     mesh: Mesh,
     console: Console,
+    adapters: int = 1,
 ) -> tuple[PreparedData, dict[str, Any]]:
     """Read, check and print the run's data; one rank of each host prepares it, the others read its cache.
+
+    Args:
+        adapters: adapters that train at once.
 
     Returns:
         The data, and `data_identity`.
@@ -153,6 +157,7 @@ def read_data(
     data = mesh.local_first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
+    check_images(config, shapes, data, mesh.size, adapters)
     method.check_training(config, data)
     identity = data_identity(config, data, files)
     if not mesh.all_equal(identity):

@@ -48,7 +48,7 @@ from . import samples
 from .best_evaluation import BestEvaluation
 from .callbacks import check_trackers, total_steps, training_arguments
 from .hub import check_hub_token
-from .inputs import check_block, check_images, has_image_rows, notice_small_data, read_data
+from .inputs import check_block, notice_small_data, read_data
 from .optimizer_checks import (
     check_bits,
     check_host_state,
@@ -173,10 +173,9 @@ def prepare_run(
     check_bits(config, shapes.model)
     check_host_state(config, shapes.model, machine, mesh, layout)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
-    data, identity = read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console)
+    data, identity = read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console, len(together))
     config, layout = choose_layout(_with_labels(config, data), files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
-    check_images(config, shapes, data, mesh.size, len(together))
     trust, attention = config.trust_remote_code, config.attn_implementation
     check_context_parallel(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
     data_parallel_degree = _data_parallel_degree(layout)
@@ -194,8 +193,7 @@ def prepare_run(
     check_schedule(config, arguments, optimizer, steps)
     rows = data.train if data.eval is None else data.eval
     templated = data.report["template"] is not None
-    untold = method.scores or has_image_rows(data)  # `generate` reads text only
-    prompts = [] if untold else samples.pick_prompts(config, tokenizer, rows, templated=templated)
+    prompts = [] if method.scores else samples.pick_prompts(config, tokenizer, rows, templated=templated)
     notice_unsharded_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, data_parallel_degree)

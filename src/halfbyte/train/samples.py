@@ -17,6 +17,7 @@ from ..batch import Batch
 from ..config.schema import TrainingSection
 from ..data.answer_documents import documents_of
 from ..data.chat import prompt_text
+from ..data.images import IMAGES
 from ..generation import forget, generate
 from ..generation.decoder import context_length
 from ..generation.sampling import stop_tokens
@@ -49,11 +50,13 @@ def pick_prompts(
     """Return the prompts of `config.sample_prompts`: the given texts, or the prompts of its number of first `rows`.
 
     Args:
-        rows: tokenized rows, held-out ones if the run has some.
+        rows: tokenized rows, held-out ones if the run has some; none is taken if they have images.
         templated: whether the data uses the chat template; given prompts then use it too.
     """
     if isinstance(config.sample_prompts, list):
         return [_given(text, tokenizer, templated) for text in config.sample_prompts]
+    if IMAGES in rows.column_names:  # `generate` reads text only
+        return []
     count = config.sample_prompts
     candidates = [from_row(row, tokenizer) for row in rows.select(range(min(len(rows), 4 * count)))]
     return sorted(candidates, key=lambda prompt: len(prompt.ids) > LONGEST_PROMPT)[:count]
