@@ -145,7 +145,7 @@ ROWS = [
     Case(
         "+ answers of a reward model",
         ("generate scored prompts.jsonl", "chat scored", "serve scored --port 0", "export scored --gguf f16"),
-        says="reward",
+        says="scores texts",
         first=SCORED,
         files=lines(pair()),
     ),
