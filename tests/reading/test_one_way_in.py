@@ -20,6 +20,8 @@ OWN = {
     "evaluation/lm_eval.py": "options written as JSON to compare them",
     "memory/allocators.py": "the kernel's files",
     "loading/sharded.py": "slices of safetensors whose heads were looked over",
+    "cli/queue.py": "the answer of the runner that it started",
+    "runs/queue.py": "rows of its own database, and the bytes of a configuration, for their hash",
     "parallel/launch/launcher.py": "what a process of this run has written",
     "mesh/peer_memory.py": "the kernel's files",
     "mesh/ranks.py": "what a process of this run has left",

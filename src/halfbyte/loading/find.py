@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Origin, RunConfig
-from ..data.image_processor import IMAGE_FAMILIES
 from ..gguf.cache import checkpoint_folder, gguf_file
 from ..modeling.families import FAMILIES
 from ..modeling.rope_scaling import resolve_rope, scale_rope
@@ -189,6 +188,8 @@ def load_model_config(model: str | Origin) -> Any:
             text part that halfbyte knows.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    from ..data.image_processor import IMAGE_FAMILIES
 
     config, name = read_model_config(model), model if isinstance(model, str) else model.name
     own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
