@@ -15,6 +15,7 @@ from halfbyte.train.run import train
 from halfbyte.utils.console import Console
 from halfbyte.utils.notices import reset_notices
 from tests.helpers.run_inputs import VOCABULARY, write_model
+from tests.helpers.task_runs import TASKS, rows_of
 from tests.helpers.tiny_runs import tiny_llama
 
 MOST = 12
@@ -53,6 +54,7 @@ def test_few_lines_before_the_first_step(method, model, tmp_path, monkeypatch, c
     Path("teacher/config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
     answer = ANSWERS.get(method, {"chosen": "one", "rejected": "two"})
     rows = [{"prompt": f"what is {n}", **answer} | ({"label": n % 2 > 0} if method == "kto" else {}) for n in range(24)]
+    rows = rows_of(method, 24) if method in TASKS else rows
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"model_name_or_path": "model", "dataset": "data.jsonl", "output_dir": "out", "method": method}
     keys |= {"eval_split_size": 8, "max_length": 64, "sample_max_new_tokens": 1, "device": "cpu"}

@@ -256,6 +256,8 @@ def test_nothing_loads_an_adapter_in_another_way():
                 if call in PEFTS_OWN or call.endswith(".load_adapter"):
                     found.append(f"{path.relative_to(PACKAGE)}: {call}")
     assert sorted(found) == [
+        "adapters/initial.py: PeftConfig.from_pretrained",  # reads an existing file
         "adapters/lora.py: PeftConfig.from_pretrained",  # reads an existing file
+        "export/trace.py: PeftModel.from_pretrained",  # reads a file as plain PEFT does, to compare
         "train/checks.py: PeftModel.from_pretrained",  # checks that plain PEFT reads the saved adapter
     ]

@@ -84,7 +84,7 @@ def test_graphs_replay_steps_with_the_arrays_of_each_batch(place, tmp_path, monk
         return stepper
 
     monkeypatch.setattr("halfbyte.train.graph._Captured", captured)
-    monkeypatch.setattr("halfbyte.train.run.make_stepper", graphed)
+    monkeypatch.setattr("halfbyte.train.setup.make_stepper", graphed)
     assert run(place, tmp_path / "graphed", **keys) == pytest.approx(eager, rel=1e-6)
     assert any("pixels" in columns for columns in replayed)
 

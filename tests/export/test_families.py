@@ -204,4 +204,11 @@ def test_no_other_module_names_a_family():
         for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.Constant) and str(node.value).lower() in names:
                 found.append(f"{where}: {node.value}")
-    assert {each for each in found if not each.startswith(("modeling/families.py", "gguf/tokenizer.py"))} == set()
+    # data is below modeling: how processors take images is a table there; phimoe's own RoPE is refused by name
+    tables = (
+        "modeling/families.py",
+        "gguf/tokenizer.py",
+        "data/image_processor.py",
+        "modeling/rope_scaling.py: phimoe",
+    )
+    assert {place for place in found if not place.startswith(tables)} == set()
