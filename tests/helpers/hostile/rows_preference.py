@@ -144,11 +144,12 @@ ROWS = [
     ),
     Case(
         "+ answers of a reward model",
-        ("generate scored prompts.jsonl", "chat scored", "serve scored --port 0", "export scored --gguf f16"),
+        ("generate scored prompts.jsonl", "chat scored", "serve scored --port 0"),
         says="scores texts",
         first=SCORED,
         files=lines(pair()),
     ),
+    Case("+ a reward model as GGUF", "export scored --gguf f16", says="SEQ_CLS", first=SCORED, files=lines(pair())),
     Case(
         "+ a reference that is not what is trained",
         dpo("init_lora_weights=false"),
