@@ -104,9 +104,22 @@ class Task(Method):
             check_contrast(report["labels"], report["documents"], "words" if words else config.problem_type)
 
     def blank(self, batch: Batch) -> dict[str, Any]:
-        names = [name for name in ("real", "real_rows") if name in batch]
-        masked = {name: batch[name].new_full(batch[name].shape, -1) for name in ("answer", "row") if name in batch}
-        return {**batch, **{name: batch[name].new_zeros(batch[name].shape) for name in names}, **masked}
+        fills = {"real": 0, "real_rows": 0, "answer": -1, "row": -1}
+        columns = {name: batch[name].new_full(batch[name].shape, fill) for name, fill in fills.items() if name in batch}
+        return {**batch, **columns}
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the model's outputs of a batch; here the head's at the batch's positions `at`, fp32 [M, labels]."""
+        from .answers import score
+
+        return score(model, batch, "at")
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return self.sums_of(batch, self.outputs(model, batch))
+
+    def sums_of(self, batch: Batch, outputs: Tensor) -> dict[str, Tensor]:
+        """Return the sums of a batch from its `outputs`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -142,32 +155,30 @@ class SequenceClassification(Task):
     def counts(self, batch: Batch) -> dict[str, float]:
         return {"texts": int(batch["real"].sum())}
 
-    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return self._sums(batch, self._logits(model, batch))
+    def real(self, batch: Batch) -> Tensor:
+        """Return fp32 [N], 0 for padding."""
+        return batch["real"]
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        from .answers import score
-
-        return score(model, batch, "at")
-
-    def _sums(self, batch: Batch, logits: Tensor) -> dict[str, Tensor]:
+    def sums_of(self, batch: Batch, outputs: Tensor) -> dict[str, Tensor]:
         from .task_losses import classification
 
-        target, real = batch["target"], batch["real"]
-        loss = (classification(logits, target, self.problem) * real).sum()
+        target, real = batch["target"], self.real(batch)
+        loss = (classification(outputs, target, self.problem) * real).sum()
         if self.problem == "regression":
             return {"loss": loss}
         if self.problem == "multi_label_classification":
-            right = ((logits.detach() > 0) == (target > 0)).all(-1)
+            right = ((outputs.detach() > 0) == (target > 0)).all(-1)
         else:
-            right = logits.detach().argmax(-1) == target.long()
+            right = outputs.detach().argmax(-1) == target.long()
         return {"loss": loss, "accuracy": (right * real).sum()}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logits, real = self._logits(model, batch), batch["real"] > 0
-        return {**self._sums(batch, logits), "logits": logits[real], "target": batch["target"][real]}
+        logits, real = self.outputs(model, batch), self.real(batch) > 0
+        return {**self.sums_of(batch, logits), "logits": logits[real], "target": batch["target"][real]}
 
     def over_all_rows(self, outputs: dict[str, Tensor]) -> dict[str, float]:
+        import torch.nn.functional as F
+
         from .task_metrics import correlations, macro_f1
 
         logits, target = outputs["logits"], outputs["target"]
@@ -175,11 +186,12 @@ class SequenceClassification(Task):
             return correlations(logits.squeeze(-1), target)
         if self.problem == "multi_label_classification":
             return {"f1": macro_f1(logits > 0, target > 0)}
-        return {"f1": _f1_of_classes(logits, target)}
+        predicted, actual = (F.one_hot(ids, logits.shape[-1]).bool() for ids in (logits.argmax(-1), target.long()))
+        return {"f1": macro_f1(predicted, actual)}
 
 
 @dataclass(frozen=True)
-class TokenClassification(Task):
+class TokenClassification(SequenceClassification):
     """Cross-entropy of the label of each word, at its first token."""
 
     scores = "TOKEN_CLS"
@@ -198,38 +210,8 @@ class TokenClassification(Task):
     def counts(self, batch: Batch) -> dict[str, float]:
         return {"words": int((batch["answer"] >= 0).sum())}
 
-    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return self._sums(batch, self._logits(model, batch))
-
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        from .answers import score
-
-        return score(model, batch, "at")
-
-    def _sums(self, batch: Batch, logits: Tensor) -> dict[str, Tensor]:
-        from .task_losses import classification
-
-        labels, real = batch["target"], (batch["answer"] >= 0).float()
-        loss = classification(logits, labels, "single_label_classification")
-        right = logits.detach().argmax(-1) == labels.long()
-        return {"loss": (loss * real).sum(), "accuracy": (right * real).sum()}
-
-    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logits, real = self._logits(model, batch), batch["answer"] >= 0
-        return {**self._sums(batch, logits), "logits": logits[real], "target": batch["target"][real]}
-
-    def over_all_rows(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        return {"f1": _f1_of_classes(outputs["logits"], outputs["target"])}
-
-
-def _f1_of_classes(logits: Tensor, target: Tensor) -> float:
-    """Return the macro F1 of the likeliest labels; `target` has ids."""
-    import torch.nn.functional as F
-
-    from .task_metrics import macro_f1
-
-    predicted, actual = (F.one_hot(ids, logits.shape[-1]).bool() for ids in (logits.argmax(-1), target.long()))
-    return macro_f1(predicted, actual)
+    def real(self, batch: Batch) -> Tensor:
+        return (batch["answer"] >= 0).float()
 
 
 @dataclass(frozen=True)
@@ -290,26 +272,23 @@ class Embedding(Task):
     def blank(self, batch: Batch) -> dict[str, Any]:  # its documents stay, since a softmax over none is NaN
         return {**batch, "real_rows": batch["real_rows"].new_zeros(batch["real_rows"].shape)}
 
-    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return self._sums(batch, self._embeddings(model, batch))
-
-    def _embeddings(self, model: nn.Module, batch: Batch) -> Tensor:
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         from .answers import pooled
 
         return pooled(model, batch)
 
-    def _sums(self, batch: Batch, embeddings: Tensor) -> dict[str, Tensor]:
+    def sums_of(self, batch: Batch, outputs: Tensor) -> dict[str, Tensor]:
         import torch.nn.functional as F
 
         from .task_losses import cosent, in_batch_similarities, pair_similarities
 
         real = batch["real_rows"]
         if self.loss_type == "multiple_negatives_ranking":
-            similarities, positive = in_batch_similarities(embeddings, batch, self.scale)
+            similarities, positive = in_batch_similarities(outputs, batch, self.scale)
             loss = F.cross_entropy(similarities, positive, reduction="none")
             right = similarities.detach().argmax(-1) == positive
             return {"loss": (loss * real).sum(), "accuracy": (right * real).sum()}
-        similarities = pair_similarities(embeddings, batch)
+        similarities = pair_similarities(outputs, batch)
         if self.loss_type == "cosent":  # a loss of the batch, weighted by its rows
             return {"loss": cosent(self.scale * similarities, batch["target"], real) * real.sum()}
         return {"loss": ((similarities - batch["target"]).square() * real).sum()}
@@ -319,8 +298,8 @@ class Embedding(Task):
 
         from .task_losses import pair_similarities
 
-        embeddings, real = self._embeddings(model, batch), batch["real_rows"] > 0
-        sums = self._sums(batch, embeddings)
+        embeddings, real = self.outputs(model, batch), batch["real_rows"] > 0
+        sums = self.sums_of(batch, embeddings)
         if self.loss_type != "multiple_negatives_ranking":
             return {**sums, "similarity": pair_similarities(embeddings, batch)[real], "target": batch["target"][real]}
         embeddings, begins, hashes = F.normalize(embeddings, dim=-1), batch["begins"][real], batch["hash"]
@@ -373,31 +352,26 @@ class Reranker(Task):
     def counts(self, batch: Batch) -> dict[str, float]:
         return {"documents": int(batch["real"].sum()), "queries": int(batch["real_rows"].sum())}
 
-    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return self._sums(batch, self._scores(model, batch))
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().outputs(model, batch).squeeze(-1)
 
-    def _scores(self, model: nn.Module, batch: Batch) -> Tensor:
-        from .answers import score
-
-        return score(model, batch, "at").squeeze(-1)
-
-    def _sums(self, batch: Batch, scores: Tensor) -> dict[str, Tensor]:
+    def sums_of(self, batch: Batch, outputs: Tensor) -> dict[str, Tensor]:
         import torch.nn.functional as F
 
         from .task_losses import listnet, ranknet
 
         target = batch["target"]
         if self.loss_type == "binary_cross_entropy":
-            loss = F.binary_cross_entropy_with_logits(scores, target, reduction="none")
+            loss = F.binary_cross_entropy_with_logits(outputs, target, reduction="none")
             return {"loss": (loss * batch["real"]).sum()}
         ranking = ranknet if self.loss_type == "ranknet" else listnet
-        return {"loss": ranking(scores, target, batch["row"])}
+        return {"loss": ranking(outputs, target, batch["row"])}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        scores, row = self._scores(model, batch), batch["row"]
+        scores, row = self.outputs(model, batch), batch["row"]
         real = row >= 0
         sizes = row[real].unique(return_counts=True)[1]
-        return {**self._sums(batch, scores), "scores": scores[real], "target": batch["target"][real], "sizes": sizes}
+        return {**self.sums_of(batch, scores), "scores": scores[real], "target": batch["target"][real], "sizes": sizes}
 
     def over_all_rows(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         from .task_metrics import reranking
