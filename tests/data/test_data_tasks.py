@@ -199,6 +199,13 @@ def test_wrong_rows_are_named(tmp_path, method, rows, keys, match):
         prepared(tmp_path, method, rows, **keys)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.5])
+def test_labels_that_are_no_whole_numbers(tmp_path, value):
+    rows = [{"text": "a", "label": 1.0}, {"text": "b", "label": value}]
+    with pytest.raises(DataError, match=":2"):
+        prepared(tmp_path, "sequence_classification", rows)
+
+
 def test_labels_that_training_has_not_seen(tmp_path):
     held_out = write(tmp_path / "held.jsonl", [{"text": "t", "label": "other"}])
     with pytest.raises(DataError, match=r"held\.jsonl:1"):

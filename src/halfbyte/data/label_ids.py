@@ -159,7 +159,7 @@ def _label(value: Any, location: str) -> Any:
     """Return a label: a text, a whole number (pandas writes 1.0), or a truth."""
     if isinstance(value, bool | str | int):
         return value
-    if isinstance(value, float) and value == int(value):
+    if isinstance(value, float) and value.is_integer():
         return int(value)
     fix = "set problem_type: regression to predict numbers" if isinstance(value, float) else "write it as a text"
     raise DataError(f"{location}: the label {brief(value)} is neither a text nor a whole number", fix)
