@@ -60,6 +60,7 @@ REMEDY = {
     UNTRAINED: "check the roles and columns of the data (column_mapping, dataset_format): the rows have no answers",
 }
 LATER = "further"  # name of the rows of later blocks of a stream
+NO_END: dict[str, Any] = {"eos_trained": None, "stop_tokens": []}  # for rows that train no end of an answer
 CALIBRATION_ROW = 512  # tokens per row
 FIRST_ANSWERS = ("chosen_ids", "completion_ids")
 

@@ -25,6 +25,7 @@ from .preference import Kind, recognise_rows, rows_in
 from .prepare import (
     ENCODED,
     IDS,
+    NO_END,
     REMEDY,
     Documents,
     Prepare,
@@ -50,7 +51,6 @@ MOST_SHOWN = 1_000  # rows from which samples, and the held-out rows of `merge`,
 MASK = datasets.List(Value("int8"))
 SCORED = ("reward", "prm")  # methods that learn the score of a complete answer
 ANSWERED = ("pairs", "unpaired")  # kinds of rows whose trained tokens are an answer's
-NO_END: dict[str, Any] = {"eos_trained": None, "stop_tokens": []}  # for rows that train no end of an answer
 FIXES = {  # by kind of rows, if all labels are equal
     "unpaired": "add answers of the other label, or set method: sft to imitate desirable ones",
     "stepwise": "add steps of the other label",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
@@ -30,14 +31,26 @@ from ..utils.errors import DataError
 from ..utils.notices import notice
 from .encode import TOO_LONG, Encoder, check_rendered
 from .label_ids import UNLABELLED, LabelIds
-from .prepare import Documents, Prepare, Split, check_unicode, encode, for_template, kept_rows, mixed, split_preparer
-from .prepare import template_of as chat_template_of
+from .prepare import (
+    IDS,
+    NO_END,
+    NUMBERS,
+    Documents,
+    Prepare,
+    Split,
+    check_unicode,
+    encode,
+    for_template,
+    kept_rows,
+    mixed,
+    split_preparer,
+    template_of,
+)
 from .report import count_unread, report_unread, split_report
 from .sources import Source, read_sources
 from .tables import Table
 from .task_rows import recognise_task, task_rows
 
-IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
 COLUMNS = {"input_ids": IDS, "labels": IDS, "seq_lengths": IDS, "texts": IDS, "target": NUMBERS}
 ENCODED = {
     **{name: IDS for name in ("input_ids", "labels", "seq_lengths", "texts", "words")},
@@ -52,7 +65,6 @@ REMEDY = {
     UNREAD: "raise max_length, or label the words",
     NO_CONTRAST: "give each query documents of different scores, or set loss_type: binary_cross_entropy",
 }
-NO_END: dict[str, Any] = {"eos_trained": None, "stop_tokens": []}  # no end of an answer is trained
 WHOLE_NUMBER = re.compile(r"-?\d+(\.0)?")
 SCORE_RANGES = {  # loss → smallest and largest score
     "cosine_similarity": (-1.0, 1.0),
@@ -177,7 +189,7 @@ def preparer_of_tasks(config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> Pr
         DataError, ModelError, ConfigError: as `prepare.prepare`; and for rows of another task, labels of several types
             or of one value, labels that training has not seen, and scores out of range.
     """
-    template = chat_template_of(config, tokenizer)
+    template = template_of(config, tokenizer)
     reads = {"token_classification": "words", "embedding": config.pooling}.get(config.method, "unpadded")
     encoder = TaskEncoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong, reads=reads)
     tasks = _Tasks(config, encoder)
@@ -269,7 +281,7 @@ class _Tasks:
             counts = self.labels.counts(numbers)
         else:
             numbers = self._scores(raw)
-        raw = replace(raw, columns=_columns(raw, numbers))
+        raw = replace(raw, columns=defaultdict(list, target=numbers))
         encoded = encode(raw, self.encoder, config, ENCODED)
         if config.method == "token_classification":
             encoded = _only_labelled(encoded, raw.features)
@@ -315,12 +327,6 @@ class _Tasks:
 
 def _are_whole_numbers(targets: Sequence[Any]) -> bool:
     return all(isinstance(target, str) and WHOLE_NUMBER.fullmatch(target.strip()) for target in targets)
-
-
-def _columns(raw: Documents, numbers: list[list[float]]) -> Any:
-    columns = type(raw.columns)(list, raw.columns)
-    columns["target"] = numbers
-    return columns
 
 
 def _only_labelled(encoded: Dataset, features: Mapping[str, Any]) -> Dataset:

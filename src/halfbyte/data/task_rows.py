@@ -156,11 +156,7 @@ def task_rows(source: Source, layout: TaskLayout, config: RunKeys) -> Iterator[t
         if config.method == "sequence_classification":
             yield location, {"texts": [_text_of(row, columns, location)]}, _target(row, columns["label"], location)
         elif config.method == "token_classification":
-            words = _texts(row, columns["tokens"], location)
-            labels = _list(row, columns["labels"], location)
-            if len(labels) != len(words):
-                wrong = f"{location}: {len(words)} {columns['tokens']} and {len(labels)} {columns['labels']}"
-                raise DataError(wrong, "give one label for each word")
+            words, labels = _texts_with_values(row, columns["tokens"], columns["labels"], location)
             yield location, {"texts": [{"words": words}]}, labels
         elif layout.name == WITH_NEGATIVES:
             anchor = config.query_prompt + text_in(row, columns["anchor"], location)
@@ -188,11 +184,7 @@ def _queries(source: Source, layout: TaskLayout, config: RunKeys) -> Iterator[tu
         location = source.location(index)
         query = text_in(row, columns["query"], location)
         if layout.name == "lists":
-            documents = _texts(row, columns["documents"], location)
-            values = _list(row, columns["scores"], location)
-            if len(values) != len(documents):
-                wrong = f"{location}: {len(documents)} {columns['documents']} and {len(values)} {columns['scores']}"
-                raise DataError(wrong, "give one score for each document")
+            documents, values = _texts_with_values(row, columns["documents"], columns["scores"], location)
             scores = [score_in(value, columns["scores"], location) for value in values]
         elif layout.name == WITH_NEGATIVES:
             negatives = _negatives(row, layout, location)
@@ -246,6 +238,15 @@ def _texts(row: Row, column: str, location: str) -> list[str]:
         value = "nothing" if not texts else described(wrong)
         raise DataError(f"{location}: column {column!r} holds {value}, not texts", "give a list of texts in every row")
     return texts
+
+
+def _texts_with_values(row: Row, texts: str, values: str, location: str) -> tuple[list[str], list[Any]]:
+    """Return the lists of two columns, equally long."""
+    lists = _texts(row, texts, location), _list(row, values, location)
+    if len(lists[0]) != len(lists[1]):
+        wrong = f"{location}: {len(lists[0])} {texts} and {len(lists[1])} {values}"
+        raise DataError(wrong, f"give {texts} and {values} of one length")
+    return lists
 
 
 def _target(row: Row, column: str, location: str) -> Any:
