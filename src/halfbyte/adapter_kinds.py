@@ -55,8 +55,8 @@ class AdapterKind:
         reads_base: whether it is initialised from the base's weights. Its outputs may differ by rounding if reloaded.
         file_problem: returns why a tensor of a file contradicts its adapter_config.json, or None. Arguments: PEFT's
             config, the tensor's match of `tensors`, and the file's header.
-        factors: returns the update of PEFT's layer as two matrices, or what the layer has instead. GGUF adapters and
-            inference servers need them; without the function both refuse.
+        factors: returns the update of PEFT's layer as two matrices, or the name of a part that matrices cannot hold.
+            GGUF adapters and inference servers need the matrices; without the function both refuse.
         init_key: option of PEFT's config that chooses the initialisation.
         inits_keeping_base: its values that leave the base's weights as they are; others need the base in 16 bits.
         unmerged: options that PEFT's merge of a layer does not cover: merging such an adapter is refused.

@@ -219,7 +219,7 @@ class ReadOnlyView(Tensor):
 
 
 def _read_only(result: Any) -> Any:
-    """Return views as `ReadOnlyView`s; those of fake tensors, which have no data, as they are."""
+    """Return plain views as `ReadOnlyView`s. Views of fake tensors, which have no data, stay as they are."""
     return tree_map_only(Tensor, lambda view: view.as_subclass(ReadOnlyView) if type(view) is Tensor else view, result)
 
 

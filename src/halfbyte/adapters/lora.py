@@ -258,8 +258,8 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
         peft_config.trainable_token_indices = token_modules(model, adapter.trainable_token_indices)
     if "target_parameters" not in row.refused:
         if experts:
-            every = adapter.target_parameters is None and experts != set(expert_stacks(model, []))
-            peft_config.target_parameters = sorted(experts) if every else parameter_targets(model, adapter)
+            left_out = adapter.target_parameters is None and experts != set(expert_stacks(model, []))
+            peft_config.target_parameters = sorted(experts) if left_out else parameter_targets(model, adapter)
         if experts | routers:
             peft_config.lora_dropout = 0.0  # `set_adapter_dropout` applies it instead
         name_routers(peft_config, model, linears, routers)
@@ -271,7 +271,8 @@ def _check_ends(model: Any, adapter: Adapter, adapted: Collection[str], saved: C
     """Check the adapters of embedding and head, and report a tie that merging would dissolve.
 
     Args:
-        adapted, saved: names of the modules that get adapters, and of those that are trained in full.
+        adapted: names of the modules that get adapters.
+        saved: names of the modules that are trained in full.
 
     Raises:
         ModelError: a row of one is trained by itself as well, or `ensure_weight_tying` cannot tie them.
@@ -390,7 +391,10 @@ def _is_selected(adapter: Adapter, name: str, targets: str | list[str]) -> bool:
 
 
 def _selected(model: nn.Module, adapter: Adapter, modules: set[str]) -> set[str]:
-    """Return which of `modules`, those that `target_modules` names, are in a chosen layer and not excluded.
+    """Return the modules that are in a chosen layer and not excluded.
+
+    Args:
+        modules: names of all modules that `target_modules` names.
 
     Raises:
         ModelError: a key names none of `modules`, or leaves none.

@@ -43,7 +43,7 @@ def make_collator(config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: t
     fused = rounded and config.use_kernels
     if config.packing or config.padding_free:
         return PackedCollator(pad, config.padding_free, fused, config.max_length, rounded)
-    fused = fused and config.neftune_noise_alpha is None  # whose scale needs the mask, to count a document's tokens
+    fused = fused and config.neftune_noise_alpha is None  # NEFTune scales noise by a document's tokens, from the mask
     return PaddedCollator(pad, fused, config.max_length, rounded, ImageProcessor(config, tokenizer))
 
 

@@ -57,7 +57,7 @@ class TaskCollator:
         one_each = len(at) == len(documents)
         tokens = texts if one_each else self._rounded(len(at), READ_MULTIPLE)
         sizes = [int(size) for row in rows for size in row["texts"]]
-        # rows of one text keep their number, so that a batch has as many of them as the run asks for
+        # padding of rows of several texts
         count = self._rounded(len(sizes), TEXTS_MULTIPLE)
         target = torch.tensor([number for row in rows for number in row["target"]], dtype=torch.float32)
         if self.per_text is not None and self.per_text > 1:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ..config.schema import RunKeys
 
-# Of a model; the first two describe how images are prepared.
+# Files of a model; the first two describe how images are prepared.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 PIXEL_KEYS = ("image_min_pixels", "image_max_pixels")
 EDGES = dict(zip(PIXEL_KEYS, ("shortest_edge", "longest_edge"), strict=True))  # their names in `size` of a processor

@@ -1,8 +1,8 @@
 """Prepare the rows of classification, embeddings and reranking.
 
 A text is tokenized as `tokenizer(text)` does, or `tokenizer(text, text_pair)`, with the tokenizer's own special tokens,
-so that transformers' pipelines and sentence-transformers see what training saw. Words are joined by spaces and
-tokenized as one text; a word's label is that of its first token, as in transformers.
+so that transformers' pipelines and sentence-transformers compute on the same ids as training. Words are joined by
+spaces and tokenized as one text; the first token of a word has its label, as in transformers.
 
 A prepared row has `input_ids`, `labels` and `seq_lengths` of its texts, one after the other; `labels` are the token ids
 where the hidden state is read (the last token, all tokens, or the first tokens of words) and -100 elsewhere; `target`
@@ -305,7 +305,7 @@ class _Tasks:
         return Split(trainable, rows, {**report, **mixture})
 
     def _scores(self, raw: Documents) -> list[list[float]]:
-        """Return the scores of each row, none for rows without.
+        """Return the scores of each row; an empty list for a row without scores.
 
         Raises:
             DataError: a score is out of the range of the loss.
@@ -330,7 +330,7 @@ def _are_whole_numbers(targets: Sequence[Any]) -> bool:
 
 
 def _only_labelled(encoded: Dataset, features: Mapping[str, Any]) -> Dataset:
-    """Return rows whose targets are those of the labelled tokens, without words marked as unlabelled."""
+    """Return rows with one target per token that is read, without words marked as unlabelled."""
     columns = {name: encoded[name][:] for name in encoded.column_names}
     for at, (labels, words, targets) in enumerate(
         zip(columns["labels"], columns["words"], columns["target"], strict=True)

@@ -9,7 +9,7 @@ A row becomes texts with targets, `{"texts": [text, ...]}` and the target as in 
 - reranker: `[query, document]` for each document of a query, and a score per document. Rows with one document are
   joined by their query, in the order of the first ones.
 
-Column names are those of GLUE, CoNLL and sentence-transformers.
+The names of columns are from data sets of GLUE, CoNLL and sentence-transformers.
 """
 
 from __future__ import annotations

@@ -189,8 +189,6 @@ def load_model_config(model: str | Origin) -> Any:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    from ..data.image_processor import IMAGE_FAMILIES
-
     config, name = read_model_config(model), model if isinstance(model, str) else model.name
     own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code:
@@ -200,6 +198,8 @@ def load_model_config(model: str | Origin) -> Any:
             f"{name} is a {config.model_type} model, which is not a causal language model",
             "give a decoder-only language model",
         )
+    from ..data.image_processor import IMAGE_FAMILIES  # imports torch
+
     supported = sorted({family.package for family in FAMILIES if family.tower} | IMAGE_FAMILIES.keys())
     if config.model_type not in supported:
         raise ModelError(

@@ -86,7 +86,7 @@ def turn_dropout_off(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _frozen_after(model: PeftModel) -> Iterator[None]:
-    """Freeze the parameters that are frozen now again afterwards: PEFT makes all weights of an active adapter train."""
+    """Restore `requires_grad` of frozen parameters at the end: PEFT sets it on all weights of an active adapter."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     try:
         yield

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CUTOFF = 10  # documents that nDCG and recall look at
+CUTOFF = 10  # documents of a ranking that nDCG and recall count
 QUERIES_AT_ONCE = 256
 RELEVANT = 0.5  # smallest score of a relevant document
 
