@@ -241,6 +241,20 @@ def test_padding_and_blank_batches_change_nothing(tmp_path, task):
         assert all(len(value) == 0 for name, value in values.items() if name not in sums)
 
 
+def test_a_mean_of_several_tokens_survives_padding_to_the_number_of_texts(tmp_path):
+    rows = [{"anchor": "a", "positive": "b", "negative": "c"}] * 19 + [
+        {"anchor": "d", "positive": "e", "negative": "fg"}
+    ]
+    case = Case(tmp_path, "embedding", rows, pooling="mean")
+    policy = case.policy().eval()
+    collator = case.method.collator(case.config, case.tokenizer)
+    object.__setattr__(collator, "rounded", True)
+    rounded = collator(case.rows)
+    assert len(rounded["real"]) == 64  # of 60 texts with 61 tokens
+    with torch.no_grad():
+        torch.testing.assert_close(pooled(policy, rounded)[:60], pooled(policy, case.batch()), rtol=1e-5, atol=1e-5)
+
+
 def test_padding_has_no_gradient_of_nan():
     scores = torch.tensor([0.3, -0.2, 5.0], requires_grad=True)
     target, row = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, -1])

@@ -55,7 +55,8 @@ class TaskCollator:
         answer = np.repeat(np.arange(len(documents)), [len(tokens) for tokens in read])
         texts = self._rounded(len(documents), TEXTS_MULTIPLE)
         one_each = len(at) == len(documents)
-        tokens = texts if one_each else self._rounded(len(at), READ_MULTIPLE)
+        # `pooled` reads as many positions as texts as one position per text
+        tokens = texts if one_each else self._rounded(max(len(at), texts + 1), READ_MULTIPLE)
         sizes = [int(size) for row in rows for size in row["texts"]]
         # padding of rows of several texts
         count = self._rounded(len(sizes), TEXTS_MULTIPLE)
