@@ -199,8 +199,8 @@ def test_wrong_rows_are_named(tmp_path, method, rows, keys, match):
         prepared(tmp_path, method, rows, **keys)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.5])
-def test_labels_that_are_no_whole_numbers(tmp_path, value):
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.5, 10**12])
+def test_numbers_that_are_no_labels(tmp_path, value):
     rows = [{"text": "a", "label": 1.0}, {"text": "b", "label": value}]
     with pytest.raises(DataError, match=":2"):
         prepared(tmp_path, "sequence_classification", rows)

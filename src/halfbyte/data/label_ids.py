@@ -17,6 +17,7 @@ UNLABELLED = -100  # label of a word that is not trained, as in transformers
 NAME = "LABEL_{}"  # transformers' name of a label that has none
 TRUTHS = ["false", "true"]
 MOST_NAMED = 10
+MOST_LABELS = 100_000  # a larger id is a measurement or a key, and no label
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class LabelIds:
             _check_number(config, len(names), width)
             return cls(names, problem, indicators=True)
         labels = cls([], problem)
-        values = [value for row, _ in labels._rows(targets, locations) for value in row if value != UNLABELLED]
+        located = [(value, at) for row, at in labels._rows(targets, locations) for value in row if value != UNLABELLED]
+        values = [value for value, _ in located]
         if config.labels is not None:
             names = config.labels
         elif values and isinstance(values[0], bool):
@@ -62,7 +64,10 @@ class LabelIds:
         elif values and isinstance(values[0], str):
             names = sorted(set(values))
         else:
-            largest = max(values, default=0)
+            largest, location = max(located, default=(0, ""))
+            if largest >= MOST_LABELS:
+                wrong = f"{location}: the label {largest} needs a head of {largest + 1:,} outputs"
+                raise DataError(wrong, "write labels as texts, or set problem_type: regression to predict numbers")
             names = [NAME.format(number) for number in range(max(largest + 1, config.num_labels or 0))]
         _check_number(config, len(names), len(names))
         return cls(names, problem)
