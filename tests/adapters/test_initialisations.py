@@ -33,7 +33,7 @@ from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.run import finetune
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 from tests.helpers.marks import slow_except
-from tests.helpers.merge_runs import by_peft, save_base, sums, tensors
+from tests.helpers.merge_runs import by_peft, save_base_and_sums, tensors
 
 WEIGHTS = "adapter_model.safetensors"
 CHANGING = ["pissa", "pissa_niter_4", "olora"]
@@ -48,10 +48,7 @@ IDS = torch.arange(1, 33)[None]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    save_base(folder / "model", torch.float32, hidden_size=64, intermediate_size=96)
-    (folder / "data.txt").write_text("\n".join(sums(1, 40)))
-    return folder
+    return save_base_and_sums(tmp_path_factory.mktemp("base"), torch.float32)
 
 
 def keys_of(base, **keys):

@@ -18,7 +18,7 @@ from halfbyte.runs.metrics import MetricsFile
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import finetune
 from halfbyte.utils.errors import ConfigError
-from tests.helpers.merge_runs import by_peft, save_base, sums, tensors
+from tests.helpers.merge_runs import by_peft, save_base_and_sums, tensors
 
 WEIGHTS = "adapter_model.safetensors"
 VERA = AdapterKind(
@@ -41,10 +41,7 @@ def registered():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    save_base(folder / "model", hidden_size=64, intermediate_size=96)
-    (folder / "data.txt").write_text("\n".join(sums(1, 40)))
-    return folder
+    return save_base_and_sums(tmp_path_factory.mktemp("base"))
 
 
 def train(base, output, **keys):

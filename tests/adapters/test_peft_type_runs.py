@@ -19,7 +19,7 @@ from halfbyte.train.run import finetune
 from halfbyte.utils.errors import ConfigError, ModelError
 from tests.adapters.test_peft_types import IDS
 from tests.adapters.test_peft_types import base as quantized_llama
-from tests.helpers.merge_runs import by_peft, save_base, sums, tensors
+from tests.helpers.merge_runs import by_peft, save_base_and_sums, tensors
 
 OPTIONS = {
     "BOFT": {"boft_block_size": 4},
@@ -47,10 +47,7 @@ COMPUTED = {"BOFT", "PSOFT", "UNILORA"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    save_base(folder / "model", hidden_size=64, intermediate_size=96)
-    (folder / "data.txt").write_text("\n".join(sums(1, 40)))
-    return folder
+    return save_base_and_sums(tmp_path_factory.mktemp("base"))
 
 
 def train(folder, output, peft_type, **keys):

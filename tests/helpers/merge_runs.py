@@ -81,6 +81,26 @@ def sums(low, high):
     return [f"{n} plus {n % 7} is {n + n % 7}." for n in range(low, high)]
 
 
+def save_base_and_sums(folder, dtype=torch.bfloat16):
+    """Create `model`, a random base, and `data.txt`, rows of addition."""
+    save_base(folder / "model", dtype)
+    (folder / "data.txt").write_text("\n".join(sums(1, 40)))
+    return folder
+
+
+def save_tied_and_untied(folder, rows):
+    """Create `tied` and `untied`, random bases in float32, and `data.jsonl` with `rows`."""
+    for name, tied in (("tied", True), ("untied", False)):
+        save_base(folder / name, torch.float32, shard="10MB", tie_word_embeddings=tied)
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def logits_in_fp32(model, ids):
+    with torch.no_grad():
+        return model.float().eval()(input_ids=ids).logits
+
+
 def save_trained_base(folder, steps=80):
     """A small Llama that learned to add, a little."""
     save_base(folder, torch.float32, shard="10MB", initializer_range=0.05)

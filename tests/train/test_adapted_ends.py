@@ -1,6 +1,5 @@
 """Runs that adapt or train the head and the embedding: every file they leave computes the same, in other tools too."""
 
-import json
 import shutil
 
 import pytest
@@ -21,7 +20,8 @@ from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import train
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
-from tests.helpers.merge_runs import save_base
+from tests.helpers.merge_runs import logits_in_fp32 as logits
+from tests.helpers.merge_runs import save_tied_and_untied
 from tests.helpers.sft_runs import keys
 from tests.helpers.tiny_runs import run_config, tiny_llama
 
@@ -31,23 +31,14 @@ ADAPTER = "adapter/adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ends")
-    for name, tied in (("tied", True), ("untied", False)):
-        save_base(folder / name, torch.float32, shard="10MB", tie_word_embeddings=tied)
     rows = [{"prompt": f"what is {n}?", "completion": f"it is {n % 7}"} for n in range(24)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return save_tied_and_untied(tmp_path_factory.mktemp("ends"), rows)
 
 
 def run(place, output, base, resume=None, **changed):
     config = keys(place, output, model_name_or_path=str(place / base), sample_prompts=0, load_in_4bit=False)
     train(load_config(None, config | {"max_steps": 3, "learning_rate": 1e-2} | changed), resume=resume)
     return output
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model.float().eval()(input_ids=ids).logits
 
 
 CASES = {

@@ -20,7 +20,8 @@ from halfbyte.runs.saved import load_saved
 from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.errors import CheckpointError, HalfbyteError
-from tests.helpers.merge_runs import save_base
+from tests.helpers.merge_runs import logits_in_fp32 as logits
+from tests.helpers.merge_runs import save_base, save_tied_and_untied
 from tests.helpers.sft_runs import keys
 from tests.helpers.tiny_runs import run_config, tiny_llama
 
@@ -31,12 +32,9 @@ NEW = "<tool> what is<call>"
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """Bases whose embeddings have rows for 272 tokens, of 259; data with two new tokens."""
-    folder = tmp_path_factory.mktemp("tokens")
-    for name, tied in (("tied", True), ("untied", False)):
-        save_base(folder / name, torch.float32, shard="10MB", tie_word_embeddings=tied)
-    save_base(folder / "tied in 16 bits", torch.bfloat16, tie_word_embeddings=True)
     rows = [{"prompt": f"<call>{n}?", "completion": f"<tool>{n % 7}"} for n in range(24)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = save_tied_and_untied(tmp_path_factory.mktemp("tokens"), rows)
+    save_base(folder / "tied in 16 bits", torch.bfloat16, tie_word_embeddings=True)
     return folder
 
 
@@ -51,11 +49,6 @@ def config_of(bases, output, base, **changed):
 def run(bases, output, base, **changed):
     train(config_of(bases, output, base, **changed))
     return output
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model.float().eval()(input_ids=ids).logits
 
 
 @pytest.mark.parametrize(
