@@ -254,9 +254,11 @@ def test_no_image_outside_of_media_dir_is_read(places, tmp_path):
             prepared(model, path, **keys)
 
 
-def test_a_text_that_holds_the_token_of_images_is_named(places, tmp_path):
+@pytest.mark.parametrize("beyond", [0, 100_000], ids=["a short row", "a row of which the beginning is tokenized"])
+def test_a_text_that_holds_the_token_of_images_is_named(places, tmp_path, beyond):
     picture(1).save(tmp_path / "a.png")
     row = asked({"type": "image", "image": "a.png"}, text("<image_soft_token>"))
+    row["messages"] += asked(text("word " * beyond))["messages"]
     with pytest.raises(DataError, match="image_soft_token"):
         prepared(places("gemma3") / "model", write_rows(tmp_path / "d.jsonl", row))
 

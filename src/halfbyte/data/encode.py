@@ -119,9 +119,11 @@ class Encoder:
             texts = [self._with_images(*row) for row in zip(texts, batch[IMAGES], batch["location"], strict=True)]
         tokenized = self._tokenize(texts)
         if IMAGES in batch:
-            self._check_images(texts, tokenized, batch["location"])
+            self._check_same_text(texts, tokenized, batch["location"])
         rows = [self._label(text, *tokens) for text, tokens in zip(texts, tokenized, strict=True)]
-        for row, document, text in zip(rows, documents, texts, strict=True):
+        for row, document, text, location in zip(rows, documents, texts, batch["location"], strict=True):
+            if IMAGES in row and not row["dropped"]:
+                self._check_image_tokens(row, location)
             row["not_shown"] = text.not_shown
             row["empty"] = not document.get("train_all") and not has_answer(document)
         return {key: [row[key] for row in rows] for key in rows[0]}
@@ -159,10 +161,10 @@ class Encoder:
             text, text=new.text, turns=turns, untrained=moved[count:], images=stored, expanded=new, plain=text.text
         )
 
-    def _check_images(
+    def _check_same_text(
         self, texts: Sequence[_Text], tokenized: Sequence[tuple[np.ndarray, np.ndarray, int]], locations: Sequence[str]
     ) -> None:
-        """Check that images change no token of the texts around them, and that no text has an image's token."""
+        """Check that images change no token of the texts around them, in rows that are tokenized in full."""
         assert self.images is not None
         plain = self._tokenize([replace(text, text=text.plain) for text in texts])
         for text, (ids, offsets, length), (plain_ids, plain_offsets, _), location in zip(
@@ -173,10 +175,14 @@ class Encoder:
                 continue
             before, after = (text.plain, plain_ids, plain_offsets), (text.text, ids, offsets)
             check_same_text(before, after, text.expanded, self.tokenizer, location)
-            count = int((ids == self.images.image_token_id).sum())
-            if count != sum(text.expanded.tokens):
-                token = self.tokenizer.convert_ids_to_tokens(self.images.image_token_id)
-                raise DataError(f"{location}: a text contains {token}, the token of images", "remove it from the text")
+
+    def _check_image_tokens(self, row: Mapping[str, Any], location: str) -> None:
+        """Check that all image tokens of a row belong to its images."""
+        assert self.images is not None
+        index = self.images.image_token_id
+        if int((row["input_ids"] == index).sum()) != sum(image["tokens"] for image in row[IMAGES]):
+            token = self.tokenizer.convert_ids_to_tokens(index)
+            raise DataError(f"{location}: a text contains {token}, the token of images", "remove it from the text")
 
     def _tokenize(self, texts: list[_Text]) -> list[tuple[np.ndarray, np.ndarray, int]]:
         """Return ids, offsets (start, stop, start, ...) and length in tokens of each text.
