@@ -188,6 +188,12 @@ def rows_with(task, **changed):
             {"loss_type": "cosine_similarity"},
             "rows.jsonl:1",
         ),
+        (
+            "embedding",
+            [{"sentence1": "a", "sentence2": "b", "score": 1}] * 2,
+            {"loss_type": "cosent"},
+            "same score",
+        ),
         ("reranker", rows_with("reranker", labels=[0, 5]), {}, "rows.jsonl:4"),
         ("reranker", rows_with("reranker", labels=[0]), {}, "rows.jsonl:4"),
         ("reranker", rows_with("reranker", labels=[0, "x"]), {}, "rows.jsonl:4"),

@@ -249,14 +249,19 @@ class Embedding(Task):
 
     def check_training(self, config: RunKeys, data: PreparedData) -> None:
         super().check_training(config, data)
+        ranks_pairs = config.loss_type == "cosent"
+        scores = {score for row in data.train["target"] for score in row}
+        if ranks_pairs and len(scores) < 2 and data.stream is None:
+            raise DataError("all training rows have the same score: there is no contrast to learn", "add others")
         rows = min(config.per_device_train_batch_size, data.report["train"]["documents"])
         texts = min(count for counts in data.train["texts"] for count in counts)
-        alone = config.loss_type == "cosent" or (config.loss_type == "multiple_negatives_ranking" and texts < 3)
+        alone = ranks_pairs or (config.loss_type == "multiple_negatives_ranking" and texts < 3)
         if rows == 1 and alone and not config.packing:
+            fix = "raise per_device_train_batch_size"
             raise DataError(
-                "per_device_train_batch_size: 1 with rows without negatives: a batch has nothing to contrast its anchor"
+                "per_device_train_batch_size: 1 with rows without negatives: a batch has nothing to contrast its row"
                 " with",
-                "raise per_device_train_batch_size (other rows are negatives), or give negatives in every row",
+                fix if ranks_pairs else f"{fix} (other rows are negatives), or give negatives in every row",
             )
 
     def collator(
