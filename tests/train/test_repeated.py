@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from halfbyte.train import run as sft
+from halfbyte.train import setup, several
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 from tests.helpers.tiny_runs import tiny_llama
 
@@ -33,9 +34,16 @@ def start(tmp_path_factory):
     return run
 
 
-def test_model_and_trainer_are_gone_when_a_run_returns(start, monkeypatch):
-    """Without waiting for Python's next garbage collection."""
+ADAPTERS = {"adapters": [{"name": "a"}, {"name": "b", "lora_alpha": 8}]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "joint"), [({}, False), (ADAPTERS, False), (ADAPTERS, True)], ids=["one", "in turn", "joint"]
+)
+def test_model_and_trainer_are_gone_when_a_run_returns(start, monkeypatch, keys, joint):
+    """Without waiting for Python's next garbage collection, and before the device's cached memory is freed."""
     seen = []
+    alive = []
 
     make = sft.TrainingLoop
 
@@ -43,15 +51,19 @@ def test_model_and_trainer_are_gone_when_a_run_returns(start, monkeypatch):
         loop = make(model=model, **keys)
         # the optimizer is created in training: a parameter represents it
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        seen.extend(map(weakref.ref, (loop, model, weights[0])))
+        frozen = next(model.parameters())
+        seen.extend(map(weakref.ref, (loop, model, weights[0], frozen)))
         return loop
 
     monkeypatch.setattr(sft, "TrainingLoop", spy)
+    monkeypatch.setattr(setup, "free_cached_memory", lambda _: alive.append([reference() for reference in seen]))
+    if joint:
+        monkeypatch.setattr(several, "obstacle", lambda *_: None)
     gc.disable()
     try:
-        start(device="cpu", dtype="float32", max_steps=1, warmup_steps=0)
+        start(device="cpu", dtype="float32", max_steps=1, warmup_steps=0, **keys)
         assert seen
-        assert [found() for found in seen] == [None] * len(seen)
+        assert alive == [[None] * len(seen)]
     finally:
         gc.enable()
 

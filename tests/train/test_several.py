@@ -1,7 +1,9 @@
 """Several adapters in one run: each ends as a run of its own would, whatever the others do."""
 
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -118,16 +120,25 @@ def test_a_resumed_run_continues_each_adapter_from_its_own_checkpoint(place, tmp
 
 
 def test_an_adapter_that_diverges_ends_alone(place, tmp_path, monkeypatch):
+    """Its loop and model are freed while the others train."""
     sums = TrainingLoop.sums
+    diverged, alive = [], []
 
     def broken(loop, batch):
-        factor = math.nan if loop.config.r == 8 and loop.state.global_step == 2 else 1.0
+        factor = 1.0
+        if loop.config.r == 8 and loop.state.global_step == 2:
+            factor = math.nan
+            diverged.extend((weakref.ref(loop), weakref.ref(loop.model)))
+        if loop.state.global_step == 5:
+            gc.collect()
+            alive.extend(reference() for reference in diverged)
         return {name: value * factor for name, value in sums(loop, batch).items()}
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "sums", broken)
         with pytest.raises(TrainingError, match="r-8"):
             several(place, tmp_path / "all", sweep={"r": [4, 8]})
+    assert alive[:2] == [None, None]
     assert_equal_runs(tmp_path / "all" / "adapters" / "r-4", alone(place, tmp_path / "alone", r=4))
     compared = json.loads((tmp_path / "all" / "adapters.json").read_text())
     assert "error" in compared["r-8"]

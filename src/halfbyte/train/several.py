@@ -1,15 +1,16 @@
-"""Several adapters in one run: one frozen base, and for each adapter a run of its own over it.
+"""Several adapters in one run: one frozen base, and a separate run over it for each adapter.
 
-Each adapter has a model of its own, whose frozen tensors are those of one base, and everything else that a run has:
-rows, schedule, optimizer, evaluations, checkpoints, records and a folder in `output_dir/adapters`. The runs advance
-together, a step of each at a time, and each draws its random numbers from a stream of its own. So an adapter's numbers
-do not depend on the others, a diverged adapter ends alone, and a resumed run continues each from its own checkpoint.
+Each adapter has its own model over the frozen tensors of the base, and everything else that a run has: rows, schedule,
+optimizer, evaluations, checkpoints, records and a folder in `output_dir/adapters`. The runs advance together, a step of
+each at a time, and each has its own random state. So an adapter's numbers do not depend on the other adapters, a
+diverged adapter ends alone, and a resumed run continues each adapter from its own checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -65,7 +66,7 @@ def prepare_adapters(
         except HalfbyteError as error:
             error.message = f"adapter {name}: {error.message}"
             raise
-        console = Console(quiet=True)  # model and machine are those of the first
+        console = Console(quiet=True)  # all adapters have the model and machine that the first one prints
     largest = max((run.plan for run in prepared.values()), key=lambda plan: plan.total)
     return {name: _with_plan(run, largest) for name, run in prepared.items()}
 
@@ -142,12 +143,18 @@ def _train(
         with contextlib.ExitStack() as stack:
             jobs = {name: stack.enter_context(open_run(run, resume, progress[name])) for name, run in remaining.items()}
             _write_configuration(config)
-            base = SharedBase()
             stack.enter_context(process_settings(next(iter(remaining.values()))))
             stack.enter_context(request_on_signals(announce_signal))
-            steps = {name: steps_of(job, quiet, base) for name, job in jobs.items()}
-            results |= Together(steps, base.joint_steps).run()
+            results |= _run_together(jobs, quiet, steps_of)
     return {name: results[name] for name in runs}
+
+
+def _run_together(
+    jobs: Mapping[str, OpenRun], console: Console, steps_of: Callable[[OpenRun, Console, ModelSource], Steps[Result]]
+) -> dict[str, Result | TrainingError | Stopped]:
+    """Run the steps of open runs over one base, which nothing references afterwards; return as `Together.run`."""
+    base = SharedBase()
+    return Together({name: steps_of(job, console, base) for name, job in jobs.items()}, base.joint_steps).run()
 
 
 def _write_configuration(config: RunConfig) -> None:
@@ -159,13 +166,13 @@ def _write_configuration(config: RunConfig) -> None:
 
 
 def _changes(config: RunConfig, run: RunConfig) -> dict[str, Any]:
-    """Return the keys in which an adapter's run differs from the run of all adapters."""
+    """Return the values of an adapter's run for the keys that differ between adapters."""
     keys = dict.fromkeys(key for entry in config.adapters or [config.sweep or {}] for key in entry if key != "name")
     return {key: getattr(run, key) for key in keys}
 
 
 class SharedBase(ModelSource):
-    """Gives each adapter's run a model over the frozen tensors of one base, which the first of them loads."""
+    """The models of all adapters, over the frozen tensors of one base, which the first run loads."""
 
     def __init__(self) -> None:
         self._base: nn.Module | None = None
@@ -189,18 +196,18 @@ class SharedBase(ModelSource):
         return MemberStepper()
 
     def joint_steps(self, loops: Mapping[str, TrainingLoop]) -> JointSteps | None:
-        """Return what computes a step of all runs as one; None, with a notice: each computes its own."""
+        """Return a computation of the steps of all runs as one batch; None, with a notice, if it is not possible."""
         assert self._base is not None
-        reason, joint = self._obstacle, None
+        reason = self._obstacle
         if reason is None:
             model: Any = with_same_tensors(self._base)
             patch(model.train(), self._levels or None)
             joint = JointSteps(model, loops, self._captures)
-            if (reason := joint.obstacle) is not None:
-                joint = None
-        if reason is not None:
-            notice("adapters-in-turn", f"the adapters compute their steps in turn, not as one batch: {reason}")
-        return joint
+            if joint.obstacle is None:
+                return joint
+            reason = joint.obstacle
+        notice("adapters-in-turn", f"the adapters compute their steps in turn, not as one batch: {reason}")
+        return None
 
     def digests(self, run: PreparedRun) -> Future[dict[str, Any]]:
         if run.checkpoint is not None:
@@ -211,7 +218,7 @@ class SharedBase(ModelSource):
 
 
 def with_same_tensors(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose modules are its own and whose tensors are those of `model`."""
+    """Return a copy of a model that shares all tensors with it, but no module."""
     shared: list[Any] = [*model.parameters(), *model.buffers()]
     for module in model.modules():
         shared += [value for value in vars(module).values() if isinstance(value, Tensor)]
@@ -223,12 +230,20 @@ def _send(steps: Steps[Any], sums: Tensor | BaseException) -> Accumulation:
     return steps.throw(sums) if isinstance(sums, BaseException) else steps.send(sums)
 
 
+def _clear_frames(error: BaseException) -> None:
+    """Clear the locals of the finished frames of an error and its causes, which reference a run's model."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+
+
 class Together(Generic[Result]):
     """Drives several runs, a step of each at a time.
 
     Args:
         runs: the steps of each run, by its name.
-        join: returns what computes a step of these loops as one, or None if each computes its own.
+        join: returns a computation of the steps of these loops as one batch, or None if each computes its own step.
     """
 
     def __init__(
@@ -266,7 +281,7 @@ class Together(Generic[Result]):
 
     @contextlib.contextmanager
     def _as(self, name: str) -> Iterator[None]:
-        """Within the context, random numbers are those of a run. One forward of all draws its own on the device."""
+        """Within the context, use the random state of a run; a joint forward of all runs keeps the device's own."""
         states = self._random[name]
         set_random_states({key: states[key] for key in states if key != "cuda" or self._joint is None})
         try:
@@ -282,6 +297,8 @@ class Together(Generic[Result]):
             except StopIteration as end:
                 self._results[name] = end.value
             except (TrainingError, Stopped) as error:
+                del to_next_step  # this frame, too, is in the traceback
+                _clear_frames(error)
                 self._results[name] = error
         if name in self._results:
             self._steps.pop(name, None)
