@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from halfbyte.modeling import embedding_noise
 from halfbyte.modeling.embedding_noise import document_lengths, noisy_embeddings
 from halfbyte.modeling.patch import patch
 from tests.helpers.patch_models import tiny
@@ -107,3 +108,16 @@ def test_captured_noise_is_new_and_follows_the_batch():
         for document, length in zip(draws[-1].split(lengths, 1), lengths, strict=True):
             assert document.abs().max() == pytest.approx(ALPHA / (length * document.shape[-1]) ** 0.5, rel=0.1)
     assert not torch.equal(draws[0], draws[1])
+
+
+def test_prompts_padded_on_the_left_keep_their_mask(monkeypatch):
+    """transformers' decoding loop samples rollouts while the noise is on."""
+    monkeypatch.setattr(embedding_noise, "ATTENTION_NAME", "sdpa")  # what a CPU runs
+    model = tiny("Llama", adapter=False).eval()
+    patch(model)
+    ids, mask = torch.randint(1, 100, (2, 10)), torch.ones(2, 10, dtype=torch.long)
+    mask[0, :6] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    expected = model(**inputs, use_cache=True).logits[:, -1]
+    with noisy_embeddings(model, ALPHA):
+        torch.testing.assert_close(model(**inputs, use_cache=True).logits[:, -1], expected)

@@ -39,8 +39,10 @@ def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCES
         if tokens is not None and module.training:
             lengths[:] = [document_lengths(tokens, kwargs, mesh)]
         text = getattr(module, "language_model", module)
-        if text.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME):
-            kwargs.pop(ATTENTION_MASK, None)  # causal attention of rows that are padded on the right needs none
+        # Batches are padded on the right, so causal attention needs no mask. Prompts of a decoding loop, which has a
+        # cache, are padded on the left.
+        if kwargs.get("use_cache") is False and text.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME):
+            kwargs.pop(ATTENTION_MASK, None)
         return args, kwargs
 
     def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
