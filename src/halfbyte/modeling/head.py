@@ -23,11 +23,11 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from ..autograd.gemms import dense
-from ..autograd.lora import LoRA
+from ..autograd.lora import LoRA, dropped
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
-from ..dispatch import autocast_dtype
+from ..dispatch import autocast_dtype, on_compiler
 from ..formats.base import is_quantized
-from ..layers.plain import PlainLinear, has_hooks, read_linear
+from ..layers.plain import Adapter, PlainLinear, has_hooks, read_linear
 from ..mesh.mesh import Mesh
 from ..mesh.sharded_vocabulary import Vocabulary
 from ..ops import IGNORE_INDEX
@@ -142,7 +142,7 @@ def head_terms(causal_lm: Any, hidden: Tensor) -> tuple[Tensor, HeadAdapter]:
     x, columns = hidden.to(dtype), None
     inputs, factors = [], []
     for adapter in read.adapters:
-        inputs.append(F.linear(F.dropout(x, adapter.dropout), adapter.a.to(dtype)))
+        inputs.append(F.linear(_dropped(x, adapter), adapter.a.to(dtype)))
         factors.append(adapter.b * adapter.scaling)
         if adapter.dora is not None:
             magnitude = adapter.dora.weight
@@ -160,6 +160,13 @@ def head_terms(causal_lm: Any, hidden: Tensor) -> tuple[Tensor, HeadAdapter]:
     padding = -sum(factor.shape[1] for factor in factors) % ALIGNED_RANK
     stacked, factor = (F.pad(torch.cat(tensors, dim=-1), (0, padding)) for tensors in (inputs, factors))
     return weight, HeadAdapter(stacked, factor, columns, token_rows, indices)
+
+
+def _dropped(x: Tensor, adapter: Adapter) -> Tensor:
+    """x after dropout of an adapter's inputs."""
+    if not adapter.dropout:
+        return x
+    return F.dropout(x, adapter.dropout) if on_compiler() else dropped(x, adapter.dropout, adapter.first_column)
 
 
 def _read_head(head: Any) -> PlainLinear | str:
