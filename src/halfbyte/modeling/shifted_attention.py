@@ -72,24 +72,13 @@ def _in_groups(group: int) -> Callable[..., tuple[Tensor, None]]:
     """Return the attention function of groups of `group` tokens, as transformers' AttentionInterface calls it."""
 
     def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        position_ids: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        **kwargs: Any,
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         family = type(module).__name__
-        window = kwargs.get("sliding_window")
-        if window is not None and window < group:
-            fix = f"set {KEY}_group_size to {window} or less, or {WITHOUT}"
-            raise ModelError(f"{KEY}: {family} attends to {window} tokens, less than a group of {group}", fix)
-        if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None or dropout:
+        _check_window(family, options.get("sliding_window"), group)
+        if options.get("softcap") is not None or options.get("s_aux") is not None or options.get("dropout"):
             raise ModelError(f"{KEY}: {family} caps its scores, or has sinks or dropout", WITHOUT)
+        position_ids: Tensor | None = options.get("position_ids")
         if position_ids is None or position_ids.dim() != 2 or value.shape[-1] != query.shape[-1]:
             raise ModelError(f"{KEY}: {family} does not give attention its positions and heads of one width", WITHOUT)
         rows, heads, length, size = query.shape
@@ -97,14 +86,14 @@ def _in_groups(group: int) -> Callable[..., tuple[Tensor, None]]:
             key, value = (repeat_kv(x, heads // x.shape[1]) for x in (key, value))
         positions = position_ids.expand(rows, -1)
         halves = [x.tensor_split([-(-x.shape[1] // 2)], 1) if x.shape[1] > 1 else (x, x) for x in (query, key, value)]
-        scale = size**-0.5 if scaling is None else scaling
+        scale = size**-0.5 if options.get("scaling") is None else options["scaling"]
         fused = query.is_cuda and query.dtype in causal.DTYPES and size <= MAX_HEAD_DIM
         outputs = []
         for q, k, v, shift in zip(*halves, (0, group // 2), strict=True):
             begins = group_begins(positions, group, shift)
             if fused:
-                documents = rows * length if cu_seq_lens_q is None else cu_seq_lens_q.numel() - 1
-                bounds = group_bounds(begins, group, documents)
+                documents = options.get("cu_seq_lens_q")
+                bounds = group_bounds(begins, group, rows * length if documents is None else documents.numel() - 1)
                 q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
                 outputs.append(causal.varlen_attention(q, k, v, bounds, group, scale).unflatten(0, (rows, length)))
             else:
@@ -144,6 +133,12 @@ def check_shifted_attention(model_config: Any, group: int | None, *, trust_remot
         wrong = f"{KEY}: of {layers} layers of a small {text.model_type} model, {len(calls)} have standard attention"
         raise ModelError(wrong, WITHOUT)
     window = getattr(text, "sliding_window", None)
-    if any(call is not None for call in calls) and window is not None and window < group:
+    if any(call is not None for call in calls):
+        _check_window(text.model_type, window, group)
+
+
+def _check_window(model: str, window: int | None, group: int) -> None:
+    """Raise a ModelError if a model's window of tokens is smaller than a group."""
+    if window is not None and window < group:
         fix = f"set {KEY}_group_size to {window} or less, or {WITHOUT}"
-        raise ModelError(f"{KEY}: {text.model_type} attends to {window} tokens, less than a group of {group}", fix)
+        raise ModelError(f"{KEY}: {model} attends to {window} tokens, less than a group of {group}", fix)
