@@ -14,6 +14,8 @@ from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
 from tests.helpers.peft_modules import MLP, QKV, assert_steps_close, model, seeds_for, step
 
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
+
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -27,15 +29,6 @@ def compare(module, x, tolerance=EXACT, **keys):
 @pytest.fixture
 def x():
     return torch.randn(2, 5, 24, dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Uninitialized memory is NaN."""
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("r", [1, 4, 17, 64])

@@ -11,18 +11,11 @@ from halfbyte.formats import Blockwise4
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
 
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
+
 K, N, INNER = 24, 40, 32
 SCALINGS, RANKS = (2.0, 0.3, 1.0), (4, 1, 7)
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Uninitialized memory is NaN."""
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def normal(*shape, seed, grad=False):

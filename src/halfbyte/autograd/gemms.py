@@ -32,22 +32,17 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float = 
 
 
 def summed(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """scale · a·b, accumulated in fp32 and rounded once to `dtype` where the device's GEMM supports it."""
+    """scale · a·b for matrices, or for each pair of [G, N, M] and [G, M, K].
+
+    Sums are in fp32 and rounded once to `dtype` where the device's GEMM supports it.
+    """
+    batched = a.dim() == 3
     half = a.dtype in (torch.float16, torch.bfloat16)
     if a.is_cuda and torch.version.hip is None and dtype is torch.float32 and half:  # ROCm's GEMM has no out_dtype
-        result = torch.mm(a, b, out_dtype=torch.float32)
+        result = (torch.bmm if batched else torch.mm)(a, b, out_dtype=torch.float32)
         return result if scale == 1.0 else result.mul_(scale)
-    return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale).to(dtype)
-
-
-def batched_sum(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """`summed` for each pair of matrices of a [G, N, M] and b [G, M, K]."""
-    half = a.dtype in (torch.float16, torch.bfloat16)
-    if a.is_cuda and torch.version.hip is None and dtype is torch.float32 and half:
-        result = torch.bmm(a, b, out_dtype=torch.float32)
-        return result if scale == 1.0 else result.mul_(scale)
-    result = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    return result.baddbmm_(a, b, beta=0, alpha=scale).to(dtype)
+    result = a.new_empty(*a.shape[:-1], b.shape[-1])
+    return (result.baddbmm_ if batched else result.addmm_)(a, b, beta=0, alpha=scale).to(dtype)
 
 
 def scale_rows(matrix: Tensor, by: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ from ..ops.dropout import Dropout, drop, dropped_gradients, dropped_products
 from ..ops.fp8_scaling import Codes, Slot
 from ..utils.errors import ModelError
 from .function import OnceFunction
-from .gemms import accumulate, batched_sum, cast, dense, gradient_dtype, product, rows_of, scale_rows, stack, summed
+from .gemms import accumulate, cast, dense, gradient_dtype, product, rows_of, scale_rows, stack, summed
 
 
 @dataclass(frozen=True)
@@ -660,7 +660,7 @@ class RowProjections(Projections):
     def _summed(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
         """As in `Projections`, for each range of rows: [G, N, K]."""
         ranges = self.ranges, -1
-        return batched_sum(left.unflatten(0, ranges).mT, right.unflatten(0, ranges), scale, self.dtype)
+        return summed(left.unflatten(0, ranges).mT, right.unflatten(0, ranges), scale, self.dtype)
 
 
 def magnitude_gradient(

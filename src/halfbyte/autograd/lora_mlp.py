@@ -199,9 +199,9 @@ class _MLP(torch.autograd.Function):
         first_end, second_end = ctx.split
         first_state = State.unflat(saved[3:first_end])
         second_state = State.unflat(saved[first_end:second_end])
-        biases = list(saved[second_end : second_end + 3])
-        scaled_outputs = list(saved[second_end + 3 : len(saved) - len(first.scaled) - len(second.scaled)])
-        scaled_magnitudes = saved[len(saved) - len(first.scaled) - len(second.scaled) :]
+        biases = saved[second_end : second_end + 3]
+        outputs_end = len(saved) - len(first.scaled) - len(second.scaled)
+        scaled_outputs, scaled_magnitudes = list(saved[second_end + 3 : outputs_end]), saved[outputs_end:]
         scaled_biases = [
             bias if dropout is None else None
             for bias, dropout in zip(biases, (first.dropout, first.dropout, second.dropout), strict=True)
