@@ -58,19 +58,18 @@ class TaskCollator:
         # `pooled` reads as many positions as texts as one position per text
         tokens = texts if one_each else self._rounded(max(len(at), texts + 1), READ_MULTIPLE)
         sizes = [int(size) for row in rows for size in row["texts"]]
-        # padding of rows of several texts
-        count = self._rounded(len(sizes), TEXTS_MULTIPLE)
+        padded_rows = self._rounded(len(sizes), TEXTS_MULTIPLE)
         target = torch.tensor([number for row in rows for number in row["target"]], dtype=torch.float32)
         if self.per_text is not None and self.per_text > 1:
             target = target.view(-1, self.per_text)
-        padded_size = count if self.per_text is None else texts if self.per_text else tokens
+        padded_size = padded_rows if self.per_text is None else texts if self.per_text else tokens
         batch |= {
             "at": _padded(torch.from_numpy(at), tokens),
             "answer": _padded(torch.from_numpy(answer), tokens, -1),
             "target": _padded(target, padded_size),
             "real": _padded(torch.ones(len(documents)), texts),
         }
-        return batch | (self._groups(documents, sizes, texts, count) if self.grouped else {})
+        return batch | (self._groups(documents, sizes, texts, padded_rows) if self.grouped else {})
 
     def _groups(self, documents: list[Row], sizes: list[int], texts: int, rows: int) -> Batch:
         counts = torch.tensor(sizes)

@@ -315,7 +315,8 @@ class _Tasks:
         for target, location in zip(raw.columns["target"], raw.locations, strict=True):
             scores = target if isinstance(target, list) else [] if target is None else [target]
             low, high = SCORE_RANGES.get(loss, (float("-inf"), float("inf")))
-            if wrong := next((score for score in scores if not low <= score <= high), None):
+            wrong = next((score for score in scores if not low <= score <= high), None)
+            if wrong is not None:
                 problem = (
                     f"{location}: the score {wrong:g} is not in {low:g} to {high:g}, which loss_type: {loss} needs"
                 )

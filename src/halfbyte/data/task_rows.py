@@ -55,7 +55,7 @@ LAYOUTS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "sentence2": ("sentence2", "text2"),
             "score": SCORE,
         },
-        "positives": {"anchor": (*QUERY[::-1], "sentence1"), "positive": (*POSITIVE, "sentence2")},
+        "positives": {"anchor": ("anchor", "question", "query", "sentence1"), "positive": (*POSITIVE, "sentence2")},
     },
     "reranker": {
         "lists": {"query": QUERY, "documents": ("documents", "docs", "passages"), "scores": SCORES},
@@ -103,7 +103,7 @@ def recognise_task(source: Source, config: RunKeys) -> TaskLayout:
     candidates = ((name, _columns(layout, present, mapping)) for name, layout in layouts.items())
     name, columns = next(((name, columns) for name, columns in candidates if columns), ("", dict[str, str]()))
     if not columns:
-        needed = " or ".join(f"{' + '.join(layout)}" for layout in layouts.values())
+        needed = " or ".join(" + ".join(layout) for layout in layouts.values())
         near = [close for column in present for close in difflib.get_close_matches(column, parts, 1) if close != column]
         fix = f"did you mean {near[0]!r}? " if near else ""
         raise DataError(
