@@ -44,6 +44,34 @@ def test_each_expert_is_quantized_by_itself(format):
         same(QuantizedTensor.quantize(weights, stack.format), stack)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("gptq:32:float16:runs", "gptq:32:float16:listed", "gptq:32:float16:ordered", "gptq:32:float16:indexed"),
+        *(
+            "awq:32:float16:runs",
+            "gptq_v2:32:float16:ordered",
+            "pack_quantized:32:bfloat16:runs",
+            "hqq:3:64:ordered",
+            "aqlm:1x16:8:float16",
+        ),
+    ],
+)
+def test_stacks_that_are_only_read_are_saved_and_loaded(spec):
+    """Experts of GPTQ files with act-order, and of AQLM files, have parts that no quantizer makes."""
+    stack = Stack(from_spec(spec))
+    shape = (3, 64, 128)
+    parts = {
+        name: torch.arange(size[-1]).expand(size).to(dtype) if name == "order" else torch.zeros(size, dtype=dtype)
+        for name, (size, dtype) in stack.part_specs(shape).items()
+    }
+    state = stack.to_state(parts, shape, torch.float16)
+    assert state.keys() <= Stack.state_suffixes()
+    format_, loaded, loaded_shape, _ = Stack.from_state(state, "experts")
+    assert (format_, loaded_shape) == (stack, shape)
+    assert all(torch.equal(loaded[name], part) for name, part in parts.items())
+
+
 def test_an_expert_is_a_view(format):
     shape = (3, 128, 128)  # 256 blocks of 64: nested scale blocks align with experts
     if getattr(format, "blocksize", 64) > 64:

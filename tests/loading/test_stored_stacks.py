@@ -42,7 +42,8 @@ def test_experts_keep_their_values(kind, tmp_path):
         expected = twin.get_parameter(key)
         torch.testing.assert_close(stack.dequantize(torch.float32), expected, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(logits(model), logits(twin), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(logits(model), logits(dequantized(twin, model)), rtol=0, atol=1e-6)
+    rounding = 4e-6 if "desc_act" in kind else 1e-6  # act-order sums a row's inputs in another order
+    torch.testing.assert_close(logits(model), logits(dequantized(twin, model)), rtol=0, atol=rounding)
 
     model.save_pretrained(tmp_path / "again")
     again = load(tmp_path / "again")

@@ -61,6 +61,7 @@ class Aqlm(Format):
 
     name: ClassVar[str] = "aqlm"
     names: ClassVar[dict[str, str]] = {}
+    parts_of_checkpoints: ClassVar[tuple[str, ...]] = ("codes", "codebooks", "scales")
 
     @property
     def spec(self) -> str:

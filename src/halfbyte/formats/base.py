@@ -65,10 +65,12 @@ class Format(abc.ABC):
     Attributes:
         name: prefix of `spec`.
         names: user-facing name in `quantization:` → spec, e.g. "nf4" → "blockwise4:nf4:64:nested".
+        parts_of_checkpoints: names of parts that weights of checkpoints can have, and no example has.
     """
 
     name: ClassVar[str]
     names: ClassVar[dict[str, str]]
+    parts_of_checkpoints: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abc.abstractmethod

@@ -188,6 +188,7 @@ class HQQ(Format):
     names: ClassVar[dict[str, str]] = {f"hqq{bits}": f"hqq:{bits}:64" for bits in NAMED_BITS} | {
         "int4": "hqq:4:64:range"
     }
+    parts_of_checkpoints: ClassVar[tuple[str, ...]] = ("order",)
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -313,7 +314,7 @@ class HQQ(Format):
     @classmethod
     @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
-        return super().state_suffixes() | {"order"}
+        return super().state_suffixes().union(cls.parts_of_checkpoints)
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
         super().check_values(parts, labels)  # scales of other tools' files may be negative

@@ -184,6 +184,7 @@ class Int4(Format):
     widths: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
     zero_shift: ClassVar[int] = 0
     symmetric: ClassVar[bool] = True  # whether `quantize` gives all zeros 8
+    parts_of_checkpoints: ClassVar[tuple[str, ...]] = (*ENTRIES, "order")
     entries: ClassVar[dict[str, str]] = ENTRIES  # part → suffix
 
     @property

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..utils.errors import ModelError
 from .base import FORMATS, META_KEY, Format, Parts, PartSpecs, register_format
-from .int4 import ENTRIES
 
 STACK_META = META_KEY + "stack"
 
@@ -89,4 +88,5 @@ class Stack(Format):
     @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
         specs = (example.part_specs((2, 64)) for format_ in FORMATS.values() for example in format_.examples())
-        return frozenset({"", STACK_META, *ENTRIES, *(name for names in specs for name in names)})
+        read_only = (name for format_ in FORMATS.values() for name in format_.parts_of_checkpoints)
+        return frozenset({"", STACK_META, *read_only, *(name for names in specs for name in names)})
