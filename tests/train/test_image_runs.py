@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 from halfbyte.cli.preview import preview_rows
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
+from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.image_models import KINDS, load_processor, save_image_model, write_image_rows
@@ -103,6 +104,12 @@ def test_runs_that_do_not_train_on_images_are_refused(keys, key, tmp_path):
     with pytest.raises(ConfigError, match=key):
         train(configured(place, tmp_path / "out", **keys))
     assert not (tmp_path / "out").exists()
+
+
+def test_check_refuses_several_processes(tmp_path):
+    place = write_place(tmp_path, "gemma3")
+    with pytest.raises(ConfigError, match="parallel"):
+        prepare_run(configured(place, tmp_path / "out", parallel={"data": 2}), writes=False)
 
 
 def test_preview_counts_the_tokens_of_images(tmp_path, capsys):

@@ -142,11 +142,13 @@ def read_data(
     checkpoint: Path | None,
     mesh: Mesh,
     console: Console,
-    adapters: int = 1,
+    ranks: int,
+    adapters: int,
 ) -> tuple[PreparedData, dict[str, Any]]:
     """Read, check and print the run's data; one rank of each host prepares it, the others read its cache.
 
     Args:
+        ranks: processes of the run, which may only be checked by one.
         adapters: adapters that train at once.
 
     Returns:
@@ -157,7 +159,7 @@ def read_data(
     data = mesh.local_first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
-    check_images(config, shapes, data, mesh.size, adapters)
+    check_images(config, shapes, data, ranks, adapters)
     method.check_training(config, data)
     identity = data_identity(config, data, files)
     if not mesh.all_equal(identity):
@@ -199,20 +201,23 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
         return
     tower = tuple(f"{name}." for name in non_text_modules(shapes.causal_lm))
     trained = [name for name, parameter in shapes.model.named_parameters() if parameter.requires_grad]
-    inside = next((name for name in trained if any(part in name for part in tower)), None)
-    problems = {
-        ("parallel", "remove it"): ranks > 1 and "several processes",
-        ("adapters", "train them one after the other"): adapters > 1 and "several adapters at once",
-        ("use_peft", "remove it"): not config.use_peft and "full fine-tuning",
-        ("init_lora_weights", "set it to true"): config.use_peft
-        and read_by(config) not in ("nothing", "weights")
-        and f"{config.init_lora_weights}, which reads rows",
-        ("target_modules", "set target_modules: all-linear, which adapts the language model"): inside is not None
-        and f"an adapter on {inside}: the vision tower and its projector are frozen",
-    }
-    for (key, fix), problem in problems.items():
-        if problem:
-            raise ConfigError(f"{key}: the rows have images, which are not trained with {problem}", fix)
+    inside = next((name for name in trained if any(prefix in name for prefix in tower)), None)
+    reads_rows = config.use_peft and read_by(config) not in ("nothing", "weights")
+    refusals = (
+        (ranks > 1, "parallel", "several processes", "remove it"),
+        (adapters > 1, "adapters", "several adapters at once", "train them one after the other"),
+        (not config.use_peft, "use_peft", "full fine-tuning", "remove it"),
+        (reads_rows, "init_lora_weights", f"{config.init_lora_weights}, which reads rows", "set it to true"),
+        (
+            inside is not None,
+            "target_modules",
+            f"an adapter on {inside}: the vision tower and its projector are frozen",
+            "set target_modules: all-linear, which adapts the language model",
+        ),
+    )
+    for applies, key, reason, fix in refusals:
+        if applies:
+            raise ConfigError(f"{key}: the rows have images, which are not trained with {reason}", fix)
     notice("image-memory", "the memory plan does not count the vision tower's activations for the images of a batch")
 
 

@@ -173,7 +173,8 @@ def prepare_run(
     check_bits(config, shapes.model)
     check_host_state(config, shapes.model, machine, mesh, layout)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
-    data, identity = read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console, len(together))
+    ranks, adapters = layout.size, len(together)
+    data, identity = read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console, ranks, adapters)
     config, layout = choose_layout(_with_labels(config, data), files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
     trust, attention = config.trust_remote_code, config.attn_implementation
