@@ -164,7 +164,9 @@ def padded(batch: Batch, added: int) -> dict[str, Any]:
 
 
 def joined(batches: Sequence[Batch]) -> dict[str, Any]:
-    """Return one batch of the sequences of several, which `can_be_padded`: equally many of each, of one length.
+    """Return one batch with the sequences of several batches, which `can_be_padded`.
+
+    Each batch is first filled up to the number and length of sequences of the largest one.
 
     Added sequences are untrained, and a document each where the batch has `POSITION_IDS`. No synchronization.
     """
@@ -172,12 +174,13 @@ def joined(batches: Sequence[Batch]) -> dict[str, Any]:
 
     rows = max(len(batch[INPUT_IDS]) for batch in batches)
     width = max(batch[INPUT_IDS].shape[1] for batch in batches)
-    alike = [_with_rows(_with_width(batch, width), rows) for batch in batches]
-    result = {name: torch.cat([batch[name] for batch in alike]) for name in alike[0] if name not in (*BOUNDS, *LONGEST)}
-    if BOUNDS[0] in alike[0]:
-        parts = [batch[BOUNDS[0]][number > 0 :] + number * rows * width for number, batch in enumerate(alike)]
+    resized = [_with_rows(_with_width(batch, width), rows) for batch in batches]
+    names = [name for name in resized[0] if name not in (*BOUNDS, *LONGEST)]
+    result = {name: torch.cat([batch[name] for batch in resized]) for name in names}
+    if BOUNDS[0] in resized[0]:
+        parts = [batch[BOUNDS[0]][number > 0 :] + number * rows * width for number, batch in enumerate(resized)]
         result |= dict.fromkeys(BOUNDS, torch.cat(parts))
-        result |= dict.fromkeys(LONGEST, max(batch[LONGEST[0]] for batch in alike))
+        result |= dict.fromkeys(LONGEST, max(batch[LONGEST[0]] for batch in resized))
     return result
 
 
@@ -188,7 +191,7 @@ def _with_width(batch: Batch, width: int) -> dict[str, Any]:
 
 
 def _with_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return a batch of `rows` sequences, of which those that it adds are untrained."""
+    """Return a batch with untrained sequences added, `rows` sequences in all."""
     import torch
 
     added, width = rows - len(batch[INPUT_IDS]), batch[INPUT_IDS].shape[1]

@@ -92,7 +92,7 @@ class LoRA:
         return (a, b) if a.dtype is dtype and b.dtype is dtype else None
 
     def norms(self, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """‖W + s·B·A‖ by rows for DoRA, fp32 [N] or fp64, detached; `dtype` is that of the GEMM W·Aᵀ."""
+        """‖W + s·B·A‖ by rows for DoRA, fp32 [N] or fp64, detached; W·Aᵀ is computed in `dtype`."""
         assert self.squares is not None, "DoRA has the norms of W"
         exact = torch.promote_types(dtype, torch.float32)
         a, b = self.a.detach().to(exact), self.b.detach().to(exact)
@@ -490,7 +490,7 @@ class Projections:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """[v₁, v₂, …] [M, R] for dyᵢ [M, Nᵢ]; and dBᵢ [Nᵢ, rᵢ] in the factors' own dtype, None if not needed.
 
-        With DoRA, dBᵢ are those of c∘Bᵢ; `b_gradients` completes them.
+        With DoRA they are the gradients of c∘Bᵢ; `b_gradients` multiplies them by c.
         """
         v = grads[0].new_empty(grads[0].shape[0], sum(state.ranks))
         b_gradients: list[Tensor | None] = [None] * len(needed)
@@ -554,7 +554,7 @@ class Projections:
         return [None] * self.factor_count if x is None else self._a_gradients(self._summed(v, x), state.ranks)
 
     def _a_gradients(self, stacked: Tensor, ranks: Sequence[int]) -> list[Tensor | None]:
-        """dAᵢ from that of the stacked A."""
+        """Split the gradient of the stacked A into dAᵢ."""
         return [*stacked.split(ranks)]
 
     def _summed(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:

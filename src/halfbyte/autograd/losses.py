@@ -4,8 +4,8 @@ The forward computes dX [N, H] (`ops.losses`) and saves it, and the gradients of
 trained. Log-probabilities save their inputs instead if the backward must recompute the logits. The logits and copies of
 the head are never saved.
 
-The first seven arguments of each op are X, W and the tensors of a `HeadAdapter`, in this order, which is also that of
-the gradients of the first six: the fields of `Needed`.
+The first seven arguments of each op are X, W and the tensors of a `HeadAdapter`. Results list the gradients of the
+first six in the same order, which the fields of `Needed` have, too.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class ActiveRows:
 
 @dataclass(frozen=True)
 class RowModules:
-    """For a module of a model that computes several adapters: the module in its place in the model of each adapter."""
+    """The modules of the same name in the models of several adapters, which one model computes together."""
 
     rows: ActiveRows
     modules: list[Any]
@@ -136,7 +136,7 @@ def record(module: Any) -> PatchRecord:
 
 
 def active_row_modules(module: nn.Module) -> list[Any]:
-    """Return the modules in the place of this one for the ranges of rows of a joint forward; empty outside of one."""
+    """Return the adapters' modules that a joint forward reads instead of this module; empty outside of one."""
     patched = existing_record(module)
     return [] if patched is None or patched.row_modules is None else patched.row_modules.active
 

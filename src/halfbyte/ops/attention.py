@@ -88,7 +88,7 @@ def spans(bounds: Tensor, tokens: int) -> Spans:
 def group_begins(positions: Tensor, group: int, shift: int) -> Tensor:
     """First token of each token's group, int64 [B, T], counted in its row; see `modeling.shifted_attention`.
 
-    A document's groups begin at its tokens 0, `group`, 2·`group`, …; with a shift at 0, `shift`, `shift` + `group`, …
+    Groups of a document begin at its tokens 0, `group`, 2·`group`, …; with a shift at 0, `shift`, `shift` + `group`, …
 
     Args:
         positions: int64 [B, T], restarting with each document.

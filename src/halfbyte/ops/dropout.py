@@ -70,7 +70,7 @@ def _fmix(h: Tensor) -> Tensor:
     return h ^ h >> 16
 
 
-def kept(dropout: Dropout, row: Tensor, columns: int) -> Tensor:
+def keep_mask(dropout: Dropout, row: Tensor, columns: int) -> Tensor:
     """The first mask of `dropout` as bool [M, columns] for rows of these int64 indices [M]; False: dropped."""
     seed = dropout.seeds[0]
     column = torch.arange(dropout.first_column, dropout.first_column + columns, device=seed.device)
@@ -93,7 +93,7 @@ def drop(x: Tensor, dropout: Dropout, rows: Tensor | None = None) -> Tensor:
         A new tensor like x: x/(1 - probability), rounded once, or 0 where an element is dropped.
     """
     row = torch.arange(x.shape[0], device=x.device) if rows is None else rows.long()
-    return torch.where(kept(dropout, row, x.shape[1]), x * dropout.scale, 0.0)
+    return torch.where(keep_mask(dropout, row, x.shape[1]), x * dropout.scale, 0.0)
 
 
 @op("triton.dropped_lora")

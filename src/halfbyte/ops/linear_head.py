@@ -38,7 +38,7 @@ WEIGHT_SLICE = 16_384  # rows of dW per partial GEMM, where a GEMM cannot accumu
 
 
 class HeadAdapter(NamedTuple):
-    """What changes the logits X Wᵀ of N rows; None where nothing does."""
+    """Terms and factors that an adapter of the head applies to the logits X Wᵀ of N rows; None: absent."""
 
     inputs: Tensor | None = None  # U [N, r], in the dtype of X
     factor: Tensor | None = None  # B [V, r]

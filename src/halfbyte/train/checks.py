@@ -48,8 +48,10 @@ def logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 @torch.no_grad()
 def outputs(model: PeftModel, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what an adapter is trained for, float32 [1, T, n], without dropout: the outputs of its trained head, an
-    embedding model's hidden states, or logits."""
+    """Return the outputs that a run trains, float32 [1, T, n], without dropout.
+
+    They are the hidden states of an embedding model, the outputs of a trained head, or logits.
+    """
     model.eval()
     embeds = model.peft_config["default"].task_type == "FEATURE_EXTRACTION"
     with compute_autocast(model, dtype):
@@ -69,7 +71,7 @@ def adapter_reload(
     weights; there the saved weights replace the trained ones. `model` must not be used afterwards.
 
     Raises:
-        TrainingError: the saved adapter computes other logits.
+        TrainingError: the saved adapter computes other outputs.
     """
     trained, unsharded = outputs(model, ids, dtype), sharded(model) is None and are_unsharded(model.parameters())
     changed = changed_experts(model) if unsharded else None

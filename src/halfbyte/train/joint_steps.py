@@ -1,8 +1,8 @@
 """Steps of several adapters as one: their micro-batches are ranges of rows of one batch, see `modeling.row_adapters`.
 
-A step of a run has as many micro-batches as its own accumulation. The first ones of all runs are one batch, then the
-second ones of those that have a second one. A run that has ended is in no batch any more. Losses are divided by each
-run's own count, and gradients reach each run's own parameters, so the runs differ from separate ones by rounding alone.
+The number of micro-batches in a step is each run's own. The first micro-batches of all runs are computed as one batch,
+then the second micro-batches of all runs that have one, and so on. Losses are divided by each run's own count, and
+gradients reach each run's own parameters, so the runs differ from separate runs by rounding alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROW_LEVELS = ("tiled",)  # activation levels that split the rows of a batch
 
 
 def obstacle(run: PreparedRun, verified: Verified) -> str | None:
-    """Return why the steps of a run cannot be computed with those of others, or None."""
+    """Return why the steps of a run cannot be part of joint steps, or None."""
     if verified.report is None:
         return "layers run transformers' own forwards" if run.machine.device.type != "cpu" else "a CPU gains nothing"
     if run.config.precision.recipe != "bf16":
@@ -55,10 +55,10 @@ def obstacle(run: PreparedRun, verified: Verified) -> str | None:
 
 
 class MemberStepper(Stepper):
-    """The stepper of a run whose steps are computed with those of others.
+    """The stepper of a run whose steps are part of joint steps.
 
     Attributes:
-        joint: what computes them.
+        joint: computes the steps; None before the first one.
     """
 
     joint: JointSteps | None = None
@@ -115,7 +115,7 @@ class JointSteps:
     def __call__(
         self, steps: Mapping[str, Accumulation], as_run: Callable[[str], AbstractContextManager[None]]
     ) -> dict[str, Tensor | BaseException]:
-        """Compute the steps; return each run's sums, fp32 [n], or the error that it is to raise.
+        """Compute the steps; return each run's sums, fp32 [n], or its error.
 
         Args:
             as_run: the context of a run's own random numbers.

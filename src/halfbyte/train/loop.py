@@ -167,7 +167,7 @@ class TrainingLoop:
         fp8_scales: delayed scales of the fp8 recipe.
         rollouts: samples the rows of each step; None: `rows` are trained on as they are.
         pipeline_state: gathers weights and optimizer state from the stages of a pipeline; None: one stage.
-        progress: state of the run for its status.json; default: nobody reads it.
+        progress: state of the run for its status.json; default: a new one that is not written.
     """
 
     # Set by `train`, after the weights of a checkpoint are loaded.

@@ -343,10 +343,10 @@ def several_obstacle(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence
     if x.shape[0] <= WHOLE_ROWS or len(products) > gemm4.PRODUCTS:
         return f"takes {WHOLE_ROWS + 1} to {MOST_ROWS} rows and 1 to {gemm4.PRODUCTS} weights"
     refusals = (reason for product in products if (reason := operand_obstacle(x, product)))
-    return gemm4.terms_obstacle(terms) or next(refusals, None) or unlike(x, linears)
+    return gemm4.terms_obstacle(terms) or next(refusals, None) or formats_obstacle(x, linears)
 
 
-def unlike(x: Tensor, linears: Sequence[PackedLinear]) -> str | None:
+def formats_obstacle(x: Tensor, linears: Sequence[PackedLinear]) -> str | None:
     """Return why one launch cannot take the weights of these linears, or None."""
     kinds = {(operand.source, *operand.constants.items()) for operand in (operand_of(x, p.product) for p in linears)}
     one_order = len({id(linear.product.order) for linear in linears}) == 1

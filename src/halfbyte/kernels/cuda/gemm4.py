@@ -16,7 +16,7 @@ from ..device import device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, gemv4, remembered
 from .gemv4 import BLOCKSIZE, Nested, mma_obstacle, weight_of
-from .gemv4_row import not_alike, shares
+from .gemv4_row import shares, weights_obstacle
 
 FEWEST, BATCH = 9, 64  # rows of x
 CAPABILITY = 9  # only compute capability 9.x has wgmma
@@ -212,7 +212,7 @@ def terms_obstacle(terms: Sequence[gemv4.Term]) -> str | None:
 
 def several_obstacle(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[gemv4.Term]) -> str | None:
     refusals = (reason for linear in linears if (reason := obstacle(x, *linear.product.arguments)))
-    return not_alike(linears) or terms_obstacle(terms) or next(refusals, None)
+    return weights_obstacle(linears) or terms_obstacle(terms) or next(refusals, None)
 
 
 @packed_linears.kernel("cuda", unless=several_obstacle, rank=1)

@@ -82,7 +82,7 @@ def gemv(
     return _products(x.contiguous(), [(packed, absmax, nested, blocksize, quant_type, rows, bias)], blocks)[0]
 
 
-def not_alike(linears: Sequence[PackedLinear]) -> str | None:
+def weights_obstacle(linears: Sequence[PackedLinear]) -> str | None:
     """Return why a launch cannot take the weights of these linears, or None."""
     if not 1 <= len(linears) <= PARTS or any(linear.product.op is not linear_blockwise4 for linear in linears):
         return f"takes 1 to {PARTS} weights in NF4 or FP4"
@@ -92,7 +92,7 @@ def not_alike(linears: Sequence[PackedLinear]) -> str | None:
 
 def several_obstacle(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[Term]) -> str | None:
     refusals = (reason for linear in linears if (reason := obstacle(x, *linear.product.arguments)))
-    return not_alike(linears) or next(refusals, None)
+    return weights_obstacle(linears) or next(refusals, None)
 
 
 @packed_linears.kernel("cuda", unless=several_obstacle)
