@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from halfbyte.autograd.lora import LoRA, lora_qkv
 from halfbyte.autograd.lora_mlp import lora_mlp
 from halfbyte.modeling.projections import squared_norms
-from halfbyte.ops.dropout import Dropout, kept
+from halfbyte.ops.dropout import Dropout, keep_mask
 
 HUGGING_FACE = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
@@ -23,7 +23,7 @@ class SeededDropout(nn.Dropout):
         if not self.training or not self.p:
             return x
         rows, mask = x.reshape(-1, x.shape[-1]), Dropout.drawn(self.p, 1, x.device)
-        keep = kept(mask, torch.arange(len(rows), device=x.device), rows.shape[1])
+        keep = keep_mask(mask, torch.arange(len(rows), device=x.device), rows.shape[1])
         return (rows * keep * mask.scale).view(x.shape)
 
 

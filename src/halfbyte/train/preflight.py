@@ -166,13 +166,7 @@ def prepare_run(
     tokenizer = load_run_tokenizer(config, files.place)
     config = with_token_rows(config, tokenizer, files.config)
     shapes = ModelShapes(config, files.config, machine.device)
-    if config.adapter is not None and _initialised(config):
-        adapted_layers(shapes.model, config.adapter)
-    check_layout(layout, config, shapes)
-    check_targets(config, shapes.model)
-    check_bits(config, shapes.model)
-    check_host_state(config, shapes.model, machine, mesh, layout)
-    check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
+    _check_shapes(config, shapes, machine, mesh, layout)
     ranks, adapters = layout.size, len(together)
     data, identity = read_data(config, method, files, shapes, tokenizer, checkpoint, mesh, console, ranks, adapters)
     config, layout = choose_layout(_with_labels(config, data), files, machine, data, shapes, mesh, layout, console)
@@ -219,6 +213,17 @@ def prepare_run(
     if method.reference and is_verbose(console):
         _print_reference(run, console)
     return run
+
+
+def _check_shapes(config: RunConfig, shapes: ModelShapes, machine: Machine, mesh: Mesh, layout: Parallel) -> None:
+    """Check that the model has the layers that adapter, optimizer and layout name."""
+    if config.adapter is not None and _initialised(config):
+        adapted_layers(shapes.model, config.adapter)
+    check_layout(layout, config, shapes)
+    check_targets(config, shapes.model)
+    check_bits(config, shapes.model)
+    check_host_state(config, shapes.model, machine, mesh, layout)
+    check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
 
 
 def _print_reference(run: PreparedRun, console: Console) -> None:
