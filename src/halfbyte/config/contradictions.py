@@ -45,6 +45,7 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _schedule_contradictions(config)
     yield from _best_model_contradictions(config)
     yield from _hub_contradictions(config)
+    yield from _watching_contradictions(config)
     yield from _dataset_contradictions(config)
     yield from _shifted_attention_contradictions(config)
     if config.storage.rounds:
@@ -282,6 +283,22 @@ def _best_model_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if config.early_stopping_threshold and config.early_stopping_patience is None:
         key = "early_stopping_threshold"
         yield key, f"{config.written(key)} without early_stopping_patience has no effect", "set early_stopping_patience"
+
+
+def _watching_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions of `sample_steps` and `row_losses` with methods without answers, or without such losses."""
+    key, method = "sample_steps", config.written("method")
+    if config.sample_steps and not config.sample_prompts:
+        yield key, f"{config.written(key)} with sample_prompts: 0, which chooses no prompts", "set sample_prompts: 3"
+    elif config.sample_steps and config.method in ("reward", "prm", *TASKS):
+        yield key, f"{config.written(key)} with {method}, whose model generates no answers", f"remove {key}"
+    key = "row_losses"
+    if not config.row_losses:
+        return
+    if config.method in (*SAMPLING, "kto", "embedding"):
+        yield key, f"{key}: true with {method}: the loss of a document depends on other rows", f"remove {key}"
+    elif config.packing and config.method != "sft":
+        yield key, f"{key}: true with packing: true and {method}: packed pairs are not separated", "remove one of them"
 
 
 def _hub_contradictions(config: RunKeys) -> Iterator[Contradiction]:

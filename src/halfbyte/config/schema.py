@@ -623,6 +623,12 @@ class TrainingSection(Section):
     sample_max_new_tokens: PositiveInt = Field(
         48, description="largest number of tokens in an answer to sample_prompts"
     )
+    sample_steps: PositiveInt | None = Field(
+        None, description="optimizer steps between answers to sample_prompts, which samples.jsonl stores; default: none"
+    )
+    row_losses: bool = Field(
+        False, description="store the losses of held-out and some training documents before and after training"
+    )
     method: str = Field(
         "sft", description="training method: sft (supervised fine-tuning), or one of the methods in the sections below"
     )

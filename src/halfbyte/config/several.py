@@ -31,7 +31,7 @@ DIFFERING = (
     *("max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "neftune_noise_alpha", "logging_steps"),
     *("eval_steps", "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
     *("greater_is_better", "early_stopping_patience", "early_stopping_threshold", "sample_prompts"),
-    *("sample_max_new_tokens", "seed"),
+    *("sample_max_new_tokens", "sample_steps", "row_losses", "seed"),
 )
 # key → why a run with several adapters cannot have another value than the default
 SINGLE = {

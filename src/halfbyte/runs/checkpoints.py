@@ -43,7 +43,8 @@ FREE_KEYS = frozenset(
     [
         *("output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"),
         *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
-        *("sample_prompts", "sample_max_new_tokens", "activation_checkpointing", "memory_limit_gib"),
+        *("sample_prompts", "sample_max_new_tokens", "sample_steps", "row_losses"),
+        *("activation_checkpointing", "memory_limit_gib"),
         *("optim_in_backward", "optim_offload"),
         *("load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold"),
         *LENGTH,

@@ -3,7 +3,8 @@
 output_dir/
     run.yaml  config.resolved.yaml                      configuration: given keys, all keys
     environment.json  data_report.json  memory.json     written before the first step, completed at the end
-    metrics.jsonl  completions.jsonl                    written line by line
+    metrics.jsonl  completions.jsonl  samples.jsonl     written line by line
+    row_losses.jsonl                                    losses of single documents before and after training
     checkpoint-N/                                       state after N optimizer steps
     checkpoint-N.set-aside/                             a checkpoint newer than the one a run continued from
     adapter/ or model/                                  trained weights
@@ -62,6 +63,12 @@ COMPLETIONS = "completions.jsonl"
 
 COMPLETIONS_PER_GENERATION = 64
 """Most lines of `COMPLETIONS` for one generation."""
+
+SAMPLES = "samples.jsonl"
+"""One JSON object per answer to a sample prompt: `step`, `prompt`, `answer`, `reference` (`sample_steps`)."""
+
+ROW_LOSSES = "row_losses.jsonl"
+"""One JSON object per document: `split`, `row`, `hash`, `tokens`, `trained_tokens`, `start`, `end`, `text`."""
 
 # --- results ---------------------------------------------------------------------------------------------------------
 

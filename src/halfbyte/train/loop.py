@@ -81,6 +81,7 @@ from .checkpoint import (
 from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal, skip_if_not_finite
 from .metrics_log import MetricsLog
 from .sampler import batches
+from .samples import SampleLog
 from .stepper import SharedNumbers, Stepper, with_numbers
 
 Result = TypeVar("Result")
@@ -168,6 +169,7 @@ class TrainingLoop:
         rollouts: samples the rows of each step; None: `rows` are trained on as they are.
         pipeline_state: gathers weights and optimizer state from the stages of a pipeline; None: one stage.
         progress: state of the run for its status.json; default: a new one that is not written.
+        samples: answers prompts every few steps; None: the run answers none while it trains.
     """
 
     # Set by `train`, after the weights of a checkpoint are loaded.
@@ -199,6 +201,7 @@ class TrainingLoop:
         rollouts: RolloutDataset | None = None,
         pipeline_state: PipelineState | None = None,
         progress: Progress | None = None,
+        samples: SampleLog | None = None,
     ):
         self.config = config
         self.identity = identity
@@ -225,6 +228,7 @@ class TrainingLoop:
         self.rollouts = rollouts
         self.pipeline_state = pipeline_state
         self.progress = progress or Progress()
+        self.samples = samples
         self.callbacks = Callbacks(args, model, reports=mesh.is_main)
         self.request = StopRequest()
         self.best = BestEvaluation.of(config, self.method)
@@ -372,8 +376,11 @@ class TrainingLoop:
         ends = self.state.global_step >= self.state.max_steps or control.should_training_stop
         if self.best is not None and ends:
             control.should_evaluate = True
-        if ends or control.should_evaluate or control.should_save:
+        samples = self.samples if self.samples is not None and self.samples.is_due(self.state.global_step) else None
+        if ends or samples or control.should_evaluate or control.should_save:
             self.metrics_log.read()
+        if samples is not None:  # before the evaluation, which a signal may interrupt, and a resumed run then repeats
+            samples.sample(self)
         self._evaluate_and_save()
 
     def _evaluate_and_save(self) -> None:
@@ -656,6 +663,27 @@ class TrainingLoop:
         """Return the method's numbers over `rows`, `size` per batch."""
         metrics = self.method.numbers.trained
         window, outputs = Window.of(metrics), RowOutputs(metrics)
+
+        def add(counts: dict[str, float], values: Mapping[str, Tensor]) -> None:
+            window.add({metric.name: float(values[metric.name]) for metric in metrics}, counts, 0.0)
+            outputs.add(values)
+
+        self.evaluate_batches(rows, size, add)
+        window = window.over(self.mesh)
+        totals = {name: count for name, count in window.counts.items() if name != TOKENS}
+        self.guards.check_held_out(self.state.global_step, window.sums["loss"], totals[self.loss_count])
+        numbers = self.method.evaluation(window.means(metrics), totals)
+        return numbers | self.method.over_all_rows(outputs.all(self.mesh))
+
+    def evaluate_batches(
+        self, rows: Rows, size: int, add: Callable[[dict[str, float], Mapping[str, Tensor]], None]
+    ) -> None:
+        """Run the model on this rank's batches of `rows`, without gradients.
+
+        Args:
+            size: rows per batch.
+            add: called with the counts of each batch and the result of the method's `evaluate`.
+        """
         random = random_states()
         self.model.eval()
         source = batches(RowTable(rows), size, self.collate, self.mesh, pinned=self.device.type != "cpu")
@@ -672,13 +700,7 @@ class TrainingLoop:
                 for batch_counts, values in zip(
                     counts, self.stepper.evaluate(self.held_out_values, ready), strict=True
                 ):
-                    window.add({metric.name: float(values[metric.name]) for metric in metrics}, batch_counts, 0.0)
-                    outputs.add(values)
-        window = window.over(self.mesh)
-        totals = {name: count for name, count in window.counts.items() if name != TOKENS}
-        self.guards.check_held_out(self.state.global_step, window.sums["loss"], totals[self.loss_count])
-        numbers = self.method.evaluation(window.means(metrics), totals)
-        return numbers | self.method.over_all_rows(outputs.all(self.mesh))
+                    add(batch_counts, values)
 
     @waiting("saving a checkpoint")
     def _save(self, random: dict[str, Any] | None = None, evaluation_pending: bool = False) -> None:

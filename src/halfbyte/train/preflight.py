@@ -40,7 +40,7 @@ from ..report.terminal import print_header, print_processes
 from ..runs import checkpoints
 from ..runs.inputs import check_paths
 from ..utils.console import Console, is_verbose
-from ..utils.errors import CheckpointError
+from ..utils.errors import CheckpointError, ConfigError
 from ..utils.files import check_space
 from ..utils.hardware import limit_primitive_caches
 from ..utils.text import one_line
@@ -189,6 +189,9 @@ def prepare_run(
     rows = data.train if data.eval is None else data.eval
     templated = data.report["template"] is not None
     prompts = [] if method.scores else samples.pick_prompts(config, tokenizer, rows, templated=templated)
+    if config.sample_steps and not prompts:  # `generate` reads no images
+        fix = "give prompts as texts: sample_prompts: [...], or remove sample_steps"
+        raise ConfigError(f"{config.written('sample_steps')}: the run has no prompts to answer", fix)
     notice_unsharded_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, data_parallel_degree)

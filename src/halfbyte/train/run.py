@@ -40,6 +40,7 @@ from .loop import Steps, TrainingLoop, drive, seed_process
 from .preflight import PreparedRun, prepare_run
 from .reference import add_reference
 from .rollouts import sampled_rollouts
+from .row_losses import RowLosses
 from .run_folder import (
     OpenRun,
     finished_measures,
@@ -221,6 +222,12 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
             pipelined=pipelined,
         )
         untrained_answers = answer()
+        samples_log = None
+        if run.config.sample_steps:
+            samples_log = samples.SampleLog(
+                job.samples, run.prompts, answer, run.config.sample_steps, writes=run.mesh.is_main
+            )
+            samples_log.write(0, untrained_answers)
         stepper = pipelined or source.stepper(run, model, verified)
         with (
             training_context(run, model, console) as count_experts,
@@ -246,10 +253,12 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
                 rollouts=rollouts,
                 pipeline_state=pipeline,
                 progress=job.progress,
+                samples=samples_log,
             )
             if hub is not None:
                 loop.add_callback(hub)
-            yield from _train(job, loop, console)
+            row_losses = RowLosses.of(job, rows, held_out) if run.config.row_losses else None
+            yield from _train(job, loop, console, row_losses)
         job.progress.state = "evaluating"
         trained_answers = answer()
         measure_peaks(run, stepper, measured)
@@ -273,12 +282,14 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
     return RunResult(job.output, summarize(job, measured))
 
 
-def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> Steps[None]:
+def _train(job: OpenRun, loop: TrainingLoop, console: Console, row_losses: RowLosses | None) -> Steps[None]:
     """Evaluate, train, evaluate; a resumed run does not repeat a recorded evaluation."""
     run, numbers = job.prepared, job.prepared.method.numbers
     with LiveMetrics(console, run.total_steps, numbers, capacity_bytes=run.plan.capacity_bytes) as live:
         job.metrics.listeners.append(live.update)
         job.progress.state = "training"
+        if row_losses is not None:
+            row_losses.measure(loop, "start")
         if run.data.eval is not None and not _recorded(job):
             loop.evaluate()
         yield from loop.steps(run.checkpoint)
@@ -286,6 +297,8 @@ def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> Steps[None]:
         if run.data.eval is not None and loop.state.global_step not in evaluated:
             loop.evaluate()
         loop.load_best()
+        if row_losses is not None:
+            row_losses.measure(loop, "end")
     print_best(job, loop.best_result(), console)
 
 

@@ -37,6 +37,8 @@ from ..runs.layout import (
     MOMENTS,
     PAGES,
     RESOLVED_CONFIG,
+    ROW_LOSSES,
+    SAMPLES,
     WEIGHTS,
 )
 from ..runs.metrics import MetricsFile, describe_best, evaluation_of_weights, final_loss
@@ -68,18 +70,20 @@ class OpenRun:
         prepared: the prepared run.
         output: its folder.
         metrics: its metrics.jsonl.
+        samples: its samples.jsonl.
         progress: state of the run, for its status.json.
     """
 
     prepared: PreparedRun
     output: Path
     metrics: MetricsFile
+    samples: MetricsFile
     progress: Progress
 
     @classmethod
     def of(cls, prepared: PreparedRun, progress: Progress) -> OpenRun:
         output = prepared.config.output_path
-        return cls(prepared, output, MetricsFile(output / METRICS), progress)
+        return cls(prepared, output, MetricsFile(output / METRICS), MetricsFile(output / SAMPLES), progress)
 
 
 @contextlib.contextmanager
@@ -109,7 +113,8 @@ def open_run(prepared: PreparedRun, resume: str | bool | None, progress: Progres
         yield run
     finally:
         if not (prepared.checkpoint or checkpoints.results_in(output)):
-            for name in (*FIRST, COMPLETIONS, *([GIVEN_CONFIG] if is_generated(output / GIVEN_CONFIG) else [])):
+            generated = [GIVEN_CONFIG] if is_generated(output / GIVEN_CONFIG) else []
+            for name in (*FIRST, COMPLETIONS, SAMPLES, ROW_LOSSES, *generated):
                 (output / name).unlink(missing_ok=True)
             remove(output / INITIAL)
             remove(output / MOMENTS)
@@ -158,7 +163,12 @@ def _write_first(run: OpenRun) -> None:
         checkpoints.rename_newer(output, checkpoint)
         if run.prepared.config.load_best_model_at_end:
             checkpoints.copy_best(output, checkpoint)
-    run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
+    step = checkpoints.step_of(checkpoint) if checkpoint else -1
+    run.metrics.keep_until(step)
+    if run.samples.path.exists():
+        run.samples.keep_until(step)
+    if checkpoint is None:
+        (output / ROW_LOSSES).unlink(missing_ok=True)
     write_text(output / RESOLVED_CONFIG, dump_config(with_specs(run.prepared.config, KBit.names)))
     file = output / GIVEN_CONFIG  # one that a user wrote is not replaced
     if not file.exists() or is_generated(file):

@@ -1,9 +1,9 @@
-"""A few prompts answered before and after training, to show what changed."""
+"""A few prompts answered before, during and after training, to show what changes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,16 @@ from ..data.images import IMAGES
 from ..generation import forget, generate
 from ..generation.decoder import context_length
 from ..generation.sampling import stop_tokens
+from ..memory.allocators import free_stream_caches
 from ..ops import IGNORE_INDEX
 from ..parallel.shard.model import sharded
+from ..runs.metrics import MetricsFile
 from ..utils.hardware import free_cached_memory
 from ..utils.waiting import waiting
+from .checkpoint import random_states, set_random_states
 
 if TYPE_CHECKING:
+    from .loop import TrainingLoop
     from .pipeline_stepper import PipelinedStepper
 
 TEXT_PROMPT_TOKENS = 32  # tokens of a plain text that serve as its prompt
@@ -85,6 +89,49 @@ def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class SampleLog:
+    """Answers prompts every few steps of a run, and writes them to samples.jsonl.
+
+    Attributes:
+        file: samples.jsonl.
+        prompts: the prompts.
+        answer: returns the model's answers to them; collective.
+        steps: optimizer steps between answers.
+        writes: whether this rank writes the file.
+    """
+
+    file: MetricsFile
+    prompts: Sequence[Prompt]
+    answer: Callable[[], list[str]]
+    steps: int
+    writes: bool
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the prompts are answered after `step`."""
+        return step % self.steps == 0
+
+    def sample(self, loop: TrainingLoop) -> None:
+        """Answer the prompts after a step of `loop`, and write the answers; random states and training do not change.
+
+        Methods that generate rollouts have an engine of their own, whose memory stays.
+        """
+        loop.use_evaluation_weights()
+        random = random_states()
+        with loop.progress.during("evaluating"), free_stream_caches(loop.stepper, loop.device):
+            answers = loop.stepper.retry_without_graphs(self.answer)
+        set_random_states(random)
+        self.write(loop.state.global_step, answers)
+
+    def write(self, step: int, answers: Sequence[str]) -> None:
+        """Write the answers after `step`, unless a run that is resumed has written them."""
+        if not self.writes or any(record["step"] == step for record in self.file.records()):
+            return
+        for prompt, answer in zip(self.prompts, answers, strict=True):
+            line = {"kind": "sample", "step": step, "prompt": prompt.text, "answer": answer}
+            self.file.append({**line, "reference": prompt.reference})
 
 
 @waiting("answering the prompts of generations.json")
