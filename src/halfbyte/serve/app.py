@@ -28,11 +28,12 @@ from ..generation.text import Piece
 from ..utils.errors import HalfbyteError
 from ..utils.hardware import is_out_of_memory
 from ..utils.text import cut, visible
+from .errors import RequestError
 from .guard import HEALTH, LOCAL, Access
 from .model import PreparedRequest, Served
 from .protocol import DrainBody
 from .replies import Reply, event, tokens_of
-from .requests import ChatRequest, CompletionRequest, Request, RequestError, parse
+from .requests import ChatRequest, CompletionRequest, Request, parse
 
 HOP_SECONDS = 0.02  # batch tokens for this long before passing them between threads
 READ_SECONDS = 5.0  # time for the client to read the rest after its deadline

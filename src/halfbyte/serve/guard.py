@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..utils.errors import UsageError
 from ..utils.text import brief
-from .requests import RequestError
+from .errors import RequestError
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 KEY_VARIABLE = "HALFBYTE_API_KEY"

@@ -25,7 +25,8 @@ from ..utils.errors import CheckpointError, ConfigError, DataError, UsageError
 from ..utils.notices import notice
 from ..utils.text import brief
 from .conversation import Conversation
-from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError, ResponseFormat
+from .errors import RequestError
+from .requests import ChatRequest, CompletionRequest, Message, Request, ResponseFormat
 
 LEAST_TOP_P = 1e-9  # used for OpenAI's top_p: 0, which takes the most likely token
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from typing import Any
 
@@ -12,7 +13,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .requests import RequestError
+from ..utils.errors import ConfigError, explain_os_error
+from .errors import RequestError
 
 CONNECTIONS = 256  # simultaneous connections, idle ones included
 HEAD_SECONDS = 10.0  # time limit for a request's head
@@ -119,3 +121,23 @@ class DrainBody:
                 return
 
         await self.app(scope, received, answer)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a socket, before anything is loaded, so that a port in use is reported at once.
+
+    Raises:
+        ConfigError: the address is not available.
+    """
+    listener = None
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, ValueError) as error:  # ValueError: an invalid host name
+        if listener is not None:
+            listener.close()
+        cause = explain_os_error(error) if isinstance(error, OSError) else "invalid host name"
+        raise ConfigError(f"cannot listen on {host}:{port}: {cause}", "choose another --host or --port") from error
+    return listener

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies and their validation, and errors in OpenAI's format."""
+"""OpenAI's request bodies and their validation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..generation.sampling import REPETITION_PENALTIES
 from ..reading import parse_json
 from ..utils.errors import DataError
 from ..utils.text import brief
+from .errors import RequestError
 
 # Fields about cost and speed, which never change an answer.
 IGNORED_FIELDS = {"audio", "prediction", "prompt_cache_options", "service_tier"}  # audio comes with modalities
@@ -27,30 +28,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "verbosity": ("medium",),
 }
-
-
-class RequestError(Exception):
-    """A request that is refused or aborted.
-
-    Args:
-        status: HTTP status.
-        message: the problem, with its numbers.
-        param: the invalid field.
-        code: OpenAI's error code, if there is one.
-        error_type: OpenAI's error type.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        error_type: str = "invalid_request_error",
-    ):
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
 def _no_effect(key: str, value: Any, body: dict[str, Any]) -> bool:

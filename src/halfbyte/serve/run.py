@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 
 import uvicorn
 
-from ..utils.errors import ConfigError, explain_os_error
 from ..utils.notices import notice
 from ..utils.text import visible
 from .app import Endpoints, application
 from .guard import LOOPBACK, Access, access_to, url_host
 from .model import Limits, load
-from .protocol import Protocol
+from .protocol import Protocol, bind
 
 GRACE_SECONDS = 3.0  # for running requests to finish after a signal
 HANGUP_SECONDS = 1  # then, for clients to read their error
@@ -61,7 +60,7 @@ def serve(
         ConfigError: the address is not available, or requires a key.
         HalfbyteError: the model or an adapter cannot be loaded.
     """
-    listener = _bind(host, port)
+    listener = bind(host, port)
     with listener:
         access = access_to(host, listener.getsockname()[0], hosts, api_key)
         served = load(name, adapters, limits, trust_remote_code, kv_cache)
@@ -98,19 +97,3 @@ def configured(endpoints: Endpoints, access: Access) -> uvicorn.Config:
         lifespan="off",
         timeout_graceful_shutdown=int(GRACE_SECONDS) + HANGUP_SECONDS,
     )
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Bind the socket before the model is loaded, so that a port in use is reported at once."""
-    listener = None
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, ValueError) as error:  # ValueError: an invalid host name
-        if listener is not None:
-            listener.close()
-        cause = explain_os_error(error) if isinstance(error, OSError) else "invalid host name"
-        raise ConfigError(f"cannot listen on {host}:{port}: {cause}", "choose another --host or --port") from error
-    return listener
