@@ -123,6 +123,7 @@ class Training:
     ):
         import halfbyte
         from halfbyte.modeling.head import causal_lm_loss
+        from halfbyte.modeling.step_norms import DoraNorms
 
         self.loss = causal_lm_loss
         self.accumulation = accumulation
@@ -130,6 +131,7 @@ class Training:
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.report = halfbyte.patch(self.model, activations, recipe)
+        self.dora_norms = DoraNorms(self.model, torch.bfloat16)
         self.batch = random_batch(name, rows, length, device)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.initial = [parameter.detach().clone() for parameter in self.trained]
@@ -143,10 +145,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.trained, lr=2e-4, weight_decay=0.0, fused=True, capturable=capturable)
 
     def step(self, batch: Any) -> Tensor:
-        for _ in range(self.accumulation):
-            loss_sum, tokens = self.loss(self.model, batch)
-            loss = loss_sum / (tokens * self.accumulation)
-            loss.backward()
+        with self.dora_norms.computed():
+            for _ in range(self.accumulation):
+                loss_sum, tokens = self.loss(self.model, batch)
+                loss = loss_sum / (tokens * self.accumulation)
+                loss.backward()
         self.optimizer.step()
         if self.report.scaling is not None:
             self.report.scaling.roll()

@@ -1,7 +1,5 @@
 """PEFT's own modules on plain linears, and the same step through halfbyte's functions, for the tests of `lora`."""
 
-from dataclasses import replace
-
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
@@ -9,7 +7,7 @@ from transformers.activations import ACT2FN
 
 from halfbyte.autograd.lora import LoRA, lora_qkv
 from halfbyte.autograd.lora_mlp import lora_mlp
-from halfbyte.modeling.projections import squared_norms
+from halfbyte.modeling.projections import dora_adapter
 from halfbyte.ops.dropout import Dropout, keep_mask
 
 HUGGING_FACE = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -51,8 +49,7 @@ class Model(nn.Module):
         weight, bias = module.base_layer.weight, module.base_layer.bias
         lora = LoRA(module.lora_A["default"].weight, module.lora_B["default"].weight, module.scaling["default"])
         if module.lora_magnitude_vector:
-            dora = module.lora_magnitude_vector["default"]
-            lora = replace(lora, magnitude=dora.weight, squares=squared_norms(dora, weight))
+            lora = dora_adapter(lora.a, lora.b, lora.scaling, module.lora_magnitude_vector["default"], weight)
         return weight, bias, lora
 
     def fused(self, x, weights=None, dropout=0.0):

@@ -56,10 +56,10 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats.base import Weight, is_quantized
-from ..ops.dora import column_dots
 from ..ops.dropout import Dropout, drop, dropped_gradients, dropped_products
 from ..ops.fp8_scaling import Codes, Slot
 from ..utils.errors import ModelError
+from .dora import StepNorms, magnitude_gradient, row_norms
 from .function import OnceFunction
 from .gemms import accumulate, cast, dense, gradient_dtype, product, rows_of, scale_rows, stack, summed
 
@@ -75,6 +75,7 @@ class LoRA:
         copies: a and b in another dtype, if they have been cast for this forward (`modeling.cast_cache`).
         magnitude: DoRA's m [N], any float dtype; None: LoRA.
         squares: ‖W‖² by rows, fp32 [N]; None: LoRA.
+        step_norms: norms of this optimizer step; None: each call computes its own.
         first_column: index of a's first column in the full A, of which a rank may hold some columns.
     """
 
@@ -84,6 +85,7 @@ class LoRA:
     copies: tuple[Tensor, Tensor] | None = None
     magnitude: Tensor | None = None
     squares: Tensor | None = None
+    step_norms: StepNorms | None = None
     first_column: int = 0
 
     def cast_to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -94,12 +96,9 @@ class LoRA:
     def norms(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         """‖W + s·B·A‖ by rows for DoRA, fp32 [N] or fp64, detached; W·Aᵀ is computed in `dtype`."""
         assert self.squares is not None, "DoRA has the norms of W"
-        exact = torch.promote_types(dtype, torch.float32)
-        a, b = self.a.detach().to(exact), self.b.detach().to(exact)
-        values: Any = weight if is_quantized(weight) else weight.detach().to(dtype)
-        crossed = (F.linear(self.a.detach().to(dtype), values).t().to(exact) * b).sum(1)
-        squared = ((b @ (a @ a.t())) * b).sum(1)
-        return (self.squares + 2 * self.scaling * crossed + self.scaling**2 * squared).clamp_min(0).sqrt()
+        if self.step_norms is not None and self.step_norms.are_of(self.a, self.b, dtype):
+            return self.step_norms.values
+        return row_norms([weight], [self.a], [self.b], [self.squares], self.scaling, dtype)[0]
 
 
 @dataclass(frozen=True)
@@ -661,24 +660,6 @@ class RowProjections(Projections):
         """As in `Projections`, for each range of rows: [G, N, K]."""
         ranges = self.ranges, -1
         return summed(left.unflatten(0, ranges).mT, right.unflatten(0, ranges), scale, self.dtype)
-
-
-def magnitude_gradient(
-    grad: Tensor, output: Tensor, bias: Tensor | None, magnitude: Tensor, low_rank: Tensor | float = 0.0
-) -> Tensor:
-    """dm = Σ dy∘(y - b) / m over rows, in the magnitude's dtype; 0 where m is 0, since such a y does not show c.
-
-    Args:
-        grad, output: dy and y [M, N]; y may lack the adapter's term.
-        bias: b [N], or None.
-        magnitude: m [N].
-        low_rank: Σ dy∘(s·u·(c∘B)ᵀ) over rows [N], if `output` lacks this term.
-    """
-    dots = column_dots(grad, output) + low_rank
-    if bias is not None:
-        dots = dots - bias * grad.sum(0, dtype=dots.dtype)
-    m = magnitude.to(dots.dtype)
-    return torch.where(m == 0, 0.0, dots / m).to(magnitude.dtype)
 
 
 class _LoRA(torch.autograd.Function):

@@ -35,9 +35,10 @@ from ..ops.lora_glu import (
     lora_glu_float8,
 )
 from ..utils.errors import ModelError
+from .dora import magnitude_gradient
 from .function import OnceFunction
 from .gemms import rows_of
-from .lora import LoRA, Projections, RowLoRA, State, check, composed, magnitude_gradient, magnitudes, refuse_compiled
+from .lora import LoRA, Projections, RowLoRA, State, check, composed, magnitudes, refuse_compiled
 
 if TYPE_CHECKING:
     from ..formats.base import Weight

@@ -23,7 +23,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from ..autograd.gemms import dense
-from ..autograd.lora import LoRA, dropped
+from ..autograd.lora import dropped
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.base import is_quantized
@@ -36,7 +36,7 @@ from ..utils.errors import DataError, ModelError
 from ..utils.notices import notice
 from .attention import with_shared_prefixes
 from .layer import causal_lm_of
-from .projections import squared_norms
+from .projections import dora_adapter
 from .shared_prefix import PrefixCache
 from .token_rows import active_rows, trained_rows
 
@@ -145,11 +145,8 @@ def head_terms(causal_lm: Any, hidden: Tensor) -> tuple[Tensor, HeadAdapter]:
         inputs.append(F.linear(_dropped(x, adapter), adapter.a.to(dtype)))
         factors.append(adapter.b * adapter.scaling)
         if adapter.dora is not None:
-            magnitude = adapter.dora.weight
-            squares = squared_norms(adapter.dora, read.weight)
-            columns = magnitude / LoRA(adapter.a, adapter.b, adapter.scaling, None, magnitude, squares).norms(
-                read.weight, dtype
-            )
+            lora = dora_adapter(adapter.a, adapter.b, adapter.scaling, adapter.dora, read.weight)
+            columns = adapter.dora.weight / lora.norms(read.weight, dtype)
     if read.bias is not None:
         inputs.append(x.new_ones(*x.shape[:-1], 1))
         factors.append(read.bias.unsqueeze(1))

@@ -35,6 +35,7 @@ from .cast_cache import cast_factors
 from .patch_record import active_row_modules, existing_record, mark_read, record
 
 RECIPE_NAMES = ("bf16", "fp8-hybrid", "nvfp4")
+STEP_NORMS = "step_norms"  # attribute of PEFT's DoRA layers during an optimizer step, see `modeling.step_norms`
 FP8_CAPABILITY = (8, 9)  # minimum compute capability
 
 Recipe = ScalingOptions | Nvfp4Recipe | None
@@ -72,7 +73,7 @@ def read_projection(module: nn.Module) -> Projection | str:
     if dora is None:
         lora = LoRA(a, b, scaling, cast_factors(module, name), first_column=first_column)
     else:
-        lora = LoRA(a, b, scaling, None, dora.weight, squared_norms(dora, weight), first_column)
+        lora = dora_adapter(a, b, scaling, dora, weight, first_column)
     return Projection(weight, bias, lora, dropout)
 
 
@@ -95,6 +96,17 @@ def _read_rows(module: Any, adapted: Sequence[nn.Module]) -> Projection | str:
             return "the adapters have dropout"
     mark_read(module)
     return Projection(base.weight, base.bias, RowLoRA(tuple(loras)), 0.0)
+
+
+def dora_adapter(a: Tensor, b: Tensor, scaling: float, dora: Any, weight: Tensor, first_column: int = 0) -> LoRA:
+    """Return the adapter of a linear with DoRA, with the norms of this optimizer step if they have been computed.
+
+    Args:
+        dora: PEFT's layer with the magnitude.
+        weight: [N, K] of the linear.
+    """
+    norms = vars(dora).get(STEP_NORMS)
+    return LoRA(a, b, scaling, None, dora.weight, squared_norms(dora, weight), norms, first_column)
 
 
 def squared_norms(dora: Any, weight: Tensor) -> Tensor:

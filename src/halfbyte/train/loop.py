@@ -41,6 +41,7 @@ from ..methods.base import TOKENS, Collate, CountingCollator, Method, RowOutputs
 from ..modeling.cast_cache import cast_replacements
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.embedding_noise import noisy_embeddings
+from ..modeling.step_norms import DoraNorms
 from ..ops.fp8_scaling import DelayedScaling
 from ..optim import (
     FOLLOW_METRIC,
@@ -104,14 +105,15 @@ class Accumulation:
     def run(self) -> Tensor:
         """Add the gradients up in `.grad`; return the sums of the method's metrics, fp32 [n]."""
         loop = self.loop
-        if not loop.stepper.is_eager:  # CUDA graphs, or the stages of a pipeline
-            return loop.stepper.forward_backward(loop.forward, self.batches, self.loss_count, loop.may_capture)
-        sums = torch.zeros(loop.metric_count, device=loop.device)
-        for batch in self.batches:
-            loss, batch_sums = loop.forward(batch, self.loss_count)
-            loss.backward()
-            sums = sums + batch_sums
-        return sums
+        with loop.dora_norms.computed() if loop.dora_norms else nullcontext():
+            if not loop.stepper.is_eager:  # CUDA graphs, or the stages of a pipeline
+                return loop.stepper.forward_backward(loop.forward, self.batches, self.loss_count, loop.may_capture)
+            sums = torch.zeros(loop.metric_count, device=loop.device)
+            for batch in self.batches:
+                loss, batch_sums = loop.forward(batch, self.loss_count)
+                loss.backward()
+                sums = sums + batch_sums
+            return sums
 
 
 Steps = Generator[Accumulation, Tensor, Result]  # a run that yields its steps, and takes the sums of each
@@ -222,6 +224,8 @@ class TrainingLoop:
         self.optimizer_row = optimizer_row(config)
         self.trained = list(trained_parameters(model).values())
         self.stepper = stepper
+        has_all_weights = stepper.has_all_layers and mesh.layout.slices == 1
+        self.dora_norms = DoraNorms(model, compute_dtype) if has_all_weights else None
         self.grad_scaler = grad_scaler or torch.amp.GradScaler(device.type, enabled=False)
         self.count_experts = count_experts
         self.fp8_scales = fp8_scales
