@@ -141,15 +141,14 @@ def fit(
         advance = partial(progress.advance, task)
         with _fixed(model, layers):
             fitted = _fit(model, config, adapter, target, updates, ranks, read, advance)
-            before, after = _divergences(model, target, [updates, fitted], held_out, advance)
-        if after >= before:
-            wrong = (
-                f"--to {to}: the fitted adapter has KL {after:.4g} from the trained model, the unchanged {before:.4g}"
-            )
+            unchanged_kl, fitted_kl = _divergences(model, target, [updates, fitted], held_out, advance)
+        if fitted_kl >= unchanged_kl:
+            wrong = f"--to {to}: the fitted adapter has KL {fitted_kl:.4g} from the trained model, the unchanged one"
+            wrong += f" {unchanged_kl:.4g}"
             raise ConfigError(wrong, "raise --tokens or --rank, or serve the adapter as it is")
         counted = sum(map(len, read)), sum(map(len, held_out))
         largest = max(ranks.values())
-        report = FitReport(folder, target.description, before, after, largest, len(fitted), counted, 0.0)
+        report = FitReport(folder, target.description, unchanged_kl, fitted_kl, largest, len(fitted), counted, 0.0)
         with new_directory(folder) as aside:
             _write(aside, paths.adapter, adapter, fitted, target, rank, report)
     return replace(report, seconds=time.perf_counter() - started)
@@ -257,9 +256,9 @@ def _fit(
     def visit(module: str, inputs: Tensor, gradients: Tensor) -> None:
         a, b, scaling = updates[module]
         name = f"{module}.weight"
-        trained, other = weights.base_values(outputs[name], trained_base), target.values(name)
-        target.check_weight(name, other, trained)
-        change = trained - other + scaling * (b @ a)
+        trained, served = weights.base_values(outputs[name], trained_base), target.values(name)
+        target.check_weight(name, served, trained)
+        change = trained - served + scaling * (b @ a)
         factors = best_for_loss(change, inputs, gradients, ranks[module])
         fitted[module] = Factors(factors.a, factors.b / scaling, scaling)
 
@@ -298,9 +297,9 @@ def _divergences(
         with in_float32(layers[index]):
             outputs = [forwards[index](hidden[parts[0]], *arguments[0][0], **arguments[0][1])]
             with _replaced_weights(layers[index], f"{prefix}.{index}", names, target) as use:
-                for updates, part, (own_args, own_kwargs) in zip(adapters, parts[1:], arguments[1:], strict=True):
+                for updates, part, (part_args, part_kwargs) in zip(adapters, parts[1:], arguments[1:], strict=True):
                     use(updates)
-                    outputs.append(forwards[index](hidden[part], *own_args, **own_kwargs))
+                    outputs.append(forwards[index](hidden[part], *part_args, **part_kwargs))
         advance()
         return joined(outputs)
 
@@ -309,16 +308,16 @@ def _divergences(
         hidden = causal_lm.base_model(
             input_ids=ids.repeat(len(parts), 1), attention_mask=attention, use_cache=False
         ).last_hidden_state
-    own = causal_lm.get_output_embeddings()
-    weight = target.values(f"{names[id(own)]}.weight")
-    others = [_with_update(weight, updates, names[id(own)]) for updates in adapters]
+    output = causal_lm.get_output_embeddings()
+    served = target.values(f"{names[id(output)]}.weight")
+    weights = [_with_update(served, updates, names[id(output)]) for updates in adapters]
     sums = [0.0] * len(adapters)
     states = [hidden[part][mask] for part in parts]
     for first in range(0, len(states[0]), POSITIONS):
         rows = slice(first, first + POSITIONS)
-        expected = head(own(states[0][rows].float())).log_softmax(-1)
-        for at, (state, other) in enumerate(zip(states[1:], others, strict=True)):
-            difference = expected - head(functional.linear(state[rows].float(), other)).log_softmax(-1)
+        expected = head(output(states[0][rows].float())).log_softmax(-1)
+        for at, (state, weight) in enumerate(zip(states[1:], weights, strict=True)):
+            difference = expected - head(functional.linear(state[rows].float(), weight)).log_softmax(-1)
             sums[at] += float((expected.exp() * difference).sum(dtype=torch.float64))
     return [total / len(states[0]) for total in sums]
 

@@ -230,35 +230,34 @@ class _Tracer:
     def adapter_folder(self, path: Path) -> FileTrace:
         """Trace an adapter in PEFT's layout, also one with the checkpoint's names of experts, for servers."""
         tensors = dict(read_tensors(path / ADAPTER))
-        found = self._factors_in(path, tensors)
-        if not any(found.values()):  # not only factors, or other names: compare the files' tensors as they are
-            own = dict(read_tensors(self.adapter_dir / ADAPTER))
-            found = {name: _same_tensor(tensors.get(name), tensor) for name, tensor in own.items()}
-        missing = [name for name, update in found.items() if update is None]
+        updates = self._factors_in(path, tensors)
+        if not any(updates.values()):  # not only factors, or other names: compare the files' tensors as they are
+            trained = dict(read_tensors(self.adapter_dir / ADAPTER))
+            updates = {name: _same_tensor(tensors.get(name), tensor) for name, tensor in trained.items()}
+        missing = [name for name, update in updates.items() if update is None]
         kl, reader = self._adapter_kl(path)
-        kept = {name: update for name, update in found.items() if update is not None}
-        return FileTrace(path, "an adapter", kept, missing, kl, reader)
+        retained = {name: update for name, update in updates.items() if update is not None}
+        return FileTrace(path, "an adapter", retained, missing, kl, reader)
 
     def _factors_in(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, RetainedUpdate | None]:
         """Return module → its update in the file, or None; empty for an adapter that is not factors alone."""
         config: Any = saved_adapter_config(path)
-        found: dict[str, RetainedUpdate | None] = {}
+        updates: dict[str, RetainedUpdate | None] = {}
         try:
-            own = ServedAdapter(self.adapter, self.config.origin, str(self.adapter_dir)).tensors()
+            trained = ServedAdapter(self.adapter, self.config.origin, str(self.adapter_dir)).tensors()
         except CheckpointError:
-            return found
-        for name, a in own.items():
+            return updates
+        for name, a in trained.items():
             if not name.endswith(".lora_A.weight"):
                 continue
             module, partner = name.removesuffix(".lora_A.weight"), name.replace(".lora_A.", ".lora_B.")
-            update = LowRank(a, own[partner])
             if name not in tensors or partner not in tensors:
-                found[module.removeprefix(PREFIX)] = None
+                updates[module.removeprefix(PREFIX)] = None
                 continue
             scaling = _scaling(config, module.removeprefix(PREFIX), len(tensors[name]))
-            other = LowRank(tensors[name].float(), scaling * tensors[partner].float())
-            found[module.removeprefix(PREFIX)] = _products(other, update)
-        return found
+            stored = LowRank(tensors[name].float(), scaling * tensors[partner].float())
+            updates[module.removeprefix(PREFIX)] = _products(stored, LowRank(a, trained[partner]))
+        return updates
 
     def _adapter_kl(self, path: Path) -> tuple[float, str]:
         if (path / RESOLVED_CONFIG).is_file():  # fitted to a base of its own
@@ -269,21 +268,25 @@ class _Tracer:
     def gguf_adapter(self, path: Path) -> FileTrace:
         """Trace an adapter for llama.cpp's --lora."""
         file = GgufFile(path)
-        alpha, own = adapter_tensors(self.config, self.adapter)
-        scaling = float(file.get("adapter.lora.alpha", 0.0))
-        found: dict[str, RetainedUpdate] = {}
+        alpha, tensors = adapter_tensors(self.config, self.adapter)
+        stored_alpha = float(file.get("adapter.lora.alpha", 0.0))
+        updates: dict[str, RetainedUpdate] = {}
         missing = []
-        for name in (key.removesuffix(".lora_a") for key in own if key.endswith(".lora_a")):
+        for name in (key.removesuffix(".lora_a") for key in tensors if key.endswith(".lora_a")):
             sides = [f"{name}.lora_{side}" for side in "ab"]
             if any(side not in file.tensors for side in sides):
                 missing.append(name)
                 continue
-            a, b = (file.values(side, torch.float32) for side in sides)
-            own_a, own_b = (own[side].float() for side in sides)
-            trained = LowRank(own_a, alpha / len(own_a) * own_b)
-            found[name] = _products(LowRank(a, scaling / len(a) * b), trained)
+            stored = [file.values(side, torch.float32) for side in sides]
+            trained = [tensors[side].float() for side in sides]
+            updates[name] = _products(_low_rank(stored, stored_alpha), _low_rank(trained, alpha))
         reader = "llama.cpp needs the GGUF file of the base as well; trace a merged one"
-        return FileTrace(path, "an adapter for --lora", found, missing, None, reader)
+        return FileTrace(path, "an adapter for --lora", updates, missing, None, reader)
+
+
+def _low_rank(factors: Sequence[Tensor], alpha: float) -> LowRank:
+    a, b = factors
+    return LowRank(a, alpha / len(a) * b)
 
 
 def _by_expert(output: Output, values: Tensor, without: Tensor, update: Tensor) -> dict[str, RetainedUpdate]:

@@ -185,11 +185,11 @@ class Queue:
         """
         waiting = self.jobs(QUEUED, HELD)
         job = self._one(number, waiting, "moved")
-        others = [other.position for other in waiting if other.id != number]
-        index = min(max(place - 1, 0), len(others))
-        before = others[index - 1] if index else (others[0] - 2 if others else job.position - 1)
-        after = others[index] if index < len(others) else before + 2
-        self.change(job, position=(before + after) / 2)
+        positions = [queued.position for queued in waiting if queued.id != number]
+        index = min(max(place - 1, 0), len(positions))
+        low = positions[index - 1] if index else (positions[0] - 2 if positions else job.position - 1)
+        high = positions[index] if index < len(positions) else low + 2
+        self.change(job, position=(low + high) / 2)
 
     def remove(self, number: int) -> None:
         """Remove a job that does not run; the folder of its run stays.
