@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic_core.core_schema import ErrorType
 
 from ..utils.errors import ConfigError, UsageError
 from ..utils.notices import notice, remark
@@ -26,6 +27,7 @@ from .section import Section, nearest
 from .yaml import Located, dump_value, parse_scalar, read_mapping
 
 MOST_PROBLEMS = 20
+PYDANTIC_ERRORS = frozenset(get_args(ErrorType))
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -186,7 +188,7 @@ def explain(detail: Any, settings: dict[str, Located]) -> ConfigError:
     source = f"{settings[key].source}: " if key in settings and settings[key].source else ""
     if detail["type"] == "contradiction":
         return ConfigError(source + context["message"], context["fix"])
-    if "near" in context or detail["type"] in ("empty", "format", "limit", "steps", "whole"):
+    if detail["type"] not in PYDANTIC_ERRORS:  # a validator of ours says what is wrong
         message, near = f"{source}{key} {detail['msg']}", context.get("near")
     else:
         value = settings[key].value
