@@ -88,7 +88,7 @@ class PaddedCollator:
         if not self.fused:
             batch["attention_mask"] = _stack([[1] * len(row["input_ids"]) for row in rows], width, 0)
         if self.images is not None and IMAGES in rows[0]:
-            batch |= self.images.columns([image for row in rows for image in row[IMAGES]], batch["input_ids"])
+            batch |= self.images.columns([row[IMAGES] for row in rows], batch["input_ids"])
         return batch | collate_columns(rows, self.rounded)
 
 

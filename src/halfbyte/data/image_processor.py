@@ -7,18 +7,23 @@ move with it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
+import transformers
+from transformers import BatchEncoding
 
-from ..reading.boundary import answered
+from ..reading.boundary import answered, text_of
 from ..reading.json import read_json
 from ..utils.errors import ConfigError, DataError, ModelError
 from ..utils.files import write_json
@@ -27,6 +32,7 @@ from .images import opened, require_pillow
 from .turns import Turn
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
     from ..config.schema import RunKeys
@@ -36,6 +42,8 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 PIXEL_KEYS = ("image_min_pixels", "image_max_pixels")
 EDGES = dict(zip(PIXEL_KEYS, ("shortest_edge", "longest_edge"), strict=True))  # their names in `size` of a processor
 MISSING = "add preprocessor_config.json and processor_config.json of the original model to its folder"
+INPUT_IDS = "input_ids"
+OTHER = "use another model"
 WITHOUT_IMAGES = "remove the images from the rows, or use another model"
 
 
@@ -44,20 +52,43 @@ class ImageFamily:
     """How models of a type take images.
 
     Attributes:
-        token_types: input of the forward that marks the tokens of images, int64 [B, T]; None: there is none.
         resizes: whether the number of an image's tokens follows its size, within limits on its pixels.
+        by_count: whether an image has other tokens if its row has several.
+        cross_attention: whether the text reads images by cross-attention, so that a batch has inputs for each row.
+        refused: why models of the type do not train on images; "": they do.
     """
 
-    token_types: str | None = None
     resizes: bool = False
+    by_count: bool = False
+    cross_attention: bool = False
+    refused: str = ""
 
 
-# model_type → how its models take images. A type is listed once its runs are tested.
+FOLLOWS_SIZE = ImageFamily(resizes=True)
+ANY = ImageFamily()
+# model_type → how its models take images. Types that are not listed run as `ANY`, if their processor passes its checks.
 IMAGE_FAMILIES = {
-    "gemma3": ImageFamily("token_type_ids"),
-    "llava": ImageFamily(),
-    "qwen2_5_vl": ImageFamily("mm_token_type_ids", resizes=True),
-    "qwen3_vl": ImageFamily("mm_token_type_ids", resizes=True),
+    "gemma3": ANY,
+    "gemma4": ANY,
+    "glm46v": FOLLOWS_SIZE,
+    "glm4v": FOLLOWS_SIZE,
+    "glm4v_moe": FOLLOWS_SIZE,
+    "idefics3": ANY,
+    "internvl": ANY,
+    "lfm2_vl": ANY,
+    "llama4": ANY,
+    "llava": ANY,
+    "llava_next": ANY,
+    "llava_onevision": ImageFamily(by_count=True),
+    "mistral3": ANY,
+    "mllama": ImageFamily(cross_attention=True),
+    "qwen2_5_vl": FOLLOWS_SIZE,
+    "qwen2_vl": FOLLOWS_SIZE,
+    "qwen3_5": FOLLOWS_SIZE,
+    "qwen3_5_moe": FOLLOWS_SIZE,
+    "qwen3_vl": FOLLOWS_SIZE,
+    "qwen3_vl_moe": FOLLOWS_SIZE,
+    "smolvlm": ANY,
 }
 
 
@@ -91,7 +122,7 @@ class ImageProcessor:
     def __init__(self, config: RunKeys, tokenizer: PreTrainedTokenizerBase):
         self.origin, self.tokenizer = config.origin, tokenizer
         self.pixels = {key: getattr(config, key) for key in PIXEL_KEYS}
-        self._expansions: dict[tuple[int, int], tuple[str, int]] = {}
+        self._expansions: dict[tuple[tuple[int, int], bool], tuple[str, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:  # tokenizing processes load their own
         return {name: value for name, value in vars(self).items() if name not in ("processor", "model_config")}
@@ -121,10 +152,10 @@ class ImageProcessor:
         name, model_type = self.origin.name, self.model_config.model_type
         if not self.takes_images:
             raise ModelError(f"the rows have images, but {name} ({model_type}) reads text only", WITHOUT_IMAGES)
-        if model_type not in IMAGE_FAMILIES:
-            known = ", ".join(IMAGE_FAMILIES)
-            raise ModelError(f"the rows have images, which halfbyte trains for {known}, not {model_type}", "use one")
-        return IMAGE_FAMILIES[model_type]
+        family = IMAGE_FAMILIES.get(model_type, ANY)
+        if family.refused:
+            raise ModelError(f"the rows have images, on which {model_type} is not trained: {family.refused}", OTHER)
+        return family
 
     @property
     def image_token_id(self) -> int:
@@ -140,7 +171,6 @@ class ImageProcessor:
             ConfigError: Pillow is missing, or a limit on pixels does not apply to the model.
         """
         from transformers import AutoImageProcessor
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
         require_pillow()
         family, (name, revision) = self.family, (self.origin.name, self.origin.revision)
@@ -149,9 +179,9 @@ class ImageProcessor:
             wrong = f"{next(iter(limits))}: images of {self.model_config.model_type} have one number of tokens"
             raise ConfigError(wrong, "remove it")
         options = {key.removeprefix("image_"): limit for key, limit in limits.items()}
-        with answered(f"cannot load the image processor of {name}", MISSING, ModelError):
+        with answered(f"cannot load the image processor of {name}", MISSING, ModelError), _packages_named(name):
             image_processor = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil", **options)
-            processor_class = _without_videos(PROCESSOR_MAPPING[type(self.model_config)])
+            processor_class = _processor_class(self.model_config)
             parts = {"image_processor": image_processor, "tokenizer": self.tokenizer}
             attributes = [parts.get(attribute) for attribute in processor_class.get_attributes()]
             stored, _ = processor_class.get_processor_dict(name, revision=revision)
@@ -182,7 +212,7 @@ class ImageProcessor:
         runs, tokens = [], []
         for number, image in enumerate(images, 1):
             pixels = opened(image, f"{location}, image {number}")
-            run, count = self._expansion(pixels.size)
+            run, count = self._expansion(pixels.size, len(images) > 1)
             if count >= most:
                 width, height = pixels.size
                 fitting = int(width * height * most / count * 0.8)
@@ -201,38 +231,66 @@ class ImageProcessor:
         moved = None if turns is None else [_moved(turn, placeholders, spans) for turn in turns]
         return ExpandedText(new, moved, spans, placeholders, tokens)
 
-    def _expansion(self, size: tuple[int, int]) -> tuple[str, int]:
-        """Return the text that replaces the placeholder of an image of (width, height), and its number of features."""
-        if size not in self._expansions:
+    def _expansion(self, size: tuple[int, int], several: bool) -> tuple[str, int]:
+        """Return the text that replaces the placeholder of an image of (width, height), and its number of features.
+
+        Args:
+            several: whether the row has more images.
+        """
+        several = several and self.family.by_count
+        if (size, several) not in self._expansions:
             from PIL import Image
 
-            processor, recorder = copy.copy(self.processor), _Recorder(self.tokenizer)
-            processor.tokenizer = recorder
+            count = 2 if several else 1
+            images = [Image.new("RGB", size)] * count
             with answered(f"the processor of {self.origin.name} refuses {size[0]} x {size[1]} pixels", error=DataError):
-                encoded = processor(text=[self.processor.image_token], images=[Image.new("RGB", size)])
-            count = sum(index == self.image_token_id for index in encoded["input_ids"][0])
-            self._expansions[size] = recorder.text, count
-        return self._expansions[size]
+                [text], encoded = self._processed([images])
+            tokens = int((encoded[INPUT_IDS] == self.image_token_id).sum()) // count
+            text = text.removesuffix(self.tokenizer.bos_token or "")  # Llama 3.2 Vision's processor adds it
+            self._expansions[size, several] = text[: len(text) // count], tokens
+        return self._expansions[size, several]
 
-    def columns(self, images: Sequence[Mapping[str, Any]], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the model's inputs for the stored images of a batch, in the order of its rows [B, T].
+    def _processed(self, images: list[list[Image]], ids: list[list[int]] | None = None) -> tuple[list[str], Any]:
+        """Return texts with the tokens of images alone, and what the processor makes of them and the images.
+
+        Args:
+            images: one list for each text.
+            ids: tokens of each row, in place of those of the texts.
+        """
+        processor, recorder = copy.copy(self.processor), _Recorder(self.tokenizer, ids)
+        processor.tokenizer = recorder
+        texts = [processor.image_token * len(row) for row in images]
+        encoded = processor(text=texts, images=images, return_tensors="pt")
+        return recorder.texts, encoded
+
+    @cached_property
+    def token_types(self) -> str | None:
+        """Input of the forward that marks the tokens of images, int64 [B, T]; None: there is none."""
+        from PIL import Image
+
+        _, encoded = self._processed([[Image.new("RGB", (64, 64))]])
+        return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in encoded), None)
+
+    def columns(self, images: Sequence[Sequence[Mapping[str, Any]]], input_ids: torch.Tensor) -> dict[str, Any]:
+        """Return the model's inputs for the stored images of each row of a batch [B, T].
 
         Raises:
             DataError: an image changed since the rows were prepared.
             ModelError: the processor gives other inputs than tokens expect.
         """
         marks = input_ids == self.image_token_id
-        expected = sum(image["tokens"] for image in images)
-        if int(marks.sum()) != expected:
-            wrong = f"a batch has {int(marks.sum())} tokens of images, and its images have {expected}"
+        expected = [sum(image["tokens"] for image in row) for row in images]
+        if marks.sum(1).tolist() != expected:
+            wrong = f"rows of a batch have {marks.sum(1).tolist()} tokens of images, and their images have {expected}"
             raise ModelError(wrong, "please report the model")
-        columns: dict[str, torch.Tensor] = {}
-        if images:
-            pixels = self.processor.image_processor([opened(image) for image in images], return_tensors="pt")
-            unused = getattr(self.processor, "unused_input_names", ())
-            columns = {name: value for name, value in pixels.items() if name not in unused}
-        if self.family.token_types is not None:
-            columns[self.family.token_types] = marks.long()
+        columns: dict[str, Any] = {}
+        if any(images):
+            rows = [number for number, row in enumerate(images) if row or self.family.cross_attention]
+            pictures = [[opened(image) for image in images[number]] for number in rows]
+            _, encoded = self._processed(pictures, input_ids[rows].tolist())
+            columns = {name: value for name, value in encoded.items() if name not in (INPUT_IDS, self.token_types)}
+        if self.token_types is not None:
+            columns[self.token_types] = marks.long()
         return columns
 
 
@@ -251,21 +309,54 @@ def save_processor_files(source: Path, folder: Path, config: RunKeys) -> None:
 
 
 class _Recorder:
-    """A tokenizer that keeps the text it is given: the processor's, with the tokens of images."""
+    """A tokenizer that records the texts it is given: the processor's, with the tokens of images.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer, self.text = tokenizer, ""
+    Args:
+        ids: tokens that it returns in place of those of the texts.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]] | None):
+        self._tokenizer, self._ids, self.texts = tokenizer, ids, [""]
 
     def __call__(self, text: list[str], **options: Any) -> Any:
-        [self.text] = text
-        return self._tokenizer(text, add_special_tokens=False, **options)
+        self.texts = text
+        encoded = self._tokenizer(text, add_special_tokens=False)
+        ids = encoded[INPUT_IDS] if self._ids is None else self._ids
+        return BatchEncoding({INPUT_IDS: ids}, encoded.encodings)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
 
-def _without_videos(processor_class: Any) -> Any:
-    """Return a class of processors whose video processor, which needs torchvision, may be None."""
+@contextlib.contextmanager
+def _packages_named(name: str) -> Iterator[None]:
+    """Name the package that transformers' processor of a model needs.
+
+    Raises:
+        ModelError: a package is missing.
+    """
+    try:
+        yield
+    except (ImportError, ValueError) as error:  # a ValueError if no backend of an image processor is installed
+        if isinstance(error, ImportError) or "dependencies" in str(error):
+            wrong = f"the image processor of {name} needs a package that is not installed: {text_of(error)}"
+            raise ModelError(wrong, "install it") from error
+        raise
+
+
+def _processor_class(config: Any) -> Any:
+    """Return transformers' class of processors for a config, whose video processor, which needs torchvision, may be None.
+
+    Without torchvision, transformers has a placeholder for Pixtral's class, since its module imports a function of the
+    other backend if images can be read at all. The class does not need it.
+    """
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    processor_class = PROCESSOR_MAPPING[type(config)]
+    if hasattr(processor_class, "_backends"):
+        with mock.patch.object(transformers.utils, "is_vision_available", lambda: False):
+            module = importlib.import_module(processor_class.__module__)
+        processor_class = getattr(module, processor_class.__name__)
 
     def check(self: Any, name: str, value: Any) -> Any:
         return None if value is None else processor_class.check_argument_for_proper_class(self, name, value)

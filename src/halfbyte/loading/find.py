@@ -198,14 +198,11 @@ def load_model_config(model: str | Origin) -> Any:
             f"{name} is a {config.model_type} model, which is not a causal language model",
             "give a decoder-only language model",
         )
-    from ..data.image_processor import IMAGE_FAMILIES  # imports torch
+    from ..data.image_processor import IMAGE_FAMILIES, OTHER  # imports torch
 
-    supported = sorted({family.package for family in FAMILIES if family.tower} | IMAGE_FAMILIES.keys())
-    if config.model_type not in supported:
-        raise ModelError(
-            f"{name} is a {config.model_type} model; of models that take images, halfbyte knows {', '.join(supported)}",
-            "give one of those, or a decoder-only language model",
-        )
+    family = IMAGE_FAMILIES.get(config.model_type)
+    if family is not None and family.refused:
+        raise ModelError(f"{name} is a {config.model_type} model, which is not trained: {family.refused}", OTHER)
     return config
 
 

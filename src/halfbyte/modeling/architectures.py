@@ -27,28 +27,34 @@ def stored_task(architectures: Sequence[str] | None) -> str | None:
 def auto_class(config: Any) -> Any:
     """Return the Auto class of transformers that builds and loads a model of `config`.
 
-    This is the class for causal LMs if there is one, including a class of the model's own code; otherwise the class for
-    models that take images and text. For a classifier that `merge` wrote, it is the class for its task.
+    This is the class for causal LMs if there is one, including a class of the model's own code; otherwise, or if the
+    checkpoint holds a model that takes images and text, the class for those. For a classifier that `merge` wrote, it is
+    the class for its task.
     """
     import transformers
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if (task := stored_task(getattr(config, "architectures", None))) is not None:
+    stored = getattr(config, "architectures", None)
+    if (task := stored_task(stored)) is not None:
         return getattr(transformers, SCORES[task][1])
-    own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    return (
-        AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or own_code else AutoModelForImageTextToText
-    )
+    if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+        return AutoModelForCausalLM
+    text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config))
+    if text is None or (images is not None and images is not text and images.__name__ in (stored or ())):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def non_text_modules(model: Any) -> list[str]:
     """Return the names of a multimodal model's vision tower and projector; empty for a text model."""
     backbone: Any = getattr(model, "base_model", None)
-    text = getattr(backbone, "language_model", None)
+    text = getattr(backbone, "language_model", None) or getattr(backbone, "text_model", None)
     if text is None:
         return []
-    prefix = model.base_model_prefix
-    return [f"{prefix}.{name}" for name, child in backbone.named_children() if child is not text]
+    prefix = "" if backbone is model else f"{model.base_model_prefix}."
+    return [f"{prefix}{name}" for name, child in backbone.named_children() if child is not text]
 
 
 def all_linear(model: Any) -> list[str]:
