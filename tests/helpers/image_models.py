@@ -1,18 +1,31 @@
 """Tiny models that read images, with transformers' own processors and templates, and rows of pictures."""
 
 import json
+from importlib.util import find_spec
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from PIL import Image
 from transformers import AutoImageProcessor
+from transformers.models.smolvlm import processing_smolvlm
 
 from halfbyte.data.image_processor import _processor_class
 from tests.helpers.gguf_models import byte_tokenizer
 from tests.helpers.image_families import MODELS_OF_IMAGES
 
+processing_smolvlm.num2words = processing_smolvlm.num2words or str  # it writes numbers of videos in words
+NEEDS_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="its processor needs torchvision")
 KINDS = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl")
+ALIKE = ("glm46v", "qwen3_vl_moe", "smolvlm")  # other rows of the table run nearly the same code
+# All families, as parameters of a test.
+NAMES = [
+    pytest.param(name, marks=NEEDS_TORCHVISION)
+    if name in ("lfm2_vl", "llama4")
+    else pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ())
+    for name in MODELS_OF_IMAGES
+]
 TEMPLATE = """START{%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
 {% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>

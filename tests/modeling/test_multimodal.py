@@ -134,9 +134,11 @@ def test_all_linear_is_the_language_models_linears(family):
     assert all("language_model" in name for name in names)
 
 
-def test_models_with_images_of_unknown_families_are_refused(tmp_path):
-    transformers.Qwen2VLConfig().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="qwen2_vl"):
+@pytest.mark.parametrize("name", ["PaliGemma", "Florence2", "PI0"])
+def test_models_that_are_no_causal_language_models_are_refused(name, tmp_path):
+    config = getattr(transformers, f"{name}Config")()
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=config.model_type):
         load_model_config(str(tmp_path))
 
 

@@ -68,6 +68,8 @@ FOLLOWS_SIZE = ImageFamily(resizes=True)
 ANY = ImageFamily()
 # model_type → how its models take images. Types that are not listed run as `ANY`, if their processor passes its checks.
 IMAGE_FAMILIES = {
+    "diffusion_gemma": ImageFamily(refused="it denoises blocks of tokens, and is no causal language model"),
+    "evolla": ImageFamily(refused="it reads proteins"),
     "gemma3": ANY,
     "gemma4": ANY,
     "glm46v": FOLLOWS_SIZE,
@@ -82,6 +84,8 @@ IMAGE_FAMILIES = {
     "llava_onevision": ImageFamily(by_count=True),
     "mistral3": ANY,
     "mllama": ImageFamily(cross_attention=True),
+    "paligemma": ImageFamily(refused="its prompts attend in both directions, which the masks of chats do not say"),
+    "pi0": ImageFamily(refused="it writes a robot's actions"),
     "qwen2_5_vl": FOLLOWS_SIZE,
     "qwen2_vl": FOLLOWS_SIZE,
     "qwen3_5": FOLLOWS_SIZE,
@@ -90,6 +94,13 @@ IMAGE_FAMILIES = {
     "qwen3_vl_moe": FOLLOWS_SIZE,
     "smolvlm": ANY,
 }
+
+
+def refusal_of(config: Any) -> str:
+    """Return why models of a config that take images are not trained; "": they are."""
+    if config.is_encoder_decoder:
+        return "it has an encoder and a decoder"
+    return IMAGE_FAMILIES.get(config.model_type, ANY).refused
 
 
 @dataclass(frozen=True)
@@ -152,10 +163,9 @@ class ImageProcessor:
         name, model_type = self.origin.name, self.model_config.model_type
         if not self.takes_images:
             raise ModelError(f"the rows have images, but {name} ({model_type}) reads text only", WITHOUT_IMAGES)
-        family = IMAGE_FAMILIES.get(model_type, ANY)
-        if family.refused:
-            raise ModelError(f"the rows have images, on which {model_type} is not trained: {family.refused}", OTHER)
-        return family
+        if refusal := refusal_of(self.model_config):
+            raise ModelError(f"the rows have images, on which {model_type} is not trained: {refusal}", OTHER)
+        return IMAGE_FAMILIES.get(model_type, ANY)
 
     @property
     def image_token_id(self) -> int:
@@ -185,7 +195,14 @@ class ImageProcessor:
             parts = {"image_processor": image_processor, "tokenizer": self.tokenizer}
             attributes = [parts.get(attribute) for attribute in processor_class.get_attributes()]
             stored, _ = processor_class.get_processor_dict(name, revision=revision)
-            return processor_class.from_args_and_dict(attributes, stored)
+            processor = processor_class.from_args_and_dict(attributes, stored)
+        missing = {
+            "the processor has no placeholder for an image": getattr(processor, "image_token", None) is None,
+            "the config names no image_token_id": getattr(self.model_config, "image_token_id", None) is None,
+        }
+        for reason in (reason for reason, applies in missing.items() if applies):
+            raise ModelError(f"{self.model_config.model_type} is not trained on images: {reason}", OTHER)
+        return processor
 
     def expanded(
         self, text: str, turns: Sequence[Turn] | None, images: Sequence[Mapping[str, Any]], location: str, most: int

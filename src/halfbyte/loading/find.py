@@ -11,7 +11,6 @@ from typing import Any
 
 from ..config import Origin, RunConfig
 from ..gguf.cache import checkpoint_folder, gguf_file
-from ..modeling.families import FAMILIES
 from ..modeling.rope_scaling import resolve_rope, scale_rope
 from ..reading import look
 from ..reading.boundary import answered
@@ -184,8 +183,8 @@ def load_model_config(model: str | Origin) -> Any:
     """Return the transformers config of a model that can be trained.
 
     Raises:
-        ModelError: there is no such model; or it is neither a causal language model nor one that takes images and has a
-            text part that halfbyte knows.
+        ModelError: there is no such model; or it is neither a causal language model nor one that takes images and writes
+            text like one.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -198,11 +197,10 @@ def load_model_config(model: str | Origin) -> Any:
             f"{name} is a {config.model_type} model, which is not a causal language model",
             "give a decoder-only language model",
         )
-    from ..data.image_processor import IMAGE_FAMILIES, OTHER  # imports torch
+    from ..data.image_processor import OTHER, refusal_of  # imports torch
 
-    family = IMAGE_FAMILIES.get(config.model_type)
-    if family is not None and family.refused:
-        raise ModelError(f"{name} is a {config.model_type} model, which is not trained: {family.refused}", OTHER)
+    if refusal := refusal_of(config):
+        raise ModelError(f"{name} is a {config.model_type} model, which is not trained: {refusal}", OTHER)
     return config
 
 

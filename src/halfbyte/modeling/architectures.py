@@ -40,18 +40,28 @@ def auto_class(config: Any) -> Any:
         return getattr(transformers, SCORES[task][1])
     if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
         return AutoModelForCausalLM
-    text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
-    images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config))
+    text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if text is None or (images is not None and images is not text and images.__name__ in (stored or ())):
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
 
 def non_text_modules(model: Any) -> list[str]:
-    """Return the names of a multimodal model's vision tower and projector; empty for a text model."""
+    """Return the names of a multimodal model's vision tower and projector; empty for a text model.
+
+    Raises:
+        ModelError: the model takes images, and its language model has no name of its own.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
     backbone: Any = getattr(model, "base_model", None)
     text = getattr(backbone, "language_model", None) or getattr(backbone, "text_model", None)
     if text is None:
+        config = type(getattr(model, "config", None))
+        if config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            wrong = f"{type(model).__name__} does not hold its language model apart from what reads images"
+            raise ModelError(wrong, "use another model")
         return []
     prefix = "" if backbone is model else f"{model.base_model_prefix}."
     return [f"{prefix}{name}" for name, child in backbone.named_children() if child is not text]
