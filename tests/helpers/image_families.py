@@ -83,6 +83,7 @@ MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LLAMA = SIZES | {"model_type": "llama"}
 CLIP = TOWER | {"model_type": "clip_vision_model"}
 SIGLIP = TOWER | {"model_type": "siglip_vision_model"}
+GLM_TEXT = SIZES | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
 GLM_TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 14, "out_hidden_size": 64,
     "image_size": 112, "initializer_range": 0.15,
@@ -181,12 +182,12 @@ MODELS_OF_IMAGES = {
         "<IMG_CONTEXT>\n", square("GotOcr2ImageProcessor", 56, max_patches=2), {"image_seq_length": 4},
     ),
     "glm4v": ImageModel(
-        "Glm4v", {"text_config": SIZES | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}, "vision_config": GLM_TOWER},
+        "Glm4v", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER},
         GLM_IDS, "Glm4vProcessor", GLM_TOKENS, "<|begin_of_image|><|image|><|end_of_image|>",
         by_patches(14, "Glm4vImageProcessor")),
     "glm46v": ImageModel(
         "Glm46V",
-        {"text_config": SIZES | {"model_type": "glm4v_text", "rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+        {"text_config": GLM_TEXT | {"model_type": "glm4v_text"},
          "vision_config": GLM_TOWER | {"model_type": "glm4v_vision"}},
         GLM_IDS, "Glm46VProcessor", GLM_TOKENS, "<|begin_of_image|><|image|><|end_of_image|>",
         by_patches(14, "Glm46VImageProcessor")),

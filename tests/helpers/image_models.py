@@ -46,7 +46,9 @@ def image_tokenizer(name):
         bos_token="<s>",
         **({"extra_special_tokens": named} if named else {}),
     )
-    tokenizer.chat_template = TEMPLATE.replace("START", row.start).replace("IMAGE", row.image.replace("\n", "{{ '\\n' }}"))
+    tokenizer.chat_template = TEMPLATE.replace("START", row.start).replace(
+        "IMAGE", row.image.replace("\n", "{{ '\\n' }}")
+    )
     return tokenizer
 
 

@@ -362,7 +362,7 @@ def _packages_named(name: str) -> Iterator[None]:
 
 
 def _processor_class(config: Any) -> Any:
-    """Return transformers' class of processors for a config, whose video processor, which needs torchvision, may be None.
+    """Return transformers' class of processors for a config. Its video processor, which needs torchvision, may be None.
 
     Without torchvision, transformers has a placeholder for Pixtral's class, since its module imports a function of the
     other backend if images can be read at all. The class does not need it.
@@ -371,7 +371,7 @@ def _processor_class(config: Any) -> Any:
 
     processor_class = PROCESSOR_MAPPING[type(config)]
     if hasattr(processor_class, "_backends"):
-        with mock.patch.object(transformers.utils, "is_vision_available", lambda: False):
+        with mock.patch.object(transformers.utils, "is_vision_available", return_value=False):
             module = importlib.import_module(processor_class.__module__)
         processor_class = getattr(module, processor_class.__name__)
 

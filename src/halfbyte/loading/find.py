@@ -183,8 +183,8 @@ def load_model_config(model: str | Origin) -> Any:
     """Return the transformers config of a model that can be trained.
 
     Raises:
-        ModelError: there is no such model; or it is neither a causal language model nor one that takes images and writes
-            text like one.
+        ModelError: there is no such model; or it is no causal language model, and none that takes images and writes
+            text.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
