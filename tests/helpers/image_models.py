@@ -46,9 +46,8 @@ def image_tokenizer(name):
         bos_token="<s>",
         **({"extra_special_tokens": named} if named else {}),
     )
-    tokenizer.chat_template = TEMPLATE.replace("START", row.start).replace(
-        "IMAGE", row.image.replace("\n", "{{ '\\n' }}")
-    )
+    image = row.image.replace("\n", "{{ '\\n' }}")
+    tokenizer.chat_template = TEMPLATE.replace("START", row.start).replace("IMAGE", image)
     return tokenizer
 
 
