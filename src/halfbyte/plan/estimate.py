@@ -25,6 +25,7 @@ from ..parallel.pipeline.model import partition_model
 from ..parallel.pipeline.schedules import Seconds
 from ..parallel.shard.model import has_static_gradients
 from ..parallel.shard.optimizer import AT_ONCE, TOGETHER, optimizer_shards
+from ..utils.caching import cached_method
 from ..utils.hardware import best_device, free_bytes, has_expandable_segments
 from ..utils.notices import notice
 from .auxiliary import find_auxiliary
@@ -335,7 +336,7 @@ class _Planner:
             return None
         return self.frozen.gathers(self.layout, max(self.stages, key=self._block), self.card.link)
 
-    @functools.cache  # noqa: B019 (one plan's lifetime)
+    @cached_method
     def _block(self, stage: Stage) -> int:
         """Bytes of an unsharded decoder layer on top of its shard; 0 if layers are not sharded."""
         return self.frozen.largest(stage) if self.layout.slices > 1 else 0
@@ -410,12 +411,12 @@ class _Planner:
             gathers=gathered_blocks * self._block(stage),
         )
 
-    @functools.cache  # noqa: B019 (one plan's lifetime)
+    @cached_method
     def _share(self, stage: Stage) -> int:
         """Resident bytes of frozen weights on a rank of this stage."""
         return self.frozen.share(stage, self.layout)
 
-    @functools.cache  # noqa: B019 (one plan's lifetime)
+    @cached_method
     def _trained(self, stage: Stage) -> Trainable:
         """Trained parameters on a rank of this stage, before their state is sharded."""
         outside = self._outside_layers if stage.has_embedding or stage.has_head else 0
@@ -451,7 +452,7 @@ class _Planner:
         """Bytes of trained parameters outside of the decoder layers."""
         return self.trained.bytes - sum(self.gradients)
 
-    @functools.cache  # noqa: B019 (one plan's lifetime)
+    @cached_method
     def _spread(self, stages: tuple[Stage, ...], count: int) -> tuple[int, ...]:
         """Pick `count` decoder layers of each stage, evenly spaced, to stay gathered or to be in host memory."""
         return tuple(sorted(stage.layers[i] for stage in stages for i in evenly_spaced(stage.depth, count)))
@@ -547,7 +548,7 @@ class _Planner:
         """Replay a step, with one layer at each level under consideration if the model is fused."""
         return self.shapes.step(batch, self.replayed if self.shapes.fused else choice.levels[:1])
 
-    @functools.cache  # noqa: B019 (one plan's lifetime)
+    @cached_method
     def layer(self, batch: Shape) -> LayerCost:
         """Cost of a layer of a fused model for `batch`."""
         layers = self.shapes.step(batch, self.replayed).layers

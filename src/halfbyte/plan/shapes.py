@@ -45,6 +45,7 @@ from ..modeling.transformers_versions import enable_checkpointing
 from ..parallel.tensor import sharded_dims
 from ..qat.model import fake_quantize_linears, qat_format, round_sums
 from ..tensor import QuantizedTensor
+from ..utils.caching import cached_method
 from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import compute_dtype, onednn_beats_mkl
 from ..utils.notices import notice, silent
@@ -274,7 +275,7 @@ class ModelShapes:
         """Gradient bytes of each decoder layer."""
         return [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in self.layers.values()]
 
-    @functools.cache  # noqa: B019 (one plan's lifetime)
+    @cached_method
     def step(self, batch: Shape, levels: tuple[str, ...]) -> Step:
         """Measure the allocations of a step of one micro-batch.
 
@@ -360,7 +361,7 @@ class ModelShapes:
         """Bytes of the compute-dtype copies of `trained` bytes of parameters."""
         return int(trained * self._copy_ratio())
 
-    @functools.cache  # noqa: B019 (one plan's lifetime)
+    @cached_method
     def _copy_ratio(self) -> float:
         """Bytes of compute-dtype copies (`modeling.cast_cache`) per trained byte of the layers.
 
@@ -375,7 +376,7 @@ class ModelShapes:
         copied = 1 - of_experts / max(sum(self.layer_gradients()), 1)
         return copied * self.dtype.itemsize / 4 if self.dtype.itemsize < 4 else 0.0
 
-    @functools.cache  # noqa: B019 (one plan's lifetime)
+    @cached_method
     def evaluation(self, batch: Shape) -> int:
         """Peak bytes of an evaluation forward."""
         if not batch.tokens:
