@@ -118,6 +118,16 @@ def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
     return {name: copied(value) for name, value in batch.items()}
 
 
+def trains_anything(batch: Batch) -> Tensor | None:
+    """Return whether a batch has something to train, bool 0-d on its device; None: no column says so.
+
+    The result is False for a blank batch (`methods.base.Method.blank`), without a synchronization.
+    """
+    if LABELS in batch:
+        return (batch[LABELS] != IGNORE_INDEX).any()
+    return next((batch[name].any() for name in (REAL_ROWS, REAL) if name in batch), None)
+
+
 def take_counts(batches: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Remove `COUNTS` from every batch and return their sums."""
     counts = [batch.pop(COUNTS) for batch in batches]

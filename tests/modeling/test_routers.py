@@ -112,6 +112,7 @@ def test_use():
     model = trainable("Qwen3Moe")
     with track_routers(model, balanced=False) as routers, torch.no_grad():
         routers.counted(lambda batch: model(**batch))(PADDED)
+        routers.counted(lambda batch: model(**batch))(method_of(RunConfig(**KEYS)).blank(PADDED))
         model(**PACKED)  # a forward that nobody counts
         use = routers.usage()
     assert list(use["layers"]) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..batch import REAL_TOKENS
+from ..batch import REAL_TOKENS, trains_anything
 from ..mesh.mesh import SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..utils.errors import ConfigError, ModelError
 from .architectures import runs_experts
@@ -64,14 +64,19 @@ class Routers:
         self.rows, self.upstream = (torch.zeros((), device=device) for _ in range(2))
         self._counting = False
         self._mask: Tensor | None = None
+        self._trained: Tensor | None = None  # 0-d bool: whether this forward's batch is not blank
         self._seen: dict[str, int] = {}  # router, or layer's experts → rows of this forward so far
 
     @contextlib.contextmanager
     def forward(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        """Count the forward of a micro-batch, without its padding (`REAL_TOKENS`, else `attention_mask`, [B, T])."""
+        """Count the forward of a micro-batch, without its padding (`REAL_TOKENS`, else `attention_mask`, [B, T]).
+
+        `usage` leaves out batches without anything to train, which a rank computes while others have rows left.
+        """
         mask = batch.get(REAL_TOKENS, batch.get("attention_mask"))
         # no new tensor: in a CUDA graph, other graphs would overwrite it
         self._mask = mask.flatten() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._trained = trains_anything(batch)
         self._begin()
         self._counting = True
         try:
@@ -182,6 +187,8 @@ class Routers:
         mask = self._part(name, len(index))
         chosen = torch.zeros(len(index), _expert_count(module), dtype=torch.bool, device=index.device)
         chosen.scatter_(1, index.long(), True)
+        if self._trained is not None:
+            chosen &= self._trained
         self.used[name] += (chosen if mask is None else chosen & mask[:, None]).sum(0)
 
 
