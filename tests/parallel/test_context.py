@@ -23,9 +23,10 @@ from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.modeling.patch import patch
 from halfbyte.parallel.context import check_context_parallel, context_parallel, context_shard
 from halfbyte.train import planning
+from halfbyte.train.preflight import prepare_run
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.patch_models import loop_over_documents, tiny
-from tests.helpers.rank_runs import Left, run, trains, write_place
+from tests.helpers.rank_runs import Left, configured, run, trains, write_place
 
 pytestmark = pytest.mark.dist
 
@@ -232,12 +233,12 @@ def test_document_bounds_of_padded_sequences():
 # --- what cannot be cut -----------------------------------------------------------------------------------------------
 
 
-def refusal(mesh, kind, keys, attention_name=None, known=()):
+def refusal(kind, keys, attention_name=None, known=(), degree=2):
     """Return the error for the default config of a kind; `known` adds types of layers taken for attention."""
     config = getattr(transformers, f"{kind}Config")(**keys)
     try:
         with mock.patch.object(support, "ATTENTION", {*support.ATTENTION, *known}):
-            check_context_parallel(config, mesh, attention=attention_name)
+            check_context_parallel(config, Parallel(context=degree), attention=attention_name)
     except ConfigError as error:
         return f"{error.message} -> {error.fix}"
     return ""
@@ -255,31 +256,31 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_unsupported_models_are_refused(two, case):
+def test_unsupported_models_are_refused(case):
     *asked, message = REFUSED[case]
-    for said in two.run(refusal, *asked, layout={"context": 2}):
-        assert re.search(message, said), said
+    assert re.search(message, refusal(*asked))
 
 
-def test_probe_detects_a_recurrent_state(two):
+def test_probe_detects_a_recurrent_state():
     """Falcon H1's layers have attention and a recurrent state."""
-    for said in two.run(refusal, "FalconH1", {}, None, ["hybrid", "attention"], layout={"context": 2}):
-        assert re.search(r"falcon_h1 cannot be ", said)
+    assert re.search(r"falcon_h1 cannot be ", refusal("FalconH1", {}, None, ["hybrid", "attention"]))
 
 
-def likeness(mesh, heads):
-    with mock.patch.dict(tiny_models.TINY, {"num_attention_heads": heads}):
-        return refusal(mesh, "Llama", {})
-
-
-def test_probe_with_fewer_heads_than_ranks(four):
+def test_probe_with_fewer_heads_than_ranks():
     """A tiny model has four heads; there may be more ranks."""
-    assert four.run(likeness, 2, layout={"context": 4}) == [""] * 4
+    with mock.patch.dict(tiny_models.TINY, {"num_attention_heads": 2}):
+        assert refusal("Llama", {}, degree=4) == ""
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3Moe", "GPT2", "Cohere2", "DeepseekV3"])
-def test_supported_models_are_accepted(two, kind):
-    assert two.run(refusal, kind, {}, layout={"context": 2}) == ["", ""]
+def test_supported_models_are_accepted(kind):
+    assert refusal(kind, {}) == ""
+
+
+def test_checking_a_run_refuses_its_attention_in_one_process(place, tmp_path):
+    config = configured(place, tmp_path / "out", parallel={"context": 2}, attn_implementation="eager")
+    with pytest.raises(ConfigError, match="attn_implementation"):
+        prepare_run(config, layout=Parallel(context=2), writes=False)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ divide the heads, zero heads pad them; this costs no time, since ranks with fewe
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class ContextGroup:
 
     Attributes:
         degree: number of ranks.
-        group: process group.
+        group: process group, or `ThreadGroup` if the ranks are threads.
     """
 
     degree: int
@@ -75,6 +76,33 @@ class ContextGroup:
         return _AllToAll.apply(self.group, slices)[0].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :heads]
 
 
+class ThreadGroup:
+    """The exchange of `degree` threads of a process that act as ranks, one object for each.
+
+    Attributes:
+        rank: of this thread.
+        sent: the tensors of each thread.
+        barrier: of all threads. A thread that raises aborts it, so that no other thread blocks.
+    """
+
+    def __init__(self, rank: int, sent: list[Sequence[Tensor]], barrier: threading.Barrier):
+        self.rank, self.sent, self.barrier = rank, sent, barrier
+
+    @classmethod
+    def create(cls, degree: int) -> list[ThreadGroup]:
+        """Return the objects of `degree` threads."""
+        sent: list[Sequence[Tensor]] = [()] * degree
+        barrier = threading.Barrier(degree)
+        return [cls(rank, sent, barrier) for rank in range(degree)]
+
+    def all_to_all(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self.sent[self.rank] = tensors
+        self.barrier.wait()
+        received = tuple(torch.stack([x[self.rank] for x in parts]) for parts in zip(*self.sent, strict=True))
+        self.barrier.wait()  # before a thread sends again
+        return received
+
+
 class _AllToAll(OnceFunction):
     """All-to-all of tensors [degree, …]: rank i receives entry i, and entry j of the result is from rank j."""
 
@@ -90,6 +118,8 @@ class _AllToAll(OnceFunction):
 
 def _all_to_all(tensors: Sequence[Tensor], group: Any) -> tuple[Tensor, ...]:
     """Exchange tensors; each transfer overlaps the layout change of the next tensor."""
+    if isinstance(group, ThreadGroup):
+        return group.all_to_all(tensors)
     sent: list[Tensor] = []
     received: list[Tensor] = []
     works: list[Any] = []

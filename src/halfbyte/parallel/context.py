@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from threading import BrokenBarrierError
 from typing import Any
 
 import torch
@@ -30,8 +32,9 @@ from ..batch import (
     pad_tokens,
     padded_bounds,
 )
+from ..config import Parallel
 from ..config.layouts import WITHOUT_CONTEXT, unsupported_context, unsupported_packing
-from ..mesh.head_exchange import ContextGroup
+from ..mesh.head_exchange import ContextGroup, ThreadGroup
 from ..mesh.mesh import Mesh
 from ..modeling.attention import ATTENTION_NAME, CONTEXT_NAME, CONTEXT_SCORES_NAME, SCORES_NAME, metadata, register
 from ..modeling.config_facts import has_sinks, is_capped
@@ -138,11 +141,11 @@ def _masks(backbone: Any, rows: int, length: int, device: torch.device, full: Ma
 
 
 def check_context_parallel(
-    model_config: Any, mesh: Mesh, *, attention: str | None = None, trust_remote_code: bool = False
+    model_config: Any, layout: Parallel, *, attention: str | None = None, trust_remote_code: bool = False
 ) -> None:
-    """Check that models of `model_config` support a mesh's context parallelism, on a few small layers of their kinds.
+    """Check that models of `model_config` support a layout's context parallelism, on a few small layers of their kinds.
 
-    All ranks of `mesh` must call it.
+    The ranks of the check are threads, so that it also runs for a layout that has not been started.
 
     Args:
         attention: `attn_implementation`; default: as models are loaded.
@@ -150,10 +153,10 @@ def check_context_parallel(
     Raises:
         ConfigError: they do not.
     """
-    degree = mesh.degree(CONTEXT)
+    degree = layout.context
     if degree == 1:
         return
-    if reason := unsupported_context(model_config, degree, mesh.degree("tensor")):
+    if reason := unsupported_context(model_config, degree, layout.tensor):
         raise ConfigError(reason.problem, reason.fix)
     default = "eager" if is_capped(model_config.get_text_config()) else "sdpa"
     if attention not in (None, default):
@@ -174,17 +177,32 @@ def check_context_parallel(
     prefix = f"parallel: context: {degree}: {model_config.model_type} cannot be split along tokens: "
     try:
         with _context_parallel(model):
-            slices = [_hidden_states(model, context_shard(batch, mesh)) for batch in batches]
+            slices = [_joined_slices(model, batch, degree) for batch in batches]
     except (TypeError, AttributeError) as error:  # a forward that does not pass keyword arguments to its layers
         raise ConfigError(f"{prefix}{error}", WITHOUT_CONTEXT) from error
-    local = slice(mesh.coordinate(CONTEXT) * PROBE_TOKENS, (mesh.coordinate(CONTEXT) + 1) * PROBE_TOKENS)
-    largest = 0.0  # error of a token's hidden state, relative to its norm
     for hidden, expected in zip(slices, full, strict=True):
-        expected = expected[:, local]
-        errors = (hidden - expected).norm(dim=-1) / expected.norm(dim=-1)
-        largest = max(largest, float(errors.nan_to_num(torch.inf).max()))
-    if not mesh.max(largest) <= TOLERANCE:
-        raise ConfigError(f"{prefix}its layers mix tokens outside attention", WITHOUT_CONTEXT)
+        errors = (hidden - expected).norm(dim=-1) / expected.norm(dim=-1)  # of a token's hidden state
+        if not float(errors.nan_to_num(torch.inf).max()) <= TOLERANCE:
+            raise ConfigError(f"{prefix}its layers mix tokens outside attention", WITHOUT_CONTEXT)
+
+
+def _joined_slices(model: Any, batch: Mapping[str, Any], degree: int) -> Tensor:
+    """Return the hidden states of a batch [B, T, D] that `degree` threads compute a slice each of."""
+
+    def computed(group: ThreadGroup) -> Tensor:
+        mesh = Mesh(group.rank, Parallel(context=degree), groups={(CONTEXT,): group})
+        try:
+            return _hidden_states(model, context_shard(batch, mesh))
+        except BaseException:
+            group.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(degree) as pool:
+        futures = [pool.submit(computed, group) for group in ThreadGroup.create(degree)]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+        raise error
+    return torch.cat([future.result() for future in futures], 1)
 
 
 @torch.no_grad()

@@ -172,7 +172,7 @@ def prepare_run(
     config, layout = choose_layout(_with_labels(config, data), files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
     trust, attention = config.trust_remote_code, config.attn_implementation
-    check_context_parallel(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
+    check_context_parallel(shapes.causal_lm.config, layout, attention=attention, trust_remote_code=trust)
     data_parallel_degree = _data_parallel_degree(layout)
     if data.stream is not None:
         rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * data_parallel_degree
