@@ -10,8 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from halfbyte.config import load_config
+from halfbyte.train import preflight, several
 from halfbyte.train.loop import TrainingLoop
+from halfbyte.train.planning import plan_memory
 from halfbyte.train.run import train
+from halfbyte.train.several import prepare_adapters
+from halfbyte.utils.console import Console
 from halfbyte.utils.errors import ConfigError, TrainingError
 from tests.helpers.sft_runs import keys
 
@@ -32,7 +36,7 @@ def assert_equal_runs(folder, other):
     assert records(folder) == records(other)
 
 
-def several(place, output, **changed):
+def trained(place, output, **changed):
     return train(load_config(None, keys(place, output, **changed)))
 
 
@@ -46,7 +50,7 @@ SWEEP = {"learning_rate": [1e-2, 2e-3], "r": [4, 8]}
 
 def test_a_sweep_equals_separate_runs(place, tmp_path):
     """Dropout draws from a stream of each adapter's own, so that it does not differ from a separate run's."""
-    result = several(place, tmp_path / "all", sweep=SWEEP, lora_dropout=0.1)
+    result = trained(place, tmp_path / "all", sweep=SWEEP, lora_dropout=0.1)
     names = [f"learning_rate-{rate:g}_r-{rank}" for rate in SWEEP["learning_rate"] for rank in SWEEP["r"]]
     assert list(result.metrics) == names
     for name in (names[0], names[3]):
@@ -54,6 +58,29 @@ def test_a_sweep_equals_separate_runs(place, tmp_path):
         other = alone(place, tmp_path / name, learning_rate=rate, r=rank, lora_dropout=0.1)
         assert_equal_runs(tmp_path / "all" / "adapters" / name, other)
     assert sum(facts["best"] for facts in result.metrics.values()) == 1
+
+
+def test_adapters_of_equal_size_share_a_memory_plan(place, tmp_path, monkeypatch):
+    """A plan has the ranks of all adapters, so a sweep needs one, and rows that are read in other batches another."""
+    plans = []
+
+    def planned(*arguments):
+        plans.append(plan_memory(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(preflight, "plan_memory", planned)
+
+    def totals(**changed):
+        plans.clear()
+        config = load_config(None, keys(place, tmp_path / "out", **changed))
+        runs = prepare_adapters(config, None, Console(quiet=True), writes=False).values()
+        return len(plans), {run.plan.total for run in runs}
+
+    count, shared = totals(sweep={"r": [4, 8]})
+    assert count == 1
+    assert totals(sweep={"gradient_accumulation_steps": [1, 2]})[0] == 2
+    monkeypatch.setattr(several, "have_equal_plans", lambda *_: False)
+    assert totals(sweep={"r": [4, 8]}) == (2, shared)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +121,7 @@ class Killed(Exception):
 def test_a_resumed_run_continues_each_adapter_from_its_own_checkpoint(place, tmp_path, monkeypatch):
     """The run dies when one adapter has saved step 4 and the other has not."""
     options = {"sweep": {"r": [4, 8]}, "lora_dropout": 0.1}
-    several(place, tmp_path / "through", **options)
+    trained(place, tmp_path / "through", **options)
     save = TrainingLoop._save
 
     def save_or_die(loop, *positional, **named):
@@ -105,11 +132,11 @@ def test_a_resumed_run_continues_each_adapter_from_its_own_checkpoint(place, tmp
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "_save", save_or_die)
         with pytest.raises(Killed):
-            several(place, tmp_path / "killed", **options)
+            trained(place, tmp_path / "killed", **options)
     newest = {name: max((tmp_path / "killed/adapters" / name).glob("checkpoint-*")).name for name in ("r-4", "r-8")}
     assert newest == {"r-4": "checkpoint-4", "r-8": "checkpoint-2"}
     with pytest.raises(ConfigError):
-        several(place, tmp_path / "killed", **options)
+        trained(place, tmp_path / "killed", **options)
     train(load_config(None, keys(place, tmp_path / "killed", **options)), resume=True)
     for name in ("r-4", "r-8"):
         assert_equal_runs(tmp_path / "killed" / "adapters" / name, tmp_path / "through" / "adapters" / name)
@@ -137,7 +164,7 @@ def test_an_adapter_that_diverges_ends_alone(place, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "sums", broken)
         with pytest.raises(TrainingError, match="r-8"):
-            several(place, tmp_path / "all", sweep={"r": [4, 8]})
+            trained(place, tmp_path / "all", sweep={"r": [4, 8]})
     assert alive[:2] == [None, None]
     assert_equal_runs(tmp_path / "all" / "adapters" / "r-4", alone(place, tmp_path / "alone", r=4))
     compared = json.loads((tmp_path / "all" / "adapters.json").read_text())
@@ -155,17 +182,17 @@ def test_the_runs_share_the_frozen_tensors(place, tmp_path, monkeypatch):
         yield from steps(loop, checkpoint)
 
     monkeypatch.setattr(TrainingLoop, "steps", noted)
-    several(place, tmp_path, sweep={"r": [4, 8]}, max_steps=1)
+    trained(place, tmp_path, sweep={"r": [4, 8]}, max_steps=1)
     first, second = (dict(model.named_parameters()) for model in models)
-    trained = {name for name in first if ".lora_" in name}
-    assert trained
-    assert [name for name in first.keys() - trained if first[name] is not second[name]] == []
-    assert [name for name in trained if first[name] is second[name]] == []
+    factors = {name for name in first if ".lora_" in name}
+    assert factors
+    assert [name for name in first.keys() - factors if first[name] is not second[name]] == []
+    assert [name for name in factors if first[name] is second[name]] == []
 
 
 def test_each_folder_is_a_run_of_its_own(place, tmp_path):
     """A saved run's own configuration repeats it; the folder of all has one for all."""
-    several(place, tmp_path, sweep={"r": [4, 8]}, max_steps=1)
+    trained(place, tmp_path, sweep={"r": [4, 8]}, max_steps=1)
     folder = tmp_path / "adapters" / "r-8"
     config = load_config(folder / "run.yaml", {"output_dir": str(tmp_path / "again")})
     assert (config.r, config.sweep) == (8, None)

@@ -33,6 +33,11 @@ DIFFERING = (
     *("greater_is_better", "early_stopping_patience", "early_stopping_threshold", "sample_prompts"),
     *("sample_max_new_tokens", "sample_steps", "row_losses", "seed"),
 )
+# keys that the memory of a run over all adapters does not depend on; it has the sum of their ranks
+UNPLANNED = (
+    *("r", "lora_alpha", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
+    "output_dir",
+)
 # key → why a run with several adapters cannot have another value than the default
 SINGLE = {
     "use_peft": "they share the frozen weights",
@@ -99,6 +104,11 @@ def adapter_runs(config: Keys) -> dict[str, Keys]:
     if not config.trains_several:
         return {}
     return {name: _run_of(config, name, changes) for name, changes in _changes(config).items()}
+
+
+def have_equal_plans(one: SeveralSection, other: SeveralSection) -> bool:
+    """Return whether the runs of two adapters get the same memory plan, which has all adapters."""
+    return all(getattr(one, key) == getattr(other, key) for key in type(one).model_fields if key not in UNPLANNED)
 
 
 def _run_of(config: Any, name: str, changes: Mapping[str, Any]) -> Any:

@@ -128,6 +128,7 @@ def prepare_run(
     writes: bool = True,
     together: Sequence[RunConfig] = (),
     capacity_bytes: int | None = None,
+    plan: MemoryPlan | None = None,
 ) -> PreparedRun:
     """Check a run, read and tokenize its data, and plan its memory.
 
@@ -138,6 +139,7 @@ def prepare_run(
         writes: whether the run will start. If not, it needs no output folder.
         capacity_bytes: memory of the device to plan for; default: what is free now.
         together: the runs of adapters that train at once on one base, this one included; memory is planned for all.
+        plan: the plan of an equally large run of `together`; default: memory is planned here.
 
     Raises:
         HalfbyteError: the reason why the run cannot reach its first step: in the configuration, this machine, the
@@ -195,8 +197,9 @@ def prepare_run(
     notice_unsharded_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, data_parallel_degree)
-    planned, shapes = _all_adapters(config, shapes, files, together) if together else (config, shapes)
-    plan = plan_memory(planned, files, machine, data, shapes, mesh, layout, console, checkpoint, capacity_bytes)
+    if plan is None:
+        planned, shapes = _all_adapters(config, shapes, files, together) if together else (config, shapes)
+        plan = plan_memory(planned, files, machine, data, shapes, mesh, layout, console, checkpoint, capacity_bytes)
     config = config.model_copy(update=dict(plan.optimizer_choice))
     if mesh.size > 1:  # the plan decides whether frozen weights are sharded
         mesh = replace(mesh, layout=plan.layout)

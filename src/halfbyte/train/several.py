@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 
 from ..config import RunConfig, dump_config, dump_given
-from ..config.several import adapter_runs
+from ..config.several import adapter_runs, have_equal_plans
 from ..mesh.mesh import present_mesh
 from ..modeling.patch import patch
 from ..plan.memory_plan import MemoryPlan
@@ -59,10 +59,12 @@ def prepare_adapters(
     """
     runs = adapter_runs(config)
     console.print(one_line(f"adapters {len(runs)} on one base: {', '.join(runs)}"), soft_wrap=True)
-    prepared = {}
+    prepared: dict[str, PreparedRun] = {}
+    together = list(runs.values())
     for name, run in runs.items():
+        plan = next((other.plan for other in prepared.values() if have_equal_plans(other.written, run)), None)
         try:
-            prepared[name] = prepare_run(run, resume, console, writes=writes, together=list(runs.values()))
+            prepared[name] = prepare_run(run, resume, console, writes=writes, together=together, plan=plan)
         except HalfbyteError as error:
             error.message = f"adapter {name}: {error.message}"
             raise
