@@ -250,3 +250,15 @@ def test_space_for_all_kept_checkpoints_is_checked(place, tmp_path, monkeypatch,
         monkeypatch.setattr("shutil.disk_usage", lambda folder, usage=usage: usage)
         with contextlib.nullcontext() if free == needed else pytest.raises(TrainingError):
             prepared(place, tmp_path / "out", save_steps=1, save_total_limit=limit)
+
+
+def test_keys_of_images_of_a_run_without_images(place, tmp_path):
+    """A folder that does not exist is an error, and keys without effect get a notice."""
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(ConfigError, match="media_dir"):
+            prepared(place, tmp_path / "out", media_dir=str(folder))
+    notices.reset_notices()
+    prepared(place, tmp_path / "out", media_dir=str(tmp_path), image_max_pixels=10_000, allow_image_urls=False)
+    assert {"media_dir", "image_max_pixels"} <= notices.notices_so_far().keys()
+    assert not {"image_min_pixels", "allow_image_urls"} & notices.notices_so_far().keys()

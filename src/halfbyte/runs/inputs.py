@@ -125,7 +125,7 @@ def check_path_spelling(config: RunConfig) -> None:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Check that the model, adapter, teacher, template, reward models and datasets of a run exist and are sound.
+    """Check that model, adapter, teacher, template, images' folder, reward models and datasets exist and are sound.
 
     Raises:
         HalfbyteError: the first that is not, with the fix.
@@ -145,6 +145,11 @@ def check_inputs(config: RunConfig) -> None:
             if file_type != "file":
                 path = config.chat_template_path
                 raise ConfigError(f"{path} is a folder" if file_type else f"there is no file {path}", fix)
+    if config.media_dir is not None:
+        with attribute_to_key("media_dir"):
+            folder, fix = os.path.expanduser(config.media_dir), "give the folder of the rows' images"
+            if (file_type := look(folder, ConfigError, fix)) != "folder":
+                raise ConfigError(f"{folder} is a file" if file_type else f"there is no folder {folder}", fix)
     check_reward_models(config, read_specs(config.reward_funcs or [], None))
     check_datasets([entry.path for entry in config.datasets], config.eval_dataset)
 

@@ -22,6 +22,7 @@ from ..config.initialisations import read_by
 from ..config.methods import TASKS
 from ..config.policy import DISTILLING, SAMPLING
 from ..data.batches import largest_id, longest_row
+from ..data.image_processor import PIXEL_KEYS
 from ..data.images import IMAGES
 from ..data.prepare import PreparedData
 from ..data.tables import digest_of_rows
@@ -44,6 +45,7 @@ from ..utils.errors import ConfigError, DataError
 from ..utils.notices import notice
 from ..utils.waiting import waiting
 
+IMAGE_KEYS = ("media_dir", "allow_image_urls", *PIXEL_KEYS)
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
@@ -190,6 +192,8 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
 def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ranks: int, adapters: int) -> None:
     """Check that a run whose rows have images trains one adapter of the language model on one process.
 
+    Without such rows, keys of images get a notice.
+
     Args:
         ranks: processes of the run.
         adapters: adapters that train at once.
@@ -198,6 +202,9 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
         ConfigError: it does not.
     """
     if not has_image_rows(data):
+        for key in IMAGE_KEYS:
+            if getattr(config, key):
+                notice(key, f"{config.written(key)} has no effect: no row has an image")
         return
     tower = tuple(f"{name}." for name in non_text_modules(shapes.causal_lm))
     trained = [name for name, parameter in shapes.model.named_parameters() if parameter.requires_grad]
