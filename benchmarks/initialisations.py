@@ -1,7 +1,7 @@
 """What each initialisation of LoRA costs at 2, 3 and 4 bits: distance from the 16-bit model and loss, before and after.
 
-    python -m benchmarks.initialisations MODEL TEXT [--tokens 8192] [--steps 40] [--formats kbit2 kbit3 nf4]
-        [--only pissa ...] [--seeds 11 12] [--shard 0/4] [--device cuda] [--json FILE]
+    python -m benchmarks.initialisations MODEL TEXT [--tokens 8192] [--steps 40] [--batch 4] [--row 256]
+        [--formats kbit2 kbit3 nf4] [--only pissa ...] [--seeds 11 12] [--shard 0/4] [--device cuda] [--json FILE]
 
 TEXT as in `benchmarks.quality`: evenly spaced windows of about --tokens tokens are held out, and the others train.
 Every row has the same rank and schedule, and rows of one seed the same windows in the same order; matmuls are in
@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import halfbyte
 from benchmarks.harness import parser_of, provenance, write_result
-from benchmarks.quality import loss_sum, split, windows
+from benchmarks.quality import ROW, loss_sum, split, windows
 from halfbyte import load_model, load_tokenizer
 from halfbyte.adapters.initial import AdapterInitialiser
 from halfbyte.adapters.lora import add_adapter
@@ -36,7 +37,7 @@ from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.train.graph import ShapeGraphs
 
-RANK, BATCH = 16, 4
+RANK = 16
 SIXTEEN_BITS = "16bit"
 KEYS: dict[str, dict[str, Any]] = {
     "true": {"init_lora_weights": True},
@@ -59,8 +60,9 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 class Reference(NamedTuple):
-    """Held-out windows [n, T] and the 16-bit model's log-probabilities for them [tokens, V]."""
+    """The 16-bit model, held-out windows [n, T] and its log-probabilities for them [tokens, V]."""
 
+    model: nn.Module
     rows: Tensor
     log_probs: Tensor
 
@@ -73,6 +75,42 @@ def log_probs(model: Any, rows: Tensor) -> Tensor:
         logits = model(input_ids=chunk.clamp(min=0).to(model.device), use_cache=False).logits
         parts.append(logits[(chunk != IGNORE_INDEX).to(logits.device)].float().log_softmax(-1).cpu())
     return torch.cat(parts)
+
+
+def mean_loss(log_probs: Tensor, rows: Tensor) -> float:
+    """Return the loss of the `log_probs` of `rows`, whose padding is on the right."""
+    following = F.pad(rows[:, 1:], (0, 1), value=IGNORE_INDEX)[rows != IGNORE_INDEX]
+    return float(F.nll_loss(log_probs, following, ignore_index=IGNORE_INDEX))
+
+
+@torch.no_grad()
+def output_error(model: Any, reference: Reference) -> float:
+    """Return ‖y' - y‖ / ‖y‖, averaged over the adapted linears of `model` (PEFT's, not patched).
+
+    y is the output of the 16-bit linear, and y' that of the quantized one with its adapter for the same inputs: those
+    of the held-out windows in the 16-bit model.
+    """
+    base = model.base_model.model
+    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "lora_A")}
+    squares = {name: torch.zeros(2) for name in adapted}
+    mask = torch.empty(0)
+
+    def compare(name: str, inputs: Tensor, output: Tensor) -> None:
+        difference = adapted[name](inputs) - output
+        squares[name] += torch.stack([values[mask].square().sum() for values in (difference, output)]).cpu()
+
+    hooks = [
+        reference.model.get_submodule(name).register_forward_hook(
+            lambda _, inputs, output, name=name: compare(name, inputs[0], output)
+        )
+        for name in adapted
+    ]
+    for chunk in reference.rows.split(4):
+        mask = (chunk != IGNORE_INDEX).to(model.device)
+        reference.model(input_ids=chunk.clamp(min=0).to(model.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return float(torch.stack([(error / norm).sqrt() for error, norm in squares.values()]).mean())
 
 
 @torch.no_grad()
@@ -113,7 +151,7 @@ def build(path: str, keys: dict[str, Any], format: str, observed: Tensor, seed: 
     return add_adapter(model, config, initial=given).eval(), time.perf_counter() - began
 
 
-def train(model: Any, rows: Tensor, steps: int, rate: float) -> None:
+def train(model: Any, rows: Tensor, steps: int, batch: int, rate: float) -> None:
     """Train the adapter for `steps` of AdamW with a linearly decaying rate, on a GPU as CUDA graphs."""
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -131,25 +169,26 @@ def train(model: Any, rows: Tensor, steps: int, rate: float) -> None:
     graphed = ShapeGraphs(step, optimizer.zero_grad) if on_gpu else step
     for index in range(steps):
         learning_rate.fill_(rate * (1 - index / steps))
-        labels = rows[torch.arange(index * BATCH, (index + 1) * BATCH) % len(rows)].to(model.device)
+        labels = rows[torch.arange(index * batch, (index + 1) * batch) % len(rows)].to(model.device)
         graphed({"input_ids": labels.clamp(min=0), "labels": labels})
     model.eval()
 
 
 def measure(given: Any, name: str, format: str, seed: int, reference: Reference, rows: Tensor) -> dict[str, float]:
-    """Return KL from the 16-bit model (nats per token) and loss at step 0, seconds, and losses after training."""
+    """Return KL from the 16-bit model (nats per token), loss and output error at step 0, and losses after training."""
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
     observed = rows[-given.observed :]
     model, seconds = build(given.model, KEYS[name], format, observed, seed, given.device)
-    found = log_probs(model, reference.rows)
-    kl = float((reference.log_probs.exp() * (reference.log_probs - found)).sum(-1).mean())
-    row = {"kl": kl, "loss": held_out_loss(model, reference.rows), "seconds": seconds}
+    quantized = log_probs(model, reference.rows)
+    kl = float((reference.log_probs.exp() * (reference.log_probs - quantized)).sum(-1).mean())
+    row = {"kl": kl, "loss": mean_loss(quantized, reference.rows)}
+    row |= {"output_error": output_error(model, reference), "seconds": seconds}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     initial = [parameter.detach().clone() for parameter in trained]
     if given.steps:
         halfbyte.patch(model)
     for rate in given.rates if given.steps else ():
-        train(model, rows, given.steps, rate)
+        train(model, rows[:, : given.row], given.steps, given.batch, rate)
         row[f"loss_after_{rate:g}"] = held_out_loss(model, reference.rows)
         with torch.no_grad():
             torch._foreach_copy_(trained, initial)
@@ -164,6 +203,8 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--length", type=int, default=256)
     arguments.add_argument("--observed", type=int, default=128, help="rows of 256 tokens that initialisations read")
     arguments.add_argument("--steps", type=int, default=0)
+    arguments.add_argument("--batch", type=int, default=4, help="rows in a step")
+    arguments.add_argument("--row", type=int, default=ROW, help="trained tokens of a row; the rest is cut off")
     arguments.add_argument("--rates", type=float, nargs="+", default=[5e-4])
     arguments.add_argument("--formats", nargs="+", default=["kbit2", "kbit3", "nf4"])
     arguments.add_argument("--only", nargs="+", default=list(KEYS))
@@ -178,14 +219,14 @@ def main(words: Sequence[str] | None = None) -> None:
     torch.set_float32_matmul_precision("high")
     held, rows = split(windows(load_tokenizer(given.model), given.text, given.length), given.tokens)
     plain = load_model(given.model, load_in_4bit=False, dtype="float32", device=given.device)
-    reference = Reference(held, log_probs(plain, held))
+    reference = Reference(plain, held, log_probs(plain, held))
     result: dict[str, Any] = {"model": Path(given.model).name, "text": given.text.name, "steps": given.steps}
+    result |= {"batch": given.batch, "row": given.row, "observed": given.observed}
     result |= {"tokens": int((held != IGNORE_INDEX).sum()), "rank": RANK, "device": given.device}
-    result["16-bit loss"] = held_out_loss(plain, held)
+    result["16-bit loss"] = mean_loss(reference.log_probs, held)
     result["rows"] = {}
     if given.json and given.json.is_file():
         result["rows"] = json.loads(given.json.read_text()).get("rows", {})
-    del plain
     shard, shards = map(int, given.shard.split("/"))
     for format, name, seed in list(itertools.product(given.formats, given.only, given.seeds))[shard::shards]:
         key = f"{name} · {format} · {seed}"
