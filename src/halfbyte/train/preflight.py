@@ -188,12 +188,7 @@ def prepare_run(
     if checkpoint is not None:
         checkpoints.check_length(config, checkpoint, steps)
     check_schedule(config, arguments, optimizer, steps)
-    rows = data.train if data.eval is None else data.eval
-    templated = data.report["template"] is not None
-    prompts = [] if method.scores else samples.pick_prompts(config, tokenizer, rows, templated=templated)
-    if config.sample_steps and not prompts:  # `generate` reads no images
-        fix = "give prompts as texts: sample_prompts: [...], or remove sample_steps"
-        raise ConfigError(f"{config.written('sample_steps')}: the run has no prompts to answer", fix)
+    prompts = _pick_prompts(config, method, tokenizer, data)
     notice_unsharded_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, data_parallel_degree)
@@ -230,6 +225,19 @@ def _check_shapes(config: RunConfig, shapes: ModelShapes, machine: Machine, mesh
     check_bits(config, shapes.model)
     check_host_state(config, shapes.model, machine, mesh, layout)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
+
+
+def _pick_prompts(
+    config: RunConfig, method: Method, tokenizer: PreTrainedTokenizerBase, data: PreparedData
+) -> list[samples.Prompt]:
+    """Return the prompts that a run answers as samples; check that there are some if it answers them in training."""
+    rows = data.train if data.eval is None else data.eval
+    templated = data.report["template"] is not None
+    prompts = [] if method.scores else samples.pick_prompts(config, tokenizer, rows, templated=templated)
+    if config.sample_steps and not prompts:  # `generate` reads no images
+        fix = "give prompts as texts: sample_prompts: [...], or remove sample_steps"
+        raise ConfigError(f"{config.written('sample_steps')}: the run has no prompts to answer", fix)
+    return prompts
 
 
 def _print_reference(run: PreparedRun, console: Console) -> None:
