@@ -46,7 +46,15 @@ from ..config.initialisations import read_by
 from ..config.methods import SCORES
 from ..config.peft_options import SELECTION_KEYS
 from ..config.schema import RunKeys
-from ..modeling.architectures import ALL_LINEAR, all_linear, expert_stacks, is_linear, is_router
+from ..modeling.architectures import (
+    ALL_LINEAR,
+    all_linear,
+    expert_stacks,
+    is_linear,
+    is_router,
+    vision_part,
+    vision_parts,
+)
 from ..modeling.rope_scaling import check_adapter_rope
 from ..modeling.transformers_versions import quiet_peft
 from ..qat.model import round_merged
@@ -167,6 +175,7 @@ def add_adapter(
     if read_by(adapter) != "nothing":
         mark_initialisation(peft_model, adapter)
     _check_magnitudes(peft_model)
+    _check_vision(peft_model, adapter)
     report_adapter_sizes(peft_model)
     return peft_model
 
@@ -183,6 +192,27 @@ def _check_magnitudes(model: PeftModel) -> None:
             wrong = f"use_dora: {int(zero.sum())} rows of {module}.weight are zeros (first: {int(zero.int().argmax())})"
             fix = f"leave {module.rpartition('.')[2]} out of target_modules, or set use_dora: false"
             raise ModelError(f"{wrong}, which have no direction", fix)
+
+
+def _check_vision(model: PeftModel, adapter: Adapter) -> None:
+    """Check that vision tower and projector have trained parameters if they are not frozen.
+
+    Raises:
+        ModelError: one has none.
+    """
+    parts = vision_parts(model.get_base_model())
+    names = (name.removeprefix(PREFIX) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    trained = {vision_part(name, parts) for name in names}
+    for key, modules in parts.items():
+        if getattr(adapter, key) or key in trained:
+            continue
+        if not modules:
+            raise ModelError(f"{key}: false, but {adapter.origin.name} has no such module", f"remove {key}")
+        if adapter.adapter_path:
+            wrong = f"{key}: false, but the adapter in {adapter.adapter_path} has no tensor of {modules[0]}"
+            raise ModelError(wrong, f"remove {key}, or start a new adapter")
+        wrong = f"{key}: false, but no linear layer of {', '.join(modules)} gets an adapter"
+        raise ModelError(wrong, f"set target_modules: all-linear; if {modules[0]} has no linear layer, remove {key}")
 
 
 def add_score_head(model: nn.Module, scores: str, labels: int) -> None:
@@ -209,8 +239,8 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
     experts = adapted_experts(model, adapter)
     if adapter.target_parameters is None:
         experts = {name for name in experts if _is_selected(adapter, name, [name.rpartition(".")[2]])}
-    named = set() if row.adapts_norms else _adapted_modules(model, adapter.target_modules)
-    linears = _selected(model, adapter, named)
+    targets, named = (None, set()) if row.adapts_norms else _targets(model, adapter)
+    linears = _selected(model, adapter, targets, named)
     routers = adapted_routers(model, adapter, linears)
     of_routers = {name.removesuffix(".weight") for name in routers}
     adapted = linears | of_routers | experts | routers
@@ -243,9 +273,8 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
     options = row.options(adapter)
     if read_by(adapter) != "nothing":
         options[row.init_key] = True  # `adapters.initial` computes the factors
-    targets: Any = adapter.target_modules
-    if targets == ALL_LINEAR:
-        targets = None if row.adapts_norms else all_linear(model)
+    if row.adapts_norms and adapter.target_modules != ALL_LINEAR:
+        targets = adapter.target_modules
     peft_config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(row.peft_type)](
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
@@ -354,18 +383,23 @@ def _report_saved_settings(saved: PeftConfig, adapter: Adapter) -> None:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _adapted_modules(model: nn.Module, targets: str | list[str]) -> set[str]:
-    """Return the names of the modules that get adapters.
+def _targets(model: nn.Module, adapter: Adapter) -> tuple[Any, set[str]]:
+    """Return `target_modules` for PEFT's config, and the names of the modules that they match.
+
+    Modules of a frozen vision tower or projector are left out: of names that also match some of these, full names of
+    the others are returned.
 
     Raises:
-        ModelError: a target matches no module, or a module that is not a linear layer.
-        ConfigError: `targets` is not a valid regular expression.
+        ModelError: a target matches no module, a module that is not a linear layer, or frozen modules only.
+        ConfigError: `target_modules` is not a valid regular expression.
     """
+    targets = adapter.target_modules
     names = [name for name, _ in model.named_modules() if name]
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    parts = vision_parts(model)
     if targets == ALL_LINEAR:
-        listed = all_linear(model)
-        return {name for name in names if any(named_by(name, target) for target in listed)}
+        listed = all_linear(model, [key for key in parts if not getattr(adapter, key)])
+        return listed, {name for name in names if any(named_by(name, target) for target in listed)}
     if isinstance(targets, list):
         check_names("target_modules", targets, names, suggest=linears)
         adapted = {name for name in names if any(named_by(name, target) for target in targets)}
@@ -376,7 +410,14 @@ def _adapted_modules(model: nn.Module, targets: str | list[str]) -> set[str]:
         if not is_linear(module) and not is_router(module):
             wrong = f"target_modules: {name} is a {type(module).__name__}, which computes no x·Wᵀ that LoRA can adapt"
             raise ModelError(wrong, "remove it, or use all-linear")
-    return adapted
+    frozen = {name: key for name in adapted if (key := vision_part(name, parts)) and getattr(adapter, key)}
+    if adapted and not adapted - frozen.keys():
+        key = frozen[min(frozen)]
+        raise ModelError(
+            f"target_modules names modules of the frozen vision part only ({min(frozen)})",
+            f"set {key}: false, or name modules of the language model",
+        )
+    return (sorted(adapted - frozen.keys()) if frozen else targets), adapted - frozen.keys()
 
 
 def _is_selected(adapter: Adapter, name: str, targets: str | list[str]) -> bool:
@@ -390,17 +431,16 @@ def _is_selected(adapter: Adapter, name: str, targets: str | list[str]) -> bool:
     return bool(check_target_module_exists(rule, name))
 
 
-def _selected(model: nn.Module, adapter: Adapter, modules: set[str]) -> set[str]:
+def _selected(model: nn.Module, adapter: Adapter, targets: Any, modules: set[str]) -> set[str]:
     """Return the modules that are in a chosen layer and not excluded.
 
     Args:
-        modules: names of all modules that `target_modules` names.
+        targets, modules: from `_targets`.
 
     Raises:
         ModelError: a key names none of `modules`, or leaves none.
         ConfigError: `exclude_modules` is not a valid regular expression.
     """
-    targets = all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules
     if isinstance(adapter.exclude_modules, str):
         if not matching("exclude_modules", adapter.exclude_modules, modules):
             raise ModelError(*unknown("exclude_modules", adapter.exclude_modules, modules))

@@ -20,6 +20,8 @@ RENAMED = {
     "new_special_tokens": "add_special_tokens",  # ms-swift
     "peft_ensure_weight_tying": "ensure_weight_tying",  # Axolotl
     "peft_trainable_token_indices": "trainable_token_indices",
+    "freeze_vit": "freeze_vision_tower",  # ms-swift
+    "freeze_aligner": "freeze_multi_modal_projector",
     # TRL, rollouts
     "vllm_importance_sampling_correction": "importance_sampling_correction",
     "vllm_importance_sampling_mode": "importance_sampling_mode",

@@ -29,10 +29,11 @@ ADAPTER_KEYS = (
     *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa", "lora_bias", *OPTION_KEYS),
     *TOKEN_KEYS,
 )
+VISION_KEYS = ("freeze_vision_tower", "freeze_multi_modal_projector")
 COMMON_ADAPTER_KEYS = (  # of every kind of adapter
     *("use_peft", "peft_type", "target_modules", "target_parameters", "modules_to_save", "adapter_dtype"),
     *SELECTION_KEYS,
-    "adapter_path",
+    *("adapter_path", *VISION_KEYS),
 )
 SFT_KEYS = ("dataset_format", "dataset_text_field", "completion_only_loss", "train_on")
 
@@ -554,6 +555,9 @@ def _full_fine_tuning_contradictions(config: RunKeys) -> Iterator[Contradiction]
         if getattr(config, key):
             wrong = f"{key} has no meaning with use_peft: false: there is no adapter"
             yield key, wrong, f"remove {key}, or set use_peft: true"
+    for key in VISION_KEYS:
+        if not getattr(config, key):
+            yield key, f"{key}: false with use_peft: false: tower and projector get adapters", "set use_peft: true"
 
 
 def _sampling_contradictions(config: RunKeys) -> Iterator[Contradiction]:

@@ -233,10 +233,9 @@ REFUSED = {
         gamma init_projections_to_zero init_strategy label_mask_value
     """,
     "remove it; halfbyte trains target_modules and modules_to_save, or with use_peft: false all weights": """
-        fix_untrained_tokens freeze_aligner=true freeze_extra_modules freeze_language_model freeze_llm
-        freeze_mm_modules=true freeze_multi_modal_projector=true freeze_parameters freeze_parameters_ratio
-        freeze_parameters_regex freeze_trainable_layers freeze_trainable_modules freeze_vision_tower=true
-        freeze_vit=true lr_groups modules train_attn train_mlp train_router train_unembed trainable_parameters
+        fix_untrained_tokens freeze_extra_modules freeze_language_model freeze_llm freeze_mm_modules=true
+        freeze_parameters freeze_parameters_ratio freeze_parameters_regex freeze_trainable_layers
+        freeze_trainable_modules lr_groups modules train_attn train_mlp train_router train_unembed trainable_parameters
         trainable_parameters_regex unfrozen_parameters
     """,
     "remove it; halfbyte trains on text, with the language layers": """

@@ -374,7 +374,7 @@ CONVERTED: dict[str, Converter] = {
     "pissa_convert": lambda *_: Ignored("the saved adapter always fits the original base"),
     "use_loftq": when_on(init_lora_weights="loftq"),
     **dict.fromkeys(("finetune_language_layers", *_PARTS), _finetuned_modules),
-    "finetune_vision_layers": lambda value, _: Ignored("halfbyte trains the language layers only" if value else ""),
+    "finetune_vision_layers": when_on(freeze_vision_tower=False),
     **dict.fromkeys(("task", "task_type", "lora_task_type"), _task),
     **dict.fromkeys(_TRACKERS, _tracker),
     **dict.fromkeys(("recompute", "offload_residual", "offload_saved_tensors"), _recompute),

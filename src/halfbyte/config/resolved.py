@@ -72,6 +72,8 @@ class Storage:
             `formats` applies to the others.
         qat_scheme: spec of the format that every forward rounds 16-bit weights to; None: no rounding.
         merge_aware: whether every forward rounds the sum of a stored weight and its adapter to the weight's format.
+        vision: pairs as in `formats`, for the linear layers of the vision tower; empty: as `formats` say. None: the
+            tower stays in 16 bits.
     """
 
     formats: tuple[tuple[str, str], ...] = ()
@@ -80,6 +82,7 @@ class Storage:
     keep: bool = False
     qat_scheme: str | None = None
     merge_aware: bool = False
+    vision: tuple[tuple[str, str], ...] | None = None
 
     @property
     def rounds(self) -> bool:

@@ -108,6 +108,11 @@ class QuantizationSection(Section):
         " that mapping; keep: the types of a GGUF file where halfbyte supports them; default, also for its other"
         " layers: the bnb_4bit_* keys",
     )
+    quantize_vision_tower: bool | str | dict[str, str] = Field(
+        False,
+        description="format of the vision tower's linear layers: true (as the language model's), a format, or a mapping"
+        " from module pattern to format or 16bit; false: 16 bits",
+    )
     skip_quant_first_layers: Annotated[int, Field(ge=0)] = Field(
         0, description="number of first decoder layers that stay in 16 bits"
     )
@@ -140,7 +145,16 @@ class QuantizationSection(Section):
         patterns = chosen.items() if isinstance(chosen, dict) else [("*", chosen)]
         formats = tuple((pattern, self._full_spec(spec)) for pattern, spec in patterns)
         skips = self.skip_quant_first_layers, self.skip_quant_last_layers
-        return Storage(formats, *skips, keep, merge_aware=self.merge_aware)
+        return Storage(formats, *skips, keep, merge_aware=self.merge_aware, vision=self._vision)
+
+    @property
+    def _vision(self) -> tuple[tuple[str, str], ...] | None:
+        """`Storage.vision`."""
+        chosen = self.quantize_vision_tower
+        if isinstance(chosen, bool):
+            return () if chosen else None
+        patterns = chosen.items() if isinstance(chosen, dict) else [("*", chosen)]
+        return tuple((pattern, self._full_spec(spec)) for pattern, spec in patterns)
 
     def _full_spec(self, spec: str) -> str:
         """Return the format spec that `nf4` or `fp4` abbreviates with these keys; other specs unchanged."""
@@ -149,7 +163,7 @@ class QuantizationSection(Section):
         scales = "nested" if self.bnb_4bit_use_double_quant else "plain"
         return f"blockwise4:{spec}:{self.bnb_4bit_blocksize}:{scales}"
 
-    @field_validator("quantization", mode="before")
+    @field_validator("quantization", "quantize_vision_tower", mode="before")
     @classmethod
     def _patterns(cls, value: Any) -> Any:
         if isinstance(value, str) and value.endswith((".yaml", ".yml")):
@@ -166,6 +180,10 @@ class QuantizationSection(Section):
             yield from self._in_qat()
         if self.merge_aware and not self.quantized:
             yield "merge_aware", "merge_aware: true without quantized weights", "set load_in_4bit: true, or qat_scheme"
+        if self.quantize_vision_tower is not False and (not self.quantized or self.merge_aware):
+            wrong = f"{self.written('quantize_vision_tower')} needs quantized weights of the language model, too"
+            other = "merge_aware: true" if self.quantized else "16-bit weights"
+            yield "quantize_vision_tower", f"{wrong}, and has no meaning with {other}", "remove quantize_vision_tower"
         if self.merge_aware and (refused := [*skips, *["quantization"] * (self.quantization == KEEP)]):
             wrong = f"merge_aware: true with {self.written(refused[0])}: a merge stores layers by patterns of names"
             yield "merge_aware", wrong, f"remove {refused[0]}; `16bit` in quantization leaves layers in 16 bits"
@@ -271,6 +289,14 @@ class AdapterSection(Section):
     )
     layers_pattern: list[str] | None = Field(
         None, description="with layers_to_transform: names of the lists of layers; default: any list of modules"
+    )
+    freeze_vision_tower: bool = Field(
+        True, description="image rows: leave the vision tower as it is; false: adapt its linear layers as well"
+    )
+    freeze_multi_modal_projector: bool = Field(
+        True,
+        description="image rows: leave the projector between tower and language model as it is; false: adapt its linear"
+        " layers as well",
     )
     modules_to_save: list[str] | None = Field(None, description="modules to train in full and to save with the adapter")
     add_tokens: list[str] | dict[str, str] | None = Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import SIXTEEN, Storage
 from ..formats import Blockwise4, named, of_checkpoint
 from ..formats.base import Format
-from ..modeling.architectures import expert_stacks
+from ..modeling.architectures import expert_stacks, non_text_modules
 from ..modeling.layer import decoder_layers
 from ..reading.model_config import CONFIG
 from ..reading.tensors import read_header, safetensors_files
@@ -40,11 +40,15 @@ class FormatAssignment:
     Attributes:
         patterns: (pattern as in `fnmatch`, format), in order.
         skip_first, skip_last: number of decoder layers at either end that stay in 16 bits.
+        vision: patterns of the vision tower's layers; None: `patterns` hold for them, too.
+        key: the key of a run that has the patterns, for errors.
     """
 
     patterns: tuple[tuple[str, Format | None], ...]
     skip_first: int = 0
     skip_last: int = 0
+    vision: tuple[tuple[str, Format | None], ...] | None = None
+    key: str = "quantization"
 
     def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
         """Return module name → format for those of `names` (linear layers of `model`) that are quantized.
@@ -58,12 +62,17 @@ class FormatAssignment:
                 " x·Wᵀ + b)",
                 "set load_in_4bit: false, and no quantization",
             )
+        if self.vision is not None:
+            prefixes = tuple(f"{name}." for name in non_text_modules(model))
+            inside = [name for name in names if name.startswith(prefixes)]
+            text = replace(self, vision=None).assign(model, [name for name in names if name not in inside])
+            return text | FormatAssignment(self.vision, key="quantize_vision_tower").assign(model, inside)
         matchers = [(re.compile(fnmatch.translate(pattern)), format) for pattern, format in self.patterns]
         for (pattern, _), (matcher, _) in zip(self.patterns, matchers, strict=True):
             if not any(map(matcher.match, names)):
                 near = difflib.get_close_matches(pattern, names, 1, 0.0)
                 raise ModelError(
-                    f"quantization: {pattern!r} matches no linear layer", f"layers are named like {', '.join(near)}"
+                    f"{self.key}: {pattern!r} matches no linear layer", f"layers are named like {', '.join(near)}"
                 )
         skipped = self._skipped_layers(model)
         formats: dict[str, Format] = {}
@@ -75,8 +84,8 @@ class FormatAssignment:
             elif matched[0] is not None and not name.startswith(skipped):
                 formats[name] = matched[0]
         if unmatched:
-            message = f"no pattern of quantization matches {len(unmatched)} linear layers, e.g. {unmatched[0]}"
-            notice("quantization-unmatched", f"{message}: keeping them in 16 bits (add a last pattern '*' for them)")
+            message = f"no pattern of {self.key} matches {len(unmatched)} linear layers, e.g. {unmatched[0]}"
+            notice(f"{self.key}-unmatched", f"{message}: keeping them in 16 bits (add a last pattern '*' for them)")
         return formats
 
     def _skipped_layers(self, model: nn.Module) -> tuple[str, ...]:
@@ -102,14 +111,15 @@ def format_assignment(storage: Storage) -> FormatAssignment:
         ModelError: a format or one of its options does not exist.
     """
 
-    def format_of(spec: str) -> Format | None:
+    def patterns_of(key: str, formats: Iterable[tuple[str, str]]) -> tuple[tuple[str, Format | None], ...]:
         try:
-            return None if spec == SIXTEEN else named(spec)
+            return tuple((pattern, None if spec == SIXTEEN else named(spec)) for pattern, spec in formats)
         except ModelError as error:
-            raise ModelError(f"quantization: {error.message}", error.fix) from error
+            raise ModelError(f"{key}: {error.message}", error.fix) from error
 
-    patterns = tuple((pattern, format_of(spec)) for pattern, spec in storage.formats)
-    return FormatAssignment(patterns, storage.skip_first, storage.skip_last)
+    vision = patterns_of("quantize_vision_tower", storage.vision) if storage.vision else None
+    patterns = patterns_of("quantization", storage.formats)
+    return FormatAssignment(patterns, storage.skip_first, storage.skip_last, vision)
 
 
 def quantized_names(entry: Any) -> set[str]:

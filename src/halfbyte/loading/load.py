@@ -128,7 +128,7 @@ def load_model(
 ) -> Any:
     """Load a causal language model of transformers, and quantize its linear layers except the head.
 
-    A vision tower and its projector are frozen and keep `dtype`. Shards are streamed: each tensor is quantized on the
+    A vision tower and its projector are frozen and keep `dtype`, except for `quantize_vision_tower`. Shards are streamed: each tensor is quantized on the
     target device and dropped. A pre-quantized checkpoint keeps its codes. Norms, the head and embeddings keep `dtype`,
     except per-layer embeddings (Gemma 3n and 4), which are quantized.
 
@@ -143,7 +143,7 @@ def load_model(
         initial: changes the base's weights while they load, for an adapter whose `init_lora_weights` reads them; see
             `adapters.initial`.
         keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
-            `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
+            `quantize_vision_tower`, `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
 
     Raises:
         ModelError: the model or format does not exist, no layer can be quantized, or the initialisation does not fit.
@@ -255,6 +255,9 @@ def _quantization_options(
     entry = stored if isinstance(stored, dict) else stored.to_dict()
     if not storage.quantized:
         raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
+    if storage.vision is not None:
+        fix = "use the 16-bit model, or remove quantize_vision_tower"
+        raise ModelError(f"quantize_vision_tower: {name} holds quantized weights", fix)
     if storage.merge_aware:
         raise ModelError(f"merge_aware: {name} holds quantized weights", "use the 16-bit model, or remove merge_aware")
     if "kept" in entry:

@@ -47,6 +47,9 @@ from .find import load_model_config
 from .quantized_model import as_linear, dequantize, mark_quantized, unfilled_conv1d
 
 
+PAIRS = ("formats", "vision")  # fields of a `Storage` that are tuples of pairs, and lists in a file
+
+
 @register_quantization_config(QUANT_METHOD)
 class HalfbyteConfig(QuantizationConfigMixin):
     """Storage of a model's linear layers, for `from_pretrained(..., quantization_config=HalfbyteConfig(...))`.
@@ -65,7 +68,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         ways: number of ranks that share the model's memory.
         on_host: decoder layers whose quantized stacks stay in host memory.
         keys: `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
-            `skip_quant_first_layers`, `skip_quant_last_layers`, as in a run's configuration.
+            `quantize_vision_tower`, `skip_quant_first_layers`, `skip_quant_last_layers`, as in a run's configuration.
 
     Raises:
         ModelError: no such format.
@@ -88,7 +91,8 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD
         self.llm_int8_skip_modules = llm_int8_skip_modules
         if isinstance(storage, Mapping):  # written by `to_dict`: pairs in a list, since JSON files sort keys
-            storage = Storage(**{**storage, "formats": tuple((pattern, spec) for pattern, spec in storage["formats"])})
+            pairs = {key: value and tuple(map(tuple, value)) for key, value in storage.items() if key in PAIRS}
+            storage = Storage(**{**storage, **pairs})
         self.storage = storage_of(storage, **keys)
         self.assignment = format_assignment(self.storage)
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
@@ -146,7 +150,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         if self.is_assigned:
             return entry
         return entry | {
-            "storage": asdict(self.storage) | {"formats": [list(pair) for pair in self.storage.formats]},
+            "storage": asdict(self.storage),
             "others": dict(self.others),
             "kept": dict(self.kept),
             "ways": self.ways,
@@ -349,8 +353,11 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
-        if config.llm_int8_skip_modules is None and non_text_modules(model):  # saved, so that other tools skip them too
-            config.llm_int8_skip_modules = unquantized_modules(model, non_text=not self.pre_quantized)
+        vision = config.storage.vision is not None
+        if config.llm_int8_skip_modules is None and (vision or non_text_modules(model)):
+            # saved, so that other tools skip them too
+            skipped = unquantized_modules(model, non_text=not self.pre_quantized, vision=vision)
+            config.llm_int8_skip_modules = skipped
         linears = quantizable(model, config.llm_int8_skip_modules)
         conv1d = conv1d_layers(model, config.llm_int8_skip_modules)
         stacks = expert_stacks(model, config.llm_int8_skip_modules)
@@ -377,7 +384,7 @@ class HalfbyteQuantizer(HfQuantizer):
             self.on_host = tuple(f"{layers}.{at}." for at in config.on_host)
         self.transposed &= self.stacks.keys()
         non_text = tuple(non_text_modules(model))
-        if non_text and not any(name.startswith(non_text) for name in linears):
+        if non_text and not any(name.startswith(non_text) for name in stored):
             notice("beside-text", f"keeping {', '.join(non_text)} in 16 bits: only the language model is quantized")
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return model

@@ -12,6 +12,8 @@ from ..utils.notices import notice
 
 ALL_LINEAR = "all-linear"
 MIN_INPUTS = 16  # linears with fewer inputs stay in 16 bits: half of the smallest quantization block
+FREEZE_TOWER, FREEZE_PROJECTOR = "freeze_vision_tower", "freeze_multi_modal_projector"  # keys of a run
+PROJECTORS = {"multi_modal_projector", "merger", "deepstack_merger_list", "connector", "embed_vision"}  # their modules
 MAMBA_LINEARS = ("x_proj", "dt_proj", "out_proj")  # Mamba kernels read their weights directly
 
 
@@ -71,20 +73,50 @@ def non_text_modules(model: Any) -> list[str]:
     return [f"{prefix}{name}" for name, child in backbone.named_children() if child is not text]
 
 
-def all_linear(model: Any) -> list[str]:
+def vision_parts(model: Any) -> dict[str, list[str]]:
+    """Return `FREEZE_TOWER` and `FREEZE_PROJECTOR`, each with the names of the outermost modules that the key freezes.
+
+    The projector may be inside the tower's module (Qwen's `visual.merger`), whose name is then in the first list, too.
+    """
+    towers = [name for name in non_text_modules(model) if "audio" not in name and not PROJECTORS & {*name.split(".")}]
+    inside = [f"{tower}." for tower in towers]
+    names = [name for name in non_text_modules(model) if name not in towers and "audio" not in name]
+    names += [
+        name
+        for name, _ in model.named_modules()
+        if name.startswith(tuple(inside)) and PROJECTORS & {name.rpartition(".")[2]}
+    ]
+    return {FREEZE_TOWER: towers, FREEZE_PROJECTOR: names}
+
+
+def vision_part(name: str, parts: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the key of `vision_parts` that freezes a module or parameter; None outside of tower and projector."""
+    for key in (FREEZE_PROJECTOR, FREEZE_TOWER):
+        if any(f"{name}.".startswith(f"{prefix}.") for prefix in parts[key]):
+            return key
+    return None
+
+
+def all_linear(model: Any, trained: Collection[str] = ()) -> list[str]:
     """Return the names of all `nn.Linear` modules except the output head: short names (q_proj, ...) if unambiguous.
 
-    For a model with a vision tower, only its language model counts. Excluded are linears that do not return x·Wᵀ
-    (routers), and linears of Mamba layers whose kernels read the weight directly and would skip an adapter.
+    For a model with a vision tower, only its language model counts, and those parts that `trained` names. Excluded are
+    linears that do not return x·Wᵀ (routers), and linears of Mamba layers whose kernels read the weight directly and
+    would skip an adapter.
 
     PEFT's own all-linear lists every full name, which ties the saved adapter to the number of layers.
+
+    Args:
+        trained: keys of `vision_parts`.
     """
     from torch import nn
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = {name: module for name, module in model.named_modules() if name}
     linears = {name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
-    linears -= {"lm_head", *(name for name in linears if name.startswith(tuple(non_text_modules(model))))}
+    parts, non_text = vision_parts(model), tuple(f"{name}." for name in non_text_modules(model))
+    frozen = {name for name in linears if name.startswith(non_text) and vision_part(name, parts) not in trained}
+    linears -= {"lm_head", *frozen}
     linears -= {name for name in linears if not is_linear(modules[name])}
     past = set()
     for name in linears:
@@ -178,11 +210,16 @@ def _computes_linear(module: Any, training: bool) -> bool:
     return True
 
 
-def unquantized_modules(model: Any, skip_modules: list[str] | None = None, non_text: bool = True) -> list[str]:
+def unquantized_modules(
+    model: Any, skip_modules: list[str] | None = None, non_text: bool = True, vision: bool = False
+) -> list[str]:
     """Return the names of modules that are not quantized: `skip_modules` and modules the model keeps in fp32.
 
     By default, `skip_modules` are the output head and modules tied to it and, with `non_text`, everything except the
-    language model (vision tower, projector).
+    language model (vision tower, projector) and, with `vision`, the tower.
+
+    Raises:
+        ModelError: `vision`, but the model has no vision tower.
     """
     from transformers.quantizers.base import HfQuantizer
 
@@ -193,18 +230,28 @@ def unquantized_modules(model: Any, skip_modules: list[str] | None = None, non_t
         tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
         named = {name for name, module in model.named_modules() if module is head}
         skip = [name for name in skip if name != last or name in tied | named | set(model._keep_in_fp32_modules or ())]
-    return [*skip, *non_text_modules(model)] if skip_modules is None and non_text else skip
+    if skip_modules is not None or not non_text:
+        return skip
+    if not vision:
+        return [*skip, *non_text_modules(model)]
+    towers, projectors = vision_parts(model).values()
+    if not towers:
+        raise ModelError(f"quantize_vision_tower: {type(model).__name__} has no vision tower", "remove it")
+    return [*skip, *({*non_text_modules(model)} - {*towers, *projectors}), *projectors]
 
 
-def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:
+def quantizable(model: Any, skip_modules: list[str] | None = None, vision: bool = False) -> dict[str, Any]:
     """Return name → module of the linear layers that may be quantized: all except `unquantized_modules`.
 
     Linears with fewer than `MIN_INPUTS` inputs are excluded; some models also read or change their weights outside of
     the forward (Gemma 3n's AltUp coefficients).
+
+    Args:
+        vision: whether to include the vision tower's, unless `skip_modules` are given.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skip = unquantized_modules(model, skip_modules)
+    skip = unquantized_modules(model, skip_modules, vision=vision)
     return {
         name: module
         for name, module in model.named_modules()

@@ -130,7 +130,7 @@ class ModelShapes:
         if storage.quantized:
             stored: Any = getattr(model_config, "quantization_config", None) or {}
             skip = skipped_modules(stored)
-            linears = quantizable(model, skip)
+            linears = quantizable(model, skip, storage.vision is not None)
             refuse_conv1d(model, conv1d_layers(model, skip))
             tables = per_layer_tables(model, skip, quantized_names(stored) if stored else None)
             names = [*linears, *expert_stacks(model, skip), *tables]

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..adapter_kinds import PREFIX
 from ..auxiliary.model import adapter_digest, find_teacher
 from ..auxiliary.teacher import check_teacher
 from ..config import RunConfig
@@ -29,7 +30,7 @@ from ..data.tables import digest_of_rows
 from ..loading.find import ModelFiles
 from ..mesh.mesh import Mesh
 from ..methods import Method
-from ..modeling.architectures import check_token_ids, non_text_modules
+from ..modeling.architectures import FREEZE_PROJECTOR, FREEZE_TOWER, check_token_ids, vision_part, vision_parts
 from ..modeling.task_models import check_task_model
 from ..modeling.tiny_model import check_positions
 from ..plan.shapes import ModelShapes
@@ -190,7 +191,8 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
 
 
 def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ranks: int, adapters: int) -> None:
-    """Check that a run whose rows have images trains one adapter of the language model on one process.
+    """Check that a run whose rows have images trains one adapter on one process, and that parts which are not frozen
+    get images.
 
     Without such rows, keys of images get a notice.
 
@@ -205,10 +207,14 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
         for key in IMAGE_KEYS:
             if getattr(config, key):
                 notice(key, f"{config.written(key)} has no effect: no row has an image")
+        for key in (FREEZE_TOWER, FREEZE_PROJECTOR):
+            if not getattr(config, key):
+                wrong = f"{key}: false, but no row has an image: its adapters would get no gradient"
+                raise ConfigError(wrong, f"remove {key}, or give rows with images")
         return
-    tower = tuple(f"{name}." for name in non_text_modules(shapes.causal_lm))
-    trained = [name for name, parameter in shapes.model.named_parameters() if parameter.requires_grad]
-    inside = next((name for name in trained if any(prefix in name for prefix in tower)), None)
+    parts = vision_parts(shapes.causal_lm)
+    trained = [name.removeprefix(PREFIX) for name, p in shapes.model.named_parameters() if p.requires_grad]
+    inside = next((name for name in trained if getattr(config, vision_part(name, parts) or "", False)), None)
     reads_rows = config.use_peft and read_by(config) not in ("nothing", "weights")
     refusals = (
         (ranks > 1, "parallel", "several processes", "remove it"),
@@ -218,8 +224,8 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
         (
             inside is not None,
             "target_modules",
-            f"an adapter on {inside}: the vision tower and its projector are frozen",
-            "set target_modules: all-linear, which adapts the language model",
+            f"an adapter on {inside}, which is frozen",
+            f"set {inside and vision_part(inside, parts)}: false, or target_modules: all-linear",
         ),
     )
     for applies, key, reason, fix in refusals:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ def _formats(model: Any, storage: Storage) -> dict[str, Format]:
     """
     linears = quantizable(model)
     names = [*linears, *expert_stacks(model), *conv1d_layers(model), *per_layer_tables(model)]
-    assigned = format_assignment(storage).assign(model, names)
+    assigned = format_assignment(replace(storage, vision=None)).assign(model, names)
     formats = {name: assigned[name] for name in linears if name in assigned}
     for key, group in measurable_stacks(model).items():
         name = f"{key.removesuffix('.*')}.{group.leaves[0]}" if key.endswith(".*") else key
