@@ -128,9 +128,9 @@ def load_model(
 ) -> Any:
     """Load a causal language model of transformers, and quantize its linear layers except the head.
 
-    A vision tower and its projector are frozen and keep `dtype`, except for `quantize_vision_tower`. Shards are streamed: each tensor is quantized on the
-    target device and dropped. A pre-quantized checkpoint keeps its codes. Norms, the head and embeddings keep `dtype`,
-    except per-layer embeddings (Gemma 3n and 4), which are quantized.
+    A vision tower and its projector are frozen and keep `dtype`; `quantize_vision_tower` quantizes the tower. Shards
+    are streamed: each tensor is quantized on the target device and dropped. A pre-quantized checkpoint keeps its codes.
+    Norms, the head and embeddings keep `dtype`, except per-layer embeddings (Gemma 3n and 4), which are quantized.
 
     Args:
         name_or_path: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id; or a result of `find_model`.
@@ -143,7 +143,8 @@ def load_model(
         initial: changes the base's weights while they load, for an adapter whose `init_lora_weights` reads them; see
             `adapters.initial`.
         keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
-            `quantize_vision_tower`, `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
+            `quantize_vision_tower`, `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's
+            configuration.
 
     Raises:
         ModelError: the model or format does not exist, no layer can be quantized, or the initialisation does not fit.

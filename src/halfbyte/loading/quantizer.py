@@ -46,7 +46,6 @@ from .expert_stacks import is_stacking, prepare_stacks, prequantized_converter, 
 from .find import load_model_config
 from .quantized_model import as_linear, dequantize, mark_quantized, unfilled_conv1d
 
-
 PAIRS = ("formats", "vision")  # fields of a `Storage` that are tuples of pairs, and lists in a file
 
 
