@@ -247,7 +247,7 @@ def test_probabilities_become_weights():
 def test_only_attention_or_only_mlps_are_linear_layers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from halfbyte.adapters.lora import _adapted_modules
+    from halfbyte.adapters.targets import adapted_modules
 
     tiny = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     model = LlamaForCausalLM(tiny)
@@ -255,7 +255,8 @@ def test_only_attention_or_only_mlps_are_linear_layers():
     for part, other in (("attention", "mlp"), ("mlp", "attention")):
         values = {f"finetune_{part}_modules": True, f"finetune_{other}_modules": False}
         targets = translate(f"finetune_{part}_modules", values).keys["target_modules"]
-        found[part] = {name.rpartition(".")[2] for name in _adapted_modules(model, targets)}
+        adapter = load_config(None, {"model_name_or_path": "m", "dataset": "d", "target_modules": targets}).adapter
+        found[part] = {name.rpartition(".")[2] for name in adapted_modules(model, adapter)[1]}
     assert found["attention"] == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert found["mlp"] == {"gate_proj", "up_proj", "down_proj"}
 

@@ -3,8 +3,8 @@
 import pytest
 
 from halfbyte.config import RunConfig, load_config
-from halfbyte.config.schema import RECIPE_OPTIONS as OPTIONS
-from halfbyte.config.schema import RecipeSection
+from halfbyte.config.recipe import RECIPE_OPTIONS as OPTIONS
+from halfbyte.config.recipe import RecipeSection
 from halfbyte.utils.errors import ConfigError
 
 OTHER = {"margin": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "reduce_amax": False}

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
-from halfbyte.adapters.lora import all_linear
 from halfbyte.generation import Rollouts, Sampling, forget, generate
 from halfbyte.generation.text import continue_texts
+from halfbyte.modeling.architectures import all_linear
 from halfbyte.utils.errors import HalfbyteError
 from tests.helpers.all_families import NAMES, build
 

@@ -10,10 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from halfbyte.adapters.lora import all_linear
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
-from halfbyte.modeling.architectures import auto_class
+from halfbyte.modeling.architectures import all_linear, auto_class
 from halfbyte.modeling.head import causal_lm_loss
 from tests.helpers.families import FAMILIES, IMAGE, MULTIMODAL, PIXELS, SHAPE, TEXT_PARTS, VISION
 

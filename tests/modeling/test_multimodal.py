@@ -10,14 +10,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import halfbyte
-from halfbyte.adapters.lora import add_adapter, all_linear
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.autograd import attention as causal
 from halfbyte.config import RunConfig
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.find import load_model_config
 from halfbyte.loading.load import load_model
 from halfbyte.modeling import attention
-from halfbyte.modeling.architectures import non_text_modules
+from halfbyte.modeling.architectures import all_linear, non_text_modules
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.estimate import estimate
 from halfbyte.utils.errors import ModelError

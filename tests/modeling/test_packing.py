@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from halfbyte.adapters.lora import all_linear
 from halfbyte.data.collate import PackedCollator
 from halfbyte.evaluation.held_out import measure
 from halfbyte.modeling import packing
+from halfbyte.modeling.architectures import all_linear
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.packed_forwards import MIN_LENGTH_RATIO, length_groups
 from halfbyte.modeling.packing import isolate_documents

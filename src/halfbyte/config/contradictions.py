@@ -18,7 +18,8 @@ from .initialisations import INITIALISATIONS, OPTION_KEYS, initialisation
 from .methods import CLASSIFYING, DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, TASKS, methods_of
 from .peft_options import KEY, SELECTION_KEYS, option_contradictions, option_names
 from .policy import DISTILLING, POLICY, SAMPLING
-from .schema import RECIPE_OPTIONS, AdapterSection, QuantizationSection, RunKeys
+from .recipe import RECIPE_OPTIONS
+from .schema import AdapterSection, QuantizationSection, RunKeys
 from .section import Contradiction, nearest, respelled
 
 TOKEN_KEYS = ("add_tokens", "add_special_tokens", "trainable_token_indices", "resize_token_embeddings_to_multiple_of")
