@@ -5,11 +5,14 @@ import torch
 from torch import nn
 
 from halfbyte.autograd import lora_mlp as lora_mlp_module
+from halfbyte.autograd.dora import Scale
 from halfbyte.autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
 from halfbyte.autograd.lora import LoRA, lora_linear, lora_qkv
 from halfbyte.autograd.lora_mlp import lora_mlp
+from halfbyte.autograd.rope import rope
 from halfbyte.formats import named
 from halfbyte.ops.dora import column_dots
+from halfbyte.ops.rope import rotate
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
 from tests.helpers.peft_modules import MLP, QKV, assert_steps_close, model, seeds_for, step
@@ -94,6 +97,69 @@ def test_outputs_may_be_overwritten(x):
     lora.magnitude.grad = None
     (lora_linear(x, weight, bias, lora).mul_(2) / 2).sum().backward()
     torch.testing.assert_close(lora.magnitude.grad, expected)
+
+
+def heads(x):
+    """x [B, T, N] as heads of 6 values, [B, H, T, 6]."""
+    return x.unflatten(-1, (-1, 6)).transpose(1, 2)
+
+
+def angles(tokens, width, scale):
+    """cos and sin [1, T, width], rounded to 16 bits as a model in bf16 has them, and scaled as by YaRN."""
+    frequencies = 10.0 ** -torch.linspace(0, 1, width // 2)
+    turns = torch.outer(torch.arange(float(tokens)), frequencies).repeat(1, 2)[None]
+    return [(scale * x).bfloat16().double() for x in (turns.cos(), turns.sin())]
+
+
+def rotated_step(module, x, cos_sin, seeds):
+    """q and k after RoPE, and v, from halfbyte's functions."""
+
+    def fused(x):
+        weights, biases, loras = zip(*(module.adapter(name) for name in QKV), strict=True)
+        q, k, v = lora_qkv(x, weights, biases, loras, uses=("rotated", "rotated", "unchanged"))
+        pairs = zip(loras[:2], biases[:2], strict=True)
+        scales = [None if lora is None else Scale(lora.magnitude, bias) for lora, bias in pairs]
+        return *rope(heads(q), heads(k), *cos_sin, scales), v
+
+    return step(module, fused, x, [seed.clone() for seed in seeds])  # RoPE's backward overwrites gradients
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("targets", [("q", "k", "v"), ("q",), ("k",)], ids=str)
+@pytest.mark.parametrize(("width", "scale"), [(6, 1.0), (4, 1.0), (6, 1.3)])
+def test_outputs_that_rope_overwrites_have_pefts_gradients(x, targets, bias, width, scale):
+    """`width` of the 6 values of a head rotate; YaRN scales the angles."""
+    module, cos_sin = model(dora=True, targets=targets, bias=bias, keys=12), angles(x.shape[1], width, scale)
+
+    def pefts(x):
+        return rotate(heads(module.q(x)), *cos_sin), rotate(heads(module.k(x)), *cos_sin), module.v(x)
+
+    with torch.no_grad():
+        seeds = [torch.randn_like(output) for output in pefts(x)]
+    theirs = step(module, pefts, x, seeds)
+    assert any("magnitude" in name for name in theirs[2])
+    assert_steps_close(rotated_step(module, x, cos_sin, seeds), theirs, **EXACT)
+
+
+def test_rotating_back_in_16_bits_rounds_once_more():
+    """The gradient of a magnitude differs from that of a saved copy by less than its terms' rounding."""
+    torch.manual_seed(0)
+    module, x = model(dora=True, targets=("q", "k"), keys=12).bfloat16(), torch.randn(4, 512, 24).bfloat16()
+    cos_sin, errors = [t.bfloat16() for t in angles(512, 6, 1.0)], {}
+    with torch.no_grad():
+        seeds = [torch.randn_like(heads(linear(x))) for linear in (module.q, module.k)]
+    seeds.append(torch.zeros(4, 512, 11).bfloat16())
+    rounded = rotated_step(module, x, cos_sin, seeds)[2]
+    weights, biases, loras = zip(*(module.adapter(name) for name in QKV), strict=True)
+
+    def copied(x):
+        q, k, v = lora_qkv(x, weights, biases, loras)
+        return *rope(heads(q), heads(k), *cos_sin), v
+
+    for name, gradient in step(module, copied, x, seeds)[2].items():
+        errors[name] = ((rounded[name] - gradient).norm() / gradient.norm()).item()
+    assert 0 < max(errors.values()) < 0.01
+    assert all("magnitude" in name for name, error in errors.items() if error)
 
 
 def test_a_magnitude_of_zero_has_no_gradient(x):

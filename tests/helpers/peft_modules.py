@@ -28,9 +28,9 @@ class SeededDropout(nn.Dropout):
 class Model(nn.Module):
     """q, k and v of one input, and a gated MLP."""
 
-    def __init__(self, hidden=24, inner=37, bias=False, activation="silu"):
+    def __init__(self, hidden=24, inner=37, bias=False, activation="silu", keys=7):
         super().__init__()
-        for name, width in zip(QKV, (hidden, 7, 11), strict=True):
+        for name, width in zip(QKV, (hidden, keys, 11), strict=True):
             self.add_module(name, nn.Linear(hidden, width, bias=bias))
         self.gate, self.up = nn.Linear(hidden, inner, bias=bias), nn.Linear(hidden, inner, bias=bias)
         self.down = nn.Linear(inner, hidden, bias=bias)

@@ -172,6 +172,21 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout, frozen_a):
         assert live[1] - live[0] == pytest.approx(planned, rel=0.05), level
 
 
+@pytest.mark.parametrize(("family", "outputs"), [("Llama", 2), ("Qwen3", 2), ("Gemma2", 0)])
+@pytest.mark.parametrize("level", ["keep", "recompute"])
+def test_dora_saves_the_outputs_that_nothing_else_saves(family, outputs, level):
+    """These are the outputs of o and down, unless a norm saves them: attention saves v, and q and k rotated."""
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16, "num_key_value_heads": 4}
+    inputs, live = {"input_ids": torch.randint(1, 101, (2, 256))}, {}
+    for layers in (1, 2):
+        for use_dora in (False, True):
+            model = tiny(family, shape=sizes | {"num_hidden_layers": layers}, use_dora=use_dora)
+            halfbyte.patch(model, level)
+            live[layers, use_dora] = live_after_forward(model, inputs)
+    saved = live[2, True] - live[1, True] - (live[2, False] - live[1, False])
+    assert saved == 4 * 512 * 64 * outputs + 4 * (5 * 64 + 2 * 160) * (1 + 4)  # c and c∘B of the seven linears
+
+
 @pytest.mark.parametrize(("levels", "message"), [("most", "'most'"), (["keep"] * 3, "3 levels.*2")])
 def test_levels_that_do_not_fit(levels, message):
     with pytest.raises(ModelError, match=message):

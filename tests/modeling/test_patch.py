@@ -149,11 +149,17 @@ def test_linears_without_adapter_and_quantized_weights():
     assert adapted == {f"LoRA of {name}_proj" for name in ("q", "v", "up")}
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Phi3", "Gemma3Text"])
+DORA = ("Llama", "Qwen2", "Phi3", "Gemma3Text", "Cohere2")  # RoPE in place, biases, one linear, norms, pairs
+
+
+@pytest.mark.parametrize(
+    "family", [*DORA, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in DORA)]
+)
 def test_dora(family):
-    report = check_equal(tiny(family, use_dora=True), batch(packed=True))
-    assert not report.unfused
-    assert report.fused["LoRA of o_proj"] == 2
+    report = check_equal(tiny(family, use_dora=True), batch(packed=True), 2e-5 if family in OWN_LAYERS else 1e-5)
+    if family in DORA:
+        assert not report.unfused
+        assert report.fused["LoRA of o_proj"] == 2
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])  # without and with biases of the base

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,13 @@ def row_norms(
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a·b for [n, M, K] and [n, K, N]; in place, since autocast would compute it in 16 bits."""
     return a.new_empty(*a.shape[:-1], b.shape[-1]).baddbmm_(a, b, beta=0)
+
+
+class Scale(NamedTuple):
+    """DoRA's magnitude m [N] of a projection, and its bias b [N] or None."""
+
+    magnitude: Tensor
+    bias: Tensor | None
 
 
 def magnitude_gradient(

@@ -26,8 +26,10 @@ largest weight, which activations can use in between. W is never saved and gets 
 DoRA. y = c∘(x·Wᵀ + s·u·Bᵀ) + b with c = m/‖W + s·B·A‖, one factor per output, m [N] trained, the norm of each row
 detached. The factors multiply W as it is dequantized, and B, so all GEMMs stay as they are with c∘W and c∘B instead.
 Then dB = c∘d(c∘B), and dm = Σ dy∘(y - b) / m over rows, for which y is saved: a second GEMM of dyᵀ·x would take as
-long as dy·W. The norm needs neither W nor B·A: ‖W + s·B·A‖² = ‖W‖² + 2s·⟨W·Aᵀ, B⟩ + s²·⟨B·(A·Aᵀ), B⟩ by rows, with
-‖W‖² computed once.
+long as dy·W. If nothing writes to y (`OutputUse`), this takes no memory where another function saves y too, as
+attention does with v. RoPE overwrites q and k, and computes their dm from the rotated values, which attention saves.
+The norm needs neither W nor B·A: ‖W + s·B·A‖² = ‖W‖² + 2s·⟨W·Aᵀ, B⟩ + s²·⟨B·(A·Aᵀ), B⟩ by rows, with
+‖W‖² computed once (`autograd.dora`).
 
 With dropout, PEFT's DoRA is y = x·Wᵀ + (c−1)∘(x̃·Wᵀ) + s·u·(c∘B)ᵀ + b with x̃ = x∘m/(1−p): a second GEMM with W in the
 forward and in the backward. dm then reads c∘(x̃·Wᵀ) + s·u·(c∘B)ᵀ, which is saved instead of y.
@@ -47,7 +49,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +64,10 @@ from ..utils.errors import ModelError
 from .dora import StepNorms, magnitude_gradient, row_norms
 from .function import OnceFunction
 from .gemms import accumulate, cast, dense, gradient_dtype, product, rows_of, scale_rows, stack, summed
+
+# What the caller does with an output: it writes to its memory, it does not, or it passes it to `rope` with DoRA's
+# `Scale`, whose gradient `rope` computes.
+OutputUse = Literal["overwritten", "unchanged", "rotated"]
 
 
 @dataclass(frozen=True)
@@ -154,9 +160,10 @@ def lora_linear(
     lora: LoRA | RowLoRA | None = None,
     dropout: float = 0.0,
     recipe: GemmRecipe | None = None,
+    use: OutputUse = "overwritten",
 ) -> Tensor:
     """One projection with its adapter: [..., K] → [..., N]. Arguments as in `lora_qkv`."""
-    return lora_qkv(x, (weight,), (bias,), (lora,), dropout, recipe)[0]
+    return lora_qkv(x, (weight,), (bias,), (lora,), dropout, recipe, (use,))[0]
 
 
 def lora_qkv(
@@ -166,6 +173,7 @@ def lora_qkv(
     loras: Sequence[LoRA | RowLoRA | None],
     dropout: float = 0.0,
     recipe: GemmRecipe | None = None,
+    uses: Sequence[OutputUse] | None = None,
 ) -> tuple[Tensor, ...]:
     """Several projections of one input, each with its adapter: q, k and v, or gate and up.
 
@@ -177,6 +185,7 @@ def lora_qkv(
         loras: adapter of each projection, or adapters of equal ranges of rows, or None.
         dropout: probability of dropping an adapter's inputs, drawn per adapter; 0 outside training.
         recipe: low-precision recipe of the GEMMs with the weights; None: x's dtype.
+        uses: what the caller does with each output, for DoRA without dropout; default: "overwritten".
 
     Returns:
         [..., Nᵢ] each, in the dtype of the GEMMs.
@@ -191,7 +200,9 @@ def lora_qkv(
         refuse_compiled(recipe)
         return composed(x, weights, biases, loras, dropout)
     projections, cast_biases, a, b = Projections.of(x, weights, biases, loras, dropout, recipe)
-    return _LoRA.apply(x, projections, *cast_biases, *a, *b, *magnitudes(loras))
+    uses = tuple(uses or ("overwritten",) * len(loras))
+    here = [None if use == "rotated" else lora for lora, use in zip(loras, uses, strict=True)]
+    return _LoRA.apply(x, projections, uses, *cast_biases, *a, *b, *magnitudes(here))
 
 
 def magnitudes(loras: Sequence[LoRA | RowLoRA | None]) -> list[Tensor]:
@@ -664,7 +675,7 @@ class RowProjections(Projections):
 
 class _LoRA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, projections, *tensors):
+    def forward(ctx, x, projections, uses, *tensors):
         n, adapters = len(projections.weights), projections.factor_count
         biases = tensors[:n]
         a = tensors[n : n + adapters]
@@ -673,24 +684,24 @@ class _LoRA(torch.autograd.Function):
         rows = rows_of(x)
         state = projections.low_rank(rows, a, b)
         outputs, scaled_outputs = projections.outputs(rows, x.shape[:-1], biases, state)
-        need_a = any(ctx.needs_input_grad[2 + n : 2 + n + adapters])
+        need_a = any(ctx.needs_input_grad[3 + n : 3 + n + adapters])
+        scaled = [i for i in projections.scaled if uses[i] != "rotated"]
         scaled_biases: list[Tensor | None] = [None] * len(scaled_outputs)
         if projections.dropout is None:
-            # RoPE overwrites outputs in place.
-            scaled_outputs = [outputs[i].clone() for i in projections.scaled]
-            scaled_biases = [biases[i] for i in projections.scaled]
+            scaled_outputs = [outputs[i] if uses[i] == "unchanged" else outputs[i].clone() for i in scaled]
+            scaled_biases = [biases[i] for i in scaled]
         ctx.save_for_backward(rows if need_a else None, *magnitudes, *scaled_outputs, *scaled_biases, *state.flat())
         # An attribute, not save_for_backward: hooks that offload saved activations must not offload parameters.
-        ctx.projections, ctx.shape = projections, x.shape
+        ctx.projections, ctx.scaled, ctx.shape = projections, scaled, x.shape
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         projections, needs = ctx.projections, ctx.needs_input_grad
-        n, adapters, scaled = len(projections.weights), projections.factor_count, len(projections.scaled)
-        need_biases = needs[2 : 2 + n]
-        need_b = needs[2 + n + adapters : 2 + n + 2 * adapters]
+        n, adapters, scaled = len(projections.weights), projections.factor_count, len(ctx.scaled)
+        need_biases = needs[3 : 3 + n]
+        need_b = needs[3 + n + adapters : 3 + n + 2 * adapters]
         rows, *saved = ctx.saved_tensors
         magnitudes = saved[:scaled]
         scaled_outputs = saved[scaled : 2 * scaled]
@@ -699,11 +710,11 @@ class _LoRA(torch.autograd.Function):
         dm = [
             magnitude_gradient(grads[index], rows_of(output), bias, magnitude)
             for index, output, bias, magnitude in zip(
-                projections.scaled, scaled_outputs, scaled_biases, magnitudes, strict=True
+                ctx.scaled, scaled_outputs, scaled_biases, magnitudes, strict=True
             )
         ]
         v, db = projections.low_rank_gradients(grads, state, need_b)
         dx, da = projections.gradients(rows, grads, v, state, needs[0])
         dx = None if dx is None else dx.view(ctx.shape)
         biases = [grad.sum(0) if need else None for grad, need in zip(grads, need_biases, strict=True)]
-        return dx, None, *biases, *da, *projections.b_gradients(db), *dm
+        return dx, None, None, *biases, *da, *projections.b_gradients(db), *dm

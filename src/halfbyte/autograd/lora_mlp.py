@@ -178,7 +178,7 @@ class _MLP(torch.autograd.Function):
             output, dropped_down = x.new_empty(*x.shape[:-1], second.weights[0].shape[0]), []
         need_rows = any(ctx.needs_input_grad[8 : 8 + n])
         if second.scaled and second.dropout is None:
-            dropped_down = [output.clone()]
+            dropped_down = [output]
         states = *first_state.flat(), *second_state.flat()
         saved = rows if need_rows else None, gate, up, *states, *biases
         ctx.save_for_backward(*saved, *dropped, *dropped_down, *scaled_magnitudes)

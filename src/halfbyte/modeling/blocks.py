@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..autograd.checkpointing import Store, recompute_from
+from ..autograd.dora import Scale
 from ..autograd.linear_fp8 import Fp8Gemms
+from ..autograd.lora import OutputUse
 from ..autograd.lora_mlp import glu, lora_mlp
 from ..autograd.norms import add_rms_norm, layer_norm, rms_norm
 from ..autograd.rope import qk_norm_rope, rope
@@ -35,13 +38,14 @@ from .layer import (
     token_mixer,
 )
 from .patch_record import RECORD, is_bound
-from .projections import gemm_dtype, project, read_projections, recipe_products, shared_dropout
+from .projections import gemm_dtype, project, project_rotated, read_projections, recipe_products, shared_dropout
 from .transformers_versions import CACHE_KEYWORDS, given_cache, shared_states_keys
 
 # Keyword arguments that `attend` or transformers' attention functions read.
 ATTENTION_KEYWORDS = frozenset({
     "sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "max_length_q", "document_spans", "context", "sharing",
 })  # fmt: skip
+NO_SCALES = (None, None)
 ATTENTION_ONLY = ("position_embeddings", "position_ids", *CACHE_KEYWORDS)  # not passed to other token mixers
 
 
@@ -169,7 +173,12 @@ def attention_forward(
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **kwargs)
     check_keywords(self, kwargs, ATTENTION_KEYWORDS)
     view, recipes = Attention.of(self, _family(self)), recipe_products(self)
-    outputs = project(hidden_states, *view.inputs, recipe=recipes[0])
+    rotates, scales = position_embeddings is not None and view.rotates, NO_SCALES
+    if rotates and view.rotates_outputs:
+        outputs, scales = project_rotated(hidden_states, *view.inputs, recipe=recipes[0])
+    else:
+        use: OutputUse = "overwritten" if rotates and view.norms is None else "unchanged"
+        outputs = project(hidden_states, *view.inputs, recipe=recipes[0], use=use)
     gate = None
     if view.family.shares_keys:
         # The layer may reuse an earlier layer's keys and values.
@@ -187,7 +196,7 @@ def attention_forward(
         query, key, value, gate = view.split_heads(outputs, lambda norm, x: norm(x))
         if view.query_scale is not None:
             query = view.scale_queries(query, kwargs["position_ids"])
-        query, key = _rotate(view, query, key, position_embeddings)
+        query, key = _rotate(view, query, key, position_embeddings, scales)
     scores = {"sliding_window": view.window, "softcap": view.softcap, "s_aux": view.sinks}
     kwargs |= {name: value for name, value in scores.items() if value is not None}
     eager = sys.modules[type(self).__module__].eager_attention_forward
@@ -196,7 +205,7 @@ def attention_forward(
     out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=view.scaling, **kwargs)
     out = out.reshape(*hidden_states.shape[:-1], -1)
     out = out if gate is None else out * gate.sigmoid()
-    return _drop_output(self, project(out, view.output, recipe=recipes[1])[0]), weights
+    return _drop_output(self, project(out, view.output, recipe=recipes[1], use="unchanged")[0]), weights
 
 
 def _drop_output(module: Any, x: Tensor) -> Tensor:
@@ -204,11 +213,14 @@ def _drop_output(module: Any, x: Tensor) -> Tensor:
     return F.dropout(x, module.residual_dropout, module.training) if _family(module).residual_dropout == "half" else x
 
 
-def _rotate(view: Attention, query: Tensor, key: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
+def _rotate(
+    view: Attention, query: Tensor, key: Tensor, angles: Any, scales: Sequence[Scale | None] = NO_SCALES
+) -> tuple[Tensor, Tensor]:
     """Apply RoPE to q and k [B, H, T, D], after each head's norm if the layer has one.
 
     Args:
         angles: cos and sin; None if the model has none for this layer.
+        scales: as in `rope`.
     """
     norms, rotated = view.head_norms, angles is not None and view.rotates
     if norms is not None:
@@ -217,7 +229,7 @@ def _rotate(view: Attention, query: Tensor, key: Tensor, angles: Any) -> tuple[T
             (weight, eps, offset), (cos, sin) = _norm_arguments(norms[0]), angles
             return qk_norm_rope(query, key, weight, norms[1].weight, cos, sin, eps, offset)
         query, key = norms[0](query), norms[1](key)
-    return rope(*view.half_rotation(query, key, *angles)) if rotated else (query, key)
+    return rope(*view.half_rotation(query, key, *angles), scales) if rotated else (query, key)
 
 
 class _ModuleView:
@@ -262,7 +274,7 @@ def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor
     read = read_projections(linears) if len(linears) == 3 else None
     if read is None:
         hidden = view.activate(project(hidden_states, *view.inputs, recipe=recipes[0]), glu)
-        return _drop_output(self, project(hidden, view.output, recipe=recipes[1])[0])
+        return _drop_output(self, project(hidden, view.output, recipe=recipes[1], use="unchanged")[0])
     (gate, up, down), biases, loras, _ = zip(*read, strict=True)
     x = hidden_states.to(gemm_dtype(hidden_states, linears))
     out = lora_mlp(x, gate, up, down, biases, loras, view.activation, shared_dropout(read), output, recipes)

@@ -181,6 +181,14 @@ class Attention(Block):
         """Per-head RMSNorms of q and of k."""
         return None if self.family.qk_norm == "all" else self.norms
 
+    @property
+    def rotates_outputs(self) -> bool:
+        """Whether RoPE, if the layer has it, overwrites the outputs of two linears, not copies or parts of them."""
+        family = self.family
+        separate = len(self.inputs) > 2 and family.gated_attention != "q_proj" and not family.shares_keys
+        in_order = family.rope_pairs in ("halves", "once") and self.query_scale is None
+        return separate and in_order and self.norms is None
+
     def half_rotation(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,10 +20,11 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from ..autograd.dora import Scale
 from ..autograd.gemms import dense
 from ..autograd.linear_fp8 import Fp8Gemms
 from ..autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
-from ..autograd.lora import GemmRecipe, LoRA, RowLoRA, lora_linear, lora_qkv
+from ..autograd.lora import GemmRecipe, LoRA, OutputUse, RowLoRA, lora_linear, lora_qkv
 from ..config import Precision
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.float8 import E4M3, E5M2
@@ -147,22 +148,54 @@ def shared_dropout(projections: Sequence[Projection]) -> float:
     return max(projection.dropout for projection in projections)
 
 
-def project(x: Tensor, *modules: nn.Module, recipe: GemmRecipe | None = None) -> tuple[Tensor, ...]:
+def project(
+    x: Tensor, *modules: nn.Module, recipe: GemmRecipe | None = None, use: OutputUse = "overwritten"
+) -> tuple[Tensor, ...]:
     """Apply the linears `modules` to x [..., K], each to [..., N]: in one fused function if possible.
 
-    `recipe` computes the GEMMs of fused projections.
+    Args:
+        recipe: computes the GEMMs of fused projections.
+        use: what the caller does with the outputs.
     """
-    read = read_projections(modules)
+    return _project(x, modules, read_projections(modules), recipe, [use] * len(modules))
+
+
+def project_rotated(
+    x: Tensor, *modules: nn.Module, recipe: GemmRecipe | None = None
+) -> tuple[tuple[Tensor, ...], list[Scale | None]]:
+    """As `project`, for q, k and others of which the caller only passes q and k to `rope`, with the returned scales."""
+    read, scales = read_projections(modules), [None, None]
+    if read is not None and not on_compiler():
+        scales = [_scale(projection, x.dtype) for projection in read[:2]]
+    uses: list[OutputUse] = ["unchanged" if scale is None else "rotated" for scale in scales]
+    return _project(x, modules, read, recipe, [*uses, *["unchanged"] * (len(modules) - 2)]), scales
+
+
+def _scale(projection: Projection, dtype: torch.dtype) -> Scale | None:
+    """Return DoRA's scale of a projection with outputs in `dtype`; None without DoRA, or with dropout."""
+    lora, bias = projection.lora, projection.bias
+    if lora is None or lora.magnitude is None or projection.dropout:
+        return None
+    return Scale(lora.magnitude, None if bias is None else bias.to(dtype))
+
+
+def _project(
+    x: Tensor,
+    modules: Sequence[nn.Module],
+    read: list[Projection] | None,
+    recipe: GemmRecipe | None,
+    uses: Sequence[OutputUse],
+) -> tuple[Tensor, ...]:
     if read is None:
         notify_unfused_recipe(recipe)
         # Hooks may keep references to outputs, and RoPE and GLU modify them in place.
         return tuple(module(x).clone() if hooked(module) else module(x) for module in modules)
     gemm_input = x.to(gemm_dtype(x, modules))
     if len(read) == 1:
-        outputs: tuple[Tensor, ...] = (lora_linear(gemm_input, *read[0], recipe),)
+        outputs: tuple[Tensor, ...] = (lora_linear(gemm_input, *read[0], recipe, uses[0]),)
     else:
         weights, biases, loras, _ = zip(*read, strict=True)
-        outputs = lora_qkv(gemm_input, weights, biases, loras, shared_dropout(read), recipe)
+        outputs = lora_qkv(gemm_input, weights, biases, loras, shared_dropout(read), recipe, uses)
     return outputs if gemm_input is x else tuple(output.to(x.dtype) for output in outputs)
 
 
