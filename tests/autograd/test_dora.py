@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from halfbyte.autograd import lora_mlp as lora_mlp_module
-from halfbyte.autograd.dora import Scale
+from halfbyte.autograd.dora import Scale, join
 from halfbyte.autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
 from halfbyte.autograd.lora import LoRA, lora_linear, lora_qkv
 from halfbyte.autograd.lora_mlp import lora_mlp
@@ -116,7 +116,7 @@ def rotated_step(module, x, cos_sin, seeds):
 
     def fused(x):
         weights, biases, loras = zip(*(module.adapter(name) for name in QKV), strict=True)
-        q, k, v = lora_qkv(x, weights, biases, loras, uses=("rotated", "rotated", "unchanged"))
+        q, k, v = lora_qkv(x, weights, biases, loras, uses=("deferred", "deferred", "unchanged"))
         pairs = zip(loras[:2], biases[:2], strict=True)
         scales = [None if lora is None else Scale(lora.magnitude, bias) for lora, bias in pairs]
         return *rope(heads(q), heads(k), *cos_sin, scales), v
@@ -160,6 +160,37 @@ def test_rotating_back_in_16_bits_rounds_once_more():
         errors[name] = ((rounded[name] - gradient).norm() / gradient.norm()).item()
     assert 0 < max(errors.values()) < 0.01
     assert all("magnitude" in name for name, error in errors.items() if error)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_outputs_that_join_a_stream_have_pefts_gradients(bias):
+    """The gradient of a magnitude is read from the difference of the streams around the sum."""
+    module, x = model(dora=True, bias=bias), torch.randn(2, 5, 24, dtype=torch.float64)
+    weights, biases, loras = zip(*(module.adapter(name) for name in ("q", *MLP)), strict=True)
+    seeds = [torch.randn_like(x)]
+
+    def fused(x):
+        q = lora_linear(x, weights[0], biases[0], loras[0], use="deferred")
+        x = join(q, 3 * x, Scale(loras[0].magnitude, biases[0]))
+        return (join(lora_mlp(x, *weights[1:], biases[1:], loras[1:], use="deferred"), x,
+                     Scale(loras[3].magnitude, biases[3])),)  # fmt: skip
+
+    def pefts(x):
+        x = module.q(x) + 3 * x
+        return (x + module.down(nn.functional.silu(module.gate(x)) * module.up(x)),)
+
+    assert_steps_close(step(module, fused, x, seeds), step(module, pefts, x, seeds), **EXACT)
+
+
+def test_a_stream_of_a_wider_dtype():
+    """Under autocast embeddings may have 32 bits, and the outputs of GEMMs 16."""
+    output, stream = torch.randn(3, 5).bfloat16().requires_grad_(), torch.randn(3, 5, requires_grad=True)
+    magnitude = torch.rand(5, requires_grad=True)
+    total = join(output, stream, Scale(magnitude, None))
+    assert torch.equal(total, output + stream)
+    total.square().sum().backward()
+    assert output.grad.dtype is torch.bfloat16
+    torch.testing.assert_close(magnitude.grad, (2 * total * output).sum(0).detach() / magnitude.detach())
 
 
 def test_a_magnitude_of_zero_has_no_gradient(x):

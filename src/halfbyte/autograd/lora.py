@@ -28,6 +28,7 @@ detached. The factors multiply W as it is dequantized, and B, so all GEMMs stay 
 Then dB = c∘d(c∘B), and dm = Σ dy∘(y - b) / m over rows, for which y is saved: a second GEMM of dyᵀ·x would take as
 long as dy·W. If nothing writes to y (`OutputUse`), this takes no memory where another function saves y too, as
 attention does with v. RoPE overwrites q and k, and computes their dm from the rotated values, which attention saves.
+The outputs of o and down are the differences of two residual streams, which norms save (`autograd.dora.join`).
 The norm needs neither W nor B·A: ‖W + s·B·A‖² = ‖W‖² + 2s·⟨W·Aᵀ, B⟩ + s²·⟨B·(A·Aᵀ), B⟩ by rows, with
 ‖W‖² computed once (`autograd.dora`).
 
@@ -65,9 +66,9 @@ from .dora import StepNorms, magnitude_gradient, row_norms
 from .function import OnceFunction
 from .gemms import accumulate, cast, dense, gradient_dtype, product, rows_of, scale_rows, stack, summed
 
-# What the caller does with an output: it writes to its memory, it does not, or it passes it to `rope` with DoRA's
-# `Scale`, whose gradient `rope` computes.
-OutputUse = Literal["overwritten", "unchanged", "rotated"]
+# What the caller does with an output: it writes to its memory; it does not; or it computes the gradient of the
+# magnitude of DoRA without dropout itself, with a `Scale` (`autograd.rope`, `autograd.dora.join`).
+OutputUse = Literal["overwritten", "unchanged", "deferred"]
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,8 @@ def lora_qkv(
         refuse_compiled(recipe)
         return composed(x, weights, biases, loras, dropout)
     projections, cast_biases, a, b = Projections.of(x, weights, biases, loras, dropout, recipe)
-    uses = tuple(uses or ("overwritten",) * len(loras))
-    here = [None if use == "rotated" else lora for lora, use in zip(loras, uses, strict=True)]
+    uses = ["overwritten"] * len(loras) if uses is None else uses
+    here = [None if use == "deferred" else lora for lora, use in zip(loras, uses, strict=True)]
     return _LoRA.apply(x, projections, uses, *cast_biases, *a, *b, *magnitudes(here))
 
 
@@ -685,7 +686,7 @@ class _LoRA(torch.autograd.Function):
         state = projections.low_rank(rows, a, b)
         outputs, scaled_outputs = projections.outputs(rows, x.shape[:-1], biases, state)
         need_a = any(ctx.needs_input_grad[3 + n : 3 + n + adapters])
-        scaled = [i for i in projections.scaled if uses[i] != "rotated"]
+        scaled = [i for i in projections.scaled if uses[i] != "deferred"]
         scaled_biases: list[Tensor | None] = [None] * len(scaled_outputs)
         if projections.dropout is None:
             scaled_outputs = [outputs[i] if uses[i] == "unchanged" else outputs[i].clone() for i in scaled]

@@ -42,7 +42,7 @@ from .lora import LoRA, Projections, RowLoRA, State, check, composed, magnitudes
 
 if TYPE_CHECKING:
     from ..formats.base import Weight
-    from .lora import GemmRecipe
+    from .lora import GemmRecipe, OutputUse
 
 
 class _GLU(OnceFunction):
@@ -88,6 +88,7 @@ def lora_mlp(
     dropout: float = 0.0,
     output: bool = True,
     recipes: tuple[GemmRecipe | None, GemmRecipe | None] = (None, None),
+    use: OutputUse = "unchanged",
 ) -> Tensor:
     """down(activation(gate(x)) · up(x)), each projection with its adapter.
 
@@ -104,6 +105,7 @@ def lora_mlp(
         output: False skips the GEMM of down and leaves the result unwritten, for recomputation in the backward
             (`autograd.checkpointing`).
         recipes: recipe of gate and up, and recipe of down, as in `lora_qkv`.
+        use: what the caller does with the result, as in `lora_qkv`; not "overwritten".
 
     Returns:
         [..., H] in the dtype of the GEMMs.
@@ -125,9 +127,10 @@ def lora_mlp(
     first, first_biases, first_a, first_b = Projections.of(x, (gate, up), biases[:2], loras[:2], dropout, recipes[0])
     second, second_biases, second_a, second_b = Projections.of(x, (down,), biases[2:], loras[2:], dropout, recipes[1])
     output = output or bool(second.scaled)  # the gradient of DoRA's magnitude reads it
+    scaled = magnitudes(loras[:2] if use == "deferred" else loras)
     return _MLP.apply(
         x, first, second, activation, output,
-        *first_biases, *second_biases, *first_a, *second_a, *first_b, *second_b, *magnitudes(loras),
+        *first_biases, *second_biases, *first_a, *second_a, *first_b, *second_b, *scaled,
     )  # fmt: skip
 
 
@@ -177,12 +180,13 @@ class _MLP(torch.autograd.Function):
         else:
             output, dropped_down = x.new_empty(*x.shape[:-1], second.weights[0].shape[0]), []
         need_rows = any(ctx.needs_input_grad[8 : 8 + n])
-        if second.scaled and second.dropout is None:
+        if len(scaled_magnitudes) > len(first.scaled) and second.dropout is None:
             dropped_down = [output]
         states = *first_state.flat(), *second_state.flat()
         saved = rows if need_rows else None, gate, up, *states, *biases
         ctx.save_for_backward(*saved, *dropped, *dropped_down, *scaled_magnitudes)
         ctx.split = 3 + len(first_state.flat()), 3 + len(states)
+        ctx.scaled = len(scaled_magnitudes)
         return output
 
     @staticmethod
@@ -201,7 +205,7 @@ class _MLP(torch.autograd.Function):
         first_state = State.unflat(saved[3:first_end])
         second_state = State.unflat(saved[first_end:second_end])
         biases = saved[second_end : second_end + 3]
-        outputs_end = len(saved) - len(first.scaled) - len(second.scaled)
+        outputs_end = len(saved) - ctx.scaled
         scaled_outputs, scaled_magnitudes = list(saved[second_end + 3 : outputs_end]), saved[outputs_end:]
         scaled_biases = [
             bias if dropout is None else None
@@ -209,7 +213,7 @@ class _MLP(torch.autograd.Function):
         ]
         grad = rows_of(grad)
         dm_down = []
-        if second.scaled:
+        if ctx.scaled > len(first.scaled):
             output = rows_of(scaled_outputs.pop())
             dm_down = [magnitude_gradient(grad, output, scaled_biases[2], scaled_magnitudes[-1])]
             del output

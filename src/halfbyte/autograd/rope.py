@@ -40,10 +40,11 @@ class _Rope(OnceFunction):
         ops.rope_(grad_q, grad_k, cos, sin, True)
         if not saved:
             return grad_q, grad_k, None, None
-        values = _before_rotation(*saved[:2], cos, sin)
+        q, k, *scales = saved
+        values = _before_rotation(q, k, cos, sin)
         gradients = [
             None if magnitude is None else magnitude_gradient(_rows(grad), _rows(value), bias, magnitude)
-            for grad, value, magnitude, bias in zip((grad_q, grad_k), values, saved[2::2], saved[3::2], strict=True)
+            for grad, value, magnitude, bias in zip((grad_q, grad_k), values, scales[::2], scales[1::2], strict=True)
         ]
         return grad_q, grad_k, None, None, gradients[0], None, gradients[1], None
 
@@ -99,7 +100,7 @@ def rope(
         q: [B, Hq, T, D], last stride 1; fp32, fp16 or bf16 (fp64 on a CPU).
         k: [B, Hk, T, D] in q's dtype.
         cos, sin: [B or 1, T, R] from Hugging Face's rotary embeddings; if R < D, the last D − R values do not change.
-        scales: DoRA's of the projections that returned q and k for the use "rotated" (`autograd.lora`), else None. The
+        scales: DoRA's of the projections that returned q and k for the use "deferred" (`autograd.lora`), else None. The
             magnitudes get their gradients here, from q and k rotated back: in 16 bits these are rounded once more.
 
     Raises:

@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..autograd.checkpointing import Store, recompute_from
-from ..autograd.dora import Scale
+from ..autograd.dora import Scale, join
 from ..autograd.linear_fp8 import Fp8Gemms
 from ..autograd.lora import OutputUse
 from ..autograd.lora_mlp import glu, lora_mlp
 from ..autograd.norms import add_rms_norm, layer_norm, rms_norm
 from ..autograd.rope import qk_norm_rope, rope
+from ..dispatch import on_compiler
 from ..layers.plain import hooked
 from ..mesh.sharded_linears import OutputHook
 from . import layer, recurrent
@@ -38,7 +39,16 @@ from .layer import (
     token_mixer,
 )
 from .patch_record import RECORD, is_bound
-from .projections import gemm_dtype, project, project_rotated, read_projections, recipe_products, shared_dropout
+from .projections import (
+    defer,
+    gemm_dtype,
+    project,
+    project_output,
+    project_rotated,
+    read_projections,
+    recipe_products,
+    shared_dropout,
+)
 from .transformers_versions import CACHE_KEYWORDS, given_cache, shared_states_keys
 
 # Keyword arguments that `attend` or transformers' attention functions read.
@@ -109,27 +119,46 @@ def _scale_output(half: Half, x: Tensor) -> Tensor:
     return x if half.scale == 1 else x * half.scale
 
 
-def attention_half(self: Any, hidden_states: Tensor, store: Store | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Return (attention's addition to the residual stream, the residual stream) of a decoder layer.
+def _joins(layer: Any, half: Half) -> bool:
+    """Return whether the output of a half's last linear joins the residual stream as it is, in training."""
+    family, inner = _family(layer), half.inner
+    if not torch.is_grad_enabled() or on_compiler() or family.parallel or family.residual_dropout is not None:
+        return False
+    return _is_untouched(half) and is_bound(inner) and not inner._forward_hooks
+
+
+def _is_untouched(half: Half) -> bool:
+    """Return whether a half's output joins the residual stream without dropout, norm and scale."""
+    return not half.dropout and half.output_norm is None and half.scale == 1
+
+
+def attention_half(
+    self: Any, hidden_states: Tensor, store: Store | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return (attention's addition to the residual stream, the residual stream) of a decoder layer, or their sum, None.
 
     Args:
         store: saves tensors for backward, and the norm's output is recomputed there; None: the output is saved.
     """
     half = layer.attention_half(self, _family(self))
     attends = half.inner is getattr(self, "self_attn", None)
+    scales: list[Scale] | None = [] if attends and _joins(self, half) else None
     normed, residual = _norm_input(half, hidden_states, None)
     with _recompute_norm(store, half.norm, normed, residual):
         if attends:
-            attended, _ = half.inner(hidden_states=normed, **kwargs)
+            options = {} if scales is None else {"scales": scales}
+            attended, _ = half.inner(hidden_states=normed, **options, **kwargs)
         else:
             attended = half.inner(normed, **{key: value for key, value in kwargs.items() if key not in ATTENTION_ONLY})
+    if scales:
+        return join(attended, residual, scales[0]), None
     return _scale_output(half, attended), residual
 
 
 def mlp_half(
     self: Any, x: Tensor, residual: Tensor | None, store: Store | None = None, output: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Return (the residual stream with `x` added, the MLP's addition to it).
+) -> tuple[Tensor, ...]:
+    """Return (the residual stream with `x` added, the MLP's addition to it), or their sum alone.
 
     Args:
         store: as in `attention_half`.
@@ -138,14 +167,15 @@ def mlp_half(
     half = layer.mlp_half(self, _family(self))
     normed, residual = _norm_input(half, x, residual)
     # only the residual stream reads the MLP's output
-    untouched = not half.dropout and half.output_norm is None and half.scale == 1
     has_hooks = any(not isinstance(hook, OutputHook) for hook in half.inner._forward_hooks.values())
-    skips = not output and untouched and is_bound(half.inner) and not has_hooks
-    options = {"output": False} if skips else {}
+    skips = not output and _is_untouched(half) and is_bound(half.inner) and not has_hooks
+    options: dict[str, Any] = {"output": False} if skips else {}
+    scales: list[Scale] = []
+    options |= {"scales": scales} if _joins(self, half) else {}
     with _recompute_norm(store, half.norm, normed, residual):
         out = half.inner(normed, **options)
     out = out[0] if isinstance(out, tuple) else out  # mixtures also return router scores
-    return residual, _scale_output(half, out)
+    return (join(out, residual, scales[0]),) if scales else (residual, _scale_output(half, out))
 
 
 def _recompute_norm(
@@ -164,18 +194,23 @@ def attention_forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Any = None,
     shared_kv_states: Any = None,
+    scales: list[Scale] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run projections with adapters, RoPE (and norms of q and k), transformers' attention, and output projection."""
+    """Run projections with adapters, RoPE (and norms of q and k), transformers' attention, and output projection.
+
+    `scales` is as in `project_output`.
+    """
     if given_cache(kwargs):
         kwargs |= {} if position_embeddings is None else {"position_embeddings": position_embeddings}
         kwargs |= {"shared_kv_states": shared_kv_states} if _family(self).shares_keys else {}
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **kwargs)
     check_keywords(self, kwargs, ATTENTION_KEYWORDS)
     view, recipes = Attention.of(self, _family(self)), recipe_products(self)
-    rotates, scales = position_embeddings is not None and view.rotates, NO_SCALES
+    rotates = position_embeddings is not None and view.rotates
+    rotated_scales: Sequence[Scale | None] = NO_SCALES
     if rotates and view.rotates_outputs:
-        outputs, scales = project_rotated(hidden_states, *view.inputs, recipe=recipes[0])
+        outputs, rotated_scales = project_rotated(hidden_states, *view.inputs, recipe=recipes[0])
     else:
         use: OutputUse = "overwritten" if rotates and view.norms is None else "unchanged"
         outputs = project(hidden_states, *view.inputs, recipe=recipes[0], use=use)
@@ -196,7 +231,7 @@ def attention_forward(
         query, key, value, gate = view.split_heads(outputs, lambda norm, x: norm(x))
         if view.query_scale is not None:
             query = view.scale_queries(query, kwargs["position_ids"])
-        query, key = _rotate(view, query, key, position_embeddings, scales)
+        query, key = _rotate(view, query, key, position_embeddings, rotated_scales)
     scores = {"sliding_window": view.window, "softcap": view.softcap, "s_aux": view.sinks}
     kwargs |= {name: value for name, value in scores.items() if value is not None}
     eager = sys.modules[type(self).__module__].eager_attention_forward
@@ -205,7 +240,7 @@ def attention_forward(
     out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=view.scaling, **kwargs)
     out = out.reshape(*hidden_states.shape[:-1], -1)
     out = out if gate is None else out * gate.sigmoid()
-    return _drop_output(self, project(out, view.output, recipe=recipes[1], use="unchanged")[0]), weights
+    return _drop_output(self, project_output(out, view.output, recipes[1], scales)), weights
 
 
 def _drop_output(module: Any, x: Tensor) -> Tensor:
@@ -267,15 +302,19 @@ def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     return forward(_ModuleView(self, replacements), hidden_states, **recurrent.drop_packed_keywords(kwargs))
 
 
-def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:
-    """Run the MLP; a gated MLP with plain adapters runs as one fused function. `output` as in `lora_mlp`."""
+def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True, scales: list[Scale] | None = None) -> Tensor:
+    """Run the MLP; a gated MLP with plain adapters runs as one fused function.
+
+    `output` is as in `lora_mlp`, `scales` as in `project_output`.
+    """
     view, recipes = MLP.of(self, _family(self)), recipe_products(self)
     linears = *view.inputs, view.output
     read = read_projections(linears) if len(linears) == 3 else None
     if read is None:
         hidden = view.activate(project(hidden_states, *view.inputs, recipe=recipes[0]), glu)
-        return _drop_output(self, project(hidden, view.output, recipe=recipes[1], use="unchanged")[0])
+        return _drop_output(self, project_output(hidden, view.output, recipes[1], scales))
     (gate, up, down), biases, loras, _ = zip(*read, strict=True)
     x = hidden_states.to(gemm_dtype(hidden_states, linears))
-    out = lora_mlp(x, gate, up, down, biases, loras, view.activation, shared_dropout(read), output, recipes)
+    use: OutputUse = "unchanged" if scales is None else defer(read[2], x.dtype, scales)
+    out = lora_mlp(x, gate, up, down, biases, loras, view.activation, shared_dropout(read), output, recipes, use)
     return _drop_output(self, out if x is hidden_states else out.to(hidden_states.dtype))

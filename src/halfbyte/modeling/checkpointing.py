@@ -112,17 +112,17 @@ def _block(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     return _add_halves(_halves(self, hidden_states, None, **kwargs))
 
 
-def _halves(self: Any, x: Tensor, store: Store | None, output: bool = True, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Return two tensors whose sum is the layer's output; `store` and `output` as in `blocks`."""
+def _halves(self: Any, x: Tensor, store: Store | None, output: bool = True, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Return one or two tensors whose sum is the layer's output; `store` and `output` as in `blocks`."""
     attended, stream = attention_half(self, x, store, **kwargs)
-    if not runs_parallel(self):
+    if stream is None or not runs_parallel(self):
         return mlp_half(self, attended, stream, store, output)
     # Recomputes the norm, one pass over the stream; the sum is bit-equal to that of `_add_mlp`.
     return _add_halves(mlp_half(self, stream, None, store, output)), attended
 
 
-def _add_halves(halves: tuple[Tensor, Tensor]) -> Tensor:
-    return halves[0] + halves[1]
+def _add_halves(halves: tuple[Tensor, ...]) -> Tensor:
+    return halves[0] if len(halves) == 1 else halves[0] + halves[1]
 
 
 def _checkpointed(self: Any, hidden_states: Tensor, tiled: bool, kwargs: dict[str, Any]) -> Tensor:
@@ -136,8 +136,12 @@ def _checkpointed(self: Any, hidden_states: Tensor, tiled: bool, kwargs: dict[st
     return recompute(with_open_cache(self, block), hidden_states, _trainable(self), random=_is_random(self))
 
 
-def _add_mlp(self: Any, attended: Tensor, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:
+def _add_mlp(
+    self: Any, attended: Tensor, stream: Tensor | None, rows: int | None = None, output: bool = True
+) -> Tensor:
     """Return a layer's output from its attention's, with the MLP as in `_mlp_recomputed`."""
+    if stream is None:
+        return _mlp_recomputed(self, attended, rows, output)
     if runs_parallel(self):
         return _mlp_recomputed(self, stream, rows, output) + attended
     return _mlp_recomputed(self, attended + stream, rows, output)
@@ -146,7 +150,7 @@ def _add_mlp(self: Any, attended: Tensor, stream: Tensor, rows: int | None = Non
 def _mlp_recomputed(self: Any, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:
     """Return `stream` plus the MLP's output, saving only `stream` for backward."""
 
-    def half(x: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
+    def half(x: Tensor, needed: bool) -> tuple[Tensor, ...]:
         return mlp_half(self, x, None, output=needed)
 
     return recompute(

@@ -164,11 +164,33 @@ def project_rotated(
     x: Tensor, *modules: nn.Module, recipe: GemmRecipe | None = None
 ) -> tuple[tuple[Tensor, ...], list[Scale | None]]:
     """As `project`, for q, k and others of which the caller only passes q and k to `rope`, with the returned scales."""
-    read, scales = read_projections(modules), [None, None]
+    read = read_projections(modules)
+    scales: list[Scale | None] = [None, None]
     if read is not None and not on_compiler():
         scales = [_scale(projection, x.dtype) for projection in read[:2]]
-    uses: list[OutputUse] = ["unchanged" if scale is None else "rotated" for scale in scales]
-    return _project(x, modules, read, recipe, [*uses, *["unchanged"] * (len(modules) - 2)]), scales
+    uses: list[OutputUse] = ["unchanged" if scale is None else "deferred" for scale in scales]
+    uses += ["unchanged"] * (len(modules) - 2)
+    return _project(x, modules, read, recipe, uses), scales
+
+
+def project_output(
+    x: Tensor, module: nn.Module, recipe: GemmRecipe | None = None, scales: list[Scale] | None = None
+) -> Tensor:
+    """As `project`, for one linear whose output the caller does not overwrite.
+
+    Args:
+        scales: receives DoRA's scale, if there is one: the caller passes it to `autograd.dora.join`. None: it does not.
+    """
+    read = read_projections([module])
+    use: OutputUse = "unchanged" if scales is None or read is None else defer(read[0], x.dtype, scales)
+    return _project(x, [module], read, recipe, [use])[0]
+
+
+def defer(projection: Projection, dtype: torch.dtype, scales: list[Scale]) -> OutputUse:
+    """Append DoRA's scale of a projection with outputs in `dtype` to `scales`; return the use of its output."""
+    scale = _scale(projection, dtype)
+    scales += [] if scale is None else [scale]
+    return "unchanged" if scale is None else "deferred"
 
 
 def _scale(projection: Projection, dtype: torch.dtype) -> Scale | None:
