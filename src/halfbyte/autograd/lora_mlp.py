@@ -17,8 +17,8 @@ at the peak of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler, to_compute_dtype
 from ..ops import glu as ops
+from ..ops.dora import column_dots
 from ..ops.lora_glu import (
     Factors,
+    Gradients,
     in_one_pass,
     lora_glu,
     lora_glu_backward_,
@@ -43,6 +45,9 @@ from .lora import LoRA, Projections, RowLoRA, State, check, composed, magnitudes
 if TYPE_CHECKING:
     from ..formats.base import Weight
     from .lora import GemmRecipe, OutputUse
+
+
+COPIED_ROWS = 2048  # rows of gate and up that are copied at a time for DoRA's magnitudes
 
 
 class _GLU(OnceFunction):
@@ -145,6 +150,42 @@ def _factors(first: Projections, first_state: State, a_down: Tensor, second: Pro
     return Factors(b_gate, b_up, a_down, gate_scale, up_scale, second.dropout)
 
 
+def _overwrite(
+    first: Projections, function: Callable[..., Any], tensors: Sequence[Tensor]
+) -> tuple[list[Any], dict[int, Tensor]]:
+    """Call `function`, which replaces gate and up by their gradients, and sum what DoRA's gradients read.
+
+    With DoRA it is called on ranges of `COPIED_ROWS` rows, so that no more rows of gate and up are copied at a time.
+
+    Args:
+        tensors: gate, up and others, the arguments of `function`.
+
+    Returns:
+        The results of `function`; and Σ dg∘g and Σ du∘u over rows, by the index of the projections with DoRA without
+        dropout.
+    """
+    scaled = first.scaled if first.dropout is None else []
+    count = len(tensors[0])
+    step = COPIED_ROWS if scaled else max(count, 1)
+    results: list[Any] = []
+    dots: dict[int, Tensor] = {}
+    for begin in range(0, max(count, 1), step):
+        ranges = [tensor[begin : begin + step] for tensor in tensors]
+        copies = {i: ranges[i].clone() for i in scaled}
+        results.append(function(*ranges))
+        sums = {i: column_dots(ranges[i], values) for i, values in copies.items()}
+        dots = {i: dots[i] + value for i, value in sums.items()} if dots else sums
+    return results, dots
+
+
+def _sum_of_ranges(ranges: Sequence[Gradients]) -> Gradients:
+    """Gradients of all rows from those of their ranges."""
+    if len(ranges) == 1:
+        return ranges[0]
+    v, *factors = zip(*ranges, strict=True)
+    return Gradients(torch.cat(v), *(torch.stack(parts).sum(0) for parts in factors))
+
+
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, second, activation, needed, *tensors):
@@ -215,45 +256,54 @@ class _MLP(torch.autograd.Function):
         dm_down = []
         if ctx.scaled > len(first.scaled):
             output = rows_of(scaled_outputs.pop())
-            dm_down = [magnitude_gradient(grad, output, scaled_biases[2], scaled_magnitudes[-1])]
+            dm_down = [magnitude_gradient(column_dots(grad, output), grad, scaled_biases[2], scaled_magnitudes[-1])]
             del output
-        if first.dropout is None:
-            # The unit's kernel overwrites gate and up, which the gradients of their magnitudes read.
-            scaled_outputs = [(gate, up)[i].clone() for i in first.scaled]
         v_down, db_down = second.low_rank_gradients([grad], second_state, need_b[n:])
-        codes = None
+        codes, name = None, ctx.activation
         # From here on gate and up hold their gradients; in FP8, `codes` holds these instead.
         if ctx.in_one_pass:
             dh, _ = second.gradients(None, [grad], None, second_state, True)
             assert dh is not None
             factors, low = _factors(first, first_state, second_state.a, second), first_state.u
             slot = columns = None
+            dots: dict[int, Tensor] = {}
             if first.recipe is not None and not any(need_biases[:2]) and not first.scaled:
                 slot, columns = first.recipe.slot_of_gradients(first.weights, dh.dtype)
             if slot is None:
-                gradients = lora_glu_backward_(dh, gate, up, low, v_down, factors, ctx.activation)
+                ranges, dots = _overwrite(
+                    first,
+                    lambda gate, up, *operands: lora_glu_backward_(operands[0], gate, up, *operands[1:], factors, name),
+                    (gate, up, dh, low, v_down),
+                )
+                gradients = _sum_of_ranges(ranges)
             else:
                 gradients, values = lora_glu_backward_float8(
                     dh, gate, up, low, v_down, factors, ctx.activation, slot, columns
                 )
                 codes = slot.of(values)
-            v, (*db, da_down) = gradients.v, [factor.to(first.dtype) for factor in gradients[1:]]
-            da_down = [da_down]
+            v = gradients.v
+            *db, down_gradient = [factor.to(first.dtype) for factor in gradients[1:]]
+            da_down = [down_gradient]
             # Sums over rows of the products of dg, du and their low-rank terms, which gate and up lack.
             low_rank_dots = {i: (db[i] * first_state.b[i]).sum(1) for i in first.scaled}
             del dh
         else:
             hidden, da_down = second.gradients(None, [grad], v_down, second_state, True)
             assert hidden is not None
-            ops.glu_backward_(hidden, gate, up, ctx.activation, need_a_down)  # overwrites dh by h
+            _, dots = _overwrite(  # overwrites dh by h, too
+                first, lambda gate, up, dh: ops.glu_backward_(dh, gate, up, name, need_a_down), (gate, up, hidden)
+            )
             if need_a_down:
                 _, da_down = second.gradients(hidden, [grad], v_down, second_state, False)
             del hidden
             v, db = first.low_rank_gradients([gate, up], first_state, need_b[:n])
             low_rank_dots = {}
+        if first.dropout is not None:
+            pairs = zip(first.scaled, scaled_outputs, strict=True)
+            dots = {i: column_dots((gate, up)[i], output) for i, output in pairs}
         dm = [
-            magnitude_gradient((gate, up)[i], output, scaled_biases[i], magnitude, low_rank_dots.get(i, 0.0))
-            for i, output, magnitude in zip(first.scaled, scaled_outputs, scaled_magnitudes, strict=False)
+            magnitude_gradient(dots[i] + low_rank_dots.get(i, 0.0), (gate, up)[i], scaled_biases[i], magnitude)
+            for i, magnitude in zip(first.scaled, scaled_magnitudes, strict=False)
         ]
         dx, da = first.gradients(rows, [gate, up], v, first_state, needs[0], codes)
         dx = None if dx is None else dx.view(ctx.shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..dispatch import on_compiler
 from ..ops import rope as ops
+from ..ops.dora import column_dots
 from .dora import Scale, magnitude_gradient
 from .function import OnceFunction
 
@@ -43,8 +44,10 @@ class _Rope(OnceFunction):
         q, k, *scales = saved
         values = _before_rotation(q, k, cos, sin)
         gradients = [
-            None if magnitude is None else magnitude_gradient(_rows(grad), _rows(value), bias, magnitude)
-            for grad, value, magnitude, bias in zip((grad_q, grad_k), values, scales[::2], scales[1::2], strict=True)
+            None if magnitude is None else magnitude_gradient(column_dots(grad, value), grad, bias, magnitude)
+            for grad, value, magnitude, bias in zip(
+                map(_rows, (grad_q, grad_k)), map(_rows, values), scales[::2], scales[1::2], strict=True
+            )
         ]
         return grad_q, grad_k, None, None, gradients[0], None, gradients[1], None
 
