@@ -326,7 +326,7 @@ NO_EQUIVALENT = {
     "megatron_config": "remove it, and set parallel: {tensor: N}",
     "monteclora_config": _PLAIN_LORA,
     "use_bdlora": _PLAIN_LORA,
-    "use_qalora": _PLAIN_LORA,
+    "use_qalora": "remove it; no tool merges such an adapter. merge_aware: true trains one that a merge keeps entirely",
     "velora_config": _PLAIN_LORA,
     # transformers
     "accelerator_config": "remove it; parallel divides a run over processes",
