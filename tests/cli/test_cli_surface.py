@@ -22,6 +22,8 @@ SURFACE = {
     "train": ["run", "--resume", "--verbose"],
     "ps": ["folders"],
     "stop": ["run", "--now"],
+    "board": ["folders", "--host", "--port", "--read-only", "--allow"],
+    "explain": ["run"],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", *DRAWING, "--trust-remote-code"],
     "generate": [

@@ -32,6 +32,8 @@ NOT_RUN = {
     "accelerate launch": "starts several processes",
     "srun": "needs a cluster",
     "halfbyte stop": "ends a run that trains; tests/train/test_status.py",
+    "halfbyte board": "runs until it is stopped; tests/board",
+    "ssh": "needs another machine",
     "halfbyte queue": "starts a process that outlives the page; tests/train/test_queue.py",
     "vllm serve": "needs vLLM and a GPU; tests/train/test_served.py",
 }
@@ -120,7 +122,7 @@ def walk(page):
                 run(words, target)
 
 
-GUIDES = ("quickstart", "command-line", "preference", "distillation", "policy", "several-gpus")
+GUIDES = ("quickstart", "command-line", "board", "preference", "distillation", "policy", "several-gpus")
 
 
 @pytest.mark.slow

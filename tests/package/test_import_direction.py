@@ -23,7 +23,7 @@ FLOORS = (
     ("methods", "parallel", "loading", "generation"),
     ("auxiliary", "rewards"),
     ("plan", "runs"),
-    ("report", "export", "serve", "rl"),
+    ("report", "export", "serve", "board", "rl"),
     ("train", "evaluation"),
     ("demo", "cli", "lm_eval", "bitsandbytes", "__main__"),
 )

@@ -180,6 +180,35 @@ def stop(
     stop_run(run, now)
 
 
+@app.command()
+def board(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="FOLDER…", help="folders with runs; default: the current one")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address of this machine to listen on: 127.0.0.1 or ::1.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8642,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Show pages only; change nothing.")] = False,
+    allow: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="A further folder that new runs may name; may be repeated."),
+    ] = None,
+) -> None:
+    """Show runs in a browser: live curves, comparisons, data, the queue."""
+    from .commands import show_board
+
+    show_board(folders or [Path()], host, port, read_only, allow or [])
+
+
+@app.command()
+def explain(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the output_dir of a run")],
+) -> None:
+    """Say what stands out in a run, and what to change."""
+    from .watch import explain_run
+
+    explain_run(run)
+
+
 @app.command("eval", context_settings=_TAKES_OVERRIDES)
 def evaluate(
     model: RunOrModel,

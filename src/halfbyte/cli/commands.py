@@ -378,6 +378,23 @@ def serve_model(
     serve(name, host, port, folders, Limits(**limits), hosts, api_key, trust_remote_code, kv_cache)
 
 
+def show_board(folders: Sequence[Path], host: str, port: int, read_only: bool, allowed: Sequence[Path]) -> None:
+    """Show runs in a browser until a signal; see `board.run.serve_board`.
+
+    Raises:
+        ConfigError: starlette or uvicorn is missing.
+    """
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"the board needs {error.name}", "pip install 'halfbyte[board]'") from error
+    check_versions("board")
+    from ..board.run import serve_board
+
+    serve_board(folders, host, port, read_only, allowed)
+
+
 def _named(adapter: str) -> tuple[str, str]:
     name, equals, path = adapter.partition("=")
     if not (name and equals and path):

@@ -1,4 +1,4 @@
-"""`halfbyte ps` and `halfbyte stop`: see and stop runs from another terminal. Imports no torch."""
+"""`halfbyte ps`, `stop` and `explain`: see, stop and judge runs from another terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..runs.layout import METRICS, RESOLVED_CONFIG
 from ..runs.status import ENDED, RUNNING, RunStatus, read_status, run_folders, statuses_of, stop_processes
 from ..utils.console import Console
 from ..utils.errors import ConfigError
@@ -107,6 +108,27 @@ def _ends(process: Process, seconds: float = float("inf")) -> bool:
             return False
         time.sleep(POLL)
     return True
+
+
+def explain_run(run: Path) -> None:
+    """Print what stands out in a run, the most severe finding first.
+
+    Raises:
+        ConfigError: the folder is no run.
+    """
+    from ..report.explain import SEVERITIES, explain
+    from ..report.run import read_run
+
+    if not any((run / name).is_file() for name in (METRICS, RESOLVED_CONFIG)):
+        raise ConfigError(f"{run} is no run", "name the output_dir of a run; `halfbyte ps FOLDER` lists runs")
+    contents, console = read_run(run), Console()
+    findings = explain(contents)
+    for finding in findings:
+        console.print(one_line(f"{SEVERITIES[finding.severity]}: {finding.problem}"), soft_wrap=True)
+        console.print(one_line(f"  {finding.evidence}"), soft_wrap=True)
+        console.print(one_line(f"  {finding.effect}: {finding.keys}"), soft_wrap=True)
+    if not findings:
+        console.print(one_line(f"nothing stands out in {run} ({len(contents.train)} training records)"), soft_wrap=True)
 
 
 def _describe_end(folder: Path) -> str:

@@ -41,6 +41,7 @@ class Run:
     merge: dict[str, Any] | None = None
     merges: list[dict[str, Any]] = field(default_factory=list)  # of every merge, including merge.json
     sampled: list[Record] = field(default_factory=list)
+    row_losses: list[Record] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -113,8 +114,12 @@ class Run:
         return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def read_run(path: Path | str) -> Run:
-    """Read the files of a run that exist in `path`."""
+def read_run(path: Path | str, *, records: bool = True) -> Run:
+    """Read the files of a run that exist in `path`.
+
+    Args:
+        records: read metrics.jsonl; else there are no records.
+    """
     run = Run(Path(path))
     config = run.path / layout.RESOLVED_CONFIG
     run.config_text = _read(run, config, read_text, CheckpointError) or ""
@@ -134,10 +139,11 @@ def read_run(path: Path | str) -> Run:
     _drop_malformed(run)
     if stopped := (run.environment or {}).get("stopped"):
         run.problems.append(f"the run was not finished: {stopped}")
-    records = _metrics(run)
-    run.train = [record for record in records if record["kind"] == layout.TRAIN]
     run.sampled = _sampled(run)
-    run.evals = [record for record in records if record["kind"] == layout.EVAL]
+    run.row_losses = _row_losses(run)
+    by_step = _metrics(run) if records else []
+    run.train = [record for record in by_step if record["kind"] == layout.TRAIN]
+    run.evals = [record for record in by_step if record["kind"] == layout.EVAL]
     return run
 
 
@@ -195,6 +201,17 @@ def _sampled(run: Run) -> list[Record]:
         return shown + [record for record in last if record["step"] in end - begin]
     except (HalfbyteError, KeyError, TypeError):
         run.problems.append(f"{layout.COMPLETIONS} has lines that cannot be read and is ignored")
+        return []
+
+
+def _row_losses(run: Run) -> list[Record]:
+    """Lines of row_losses.jsonl."""
+    lines = (_read(run, run.path / layout.ROW_LOSSES, read_text, CheckpointError) or "").splitlines()
+    try:
+        documents = [parse_json(line, layout.ROW_LOSSES, CheckpointError) for line in lines]
+        return [document for document in documents if isinstance(document, dict)]
+    except HalfbyteError:
+        run.problems.append(f"{layout.ROW_LOSSES} has lines that cannot be read and is ignored")
         return []
 
 

@@ -14,6 +14,7 @@ from ..runs.layout import CHECKS, DATA_REPORT, ENVIRONMENT, MEMORY, METRICS, RES
 from ..runs.metrics import describe_best
 from ..utils.text import size, visible
 from . import plots
+from .explain import SEVERITIES, Finding, explain
 from .run import Run
 from .terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, measured_parts, threads
 
@@ -26,6 +27,7 @@ def sections(run: Run) -> list[Section]:
     """Return every section of the report, in reading order."""
     blocks = [
         ("training", "Training", training),
+        *([("explain", "What stands out", stands_out)] if run.train or run.problems else []),
         ("memory", "Memory", memory),
         ("data", "Data", data),
         ("masks", "What is trained on", masks),
@@ -104,6 +106,26 @@ def training(run: Run) -> str:
     return figures(*drawn) + missing(
         "Nothing was held out, so there is no evaluation (set eval_split_size or eval_dataset)."
     )
+
+
+def stands_out(run: Run) -> str:
+    """What the rules of `explain` find."""
+    return findings(explain(run))
+
+
+def findings(found: Iterable[Finding]) -> str:
+    """Table of findings with their evidence and the keys to change."""
+    rows = [
+        (
+            f"{text(finding.problem)}<br><small>{SEVERITIES[finding.severity]}</small>",
+            text(finding.evidence),
+            f"{text(finding.effect)}: <code>{text(finding.keys)}</code>",
+        )
+        for finding in found
+    ]
+    if not rows:
+        return "<p class='note'>No rule of <code>halfbyte explain</code> finds anything to change.</p>"
+    return table(("Problem", "evidence", "what to change"), rows)
 
 
 def evaluations(run: Run) -> str:

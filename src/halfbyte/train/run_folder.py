@@ -217,7 +217,7 @@ def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[st
 
 def write_environment(run: OpenRun, **end_facts: Any) -> None:
     """Write environment.json, with all notices so far; `end_facts` are known at a run's end."""
-    facts = run.prepared.machine.facts | {"finished": None} | end_facts
+    facts = run.prepared.machine.facts | {"finished": None, "inputs": run.prepared.identity} | end_facts
     mesh = run.prepared.mesh
     if mesh.size > 1:
         facts |= {"processes": mesh.size, "parallel": str(mesh.layout)}

@@ -1,0 +1,238 @@
+"""Routes of the board. Handlers are synchronous, and run in threads, since they read files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from ..report.page import document
+from ..report.run import Run, read_run
+from ..report.sections import text
+from ..report.style import CSS
+from ..runs import layout
+from ..serve.guard import LOCAL, Access
+from ..utils.errors import HalfbyteError
+from .actions import ACTIONS, Actions
+from .folders import Cache, Runs, Summary, version_of
+from .guard import Gate
+from .pages import frame, run_page, runs_page
+from .queue_pages import new_page, queue_page
+from .tables import MOST_RUNS, Member, as_markdown, compare_page, data_page
+
+HERE = Path(__file__).parent
+BODY_BYTES = 1 << 18
+CACHED = {"cache-control": "private, max-age=300"}
+CONTENTS = (
+    *(layout.RESOLVED_CONFIG, layout.MEMORY, layout.DATA_REPORT, layout.GENERATIONS, layout.ENVIRONMENT),
+    *(layout.CHECKS, layout.EXPERTS, layout.MERGE, layout.COMPLETIONS, layout.ROW_LOSSES, layout.SAMPLES),
+)
+
+
+@dataclass
+class Board:
+    """What the pages are made of.
+
+    Attributes:
+        runs: the runs in the board's folders.
+        actions: what pages may change; None: the board is read-only.
+    """
+
+    runs: Runs
+    actions: Actions | None
+
+    def __post_init__(self) -> None:
+        self.contents = Cache(16)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def runs_page(self, request: Request) -> Response:
+        runs = self.runs.all()
+        read_only = self.actions is None
+        version = "".join(f"{run.id}{run.state}{run.status and run.status.step}{run.notes}" for run in runs)
+        metrics = [version_of(run.folder / layout.METRICS) for run in runs]
+        return _live(
+            request, (version, metrics), lambda: runs_page(runs, request.query_params, self.runs.roots, read_only)
+        )
+
+    def run_page(self, request: Request) -> Response:
+        run = self._run(request.path_params["run"])
+        log = self.runs.log_of(run.folder)
+
+        def make() -> str:
+            return run_page(
+                run,
+                self._contents(run),
+                self.runs.metrics(run.folder),
+                self.runs.lines(run.folder, layout.SAMPLES),
+                request.query_params,
+                log=log,
+                read_only=self.actions is None,
+            )
+
+        return _live(request, (self.runs.version(run.folder), log), make)
+
+    def data_page(self, request: Request) -> Response:
+        run = self._run(request.path_params["run"])
+        return HTMLResponse(data_page(run, self._contents(run), request.query_params))
+
+    def compare_page(self, request: Request) -> Response:
+        chosen = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_RUNS]
+        summaries = [self._run(number) for number in chosen]
+        version = [self.runs.version(run.folder) for run in summaries]
+
+        def members() -> list[Member]:
+            return [
+                Member(
+                    run,
+                    self._contents(run),
+                    self.runs.metrics(run.folder),
+                    self.runs.lines(run.folder, layout.SAMPLES),
+                )
+                for run in summaries
+            ]
+
+        form = request.query_params.get("format")
+        if form == "md":
+            return PlainTextResponse(as_markdown(members()), media_type="text/markdown")
+        if form == "html":
+            body = compare_page(members(), request.query_params, chosen, saved=True)
+            page = document("Comparison", body).replace("</style>", f"{_style()}</style>", 1)
+            name = {"content-disposition": 'attachment; filename="comparison.html"'}
+            return HTMLResponse(page, headers=name)
+        return _live(request, version, lambda: compare_page(members(), request.query_params, chosen))
+
+    def queue_page(self, request: Request) -> Response:
+        page = queue_page(self.runs, self.actions is None)
+        return _live(request, page, lambda: page)
+
+    def new_page(self, request: Request) -> Response:
+        number = request.query_params.get("from", "")
+        run = self._run(number) if number else None
+        return HTMLResponse(new_page(run, self.actions is None))
+
+    def _run(self, number: str) -> Summary:
+        """Return a run by its id, unless a link leads from its folder out of the board's folders.
+
+        Raises:
+            HTTPException: there is none, or a link leads out.
+        """
+        try:
+            run = self.runs.summary(number)
+        except KeyError as error:
+            raise HTTPException(404, "There is no such run. It may have been moved or deleted.") from error
+        for name in (*CONTENTS, layout.METRICS, layout.STATUS, layout.NOTES):
+            path = run.folder / name
+            if path.is_symlink() and not any(path.resolve().is_relative_to(root) for root in self.runs.roots):
+                raise HTTPException(403, f"{name} of this run is a link that leads out of the board's folders.")
+        return run
+
+    def _contents(self, run: Summary) -> Run:
+        """Return the files of a run without its records; a copy whose parts must not be changed."""
+        versions = [version_of(run.folder / name) for name in CONTENTS]
+        contents = self.contents.get(run.folder, versions, lambda: read_run(run.folder, records=False))
+        data = None if contents.data is None else {**contents.data}
+        if data is not None and isinstance(data.get("train"), dict):
+            data["train"] = {**data["train"]}
+        return Run(**{**vars(contents), "data": data})
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    async def act(self, request: Request) -> Response:
+        """Run one of the `ACTIONS` with the fields of a JSON object."""
+        name = request.path_params["action"]
+        if self.actions is None or name not in ACTIONS:
+            raise HTTPException(404, "There is no such action.")
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > BODY_BYTES:
+                raise HTTPException(413, "The request is too long.")
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, "The request is no JSON.") from error
+        if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
+            raise HTTPException(400, "The request is no object of texts.")
+        run = self._run(fields.pop("run")) if "run" in fields else None
+        try:
+            answer = await run_in_threadpool(ACTIONS[name], self.actions, run, fields)
+        except HalfbyteError as error:
+            return JSONResponse({"message": f"{error.message}: {error.fix}" if error.fix else error.message}, 400)
+        self.runs.forget()
+        return JSONResponse(answer)
+
+
+def _live(request: Request, version: Any, make: Callable[[], str]) -> Response:
+    """Return a page with the hash of its version, or 304 if the client has it."""
+    key = f"{version}{request.url.query}".encode(errors="surrogateescape")
+    etag = f'"{hashlib.sha256(key).hexdigest()[:32]}"'
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers={"etag": etag})
+    return HTMLResponse(make(), headers={"etag": etag})
+
+
+def _style() -> str:
+    widths = "".join(f".w{width}{{width:{width}%}}" for width in range(101))
+    return CSS + (HERE / "board.css").read_text(encoding="utf-8") + widths
+
+
+def _styles(_: Request) -> Response:
+    return PlainTextResponse(_style(), media_type="text/css", headers=CACHED)
+
+
+def _script(_: Request) -> Response:
+    script = (HERE / "board.js").read_text(encoding="utf-8")
+    return PlainTextResponse(script, media_type="text/javascript", headers=CACHED)
+
+
+def _error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = f"<h1>{error.status_code}</h1><p>{text(error.detail)}</p><p><a href='/'>All runs</a></p>"
+    return HTMLResponse(frame("Error", body), error.status_code)
+
+
+def _internal_error(*_: Any) -> Response:
+    body = "<h1>500</h1><p>The board has a fault; its terminal shows it.</p>"
+    return HTMLResponse(frame("Error", body), 500)
+
+
+def application(
+    roots: Sequence[Path], token: str, *, access: Access = LOCAL, port: int = 0, actions: Actions | None = None
+) -> Starlette:
+    """Return the ASGI application.
+
+    Args:
+        roots: folders with runs.
+        token: that a browser's cookie must hold.
+        access: host names of the server.
+        port: of the server.
+        actions: what pages may change; None: a read-only board.
+    """
+    board = Board(Runs(roots), actions)
+    return Starlette(
+        middleware=[Middleware(Gate, token=token, access=access, port=port, read_only=actions is None)],
+        routes=[
+            Route("/", board.runs_page),
+            Route("/run/{run}", board.run_page),
+            Route("/run/{run}/data", board.data_page),
+            Route("/compare", board.compare_page),
+            Route("/queue", board.queue_page),
+            Route("/new", board.new_page),
+            Route("/api/{action}", board.act, methods=["POST"]),
+            Route("/static/board.css", _styles),
+            Route("/static/board.js", _script),
+        ],
+        exception_handlers={HTTPException: _error, Exception: _internal_error},
+    )
