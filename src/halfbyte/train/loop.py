@@ -384,7 +384,9 @@ class TrainingLoop:
         if ends or samples or control.should_evaluate or control.should_save:
             self.metrics_log.read()
         if samples is not None:  # before the evaluation, which a signal may interrupt, and a resumed run then repeats
-            samples.sample(self)
+            self.use_evaluation_weights()
+            with self.progress.during("evaluating"):
+                samples.sample(self.state.global_step, self.stepper, self.device)
         self._evaluate_and_save()
 
     def _evaluate_and_save(self) -> None:

@@ -21,7 +21,7 @@ from ..data.images import IMAGES
 from ..generation import forget, generate
 from ..generation.decoder import context_length
 from ..generation.sampling import stop_tokens
-from ..memory.allocators import free_stream_caches
+from ..memory.allocators import GraphMemory, free_stream_caches
 from ..ops import IGNORE_INDEX
 from ..parallel.shard.model import sharded
 from ..runs.metrics import MetricsFile
@@ -30,7 +30,6 @@ from ..utils.waiting import waiting
 from .checkpoint import random_states, set_random_states
 
 if TYPE_CHECKING:
-    from .loop import TrainingLoop
     from .pipeline_stepper import PipelinedStepper
 
 TEXT_PROMPT_TOKENS = 32  # tokens of a plain text that serve as its prompt
@@ -113,17 +112,17 @@ class SampleLog:
         """Return whether the prompts are answered after `step`."""
         return step % self.steps == 0
 
-    def sample(self, loop: TrainingLoop) -> None:
-        """Answer the prompts after a step of `loop`, and write the answers; random states and training do not change.
+    def sample(self, step: int, graphs: GraphMemory, device: torch.device) -> None:
+        """Answer the prompts after `step`, and write the answers; random states do not change.
 
-        Methods that generate rollouts have an engine of their own, whose memory stays.
+        Args:
+            graphs: of the run's steps, which are freed if the memory does not suffice.
         """
-        loop.use_evaluation_weights()
         random = random_states()
-        with loop.progress.during("evaluating"), free_stream_caches(loop.stepper, loop.device):
-            answers = loop.stepper.retry_without_graphs(self.answer)
+        with free_stream_caches(graphs, device):
+            answers = graphs.retry_without_graphs(self.answer)
         set_random_states(random)
-        self.write(loop.state.global_step, answers)
+        self.write(step, answers)
 
     def write(self, step: int, answers: Sequence[str]) -> None:
         """Write the answers after `step`, unless a run that is resumed has written them."""
