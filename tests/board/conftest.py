@@ -19,10 +19,10 @@ ORIGIN = {"origin": f"http://{HOST}"}
 class Pages:
     """Requests to a board."""
 
-    def __init__(self, root, state, read_only=False, allowed=()):
+    def __init__(self, root, state, read_only=False, allowed=(), port=PORT):
         self.root = root
         actions = None if read_only else Actions(Runs([root]), list(allowed), state)
-        self.app = application([root], TOKEN, port=PORT, actions=actions)
+        self.app = application([root], TOKEN, port=port, actions=actions)
         self.client = TestClient(self.app, base_url=f"http://{HOST}", raise_server_exceptions=False)
         self.client.cookies.set(f"halfbyte-board-{PORT}", TOKEN)
 

@@ -1,5 +1,6 @@
 """The public command line: names, options, exit codes, and a quick help."""
 
+import json
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ SURFACE = {
     "stop": ["run", "--now"],
     "board": ["folders", "--host", "--port", "--read-only", "--allow"],
     "explain": ["run"],
+    "schema": [],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", *DRAWING, "--trust-remote-code"],
     "generate": [
@@ -46,6 +48,7 @@ SURFACE = {
         "--max-queue",
         "--kv-cache",
         "--api-key",
+        "--api-key-file",
         "--allowed-host",
         "--trust-remote-code",
     ],
@@ -173,3 +176,11 @@ def test_merge_refuses_an_unknown_base(capsys):
 def test_version(capsys):
     assert exit_code("--version") == 0
     assert capsys.readouterr().out.startswith("halfbyte 0.")
+
+
+def test_schema_has_every_key_with_its_meaning_and_no_secret():
+    schema = json.loads(CliRunner().invoke(app, ["schema"]).stdout)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["additionalProperties"] is False
+    assert schema["properties"].keys() == RunConfig.model_fields.keys() - {"hub_token"}
+    assert all(key["description"] for key in schema["properties"].values())

@@ -13,6 +13,8 @@ from halfbyte.config import RunConfig
 from halfbyte.report.card import write_card
 from halfbyte.report.page import write_report
 from halfbyte.report.run import read_run
+from halfbyte.train.run import RunResult
+from tests.helpers.board_runs import write_run
 
 ATTACK = '<script>alert("halfbyte")</script>'
 GIB = 2**30
@@ -403,3 +405,11 @@ def test_card_of_full_fine_tuning_and_local_base(tmp_path):
     assert "base_model" not in card
     assert 'AutoModelForCausalLM.from_pretrained("model"' in card
     assert "lora" not in card.lower()
+
+
+def test_a_notebook_shows_the_headline_figures(tmp_path):
+    run = write_run(tmp_path / "run")
+    html = RunResult(run, {})._repr_html_()
+    assert "Held-out loss" in html
+    assert "1.3000" in html
+    assert "report.html" in html

@@ -10,7 +10,7 @@ from halfbyte.serve import guard, run
 from halfbyte.serve.app import Endpoints, application
 from halfbyte.serve.guard import LOCAL, Access, access_to
 from halfbyte.serve.model import load
-from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.errors import ConfigError, UsageError
 
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -124,6 +124,21 @@ def test_a_missing_key_is_reported_before_loading(base_folder, monkeypatch):
         command.serve_model(str(base_folder), "0.0.0.0", 0, [])
     with socket.socket() as again:
         again.bind(("0.0.0.0", 0))
+
+
+def test_a_key_is_read_from_a_file_of_the_user(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("secret\n")
+    path.chmod(0o600)
+    assert command.key_of(None, path) == "secret"
+    assert command.key_of("other", None) == "other"
+    with pytest.raises(UsageError, match="--api-key-file"):
+        command.key_of("other", path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        command.key_of(None, path)
+    with pytest.raises(ConfigError):
+        command.key_of(None, tmp_path / "none")
 
 
 @pytest.mark.parametrize("key", ["", " ", "schlüssel", "a\nb", " a"])

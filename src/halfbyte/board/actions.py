@@ -1,4 +1,4 @@
-"""What a page may change: stop a run, its notes, the trash, the queue, and new runs. Each has a command line.
+"""Changes that pages make: stop a run, save notes, move runs to the trash, change the queue, start runs.
 
 Commands are argument lists of this Python in child processes. A new run's keys pass `RunConfig`, and cannot run code of
 a model, send anything to other machines, or name paths outside the allowed folders.
@@ -148,7 +148,7 @@ def stop(actions: Actions, run: Summary | None, fields: Fields) -> dict[str, str
 
 
 def trash(actions: Actions, run: Summary | None, fields: Fields) -> dict[str, str]:
-    """Move the folder of a run that does not run into the trash folder beside it."""
+    """Move the folder of an ended run into the trash folder of its parent folder."""
     folder, root = _run(run).folder, _run(run).root
     if folder == root:
         raise ConfigError(f"{folder} is the board's own folder", "start the board in the folder above it")
@@ -197,7 +197,7 @@ def run_queue(actions: Actions, run: Summary | None, fields: Fields) -> dict[str
 
 
 def check_run(actions: Actions, run: Summary | None, fields: Fields) -> dict[str, str]:
-    """Run `halfbyte check` on the keys of a new run, and list how they differ from those of the copied run."""
+    """Run `halfbyte check` on the keys of a new run, and list the differences from the run that was copied."""
     path, config = actions.write_config(fields.get("keys", ""))
     try:
         report = actions.command("check", str(path), seconds=CHECK_SECONDS) or "The check takes longer than 5 minutes."

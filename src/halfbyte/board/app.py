@@ -42,11 +42,11 @@ CONTENTS = (
 
 @dataclass
 class Board:
-    """What the pages are made of.
+    """The handlers of the routes.
 
     Attributes:
         runs: the runs in the board's folders.
-        actions: what pages may change; None: the board is read-only.
+        actions: changes that pages make; None: the board is read-only.
     """
 
     runs: Runs
@@ -218,7 +218,7 @@ def application(
         token: that a browser's cookie must hold.
         access: host names of the server.
         port: of the server.
-        actions: what pages may change; None: a read-only board.
+        actions: changes that pages make; None: a read-only board.
     """
     board = Board(Runs(roots), actions)
     return Starlette(

@@ -1,6 +1,6 @@
-"""The runs in folders: where they are, what a list shows of each, and their notes. Any file may be missing or damaged.
+"""Finds the runs in folders, and reads summaries, notes and files of each. Any file may be missing or damaged.
 
-Runs are found again every `SEARCH_SECONDS`; what is read of a file is kept until its time or size changes.
+Folders are searched again every `SEARCH_SECONDS`. The content of a file is cached until its time or size changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..utils.files import write_json
 from .series import MetricsFile, Series, glance
 
 SEARCH_SECONDS = 3.0
-OPEN_RUNS = 12  # whose records are kept in memory, as many as are compared
+OPEN_RUNS = 12  # runs whose records are cached: the largest comparison
 NOTE_BYTES = 20_000
 LOG_BYTES = 20_000  # of the end of a log that a page shows
 LARGEST_JSON = 1 << 26  # bytes of a file of a run that a page reads
@@ -41,7 +41,7 @@ Value = TypeVar("Value")
 
 @dataclass
 class Notes:
-    """What users wrote about a run: its notes.json.
+    """Notes of users on a run: its notes.json.
 
     Attributes:
         hidden: whether lists leave the run out.
@@ -175,7 +175,7 @@ class Runs:
         )
 
     def _status(self, folder: Path) -> RunStatus | None:
-        """Return the status of a run; that of a run which has not ended depends on its process, and is read again."""
+        """Return the status of a run, cached if it has ended. Before its end the status also depends on its process."""
         path = folder / layout.STATUS
         version = version_of(path)
         status = self._ended.get(path, version, lambda: read_status(folder))

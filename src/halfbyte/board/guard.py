@@ -96,7 +96,7 @@ class Gate:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self.access.allows_host(host):
             return PlainTextResponse("This name is not the board's. Open the address that it printed.\n", 400)
-        if origin is not None and not self._is_own(origin, host):
+        if origin is not None and not self._is_same_origin(origin, host):
             return PlainTextResponse("Requests of other pages are refused.\n", 403)
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         if given and scope["path"] == "/" and scope["method"] in READS and self._is_token(given):
@@ -115,7 +115,7 @@ class Gate:
             return PlainTextResponse("A write is JSON from a page of this board.\n", 403)
         return None
 
-    def _is_own(self, origin: str, host: str) -> bool:
+    def _is_same_origin(self, origin: str, host: str) -> bool:
         try:
             return self.access.allows_origin(origin) and urlsplit(origin).netloc.lower() == host.lower()
         except ValueError:

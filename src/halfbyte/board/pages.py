@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -31,6 +32,7 @@ OTHER_CURVES = {
     "tokens_per_second": "Tokens per second",
     "memory_bytes": "Memory (GiB)",
 }
+STEADY = ("learning_rate", "memory_bytes")  # curves without noise, which are not smoothed
 NAVIGATION = (("/", "Runs"), ("/queue", "Queue"), ("/new", "New run"))
 SAMPLE_STEPS = 8  # steps whose answers a page shows
 WIDTHS = re.compile(r'class="(\w+)" style="width:([\d.]+)%"')
@@ -84,11 +86,11 @@ def runs_page(runs: Sequence[Summary], query: Query, roots: Sequence[Path], read
         f'<label><input type="checkbox" name="hidden" value="1"{" checked" if query.get("hidden") else ""}> hidden'
         "</label><button>Show</button></form>"
     )
-    head = ("", "Run", "State", "Step", "Loss", "", "Held out", "tok/s", "Memory", "Time", "Updated")
+    head = ("Compare", "Run", "State", "Step", "Loss", "Curve", "Held out", "tok/s", "Memory", "Time", "Updated")
     rows = "".join(_run_row(run) for run in shown)
     titles = "".join(f'<th scope="col">{title}</th>' for title in head)
     listed = (
-        f'<form action="/compare"><div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody>'
+        f'<form action="/compare"><div class="scroll runs"><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody>'
         "</table></div><button>Compare the chosen runs</button></form>"
         if shown
         else '<p class="missing">No runs match.</p>'
@@ -223,7 +225,7 @@ def run_page(
 def guarded(make: Callable[[], str]) -> str:
     """Return a part of a page; a note in its place if a file of the run has malformed values."""
     try:
-        return make()
+        return make().replace("<h4>", '<h3 class="label">').replace("</h4>", "</h3>")  # sections have h2
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         return report.missing(f"This cannot be shown from the run's files: {type(error).__name__}: {error}")
 
@@ -288,7 +290,7 @@ def _actions(run: Summary, read_only: bool) -> str:
 
 
 def axis(metrics: MetricsFile, name: str) -> tuple[list[float], Callable[[Series], list[float]]]:
-    """Return the positions of training records along an axis, and a function for those of other records by step."""
+    """Return the positions of training records along an axis, and a function that places evaluations on it."""
     train = metrics.train
     if name == "tokens":
         positions = list(accumulate(value if math.isfinite(value) else 0 for value in train.column("tokens")))
@@ -303,9 +305,7 @@ def axis(metrics: MetricsFile, name: str) -> tuple[list[float], Callable[[Series
     ordered = sorted(by_step)
 
     def of_others(other: Series) -> list[float]:
-        import bisect
-
-        places = (bisect.bisect_right(ordered, step) - 1 for step in other.steps)
+        places = (bisect_right(ordered, step) - 1 for step in other.steps)
         return [by_step[ordered[place]] if place >= 0 else 0.0 for place in places]
 
     return positions, of_others
@@ -365,7 +365,9 @@ def _curves_section(contents: Run, metrics: MetricsFile, query: Query) -> str:
         lines = [cut for line in lines if (cut := cut_line(line, query)).xs]
         if not any(math.isfinite(y) for line in lines for y in line.ys):
             continue
-        svg = curves.chart(label, lines, AXES[name], log=bool(query.get("log")), smoothed=not query.get("raw"))
+        svg = curves.chart(
+            label, lines, AXES[name], log=bool(query.get("log")), smoothed=key not in STEADY and not query.get("raw")
+        )
         drawn.append((label, svg))
     return curve_form(query) + report.figures(*drawn) + evaluations(contents.numbers.evaluated, evals)
 
@@ -385,7 +387,7 @@ def evaluations(metrics: Sequence[Metric], evals: Series) -> str:
 
 
 def explained(contents: Run, metrics: MetricsFile) -> str:
-    """Return what the rules of `halfbyte explain` find in a run."""
+    """Return the findings of `halfbyte explain` as a table."""
     full = Run(**{**vars(contents), "train": records_of(metrics.train), "evals": records_of(metrics.evals)})
     command = f'<p class="note">On the command line: <code>halfbyte explain {text(str(contents.path))}</code></p>'
     return report.findings(explain(full)) + command

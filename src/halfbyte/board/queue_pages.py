@@ -65,7 +65,7 @@ def _time_left(runs: Runs, number: str) -> str:
 
 
 def new_page(source: Summary | None, read_only: bool) -> str:
-    """Return the form of a new run: its YAML, `check` and the queue beside it, and every key with its meaning.
+    """Return the form of a new run: its YAML, buttons that check, queue and start it, and a table of all keys.
 
     Args:
         source: the run that its keys are copied from.

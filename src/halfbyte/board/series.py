@@ -142,24 +142,22 @@ class MetricsFile:
 def glance(path: Path) -> tuple[Series, Series]:
     """Return a few training records over the whole file, and the last evaluations, without reading all of it."""
     train, evals = Series(), Series()
-    probes: list[bytes] = []
+    lines: list[bytes] = []
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size > SMALL:
-                probes.append(file.readline(LONGEST_LINE))
-                for probe in range(1, PROBES):
-                    file.seek(probe * (size - SMALL) // PROBES)
+            for probe in range(PROBES) if size > SMALL else ():
+                file.seek(max(probe * size // PROBES - 1, 0))
+                if probe:
                     file.readline(LONGEST_LINE)  # the rest of a line
-                    probes.append(file.readline(LONGEST_LINE))
-                file.seek(size - SMALL)
-                file.readline(LONGEST_LINE)
+                lines.append(file.readline(LONGEST_LINE))
+            file.seek(max(size - SMALL, 0))
             tail = file.read(SMALL).splitlines(keepends=True)
     except OSError:
         return train, evals
-    spread = tail[:: max(1, len(tail) // (4 if probes else PROBES))]
+    lines = lines or tail[:: max(1, len(tail) // PROBES)]
     records: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in (*probes, *spread, *tail[-2:], *(line for line in tail if b'"eval"' in line[:40])):
+    for line in (*lines, *tail[-2:], *(line for line in tail if b'"eval"' in line[:40])):
         try:
             record = json.loads(line)
             if record["kind"] in (TRAIN, EVAL):

@@ -1,9 +1,10 @@
-"""The pages Compare and Data: several runs beside one another, and the rows of a run as the model sees them."""
+"""The pages Compare (several runs) and Data (the documents of a run as the model reads them, by their loss)."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from .folders import Summary
 from .pages import (
     AXES,
     OTHER_CURVES,
+    STEADY,
     Query,
     axis,
     curve_form,
@@ -58,7 +60,7 @@ class Member:
 
     @property
     def held_out(self) -> str:
-        """What identifies its held-out documents: their digest, or the keys that choose them."""
+        """Identity of its held-out documents: their digest, or the keys that choose them."""
         digest = ((self.contents.environment or {}).get("inputs") or {}).get("eval_dataset")
         if digest:
             return str(digest)
@@ -70,7 +72,7 @@ class Member:
 
 
 def compare_page(members: Sequence[Member], query: Query, chosen: Sequence[str], *, saved: bool = False) -> str:
-    """Return the comparison of some runs; `saved`: the body of a file that stands for itself."""
+    """Return the comparison of some runs; `saved`: the body of a self-contained file."""
     if len(members) < 2:
         body = "<h1>Compare</h1><p>Choose 2 to 12 runs in the <a href='/'>list of runs</a>.</p>"
         return body if saved else frame("Compare", body)
@@ -124,7 +126,7 @@ def _difference(value: float | None, reference: float | None, shown: bool = True
 
 def _curves(members: Sequence[Member], query: Query) -> str:
     name = query.get("x", "step") if query.get("x") in AXES else "step"
-    options = {"log": bool(query.get("log")), "smoothed": not query.get("raw")}
+    log, smoothed = bool(query.get("log")), not query.get("raw")
     drawn = []
     for key, label in {"loss": "Training loss", **OTHER_CURVES}.items():
         lines = []
@@ -133,7 +135,9 @@ def _curves(members: Sequence[Member], query: Query) -> str:
             values = [value / 2**30 for value in values] if key == "memory_bytes" else values
             lines.append(cut_line(Line(member.name, axis(member.metrics, name)[0], values, colour), query))
         if any(math.isfinite(y) for line in lines for y in line.ys):
-            drawn.append((label, curves.chart(label, lines, AXES[name], **options)))
+            drawn.append(
+                (label, curves.chart(label, lines, AXES[name], log=log, smoothed=smoothed and key not in STEADY))
+            )
     groups: dict[str, list[tuple[int, Member]]] = {}
     for colour, member in enumerate(members):
         if member.metrics.evals.steps:
@@ -150,7 +154,7 @@ def _curves(members: Sequence[Member], query: Query) -> str:
             for colour, member in group
         ]
         title = "Held-out loss" if len(groups) == 1 else f"Held-out loss, data {count} of {len(groups)}"
-        drawn.append((title, curves.chart(title, [cut_line(line, query) for line in lines], AXES[name], **options)))
+        drawn.append((title, curves.chart(title, [cut_line(line, query) for line in lines], AXES[name], log=log)))
     note = (
         "<p class='note'>The held-out data of these runs differ, so their losses are not on one axis.</p>"
         if len(groups) > 1
@@ -208,7 +212,6 @@ def _merges(members: Sequence[Member]) -> str:
 
 def as_markdown(members: Sequence[Member]) -> str:
     """Return the tables of a comparison as Markdown."""
-    import re
 
     def plain(cell: str) -> str:
         words = re.sub(r"<[^>]+>", "", cell)

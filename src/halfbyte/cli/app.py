@@ -325,6 +325,9 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="HALFBYTE_API_KEY", metavar="KEY", help="Key that clients must send.")
     ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the key, which the list of processes does not show.")
+    ] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Host name of this server for clients; may be repeated.")
     ] = None,
@@ -333,9 +336,10 @@ def serve(
     """Answer OpenAI's HTTP interface."""
     limits = {"prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens, "seconds": max_seconds, "queue": max_queue}
     with started(model):
-        from .commands import serve_model
+        from .commands import key_of, serve_model
 
         adapters, hosts = adapter or [], allowed_host or []
+        api_key = key_of(api_key, api_key_file)
         serve_model(model, host, port, adapters, hosts, api_key, trust_remote_code, kv_cache, **limits)
 
 
@@ -471,6 +475,14 @@ def demo(
     from ..demo.run import main as run_demo
 
     run_demo(output_dir)
+
+
+@app.command()
+def schema() -> None:
+    """Print the keys of a run as JSON Schema, for editors."""
+    from .commands import print_schema
+
+    print_schema()
 
 
 app.add_typer(queue_app, name="queue")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
-from ..config import Origin
+from ..config import SECTIONS, Origin, RunConfig
 from ..config.policy import KvCache
+from ..config.run_config import written_keys
 from ..config.yaml import dump_mapping
 from ..loading.find import find_model, preflight_model
+from ..reading import read_text
 from ..runs.inputs import check_datasets
 from ..runs.layout import merged_folder
 from ..runs.saved import BASES, find, find_adapter, find_trained, look_up, saved_config
@@ -37,6 +40,14 @@ def print_environment() -> None:
     from ..utils.environment import environment
 
     show(Console(), environment())
+
+
+def print_schema() -> None:
+    """Print the JSON Schema (2020-12) of a run's configuration, without secrets."""
+    schema = RunConfig.model_json_schema()
+    schema["properties"] = {key: schema["properties"][key] for section in SECTIONS for key in written_keys(section)}
+    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "A run of halfbyte"}
+    print(json.dumps(document, indent=1, ensure_ascii=False))
 
 
 def print_kernels(name: str | None) -> None:
@@ -376,6 +387,23 @@ def serve_model(
     from ..serve.run import serve
 
     serve(name, host, port, folders, Limits(**limits), hosts, api_key, trust_remote_code, kv_cache)
+
+
+def key_of(given: str | None, file: Path | None) -> str | None:
+    """Return the API key that is given, or the one in a file, without the line break at its end.
+
+    Raises:
+        UsageError: both are given.
+        ConfigError: the file cannot be read, or other users can read it.
+    """
+    if file is None:
+        return given
+    if given is not None:
+        raise UsageError("--api-key-file with --api-key or HALFBYTE_API_KEY", "give one of them")
+    key = read_text(file, ConfigError, "name a file with the key", largest=4096).strip()
+    if file.stat().st_mode & 0o077:
+        raise ConfigError(f"--api-key-file {file}: other users can access it", f"chmod 600 {file}")
+    return key
 
 
 def show_board(folders: Sequence[Path], host: str, port: int, read_only: bool, allowed: Sequence[Path]) -> None:

@@ -1,4 +1,4 @@
-"""What stands out in a run: rules over its recorded files, each with evidence, the effect, and the key to change.
+"""Rules that find faults in the recorded files of a run. Each finding has evidence, an effect, and keys to change.
 
 Rules are deterministic and conservative: a rule that cannot be decided from the records is silent. The findings are
 ordered by severity, then in the order of `RULES`.
@@ -26,7 +26,7 @@ class Finding:
 
     Attributes:
         severity: BROKEN, LOSES or COSTS.
-        problem: what is the case.
+        problem: one sentence that names the fault.
         evidence: the recorded numbers.
         effect: what changing the keys does.
         keys: what to change.

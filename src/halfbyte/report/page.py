@@ -13,7 +13,7 @@ from ..runs.layout import REPORT, RESOLVED_CONFIG
 from ..utils.files import write_text
 from ..utils.text import duration, size
 from .run import Run, read_run
-from .sections import sections, shown, text
+from .sections import sections, shown, table, text
 from .style import CSS
 from .terminal import comparable_bytes, deviation, excess_reason, method, storage
 
@@ -34,6 +34,13 @@ def write_report(run_dir: Path | str) -> Path:
     """
     run = read_run(run_dir)
     return write_text(run.path / REPORT, page(run))
+
+
+def summary(run_dir: Path | str) -> str:
+    """Return the headline figures of a run as an HTML table for a notebook, with the path of its report."""
+    run = read_run(run_dir)
+    rows = [(text(name), text(figure), text(aside)) for name, figure, aside in headline(run)]
+    return f"<p><b>{text(run.model)}</b>, {text(str(run.path / REPORT))}</p>{table((), rows)}"
 
 
 def page(run: Run) -> str:

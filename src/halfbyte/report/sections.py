@@ -113,7 +113,7 @@ def stands_out(run: Run) -> str:
     return findings(explain(run))
 
 
-def findings(found: Iterable[Finding]) -> str:
+def findings(listed: Iterable[Finding]) -> str:
     """Table of findings with their evidence and the keys to change."""
     rows = [
         (
@@ -121,7 +121,7 @@ def findings(found: Iterable[Finding]) -> str:
             text(finding.evidence),
             f"{text(finding.effect)}: <code>{text(finding.keys)}</code>",
         )
-        for finding in found
+        for finding in listed
     ]
     if not rows:
         return "<p class='note'>No rule of <code>halfbyte explain</code> finds anything to change.</p>"

@@ -16,7 +16,7 @@ output_dir/
     merge.json  merge-FORMAT.json                       numbers of each merge
     .lock                                               held while a process writes into the folder
     status.json                                         what the run is doing, at most 2 s ago
-    notes.json                                          what users wrote about the run on the board
+    notes.json                                          notes of users from the board
     adapters/NAME/                                      the run of each adapter, if `adapters` or `sweep` trains several
     adapters.json                                       numbers of these runs, beside one another
 """
@@ -46,7 +46,7 @@ LOCK = ".lock"
 """Names the process that writes into the folder, and is locked by it."""
 
 NOTES = "notes.json"
-"""What users wrote about the run on the board: `text`, `tags`, `hidden`. The only file there that the board writes."""
+"""Notes of users from the board: `text`, `tags`, `hidden`. The board writes no other file of a run."""
 
 STATUS = "status.json"
 """State, step, process and heartbeat of the run, or its end; see `runs.status`."""

@@ -79,6 +79,12 @@ class RunResult:
     output_dir: Path
     metrics: dict[str, Any]
 
+    def _repr_html_(self) -> str:
+        """Return the headline figures of the run's report, as notebooks show it."""
+        from ..report.page import summary
+
+        return summary(self.output_dir)
+
     def merge(self, out_dir: Path | str, **options: Any) -> Any:
         """Merge the adapter into its base model and write the result to `out_dir`, as `halfbyte merge` does.
 
