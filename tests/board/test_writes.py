@@ -135,7 +135,8 @@ def test_stop_runs_the_command_with_the_folder_as_one_argument(pages, monkeypatc
     assert asked == [("stop", str(pages.root / "first"), "--now")]
 
 
-def test_a_command_that_fails_says_so(pages):
+def test_a_command_that_fails_says_so(pages, monkeypatch):
+    monkeypatch.setattr(actions, "ANSWER_SECONDS", 200.0)
     answer = pages.act("stop", run=pages.number("first"))
     assert answer.status_code == 400
     assert "finished" in answer.json()["message"]

@@ -46,8 +46,8 @@ class Actions:
         self.allowed = [path.resolve() for path in (*runs.roots, *allowed)]
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def command(self, *words: str, seconds: float = ANSWER_SECONDS) -> str:
-        """Run `halfbyte WORDS`; return its output, or "" if it goes on after some seconds.
+    def command(self, *words: str, seconds: float | None = None) -> str:
+        """Run `halfbyte WORDS`; return its output, or "" if it goes on after `seconds` (default: `ANSWER_SECONDS`).
 
         Raises:
             ConfigError: it has failed; with its message.
@@ -62,7 +62,7 @@ class Actions:
             env={**os.environ, "NO_COLOR": "1"},
         )
         try:
-            output, _ = child.communicate(timeout=seconds)
+            output, _ = child.communicate(timeout=ANSWER_SECONDS if seconds is None else seconds)
         except subprocess.TimeoutExpired:
             self._children.append(child)
             return ""
