@@ -25,7 +25,6 @@ SURFACE = {
     "stop": ["run", "--now"],
     "board": ["folders", "--host", "--port", "--read-only", "--allow"],
     "explain": ["run"],
-    "schema": [],
     "eval": ["model", "data", "overrides", "--trust-remote-code"],
     "chat": ["model", "--compare-base", "--max-new-tokens", "--temperature", *DRAWING, "--trust-remote-code"],
     "generate": [
@@ -68,6 +67,7 @@ SURFACE = {
     ],
     "env": ["--kernels", "--device"],
     "demo": ["output_dir"],
+    "schema": [],
     "import-config": ["file"],
     "queue": [],
 }
