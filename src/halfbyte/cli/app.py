@@ -193,7 +193,7 @@ def board(
         typer.Option(metavar="FOLDER", help="A further folder that new runs may name; may be repeated."),
     ] = None,
 ) -> None:
-    """Show runs in a browser: live curves, comparisons, data, the queue."""
+    """Show runs in a browser on this machine."""
     from .commands import show_board
 
     show_board(folders or [Path()], host, port, read_only, allow or [])
@@ -203,7 +203,7 @@ def board(
 def explain(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="the output_dir of a run")],
 ) -> None:
-    """Say what stands out in a run, and what to change."""
+    """Name what to change in a run, and why."""
     from .watch import explain_run
 
     explain_run(run)
