@@ -15,6 +15,7 @@ from PIL import Image
 import halfbyte
 from halfbyte.config import load_config
 from halfbyte.data.collate import make_collator
+from halfbyte.data.image_processor import ImageProcessor
 from halfbyte.data.images import MOST_PIXELS, ImageSource, opened
 from halfbyte.data.prepare import prepare
 from halfbyte.data.tables import digest_of_rows
@@ -24,6 +25,7 @@ from halfbyte.modeling.architectures import all_linear
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.utils.errors import ConfigError, DataError, HalfbyteError, ModelError
 from tests.helpers.gguf_models import save_model
+from tests.helpers.image_families import MODELS_OF_IMAGES
 from tests.helpers.image_models import NAMES, load_processor, picture, save_image_model, write_image_rows
 
 ANSWER = {"role": "assistant", "content": "I see."}
@@ -230,7 +232,6 @@ REFUSED_ROWS = {
     "audio": asked({"type": "input_audio", "input_audio": {"data": ""}}),
     "an answer's image": {"messages": [{"role": "user", "content": "draw"},
                                        {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
-    "a typed placeholder": asked({"type": "image", "image": "a.png"}, text("<|image_pad|>")),
 }  # fmt: skip
 
 
@@ -254,13 +255,33 @@ def test_no_image_outside_of_media_dir_is_read(places, tmp_path):
             prepared(model, path, **keys)
 
 
-@pytest.mark.parametrize("beyond", [0, 100_000], ids=["a short row", "a row of which the beginning is tokenized"])
-def test_a_text_that_holds_the_token_of_images_is_named(places, tmp_path, beyond):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_placeholder_typed_by_a_user_stays_text(name, places, tmp_path):
+    """Of the template and of the features, beside an image and in a row without one."""
+    picture(1).save(tmp_path / "a.png")
+    row, tokens = MODELS_OF_IMAGES[name], set()
+    tokens |= {row.image.strip() if len(row.image) < 20 else "<|image_pad|>", *row.ids.values()}
+    typed = " and ".join(sorted(tokens))
+    rows = [asked({"type": "image", "image": "a.png"}, text(f"it says {typed}.")), asked(text(f"no {typed}."))]
+    place = places(name)
+    config = configured(place / "model", write_rows(tmp_path / "d.jsonl", *rows), max_length=1200)
+    tokenizer = load_run_tokenizer(config)
+    image = ImageProcessor(config, tokenizer).image_token_id
+    with_image, without = prepare(config, tokenizer).train
+    stored = sum(stored["tokens"] for stored in with_image["images"])
+    assert (with_image["input_ids"].count(image), without["input_ids"].count(image)) == (stored, 0)
+    for ids in (with_image["input_ids"], without["input_ids"]):
+        assert typed in tokenizer.decode(ids)
+    make_collator(config, tokenizer)([with_image, without])
+
+
+def test_a_long_row_with_a_typed_placeholder_is_cut(places, tmp_path):
     picture(1).save(tmp_path / "a.png")
     row = asked({"type": "image", "image": "a.png"}, text("<image_soft_token>"))
-    row["messages"] += asked(text("word " * beyond))["messages"]
-    with pytest.raises(DataError, match="image_soft_token"):
-        prepared(places("gemma3") / "model", write_rows(tmp_path / "d.jsonl", row))
+    row["messages"] += asked(text("word " * 100_000))["messages"]
+    [cut] = prepared(places("gemma3") / "model", write_rows(tmp_path / "d.jsonl", row))
+    assert len(cut["images"]) == 1
+    assert len(cut["input_ids"]) < 100
 
 
 def test_a_long_row_is_cut_between_turns_with_its_images(places, tmp_path):

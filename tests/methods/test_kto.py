@@ -57,8 +57,8 @@ def step(asked, policy, parts, **keys):
     return mean_loss(asked, policy, [collate(part) for part in parts])
 
 
-def theirs(policy, rows, **keys):
-    """Return TRL's trainer with only the parts that compute the loss."""
+def theirs(policy, rows, batch=None, **keys):
+    """Loss and metrics of TRL's trainer, made with only the parts that compute them, on rows or on a collated batch."""
     from collections import defaultdict
 
     from accelerate import Accelerator
@@ -74,9 +74,10 @@ def theirs(policy, rows, **keys):
         setattr(trainer, name, value)
     trainer.calculate_KL = keys["loss_type"] == "kto"
     add_fused_lm_head(policy.get_base_model(), outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
-    if trainer.calculate_KL:
+    if trainer.calculate_KL and batch is None:
         rows = [row | {"KL_completion_ids": rows[n - 1]["completion_ids"]} for n, row in enumerate(rows)]
-    loss = trainer._compute_loss(policy, DataCollatorForUnpairedPreference(pad_token_id=0)(rows), False)
+    batch = DataCollatorForUnpairedPreference(pad_token_id=0)(rows) if batch is None else batch
+    loss = trainer._compute_loss(policy, batch, False)
     return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
 

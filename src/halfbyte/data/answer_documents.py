@@ -19,6 +19,7 @@ from ..config.schema import DataSection
 from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
 from .batches import document_lengths, row_lengths
+from .images import IMAGES, STORED
 from .prepare import PreparedData
 from .shared_prefix import ANSWERS, document_places, trees_of
 from .tables import Table, new_fingerprint, packed
@@ -44,6 +45,7 @@ def as_documents(
             `shared_prefix.ANSWERS` holds the number of answers. Otherwise seq_lengths are the tokens of the documents.
     """
     features = {"input_ids": IDS, "labels": IDS, "seq_lengths": IDS} | {name: NUMBERS for name in numbers}
+    features |= {IMAGES: STORED} if IMAGES in rows.column_names else {}
     if shared:
         features[ANSWERS] = IDS
     columns: dict[str, list[list[Any]]] = {name: [] for name in features}
@@ -60,6 +62,7 @@ def as_documents(
             lengths.append(len(trained) if shared else len(prompt) + len(trained))
         document = {"input_ids": ids, "labels": labels, "seq_lengths": lengths, ANSWERS: [len(answers)]}
         document |= {name: np.atleast_1d(row[name]).astype(float).tolist() for name in numbers}
+        document |= {name: row[name] for name in features if name == IMAGES}
         for name, values in columns.items():
             values.append(document[name])
     return Table.from_dict(columns, features=Features(features))
@@ -142,7 +145,7 @@ def _same_prompt(first: Sequence[int], second: Sequence[int]) -> bool:
 
 
 def documents_of(row: Row) -> list[Row]:
-    """Return the documents of a row, each with input_ids and labels, prompt included."""
+    """Return the documents of a row, each with input_ids and labels, prompt included, and the prompt's images."""
     ids, labels = (np.asarray(row[name], dtype=np.int64) for name in ("input_ids", "labels"))
     if ANSWERS in row:
         trees = trees_of(row)
@@ -152,7 +155,8 @@ def documents_of(row: Row) -> list[Row]:
         ]
     else:
         positions = np.split(np.arange(len(ids)), np.cumsum(row["seq_lengths"])[:-1])
-    return [{"input_ids": ids[index].tolist(), "labels": labels[index].tolist()} for index in positions]
+    images = {IMAGES: row[IMAGES]} if IMAGES in row else {}
+    return [{"input_ids": ids[index].tolist(), "labels": labels[index].tolist(), **images} for index in positions]
 
 
 def first_prompt(row: Row) -> Row:

@@ -122,9 +122,8 @@ class ChatTemplate:
     def _probe(self, with_tools: bool) -> Features:
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         tool_list = [_tool("t")] if with_tools else None
-        self.content_parts = False
-        self.render([user, answer], tool_list)
         self.content_parts = takes_parts(self.tokenizer, tool_list)
+        self.render([user, answer], tool_list)  # raises the template's error if it writes neither form
         call = {"role": "assistant", "content": "", "tool_calls": [_call(PROBE)]}
         result = {"role": "tool", "content": PROBE, "name": "f", "tool_call_id": CALL_ID}
         tools = self._shows([user, answer], [_tool(PROBE)])

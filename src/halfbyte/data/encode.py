@@ -8,6 +8,7 @@ which no position predicts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,7 +21,7 @@ from ..ops import IGNORE_INDEX
 from ..utils.errors import DataError, HalfbyteError, ModelError
 from .chat import ChatTemplate
 from .formats import Document
-from .image_processor import ExpandedText, ImageProcessor, check_same_text, image_tokens
+from .image_processor import ESCAPE, ExpandedText, ImageProcessor, check_same_text, image_tokens
 from .images import IMAGES
 from .turns import Turn
 
@@ -193,7 +194,10 @@ class Encoder:
         its tokens are those of its beginning.
         """
         first = READ_BEYOND + self.max_length * CHARACTERS_A_TOKEN
-        tokenized: list[tuple[np.ndarray, np.ndarray, int] | None] = [None] * len(texts)
+        tokenized: list[tuple[np.ndarray, np.ndarray, int] | None] = [
+            None if text.images is None or ESCAPE not in text.text else self._tokenize_typed(text.text)
+            for text in texts
+        ]
         while left := [index for index, answer in enumerate(tokenized) if answer is None]:
             begun = [texts[index].text[:first] for index in left]
             encoded = self.tokenizer(begun, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -213,6 +217,22 @@ class Encoder:
                 tokenized[index] = ids, offsets, length
             first *= 8
         return [answer for answer in tokenized if answer is not None]
+
+    def _tokenize_typed(self, text: str) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return the result of `_tokenize` for a text in which tokens of images were typed: these become plain text."""
+        assert self.images is not None
+        typed = self.images.typed
+        pieces = re.split(f"({'|'.join(map(re.escape, typed))})", text)
+        ids: list[int] = []
+        offsets: list[int] = []
+        begin = 0
+        for piece in pieces:
+            options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+            encoded = self.tokenizer(typed.get(piece, piece), split_special_tokens=piece in typed, **options)
+            ids += encoded["input_ids"]
+            offsets += [begin + position for span in encoded["offset_mapping"] for position in span]
+            begin += len(piece)
+        return np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64), len(ids)
 
     def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray, length: int) -> dict[str, Any]:
         beyond = length - len(ids)  # estimated tokens after the tokenized beginning

@@ -8,6 +8,7 @@ first trained token.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..utils.errors import DataError
 from ..utils.text import brief
 from .encode import CUT_AWAY, TOO_LONG, UNTRAINED, Encoder, check_rendered, has_answer, instruction_of
 from .formats import Document
+from .images import IMAGES
 from .preference import Kind
 
 EQUAL = "with two equal answers"
@@ -91,18 +93,29 @@ class AnswerEncoder(Encoder):
         elif self.row_type == "stepwise":
             encoded = self._steps(rows, batch["location"])
         else:
-            encoded = self._answers(rows, batch["location"])
+            encoded = self._answers(rows, batch["location"], batch.get(IMAGES))
         return {key: [row[key] for row in encoded] for key in encoded[0]}
 
-    def _answers(self, rows: list[dict[str, Any]], locations: list[str]) -> list[dict[str, Any]]:
+    def _answers(
+        self, rows: list[dict[str, Any]], locations: list[str], images: list[Any] | None
+    ) -> list[dict[str, Any]]:
         documents = [document for row in rows for document in row["answers"]]
         answers_per_row = len(NAMES[self.row_type])
-        texts = self._texts(documents, [location for location in locations for _ in range(answers_per_row)])
+        each_location = [location for location in locations for _ in range(answers_per_row)]
+        texts = self._texts(documents, each_location)
+        if images is not None:
+            each_images = [stored for stored in images for _ in range(answers_per_row)]
+            texts = [self._with_images(*answer) for answer in zip(texts, each_images, each_location, strict=True)]
+        tokenized = self._tokenize(texts)
+        if images is not None:
+            self._check_same_text(texts, tokenized, each_location)
         answers = [
             self._answer(document, text, *tokens)
-            for document, text, tokens in zip(documents, texts, self._tokenize(texts), strict=True)
+            for document, text, tokens in zip(documents, texts, tokenized, strict=True)
         ]
-        otherwise = self._otherwise(documents[::answers_per_row], [text.text for text in texts[::answers_per_row]])
+        otherwise = self._otherwise(
+            documents[::answers_per_row], [text.plain or text.text for text in texts[::answers_per_row]]
+        )
         encoded = []
         for index, row in enumerate(rows):
             span = slice(index * answers_per_row, (index + 1) * answers_per_row)
@@ -112,7 +125,20 @@ class AnswerEncoder(Encoder):
             encoded.append(
                 {**self._row(answers[span]), **label, "empty": empty, "otherwise": otherwise[index], "not_shown": lost}
             )
+            if images is not None:
+                encoded[-1][IMAGES] = texts[span.start].images
+                self._check_prompt_images(encoded[-1], locations[index])
         return encoded
+
+    def _check_prompt_images(self, row: Mapping[str, Any], location: str) -> None:
+        """Check that the tokens of images are those of the prompt's images."""
+        assert self.images is not None
+        index = self.images.image_token_id
+        answers = sum(int((row[f"{name}_ids"] == index).sum()) for name in NAMES[self.row_type])
+        if answers or int((row["prompt_ids"] == index).sum()) != sum(image["tokens"] for image in row[IMAGES]):
+            token = self.tokenizer.convert_ids_to_tokens(index)
+            wrong = f"{location}: an answer has an image, or a text contains {token}, the token of images"
+            raise DataError(wrong, "move images to the prompt, or remove the token")
 
     def _otherwise(self, documents: list[Document], texts: list[str]) -> list[bool]:
         """Return for each document whether the chat template writes its prompt differently without an answer, as in

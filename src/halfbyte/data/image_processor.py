@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,6 +44,7 @@ PIXEL_KEYS = ("image_min_pixels", "image_max_pixels")
 EDGES = dict(zip(PIXEL_KEYS, ("shortest_edge", "longest_edge"), strict=True))  # their names in `size` of a processor
 MISSING = "add preprocessor_config.json and processor_config.json of the original model to its folder"
 INPUT_IDS = "input_ids"
+ESCAPE = "\uf8f0"  # of the private use area, in place of the first character of a typed token
 OTHER = "use another model"
 WITHOUT_IMAGES = "remove the images from the rows, or use another model"
 
@@ -219,12 +221,12 @@ class ImageProcessor:
                 a row.
         """
         placeholder: str = self.processor.image_token
-        pieces = text.split(placeholder)
+        pieces = text.split(placeholder)  # typed ones are escaped
         if len(pieces) - 1 != len(images):
             raise DataError(
                 f"{location}: the rendered conversation has {len(pieces) - 1} times {placeholder}, and the row"
                 f" {len(images)} images",
-                f"remove {placeholder} from texts; if none has it, give a chat_template_path that writes images",
+                "give a chat_template_path that writes a placeholder for each image",
             )
         runs, tokens = [], []
         for number, image in enumerate(images, 1):
@@ -279,6 +281,25 @@ class ImageProcessor:
         texts = [processor.image_token * len(row) for row in images]
         encoded = processor(text=texts, images=images, return_tensors="pt")
         return recorder.texts, encoded
+
+    @cached_property
+    def typed(self) -> dict[str, str]:
+        """Escaped text → text of the tokens that stand for images, videos and audio, which a user may have typed.
+
+        Without its first character a token is plain text. It is escaped before a conversation is rendered, so that
+        placeholders of the template can be told from typed ones.
+        """
+        placeholders = [getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token")]
+        feature = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return {ESCAPE + token[1:]: token for token in (*placeholders, feature) if token}
+
+    def escaped(self, texts: Sequence[str]) -> list[str]:
+        """Return texts, or conversations as JSON, with tokens of images escaped."""
+        if not texts:
+            return []
+        marks = {token: escaped for escaped, token in self.typed.items()}
+        pattern = re.compile("|".join(map(re.escape, marks)))
+        return [pattern.sub(lambda match: marks[match[0]], text) for text in texts]
 
     @cached_property
     def token_types(self) -> str | None:

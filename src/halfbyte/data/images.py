@@ -71,7 +71,7 @@ class ImageSource:
             DataError: an image cannot be read, a turn of another role has one, or placeholders and images differ in
                 number.
         """
-        column_images = [value for name in COLUMNS for value in _listed(row.get(name))]
+        column_images = images_in(row)
         messages = document["messages"]
         if column_images and not has_images(document):
             for message in messages:
@@ -164,6 +164,11 @@ def has_placeholders(document: Document) -> bool:
     """Return whether a text of a turn that may have images contains `<image>`."""
     turns = (message for message in document["messages"] if message["role"] in ROLES)
     return any(isinstance(split_placeholders(message.get("content")), list) for message in turns)
+
+
+def images_in(row: Row) -> list[Any]:
+    """Return the images in the columns of a row."""
+    return [value for name in COLUMNS for value in _listed(row.get(name))]
 
 
 def image_columns(rows: Sequence[Row]) -> list[str]:

@@ -50,6 +50,8 @@ from .formats import (
     text_in,
     turns_in,
 )
+from .images import COLUMNS as IMAGE_COLUMNS
+from .images import IMAGES
 from .sources import Row, Source
 from .turns import common_prefix
 
@@ -190,6 +192,8 @@ def rows_in(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `(location, row)` in order; `location` names file and line. A pair as unpaired answers yields two rows.
 
+    A pair and an unpaired answer have the columns of images of their row as `images`.
+
     Args:
         templated: whether there is a chat template, so that dialogues written as text become conversations.
         answers: for prompts, whether the answer that ends a conversation becomes the column completion.
@@ -225,14 +229,16 @@ def rows_in(
             continue
         names = [columns[field] for field in ("chosen", "rejected", "completion") if field in columns]
         documents = _answer_documents(row, columns, names, location, templated)
+        images = {name: row[name] for name in IMAGE_COLUMNS if name in row and name not in columns.values()}
         if layout.row_type == "pairs":
             margin = {"margin": number_in(row, columns["margin"], location)} if "margin" in columns else {}
-            yield location, {"answers": documents, **margin}
+            yield location, {"answers": documents, IMAGES: images, **margin}
         elif layout.paired:
-            yield from ((location, {"answers": [document], "label": i == 0}) for i, document in enumerate(documents))
+            for number, document in enumerate(documents):
+                yield location, {"answers": [document], IMAGES: images, "label": number == 0}
         else:
             label = _bool_in(row.get(columns["label"], MISSING), columns["label"], location)
-            yield location, {"answers": documents, "label": label}
+            yield location, {"answers": documents, IMAGES: images, "label": label}
     if cut and not answers:
         notice(
             f"answers:{source.path}",

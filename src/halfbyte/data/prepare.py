@@ -268,7 +268,7 @@ def _read(
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
         for (location, document), row in zip(documents(source, layout), source.rows, strict=True):
             ready = for_template(document, template, location, images=True) | {"train_all": everything}
-            images.append(_images_of(ready, row, image_source, processor, source.path, location))
+            images.append(images_of(ready, row, image_source, processor, source.path, location))
             if config.train_on == "last" and "messages" in ready:
                 answers = sum(message["role"] == "assistant" for message in ready["messages"])
                 ready["given"] = max(ready.get("given", 0), answers - 1)
@@ -290,11 +290,12 @@ def _read(
     if any(images):
         check_image_run(config)
         raw.columns[IMAGES], raw.features[IMAGES] = images, STORED
+        raw.texts = processor.escaped(raw.texts)
     report_unread([entry.path for entry in entries], raw.left_out)
     return raw
 
 
-def _images_of(
+def images_of(
     document: Document, row: Row, source: ImageSource, processor: ImageProcessor, data_file: str, location: str
 ) -> list[dict[str, Any]]:
     """Return the stored images of a row, see `ImageSource.take`.
@@ -334,7 +335,7 @@ def for_template(document: Document, template: ChatTemplate | None, location: st
     """
     if not images and has_images(document):
         raise DataError(
-            f"{location}: the row has an image, which only method: sft reads", "remove the image, or the row"
+            f"{location}: the row has an image, which this method does not read", "remove the image, or the row"
         )
     if "prompt" in document:
         if template is None:

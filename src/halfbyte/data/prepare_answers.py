@@ -3,8 +3,9 @@ row."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,10 @@ from ..utils.errors import DataError
 from ..utils.notices import notice
 from .chat import ChatTemplate
 from .encode_answers import CUT, EQUAL, NAMES, NO_PROMPT, NO_ROOM, AnswerEncoder
-from .formats import Document
+from .formats import Document, has_images
+from .image_processor import ImageProcessor
+from .images import COLUMNS as IMAGE_COLUMNS
+from .images import IMAGES, STORED, ImageSource, image_columns
 from .preference import Kind, recognise_rows, rows_in
 from .prepare import (
     ENCODED,
@@ -32,9 +36,11 @@ from .prepare import (
     PreparedData,
     Split,
     across_of,
+    check_image_run,
     check_unicode,
     encode,
     for_template,
+    images_of,
     kept_rows,
     mask_of,
     mixed,
@@ -43,7 +49,7 @@ from .prepare import (
     split_preparer,
     template_of,
 )
-from .report import answers_report, count_unread, endings, report_unread
+from .report import answers_report, count_unread, endings, images_report, report_unread
 from .sources import Source, parse_csv_values, read_sources
 from .tables import Table
 
@@ -92,10 +98,11 @@ def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, row_typ
 
 def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, row_type: Kind) -> Prepare:
     """Return the function that prepares rows as `prepare_answers` describes."""
-    template = template_of(config, tokenizer)
+    template, images = template_of(config, tokenizer), ImageProcessor(config, tokenizer)
     encoder = AnswerEncoder(
         tokenizer,
         template,
+        images=images,
         max_length=config.max_length,
         overlong=config.overlong,
         row_type=row_type,
@@ -113,7 +120,7 @@ def preparer_of_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, row
     return split_preparer(
         config,
         encoder,
-        partial(_read, config, template, row_type),
+        partial(_read, config, template, row_type, images),
         partial(_finish, encoder, config),
         ends_of=ends_of,
         header={"kind": row_type},
@@ -141,11 +148,14 @@ def _read(
     config: RunKeys,
     template: ChatTemplate | None,
     row_type: Kind,
+    processor: ImageProcessor,
     entries: Sequence[DatasetEntry],
     evaluating: bool = False,
     sources: Sequence[Source] | None = None,
 ) -> Documents:
     raw, margins = Documents(), {}
+    image_source = ImageSource(config.media_dir, config.allow_image_urls)
+    images: list[list[dict[str, Any]]] = []
     if sources is None:
         sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
     for source in sources:
@@ -156,7 +166,13 @@ def _read(
             as_text = as_text and any("text" in document for document in row.get("answers", ()))
             if "margin" in row:
                 raw.columns["margin"].append(row.pop("margin"))
-            raw.texts.append(_text(_for_template(row, template, location), location))
+            columns = row.pop(IMAGES, {})
+            row = _for_template(row, template, location)
+            if row_type in ANSWERED:
+                images.append(_images_of(row["answers"], columns, image_source, processor, source.path, location))
+            else:
+                _refuse_images(row, processor, location)
+            raw.texts.append(_text(row, location))
             raw.locations.append(location)
             raw.origins.append(source.dataset)
         if row_type == "stepwise":
@@ -172,7 +188,8 @@ def _read(
         unread = [] if config.method == "reward" else ["margin"]
         unread += ["system", "tools"] if as_text else []
         read = {field: name for field, name in layout.columns.items() if field not in unread}
-        left_out = count_unread(source, read, None if row_type == "prompts" and config.reward_funcs else ())
+        further = IMAGE_COLUMNS if any(images) else ()
+        left_out = count_unread(source, read, None if row_type == "prompts" and config.reward_funcs else further)
         summary = {"path": source.path, "format": row_type, "why": layout.why, "rows": rows}
         raw.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
         margins[source.path] = "margin" in layout.columns
@@ -181,13 +198,53 @@ def _read(
         raise DataError(f"{without} has no column margin, but {with_it} has one", "give it in both, or in neither")
     report_unread([entry.path for entry in entries], raw.left_out)
     raw.features = {name: Value("float64") for name in raw.columns}
+    if any(images):
+        check_image_run(config)
+        raw.columns[IMAGES], raw.features[IMAGES] = images, STORED
+        raw.texts = processor.escaped(raw.texts)
     return raw
+
+
+def _images_of(
+    answers: Sequence[Document],
+    columns: Mapping[str, Any],
+    image_source: ImageSource,
+    processor: ImageProcessor,
+    data_file: str,
+    location: str,
+) -> list[dict[str, Any]]:
+    """Return the stored images of a prompt, which are removed from its turns in each of the answers' documents.
+
+    Args:
+        columns: the row's columns of images.
+
+    Raises:
+        DataError: as `ImageSource.take`, or the answers of a row have different images.
+    """
+    taken = [images_of(document, columns, image_source, processor, data_file, location) for document in answers]
+    if any(images != taken[0] for images in taken):
+        raise DataError(f"{location}: the answers have different images", "move the images to the prompt")
+    return taken[0]
+
+
+def _refuse_images(row: Mapping[str, Any], processor: ImageProcessor, location: str) -> None:
+    """Check that a prompt, alone or with steps, has no images: answers are sampled from text.
+
+    Raises:
+        DataError: it has some.
+    """
+    named = image_columns([row.get("columns", {})])
+    if has_images(row["prompt"]) or (named and processor.takes_images):
+        wrong = f"{location}: the prompt has an image, and this method samples or scores answers to texts"
+        raise DataError(wrong, "remove the image, or train with sft, dpo, kto or reward")
 
 
 def _for_template(row: dict[str, Any], template: ChatTemplate | None, location: str) -> dict[str, Any]:
     """Return the row with its documents in a form that the template writes."""
     if "answers" in row:
-        return {**row, "answers": [for_template(document, template, location) for document in row["answers"]]}
+        # each with its own turns, whose images are taken out
+        documents = [copy.deepcopy(document) for document in row["answers"]]
+        return {**row, "answers": [for_template(document, template, location, images=True) for document in documents]}
     prompt: Document = row["prompt"]
     if template is None:
         return {**row, "prompt": for_template(prompt, None, location)}
@@ -233,6 +290,7 @@ def _finish(encoder: AnswerEncoder, config: RunKeys, raw: Documents, name: str) 
     across, not_shown = across_of(trainable, f"{name} rows"), not_shown_of(trainable, f"{name} rows")
     trainable, mixture = mixed(config, trainable, raw, encoded) if name == "training" else (trainable, {})
     report = answers_report(encoded, trainable, NAMES[row_type], truncated)
+    report |= images_report(trainable)
     report |= {"tokens_across_border": across, "not_shown": not_shown}
     report |= {"contradicting": contradicting, "prompts_otherwise_alone": otherwise, **mixture}
     rows = trainable.select_columns([name for name in trainable.column_names if name not in (*ENCODED, "otherwise")])

@@ -43,8 +43,7 @@ def split_report(
     """
     labels, lengths = ragged(trainable, "labels")
     tokens = int(lengths.sum())
-    images = [image["tokens"] for row in trainable[IMAGES] for image in row] if IMAGES in trainable.column_names else []
-    return ({"images": {"count": len(images), "tokens": sum(images), "largest": max(images)}} if images else {}) | {
+    return images_report(trainable) | {
         "documents": len(trainable),
         "rows": len(rows),
         "tokens": tokens,
@@ -55,6 +54,12 @@ def split_report(
         "packing_efficiency": tokens / (len(rows) * row_capacity) if row_capacity else None,
         "length_histogram": _histogram(np.array(list(encoded["length"]))),
     }
+
+
+def images_report(trainable: Dataset) -> dict[str, Any]:
+    """Return the number of images of a split and their tokens, as `images`; empty without images."""
+    images = [image["tokens"] for row in trainable[IMAGES] for image in row] if IMAGES in trainable.column_names else []
+    return {"images": {"count": len(images), "tokens": sum(images), "largest": max(images)}} if images else {}
 
 
 def answers_report(encoded: Dataset, trainable: Dataset, names: Sequence[str], truncated: int) -> dict[str, Any]:
