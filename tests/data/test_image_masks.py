@@ -28,7 +28,9 @@ TEMPLATES = {
     "smolvlm": ("smolvlm", "<end_of_utterance>"),
     "llava_next": ("llava_next", "</s>"),
 }
-FAST, SLOW = 30, 1_430  # conversations of a template
+FAST, MANY = 100, 1_430  # conversations of a template
+FEW = ("qwen3_5", "smolvlm")  # templates of the fast tests
+CASES = [*((name, FAST) for name in FEW), *(pytest.param(name, MANY, marks=pytest.mark.slow) for name in TEMPLATES)]
 SIZES = ((60, 70), (90, 70), (120, 60))
 PIECES = ("look ", "what is it?", "\n", "<image>", " user: ", "ΣÄ 😀", "[INST] ", "1 + 1", "assistant\n", "</think>")
 WORD = "@"  # in place of an image
@@ -92,8 +94,7 @@ def rows_of(folder, name, conversations):
     return list(prepare(config, tokenizer).train), tokenizer
 
 
-@pytest.mark.parametrize("count", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(("name", "count"), CASES)
 def test_trained_characters_are_those_of_the_text(name, count, tmp_path):
     place_of(tmp_path, name)
     draw = random.Random(count)

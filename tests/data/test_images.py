@@ -28,6 +28,8 @@ from tests.helpers.gguf_models import save_model
 from tests.helpers.image_families import MODELS_OF_IMAGES
 from tests.helpers.image_models import NAMES, load_processor, picture, save_image_model, write_image_rows
 
+TYPED = ("gemma3", "qwen2_5_vl")  # of the fast tests
+SLOW_NAMES = [p if p.values[0] in TYPED else pytest.param(*p.values, marks=[*p.marks, pytest.mark.slow]) for p in NAMES]
 ANSWER = {"role": "assistant", "content": "I see."}
 
 
@@ -255,7 +257,7 @@ def test_no_image_outside_of_media_dir_is_read(places, tmp_path):
             prepared(model, path, **keys)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SLOW_NAMES)
 def test_a_placeholder_typed_by_a_user_stays_text(name, places, tmp_path):
     """Of the template and of the features, beside an image and in a row without one."""
     picture(1).save(tmp_path / "a.png")

@@ -18,7 +18,8 @@ from tests.helpers.image_families import MODELS_OF_IMAGES
 processing_smolvlm.num2words = processing_smolvlm.num2words or str  # it writes numbers of videos in words
 NEEDS_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="its processor needs torchvision")
 KINDS = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl")
-ALIKE = ("glm46v", "qwen3_vl_moe", "smolvlm")  # other rows of the table run nearly the same code
+# Rows of which others run nearly the same code.
+ALIKE = ("glm46v", "idefics3", "llava_next", "qwen3_5_moe", "qwen3_vl_moe")
 # All families, as parameters of a test.
 NAMES = [
     pytest.param(name, marks=NEEDS_TORCHVISION)

@@ -96,7 +96,7 @@ def test_dpo_equals_trl(name, tmp_path):
     assert_same_gradients(gradients(loss, trainer.model), expected_gradients)
 
 
-@pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("kind", ["kto", pytest.param("apo_zero_unpaired", marks=pytest.mark.slow)])
 def test_kto_equals_trl(kind, tmp_path):
     name = "qwen2_5_vl"
     rows = place_of(tmp_path, name)
@@ -129,10 +129,11 @@ def test_methods_that_sample_refuse_images(method, tmp_path):
     place_of(tmp_path, "llava")
     prompt = {"prompt": [{"role": "user", "content": "what is it?"}], "image": "pictures/0-0.png"}
     parts = [{"type": "image", "image": "pictures/0-0.png"}, {"type": "text", "text": "what is it?"}]
+    keys = {"reward_funcs": "exact", "num_generations": 2, "per_device_train_batch_size": 2}
     for row in (prompt, {"prompt": [{"role": "user", "content": parts}]}):
         (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(row)] * 4))
         with pytest.raises(DataError, match=r"data\.jsonl:1"):
-            ready(configured(tmp_path, method=method, reward_funcs="exact"))
+            ready(configured(tmp_path, method=method, **keys))
 
 
 def test_images_of_answers_are_refused(tmp_path):

@@ -50,7 +50,7 @@ from .prepare import (
     template_of,
 )
 from .report import answers_report, count_unread, endings, images_report, report_unread
-from .sources import Source, parse_csv_values, read_sources
+from .sources import Row, Source, parse_csv_values, read_sources
 from .tables import Table
 
 MOST_SHOWN = 1_000  # rows from which samples, and the held-out rows of `merge`, are taken
@@ -207,7 +207,7 @@ def _read(
 
 def _images_of(
     answers: Sequence[Document],
-    columns: Mapping[str, Any],
+    columns: Row,
     image_source: ImageSource,
     processor: ImageProcessor,
     data_file: str,
