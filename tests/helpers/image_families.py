@@ -118,6 +118,12 @@ MODELS_OF_IMAGES = {
     "qwen3_vl": ImageModel(
         "Qwen3VL", {"text_config": MROPE, "vision_config": DEEPSTACK}, QWEN_IDS, "Qwen3VLProcessor", QWEN_TOKENS,
         VISION, by_patches(16)),
+    "qwen2_vl": ImageModel(
+        "Qwen2VL",
+        {"text_config": SIZES | {"rope_parameters": ROPE},
+         "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2,
+                           "patch_size": 14, "initializer_range": 0.15}},
+        QWEN_IDS, "Qwen2VLProcessor", QWEN_TOKENS, VISION, by_patches(14)),
     "qwen3_5": ImageModel(
         "Qwen3_5", {"text_config": DELTA_NET, "vision_config": QWEN3_TOWER}, QWEN_IDS, "Qwen3VLProcessor", QWEN_TOKENS,
         VISION, by_patches(16)),
@@ -185,6 +191,13 @@ MODELS_OF_IMAGES = {
         "Glm4v", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER},
         GLM_IDS, "Glm4vProcessor", GLM_TOKENS, "<|begin_of_image|><|image|><|end_of_image|>",
         by_patches(14, "Glm4vImageProcessor")),
+    "glm4v_moe": ImageModel(
+        "Glm4vMoe",
+        {"text_config": GLM_TEXT | {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+                                    "moe_intermediate_size": 48, "first_k_dense_replace": 1, "head_dim": 16},
+         "vision_config": GLM_TOWER},
+        GLM_IDS, "Glm4vProcessor", GLM_TOKENS, "<|begin_of_image|><|image|><|end_of_image|>",
+        by_patches(14, "Glm4vImageProcessor")),
     "glm46v": ImageModel(
         "Glm46V",
         {"text_config": GLM_TEXT | {"model_type": "glm4v_text"},
@@ -206,6 +219,40 @@ MODELS_OF_IMAGES = {
                            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]], "initializer_range": 0.15}},
         {"image_token_index": "<|image|>"}, "MllamaProcessor", {"0": "<|image|>", "1": "<|python_tag|>"}, "<|image|>",
         square("MllamaImageProcessor", 56, max_image_tiles=2), start="<s>",
+    ),
+    # types that no row of `IMAGE_FAMILIES` lists
+    "vipllava": ImageModel(
+        "VipLlava", {"text_config": LLAMA, "vision_config": CLIP, "vision_feature_layers": [-1, -2]},
+        IMAGE_IDS, "LlavaProcessor", IMAGE, "<image>\n",
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 112},
+         "crop_size": {"height": 112, "width": 112}},
+        {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "idefics2": ImageModel(
+        "Idefics2",
+        {"text_config": SIZES | {"model_type": "mistral", "head_dim": 16},
+         "vision_config": {key: value for key, value in TOWER.items() if key != "image_size"} | {"image_size": 112},
+         "perceiver_config": {"hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1,
+                              "resampler_n_heads": 2, "resampler_head_dim": 16, "num_key_value_heads": 2}},
+        {"image_token_id": "<image>"}, "Idefics2Processor",
+        {"0": "<image>", "1": "<fake_token_around_image>", "2": "<end_of_utterance>"}, "<image>",
+        {"image_processor_type": "Idefics2ImageProcessor", "size": {"shortest_edge": 56, "longest_edge": 112},
+         "do_image_splitting": False},
+        {"image_seq_len": 4},
+    ),
+    "exaone4_5": ImageModel(
+        "Exaone4_5_", {"text_config": SIZES | {"model_type": "exaone4"}, "vision_config": QWEN | {
+            "num_key_value_heads": 2}},
+        {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}, "Exaone4_5_Processor", QWEN_TOKENS,
+        VISION, by_patches(14),
+    ),
+    "video_llama_3": ImageModel(
+        "VideoLlama3",
+        {"text_config": SIZES | {"model_type": "qwen2"},
+         "vision_config": {key: value for key, value in TOWER.items() if key != "image_size"}},
+        {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}, "VideoLlama3Processor", QWEN_TOKENS,
+        VISION, {"image_processor_type": "VideoLlama3ImageProcessor", "patch_size": 14, "min_pixels": 56**2,
+                 "max_pixels": 112**2},
     ),
     "llama4": ImageModel(
         "Llama4",

@@ -19,7 +19,10 @@ processing_smolvlm.num2words = processing_smolvlm.num2words or str  # it writes 
 NEEDS_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="its processor needs torchvision")
 KINDS = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl")
 # Rows of which others run nearly the same code.
-ALIKE = ("glm46v", "idefics3", "llava_next", "qwen3_5_moe", "qwen3_vl_moe")
+ALIKE = (
+    *("glm46v", "glm4v_moe", "idefics3", "llava_next", "qwen2_vl", "qwen3_5_moe", "qwen3_vl_moe"),
+    *("exaone4_5", "idefics2", "video_llama_3", "vipllava"),
+)
 # All families, as parameters of a test.
 NAMES = [
     pytest.param(name, marks=NEEDS_TORCHVISION)

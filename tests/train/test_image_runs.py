@@ -84,6 +84,23 @@ def test_adapter_and_merged_model_answer_about_an_image_in_transformers(name, tm
         assert (merged(**inputs).logits - answers[1][1]).abs().max() > 0.01  # it reads the image
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_run_on_text_keeps_the_tower(name, tmp_path):
+    """Without a processor, and in the merged model."""
+    place = write_place(tmp_path, name)
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        (place / "model" / file).unlink()
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I see."}]
+    (place / "data.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 4))
+    train(configured(place, tmp_path / "out", max_steps=2, load_in_4bit=False))
+    merge(tmp_path / "out", tmp_path / "merged")
+    base, merged = (AutoModelForImageTextToText.from_pretrained(tmp_path / at) for at in ("model", "merged"))
+    weights, outside = dict(merged.named_parameters()), tuple(non_text_modules(base))
+    same = {key: torch.equal(weights[key], value) for key, value in base.named_parameters()}
+    assert all(equal for key, equal in same.items() if key.startswith(outside))
+    assert not all(same.values())
+
+
 @pytest.mark.slow
 def test_a_resumed_run_has_equal_bytes(tmp_path):
     place = write_place(tmp_path, "qwen3_vl")
