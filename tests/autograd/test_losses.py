@@ -43,6 +43,23 @@ def test_loss_and_gradients(shift, reduction, softcap, scale):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture
+def memory_of_nan():
+    """New tensors hold NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_uninitialised_memory_does_not_reach_gradients(dtype):
+    """oneDNN may read a matrix in bf16 beyond its last column; the buffer of logits is padded there."""
+    hidden, weight, labels = example(vocabulary=101, width=32, dtype=dtype)
+    loss = linear_cross_entropy(hidden, weight.detach(), labels)
+    assert torch.autograd.grad(loss, hidden)[0].isfinite().all()
+
+
 def test_frozen_head_saves_only_the_gradient_of_hidden():
     hidden, weight, labels = example(4, 64, 32, 5000)
     saved = []

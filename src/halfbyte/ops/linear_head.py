@@ -146,7 +146,10 @@ class HeadRows:
         self.ignored = ignored
         # rows of a multiple of 16 elements, for vector loads and GEMMs
         columns = -(-len(weight) // 16) * 16
-        self.buffer = hidden.new_empty(min(chunk, len(hidden)), columns)[:, : len(weight)]
+        padded = hidden.new_empty(min(chunk, len(hidden)), columns)
+        self.buffer = padded[:, : len(weight)]
+        # oneDNN (torch 2.13, processors with AMX) reads bf16 operands beyond their last column: NaN · 0 = NaN
+        padded[:, len(weight) :].zero_()
 
     def at(self, rows: slice) -> tuple[Tensor, HeadAdapter]:
         """Return x [n, H] and the adapter of some rows."""
