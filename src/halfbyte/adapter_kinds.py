@@ -51,7 +51,7 @@ class AdapterKind:
         switch: the boolean key that chooses this row among those of its type; "": the row if no switch is true.
         keys: keys of the adapter section that it reads. Any other one must have its default.
         reported: options of PEFT's config that are reported if a continued adapter has others, and on the model card.
-        fused: whether halfbyte's fused forwards read its factors cast once a forward. DoRA's are cast in each call.
+        fused: whether halfbyte's fused forwards read its factors cast once a forward.
         reads_base: whether it is initialised from the base's weights. Its outputs may differ by rounding if reloaded.
         file_problem: returns why a tensor of a file contradicts its adapter_config.json, or None. Arguments: PEFT's
             config, the tensor's match of `tensors`, and the file's header.
@@ -220,7 +220,6 @@ DORA = replace(
     LORA,
     name="DoRA",
     switch="use_dora",
-    fused=False,
     reads_base=True,
     factors=None,
     refused={

@@ -16,10 +16,10 @@ from tests.helpers.patch_models import assert_same, batch, loss_and_gradients, t
 
 
 @pytest.fixture
-def model():
-    """Frozen weights in bf16, adapters in fp32, as a run has them."""
+def model(request):
+    """Frozen weights in bf16, adapters in fp32, as a run has them; LoRA, or DoRA for the tests that ask for it."""
     torch.manual_seed(3)
-    model = tiny("Llama").to(torch.bfloat16)
+    model = tiny("Llama", use_dora=getattr(request, "param", False)).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
@@ -27,6 +27,10 @@ def model():
     return model
 
 
+BOTH = pytest.mark.parametrize("model", [False, True], indirect=True, ids=["lora", "dora"])
+
+
+@BOTH
 def test_cached_casts_are_bit_equal_to_casts_at_use(model, monkeypatch):
     inputs = batch()
     loss_and_gradients(model, inputs)  # the first one asks the head how it works, without gradients
@@ -59,6 +63,7 @@ def test_casts_are_read_only_during_a_forward(model):
     assert not copied(model)
 
 
+@BOTH
 def test_recomputed_layers_read_the_casts(model, monkeypatch):
     halfbyte.unpatch(model)
     for level in ("recompute_mlp", "checkpoint", "tiled"):

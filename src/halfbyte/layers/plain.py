@@ -144,6 +144,11 @@ def is_plain_lora(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer) and is_bnb_lora(module)
 
 
+def is_dora(module: Any, name: str) -> bool:
+    """Return whether an adapter of a module with LoRA is DoRA."""
+    return isinstance(module.lora_variant.get(name), DoraLinearVariant)
+
+
 def read_adapters(
     module: Any, names: Iterable[str] | None = None, with_dora: bool = False, with_bias: bool = False
 ) -> list[Adapter] | str:
@@ -160,7 +165,7 @@ def read_adapters(
         if name not in module.lora_A:
             continue
         variant, dora = module.lora_variant.get(name), None
-        if isinstance(variant, DoraLinearVariant) and with_dora:
+        if with_dora and is_dora(module, name):
             dora = module.lora_magnitude_vector[name]
         elif variant is not None:
             return f"its LoRA is a variant ({type(variant).__name__})"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch import autocast_dtype
-from ..layers.plain import factor_holders, is_plain_lora, read_linear
+from ..layers.plain import factor_holders, is_dora, is_plain_lora, read_linear
 from .patch_record import CastCache, existing_record, record
 
 ALIGNED = 8  # elements of 16 bits: GEMMs need 16-byte alignment
@@ -58,7 +58,7 @@ def _build_cast_cache(backbone: Any, dtype: torch.dtype, device: torch.device) -
         for module in backbone.modules()
         if is_plain_lora(module)
         for name in module.active_adapters
-        if name in factor_holders(module)[0] and name not in module.lora_variant
+        if name in factor_holders(module)[0] and (name not in module.lora_variant or is_dora(module, name))
         if any(_needs_cast(holder[name].weight, dtype, device) for holder in factor_holders(module))
     ]
     holders = _factor_holders(adapted)
@@ -105,7 +105,7 @@ def with_open_cache(layer: nn.Module, function: Callable[..., Any]) -> Callable[
 def cast_replacements(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
     """Return trained factors that only GEMMs read, each with a tensor of the GEMMs' dtype that can replace it.
 
-    These are the factors of plain LoRA: variants (DoRA) and quantization-aware training compute with fp32 factors.
+    These are the factors of plain LoRA: DoRA's norms and quantization-aware training read fp32 factors.
     """
     adapted = []
     for module in model.modules():

@@ -74,7 +74,7 @@ def read_projection(module: nn.Module) -> Projection | str:
     if dora is None:
         lora = LoRA(a, b, scaling, cast_factors(module, name), first_column=first_column)
     else:
-        lora = dora_adapter(a, b, scaling, dora, weight, first_column)
+        lora = dora_adapter(a, b, scaling, dora, weight, cast_factors(module, name), first_column)
     return Projection(weight, bias, lora, dropout)
 
 
@@ -99,15 +99,24 @@ def _read_rows(module: Any, adapted: Sequence[nn.Module]) -> Projection | str:
     return Projection(base.weight, base.bias, RowLoRA(tuple(loras)), 0.0)
 
 
-def dora_adapter(a: Tensor, b: Tensor, scaling: float, dora: Any, weight: Tensor, first_column: int = 0) -> LoRA:
+def dora_adapter(
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    dora: Any,
+    weight: Tensor,
+    copies: tuple[Tensor, Tensor] | None = None,
+    first_column: int = 0,
+) -> LoRA:
     """Return the adapter of a linear with DoRA, with the norms of this optimizer step if they have been computed.
 
     Args:
         dora: PEFT's layer with the magnitude.
         weight: [N, K] of the linear.
+        copies, first_column: as in `LoRA`.
     """
     norms = vars(dora).get(STEP_NORMS)
-    return LoRA(a, b, scaling, None, dora.weight, squared_norms(dora, weight), norms, first_column)
+    return LoRA(a, b, scaling, copies, dora.weight, squared_norms(dora, weight), norms, first_column)
 
 
 def squared_norms(dora: Any, weight: Tensor) -> Tensor:

@@ -16,11 +16,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
 from ..autograd.dora import StepNorms, row_norms
-from ..layers.plain import Adapter, is_plain_lora, read_linear
+from ..layers.plain import Adapter, is_dora, is_plain_lora, read_linear
 from .patch_record import is_bound
 from .projections import STEP_NORMS, squared_norms
 
@@ -96,8 +95,7 @@ class DoraNorms:
 
 def _has_dora(module: Any) -> bool:
     """Return whether an adapter of a linear is DoRA."""
-    variants = module.lora_variant.values() if is_plain_lora(module) else ()
-    return any(isinstance(variant, DoraLinearVariant) for variant in variants)
+    return is_plain_lora(module) and any(is_dora(module, name) for name in module.lora_variant)
 
 
 def _groups(linears: list[_Linear]) -> list[list[_Linear]]:
