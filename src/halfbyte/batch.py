@@ -25,9 +25,13 @@ Batch = Mapping[str, Any]
 # What transformers' models take.
 INPUT_IDS, LABELS = "input_ids", "labels"  # [B, T]
 ATTENTION_MASK, POSITION_IDS = "attention_mask", "position_ids"  # [B, T]
+ROPE_POSITIONS = "rope_positions"  # [B, T, 3]: time, height and width of M-RoPE, in addition to position_ids
 SHIFT_LABELS = "shift_labels"  # [B, T]: the label of the next token, in place of labels
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # int32 [documents + 1]: where documents begin in the flattened batch
 LONGEST = ("max_length_q", "max_length_k")  # a number that no document's length exceeds
+
+# Stored images of a prepared row (`data.images`), in the order of its documents; collators make the model's inputs.
+IMAGES = "images"
 
 # How sequences of the batch relate to each other and to other processes.
 REAL_TOKENS = "real_tokens"  # [B, T]: 1 for tokens that are not padding, for the routers of a mixture of experts
@@ -85,7 +89,14 @@ class Column:
     ragged: bool = False
 
 
-_TOKEN_COLUMNS = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITION_IDS: 0, ATTENTION_MASK: 0, REAL_TOKENS: 0}
+_TOKEN_COLUMNS = {
+    INPUT_IDS: 0,
+    LABELS: IGNORE_INDEX,
+    POSITION_IDS: 0,
+    ROPE_POSITIONS: 0,
+    ATTENTION_MASK: 0,
+    REAL_TOKENS: 0,
+}
 _LOSS_COLUMNS = (
     *(AT, WANTED, ANSWER, ENDS, PLACE, REAL, MARGIN, LABEL, RIGHT),
     *(TARGET, ROW, BEGINS, REAL_ROWS, HASH),

@@ -317,8 +317,7 @@ def test_an_image_longer_than_a_row_names_the_pixels_that_fit(places, tmp_path):
 
 @pytest.mark.parametrize(
     ("keys", "error"),
-    [({"packing": True}, "packing"), ({"padding_free": True}, "padding_free"),
-     ({"image_max_pixels": 10_000}, "image_max_pixels"), ({"image_min_pixels": 10_000}, "image_min_pixels")],
+    [({"image_max_pixels": 10_000}, "image_max_pixels"), ({"image_min_pixels": 10_000}, "image_min_pixels")],
 )  # fmt: skip
 def test_keys_that_do_not_go_with_images_are_named(keys, error, places):
     place = places("gemma3")

@@ -112,6 +112,27 @@ def test_a_resumed_run_has_equal_bytes(tmp_path):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+def test_a_packed_run_resumes_with_equal_bytes(tmp_path, capsys):
+    """Every check, the preview and the report see the packed rows and their images."""
+    place = write_place(tmp_path, "qwen2_5_vl")
+    keys = {"max_steps": 4, "save_steps": 2, "lora_dropout": 0.1, "packing": True, "max_length": 200,
+            "per_device_train_batch_size": 1, "load_in_4bit": False}  # fmt: skip
+    preview_rows(configured(place, tmp_path / "out", **keys), 10)
+    shown = capsys.readouterr().out
+    assert shown.count("[image: ") == 7
+    assert "document 3 of 3" in shown
+    train(configured(place, tmp_path / "full", **keys))
+    train(configured(place, tmp_path / "half", **keys | {"save_total_limit": None}))
+    train(configured(place, tmp_path / "half", **keys), resume=str(tmp_path / "half/checkpoint-2"))
+    first, second = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("full", "half"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    isolation = json.loads((tmp_path / "full/checks.json").read_text())["isolation"]
+    assert (isolation["way"], isolation["change"]) == ("positions", 0)
+    report = json.loads((tmp_path / "full/data_report.json").read_text())["train"]
+    assert report["images"]["count"] == 7
+    assert report["rows"] < report["documents"] == 8
+
+
 def test_limits_on_pixels_travel_with_the_adapter(tmp_path):
     place = write_place(tmp_path, "qwen2_5_vl")
     train(configured(place, tmp_path / "out", max_steps=1, image_max_pixels=56**2))

@@ -78,6 +78,9 @@ def _dataset_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if config.train_on == "last" and not config.assistant_only_loss:
         wrong = "train_on: last with assistant_only_loss: false, which trains every turn"
         yield "train_on", wrong, "remove one of the two"
+    if config.image_max_pixels_per_row is not None and not config.packing:
+        wrong = f"{config.written('image_max_pixels_per_row')} without packing: true, which alone fills rows"
+        yield "image_max_pixels_per_row", wrong, "set packing: true, or remove it"
     if config.streaming:
         yield from _streaming_contradictions(config, weighted)
     elif not config.is_default("shuffle_buffer_size"):

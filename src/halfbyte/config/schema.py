@@ -440,6 +440,11 @@ class DataSection(Section):
     image_max_pixels: PositiveInt | None = Field(
         None, description="scale images with more pixels down to this number, where tokens follow the size"
     )
+    image_max_pixels_per_row: PositiveInt | None = Field(
+        None,
+        description="packing: pixels that the images of a row may have together, as the vision tower reads them;"
+        " default: as many as its tokens allow",
+    )
     dataset_num_proc: PositiveInt | None = Field(
         None, description="number of processes that tokenize; default: chosen by the amount of data"
     )

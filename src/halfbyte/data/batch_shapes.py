@@ -34,6 +34,7 @@ class Batches:
         prompts, held_out_prompts: lengths in tokens of the longest prompts that are sampled together, in training and
             in an evaluation; empty if rows are not prompts.
         many: whether there may be more shapes than `MAX_GRAPHS`.
+        image_bytes: bytes of the tower's inputs of the micro-batch with the largest images.
     """
 
     largest: Shape
@@ -43,6 +44,7 @@ class Batches:
     prompts: tuple[int, ...] = ()
     held_out_prompts: tuple[int, ...] = ()
     many: bool = False
+    image_bytes: int = 0
 
     @classmethod
     def uniform(cls, rows: int, length: int) -> Batches:

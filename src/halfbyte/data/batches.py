@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from pyarrow import ChunkedArray, compute
 
+from ..batch import IMAGES
 from ..config.policy import SAMPLING
 from ..config.schema import DataSection, RunKeys
 from ..utils.notices import notice
@@ -44,8 +45,10 @@ def batches_of(config: RunKeys, data: PreparedData, device: torch.device) -> Bat
     widths = FINER if config.method in SAMPLING and data.shared else WIDTHS
     batches = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
     batches = replace(
-        batches, many=batches.many or data.shared
-    )  # shapes also depend on the bounds of prompts and answers
+        batches,
+        many=batches.many or data.shared,  # shapes also depend on the bounds of prompts and answers
+        image_bytes=data.answers * _largest_images(data.train, config.per_device_train_batch_size),
+    )
     if config.method not in SAMPLING:
         return batches
     return replace(
@@ -56,6 +59,14 @@ def batches_of(config: RunKeys, data: PreparedData, device: torch.device) -> Bat
         prompts=_longest_prompts(data.train, prompts_per_step),
         held_out_prompts=() if data.eval is None else _longest_prompts(data.eval, len(data.eval)),
     )
+
+
+def _largest_images(rows: Dataset, size: int) -> int:
+    """Return the bytes of the tower's inputs for the `size` rows with the largest images."""
+    if IMAGES not in rows.column_names:
+        return 0
+    sums = [sum(image["nbytes"] for image in images) for images in rows[IMAGES]]
+    return sum(sorted(sums, reverse=True)[:size])
 
 
 def _longest_prompts(rows: Dataset, count: int) -> tuple[int, ...]:

@@ -41,10 +41,11 @@ def make_collator(config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: t
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     rounded = device is not None and rounds_widths(device)
     fused = rounded and config.use_kernels
+    images = ImageProcessor(config, tokenizer)
     if config.packing or config.padding_free:
-        return PackedCollator(pad, config.padding_free, fused, config.max_length, rounded)
+        return PackedCollator(pad, config.padding_free, fused, config.max_length, rounded, images)
     fused = fused and config.neftune_noise_alpha is None  # NEFTune scales noise by a document's tokens, from the mask
-    return PaddedCollator(pad, fused, config.max_length, rounded, ImageProcessor(config, tokenizer))
+    return PaddedCollator(pad, fused, config.max_length, rounded, images)
 
 
 def rounds_widths(device: torch.device) -> bool:
@@ -98,13 +99,15 @@ class PackedCollator:
 
     Returns input_ids, labels and position_ids, int64 [rows, longest], or [1, all tokens] if `one_row`, and the rows'
     arrays (`columns.collate_columns`). Shorter rows are padded with one more document, which is not trained. Use with
-    `use_cache=False`, see the module docstring.
+    `use_cache=False`, see the module docstring. Rows with images add the inputs that `images` makes of all documents'
+    images, in order, and for M-RoPE `batch.ROPE_POSITIONS`.
 
     Rows may carry `seq_lengths` (the lengths of their documents); without it a row is one document.
 
     If `fused`, the batch also has the arguments of transformers' flash attention: cu_seq_lens_q and cu_seq_lens_k
     (int32, start of each document in the flattened batch; the last value repeats as padding, which means empty
-    documents), and max_length_q and max_length_k (a power of two that no document exceeds).
+    documents), and max_length_q and max_length_k (a power of two that no document exceeds). Batches with images have
+    none: transformers would pass them to the vision tower, too, and the language model finds them in position_ids.
     """
 
     pad_token_id: int
@@ -112,6 +115,7 @@ class PackedCollator:
     fused: bool = False
     max_length: int | None = None
     rounded: bool = False
+    images: ImageProcessor | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         ids = [list(row["input_ids"]) for row in rows]
@@ -136,11 +140,11 @@ class PackedCollator:
             "position_ids": _stack(positions, width, 0),
             **collate_columns(rows, self.rounded),
         }
-        return (
-            batch | _bounds([length for document_lengths in documents for length in document_lengths])
-            if self.fused
-            else batch
-        )
+        all_lengths = [length for document_lengths in documents for length in document_lengths]
+        if self.images is not None and IMAGES in rows[0]:
+            images = [image for row in rows for image in row[IMAGES]]
+            return batch | self.images.packed_columns(images, batch["input_ids"], all_lengths)
+        return batch | _bounds(all_lengths) if self.fused else batch
 
 
 Collator = PaddedCollator | PackedCollator

@@ -157,7 +157,10 @@ class Encoder:
         new = self.images.expanded(text.text, trained, images, location, self.max_length)
         count, moved = len(text.turns or ()), new.turns or []
         turns = None if text.turns is None else moved[:count]
-        stored = [{**image, "tokens": tokens} for image, tokens in zip(images, new.tokens, strict=True)]
+        stored = [
+            {**image, "tokens": expansion.tokens, "pixels": expansion.pixels, "nbytes": expansion.nbytes}
+            for image, expansion in zip(images, new.images, strict=True)
+        ]
         return replace(
             text, text=new.text, turns=turns, untrained=moved[count:], images=stored, expanded=new, plain=text.text
         )

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import importlib
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,12 +25,13 @@ import torch
 import transformers
 from transformers import BatchEncoding
 
+from ..batch import INPUT_IDS, ROPE_POSITIONS
 from ..reading.boundary import answered, text_of
 from ..reading.json import read_json
 from ..utils.errors import ConfigError, DataError, ModelError
 from ..utils.files import write_json
 from ..utils.text import brief
-from .images import opened, require_pillow
+from .images import ImageSource, opened, require_pillow
 from .turns import Turn
 
 if TYPE_CHECKING:
@@ -43,8 +45,11 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 PIXEL_KEYS = ("image_min_pixels", "image_max_pixels")
 EDGES = dict(zip(PIXEL_KEYS, ("shortest_edge", "longest_edge"), strict=True))  # their names in `size` of a processor
 MISSING = "add preprocessor_config.json and processor_config.json of the original model to its folder"
-INPUT_IDS = "input_ids"
 ESCAPE = "\uf8f0"  # of the private use area, in place of the first character of a typed token
+LOADED = ("processor", "model_config", "position_model", "token_types")  # attributes that are made on demand
+CHANNELS = 3
+AXES = ("time", "height", "width")  # of M-RoPE
+PROBE_SIDE = 64  # pixels
 OTHER = "use another model"
 WITHOUT_IMAGES = "remove the images from the rows, or use another model"
 
@@ -106,6 +111,23 @@ def refusal_of(config: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Expansion:
+    """What a processor makes of an image of some size.
+
+    Attributes:
+        text: replaces the placeholder.
+        tokens: number of tokens that hold the image's features.
+        pixels: number of pixels that the tower reads.
+        nbytes: bytes of the tower's inputs.
+    """
+
+    text: str
+    tokens: int
+    pixels: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class ExpandedText:
     """A rendered conversation in which images have their tokens.
 
@@ -114,14 +136,14 @@ class ExpandedText:
         turns: the turns, moved; None: as given.
         spans: character positions of each image in `text`.
         placeholders: character positions of each placeholder in the text before.
-        tokens: number of tokens that hold each image's features.
+        images: what the processor makes of each image.
     """
 
     text: str
     turns: list[Turn] | None
     spans: list[tuple[int, int]]
     placeholders: list[tuple[int, int]]
-    tokens: list[int]
+    images: list[Expansion]
 
 
 class ImageProcessor:
@@ -135,10 +157,10 @@ class ImageProcessor:
     def __init__(self, config: RunKeys, tokenizer: PreTrainedTokenizerBase):
         self.origin, self.tokenizer = config.origin, tokenizer
         self.pixels = {key: getattr(config, key) for key in PIXEL_KEYS}
-        self._expansions: dict[tuple[tuple[int, int], bool], tuple[str, int]] = {}
+        self._expansions: dict[tuple[tuple[int, int], bool], Expansion] = {}
 
     def __getstate__(self) -> dict[str, Any]:  # tokenizing processes load their own
-        return {name: value for name, value in vars(self).items() if name not in ("processor", "model_config")}
+        return {name: value for name, value in vars(self).items() if name not in LOADED}
 
     @cached_property
     def model_config(self) -> Any:
@@ -228,30 +250,28 @@ class ImageProcessor:
                 f" {len(images)} images",
                 "give a chat_template_path that writes a placeholder for each image",
             )
-        runs, tokens = [], []
+        expansions = []
         for number, image in enumerate(images, 1):
-            pixels = opened(image, f"{location}, image {number}")
-            run, count = self._expansion(pixels.size, len(images) > 1)
-            if count >= most:
-                width, height = pixels.size
-                fitting = int(width * height * most / count * 0.8)
-                wrong = f"{location}, image {number}: {width} x {height} pixels are {count} tokens, more than"
+            width, height = opened(image).size
+            expansion = self._expansion((width, height), len(images) > 1)
+            if expansion.tokens >= most:
+                fitting = int(width * height * most / expansion.tokens * 0.8)
+                wrong = f"{location}, image {number}: {width} x {height} pixels are {expansion.tokens} tokens"
                 limit = f"or set image_max_pixels: {fitting}" if self.family.resizes else "or use smaller rows"
-                raise DataError(f"{wrong} max_length {most}", f"raise max_length, {limit}")
-            runs.append(run)
-            tokens.append(count)
+                raise DataError(f"{wrong}, more than max_length {most}", f"raise max_length, {limit}")
+            expansions.append(expansion)
         new, spans, placeholders = pieces[0], [], []
         position = len(pieces[0])
-        for run, piece in zip(runs, pieces[1:], strict=True):
-            spans.append((len(new), len(new) + len(run)))
+        for expansion, piece in zip(expansions, pieces[1:], strict=True):
+            spans.append((len(new), len(new) + len(expansion.text)))
             placeholders.append((position, position + len(placeholder)))
-            new += run + piece
+            new += expansion.text + piece
             position += len(placeholder) + len(piece)
         moved = None if turns is None else [_moved(turn, placeholders, spans) for turn in turns]
-        return ExpandedText(new, moved, spans, placeholders, tokens)
+        return ExpandedText(new, moved, spans, placeholders, expansions)
 
-    def _expansion(self, size: tuple[int, int], several: bool) -> tuple[str, int]:
-        """Return the text that replaces the placeholder of an image of (width, height), and its number of features.
+    def _expansion(self, size: tuple[int, int], several: bool) -> Expansion:
+        """Return what the processor makes of an image of (width, height).
 
         Args:
             several: whether the row has more images.
@@ -266,7 +286,12 @@ class ImageProcessor:
                 [text], encoded = self._processed([images])
             tokens = int((encoded[INPUT_IDS] == self.image_token_id).sum()) // count
             text = text.removesuffix(self.tokenizer.bos_token or "")  # Llama 3.2 Vision's processor adds it
-            self._expansions[size, several] = text[: len(text) // count], tokens
+            frames = getattr(self.processor.image_processor, "temporal_patch_size", 1)  # Qwen's read an image twice
+            values = sum(np.asarray(pixels).size for pixels in encoded["pixel_values"])
+            pixels = values // (CHANNELS * frames * count)
+            tensors = (value for name, value in encoded.items() if torch.is_tensor(value) and name != INPUT_IDS)
+            nbytes = sum(tensor.nbytes for tensor in tensors) // count
+            self._expansions[size, several] = Expansion(text[: len(text) // count], tokens, pixels, nbytes)
         return self._expansions[size, several]
 
     def _processed(self, images: list[list[Image]], ids: list[list[int]] | None = None) -> tuple[list[str], Any]:
@@ -321,15 +346,98 @@ class ImageProcessor:
         if marks.sum(1).tolist() != expected:
             wrong = f"rows of a batch have {marks.sum(1).tolist()} tokens of images, and their images have {expected}"
             raise ModelError(wrong, "please report the model")
-        columns: dict[str, Any] = {}
-        if any(images):
-            rows = [number for number, row in enumerate(images) if row or self.family.cross_attention]
-            pictures = [[opened(image) for image in images[number]] for number in rows]
-            _, encoded = self._processed(pictures, input_ids[rows].tolist())
-            columns = {name: value for name, value in encoded.items() if name not in (INPUT_IDS, self.token_types)}
+        columns = self._inputs(images, input_ids.tolist())
         if self.token_types is not None:
             columns[self.token_types] = marks.long()
         return columns
+
+    def packed_columns(
+        self, images: Sequence[Mapping[str, Any]], input_ids: torch.Tensor, lengths: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return the model's inputs for the stored images of packed rows [B, T], in the order of their documents.
+
+        M-RoPE's positions are `batch.ROPE_POSITIONS`: time, height and width, int64 [B, T, 3], from 0 in each document.
+
+        Args:
+            lengths: tokens of each document, padding included.
+
+        Raises:
+            DataError: an image changed since the rows were prepared.
+            ModelError: the processor gives other inputs than tokens expect.
+        """
+        documents = input_ids.flatten().split(list(lengths))
+        remaining, images_of = deque(images), []
+        for ids in documents:
+            left, own_images = int((ids == self.image_token_id).sum()), []
+            while left > 0 and remaining:
+                own_images.append(remaining.popleft())
+                left -= own_images[-1]["tokens"]
+            if left:
+                raise ModelError(
+                    "the images of a document have not as many tokens as the row", "please report the model"
+                )
+            images_of.append(own_images)
+        longest = max(lengths)  # of the processor's input, which is discarded
+        columns = self._inputs(images_of, [[*ids.tolist(), *[0] * (longest - len(ids))] for ids in documents])
+        marks = (input_ids == self.image_token_id).long()
+        if self.token_types is not None:
+            columns[self.token_types] = marks
+        if self.position_model is None:
+            return columns
+        positions, grids = [], iter(columns.get("image_grid_thw", ()))
+        for ids, types, own_images in zip(documents, marks.flatten().split(list(lengths)), images_of, strict=True):
+            if own_images:
+                document_grids = torch.stack([next(grids) for _ in own_images])
+                axes, _ = self.position_model.get_rope_index(
+                    ids.unsqueeze(0), mm_token_type_ids=types.unsqueeze(0), image_grid_thw=document_grids
+                )
+                positions.append(axes[:, 0].T)
+            else:
+                positions.append(torch.arange(len(ids)).unsqueeze(1).expand(-1, len(AXES)))
+        columns[ROPE_POSITIONS] = torch.cat(positions).view(*input_ids.shape, len(AXES))
+        return columns
+
+    def _inputs(self, images: Sequence[Sequence[Mapping[str, Any]]], ids: Sequence[list[int]]) -> dict[str, Any]:
+        """Return what the processor makes of the images of texts, without tokens.
+
+        Args:
+            ids: tokens of each text, equally many.
+        """
+        if not any(images):
+            return {}
+        texts = [number for number, row in enumerate(images) if row or self.family.cross_attention]
+        pictures = [[opened(image) for image in images[number]] for number in texts]
+        first, *others = [image["location"] for row in images for image in row]
+        names = f"{first} and {len(others)} more" if others else first
+        with answered(f"the processor of {self.origin.name} refuses the images of {names}", error=DataError):
+            _, encoded = self._processed(pictures, [ids[number] for number in texts])
+        return {name: value for name, value in encoded.items() if name not in (INPUT_IDS, self.token_types)}
+
+    @cached_property
+    def position_model(self) -> Any:
+        """The model's class without weights, whose `get_rope_index` makes positions of M-RoPE; None: it has none."""
+        model_class = transformers.MODEL_MAPPING[type(self.model_config)]
+        if not hasattr(model_class, "get_rope_index"):
+            return None
+        model = model_class.__new__(model_class)  # its __init__ would make weights, which positions do not read
+        torch.nn.Module.__init__(model)
+        model.config = self.model_config
+        return model
+
+    def probe_image(self, seed: int) -> tuple[list[int], dict[str, Any]]:
+        """Return the tokens of a small picture of noise, and the picture as rows store it.
+
+        Args:
+            seed: of the noise; all pictures have the same size.
+        """
+        from PIL import Image
+
+        noise = np.random.default_rng(seed).integers(0, 256, (PROBE_SIDE, PROBE_SIDE, CHANNELS), dtype=np.uint8)
+        source = ImageSource(None, allow_urls=False)
+        stored = source.stored(Image.fromarray(noise), "", "the picture that probes the isolation of documents")
+        expansion = self._expansion((PROBE_SIDE, PROBE_SIDE), several=False)
+        ids = self.tokenizer(expansion.text, add_special_tokens=False)["input_ids"]
+        return ids, {**stored, "tokens": expansion.tokens}
 
 
 def save_processor_files(source: Path, folder: Path, config: RunKeys) -> None:

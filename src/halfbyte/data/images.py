@@ -12,7 +12,6 @@ import hashlib
 import io
 import re
 import urllib.request
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import datasets
 import numpy as np
 from datasets import Value
 
+from ..batch import IMAGES as IMAGES
 from ..reading.boundary import text_of
 from ..reading.files import open_bytes
 from ..utils.errors import ConfigError, DataError
@@ -30,9 +30,16 @@ from .sources import Row
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGES = "images"  # column of prepared rows
 STORED = datasets.List(
-    {"path": Value("string"), "bytes": Value("binary"), "sha256": Value("string"), "tokens": Value("int32")}
+    {
+        "path": Value("string"),
+        "bytes": Value("binary"),
+        "sha256": Value("string"),
+        "location": Value("string"),
+        "tokens": Value("int32"),
+        "pixels": Value("int64"),
+        "nbytes": Value("int64"),
+    }
 )
 COLUMNS = ("images", "image")  # columns of rows whose images belong to placeholders, in order
 PLACEHOLDER = "<image>"  # in texts of rows that have such a column (LLaVA, LLaMA-Factory)
@@ -98,7 +105,8 @@ class ImageSource:
         return images
 
     def stored(self, value: Any, data_file: str, location: str) -> dict[str, Any]:
-        """Return an image as prepared rows store it: `path` or `bytes`, `sha256`, and `tokens` (0: not known yet).
+        """Return an image as prepared rows store it: `path` or `bytes`, `sha256`, `location` (the row, for errors), and
+        its `tokens`, the `pixels` that the tower reads, and the bytes of its inputs, `nbytes` (0: not known yet).
 
         Args:
             value: a path, URL, `data:` URL, base64 text, bytes, PIL image, or a dictionary that holds one of them.
@@ -124,7 +132,7 @@ class ImageSource:
             raise DataError(f"{location}: {path or 'the image'} is empty (0 bytes)", "copy the file again")
         digest = hashlib.sha256(value).hexdigest()
         source = {"path": str(path), "bytes": None} if path is not None else {"path": None, "bytes": value}
-        return {**source, "sha256": digest, "tokens": 0}
+        return {**source, "sha256": digest, "location": location, "tokens": 0, "pixels": 0, "nbytes": 0}
 
     def _path(self, text: str, data_file: str, location: str) -> Path:
         folder = self.media_dir or Path(data_file).parent
@@ -176,26 +184,24 @@ def image_columns(rows: Sequence[Row]) -> list[str]:
     return [name for name in COLUMNS if any(_listed(row.get(name)) for row in rows)]
 
 
-def opened(stored: Mapping[str, Any], location: str = "") -> Image:
+def opened(stored: Mapping[str, Any]) -> Image:
     """Return a stored image as 8-bit RGB, turned as its EXIF says, on white where it is transparent.
 
-    Its size is checked before its pixels are decoded.
+    Its size is checked before its pixels are decoded. Errors name its row.
 
     Raises:
         DataError: it is damaged, animated, larger than `MOST_PIXELS`, of an unknown kind, or changed since the rows
             were prepared.
     """
     name = stored["path"] or "the image"
-    label = f"{location}: {name}" if location else name
+    label = f"{stored['location']}: {name}"
     content = stored["bytes"] if stored["bytes"] is not None else _file(Path(stored["path"]), label)
     if hashlib.sha256(content).hexdigest() != stored["sha256"]:
         raise DataError(f"{label} has changed since the rows were prepared", "start the run again")
     from PIL import Image, ImageOps
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `MOST_PIXELS` is lower
-            image = Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content))
         width, height = image.size
         if width * height > MOST_PIXELS:
             wrong = f"{label} has {width:,} x {height:,} pixels, more than {MOST_PIXELS:,}"
@@ -207,7 +213,7 @@ def opened(stored: Mapping[str, Any], location: str = "") -> Image:
         return _rgb(ImageOps.exif_transpose(image))
     except DataError:
         raise
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"{label} has too many pixels: {error}", "scale it down") from error
     except Exception as error:  # decoders raise errors of any type for damaged files
         reason = "it is of no known kind" if isinstance(error, Image.UnidentifiedImageError) else text_of(error)

@@ -288,7 +288,7 @@ def _read(
         summary = {"path": source.path, "format": layout.format, "why": layout.why, "rows": len(source.rows)}
         raw.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
     if any(images):
-        check_image_run(config)
+        check_image_run(config, processor)
         raw.columns[IMAGES], raw.features[IMAGES] = images, STORED
         raw.texts = processor.escaped(raw.texts)
     report_unread([entry.path for entry in entries], raw.left_out)
@@ -311,16 +311,27 @@ def images_of(
     return source.take(document, row, data_file, location)
 
 
-def check_image_run(config: DataSection) -> None:
-    """Check that the keys of a run allow rows with images.
+def check_image_run(config: DataSection, processor: ImageProcessor, *, packs: bool = True) -> None:
+    """Check that the keys of a run and its model allow rows with images.
+
+    Args:
+        packs: whether rows of the method can be packed with their images.
 
     Raises:
         ConfigError: they do not.
     """
-    for key in ("packing", "padding_free", "streaming"):
-        if getattr(config, key):
-            wrong = f"{key}: the rows have images, and images are trained in padded rows that are read before training"
-            raise ConfigError(wrong, f"set {key}: false")
+    if config.streaming:
+        wrong = "streaming: the rows have images, and rows with images are read before training"
+        raise ConfigError(wrong, "set streaming: false")
+    key = "packing" if config.packing else "padding_free"
+    if not getattr(config, key):
+        return
+    if not packs:
+        wrong = f"{key}: the rows have images, and answers to images are trained in padded rows"
+        raise ConfigError(wrong, f"set {key}: false")
+    if processor.family.cross_attention:
+        wrong = f"{key}: the text of {processor.model_config.model_type} reads its images by cross-attention"
+        raise ConfigError(f"{wrong}, whose masks are made for one document per row", f"set {key}: false")
 
 
 def for_template(document: Document, template: ChatTemplate | None, location: str, *, images: bool = False) -> Document:
@@ -441,7 +452,7 @@ def _finish(encoder: Encoder, config: RunKeys, raw: Documents, name: str) -> Spl
         )
     trainable, mixture = mixed(config, trainable, raw, encoded) if name == "training" else (trainable, {})
     columns = ["input_ids", "labels", *raw.features]
-    rows = _pack(trainable, config.max_length, raw.features) if config.packing else trainable.select_columns(columns)
+    rows = _pack(trainable, config, raw.features) if config.packing else trainable.select_columns(columns)
     capacity = config.max_length if config.packing else None
     report = split_report(encoded, trainable, rows, truncated, empty, capacity)
     return Split(trainable, rows, {**report, "tokens_across_border": across, "not_shown": not_shown, **mixture})
@@ -569,10 +580,11 @@ def _progress(is_long: bool) -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-def _pack(trainable: Dataset, max_length: int, features: Mapping[str, Any]) -> Dataset:
+def _pack(trainable: Dataset, config: DataSection, features: Mapping[str, Any]) -> Dataset:
     (ids, lengths), (labels, _) = ragged(trainable, "input_ids"), ragged(trainable, "labels")
     stops = np.cumsum(lengths)
-    rows = pack(lengths.tolist(), max_length)
+    pixels = _pixels(trainable, config.image_max_pixels_per_row)
+    rows = pack(lengths.tolist(), config.max_length, pixels, config.image_max_pixels_per_row or 0)
 
     def joined(values: np.ndarray) -> list[np.ndarray]:
         return [np.concatenate([values[stops[i] - lengths[i] : stops[i]] for i in row]) for row in rows]
@@ -581,9 +593,26 @@ def _pack(trainable: Dataset, max_length: int, features: Mapping[str, Any]) -> D
     columns["seq_lengths"] = [lengths[row] for row in rows]
     features = {**{name: IDS for name in columns}, **features}
     for name in features.keys() - columns.keys():
-        values = trainable[name][:]  # lists of one value, of each document
-        columns[name] = [[values[i][0] for i in row] for row in rows]
+        values = trainable[name][:]  # a list per document: of one value, or of its images
+        columns[name] = [[value for i in row for value in values[i]] for row in rows]
     return Table.from_dict({name: columns[name] for name in features}, features=Features(features))
+
+
+def _pixels(trainable: Dataset, most: int | None) -> list[int] | None:
+    """Return the pixels of each document that the tower reads; None: rows may hold any number.
+
+    Raises:
+        ConfigError: a document has more than `most`.
+    """
+    if most is None or IMAGES not in trainable.column_names:
+        return None
+    documents = trainable[IMAGES][:]
+    pixels = [sum(image["pixels"] for image in images) for images in documents]
+    for images, count in zip(documents, pixels, strict=True):
+        if count > most:
+            wrong = f"image_max_pixels_per_row: {most:,} is less than the {count:,} pixels of the document"
+            raise ConfigError(f"{wrong} of {images[0]['location']}", "raise it, or lower image_max_pixels")
+    return pixels
 
 
 def drawn_documents(rows: Dataset, seed: int, tokens: int) -> Iterator[tuple[list[int], list[int]]]:

@@ -61,12 +61,18 @@ class Table(Dataset):
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Assign documents to rows of at most `max_length` tokens.
+def pack(
+    lengths: Sequence[int], max_length: int, pixels: Sequence[int] | None = None, max_pixels: int = 0
+) -> list[list[int]]:
+    """Assign documents to rows of at most `max_length` tokens, and of at most `max_pixels` pixels.
+
+    Documents with pixels are placed first, so that documents of text fill the rows that can hold no more pixels.
 
     Args:
         lengths: tokens of each document, each in 1..max_length.
         max_length: tokens that a row may hold.
+        pixels: pixels of each document, each in 0..max_pixels; None: only tokens count.
+        max_pixels: pixels that a row may hold.
 
     Returns:
         The documents' indices, row by row. Documents stay in order within a row, and rows are ordered by their first
@@ -77,10 +83,25 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """
     if lengths and not 1 <= min(lengths) <= max(lengths) <= max_length:
         raise ValueError(f"lengths must be in 1..{max_length}, not {min(lengths)}..{max(lengths)}")
-    rows: list[list[int]] = []
+    if pixels is None:
+        return sorted(sorted(row) for row in _best_fit(lengths, max_length, range(len(lengths)), []))
+    if pixels and not max(pixels) <= max_pixels:
+        raise ValueError(f"pixels must be in 0..{max_pixels}, not {max(pixels)}")
+    rows = _best_fit_of_pixels(lengths, max_length, pixels, max_pixels)
+    texts = [index for index in range(len(lengths)) if not pixels[index]]
+    return sorted(sorted(row) for row in _best_fit(lengths, max_length, texts, rows))
+
+
+def _best_fit(
+    lengths: Sequence[int], max_length: int, documents: Sequence[int], rows: list[list[int]]
+) -> list[list[int]]:
+    """Add `documents` to `rows`, and return them."""
     rows_with: defaultdict[int, list[int]] = defaultdict(list)  # free tokens → rows
-    sizes: list[int] = []  # the keys of rows_with, sorted
-    for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+    for row, indices in enumerate(rows):
+        rows_with[max_length - sum(lengths[index] for index in indices)].append(row)
+    rows_with.pop(0, None)
+    sizes = sorted(rows_with)
+    for document in sorted(documents, key=lambda index: (-lengths[index], index)):
         at = bisect_left(sizes, lengths[document])
         if at < len(sizes):
             free = sizes[at]
@@ -96,7 +117,33 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
             insort(sizes, left)
         if left:
             rows_with[left].append(row)
-    return sorted(sorted(row) for row in rows)
+    return rows
+
+
+def _best_fit_of_pixels(
+    lengths: Sequence[int], max_length: int, pixels: Sequence[int], max_pixels: int
+) -> list[list[int]]:
+    """Return rows of the documents with pixels. A row that cannot hold the smallest of them is closed, so that few rows
+    are searched for each document."""
+    images = [index for index in range(len(lengths)) if pixels[index]]
+    if not images:
+        return []
+    fewest_tokens, fewest_pixels = min(lengths[i] for i in images), min(pixels[i] for i in images)
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int, int]] = []  # sorted: free tokens, free pixels, row
+    for document in sorted(images, key=lambda index: (-lengths[index], index)):
+        first = bisect_left(open_rows, (lengths[document], pixels[document], 0))
+        fitting = (at for at in range(first, len(open_rows)) if open_rows[at][1] >= pixels[document])
+        if (at := next(fitting, None)) is not None:
+            free_tokens, free_pixels, row = open_rows.pop(at)
+        else:
+            free_tokens, free_pixels, row = max_length, max_pixels, len(rows)
+            rows.append([])
+        rows[row].append(document)
+        left = (free_tokens - lengths[document], free_pixels - pixels[document], row)
+        if left[0] >= fewest_tokens and left[1] >= fewest_pixels:
+            insort(open_rows, left)
+    return rows
 
 
 def packed(rows: Dataset, max_tokens: int) -> Dataset:

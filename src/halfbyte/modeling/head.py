@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..autograd.gemms import dense
 from ..autograd.lora import dropped
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
+from ..batch import ROPE_POSITIONS
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.base import is_quantized
 from ..layers.plain import Adapter, PlainLinear, has_hooks, read_linear
@@ -221,12 +222,15 @@ def backbone_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     """Return `batch` without labels, as the forward of `model` takes it.
 
     For M-RoPE, positions [B, T] become [4, B, T]: text, time, height and width, all equal for text. Without the text
-    positions, transformers does not detect packed documents, which would then see each other.
+    positions, transformers does not detect packed documents, which would then see each other. A batch with images has
+    the other three as `batch.ROPE_POSITIONS`.
     """
     inputs = {key: value for key, value in batch.items() if key not in LABELS}
-    positions = inputs.get("position_ids")
+    positions, axes = inputs.get("position_ids"), inputs.pop(ROPE_POSITIONS, None)
     rope = getattr(_text_config(model), "rope_parameters", None) or {}
-    if positions is not None and positions.dim() == 2 and "mrope_section" in rope:
+    if positions is not None and axes is not None:
+        inputs["position_ids"] = torch.cat([positions.unsqueeze(0), axes.permute(2, 0, 1)])
+    elif positions is not None and positions.dim() == 2 and "mrope_section" in rope:
         inputs["position_ids"] = positions.expand(4, -1, -1)
     return inputs
 

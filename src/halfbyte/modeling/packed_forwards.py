@@ -16,7 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    and_masks,
+    blockwise_overlay,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    packed_sequence_mask_function,
+    sliding_window_overlay,
+)
 
 from ..batch import entry_counts, is_per_token
 from ..utils.errors import ModelError
@@ -70,7 +77,9 @@ def forward_with_bounds(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def forward_with_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Like `forward_with_bounds`, for a backbone that takes a mask per layer type but makes none from positions.
+    """Like `forward_with_bounds`, for a backbone that takes a mask per layer type but makes none from positions, or a
+    wrong one where images see themselves: transformers 5.24 looks up the images of Gemma 3's sliding layers at each
+    token's position in its document instead of the row.
 
     Raises:
         ValueError: the backbone has layer types without a known mask.
@@ -79,16 +88,44 @@ def forward_with_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
     positions = _packed_positions(kwargs)
     if positions is None or (bounds := document_bounds(positions)) is None:
         return forward(**kwargs)
-    layer_types = set(getattr(self.config, "layer_types", None) or ())
+    config = self.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ())
     if not layer_types or layer_types - MASKS.keys():
         raise ValueError(f"no masks are known for layers of {', '.join(sorted(layer_types)) or 'no kind'}")
     weight = self.get_input_embeddings().weight
     like = torch.empty(*positions.shape, 1, dtype=weight.dtype, device=weight.device)  # only its shape is read
     # the cache is the argument before the positions; its name differs between versions of transformers
-    arguments = (self.config, like, None, None)
-    makers = {layer_type: MASKS[layer_type] for layer_type in layer_types}
-    masks = {layer_type: make and make(*arguments, position_ids=positions) for layer_type, make in makers.items()}
+    arguments = (config, like, None, None)
+    if kwargs.get("token_type_ids") is not None:
+        masks = _image_masks(arguments, layer_types, positions, kwargs["token_type_ids"])
+    else:
+        makers = {layer_type: MASKS[layer_type] for layer_type in layer_types}
+        masks = {layer_type: make and make(*arguments, position_ids=positions) for layer_type, make in makers.items()}
     return forward(**kwargs | bounds | {"attention_mask": masks})
+
+
+def _image_masks(arguments: tuple, layer_types: set[str], positions: Tensor, types: Tensor) -> dict[str, Tensor | None]:
+    """Return the mask of each layer type of packed rows in which the tokens of an image see each other.
+
+    Args:
+        arguments: config, embeddings and two absent arguments of transformers' mask functions.
+        positions: int [B, T], restarting with every document.
+        types: int [B, T], 1 for tokens of images.
+    """
+    is_image = types == 1
+    images = (is_image & ~F.pad(is_image, (1, 0))[:, :-1]).cumsum(-1).where(is_image, -1)
+    documents = F.pad(positions.diff(dim=-1) != 1, (1, 0)).cumsum(-1)
+    own_image, own_document = blockwise_overlay(images), packed_sequence_mask_function(documents)
+    window = getattr(arguments[0], "sliding_window", None)
+
+    def mask(layer_type: str) -> Tensor | None:
+        limits = [own_document]
+        if layer_type == "sliding_attention":
+            limits.append(sliding_window_overlay(window))
+        # without positions, which would turn the indices of tokens in their row into those in their document
+        return create_causal_mask(*arguments, None, or_mask_function=own_image, and_mask_function=and_masks(*limits))
+
+    return {layer_type: MASKS[layer_type] and mask(layer_type) for layer_type in layer_types}
 
 
 def unpacked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,6 +144,8 @@ def unpacked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(**kwargs)
     shape = tuple(positions.shape)
     plain = {key: value for key, value in kwargs.items() if key not in PACKED_KEYWORDS}
+    if "pixel_values" in plain:
+        raise ValueError("documents are unpacked in another order than the images that the batch has for them")
     if any(entry_counts(plain)):
         wrong = "documents are unpacked in another order than the arrays that the batch has for them"
         raise ModelError(wrong, "set packing: false and padding_free: false")

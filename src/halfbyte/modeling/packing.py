@@ -5,7 +5,9 @@ models do not, and a convolution or recurrent state ignores positions: documents
 packed run begins with a probe: rows of short documents, some of which are then replaced. Hidden states of the others
 must be bit-equal. If sums depend on the rest of the batch (experts, GPUs), they may change by no more than in separate
 rows. Also, each document's hidden states must match those of the document alone, up to rounding. The probe takes five
-forwards: two in training mode, two in evaluation mode, and one of the documents alone.
+forwards: two in training mode, two in evaluation mode, and one of the documents alone. If the rows of a run have
+images, so have some documents of the probe, and replacing a document replaces its image. The documents alone then have
+no positions, so that an M-RoPE model makes its own.
 
 A model that leaks is tried with FlashAttention's document bounds, and with `recurrent` for its convolutions and scans;
 then with masks made from positions, if it takes masks. If it still leaks, its documents are unpacked
@@ -18,11 +20,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..batch import IMAGES
 from ..config.schema import DataSection
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..utils.errors import ConfigError
@@ -38,6 +41,7 @@ Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
 LENGTHS = (70, 1, 29, 37)  # the probe's documents: a single token, two similar lengths, no multiple of a chunk size
 REPLACED = (0, len(LENGTHS) + 1)  # documents to replace, counted over both rows: a first one and an inner one
+WITH_IMAGE = (0, 2, len(LENGTHS), len(LENGTHS) + 1)  # documents with an image, if the rows of the run have some
 SMALL_ROW = 256  # tokens of a tiny model's row
 PROBE_ROWS = 16  # rows of the data that provide the probe's tokens
 NOISE_MARGIN = 8.0  # a change above this multiple of the noise is a leak
@@ -50,6 +54,17 @@ NOTICES = {
     "and no CUDA graphs; packing: false and padding_free: false avoid it",
 }
 FORWARDS = {"bounds": forward_with_bounds, "masks": forward_with_masks, "unpacked": unpacked_forward}
+
+
+class ProbeImages(Protocol):
+    """Makes the images of the probe, and the model's inputs for them: `data.image_processor.ImageProcessor`."""
+
+    @property
+    def image_token_id(self) -> int: ...
+
+    def probe_image(self, seed: int) -> tuple[list[int], dict[str, Any]]: ...
+
+    def columns(self, images: Sequence[Sequence[Mapping[str, Any]]], input_ids: Tensor) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,7 @@ def isolate_documents(
     tokens: Sequence[int],
     dtype: Any = None,
     mesh: Mesh = SINGLE_PROCESS,
+    images: ProbeImages | None = None,
 ) -> Isolation:
     """Probe `model` and, if packed documents see each other, bind forwards that isolate them; see `remove_isolation`.
 
@@ -126,19 +142,21 @@ def isolate_documents(
         tokens: token ids for the probe's documents.
         dtype: torch.dtype of matmuls; None: the weights' dtype.
         mesh: ranks that probe their (parts of) models together; all get the same result.
+        images: makes images for some documents; None: the rows of the run have none.
 
     Raises:
         ConfigError: no method isolates the documents.
     """
     remove_isolation(model)
-    probe = _Probe(model, collate, length, tokens, dtype, mesh)
+    probe = _Probe(model, collate, length, tokens, dtype, mesh, images)
     causal_lm = causal_lm_of(model)
     backbone = getattr(causal_lm, "base_model", causal_lm)
+    text = getattr(backbone, "language_model", backbone)  # a vision tower would take bounds for those of its images
     tried: dict[str, ProbeResult] = {}
     leak = None
     for method, modules in (
         ("positions", []),
-        ("bounds", [backbone]),
+        ("bounds", [text]),
         ("masks", [backbone]),
         ("unpacked", [backbone]),
         ("unpacked", [backbone, causal_lm]),  # a causal LM may pass its backbone no positions, or use a part of it
@@ -180,9 +198,15 @@ def isolate_for_run(
     """
     if not config.packing and not config.padding_free:
         return None
-    tokens = [token for index in range(min(len(rows), PROBE_ROWS)) for token in rows[index]["input_ids"]]
+    first_rows = [rows[index] for index in range(min(len(rows), PROBE_ROWS))]
+    images = getattr(collate, "images", None) if first_rows and IMAGES in first_rows[0] else None
+    tokens = [token for row in first_rows for token in row["input_ids"]]
+    if images is not None:
+        tokens = [token for token in tokens if token != images.image_token_id]
     key = "packing" if config.packing else "padding_free"
-    return isolate_documents(model, collate, key=key, length=config.max_length, tokens=tokens, dtype=dtype, mesh=mesh)
+    return isolate_documents(
+        model, collate, key=key, length=config.max_length, tokens=tokens, dtype=dtype, mesh=mesh, images=images
+    )
 
 
 def isolate_tiny_model(
@@ -216,8 +240,10 @@ class _Probe:
         tokens: Sequence[int],
         dtype: Any,
         mesh: Mesh = SINGLE_PROCESS,
+        images: ProbeImages | None = None,
     ):
         self.model = model
+        self.images = images
         self.collate = collate
         self.dtype = dtype
         self.mesh = mesh
@@ -272,18 +298,30 @@ class _Probe:
         return batch, replaced_batch, documents, ~torch.isin(documents, changed)
 
     def _rows(self, replaced: Sequence[int] = ()) -> list[dict[str, Any]]:
-        """Return two rows; documents whose index over both rows is in `replaced` get other tokens."""
+        """Return two rows; documents whose index over both rows is in `replaced` get other tokens, and another image at
+        another place, since the mask of one document may depend on where another has its image."""
         generator = torch.Generator().manual_seed(0)
         rows, document = [], 0
         for lengths in (self.lengths, self.lengths[::-1]):
-            ids: list[int] = []
+            documents: list[list[int]] = []
+            images: list[dict[str, Any]] = []
             for length in lengths:
                 picked = torch.randint(len(self.tokens), (length,), generator=generator)
                 if document in replaced:
                     picked = (picked + 1) % len(self.tokens)
-                ids += self.tokens[picked].tolist()
+                ids = self.tokens[picked].tolist()
+                if self.images is not None and document in WITH_IMAGE:
+                    image_ids, image = self.images.probe_image(
+                        document + len(self.lengths) * 2 * (document in replaced)
+                    )
+                    place = (length + 1) // (4 if document in replaced else 2) or 1
+                    ids[place:place] = image_ids
+                    images.append(image)
+                documents.append(ids)
                 document += 1
-            rows.append({"input_ids": ids, "labels": ids, "seq_lengths": list(lengths)})
+            ids = [token for tokens in documents for token in tokens]
+            row = {"input_ids": ids, "labels": ids, "seq_lengths": [len(tokens) for tokens in documents]}
+            rows.append(row if self.images is None else {**row, IMAGES: images})
         return rows
 
     def _run(self, batch: dict[str, Any]) -> Tensor:
@@ -305,12 +343,18 @@ class _Probe:
 
         Documents alone are padded on the right, which causal layers never attend to.
         """
-        ids = self._rows()[0]["input_ids"]
-        pieces = torch.tensor(ids).split(self.lengths)[1:]
-        rows = self._run({"input_ids": nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=ids[0])})
+        packed_row = self._rows()[0]
+        ids, lengths = packed_row["input_ids"], packed_row["seq_lengths"]
+        pieces = torch.tensor(ids).split(lengths)[1:]
+        inputs = {"input_ids": nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=ids[0])}
+        if self.images is not None:
+            images, token = iter(packed_row[IMAGES][1:]), self.images.image_token_id  # the first document has one, too
+            images_of = [[next(images)] if (ids == token).any() else [] for ids in pieces]
+            inputs |= self.images.columns(images_of, inputs["input_ids"])
+        rows = self._run(inputs)
         worst = 0.0
         first_row = packed.flatten(0, 1)[: len(ids)]
-        for in_row, row in zip(first_row.split(self.lengths)[1:], rows, strict=True):
+        for in_row, row in zip(first_row.split(lengths)[1:], rows, strict=True):
             in_row, alone = (x.nan_to_num(0.0, 0.0, 0.0) for x in (in_row, row[: len(in_row)]))
             worst = max(worst, float(((in_row - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-30)).median()))
         return worst

@@ -17,6 +17,7 @@ from ..config import Level, Parallel, Sliced
 from ..config.policy import DISTILLING, SAMPLING
 from ..config.schema import RunKeys
 from ..data.batch_shapes import Batches, Shape
+from ..data.rows import collating_threads
 from ..memory import allocators
 from ..mesh.reduction import BUCKET
 from ..modeling.packed_forwards import MIN_LENGTH_RATIO
@@ -382,7 +383,7 @@ class _Planner:
             graphs += IN_FLIGHT * self._block(stage)  # the pool has its own
         bucket = self._bucket if self._reduces_in_backward else BUCKET
         reduced = min(trained.bytes, bucket) * (1 + (self.slices > 1)) if self.layout.size > self.layout.pipeline else 0
-        transient = max(transient, evaluated, reduced, trained.bytes * self.scratch)
+        transient = max(transient, evaluated, reduced, trained.bytes * self.scratch) + self._image_bytes
         logits = min(self._step(largest, choice).logits, transient) * stage.has_head
         runtime = self.shapes.runtime(varied=self.batches.usual != self.batches.largest)
         hosted = sum(self.frozen.slice(index, self.layout) for index in self._spread((stage,), choice.hosted))
@@ -410,6 +411,13 @@ class _Planner:
             hosted=self._spread(self.stages, choice.hosted),
             gathers=gathered_blocks * self._block(stage),
         )
+
+    @property
+    def _image_bytes(self) -> int:
+        """Bytes of the tower's inputs: a step's micro-batches are copied to the device together. On a CPU, threads also
+        hold the batches that they collate ahead."""
+        ahead = collating_threads() + 1 if self.shapes.device.type == "cpu" else 0
+        return (self.config.gradient_accumulation_steps + ahead) * self.batches.image_bytes
 
     @cached_method
     def _share(self, stage: Stage) -> int:
