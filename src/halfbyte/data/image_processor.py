@@ -289,8 +289,8 @@ class ImageProcessor:
             frames = getattr(self.processor.image_processor, "temporal_patch_size", 1)  # Qwen's read an image twice
             values = sum(np.asarray(pixels).size for pixels in encoded["pixel_values"])
             pixels = values // (CHANNELS * frames * count)
-            tensors = (value for name, value in encoded.items() if torch.is_tensor(value) and name != INPUT_IDS)
-            nbytes = sum(tensor.nbytes for tensor in tensors) // count
+            inputs = [value for name, value in encoded.items() if name not in (INPUT_IDS, self.token_types)]
+            nbytes = sum(value.nbytes for value in inputs if torch.is_tensor(value)) // count
             self._expansions[size, several] = Expansion(text[: len(text) // count], tokens, pixels, nbytes)
         return self._expansions[size, several]
 
