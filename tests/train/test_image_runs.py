@@ -17,7 +17,7 @@ from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.image_families import MODELS_OF_IMAGES
-from tests.helpers.image_models import KINDS, NEEDS_TORCHVISION, load_processor, save_image_model, write_image_rows
+from tests.helpers.image_models import NEEDS_TORCHVISION, load_processor, save_image_model, write_image_rows
 
 ASKED = [{"type": "text", "text": "look at 1: "}, {"type": "image"}, {"type": "text", "text": " and"}]
 
@@ -29,8 +29,8 @@ def configured(place, output, **keys):
     return load_config(None, keys)
 
 
-def write_place(folder, name, dtype=torch.bfloat16):
-    save_image_model(folder / "model", name, dtype)
+def write_place(folder, name):
+    save_image_model(folder / "model", name, torch.bfloat16)
     write_image_rows(folder)
     return folder
 
@@ -49,6 +49,8 @@ def inputs_of(folder, name, picture):
 
 SLOW = {name: [pytest.mark.slow] for name in MODELS_OF_IMAGES if name != "qwen2_5_vl"}
 SLOW["lfm2_vl"] = [pytest.mark.slow, NEEDS_TORCHVISION]
+# `merge` refuses adapters on Qwen3-VL's experts, which its checkpoints store transposed.
+KEYS = {"qwen3_vl_moe": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}}
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,8 @@ SLOW["lfm2_vl"] = [pytest.mark.slow, NEEDS_TORCHVISION]
 )
 def test_adapter_and_merged_model_answer_about_an_image_in_transformers(name, tmp_path):
     """The merged model holds the base's tower bit for bit; both folders hold the processor's files."""
-    dtype, tolerance = ("bfloat16", 0.2) if name in KINDS else ("float32", 1e-3)  # of the merged weights
-    place, output = write_place(tmp_path, name, getattr(torch, dtype)), tmp_path / "out"
-    train(configured(place, output, max_steps=24, load_in_4bit=False, dtype=dtype))
+    place, output = write_place(tmp_path, name), tmp_path / "out"
+    train(configured(place, output, max_steps=24, load_in_4bit=False, dtype="bfloat16", **KEYS.get(name, {})))
     assert losses(output)[-1] < 0.5 * losses(output)[0]
     assert json.loads((output / "data_report.json").read_text())["train"]["images"]["count"] == 7
     merge(output, tmp_path / "merged")
@@ -78,7 +79,7 @@ def test_adapter_and_merged_model_answer_about_an_image_in_transformers(name, tm
         with torch.no_grad():
             answers.append((model.generate(**inputs, max_new_tokens=12, do_sample=False), model(**inputs).logits))
     assert torch.equal(answers[0][0], answers[1][0])
-    torch.testing.assert_close(answers[0][1], answers[1][1], rtol=0, atol=tolerance)
+    torch.testing.assert_close(answers[0][1], answers[1][1], rtol=0, atol=0.2)  # merged weights are bfloat16
     inputs["pixel_values"] = torch.full_like(inputs["pixel_values"], 0.1)
     with torch.no_grad():
         assert (merged(**inputs).logits - answers[1][1]).abs().max() > 0.01  # it reads the image
