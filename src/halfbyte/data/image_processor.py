@@ -372,11 +372,12 @@ class ImageProcessor:
             while left > 0 and remaining:
                 own_images.append(remaining.popleft())
                 left -= own_images[-1]["tokens"]
-            if left:
-                raise ModelError(
-                    "the images of a document have not as many tokens as the row", "please report the model"
-                )
             images_of.append(own_images)
+            if left:
+                break
+        if left or remaining:
+            wrong = f"the {len(images)} images of packed rows have other numbers of tokens than the rows' documents"
+            raise ModelError(wrong, "please report the model")
         longest = max(lengths)  # of the processor's input, which is discarded
         columns = self._inputs(images_of, [[*ids.tolist(), *[0] * (longest - len(ids))] for ids in documents])
         marks = (input_ids == self.image_token_id).long()

@@ -98,9 +98,9 @@ def forward_with_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = (config, like, None, None)
     if kwargs.get("token_type_ids") is not None:
         masks = _image_masks(arguments, layer_types, positions, kwargs["token_type_ids"])
-    else:
-        makers = {layer_type: MASKS[layer_type] for layer_type in layer_types}
-        masks = {layer_type: make and make(*arguments, position_ids=positions) for layer_type, make in makers.items()}
+        return forward(**kwargs | {"attention_mask": masks})  # without bounds, which would also reach the vision tower
+    makers = {layer_type: MASKS[layer_type] for layer_type in layer_types}
+    masks = {layer_type: make and make(*arguments, position_ids=positions) for layer_type, make in makers.items()}
     return forward(**kwargs | bounds | {"attention_mask": masks})
 
 
