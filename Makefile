@@ -17,7 +17,7 @@ install = $(PIP) install --quiet -c constraints.txt uv && $(UV) $(PACKAGES) $(1)
 # imported.
 COMPILE = $(BIN)/python -m compileall -qq -j 2 -x /tests/ $(VENV)/lib || true
 
-.PHONY: demo test tests slow-tests test-all test-cpus test-versions lint gpu-test bnb-tests docs clean
+.PHONY: demo test tests slow-tests browser-test test-all test-cpus test-versions lint gpu-test bnb-tests docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
@@ -33,6 +33,11 @@ tests: $(VENV)/installed-dev
 # What make test leaves out and needs no GPU.
 slow-tests: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow and not gpu"
+
+# The board in a browser: needs the system's Chromium.
+browser-test: $(VENV)/installed-dev
+	$(PIP) install --quiet playwright
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/board/test_browser.py
 
 # The suite as older CPUs would run it, one variant after the other (tests/helpers/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint

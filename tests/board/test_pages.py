@@ -207,21 +207,20 @@ def test_records_are_read_once_and_replaced_after_a_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [train_record(step) for step in (1, 2, 3)])
     file = MetricsFile(path)
-    file.refresh()
+    assert file.read().train.steps == [1, 2, 3]
     with open(path, "a") as stream:
         stream.write(json.dumps(train_record(4)) + "\n" + json.dumps(train_record(5))[:20])
-    file.refresh()
-    assert file.train.steps == [1, 2, 3, 4]
+    assert file.read().train.steps == [1, 2, 3, 4]
     with open(path, "a") as stream:
         stream.write(json.dumps(train_record(5))[20:] + "\n" + json.dumps(train_record(3, loss=9.0, extra=1)) + "\n")
-    file.refresh()
-    assert file.train.steps == [1, 2, 3]
-    assert file.train.column("loss")[-1] == 9.0
-    assert math.isnan(file.train.column("extra")[0])
+    train = file.read().train
+    assert train.steps == [1, 2, 3]
+    assert train.column("loss")[-1] == 9.0
+    assert math.isnan(train.column("extra")[0])
     path.unlink()
     write_lines(path, [eval_record(7, 1.0)])
-    file.refresh()
-    assert (file.train.steps, file.evals.steps) == ([], [7])
+    records = file.read()
+    assert (records.train.steps, records.evals.steps) == ([], [7])
 
 
 def test_a_glance_has_the_first_and_the_last_records_of_a_long_file(tmp_path):

@@ -105,3 +105,37 @@ def test_packed_rows_are_measured_document_by_document(place, watched, tmp_path)
 def test_keys_without_effect_are_refused(place, tmp_path, changed, key):
     with pytest.raises(ConfigError, match=key):
         load_config(None, keys(place, tmp_path / "out", **changed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "grpo", "gkd"])
+def test_other_methods_answer_by_step_and_keep_their_bytes(place, tmp_path, method):
+    """Losses of documents too, where a loss belongs to one."""
+    rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
+    data = {
+        "dpo": [{**row, "chosen": row["completion"], "rejected": " no"} for row in rows],
+        "kto": [{**row, "label": at % 2 == 0} for at, row in enumerate(rows)],
+        "grpo": [{"prompt": row["prompt"], "answer": row["completion"]} for row in rows],
+    }
+    chosen = data.get({"orpo": "dpo", "gkd": "grpo"}.get(method, method))
+    if method in ("dpo", "orpo"):
+        for row in chosen:
+            del row["completion"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    changed = {"dataset": str(path), "method": method, "max_steps": 4}
+    if method == "grpo":
+        changed |= {"reward_funcs": ["repetition"], "num_generations": 2, "max_completion_length": 4}
+    if method == "gkd":
+        changed |= {"teacher_model_name_or_path": str(place / "model"), "max_completion_length": 4}
+    watched = {"sample_steps": 2} | ({"row_losses": True} if method in ("dpo", "orpo") else {})
+    plain = run(place, tmp_path / "plain", **changed).output_dir
+    output = run(place, tmp_path / "watched", **changed, **watched).output_dir
+    assert numbers(output) == numbers(plain)
+    assert numbers(output, "eval") == numbers(plain, "eval")
+    assert {line["step"] for line in lines(output, "samples.jsonl")} == {0, 2, 4}
+    if "row_losses" in watched:
+        documents = [line for line in lines(output, "row_losses.jsonl") if line["split"] == "eval"]
+        mean = sum(document["end"] for document in documents) / len(documents)
+        if method == "dpo":  # a mean over pairs
+            assert mean == pytest.approx(numbers(output, "eval")[-1]["loss"], rel=1e-4)

@@ -27,7 +27,7 @@ from ..runs.queue import DATABASE, LOGS, Job, Queue, queue_folder
 from ..runs.status import ENDED, RUNNING, RunStatus, read_status, run_folders
 from ..utils.errors import ConfigError, HalfbyteError
 from ..utils.files import write_json
-from .series import MetricsFile, Series, glance
+from .series import MetricsFile, Records, Series, glance
 
 SEARCH_SECONDS = 3.0
 OPEN_RUNS = 12  # runs whose records are cached: the largest comparison
@@ -181,15 +181,14 @@ class Runs:
         status = self._ended.get(path, version, lambda: read_status(folder))
         return status if status is None or status.state in ENDED else read_status(folder)
 
-    def metrics(self, folder: Path) -> MetricsFile:
-        """Return all records of a run, read up to now."""
+    def metrics(self, folder: Path) -> Records:
+        """Return all records of a run so far."""
         with self._lock:
             file = self._metrics.pop(folder, None) or MetricsFile(folder / layout.METRICS)
             self._metrics[folder] = file
             while len(self._metrics) > OPEN_RUNS:
                 self._metrics.popitem(last=False)
-            file.refresh()
-            return file
+        return file.read()
 
     def notes(self, folder: Path) -> Notes:
         """Return the notes of a run; empty ones if the file is missing or damaged."""

@@ -22,7 +22,7 @@ from ..utils.text import duration, size
 from . import curves
 from .curves import Line
 from .folders import Summary
-from .series import MetricsFile, Series
+from .series import Records, Series
 
 Query = Mapping[str, str]
 AXES = {"step": "step", "tokens": "tokens", "time": "minutes", "epoch": "epoch"}
@@ -146,7 +146,7 @@ def _run_row(run: Summary) -> str:
         number(run.train.last("tokens_per_second"), ",.0f"),
         size(run.train.last("memory_bytes")),
         duration(run.seconds),
-        ago(run),
+        updated(run),
     ]
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
@@ -163,9 +163,12 @@ def steps(run: Summary) -> str:
     return f"{run.status.step:,}" + (f" / {run.status.total_steps:,}" if run.status.total_steps else "")
 
 
-def ago(run: Summary) -> str:
-    """Return how long ago a run wrote its status."""
-    return f"{duration(max(time.time() - run.status.heartbeat, 0))} ago" if run.status else "–"
+def updated(run: Summary) -> str:
+    """Return when a run wrote its status: the time of today, or a date."""
+    if run.status is None or not 0 < run.status.heartbeat < 1e11:
+        return "–"
+    moment, today = time.localtime(run.status.heartbeat), time.localtime()
+    return time.strftime("%H:%M:%S" if moment[:3] == today[:3] else "%Y-%m-%d", moment)
 
 
 def number(value: float | None, shown: str = ".4g") -> str:
@@ -179,7 +182,7 @@ def number(value: float | None, shown: str = ".4g") -> str:
 def run_page(
     run: Summary,
     contents: Run,
-    metrics: MetricsFile,
+    metrics: Records,
     samples: Sequence[Mapping[str, Any]],
     query: Query,
     *,
@@ -213,7 +216,7 @@ def run_page(
     problems = "".join(f"<li>{text(problem)}</li>" for problem in _problems(run, contents, metrics))
     body = (
         f'<header><p class="eyebrow">{text(str(run.folder))}</p><h1>{text(run.name)}</h1>'
-        f"<p>{state(run)} step {steps(run)}, updated {ago(run)}</p></header>"
+        f"<p>{state(run)} step {steps(run)}, updated {updated(run)}</p></header>"
         + (f'<ul class="problems">{problems}</ul>' if problems else "")
         + _tiles(run, contents, metrics)
         + _actions(run, read_only)
@@ -230,7 +233,7 @@ def guarded(make: Callable[[], str]) -> str:
         return report.missing(f"This cannot be shown from the run's files: {type(error).__name__}: {error}")
 
 
-def _problems(run: Summary, contents: Run, metrics: MetricsFile) -> list[str]:
+def _problems(run: Summary, contents: Run, metrics: Records) -> list[str]:
     problems = [*([run.error] if run.error else []), *contents.problems]
     if metrics.unreadable:
         problems.append(f"{layout.METRICS}: {metrics.unreadable:,} lines cannot be read and are ignored")
@@ -239,7 +242,7 @@ def _problems(run: Summary, contents: Run, metrics: MetricsFile) -> list[str]:
     return problems
 
 
-def _tiles(run: Summary, contents: Run, metrics: MetricsFile) -> str:
+def _tiles(run: Summary, contents: Run, metrics: Records) -> str:
     train, evals = metrics.train, metrics.evals
     measured = (contents.memory or {}).get("measured") or {}
     times = train.columns.get("time")
@@ -289,7 +292,7 @@ def _actions(run: Summary, read_only: bool) -> str:
     return f'<details class="actions"><summary>Actions and notes</summary>{"".join(forms)}{copy}{notes}</details>'
 
 
-def axis(metrics: MetricsFile, name: str) -> tuple[list[float], Callable[[Series], list[float]]]:
+def axis(metrics: Records, name: str) -> tuple[list[float], Callable[[Series], list[float]]]:
     """Return the positions of training records along an axis, and a function that places evaluations on it."""
     train = metrics.train
     if name == "tokens":
@@ -348,7 +351,7 @@ def curve_form(query: Query, hidden: Iterable[tuple[str, str]] = ()) -> str:
     return f'<form class="filters">{fields}{options}{checks}{bounds}<button>Draw</button></form>'
 
 
-def _curves_section(contents: Run, metrics: MetricsFile, query: Query) -> str:
+def _curves_section(contents: Run, metrics: Records, query: Query) -> str:
     train, evals = metrics.train, metrics.evals
     if not train.steps and not evals.steps:
         return report.missing(f"No training steps were recorded ({layout.METRICS} is missing or empty).")
@@ -386,7 +389,7 @@ def evaluations(metrics: Sequence[Metric], evals: Series) -> str:
     return table(("Evaluation after", *(text(metric.label) for metric in shown)), rows)
 
 
-def explained(contents: Run, metrics: MetricsFile) -> str:
+def explained(contents: Run, metrics: Records) -> str:
     """Return the findings of `halfbyte explain` as a table."""
     full = Run(**{**vars(contents), "train": records_of(metrics.train), "evals": records_of(metrics.evals)})
     command = f'<p class="note">On the command line: <code>halfbyte explain {text(str(contents.path))}</code></p>'

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from array import array
 from bisect import bisect_left
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,13 @@ class Series:
                 column.append(_as_float(value))
                 self._filled.append((key, column))
 
+    def copy(self) -> Series:
+        """Return a copy, which another thread does not change."""
+        series = Series()
+        series.steps = self.steps[:]
+        series.columns = {key: column[:] for key, column in self.columns.items()}
+        return series
+
     def column(self, key: str) -> list[float]:
         """Return the numbers of a key, one per step."""
         values = self.columns.get(key, array("d"))
@@ -76,26 +85,40 @@ def _as_float(value: float) -> float:
         return math.nan
 
 
-class MetricsFile:
-    """The records of a metrics.jsonl, read again where it has grown.
+@dataclass
+class Records:
+    """The records of a run.
 
     Attributes:
-        train, evals: the records of each kind.
         unreadable: number of lines that are no records.
         skipped: whether the beginning of a huge file is left out.
     """
 
+    train: Series = field(default_factory=Series)
+    evals: Series = field(default_factory=Series)
+    unreadable: int = 0
+    skipped: bool = False
+
+
+class MetricsFile:
+    """Reads the records of a metrics.jsonl, from its start once, then where it has grown."""
+
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.lock = path, threading.Lock()
         self._restart()
 
     def _restart(self) -> None:
-        self.train, self.evals = Series(), Series()
-        self.unreadable, self.skipped = 0, False
+        self.records = Records()
         self._offset, self._file = 0, (0, 0)
 
-    def refresh(self) -> None:
-        """Read the lines that were written since the last call; an incomplete last line is left for the next one."""
+    def read(self) -> Records:
+        """Return a copy of all records so far. An incomplete last line is left for the next call."""
+        with self.lock:
+            self._refresh()
+            now = self.records
+            return Records(now.train.copy(), now.evals.copy(), now.unreadable, now.skipped)
+
+    def _refresh(self) -> None:
         try:
             with open(self.path, "rb") as file:
                 stat = os.fstat(file.fileno())
@@ -104,7 +127,7 @@ class MetricsFile:
                     self._restart()
                     self._file = identity
                 if stat.st_size - self._offset > LARGEST:
-                    self._offset, self.skipped = stat.st_size - LARGEST, True
+                    self._offset, self.records.skipped = stat.st_size - LARGEST, True
                     file.seek(self._offset)
                     self._offset += len(file.readline())
                 file.seek(self._offset)
@@ -128,15 +151,15 @@ class MetricsFile:
                 for line in lines:
                     self._add([line])
             else:
-                self.unreadable += bool(lines and lines[0].strip())
+                self.records.unreadable += bool(lines and lines[0].strip())
             return
         for record in records:
             try:
                 kind = record["kind"]
                 if kind in (TRAIN, EVAL):
-                    (self.train if kind == TRAIN else self.evals).append(record)
+                    (self.records.train if kind == TRAIN else self.records.evals).append(record)
             except (ValueError, KeyError, TypeError, OverflowError):
-                self.unreadable += 1
+                self.records.unreadable += 1
 
 
 def glance(path: Path) -> tuple[Series, Series]:

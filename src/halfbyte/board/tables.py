@@ -30,7 +30,7 @@ from .pages import (
     state,
     with_query,
 )
-from .series import MetricsFile
+from .series import Records
 
 MOST_RUNS = 12  # that are compared
 ROWS = 50  # documents of a page
@@ -51,7 +51,7 @@ class Member:
 
     summary: Summary
     contents: Run
-    metrics: MetricsFile
+    metrics: Records
     samples: Sequence[Mapping[str, Any]]
 
     @property
