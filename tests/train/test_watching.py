@@ -108,7 +108,7 @@ def test_keys_without_effect_are_refused(place, tmp_path, changed, key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "grpo", "gkd"])
+@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "grpo"])
 def test_other_methods_answer_by_step_and_keep_their_bytes(place, tmp_path, method):
     """Losses of documents too, where a loss belongs to one."""
     rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
@@ -117,7 +117,7 @@ def test_other_methods_answer_by_step_and_keep_their_bytes(place, tmp_path, meth
         "kto": [{**row, "label": at % 2 == 0} for at, row in enumerate(rows)],
         "grpo": [{"prompt": row["prompt"], "answer": row["completion"]} for row in rows],
     }
-    chosen = data.get({"orpo": "dpo", "gkd": "grpo"}.get(method, method))
+    chosen = data.get({"orpo": "dpo"}.get(method, method))
     if method in ("dpo", "orpo"):
         for row in chosen:
             del row["completion"]
@@ -126,8 +126,6 @@ def test_other_methods_answer_by_step_and_keep_their_bytes(place, tmp_path, meth
     changed = {"dataset": str(path), "method": method, "max_steps": 4}
     if method == "grpo":
         changed |= {"reward_funcs": ["repetition"], "num_generations": 2, "max_completion_length": 4}
-    if method == "gkd":
-        changed |= {"teacher_model_name_or_path": str(place / "model"), "max_completion_length": 4}
     watched = {"sample_steps": 2} | ({"row_losses": True} if method in ("dpo", "orpo") else {})
     plain = run(place, tmp_path / "plain", **changed).output_dir
     output = run(place, tmp_path / "watched", **changed, **watched).output_dir
