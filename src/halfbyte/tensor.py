@@ -135,6 +135,10 @@ class QuantizedTensor(Tensor):
         if handler is not None:
             return handler(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_inference_mode_enabled() and not any(map(_is_inference, args)):
+                # in inference mode, torch fails on views of a wrapper subclass
+                with torch.inference_mode(False), torch.no_grad():
+                    return function(*args, **kwargs)
             return function(*args, **kwargs)
 
     @classmethod
@@ -425,6 +429,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.select.int: _expert,
     aten.new_zeros.default: _new_shard,
 }
+
+
+def _is_inference(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.is_inference()
 
 
 def _detach(tensor: QuantizedTensor) -> Tensor:

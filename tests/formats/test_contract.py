@@ -444,6 +444,8 @@ def test_inference_mode_handles_moves_and_copies(any_format):
     with torch.inference_mode():
         same(layer.weight.detach(), expected)
         same(torch.detach(layer.weight).clone(), expected)
+        assert torch.equal(layer.weight.transpose(0, 1).to(torch.float32), expected.dequantize(torch.float32).T)
+        assert torch.equal(layer.weight[:2], expected.dequantize()[:2])
         same(layer.to("cpu").weight, expected)
         same(layer.cpu().weight.reshape(33, 70), expected)
         for key, value in linear(any_format).state_dict().items():
