@@ -97,7 +97,7 @@ def loop_over_documents(
     for begin, end in zip(bounds_q[:-1].tolist(), bounds_q[1:].tolist(), strict=True):
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         ages = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
-        mask = (ages >= 0) & (ages <= (window_size[0] if window_size[0] >= 0 else end))
+        mask = ((ages >= 0) | (window_size[1] < 0)) & (ages <= (window_size[0] if window_size[0] >= 0 else end))
         if softcap:
             k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
             scores = softcap * torch.tanh(q @ k.mT * scale / softcap)

@@ -287,8 +287,9 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
     documents: Spans | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention within documents.
+    """Attention within documents.
 
     Args:
         query: [B·T, Hq, D]; key, value: [B·T, Hk, D].
@@ -299,20 +300,21 @@ def varlen_attention(
         window: number of tokens that a token attends to, including itself.
         softcap: scores become softcap · tanh(score / softcap); requires FlashAttention 3.
         documents: `ops.attention.spans` of the bounds; None: computed if needed.
+        causal: whether a token attends to itself and the tokens before it only; False excludes a window.
 
     Returns:
         [B·T, Hq, D].
     """
     lengths = bounds, bounds, longest, longest
-    sides = (-1 if window is None else window - 1, 0)
+    sides = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
     flash = flash3()
     if flash is not None and not on_compiler():
         warn_unrepeatable(query, "FlashAttention 3")
         deterministic = torch.are_deterministic_algorithms_enabled()
-        options = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0, "deterministic": deterministic}
+        options = {"softmax_scale": scale, "causal": causal, "softcap": softcap or 0.0, "deterministic": deterministic}
         out = flash(query, key, value, *lengths, window_size=sides, **options)
         return out[0] if isinstance(out, tuple) else out  # earlier versions also return the logsumexp
-    if not on_compiler() and is_hopper(query.device) and has_repeatable_varlen(query):
+    if causal and not on_compiler() and is_hopper(query.device) and has_repeatable_varlen(query):
         documents = documents or spans(bounds, query.shape[0])
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _VarlenAttention.apply(query, key, value, bounds, longest, documents, scale, window)

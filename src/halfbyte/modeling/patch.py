@@ -39,6 +39,7 @@ from .label_loss import bind_label_loss, has_label_head, unbind_label_loss
 from .layer import MLP, Attention, TokenMixer, causal_lm_of
 from .patch_record import RECORD, is_bound, record
 from .projections import Recipe, read_projection, recipe_by_name, set_recipe
+from .vision import bind_vision, unbind_vision
 
 KnownModule = tuple[nn.Module, Family, str]  # with its kind from `modeling.families.family_of`
 
@@ -79,6 +80,7 @@ class PatchReport:
         fused: operation → number of modules.
         unfused: (operation, reason) → number of modules.
         attention: description of the attention.
+        vision: description of the vision tower's attention; "" if it is transformers' own.
         scaling: the FP8 recipe's state: call `roll()` after each optimizer step; None in other recipes.
     """
 
@@ -86,6 +88,7 @@ class PatchReport:
     fused: Counter[str] = field(default_factory=Counter)
     unfused: Counter[tuple[str, str]] = field(default_factory=Counter)
     attention: str = "transformers' own"
+    vision: str = ""
     scaling: DelayedScaling | None = None
 
     def __str__(self) -> str:
@@ -93,7 +96,10 @@ class PatchReport:
         lines += [f"  fused      {count:4} × {operation}" for operation, count in self.fused.items()]
         for (operation, reason), count in self.unfused.items():
             lines.append(f"  not fused  {count:4} × {operation}: {reason}")
-        return "\n".join([*lines, f"  attention  {self.attention}"])
+        lines.append(f"  attention  {self.attention}")
+        if self.vision:
+            lines.append(f"  vision     {self.vision}")
+        return "\n".join(lines)
 
 
 def patch(
@@ -110,10 +116,10 @@ def patch(
     model only reports its current state.
 
     Args:
-        model: a causal LM of transformers of a family in `families`, a model with images whose text part is of one (its
-            vision tower is not patched), or a `peft.PeftModel` around either. Linears may be bitsandbytes' (the real
-            package's or `halfbyte.bitsandbytes`'): their packed weights are read without a copy. Any other model is
-            left unchanged, and the report says so.
+        model: a causal LM of transformers of a family in `families`, a model with images whose text part is of one (of
+            its vision tower, only attention is replaced, see `modeling.vision`), or a `peft.PeftModel` around either.
+            Linears may be bitsandbytes' (the real package's or `halfbyte.bitsandbytes`'): their packed weights are read
+            without a copy. Any other model is left unchanged, and the report says so.
         activations: level of `modeling.checkpointing.LEVELS` at which decoder layers save activations for backward, for
             all or one for each; None: save everything, or as transformers' gradient checkpointing is set.
         recipe: precision of GEMMs with frozen weights: "bf16" (x's dtype), "fp8-hybrid" or "nvfp4", or options of one
@@ -142,7 +148,7 @@ def patch(
         if activations is not None:
             notice("activations", f"layers follow transformers' gradient checkpointing: {reason}")
         return PatchReport(None, +scans, Counter({(type(causal_lm_of(model)).__name__, reason): 1}))
-    report = PatchReport(families[0].name, +scans)
+    report = PatchReport(families[0].name, +scans, vision=bind_vision(model))
     for module, family, role in modules:
         if role == "RMSNorm" and not hasattr(module, "weight"):
             continue  # norms of heads or routers
@@ -196,6 +202,7 @@ def patch_attention(model: nn.Module) -> str:
 
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module runs its class's forward again. Does nothing on a model that is not patched."""
+    unbind_vision(model)
     for module in model.modules():
         unbind_attention(module)
         unbind_label_loss(module)

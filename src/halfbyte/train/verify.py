@@ -19,6 +19,7 @@ from ..modeling.head import causal_lm_loss, hidden_states_at
 from ..modeling.packing import isolate_for_run, remove_isolation
 from ..modeling.patch import PatchReport, patch, patch_attention, unpatch
 from ..modeling.projections import configured_recipe
+from ..modeling.vision import bind_vision
 from ..ops import IGNORE_INDEX
 from ..ops.fp8_scaling import DelayedScaling
 from ..parallel.context import context_parallel, context_shard
@@ -75,6 +76,8 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
         if is_verbose(console):
             console.print(f"attention: {name}")
         results["fused"] = fused_check(model, ids, dtype, results["first_step"]["loss"])
+    if run.config.use_kernels and has_image_rows(run.data):
+        bind_vision(model)  # also on CPUs
     plain = make_collator(run.config, run.tokenizer, device)
     isolation = isolate_for_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
