@@ -50,6 +50,9 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _watching_contradictions(config)
     yield from _dataset_contradictions(config)
     yield from _shifted_attention_contradictions(config)
+    if config.vision_cache is True and (trained := [key for key in VISION_KEYS if not getattr(config, key)]):
+        wrong = f"vision_cache: true with {trained[0]}: false, which changes the features in every step"
+        yield "vision_cache", wrong, "remove one of the two"
     if config.storage.rounds:
         yield from _qat_contradictions(config)
     yield from _adapter_contradictions(config) if config.use_peft else _full_fine_tuning_contradictions(config)

@@ -445,6 +445,11 @@ class DataSection(Section):
         description="packing: pixels that the images of a row may have together, as the vision tower reads them;"
         " default: as many as its tokens allow",
     )
+    vision_cache: Literal["auto"] | bool = Field(
+        "auto",
+        description="image rows with frozen tower and projector: compute each image's features once, before training,"
+        " and keep them on disk; auto: for more than one epoch, if they fit",
+    )
     dataset_num_proc: PositiveInt | None = Field(
         None, description="number of processes that tokenize; default: chosen by the amount of data"
     )

@@ -31,6 +31,7 @@ from ..reading.json import read_json
 from ..utils.errors import ConfigError, DataError, ModelError
 from ..utils.files import write_json
 from ..utils.text import brief
+from .image_features import FEATURES, feature_columns
 from .images import ImageSource, opened, require_pillow
 from .turns import Turn
 
@@ -334,6 +335,14 @@ class ImageProcessor:
         _, encoded = self._processed([[Image.new("RGB", (64, 64))]])
         return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in encoded), None)
 
+    def image_columns(self, image: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the inputs of the vision tower for one stored image.
+
+        Raises:
+            DataError: it changed since the rows were prepared.
+        """
+        return self._inputs([[image]], [[self.image_token_id] * image["tokens"]])
+
     def columns(self, images: Sequence[Sequence[Mapping[str, Any]]], input_ids: torch.Tensor) -> dict[str, Any]:
         """Return the model's inputs for the stored images of each row of a batch [B, T].
 
@@ -399,16 +408,18 @@ class ImageProcessor:
         return columns
 
     def _inputs(self, images: Sequence[Sequence[Mapping[str, Any]]], ids: Sequence[list[int]]) -> dict[str, Any]:
-        """Return what the processor makes of the images of texts, without tokens.
+        """Return what the processor makes of the images of texts, without tokens; or features that were made before.
 
         Args:
             ids: tokens of each text, equally many.
         """
         if not any(images):
             return {}
+        if (flat := [image for row in images for image in row]) and flat[0].get(FEATURES):
+            return dict(feature_columns(flat))
         texts = [number for number, row in enumerate(images) if row or self.family.cross_attention]
         pictures = [[opened(image) for image in images[number]] for number in texts]
-        first, *others = [image["location"] for row in images for image in row]
+        first, *others = [image["location"] for image in flat]
         names = f"{first} and {len(others)} more" if others else first
         with answered(f"the processor of {self.origin.name} refuses the images of {names}", error=DataError):
             _, encoded = self._processed(pictures, [ids[number] for number in texts])

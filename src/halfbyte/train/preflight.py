@@ -48,7 +48,7 @@ from . import samples
 from .best_evaluation import BestEvaluation
 from .callbacks import check_trackers, total_steps, training_arguments
 from .hub import check_hub_token
-from .inputs import check_block, notice_small_data, read_data
+from .inputs import check_block, has_image_rows, notice_small_data, read_data
 from .optimizer_checks import (
     check_bits,
     check_host_state,
@@ -113,6 +113,19 @@ class PreparedRun:
             return bool(precompute)
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.degree(*DATA_AXES)
         return reference_is_initial_model(config) or self.total_steps * rows >= len(self.data.train)
+
+    @property
+    def caches_features(self) -> bool:
+        """Whether the features of images are computed once, before training.
+
+        With `auto`: if tower and projector are frozen, and the run uses each row at least twice.
+        """
+        config = self.config
+        if not has_image_rows(self.data) or not config.vision_cache:
+            return False
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        frozen = config.freeze_vision_tower and config.freeze_multi_modal_projector
+        return config.vision_cache is True or (frozen and self.total_steps * rows >= 2 * len(self.data.train))
 
     @property
     def total_steps(self) -> int:

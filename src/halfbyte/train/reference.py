@@ -206,7 +206,7 @@ def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
         *(config.use_kernels, config.attn_implementation, config.padding_free, config.storage, size),
     )
     digest = hashlib.sha256(repr(arithmetic).encode())
-    digest.update(_describe(model).encode())
+    digest.update(describe(model).encode())
     for rows in splits.values():
         table = rows.with_format("arrow")[:]
         for column in ("input_ids", "labels", "seq_lengths"):
@@ -216,21 +216,21 @@ def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if reference_is_initial_model(config) or not tensor.requires_grad:
             digest.update(name.encode())
-            for plain in _plain_tensors(tensor.detach()):
+            for plain in plain_tensors(tensor.detach()):
                 digest.update(plain.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return folder / f"{digest.hexdigest()[:32]}.safetensors"
 
 
-def _describe(model: torch.nn.Module) -> str:
+def describe(model: torch.nn.Module) -> str:
     """Return a model's class and configuration, without paths; with the weights they determine its results."""
     plain = causal_lm_of(model)
     keys = {key: value for key, value in plain.config.to_dict().items() if key not in IGNORED_KEYS}
     return f"{type(plain).__name__} {json.dumps(keys, sort_keys=True, default=str)}"
 
 
-def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors of a tensor: itself, or the codes and scales of a quantized one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
+    return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]

@@ -36,6 +36,7 @@ from ..utils.text import one_line
 from ..utils.waiting import showing_waits
 from . import checks, samples
 from .hub import HubRepository
+from .image_features import with_features
 from .loop import Steps, TrainingLoop, drive, seed_process
 from .preflight import PreparedRun, prepare_run
 from .reference import add_reference
@@ -236,9 +237,11 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
             samples_log.write(0, untrained_answers)
         stepper = pipelined or source.stepper(run, model, verified)
         with (
+            with_features(run, model, rows, held_out, console) as (rows, held_out, features),
             training_context(run, model, console) as count_experts,
             sampled_rollouts(job, model, stepper) as rollouts,
         ):
+            results |= {} if features is None else {"image_features": features}
             loop = TrainingLoop(
                 config=run.config,
                 method=run.method,

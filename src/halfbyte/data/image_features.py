@@ -1,0 +1,61 @@
+"""Features of images that were computed before training: one file per image, read in place of its pixels.
+
+A file has what the model's vision tower and projector gave for the image, and the processor's other columns for it
+(its grid of patches). It is mapped into memory, so that reading a batch copies each feature once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..reading.tensors import read_header, read_tensors
+from ..utils.errors import CheckpointError, DataError
+from ..utils.files import new_file
+
+FEATURES = "features"  # field of a stored image: path of its file. Also its tensor's name, [T, W]
+PIXELS = "pixel_values"  # column of the model that has the features in their place
+
+
+def write_features(path: Path, features: Tensor, columns: Mapping[str, Tensor]) -> None:
+    """Write an image's features [T, W] and its other columns [1, ...] to a new file.
+
+    Raises:
+        TrainingError: the disk is full.
+    """
+    tensors = {FEATURES: features, **columns}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as aside:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, aside)
+
+
+def has_features(path: Path, tokens: int) -> bool:
+    """Return whether a file has the features of an image of `tokens` tokens; False for a damaged one."""
+    if not path.is_file():
+        return False
+    try:
+        shape = read_header(path)[FEATURES]["shape"]
+    except (CheckpointError, KeyError):
+        return False
+    return len(shape) == 2 and shape[0] == tokens
+
+
+def feature_columns(images: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return the model's inputs for stored images with `FEATURES`: `PIXELS` [all tokens, W] and the other columns.
+
+    Raises:
+        DataError: a file is damaged or gone.
+    """
+    files = []
+    for image in images:
+        try:
+            files.append(read_tensors(Path(image[FEATURES])))
+        except CheckpointError as error:
+            raise DataError(error.message, "start the run again, which computes the features again") from error
+    columns = {name: torch.cat([file[name] for file in files]) for name in files[0]}
+    return {PIXELS: columns.pop(FEATURES), **columns}

@@ -1,0 +1,223 @@
+"""Features of images: compute them once before training, cache them for this run and others, release the tower.
+
+A frozen tower with a frozen projector gives the same features in every epoch. Each image is computed by itself, so its
+features do not depend on the batches that it is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, List, Value
+from torch import Tensor, nn
+
+from .. import __version__
+from ..batch import LABELS, model_inputs, to_device
+from ..data.image_features import FEATURES, PIXELS, has_features, write_features
+from ..data.image_processor import ImageProcessor
+from ..data.images import IMAGES, STORED
+from ..data.tables import new_fingerprint
+from ..modeling.architectures import non_text_modules
+from ..modeling.compute_dtype import compute_autocast
+from ..modeling.head import backbone_inputs
+from ..modeling.layer import causal_lm_of
+from ..modeling.vision import VisionOutput, image_outputs, reading_features, release_tower
+from ..utils.console import Console
+from ..utils.errors import DataError, HalfbyteError, ModelError
+from ..utils.files import cache_folder, check_space
+from ..utils.hardware import is_out_of_memory
+from ..utils.notices import notice
+from ..utils.text import one_line, size
+from ..utils.waiting import progress_bars
+from .preflight import PreparedRun
+from .reference import describe, plain_tensors
+from .verify import HIDDEN_TOLERANCE, HIDDEN_TOLERANCE_16
+
+FREE_SHARE = 0.5  # of a disk's free bytes that `vision_cache: auto` may use
+CHECKED_ROWS = 2  # with images, on which the model's outputs from features and from pixels are compared
+OFF = "set vision_cache: false"
+
+
+@contextlib.contextmanager
+def with_features(
+    run: PreparedRun, model: Any, rows: Any, held_out: Any, console: Console
+) -> Iterator[tuple[Any, Any, dict[str, Any] | None]]:
+    """Compute the features of images that are not cached, and have model and rows use them inside.
+
+    The model has no vision tower afterwards.
+
+    Args:
+        rows, held_out: training rows, and held-out rows or None.
+
+    Yields:
+        Training rows and held-out rows whose images name the files of their features, and for checks.json the numbers
+        of images and bytes. If the run uses no cache: the rows as they are, and None.
+
+    Raises:
+        TrainingError: the disk has too little space.
+        ModelError: features of this model cannot be cached.
+        ConfigError: there is no folder for caches.
+    """
+    if not run.caches_features:
+        yield rows, held_out, None
+        return
+    try:
+        cache = _Cache(run, model, [split for split in (rows, held_out) if split is not None])
+        layout, results = cache.fill(console)
+    except HalfbyteError as error:
+        if run.config.vision_cache is True or isinstance(error, DataError):
+            raise
+        notice("vision-cache", f"images are computed in every step: {error.message}")
+        yield rows, held_out, None
+        return
+    with reading_features(model, layout):
+        release_tower(model)
+        yield cache.named(rows), None if held_out is None else cache.named(held_out), results
+
+
+class _Cache:
+    """The features of a run's images.
+
+    Attributes:
+        images: SHA-256 → stored image.
+        folder: of the features that this tower, projector, processor and arithmetic give.
+    """
+
+    def __init__(self, run: PreparedRun, model: Any, splits: list[Dataset]):
+        self.run, self.model, self.splits = run, model, splits
+        self.images = {image["sha256"]: image for rows in self.splits for row in _images(rows) for image in row}
+        self.processor = ImageProcessor(run.config, run.tokenizer)
+        self.folder = cache_folder() / "image-features" / self._key()
+
+    def _key(self) -> str:
+        import PIL
+
+        causal_lm, config, machine = causal_lm_of(self.model), self.run.config, self.run.machine
+        device = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else machine.device.type
+        processor = json.dumps(self.processor.processor.image_processor.to_dict(), sort_keys=True, default=str)
+        arithmetic = (
+            *(__version__, torch.__version__, PIL.__version__, device, machine.compute_dtype),
+            *(config.use_kernels, config.attn_implementation, processor, describe(causal_lm)),
+        )
+        digest = hashlib.sha256(repr(arithmetic).encode())
+        for name in non_text_modules(causal_lm):
+            module: nn.Module = causal_lm.get_submodule(name)
+            for key, tensor in (*module.named_parameters(name), *module.named_buffers(name)):
+                digest.update(f"{key} {tensor.dtype}".encode())
+                for plain in plain_tensors(tensor.detach()):
+                    digest.update(plain.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:32]
+
+    def file(self, key: str) -> Path:
+        """Return the file of an image's features."""
+        return self.folder / key[:2] / f"{key}.safetensors"
+
+    def named(self, rows: Dataset) -> Dataset:
+        """Return rows whose stored images have `FEATURES`, and no bytes."""
+        values = [
+            [{**image, "bytes": None, FEATURES: str(self.file(image["sha256"]))} for image in row]
+            for row in _images(rows)
+        ]
+        stored = List({**STORED.feature, FEATURES: Value("string")})
+        return rows.remove_columns(IMAGES).add_column(IMAGES, values, new_fingerprint=new_fingerprint(), feature=stored)
+
+    def fill(self, console: Console) -> tuple[VisionOutput, dict[str, Any]]:
+        """Compute the features that are missing, and compare the model's outputs on a few rows.
+
+        Returns:
+            The layout of the features, and numbers for checks.json.
+        """
+        start = time.time()
+        rows = self._checked_rows()
+        checked = {image["sha256"] for row in _images(rows) for image in row}
+        missing = [key for key, image in self.images.items() if not has_features(self.file(key), image["tokens"])]
+        layout, features, _ = self._outputs(missing[0] if missing else min(checked))
+        self._check_disk(sum(self.images[key]["tokens"] for key in missing) * features[0].nbytes)
+        with progress_bars("computing image features", console) as progress:
+            task = progress.add_task("computing image features", total=len(missing))
+            for group in ([key for key in missing if key in checked], [key for key in missing if key not in checked]):
+                for key in group:
+                    _, features, columns = self._outputs(key)
+                    write_features(self.file(key), features, {n: v for n, v in columns.items() if n != PIXELS})
+                    progress.advance(task)
+                if checked:
+                    self._compare(rows, layout)
+                    checked.clear()
+        stored = sum(self.file(key).stat().st_size for key in self.images)
+        line = (
+            f"images: features of {len(self.images):,}, {len(missing):,} of them new, {size(stored)} in {self.folder}"
+        )
+        console.print(one_line(f"{line}, {time.time() - start:.1f} s"), soft_wrap=True)
+        numbers = {"images": len(self.images), "computed": len(missing), "bytes": stored}
+        return layout, {**numbers, "folder": str(self.folder)}
+
+    def _checked_rows(self) -> Dataset:
+        """Return the rows with most images."""
+        rows = next(rows for rows in self.splits if any(_images(rows)))
+        counts = [len(row) for row in _images(rows)]
+        numbers = sorted(range(len(counts)), key=lambda number: -counts[number])[:CHECKED_ROWS]
+        return rows.select([number for number in numbers if counts[number]])
+
+    @torch.no_grad()
+    def _outputs(self, key: str) -> tuple[VisionOutput, Tensor, dict[str, Tensor]]:
+        """Return the layout and the features [T, W] of an image, and its columns of the model's forward.
+
+        Raises:
+            ModelError: the model does not give one feature per token.
+        """
+        columns = self.processor.image_columns(self.images[key])
+        self.model.eval()
+        with compute_autocast(self.model, self.run.machine.compute_dtype):
+            layout, features = image_outputs(self.model, to_device(columns, self.run.machine.device))
+        if len(features) != (tokens := self.images[key]["tokens"]):
+            raise ModelError(f"an image has {len(features)} features, and {tokens} tokens", OFF)
+        return layout, features, columns
+
+    def _compare(self, rows: Dataset, layout: VisionOutput) -> None:
+        """Check that the model's hidden states from features are those from pixels, up to rounding.
+
+        Raises:
+            ModelError: they are not.
+        """
+        run, device, dtype = self.run, self.run.machine.device, self.run.machine.compute_dtype
+        collate = run.method.collator(run.config, run.tokenizer, device)
+        from_pixels = self._hidden_states(collate([*rows]))
+        try:
+            with reading_features(self.model, layout):
+                from_features = self._hidden_states(collate([*self.named(rows)]))
+        except Exception as error:  # the model's own code may read the output in any way
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(f"features of images do not fit {type(causal_lm_of(self.model)).__name__}", OFF) from error
+        difference = float((from_features - from_pixels).abs().mean() / from_pixels.abs().mean())
+        if not difference <= HIDDEN_TOLERANCE.get(dtype, HIDDEN_TOLERANCE_16):
+            raise ModelError(
+                f"hidden states from features of images differ by {difference:.3g} from those of pixels", OFF
+            )
+
+    @torch.no_grad()
+    def _hidden_states(self, batch: Mapping[str, Any]) -> Tensor:
+        inputs = backbone_inputs(self.model, model_inputs(to_device(batch, self.run.machine.device), LABELS))
+        with compute_autocast(self.model, self.run.machine.compute_dtype):
+            return causal_lm_of(self.model).base_model(**inputs, use_cache=False).last_hidden_state.float()
+
+    def _check_disk(self, needed: int) -> None:
+        """Check that new features fit on the disk; with `vision_cache: auto`, in a share of its free bytes.
+
+        Raises:
+            TrainingError: they do not.
+        """
+        factor = 1.0 if self.run.config.vision_cache is True else 1 / FREE_SHARE
+        check_space(self.folder / "new", int(factor * needed), f"{OFF}, or HALFBYTE_CACHE to a folder on another disk")
+
+
+def _images(rows: Dataset) -> list[list[dict[str, Any]]]:
+    """Return the stored images of each row."""
+    return list(rows[IMAGES])

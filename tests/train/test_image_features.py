@@ -1,0 +1,153 @@
+"""Features of images that are computed once: a run with them equals a run without, and what misses the cache."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from halfbyte.config import load_config
+from halfbyte.data.image_features import feature_columns
+from halfbyte.data.image_processor import ImageProcessor
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.vision import image_outputs, reading_features, release_tower
+from halfbyte.train import image_features
+from halfbyte.train.preflight import prepare_run
+from halfbyte.train.run import train
+from halfbyte.utils.console import Console
+from halfbyte.utils.errors import ConfigError, TrainingError
+from tests.helpers.image_models import picture, save_image_model, write_image_rows
+
+KEYS = {"max_steps": 4, "per_device_train_batch_size": 4, "load_in_4bit": False}  # two epochs of eight rows
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    save_image_model(tmp_path / "model", "qwen3_vl")
+    write_image_rows(tmp_path)
+    return tmp_path
+
+
+def configured(place, output="out", **keys):
+    keys = {"model_name_or_path": str(place / "model"), "dataset": str(place / "data.jsonl"), "r": 4, "device": "cpu",
+            "output_dir": str(place / output), "dtype": "float32", "max_length": 400} | KEYS | keys  # fmt: skip
+    return load_config(None, keys)
+
+
+def cached(place):
+    return sorted((place / "cache" / "image-features").rglob("*.safetensors"))
+
+
+def prepared(place, **keys):
+    run = prepare_run(configured(place, **keys), writes=False)
+    return run, load_model(str(place / "model"), load_in_4bit=False, device="cpu", dtype="float32")
+
+
+def filled(place, **keys):
+    """Fill the cache of a run; its model, the layout, and the numbers for checks.json."""
+    run, model = prepared(place, **keys)
+    cache = image_features._Cache(run, model, [run.data.train])
+    return (cache, model, *cache.fill(Console(quiet=True)))
+
+
+@pytest.mark.slow
+def test_a_run_with_features_equals_a_run_without(place):
+    """The features of the second run are the first one's; also a resumed run reads them."""
+    for name, keys in (("without", {"vision_cache": False}), ("with", {}), ("again", {"vision_cache": True})):
+        train(configured(place, name, **keys, eval_split_size=2, save_steps=2, save_total_limit=None))
+    adapters = [load_file(place / name / "adapter/adapter_model.safetensors") for name in ("without", "with", "again")]
+    for key, value in adapters[1].items():
+        assert torch.equal(adapters[2][key], value)
+        torch.testing.assert_close(adapters[0][key], value, rtol=1e-3, atol=1e-5)  # a batch of images rounds otherwise
+    computed = [json.loads((place / name / "checks.json").read_text()).get("image_features") for name in
+                ("without", "with", "again")]  # fmt: skip
+    assert computed[0] is None
+    assert (computed[1]["images"], computed[1]["computed"], computed[2]["computed"]) == (7, 7, 0)
+    shutil.rmtree(place / "with" / "checkpoint-4")
+    train(configured(place, "with", eval_split_size=2), resume=str(place / "with" / "checkpoint-2"))
+    resumed = load_file(place / "with" / "adapter/adapter_model.safetensors")
+    assert all(torch.equal(resumed[key], value) for key, value in adapters[1].items())
+
+
+def test_features_are_bits_of_the_tower_and_give_the_loss_of_pixels(place, monkeypatch):
+    cache, model, layout, numbers = filled(place)
+    assert numbers["computed"] == len(cached(place)) == 7
+    processor = ImageProcessor(cache.run.config, cache.run.tokenizer)
+    for key, image in cache.images.items():
+        with torch.no_grad():
+            _, features = image_outputs(model, processor.image_columns(image))
+        stored = load_file(cache.file(key))
+        assert torch.equal(stored["features"], features)
+        assert features.shape == (image["tokens"], 3 * 64)  # two layers of deepstack
+    rows = [*cache.run.data.train]
+    collate = cache.run.method.collator(cache.run.config, cache.run.tokenizer)
+    expected = causal_lm_loss(model, collate(rows))[0]
+    monkeypatch.setattr("halfbyte.data.image_processor.opened", None)  # nothing is decoded
+    batch = collate([*cache.named(cache.run.data.train)])
+    with reading_features(model, layout):
+        release_tower(model)
+        assert not any("visual" in name for name, _ in model.named_parameters())
+        assert causal_lm_loss(model, batch)[0].item() == pytest.approx(expected.item(), rel=1e-6)
+    images = [image for row in cache.named(cache.run.data.train)["images"] for image in row]
+    assert torch.equal(batch["image_grid_thw"], feature_columns(images)["image_grid_thw"])
+
+
+def test_a_changed_pixel_size_tower_or_limit_misses_the_cache(place):
+    filled(place)
+    changes = [
+        lambda: picture(10, 69, 70).save(place / "pictures/1-0.png"),
+        lambda: Image.open(place / "pictures/1-0.png").resize((80, 60)).save(place / "pictures/1-0.png"),
+    ]
+    for count, change in enumerate(changes, 8):
+        change() if count == 9 else _change_pixel(place / "pictures/1-0.png")
+        assert filled(place)[3]["computed"] == 1
+        assert len(cached(place)) == count
+    assert filled(place, image_max_pixels=64**2)[3]["computed"] == 7
+    model = load_model(str(place / "model"), load_in_4bit=False, device="cpu", dtype="float32")
+    model.model.visual.blocks[0].attn.qkv.bias.data[3] += 1
+    model.save_pretrained(place / "model")
+    assert filled(place)[3]["computed"] == 7
+
+
+def _change_pixel(path):
+    image = Image.open(path)
+    image.putpixel((3, 3), tuple(255 - value for value in image.getpixel((3, 3))))
+    image.save(path)
+
+
+def test_damaged_files_are_computed_again(place):
+    filled(place)
+    first, second, *_ = cached(place)
+    first.write_bytes(first.read_bytes()[:-9])
+    second.unlink()
+    assert filled(place)[3]["computed"] == 2
+
+
+def test_a_full_disk_stops_the_run_or_leaves_the_cache_out(place, monkeypatch):
+    class Full:
+        total, free = 10**9, 1000
+
+    monkeypatch.setattr("halfbyte.utils.files.shutil.disk_usage", lambda folder: Full)
+    for chosen in ("auto", True):
+        run, model = prepared(place, vision_cache=chosen)
+        context = image_features.with_features(run, model, run.data.train, None, Console(quiet=True))
+        if chosen is True:
+            with pytest.raises(TrainingError, match="HALFBYTE_CACHE"):
+                context.__enter__()
+            continue
+        with context as (rows, _, results):
+            assert results is None
+            assert rows is run.data.train
+    assert not cached(place)
+
+
+def test_auto_caches_frozen_features_for_two_epochs(place):
+    for keys, caches in (({}, True), ({"max_steps": 3}, False), ({"max_steps": 1, "vision_cache": True}, True),
+                         ({"freeze_vision_tower": False}, False), ({"vision_cache": False}, False)):  # fmt: skip
+        assert prepare_run(configured(place, **keys), writes=False).caches_features == caches, keys
+    with pytest.raises(ConfigError, match="vision_cache"):
+        configured(place, vision_cache=True, freeze_vision_tower=False)
