@@ -89,8 +89,9 @@ def test_packed_documents_equal_themselves_alone(name, models):
             prepared(models(name)[1], packing=True)
         return
     model, folder = models(name)
-    _, alone, pad = prepared(folder)
-    config, rows, collate = prepared(folder, packing=True)
+    length = 400 if name in KINDS else 900
+    _, alone, pad = prepared(folder, max_length=length)
+    config, rows, collate = prepared(folder, packing=True, max_length=length)
     assert max(len(row["seq_lengths"]) for row in rows) > 2
     assert max(len(row["images"]) for row in rows) > 3
     isolation = isolate_for_run(model, config, collate, rows)
