@@ -31,6 +31,7 @@ from tests.helpers.image_models import KINDS, NEEDS_TORCHVISION, save_image_mode
 # Where positions that restart do not isolate documents: linear attention, and Gemma 3's images, which see themselves.
 METHODS = {"gemma3": "masks", "qwen3_5": "bounds", "qwen3_5_moe": "bounds"}
 CROSS_ATTENTION = ("mllama",)
+FLOAT32_ROUTERS = ("glm4v_moe",)  # the sums of their GEMM in float32 depend on the number of tokens
 FAST = (*KINDS, "qwen3_5", "mllama")
 FAMILIES = [
     pytest.param(
@@ -102,7 +103,8 @@ def test_packed_documents_equal_themselves_alone(name, models):
     try:
         together = documents(rows, logits(model, collate(rows)))
         for row in alone:
-            assert torch.equal(together[tuple(row["input_ids"])], logits(model, pad([row]))[0])
+            packed, own = together[tuple(row["input_ids"])], logits(model, pad([row]))[0]
+            torch.testing.assert_close(packed, own, rtol=0, atol=1e-5 if name in FLOAT32_ROUTERS else 0)
     finally:
         model.float()
         packing.remove_isolation(model)
