@@ -398,6 +398,7 @@ class _Planner:
             optimizer=self.optimizer * trained.bytes // max(self.trained.bytes * self.slices, 1),
             activations=transient - logits,
             logits=logits,
+            vision=self.shapes.vision_bytes(transient - self._image_bytes, {*choice.levels} != {"keep"}),
             graphs=graphs,
             runtime=runtime + GRAPH_RUNTIME * choice.graphs,
             activation_checkpointing=set(choice.levels) != {"keep"},

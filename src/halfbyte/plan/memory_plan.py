@@ -20,6 +20,7 @@ COMPONENT_NAMES = {  # in the order of allocation: process, loading, training
     "optimizer": "optimizer",
     "activations": "activations",
     "logits": "logits",
+    "vision": "images",
     "graphs": "outside CUDA graphs",
     "rollouts": "rollouts beyond a step",
 }
@@ -86,6 +87,7 @@ class MemoryPlan:
     device: str
     capacity_bytes: int
     levels: tuple[Level, ...] = ()
+    vision: int = 0  # of vision tower and projector, beyond activations that are allocated after them; and features
     graphs: int = 0  # allocations outside of the CUDA graphs' pool, which is as large as activations and logits
     use_graphs: bool = False
     rough: bool = False
@@ -103,8 +105,8 @@ class MemoryPlan:
     host_share: int | None = None
 
     COMPONENTS: ClassVar = (
-        *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs"),
-        *("rollouts", "runtime"),
+        *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "vision"),
+        *("graphs", "rollouts", "runtime"),
     )
 
     @property

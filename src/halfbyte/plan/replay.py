@@ -13,7 +13,7 @@ import contextlib
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -126,7 +126,7 @@ def own_error(model: Any) -> RuntimeError | None:
         model: transformers causal LM on the meta device; it must not be used afterwards.
     """
     with silent(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        _give_shapes_a_device(model)
+        give_shapes_a_device(model)
         try:
             model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False)
         except NO_SHAPES:
@@ -155,7 +155,7 @@ def replay(
         bytes_to_round(format_, target.type)  # measured while tensors still have data
     with silent(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        _give_shapes_a_device(model)
+        give_shapes_a_device(model)
         ledger = Ledger()
         if target.patched:
             with kernels(ledger, target.type):  # DoRA's norms read the weights
@@ -388,12 +388,16 @@ def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, target: Target) 
         return _ChunkedLoss.apply(head.softcap, chunk, labels, hidden, weight, *adapter)
 
 
-def _give_shapes_a_device(model: nn.Module) -> None:
-    """Replace meta tensors with fake CPU tensors: autocast and attention read the device."""
+def give_shapes_a_device(model: nn.Module, make: Callable[..., Tensor] = torch.empty) -> None:
+    """Replace meta tensors with fake CPU tensors: autocast and attention read the device.
+
+    Args:
+        make: returns the new tensors, which outside of fake tensors are real.
+    """
     replacements: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return make(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def replacement(tensor: Any) -> Any:
         if isinstance(tensor, QuantizedTensor):

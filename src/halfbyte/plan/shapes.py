@@ -51,6 +51,7 @@ from ..utils.hardware import compute_dtype, onednn_beats_mkl
 from ..utils.notices import notice, silent
 from .rank import Frozen
 from .replay import NO_SHAPES, LayerBytes, Step, Target, own_error, replay
+from .vision import BatchImages, vision_peak
 
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc overhead
@@ -87,6 +88,7 @@ class ModelShapes:
     def __init__(self, config: RunKeys, model_config: Any, device: torch.device, tensor: int = 1):
         self.config, self.device = config, device
         self.rough = False  # whether activations were only estimated
+        self.images: BatchImages | None = None  # those of the data, once it is read
         self.dtype = dtype_named(self.config.precision.compute, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
         with torch.device("meta"):
@@ -325,6 +327,29 @@ class ModelShapes:
         layers = tuple(layer for step in steps for layer in step.layers[min(1, depth - 1) :])
         left_out = sum(self.layer_gradients()[len(steps[0].layers) :]) * self._copy_ratio()
         return replace(steps[-1], initial=steps[-1].initial + int(left_out), layers=layers)
+
+    def vision_bytes(self, transient: int, checkpointed: bool) -> int:
+        """Bytes of vision tower, projector and features of `images`, beyond those of the language model, `transient`.
+
+        A frozen tower frees what it allocates before the language model runs.
+        """
+        if self.images is None:
+            return 0
+        width = self.text_config.hidden_size * self.dtype.itemsize
+        features = self.images.tokens * width
+        parts = map(self.causal_lm.get_submodule, non_text_modules(self.causal_lm))
+        trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
+        peak = self._vision_peak(trained and checkpointed)
+        return features + (peak if trained else max(peak - transient, 0))
+
+    @cached_method
+    def _vision_peak(self, checkpointed: bool) -> int:
+        assert self.images is not None
+        try:
+            return vision_peak(self.model, self.images, self.dtype, checkpointed)
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # of the model's own code
+            notice("image-memory", f"the memory plan does not count the vision tower's activations: {error}")
+            return 0
 
     def attention(self, batch: Shape) -> Implementation | None:
         """Implementation that needs a stand-in in the replay; None if the model's own code allocates the same.

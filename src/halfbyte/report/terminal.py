@@ -57,6 +57,7 @@ MEMORY_PARTS = {
         ("optimizer", "yellow", "o"),
         ("activations", "magenta", "A"),
         ("logits", "red", "l"),
+        ("vision", "bright_yellow", "i"),
         ("graphs", "bright_magenta", "G"),
         ("rollouts", "bright_cyan", "R"),
     )

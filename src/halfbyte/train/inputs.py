@@ -23,7 +23,7 @@ from ..config.initialisations import read_by
 from ..config.methods import TASKS
 from ..config.policy import DISTILLING, SAMPLING
 from ..data.batches import largest_id, longest_row
-from ..data.image_processor import PIXEL_KEYS
+from ..data.image_processor import PIXEL_KEYS, ImageProcessor
 from ..data.images import IMAGES
 from ..data.prepare import PreparedData
 from ..data.tables import digest_of_rows
@@ -34,6 +34,7 @@ from ..modeling.architectures import FREEZE_PROJECTOR, FREEZE_TOWER, check_token
 from ..modeling.task_models import check_task_model
 from ..modeling.tiny_model import check_positions
 from ..plan.shapes import ModelShapes
+from ..plan.vision import BatchImages
 from ..reading.files import open_bytes
 from ..report.terminal import print_data
 from ..rewards.reward_models import find_reward_models
@@ -233,12 +234,30 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
     for applies, key, reason, fix in refusals:
         if applies:
             raise ConfigError(f"{key}: the rows have images, which are not trained with {reason}", fix)
-    notice("image-memory", "the memory plan does not count the vision tower's activations for the images of a batch")
 
 
 def has_image_rows(data: PreparedData) -> bool:
     """Return whether rows of a run have images."""
     return any(IMAGES in rows.column_names for rows in (data.train, data.eval) if rows is not None)
+
+
+def most_images(
+    config: RunConfig, data: PreparedData, tokenizer: PreTrainedTokenizerBase, cached: bool
+) -> BatchImages | None:
+    """Return the images of the micro-batch that can have most, for the memory plan; None if no row is left with one.
+
+    Args:
+        cached: whether their features are computed before training.
+    """
+    splits = [rows for rows in (data.train, data.eval) if rows is not None and IMAGES in rows.column_names]
+    counts = [sorted((sum(image["tokens"] for image in row) for row in rows[IMAGES]), reverse=True) for rows in splits]
+    images = (image for rows in splits for row in rows[IMAGES] for image in row)
+    largest = max(images, key=lambda image: image["tokens"], default=None)
+    if largest is None:
+        return None
+    tokens = data.answers * max(sum(values[: config.per_device_train_batch_size]) for values in counts)
+    columns = ImageProcessor(config, tokenizer).image_columns(largest)
+    return BatchImages(columns, largest["tokens"], tokens, cached)
 
 
 def longest_text(data: PreparedData) -> int:

@@ -48,7 +48,7 @@ from . import samples
 from .best_evaluation import BestEvaluation
 from .callbacks import check_trackers, total_steps, training_arguments
 from .hub import check_hub_token
-from .inputs import check_block, has_image_rows, notice_small_data, read_data
+from .inputs import check_block, has_image_rows, most_images, notice_small_data, read_data
 from .optimizer_checks import (
     check_bits,
     check_host_state,
@@ -116,20 +116,24 @@ class PreparedRun:
 
     @property
     def caches_features(self) -> bool:
-        """Whether the features of images are computed once, before training.
-
-        With `auto`: if tower and projector are frozen, and the run uses each row at least twice.
-        """
-        config = self.config
-        if not has_image_rows(self.data) or not config.vision_cache:
-            return False
-        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
-        frozen = config.freeze_vision_tower and config.freeze_multi_modal_projector
-        return config.vision_cache is True or (frozen and self.total_steps * rows >= 2 * len(self.data.train))
+        """Whether the features of images are computed once, before training."""
+        return caches_features(self.config, self.data, self.total_steps)
 
     @property
     def total_steps(self) -> int:
         return total_steps(self.config, len(self.data.train), self.mesh.degree(*DATA_AXES))
+
+
+def caches_features(config: RunConfig, data: PreparedData, steps: int) -> bool:
+    """Return whether a run of `steps` steps computes the features of images once, before training.
+
+    With `auto`: if tower and projector are frozen, and the run uses each row at least twice.
+    """
+    if not has_image_rows(data) or not config.vision_cache:
+        return False
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    frozen = config.freeze_vision_tower and config.freeze_multi_modal_projector
+    return config.vision_cache is True or (frozen and steps * rows >= 2 * len(data.train))
 
 
 def prepare_run(
@@ -205,6 +209,8 @@ def prepare_run(
     notice_unsharded_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, data_parallel_degree)
+    if plan is None and has_image_rows(data):
+        shapes.images = most_images(config, data, tokenizer, caches_features(config, data, steps))
     if plan is None:
         planned, shapes = _all_adapters(config, shapes, files, together) if together else (config, shapes)
         plan = plan_memory(planned, files, machine, data, shapes, mesh, layout, console, checkpoint, capacity_bytes)

@@ -25,6 +25,7 @@ from ..loading.tokenizers import start_new_tokens
 from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_free_memory, return_large_blocks
 from ..mesh.mesh import SHARD_AXES
 from ..methods.answers import turn_dropout_off
+from ..modeling.architectures import FREEZE_TOWER, vision_parts
 from ..modeling.attention import cudnn_lengths
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.layer import decoder_layers
@@ -157,6 +158,9 @@ def with_adapter(run: PreparedRun, model: Any, initial: AdapterInitialiser | Ini
         turn_dropout_off(model)
     if run.plan.activation_checkpointing and not run.plan.levels:
         enable_checkpointing(model)
+    elif run.plan.activation_checkpointing and not run.config.freeze_vision_tower:
+        for name in vision_parts(model)[FREEZE_TOWER]:
+            enable_checkpointing(model.get_submodule(name))
     if adapter:
         start_new_tokens(model, run.config, run.tokenizer)
         labels = head_size(run.config)

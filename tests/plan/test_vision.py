@@ -1,0 +1,96 @@
+"""Bytes of vision towers in the memory plan, against allocations and saved tensors on a CPU."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from halfbyte.adapters.lora import add_adapter
+from halfbyte.config import load_config
+from halfbyte.data.collate import make_collator
+from halfbyte.data.prepare import prepare
+from halfbyte.loading.find import load_model_config
+from halfbyte.loading.load import load_model
+from halfbyte.loading.tokenizers import load_run_tokenizer
+from halfbyte.modeling.transformers_versions import enable_checkpointing
+from halfbyte.modeling.vision import bind_vision
+from halfbyte.plan.ledger import Ledger
+from halfbyte.plan.shapes import ModelShapes
+from halfbyte.plan.vision import vision_peak
+from halfbyte.train.inputs import most_images
+from halfbyte.train.preflight import prepare_run
+from tests.helpers.image_models import save_image_model, write_image_rows
+
+ROWS = 3
+
+
+def configured(folder, **keys):
+    keys = {"model_name_or_path": str(folder), "dataset": str(folder / "data.jsonl"), "output_dir": str(folder / "out"),
+            "device": "cpu", "dtype": "float32", "r": 4, "load_in_4bit": False, "max_length": 400,
+            "per_device_train_batch_size": ROWS} | keys  # fmt: skip
+    return load_config(None, keys)
+
+
+def measured(config, tokenizer, data, checkpointed):
+    """Highest bytes of tower and projector for the rows with most image tokens, and bytes saved for backward."""
+    rows = sorted(data.train, key=lambda row: -sum(image["tokens"] for image in row["images"]))[:ROWS]
+    batch = make_collator(config, tokenizer)(rows)
+    model = load_model(config.model_name_or_path, load_in_4bit=False, device="cpu", dtype="float32")
+    model = add_adapter(model, config).train()
+    bind_vision(model)
+    backbone = model.get_base_model().model
+    if checkpointed:
+        enable_checkpointing(backbone.visual)
+    inputs = {name: batch[name] for name in ("pixel_values", "image_grid_thw") if name in batch}
+    ledger, saved = Ledger(), {}
+    ledger.ignore(iter((*model.parameters(), *model.buffers(), *inputs.values())))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    ledger.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with ledger, saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = backbone.get_image_features(**inputs)
+        if not config.freeze_vision_tower:
+            named = (output.pooler_output, getattr(output, "deepstack_features", None))
+            sum(leaf.float().sum() for leaf in tree_leaves(named) if isinstance(leaf, torch.Tensor)).backward()
+    return ledger.peak, sum(saved.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen", "checkpointed"),
+    [("qwen2_5_vl", True, False), ("qwen2_5_vl", False, False), ("qwen2_5_vl", False, True),
+     ("qwen3_vl", False, False), ("llava", True, False), ("llava", False, False)],
+)  # fmt: skip
+def test_planned_bytes_are_those_that_the_tower_allocates(name, frozen, checkpointed, tmp_path):
+    save_image_model(tmp_path, name)
+    write_image_rows(tmp_path)
+    config = configured(tmp_path, freeze_vision_tower=frozen)
+    tokenizer = load_run_tokenizer(config)
+    data = prepare(config, tokenizer)
+    shapes = ModelShapes(config, load_model_config(str(tmp_path)), torch.device("cpu"))
+    images = most_images(config, data, tokenizer, cached=False)
+    peak, saved = measured(config, tokenizer, data, checkpointed)
+    planned = vision_peak(shapes.model, images, torch.float32, checkpointed)
+    assert planned == pytest.approx(peak, rel=0.05)
+    assert saved == 0 if frozen else 0 < saved < planned
+
+
+def test_the_plan_has_a_line_for_images(tmp_path):
+    """A frozen tower frees its bytes before the language model runs; a cached one computes one image at a time."""
+    save_image_model(tmp_path, "qwen2_5_vl")
+    write_image_rows(tmp_path)
+    plans = {name: prepare_run(configured(tmp_path, max_steps=9, **keys), writes=False).plan for name, keys in (
+        ("frozen", {"vision_cache": False}), ("cached", {}), ("trained", {"freeze_vision_tower": False}))}  # fmt: skip
+    features = plans["cached"].vision
+    assert 0 < features <= plans["frozen"].vision < plans["trained"].vision
+    assert plans["trained"].predicted()["vision"] == plans["trained"].vision
+    text = configured(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"text": "no image"}\n' * 4)
+    assert prepare_run(text, writes=False).plan.vision == 0
