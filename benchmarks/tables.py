@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "docs" / "formats.md", ROOT / "README.md")
-NAMES = {"Qwen2_5_VL": "Qwen2.5-VL (text part)", "Qwen2Moe": "Qwen2-MoE", "Qwen3Moe": "Qwen3-MoE", "Phi3": "Phi-3",
+NAMES = {"Qwen2_5_VL": "Qwen2.5-VL (text part)", "Qwen3VL": "Qwen3-VL (text part)",
+         "Qwen2Moe": "Qwen2-MoE", "Qwen3Moe": "Qwen3-MoE", "Phi3": "Phi-3",
          "Gemma2": "Gemma 2", "Gemma3": "Gemma 3 (with images: the text part)", "Ministral3": "Ministral 3",
          "Olmo2": "OLMo 2", "Olmo3": "OLMo 3", "SeedOss": "Seed-OSS", "Exaone4": "EXAONE 4",
          "Cohere2": "Command R7B and A",
@@ -92,7 +93,7 @@ def decodes(row: Family) -> bool:
 
     For gpt-oss only if its experts are quantized: in 16 bits they would be copied.
     """
-    return row.patched and not row.own_layer and row.gguf.text_alone
+    return row.patched and not row.own_layer and row.qk_norm != "shared"
 
 
 def card_table(result: dict[str, Any]) -> str:

@@ -137,6 +137,20 @@ MULTIMODAL = {
         "video_token_id": IMAGE - 1,
         "vision_start_token_id": IMAGE - 2,
     },
+    "Qwen3VL": {
+        "text_config": SHAPE | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        "vision_config": VISION
+        | {
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+        "image_token_id": IMAGE,
+        "video_token_id": IMAGE - 1,
+        "vision_start_token_id": IMAGE - 2,
+    },
 }
 
 

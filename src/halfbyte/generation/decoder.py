@@ -6,7 +6,7 @@ Subclasses own the cache: `engine.StaticEngine` a static key-value cache, `paged
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..autograd.attention import score_mod_attention, supports_scores
 from ..mesh.sharded_linears import is_tensor_parallel
+from ..modeling.architectures import text_model
 from ..modeling.compute_dtype import compute_dtype_of
 from ..modeling.families import SILU, config_scale
 from ..modeling.head import head_from_config
@@ -27,6 +28,7 @@ from ..ops.rope import qk_norm_rope, rope_
 from ..parallel.shard.model import sharded
 from .adapters import Unsupported, module_of
 from .delta_net import DeltaNet, is_delta_net
+from .images import ImagePrompt
 from .linears import Linears
 from .mlp import DenseMLP, MoEBlock
 from .structure import structure_of
@@ -162,6 +164,9 @@ Recur = Callable[[int, DeltaNetLayer, Tensor], Tensor]
 class Decoder:
     """The forward of a family in `families`, without the cache.
 
+    Attributes:
+        bidirectional_images: the tokens of an image attend to each other in both directions.
+
     Args:
         model: a causal LM, or a PeftModel around one.
         adapters: the adapter of each row (None: the base), or a single entry for any number of rows.
@@ -174,10 +179,12 @@ class Decoder:
 
     def __init__(self, model: Any, adapters: Sequence[str | None], positions: int, unpacked: bool = False):
         causal = causal_lm_of(model)
-        views, backbone = _views(causal, adapters), module_of(causal.model, adapters)
+        views, backbone = _views(causal, adapters), module_of(text_model(causal), adapters)
         self.structure = structure_of(causal)
         self.embed, self.norm = module_of(backbone.embed_tokens, adapters), module_of(backbone.norm, adapters)
         self.family = views[0].family
+        named = self.family.package == causal.config.model_type  # a text model inside of another family is causal
+        self.bidirectional_images = self.family.bidirectional_images and named
         self.embedding_scale = config_scale(self.family.embedding_scale, backbone.config)
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype, unpacked)
@@ -191,7 +198,8 @@ class Decoder:
         ropes = {layer.attention.rope for layer in self.attention_layers}
         self.rotary = module_of(backbone.rotary_emb, adapters)
         self.frequencies = [buffer.clone() for buffer in self.rotary.buffers()]
-        self.ropes = {rope: self._rope(self.rotary, rope, positions) for rope in ropes}
+        counted = torch.arange(positions, device=self.device)
+        self.ropes = {rope: self._rope(self.rotary, rope, counted) for rope in ropes}
 
     @torch.inference_mode()
     def renew(self, model: Any) -> bool:
@@ -209,33 +217,45 @@ class Decoder:
             return False
         return self.head.renew() and all(layer.renew() for layer in self.layers)
 
-    def _rope(self, rotary: Any, layer_type: str | None, positions: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [S, R] of all positions."""
-        position_ids = torch.arange(positions, device=self.device).unsqueeze(0)
+    def _rope(self, rotary: Any, layer_type: str | None, positions: Tensor) -> Angles:
+        """Return cos and sin [T, R] of positions int64 [T], or [3, T] of M-RoPE."""
+        position_ids = positions.unsqueeze(-2)
         if hasattr(rotary, "mrope_section"):
-            position_ids = position_ids.expand(3, -1, -1)  # time, height and width; equal for text
+            position_ids = position_ids.expand(3, 1, -1)  # time, height and width; equal for text
         x = torch.empty(0, dtype=self.dtype, device=self.device)
         cos, sin = rotary(x, position_ids) if layer_type is None else rotary(x, position_ids, layer_type)
         return cos[0], sin[0]
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        embedded = self.embed(tokens).to(self.dtype)
-        return embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
+        return self._scaled(self.embed(tokens))
+
+    def _scaled(self, embeddings: Tensor) -> Tensor:
+        embeddings = embeddings.to(self.dtype)
+        return embeddings if self.embedding_scale == 1 else embeddings * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [B, V] of hidden states [B, 1, D]."""
         return self.to_logits(self.head(hidden)[0][:, 0])
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, recur: Recur) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, recur: Recur, images: Mapping[int, ImagePrompt] = {}
+    ) -> Tensor:
         """Return hidden states [B, T, D] of tokens and positions [B, T].
 
         Args:
+            images: row → its prompt with images, which takes the last of its tokens.
             attend: applies RoPE, stores the new keys and values, and computes attention: (layer number, layer, q
                 [B, Hq, T, D], k and v [B, Hk, T, D], cos and sin) → [B, Hq, T, D].
             recur: token mixer of layers with a recurrent state: (layer number, layer, x) → input of `out`.
         """
         ropes = {layer_type: (cos[positions], sin[positions]) for layer_type, (cos, sin) in self.ropes.items()}
         branch, residual = self.embedded(tokens), None
+        for row, prompt in images.items():
+            branch[row, -len(prompt.image) :] = self._scaled(prompt.embeddings)
+            if prompt.positions is not None:
+                for layer_type, angles in ropes.items():
+                    for rows, new in zip(angles, self._rope(self.rotary, layer_type, prompt.positions), strict=True):
+                        rows[row, -len(prompt.image) :] = new
         for number, layer in enumerate(self.layers):
             first, second = layer.halves
             x, stream = self.normed(first.norm, branch, residual)
@@ -249,9 +269,12 @@ class Decoder:
             branch = self._branch_output(first, layer.out(out)[0])
             if self.family.parallel:
                 branch, residual = branch + self._branch_output(second, layer.mlp(x)), stream
-                continue
-            x, residual = self.normed(second.norm, branch, stream)
-            branch = self._branch_output(second, layer.mlp(x))
+            else:
+                x, residual = self.normed(second.norm, branch, stream)
+                branch = self._branch_output(second, layer.mlp(x))
+            for row, prompt in images.items():
+                if number < len(prompt.added):
+                    branch[row, -len(prompt.image) :][prompt.image >= 0] += prompt.added[number].to(self.dtype)
         return self.normed(self.norm, branch, residual)[0]
 
     def normed(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -317,11 +340,13 @@ def _views(causal: Any, adapters: Sequence[str | None]) -> list[LayerView]:
     """
     if sharded(causal) is not None:
         raise Unsupported("its layers are sharded over processes")
-    backbone = module_of(getattr(causal, "model", None), adapters)
+    backbone = module_of(text_model(causal), adapters)
     layer_views = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
     views = [view for view in layer_views if isinstance(view, LayerView)]
     if backbone is None or not views or len(views) < len(layer_views):
         raise Unsupported(f"halfbyte does not support the family of {type(causal).__name__}")
+    if views[0].family.qk_norm == "shared":
+        raise Unsupported(f"{type(causal).__name__} normalises queries and keys without weights")
     config = backbone.config
     if getattr(config, "use_bidirectional_attention", False):
         raise Unsupported("its attention is bidirectional")

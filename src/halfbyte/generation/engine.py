@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +37,7 @@ from .decoder import (
     scored_attention,
 )
 from .delta_net import Rows
+from .images import ImagePrompt, PromptImages
 from .row_groups import Engine, RowGroups, WatchPrompt
 from .schedule import page_count
 from .stock import stock_engine
@@ -79,6 +80,8 @@ class StaticEngine(Decoder):
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.padding = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self.shift = torch.zeros(batch, dtype=torch.int32, device=self.device)  # see `ImagePrompt.shift`
+        self.shifted = False
         self.slots = slots
         self.steps = 0
         self.last_logits = torch.empty(0)
@@ -123,8 +126,17 @@ class StaticEngine(Decoder):
         hidden = torch.empty(batch, self.embed.weight.shape[1], dtype=self.dtype, device=self.device)
         return one_launch(hidden, Stack(layers, first.attention.heads, *shared))
 
+    def prefill(
+        self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None, images: Mapping[int, PromptImages] = {}
+    ) -> Tensor:
+        prompts = {row: prompt.embed(tokens[row, int(padding[row]) :]) for row, prompt in images.items()}
+        return self._prefill(tokens, padding, watch, prompts)
+
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
+    def _prefill(
+        self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None, images: Mapping[int, ImagePrompt]
+    ) -> Tensor:
+        self._place_later_tokens([images[row].shift if row in images else 0 for row in range(len(tokens))])
         length = prompt_slots(tokens.shape[1], self.device)
         extra = length - tokens.shape[1]
         tokens, padding = F.pad(tokens, (extra, 0)), padding + extra
@@ -144,6 +156,9 @@ class StaticEngine(Decoder):
             seen = (slots <= slots.unsqueeze(1)) & (slots >= padding.view(-1, 1, 1))
             if window is not None:
                 seen &= slots > slots.unsqueeze(1) - window
+            for row, prompt in images.items() if self.bidirectional_images else ():
+                image = F.pad(prompt.image, (length - len(prompt.image), 0), value=-1)
+                seen[row] |= (image == image.unsqueeze(1)) & (image >= 0)
             masks[window] = (seen | (slots == slots.unsqueeze(1))).unsqueeze(1)  # padding sees itself: no NaN
 
         documents = self._spans(slots)
@@ -156,9 +171,10 @@ class StaticEngine(Decoder):
             else:
                 for cache, new in zip(self.caches[number], (k, v), strict=True):
                     store(cache, slots, new)
-            scored = scored_attention(layer, q, k, v, documents)
-            if scored is not None:
-                return scored
+            if not (images and self.bidirectional_images):
+                scored = scored_attention(layer, q, k, v, documents)
+                if scored is not None:
+                    return scored
             mask = masks[layer.attention.window]
 
             def attend_rows(rows: slice, begin: int) -> Tensor:
@@ -175,6 +191,7 @@ class StaticEngine(Decoder):
             positions,
             attend,
             lambda number, layer, x: layer.inputs.prompts(x, recurrent_rows, self.caches[number]),
+            images,
         )
         if watch is not None:
             at_once = max(1, WATCHED_LOGITS // (len(tokens) * self.embed.weight.shape[0]))
@@ -183,6 +200,12 @@ class StaticEngine(Decoder):
                 logits = self.logits(chunk.flatten(0, 1).unsqueeze(1)).unflatten(0, chunk.shape[:2])
                 watch(range(len(tokens)), begin - extra, logits)
         return self.logits(hidden[:, -1:])
+
+    def _place_later_tokens(self, shifts: list[int]) -> None:
+        """Set the shift of each row's later tokens; a captured step is dropped where it computes others."""
+        self.shift.copy_(torch.tensor(shifts))
+        if self.shifted != any(shifts):
+            self.shifted, self.graph, self.steps = any(shifts), None, 0
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -199,7 +222,7 @@ class StaticEngine(Decoder):
 
     def _step(self) -> Tensor:
         self.slot.add_(1)
-        if self.one_launch is not None:
+        if self.one_launch is not None and not self.shifted:
             hidden = self.one_launch(self.embedded(self.tokens)).unsqueeze(1)
             return self.logits(self.normed(self.norm, hidden)[0])
         end = prompt_slots(int(self.slot) + 1, self.device) if self.device.type == "cpu" else None
@@ -234,7 +257,8 @@ class StaticEngine(Decoder):
         def recur(number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
             return layer.inputs.step(x, self.caches[number], self.seats)
 
-        return self.logits(self.forward(self.tokens.unsqueeze(1), positions.unsqueeze(1), attend, recur))
+        rotated = (positions + self.shift).unsqueeze(1)
+        return self.logits(self.forward(self.tokens.unsqueeze(1), rotated, attend, recur))
 
     def _prompts(self, padding: list[int], length: int) -> Prompts:
         """Return where the tokens of prompts of `length` slots belong in a cache in 4 bits."""

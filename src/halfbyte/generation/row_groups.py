@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .images import PromptImages
 
 # Rows, the first column, and the logits [rows, P, V] of these rows from that column of the prompts on.
 WatchPrompt = Callable[[Sequence[int], int, Tensor], None]
@@ -15,11 +17,14 @@ WatchPrompt = Callable[[Sequence[int], int, Tensor], None]
 class Engine(Protocol):
     """An engine for one batch. Prompts are left-padded to a common length."""
 
-    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
+    def prefill(
+        self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None, images: Mapping[int, PromptImages] = {}
+    ) -> Tensor:
         """Return logits [B, V] after tokens int64 [B, T], whose first `padding` [B] entries are padding.
 
         Args:
             watch: called with the logits after every token, some rows and columns at a time.
+            images: row → its images.
         """
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -33,20 +38,23 @@ class RowGroups:
     """An engine for rows that cannot be computed together.
 
     Args:
-        split: returns the rows of each group with their engine, for tokens and padding as in `Engine.prefill`.
+        split: returns the rows of each group with their engine, for tokens, padding and the rows that have images.
     """
 
-    def __init__(self, split: Callable[[Tensor, Tensor], Groups]):
+    def __init__(self, split: Callable[[Tensor, Tensor, Collection[int]], Groups]):
         self.split = split
         self.groups: list[tuple[Tensor, Engine]] = []
 
-    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
+    def prefill(
+        self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None, images: Mapping[int, PromptImages] = {}
+    ) -> Tensor:
         self.groups, group_logits = [], []
-        for numbers, engine in self.split(tokens, padding):
+        for numbers, engine in self.split(tokens, padding, images.keys()):
             rows = torch.tensor(numbers, device=tokens.device)
             first = int(padding[rows].min())
             group_watch = None if watch is None else _watch_group(watch, numbers, first)
-            group_logits.append(engine.prefill(tokens[rows, first:], padding[rows] - first, group_watch))
+            group_images = {at: images[row] for at, row in enumerate(numbers) if row in images}
+            group_logits.append(engine.prefill(tokens[rows, first:], padding[rows] - first, group_watch, group_images))
             self.groups.append((rows, engine))
         return self._joined(group_logits)
 

@@ -15,6 +15,7 @@ from .cache_dtypes import CACHES
 from .decoder import context_length
 from .engine import engine_for, prompt_slots
 from .grammar import Grammar, GrammarRows
+from .images import Columns, PromptImages
 from .row_groups import WatchPrompt
 from .sampling import Penalties, Sampler, Sampling, eos_tokens, report_unread_keys
 
@@ -35,6 +36,7 @@ def generate(
     kv_cache: str = "auto",
     penalties: Penalties | None = None,
     grammars: Sequence[Grammar | None] | None = None,
+    images: Sequence[Columns | None] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[Any]:
     """Continue each prompt.
@@ -52,6 +54,8 @@ def generate(
         penalties: changes to the logits before each draw.
         grammars: for each prompt, the JSON texts that its answer may be, or None. An answer ends when its text is
             complete, or at `max_new_tokens`.
+        images: for each prompt, the model's inputs for its images (`pixel_values`, ...), as its processor makes them
+            for this prompt alone, or None. The prompt has one token for each of an image's features.
         on_token: called with (row, token) for each new token.
 
     Returns:
@@ -67,8 +71,9 @@ def generate(
         raise ConfigError("prompts are texts, but no tokenizer is given", "pass the tokenizer, or token ids")
     ids: Any = [tokenizer(text)["input_ids"] for text in texts] if texts else prompts
     results: list[list[int]] = [[] for _ in ids]
-    if grammars is not None and len(grammars) != len(ids):
-        raise ConfigError(f"{len(grammars)} grammars for {len(ids)} prompts", "give one for each, or None")
+    for name, values in (("grammars", grammars), ("images", images)):
+        if values is not None and len(values) != len(ids):
+            raise ConfigError(f"{name} has {len(values)} entries for {len(ids)} prompts", "give one for each, or None")
     for tokens in stream(
         model,
         ids,
@@ -79,6 +84,7 @@ def generate(
         kv_cache=kv_cache,
         penalties=penalties,
         grammars=None if grammars is None else GrammarRows(grammars),
+        images=images,
     ):
         for row, token in enumerate(tokens):
             if token is not None:
@@ -101,11 +107,13 @@ def stream(
     watch_prompt: WatchPrompt | None = None,
     penalties: Penalties | None = None,
     grammars: GrammarRows | None = None,
+    images: Sequence[Columns | None] | None = None,
 ) -> Generator[list[int | None]]:
     """Yield the new token of each row (None for rows that have ended) until all have ended.
 
     Args:
-        model, prompts, max_new_tokens, sampling, stops, adapter, kv_cache: as in `generate`; prompts are token ids.
+        model, prompts, max_new_tokens, sampling, stops, adapter, kv_cache, images: as in `generate`; prompts are token
+            ids.
         watch: called with logits [B, V] and the tokens [B] drawn from them, before these are yielded.
         watch_prompt: called with rows, a column of the left-padded prompts and the logits [rows, P, V] after the
             tokens from that column on, until all columns of all prompts are covered.
@@ -120,6 +128,7 @@ def stream(
     lengths = new_tokens(model, prompts, max_new_tokens)
     max_length = max(lengths)
     adapters = chosen_adapters(model, adapter, len(prompts))
+    by_row = {row: PromptImages(model, adapters[row], columns) for row, columns in enumerate(images or ()) if columns}
     ends = eos_tokens(model) if stops is None else set(stops)
     report_unread_keys(model, sampling, penalties)
     device = next(model.parameters()).device
@@ -128,7 +137,7 @@ def stream(
     grammars = grammars or GrammarRows([None] * len(prompts))
     draw = Sampler(sampling, penalties, device, prompts, grammars)
     with engine_for(model, adapters, prompt_slots(longest, device) + max_length, kv_cache) as engine:
-        logits = engine.prefill(padded, padding, watch_prompt)
+        logits = engine.prefill(padded, padding, watch_prompt, by_row)
         if bool(logits.isnan().any()):
             raise ModelError("the model's logits are NaN", "check its weights, and its adapter's")
         drawn = draw(logits)

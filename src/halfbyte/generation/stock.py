@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from ..utils.errors import ModelError
 from ..utils.notices import notice
 from .adapters import adapter_layers, adapter_set
 from .decoder import context_length
+from .images import Columns, PromptImages
 from .row_groups import Groups, RowGroups, WatchPrompt
 
 PROBE_TOKENS = 2  # few, since recurrent states forget
@@ -52,22 +53,23 @@ def stock_engine(model: Any, adapters: Sequence[str | None], end: int) -> RowGro
             "load a class of transformers for causal language models",
         )
 
-    def split(tokens: Tensor, padding: Tensor) -> Groups:
+    def split(tokens: Tensor, padding: Tensor, images: Collection[int]) -> Groups:
         lengths = (tokens.shape[1] - padding).tolist()
         batching = _batching_of(model, adapters[0], tokens, padding) if len(lengths) > 1 else "padded"
         by_length = batching == "equal" or _crosses_switch(causal, lengths, end)
         numbers = range(len(lengths)) if batching == "single" else lengths if by_length else [0] * len(lengths)
-        keys = list(zip(adapters, numbers, strict=True))
+        alone = [row if row in images else None for row in range(len(lengths))]  # its pixels have no row
+        keys = list(zip(adapters, numbers, alone, strict=True))
         members: dict[Any, list[int]] = {}
         for row, key in enumerate(keys):
             members.setdefault(key, []).append(row)
-        return [(rows, StockRows(model, adapter)) for (adapter, _), rows in members.items()]
+        return [(rows, StockRows(model, adapter)) for (adapter, *_), rows in members.items()]
 
     return RowGroups(split)
 
 
 class StockRows:
-    """An engine for rows with one adapter."""
+    """An engine for rows with one adapter; a row with images is alone."""
 
     def __init__(self, model: Any, adapter: str | None):
         self.model, self.adapter = model, adapter
@@ -78,13 +80,16 @@ class StockRows:
         self.keywords: dict[str, Any] = {}
         self.states: list[tuple[dict[str, Any], str, Tensor]] = []
 
-    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
+    def prefill(
+        self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None, images: Mapping[int, PromptImages] = {}
+    ) -> Tensor:
         self.tokens = tokens
         self.states = []
         for attributes, name, _ in _states_in_modules(self.causal):  # of an earlier batch
             attributes[name] = None
         mask = (torch.arange(tokens.shape[1], device=tokens.device) >= padding.unsqueeze(1)).long()
-        self.keywords = _generation_keywords(self.causal, tokens, mask)
+        columns = {name: value.to(tokens.device) for row in images.values() for name, value in row.columns.items()}
+        self.keywords = _generation_keywords(self.causal, tokens, mask, columns)
         logits_to_keep = self.keywords.get("logits_to_keep")
         if watch is not None and logits_to_keep is not None:
             self.keywords["logits_to_keep"] = 0
@@ -125,19 +130,21 @@ class StockRows:
 
 
 def _states_in_modules(causal: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return the states that modules hold as attributes (RecurrentGemma), which other batches overwrite."""
-    if not getattr(causal, "_is_stateful", False):
-        return []
+    """Return the states that modules hold as attributes, which other batches overwrite.
+
+    RecurrentGemma holds its layers' states there, and models with M-RoPE the shift of later tokens' positions.
+    """
+    modules = causal.modules() if getattr(causal, "_is_stateful", False) else (causal.base_model,)
     return [
         (module.__dict__, name, value)
-        for module in causal.modules()
+        for module in modules
         for name, value in module.__dict__.items()
-        if "state" in name and isinstance(value, Tensor)
+        if ("state" in name or name == "rope_deltas") and isinstance(value, Tensor)
     ]
 
 
-def _generation_keywords(causal: Any, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
-    """Return the keywords that transformers' `generate` passes to its decoding loop: cache, mask, positions, ..."""
+def _generation_keywords(causal: Any, tokens: Tensor, mask: Tensor, images: Columns) -> dict[str, Any]:
+    """Return the keywords that transformers' `generate` passes to its decoding loop: cache, mask, images, ..."""
     keywords: dict[str, Any] = {}
 
     def capture(
@@ -156,7 +163,7 @@ def _generation_keywords(causal: Any, tokens: Tensor, mask: Tensor) -> dict[str,
     causal.generation_config = GenerationConfig()  # `generate` would fill in the model's beams, penalties and caches
     try:
         plain = GenerationConfig(max_new_tokens=1, use_cache=True)
-        GenerationMixin.generate(causal, tokens, generation_config=plain, custom_generate=capture, **masks)
+        GenerationMixin.generate(causal, tokens, generation_config=plain, custom_generate=capture, **masks, **images)
     finally:
         causal.generation_config = models_config
     return keywords

@@ -6,7 +6,7 @@ readers (`linears`, `mlp`), and adapters' factors are read again in every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from ..modeling.architectures import non_text_modules
 from ..modeling.label_loss import is_ours
 from ..modeling.patch_record import is_bound
 from ..modeling.routers import Routers
@@ -28,14 +29,16 @@ MODES = "training", "gradient_checkpointing"  # change no number in inference
 def structure_of(causal: Any) -> list[Any]:
     """Return a list that differs once a module, a constant or the place of a tensor of a causal LM has changed.
 
-    It references the modules inside of the causal LM, so that their identities are not reused, but not the causal LM.
+    Vision towers and projectors do not count, since decoders do not read them. The list references the modules inside
+    of the causal LM, so that their identities are not reused, but not the causal LM.
 
     Raises:
         Unsupported: a module has hooks or a forward that did not come with its class.
     """
     config = causal.config.get_text_config()
     structure: list[Any] = [type(causal), config.to_dict()]
-    for name, module in _modules(causal, ""):
+    towers = set(non_text_modules(causal))
+    for name, module in _modules(causal, "", towers):
         if not isinstance(module, BaseTunerLayer):  # their readers check the parts that they read
             _check_forward(name, module)
         constants: list[Any] = []
@@ -48,12 +51,14 @@ def structure_of(causal: Any) -> list[Any]:
     return structure
 
 
-def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules with their names, except the factors of adapters."""
+def _modules(module: nn.Module, name: str, excluded: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules with their names, except `excluded` ones and the factors of adapters."""
     yield name, module
     for key, child in module._modules.items():
-        if child is not None and (key == "base_layer" or not isinstance(module, BaseTunerLayer)):
-            yield from _modules(child, f"{name}.{key}" if name else key)
+        path = f"{name}.{key}" if name else key
+        is_factor = key != "base_layer" and isinstance(module, BaseTunerLayer)
+        if child is not None and path not in excluded and not is_factor:
+            yield from _modules(child, path, excluded)
 
 
 def _address(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -53,6 +53,12 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
+def text_model(model: Any) -> Any:
+    """Return the text model inside a model that takes images, or the backbone of a text model; None if it has none."""
+    backbone: Any = getattr(model, "base_model", None)
+    return getattr(backbone, "language_model", None) or getattr(backbone, "text_model", backbone)
+
+
 def non_text_modules(model: Any) -> list[str]:
     """Return the names of a multimodal model's vision tower and projector; empty for a text model.
 
@@ -62,8 +68,8 @@ def non_text_modules(model: Any) -> list[str]:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     backbone: Any = getattr(model, "base_model", None)
-    text = getattr(backbone, "language_model", None) or getattr(backbone, "text_model", None)
-    if text is None:
+    text = text_model(model)
+    if text is backbone:
         config = type(getattr(model, "config", None))
         if config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config not in MODEL_FOR_CAUSAL_LM_MAPPING:
             wrong = f"{type(model).__name__} does not hold its language model apart from what reads images"

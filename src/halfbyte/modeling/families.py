@@ -346,6 +346,7 @@ FAMILIES = [
     Family("Qwen2_5_VL", "qwen2_5_vl", "qwen2_5_vl_text", window="module", mlp="Qwen2MLP", tower=QWEN_VISION,
            gguf=Gguf("qwen2vl", text_alone=False, bias=True, square=True)),
     Family("Qwen3", "qwen3", window="module", qk_norm="head", gguf=Gguf("qwen3")),
+    Family("Qwen3VL", "qwen3_vl", "qwen3_vl_text", qk_norm="head", gguf=Gguf(text_alone=False)),
     Family("Qwen2Moe", "qwen2_moe", window="module", experts=Experts(), gguf=Gguf(
         "qwen2moe", bias=True, square=True, head=True, fixed={"norm_topk_prob": False, **EVERY_LAYER},
         keys=SHARED_MOE)),

@@ -1,0 +1,104 @@
+"""Prompts with images, answered as by transformers' `generate` token for token: families, uneven rows, adapters."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from halfbyte import generation
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError
+from tests.helpers.image_models import KINDS, load_processor, picture, save_image_model
+from tests.helpers.patch_models import quantize
+
+SIZES = [[(90, 70)], [], [(60, 118), (110, 50)]]  # pictures of each prompt
+TEXTS = ["what is this?", "say something", " and this"]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    """Return (model, token ids, inputs for images) of a family; models with an adapter that matters."""
+    cache = {}
+
+    def build(name):
+        if name not in cache:
+            folder = tmp_path_factory.mktemp(name)
+            model = get_peft_model(save_image_model(folder, name), LoraConfig(r=4, target_modules="all-linear"))
+            processor, mark = load_processor(folder, name), KINDS[name][2]
+            rows = []
+            for number, (sizes, text) in enumerate(zip(SIZES, TEXTS, strict=True)):
+                pictures = [picture(10 * number + at, *size) for at, size in enumerate(sizes)]
+                asked = f"<s>look{f': {mark}' * len(sizes)} {text}"
+                options = {"return_tensors": "pt", "add_special_tokens": False}
+                rows.append(processor(text=[asked], images=pictures or None, **options))
+            for parameter_name, parameter in model.named_parameters():
+                if "lora_B" in parameter_name:
+                    torch.nn.init.normal_(parameter, std=0.1)
+            cache[name] = model.eval(), rows
+        return cache[name]
+
+    return build
+
+
+@torch.no_grad()
+def expected(model, row, new=12):
+    """Return the tokens of transformers' greedy answer, and the logits that they are drawn from [new, V]."""
+    keys = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
+    output = model.generate(**row, **keys, output_logits=True, return_dict_in_generate=True)
+    return output.sequences[0, row["input_ids"].shape[1] :].tolist(), torch.cat(output.logits)
+
+
+def answers(model, rows, new=12, **keys):
+    """Return the tokens of halfbyte's greedy answers, and their logits."""
+    ids = [row["input_ids"][0].tolist() for row in rows]
+    columns = [{k: v for k, v in row.items() if k not in ("input_ids", "attention_mask")} for row in rows]
+    images = [values if "pixel_values" in values else None for values in columns]
+    logits = []
+    keys |= {"images": images, "watch": lambda values, _: logits.append(values.clone())}
+    tokens = list(generation.stream(model, ids, max_new_tokens=new, stops=[], **keys))
+    return list(zip(map(list, zip(*tokens, strict=True)), torch.stack(logits, 1), strict=True))
+
+
+def assert_equal_answers(answered, expected):
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(answered, expected, strict=True):
+        assert tokens == expected_tokens
+        torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_answers_equal_transformers(name, prompts):
+    """Alone and in a batch of uneven rows, by the adapter and the base."""
+    model, rows = prompts(name)
+    notices.reset_notices()
+    adapted = [expected(model, row) for row in rows]
+    assert_equal_answers(answers(model, rows), adapted)
+    assert_equal_answers([answers(model, [row])[0] for row in rows], adapted)
+    with model.disable_adapter():
+        base = [expected(model, row) for row in rows]
+    assert_equal_answers(answers(model, rows, adapter=[None, "default", None]), [base[0], adapted[1], base[2]])
+    assert not any(key.startswith("generation") for key in notices.notices_so_far())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_quantized_base_answers_as_transformers(name, prompts, tmp_path):
+    """Rows with images and later ones without use one cached engine."""
+    model = quantize(save_image_model(tmp_path, name))
+    _, rows = prompts(name)
+    for batch in (rows[:1], rows[1:2], rows[2:], rows):
+        assert_equal_answers(answers(model, batch), [expected(model, row) for row in batch])
+
+
+def test_transformers_forward_answers_about_images_too(prompts, monkeypatch):
+    """Each row of a batch has positions of its own, which models with M-RoPE hold in a module."""
+    model, rows = prompts("qwen3_vl")
+    adapted = [expected(model, row) for row in rows]
+    monkeypatch.setattr("halfbyte.generation.decoder.text_model", lambda causal: causal)
+    generation.forget(model)
+    notices.reset_notices()
+    assert_equal_answers(answers(model, rows), adapted)
+    assert any(key.startswith("generation") for key in notices.notices_so_far())
+
+
+def test_images_for_another_number_of_prompts_are_refused(prompts):
+    model, _ = prompts("llava")
+    with pytest.raises(ConfigError, match="images"):
+        generation.generate(model, [[5, 6], [7]], images=[None])
