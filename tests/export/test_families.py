@@ -34,7 +34,7 @@ def models() -> dict[str, object]:
     """Name of a row → a tiny model of it, without storage."""
     found = {}
     tiny = [(name, SHAPE | keys) for name, keys in FAMILIES.items()]
-    whole = [VISION["qwen2_5_vl"], *TEXT_PARTS.items()]
+    whole = [VISION["qwen2_5_vl"], VISION["qwen3_vl"], *TEXT_PARTS.items()]
     for family, keys in [*((name, SIZES | keys) for name, keys in MODELS.values()), *whole, *tiny]:
         config = getattr(transformers, f"{family}Config")(**keys)
         row = family_of_config(config.get_text_config())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.helpers.gguf_models import SIZES
-from tests.helpers.vision_models import MODELS, QWEN, ROPE, TOWER
+from tests.helpers.vision_models import DEEPSTACK, MIXTURE, MODELS, MROPE, ROPE, TOWER
 
 # tokens by their names in transformers' tokenizers, or by numbers, which have none
 QWEN_TOKENS = {
@@ -70,16 +70,6 @@ def square(name: str, side: int, **keys: Any) -> dict[str, Any]:
     return {"image_processor_type": name, "size": {"height": side, "width": side}} | keys
 
 
-MROPE = SIZES | {"rope_parameters": ROPE | {"mrope_interleaved": True}, "head_dim": 16}
-QWEN3_TOWER = {key: value for key, value in QWEN.items() if key not in ("fullatt_block_indexes", "window_size")}
-QWEN3_TOWER |= {"patch_size": 16, "num_position_embeddings": 64}
-DEEPSTACK = QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1]}
-DELTA_NET = MROPE | {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2,
-    "rope_parameters": ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
-}  # fmt: skip
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LLAMA = SIZES | {"model_type": "llama"}
 CLIP = TOWER | {"model_type": "clip_vision_model"}
 SIGLIP = TOWER | {"model_type": "siglip_vision_model"}
@@ -115,22 +105,16 @@ MODELS_OF_IMAGES = {
     ),
     "qwen2_5_vl": ImageModel(
         *MODELS["qwen2_5_vl"], QWEN_IDS, "Qwen2_5_VLProcessor", QWEN_TOKENS, VISION, by_patches(14)),
-    "qwen3_vl": ImageModel(
-        "Qwen3VL", {"text_config": MROPE, "vision_config": DEEPSTACK}, QWEN_IDS, "Qwen3VLProcessor", QWEN_TOKENS,
-        VISION, by_patches(16)),
+    **{
+        name: ImageModel(*MODELS[name], QWEN_IDS, "Qwen3VLProcessor", QWEN_TOKENS, VISION, by_patches(16))
+        for name in ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+    },
     "qwen2_vl": ImageModel(
         "Qwen2VL",
         {"text_config": SIZES | {"rope_parameters": ROPE},
          "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2,
                            "patch_size": 14, "initializer_range": 0.15}},
         QWEN_IDS, "Qwen2VLProcessor", QWEN_TOKENS, VISION, by_patches(14)),
-    "qwen3_5": ImageModel(
-        "Qwen3_5", {"text_config": DELTA_NET, "vision_config": QWEN3_TOWER}, QWEN_IDS, "Qwen3VLProcessor", QWEN_TOKENS,
-        VISION, by_patches(16)),
-    "qwen3_5_moe": ImageModel(
-        "Qwen3_5Moe",
-        {"text_config": DELTA_NET | MIXTURE | {"shared_expert_intermediate_size": 48}, "vision_config": QWEN3_TOWER},
-        QWEN_IDS, "Qwen3VLProcessor", QWEN_TOKENS, VISION, by_patches(16)),
     "qwen3_vl_moe": ImageModel(
         "Qwen3VLMoe", {"text_config": MROPE | MIXTURE, "vision_config": DEEPSTACK}, QWEN_IDS, "Qwen3VLProcessor",
         QWEN_TOKENS, VISION, by_patches(16)),

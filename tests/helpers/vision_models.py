@@ -4,8 +4,8 @@ import json
 
 import torch
 import transformers
+from transformers import AutoModelForImageTextToText
 
-from halfbyte.modeling.architectures import auto_class
 from tests.helpers.gguf_models import SIZES, byte_tokenizer
 
 IMAGE = 271  # placeholder token of an image patch
@@ -19,6 +19,20 @@ QWEN = {
     "fullatt_block_indexes": [1, 3], "window_size": 112, "initializer_range": 0.15,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+MROPE = SIZES | {"rope_parameters": ROPE | {"mrope_interleaved": True}, "head_dim": 16}
+QWEN3_TOWER = {key: value for key, value in QWEN.items() if key not in ("fullatt_block_indexes", "window_size")}
+QWEN3_TOWER |= {"patch_size": 16, "num_position_embeddings": 64}
+DEEPSTACK = QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1]}
+DELTA_NET = MROPE | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"], "num_hidden_layers": 4,
+    "rope_parameters": ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+}  # fmt: skip
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+QWEN_IDS = {
+    "image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_start_token_id": IMAGE - 2,
+    "vision_end_token_id": IMAGE - 3,
+}  # fmt: skip
 # name → transformers' class, keys of its config
 MODELS = {
     "gemma3": ("Gemma3", TOKENS | {
@@ -32,8 +46,13 @@ MODELS = {
         "text_config": SIZES | {"model_type": "llama"}, "vision_config": TOWER | {"model_type": "clip_vision_model"},
     }),
     "qwen2_5_vl": ("Qwen2_5_VL", {
-        "text_config": SIZES | {"rope_parameters": ROPE}, "vision_config": QWEN, "image_token_id": IMAGE,
-        "video_token_id": IMAGE - 1, "vision_start_token_id": IMAGE - 2, "vision_end_token_id": IMAGE - 3,
+        "text_config": SIZES | {"rope_parameters": ROPE}, "vision_config": QWEN, **QWEN_IDS,
+    }),
+    "qwen3_vl": ("Qwen3VL", {"text_config": MROPE, "vision_config": DEEPSTACK, **QWEN_IDS}),
+    "qwen3_5": ("Qwen3_5", {"text_config": DELTA_NET, "vision_config": QWEN3_TOWER, **QWEN_IDS}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {
+        "text_config": DELTA_NET | MIXTURE | {"shared_expert_intermediate_size": 48}, "vision_config": QWEN3_TOWER,
+        **QWEN_IDS,
     }),
 }  # fmt: skip
 PROCESSOR = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.27, 0.26, 0.28]}
@@ -44,7 +63,7 @@ def save_vision_model(folder, name, dtype=torch.float32, **keys):
     torch.manual_seed(1)
     family, own = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**(own | keys))
-    model = auto_class(config).from_config(config, dtype=dtype).eval()
+    model = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
     for parameter in model.parameters():  # norms start at one and biases at zero: make them matter
         parameter.data += 0.03 * torch.randn_like(parameter)
     model.save_pretrained(folder)

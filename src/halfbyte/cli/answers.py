@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from ..utils.waiting import waiting
 from .startup import import_models
 
 if TYPE_CHECKING:
-    from ..serve.conversation import Conversation
+    from ..serve.conversation import Conversation, Prompt
 
+IMAGE_COLUMNS = {"images", "image"}  # as in `data.images`, which imports torch
 FIX = 'write one prompt per line, in a .jsonl as {"prompt": "..."}'
 TABLES = (".arrow", ".csv", ".tsv", ".parquet", ".json")  # files whose lines are not prompts
 
@@ -62,7 +64,8 @@ def chat(
     conversation = Conversation(load_saved(name, trusting), sampling, max_new_tokens, penalties)
     interactive = sys.stdin.isatty()
     if interactive:
-        print("/reset starts over, /quit leaves; Ctrl-C stops an answer.")
+        images = "/image FILE adds an image, " if conversation.reads_images else ""
+        print(f"{images}/reset starts over, /quit leaves; Ctrl-C stops an answer.")
     failed: list[str] = []
     for number, line in _lines("you: " if interactive else None):
         if line.casefold() == "/quit":
@@ -88,11 +91,18 @@ def _handle_line(conversation: Conversation, line: str, number: int, compare_bas
     if any("\ud800" <= character <= "\udfff" for character in line):  # surrogates mark undecodable bytes
         raise DataError(f"line {number} of the input is not {sys.stdin.encoding} text", "convert it")
     if line.casefold() == "/reset":
-        conversation.messages.clear()
+        conversation.reset()
         print("(new conversation)")
         return
+    if image := re.fullmatch(r"/image\s+(.+)", line, re.IGNORECASE):
+        conversation.attach(image[1])
+        print(f"({image[1]} goes with the next line)")
+        return
     if re.fullmatch(r"/\w+", line):
-        raise DataError(f"line {number}: there is no command {line}", "/reset starts over, /quit leaves")
+        raise DataError(
+            f"line {number}: there is no command {line}",
+            "/image FILE adds an image to the next line, /reset starts over, /quit leaves",
+        )
     if compare_base:
         _stream(conversation, line, "base: ", False, interactive)
     answer = _stream(conversation, line, "adapter: " if compare_base else "model: ", True, interactive)
@@ -145,13 +155,16 @@ def answer_file(
     batch_size: int,
     trust_remote_code: bool = False,
     repetition_penalty: float = 1.0,
+    images: Sequence[Path] = (),
     **draws: Any,
 ) -> Iterator[str]:
     """Yield a JSON line {"prompt", "answer"} for each prompt of `file`, in its order.
 
     Args:
         name: a run's output_dir, an adapter, or a model.
-        file: one prompt per line; in a .jsonl the value of "prompt". Each starts a new conversation of `halfbyte chat`.
+        file: one prompt per line, or a .jsonl of objects; see `read_prompts`. Each starts a new conversation of
+            `halfbyte chat`.
+        images: files to show before each prompt that is a text.
         max_new_tokens: None for `generation.run.DEFAULT_MAX_NEW_TOKENS` within the model's positions.
         repetition_penalty, draws: as in `chat`.
 
@@ -172,22 +185,40 @@ def answer_file(
     saved = load_saved(name, trusting)
 
     talk = Conversation(saved, sampling, max_new_tokens)
-    prompt_ids = [talk.prompt_ids(prompt) for _, prompt in prompts]
-    _check_room(talk, file, [number for number, _ in prompts], list(map(len, prompt_ids)))
+    for image in images:
+        talk.attach(str(image))
+    encoded = [_encoded(talk, prompt) for prompt in prompts]
+    _check_room(talk, file, [prompt.line for prompt in prompts], [len(prompt.ids) for prompt in encoded])
     for first in range(0, len(prompts), batch_size):
         batch = slice(first, first + batch_size)
         with waiting(f"answering prompts {first + 1} to {min(first + batch_size, len(prompts))} of {len(prompts)}"):
             answers = continue_prompts(
                 saved.model,
-                prompt_ids[batch],
+                [prompt.ids for prompt in encoded[batch]],
+                images=[prompt.images for prompt in encoded[batch]],
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 stops=talk.stops,
                 penalties=penalties,
             )
-        for (_, prompt), ids in zip(prompts[batch], answers, strict=True):
+        for prompt, ids in zip(prompts[batch], answers, strict=True):
             answer = saved.tokenizer.decode(ids, skip_special_tokens=True)
-            yield json_line({"prompt": prompt, "answer": answer})
+            yield json_line({"prompt": prompt.text or prompt.turns, "answer": answer})
+
+
+def _encoded(talk: Conversation, prompt: AskedPrompt) -> Prompt:
+    """Return the tokens of a prompt, and the model's inputs for its images."""
+    if prompt.text and not prompt.turns:
+        return talk.encoded(prompt.text)
+    from ..data.chat import ChatTemplate, prompt_text
+
+    if prompt.images:
+        talk.check_reads_images()
+    if talk.style != "template":
+        raise DataError(f"{prompt.location}: turns need a chat template, and this model has none", FIX)
+    tokenizer = talk.saved.tokenizer
+    turns, tools = ChatTemplate(tokenizer).adapt_messages(prompt.turns, prompt.tools)
+    return talk.with_images(prompt_text(tokenizer, turns, tools=tools), prompt.images, prompt.location)
 
 
 def _check_room(talk: Conversation, file: Path, numbers: Sequence[int], lengths: Sequence[int]) -> None:
@@ -210,8 +241,31 @@ def _check_room(talk: Conversation, file: Path, numbers: Sequence[int], lengths:
     )
 
 
-def read_prompts(file: Path) -> list[tuple[int, str]]:
-    """Read the prompts of a text file or a .jsonl, each with its line number."""
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A prompt of a file.
+
+    Attributes:
+        location: file and line.
+        text: of a prompt that is a text.
+        turns, tools: of a conversation, or of a text with images; an image is a part `{"type": "image"}`.
+        images: of the turns, in their order.
+    """
+
+    line: int
+    location: str
+    text: str = ""
+    turns: Sequence[dict[str, Any]] = ()
+    tools: list[Any] | None = None
+    images: Sequence[Mapping[str, Any]] = ()
+
+
+def read_prompts(file: Path) -> list[AskedPrompt]:
+    """Read the prompts of a text file, one per line, or of a .jsonl.
+
+    An object has a `prompt`, a text or a list of turns, or `messages`, whose last answers are left out. Images belong
+    to them as in training rows.
+    """
     if file.suffix.lower() in TABLES:
         raise DataError(f"{file}: a {file.suffix} cannot be used as prompts", FIX)
     if str(file) == "-":
@@ -221,16 +275,39 @@ def read_prompts(file: Path) -> list[tuple[int, str]]:
     if not numbered:
         raise DataError(f"{file} has no prompt", FIX)
     if file.suffix == ".jsonl":
-        return [(number, _prompt(file, number, line)) for number, line in numbered]
-    return numbered
+        return [_prompt(file, number, line) for number, line in numbered]
+    return [AskedPrompt(number, f"{file}:{number}", line) for number, line in numbered]
 
 
-def _prompt(file: Path, number: int, line: str) -> str:
+def _prompt(file: Path, number: int, line: str) -> AskedPrompt:
     record = parse_json(line, str(file), DataError, FIX, line=number)
-    if not isinstance(record, dict) or "prompt" not in record:
-        raise DataError(f'{file}:{number}: not an object with "prompt"', 'write {"prompt": "..."}')
-    prompt = record["prompt"]
+    location = f"{file}:{number}"
+    column = "messages" if isinstance(record, dict) and "prompt" not in record else "prompt"
+    if not isinstance(record, dict) or column not in record:
+        raise DataError(f'{location}: not an object with "prompt" or "messages"', 'write {"prompt": "..."}')
+    prompt = record[column]
+    if isinstance(prompt, list) or (column == "prompt" and isinstance(prompt, str) and record.keys() & IMAGE_COLUMNS):
+        return _with_turns(record, column, file, number)
     if not isinstance(prompt, str) or not prompt.strip():
         problem = "is empty" if isinstance(prompt, str) else "is not text"
-        raise DataError(f"{file}:{number}: prompt {problem}", 'write {"prompt": "..."}, or remove the line')
-    return prompt
+        raise DataError(f"{location}: {column} {problem}", 'write {"prompt": "..."}, or remove the line')
+    return AskedPrompt(number, location, prompt)
+
+
+def _with_turns(record: dict[str, Any], column: str, file: Path, number: int) -> AskedPrompt:
+    """Return a prompt that is a conversation, or a text with images."""
+    from ..data.formats import conversation, turns_in
+    from ..data.images import ImageSource
+
+    location, text = f"{file}:{number}", record[column]
+    if isinstance(text, str):
+        record = {**record, column: [{"role": "user", "content": text}]}
+    messages = turns_in(record, column, location)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise DataError(f"{location}: {column} has no turn to answer", "add a user turn")
+    document = conversation(messages, record, {"tools": "tools"}, location)
+    images = ImageSource(None, allow_urls=False).take(document, record, str(file), location)
+    shown = text if isinstance(text, str) else ""
+    return AskedPrompt(number, location, shown, document["messages"], document.get("tools"), images)

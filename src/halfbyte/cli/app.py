@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -252,7 +252,7 @@ def chat(
     repetition_penalty: RepetitionPenalty = 1.0,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Talk to a model; /reset starts over, /quit leaves."""
+    """Talk to a model; /image FILE adds an image, /reset starts over, /quit leaves."""
     check_sampling(temperature, top_k, top_p, min_p)
     with started(model):
         from ..runs.saved import look_up
@@ -284,6 +284,9 @@ def generate(
         float, typer.Option(callback=finite, min=0.0, help="Sampling temperature; 0: the likeliest token.")
     ] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 8,
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="An image to show before each prompt; may be repeated.")
+    ] = None,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
@@ -296,7 +299,8 @@ def generate(
     with started(model, prompts):
         from .answers import answer_file
 
-        for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, trust_remote_code, **draws):
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "images": image or (), **draws}
+        for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, **options):
             typer.echo(line)
 
 

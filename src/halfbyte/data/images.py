@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import io
 import re
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,12 +194,28 @@ def opened(stored: Mapping[str, Any]) -> Image:
         DataError: it is damaged, animated, larger than `MOST_PIXELS`, of an unknown kind, or changed since the rows
             were prepared.
     """
+    with _undecoded(stored) as image:
+        from PIL import ImageOps
+
+        image.load()
+        return _rgb(ImageOps.exif_transpose(image))
+
+
+def size_of(stored: Mapping[str, Any]) -> tuple[int, int]:
+    """Return width and height of a stored image as its header says; raises as `opened`, except for damaged pixels."""
+    with _undecoded(stored) as image:
+        return image.size
+
+
+@contextlib.contextmanager
+def _undecoded(stored: Mapping[str, Any]) -> Iterator[Image]:
+    """Open an image of a supported size without decoding its pixels; errors of PIL's decoders become DataErrors."""
     name = stored["path"] or "the image"
     label = f"{stored['location']}: {name}"
     content = stored["bytes"] if stored["bytes"] is not None else _file(Path(stored["path"]), label)
     if hashlib.sha256(content).hexdigest() != stored["sha256"]:
         raise DataError(f"{label} has changed since the rows were prepared", "start the run again")
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
         image = Image.open(io.BytesIO(content))
@@ -209,8 +226,7 @@ def opened(stored: Mapping[str, Any]) -> Image:
         frames = getattr(image, "n_frames", 1)
         if frames > 1:
             raise DataError(f"{label} is animated ({frames} frames)", "save one frame as an image")
-        image.load()
-        return _rgb(ImageOps.exif_transpose(image))
+        yield image
     except DataError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -360,6 +360,8 @@ def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf
         writer.add_quantization_version(GGML_QUANT_VERSION)
         add_general(writer, config, source.generation)
         add_hyperparameters(writer, config, family, predicting)
+        if source.vision and source.vision.deepstack:
+            writer.add_num_deepstack_layers(len(source.vision.deepstack))
         add_tokenizer(writer, source.tokenizer, config.vocab_size, source.end_ids, rendered_chats(source.tokenizer))
 
     types = choose(planned, mix, **shape, important=important)

@@ -37,7 +37,7 @@ from .decoder import (
     scored_attention,
 )
 from .delta_net import Rows
-from .images import ImagePrompt, PromptImages
+from .images import ImagePrompt, PromptImages, embed_prompts
 from .row_groups import Engine, RowGroups, WatchPrompt
 from .schedule import page_count
 from .stock import stock_engine
@@ -129,7 +129,7 @@ class StaticEngine(Decoder):
     def prefill(
         self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None, images: Mapping[int, PromptImages] = {}
     ) -> Tensor:
-        prompts = {row: prompt.embed(tokens[row, int(padding[row]) :]) for row, prompt in images.items()}
+        prompts = embed_prompts(images, [tokens[row, int(pad) :] for row, pad in enumerate(padding)])
         return self._prefill(tokens, padding, watch, prompts)
 
     @torch.inference_mode()

@@ -119,6 +119,23 @@ class PromptImages:
             yield
 
 
+def embed_prompts(images: Mapping[int, PromptImages], tokens: Sequence[Tensor]) -> dict[int, ImagePrompt]:
+    """Embed the prompts of rows that have images, rows with one prompt and adapter once.
+
+    Args:
+        images: row → its images.
+        tokens: of each row, int64 [T].
+    """
+    embedded: dict[tuple[Any, ...], ImagePrompt] = {}
+    prompts = {}
+    for row, prompt in images.items():
+        key = id(prompt.columns), prompt.adapter, tuple(tokens[row].tolist())
+        if key not in embedded:
+            embedded[key] = prompt.embed(tokens[row])
+        prompts[row] = embedded[key]
+    return prompts
+
+
 def _positions(backbone: Any, tokens: Tensor, columns: Columns) -> tuple[Tensor | None, int]:
     """Return the M-RoPE positions [3, 1, T] and the shift of later tokens, by the model's own function."""
     if not hasattr(backbone, "get_rope_index"):

@@ -6,9 +6,10 @@ change positions between steps. Rows share a batch unless padding would change t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -89,7 +90,8 @@ class StockRows:
             attributes[name] = None
         mask = (torch.arange(tokens.shape[1], device=tokens.device) >= padding.unsqueeze(1)).long()
         columns = {name: value.to(tokens.device) for row in images.values() for name, value in row.columns.items()}
-        self.keywords = _generation_keywords(self.causal, tokens, mask, columns)
+        with self._computing():  # may run the vision tower
+            self.keywords = _generation_keywords(self.causal, tokens, mask, columns)
         logits_to_keep = self.keywords.get("logits_to_keep")
         if watch is not None and logits_to_keep is not None:
             self.keywords["logits_to_keep"] = 0
@@ -111,8 +113,8 @@ class StockRows:
     @torch.no_grad()  # inference mode does not decompose some ops on quantized weights (DoRA)
     def _forward(self, **step: Any) -> Tensor:
         """Return the logits [B, T, V] of the tokens that the cache does not hold, or of the last one."""
-        model, causal = self.model, self.causal
-        with adapter_set(model, self.layers, self.adapter), no_input_casts(model), compute_autocast(model):
+        causal = self.causal
+        with self._computing():
             inputs = causal.prepare_inputs_for_generation(self.tokens, **step, **self.keywords)
             cache = given_cache(self.keywords)
             if cache and not given_cache(inputs) and step.get("next_sequence_length"):
@@ -122,11 +124,18 @@ class StockRows:
             for attributes, name, state in self.states:
                 attributes[name] = state
             if (positions := inputs.get("position_ids")) is not None:  # finished rows may run past the last one
-                inputs["position_ids"] = positions.clamp(max=(context_length(model) or positions.shape[-1]) - 1)
+                inputs["position_ids"] = positions.clamp(max=(context_length(self.model) or positions.shape[-1]) - 1)
             outputs = causal(**inputs, return_dict=True)
             self.states = _states_in_modules(causal)
-        self.keywords = causal._update_model_kwargs_for_generation(outputs, self.keywords)
+        self.keywords = causal._update_model_kwargs_for_generation(outputs, self.keywords, is_encoder_decoder=False)
         return outputs.logits
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Run the model with the rows' adapter, in the dtype that halfbyte computes in."""
+        model = self.model
+        with adapter_set(model, self.layers, self.adapter), no_input_casts(model), compute_autocast(model):
+            yield
 
 
 def _states_in_modules(causal: Any) -> list[tuple[dict[str, Any], str, Tensor]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .grammar import Grammar, GrammarRows
+from .images import Columns
 from .run import ACTIVE, Lengths, new_tokens, stream
 from .sampling import Penalties, Sampling
 
@@ -192,6 +193,7 @@ def continue_texts(
     penalties: Penalties | None = None,
     scored: bool = False,
     grammars: Sequence[Grammar | None] | None = None,
+    images: Sequence[Columns | None] | None = None,
     kv_cache: str = "auto",
 ) -> Generator[Piece]:
     """Continue a batch of prompts; yield a piece for every new token until each row has ended.
@@ -205,7 +207,7 @@ def continue_texts(
             before temperature, top_p, penalties and grammars. None: no log-probabilities.
         penalties: as in `generation.stream`.
         scored: with `likeliest`, also score the prompts' tokens, in pieces with empty text that come first.
-        grammars, kv_cache: as in `generation.generate`.
+        grammars, images, kv_cache: as in `generation.generate`.
     """
     texts = [Text(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), stops) for _ in prompts]
     running = set(range(len(prompts)))
@@ -226,6 +228,7 @@ def continue_texts(
         watch_prompt=prompt_scores,
         penalties=penalties,
         grammars=followed,
+        images=images,
         kv_cache=kv_cache,
     )
     with contextlib.closing(steps):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .quants import Type
 from .tensors import BESIDE_TEXT, KINDS, Planned, Weight
 
 CLIP = MODEL_ARCH_NAMES[MODEL_ARCH.MMPROJ]
+DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}  # parts of a merger, and names in the file
 SERVE_OTHERWISE = "serve the model with transformers or vLLM"
 
 
@@ -51,7 +53,33 @@ class Vision:
         """Names of all tensors of the file."""
         names = [name + suffix for name in self.tower.biased for suffix in KINDS]
         names += [f"{name}.weight" for name in self.tower.plain]
-        return {*self.tower.outside} | {f"v.blk.{layer}.{name}" for layer in range(self.layers) for name in names}
+        merged = [f"v.deepstack.{layer}.{name}" for layer in self.deepstack for name in DEEPSTACK.values()]
+        stacked = {name + suffix for name in merged for suffix in KINDS}
+        blocks = {f"v.blk.{layer}.{name}" for layer in range(self.layers) for name in names}
+        return {*self.tower.outside} | stacked | blocks
+
+    @property
+    def deepstack(self) -> list[int]:
+        """Layers whose outputs are added in the language model's first layers."""
+        return list(getattr(self.config.vision_config, self.tower.deepstack)) if self.tower.deepstack else []
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Checkpoint name → name in the file, without suffixes, where the gguf library has none."""
+        mergers = {
+            f"visual.deepstack_merger_list.{number}.{part}": f"v.deepstack.{layer}.{name}"
+            for number, layer in enumerate(self.deepstack)
+            for part, name in DEEPSTACK.items()
+        }
+        return {**self.tower.names, **mergers}
+
+    @property
+    def image_size(self) -> int:
+        """Image side that llama.cpp reserves memory for, in pixels."""
+        vision_config = self.config.vision_config
+        if self.tower.positions:
+            return int(math.isqrt(getattr(vision_config, self.tower.positions)) * vision_config.patch_size)
+        return int(self.tower.image_size or vision_config.image_size)
 
 
 def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
@@ -147,15 +175,18 @@ def add_vision(writer: GGUFWriter, vision: Vision) -> None:
     writer.add_vision_head_count(getattr(vision_config, tower.heads))
     writer.add_vision_attention_layernorm_eps(tower.epsilon or vision_config.layer_norm_eps)
     writer.add_vision_patch_size(vision_config.patch_size)
-    writer.add_vision_image_size(tower.image_size or vision_config.image_size)
+    writer.add_vision_image_size(vision.image_size)
     width = getattr(vision_config, tower.projected) if tower.projected else config.get_text_config().hidden_size
     writer.add_vision_projection_dim(width)
     writer.add_vision_image_mean(vision.processor["image_mean"])
     writer.add_vision_image_std(vision.processor["image_std"])
     if flag := tower.activations[vision_config.hidden_act]:
         getattr(writer, f"add_vision_{flag}")(True)
-    if tower.unwindowed:
+    if hasattr(vision_config, "spatial_merge_size"):
         writer.add_vision_spatial_merge_size(vision_config.spatial_merge_size)
+    if vision.deepstack:
+        writer.add_vision_is_deepstack_layers([layer in vision.deepstack for layer in range(vision.layers)])
+    if tower.unwindowed:
         writer.add_vision_n_wa_pattern(getattr(vision_config, tower.unwindowed)[0] + 1)
     if tower.pooled:
         side = vision_config.image_size // vision_config.patch_size
@@ -191,7 +222,7 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
         plain = re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", key.removeprefix("model."))
         if unused.search(plain):
             continue
-        for tensor in _parts_in_file(_name(plain, names, vision.tower), weight):
+        for tensor in _parts_in_file(_name(plain, names, vision), weight, vision.tower):
             if tensor.name not in expected:
                 raise ModelError(
                     f"{key} has no place in llama.cpp's graph of {vision.config.model_type}", SERVE_OTHERWISE
@@ -204,18 +235,18 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
     return list(planned.values())
 
 
-def _name(plain: str, names: TensorNameMap, tower: Tower) -> str:
+def _name(plain: str, names: TensorNameMap, vision: Vision) -> str:
     """Name in the file; empty if the graph has no such tensor."""
     suffix = next((ending for ending in KINDS if plain.endswith(ending)), "")
     stem = plain.removesuffix(suffix)
-    if stem in tower.names:
-        return tower.names[stem] + suffix
+    if stem in vision.names:
+        return vision.names[stem] + suffix
     return names.get_name(plain, try_suffixes=KINDS) or ""
 
 
-def _parts_in_file(name: str, weight: Weight) -> Iterator[Planned]:
+def _parts_in_file(name: str, weight: Weight, tower: Tower) -> Iterator[Planned]:
     """Yield the tensors of the file that a checkpoint weight becomes."""
-    if ".attn_qkv." in name:
+    if ".attn_qkv." in name and "attn_qkv" not in tower.biased:
         shape = (weight.shape[0] // 3, *weight.shape[1:])
         for index, letter in enumerate("qkv"):
             name_in_file = name.replace("attn_qkv", f"attn_{letter}")

@@ -163,6 +163,10 @@ class Tower:
         unwindowed: the vision config's key for the layers without windowed attention, every n-th; "": all layers.
         pooled: the config's key for the number of tokens that an image is pooled to; "": no pooling.
         feature_layers: the config's key for the layers whose outputs are the features; "": the last layer.
+        deepstack: the vision config's key for the layers whose outputs are added in the language model's first layers;
+            "": there are none.
+        positions: the vision config's key for the number of learned positions, of which llama.cpp derives the image
+            side; "": `image_size`.
         notice: note for users of llama.cpp.
     """
 
@@ -183,6 +187,8 @@ class Tower:
     unwindowed: str = ""
     pooled: str = ""
     feature_layers: str = ""
+    deepstack: str = ""
+    positions: str = ""
     notice: str = ""
 
 
@@ -308,6 +314,16 @@ QWEN_VISION = Tower(
               "vision_config.temporal_patch_size": (2,)},
     unwindowed="fullatt_block_indexes",
 )  # fmt: skip
+MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}  # of Qwen3-VL, and names in the file
+QWEN3_VISION = Tower(
+    "qwen3vl_merger", ("qwen3_5", "qwen3_5_vision"), TANH,
+    frozenset({"v.patch_embd.weight", "v.patch_embd.weight.1", "v.patch_embd.bias", "v.position_embd.weight",
+               "v.post_ln.weight", "v.post_ln.bias", *PROJECTOR}),
+    ("ln1", "ln2", "attn_qkv", "attn_out", "ffn_up", "ffn_down"),
+    names={f"visual.merger.{name}": in_file for name, in_file in MERGER.items()},
+    layers="depth", heads="num_heads", epsilon=1e-6, projected="out_hidden_size", positions="num_position_embeddings",
+    required={"vision_config.spatial_merge_size": (2,), "vision_config.temporal_patch_size": (2,)},
+)  # fmt: skip
 # model_type → vision tower of models whose text part may be of any family.
 TOWERS = {
     "llava": Tower(
@@ -346,7 +362,10 @@ FAMILIES = [
     Family("Qwen2_5_VL", "qwen2_5_vl", "qwen2_5_vl_text", window="module", mlp="Qwen2MLP", tower=QWEN_VISION,
            gguf=Gguf("qwen2vl", text_alone=False, bias=True, square=True)),
     Family("Qwen3", "qwen3", window="module", qk_norm="head", gguf=Gguf("qwen3")),
-    Family("Qwen3VL", "qwen3_vl", "qwen3_vl_text", qk_norm="head", gguf=Gguf(text_alone=False)),
+    Family("Qwen3VL", "qwen3_vl", "qwen3_vl_text", qk_norm="head",
+           tower=replace(QWEN3_VISION, model_types=("qwen3_vl", "qwen3_vl_vision"),
+                         deepstack="deepstack_visual_indexes"),
+           gguf=Gguf("qwen3vl", text_alone=False)),
     Family("Qwen2Moe", "qwen2_moe", window="module", experts=Experts(), gguf=Gguf(
         "qwen2moe", bias=True, square=True, head=True, fixed={"norm_topk_prob": False, **EVERY_LAYER},
         keys=SHARED_MOE)),
@@ -424,10 +443,12 @@ FAMILIES = [
                "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
                "expert_feed_forward_length": "intermediate_size"})),
     Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
-           mixer=DELTA_NET, gguf=Gguf("qwen35", keys=DELTA_NET_KEYS, partial_rope=True, attention_every=4,
-                                      tiled_heads=True, sections=(11, 11, 10), next_token=True)),
+           mixer=DELTA_NET, tower=QWEN3_VISION,
+           gguf=Gguf("qwen35", keys=DELTA_NET_KEYS, partial_rope=True, attention_every=4, tiled_heads=True,
+                     sections=(11, 11, 10), next_token=True)),
     Family("Qwen3_5Moe", "qwen3_5_moe", "qwen3_5_moe_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
-           mixer=DELTA_NET, experts=Experts(), gguf=Gguf(
+           mixer=DELTA_NET, experts=Experts(),
+           tower=replace(QWEN3_VISION, model_types=("qwen3_5_moe", "qwen3_5_moe_vision")), gguf=Gguf(
                "qwen35moe", partial_rope=True, attention_every=4, tiled_heads=True, sections=(11, 11, 10),
                next_token=True, without=("feed_forward_length",), keys=DELTA_NET_KEYS | SHARED_MOE)),
     Family("Qwen3Next", "qwen3_next", norm_offset=True, qk_norm="head", gated_attention="q_proj",

@@ -168,15 +168,16 @@ class Endpoints:
         # Any web page may post text/plain to localhost; for JSON a browser sends a CORS preflight, which is refused.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise RequestError(415, "content-type: send application/json")
-        too_long = RequestError(413, f"the body is longer than {self.limits.body_bytes} bytes")
-        if int(request.headers.get("content-length", 0)) > self.limits.body_bytes:
+        limit = self.served.body_bytes
+        too_long = RequestError(413, f"the body is longer than {limit} bytes")
+        if int(request.headers.get("content-length", 0)) > limit:
             raise too_long
         body = bytearray()
         deadline = asyncio.get_running_loop().time() + self.limits.body_seconds
         async with self.deadlines.until(deadline, "before its body had arrived", 408):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > self.limits.body_bytes:
+                if len(body) > limit:
                     raise too_long
         return bytes(body)
 

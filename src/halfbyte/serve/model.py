@@ -10,10 +10,13 @@ from typing import Any
 
 from ..adapters.lora import check_adapter_files, load_adapter
 from ..data.chat import ChatTemplate
+from ..data.formats import image_parts
+from ..data.images import MOST_PIXELS, ImageSource, size_of
 from ..generation import Grammar, Sampling
 from ..generation.adapters import check_kinds
 from ..generation.decoder import context_length
 from ..generation.engine import forget
+from ..generation.images import Columns
 from ..generation.sampling import Penalties
 from ..generation.text import Piece, continue_texts
 from ..loading.load import read_chat_template
@@ -21,10 +24,10 @@ from ..modeling.rope_scaling import saved_rope
 from ..reading import look
 from ..runs.saved import Saved, find, find_adapter, load_saved, saved_config
 from ..runs.stop_tokens import data_report, known_stop_tokens
-from ..utils.errors import CheckpointError, ConfigError, DataError, UsageError
+from ..utils.errors import CheckpointError, ConfigError, DataError, ModelError, UsageError
 from ..utils.notices import notice
 from ..utils.text import brief
-from .conversation import Conversation
+from .conversation import Conversation, Prompt, StoredImage
 from .errors import RequestError
 from .requests import ChatRequest, CompletionRequest, Message, Request, ResponseFormat
 
@@ -36,7 +39,10 @@ class Limits:
     """Limits on a request.
 
     Attributes:
-        body_bytes: size of the body.
+        body_bytes: size of the body, if the model reads text only.
+        image_body_bytes: size of the body, if the model reads images.
+        images: per request.
+        image_pixels: of all images of a request, before they are scaled; checked before they are decoded.
         body_seconds: from the request's arrival to the end of its body.
         answers: prompts times `n` of one request, which form one batch.
         prompt_tokens: per prompt.
@@ -46,6 +52,9 @@ class Limits:
     """
 
     body_bytes: int = 2**20
+    image_body_bytes: int = 2**25
+    images: int = 16
+    image_pixels: int = MOST_PIXELS
     body_seconds: float = 30.0
     answers: int = 16
     prompt_tokens: int = 8192
@@ -67,6 +76,7 @@ class PreparedRequest:
         samples: number to draw for each prompt; `best` selects among them.
         echoed: per row, the prompt's text to return before the answer; empty without echo.
         grammar: of the answers, without those texts; None for any text.
+        images: the model's inputs for the images of all prompts; None: they have none.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -82,6 +92,7 @@ class PreparedRequest:
     echoed: Sequence[str] = ()
     scored: bool = False
     grammar: Grammar | None = None
+    images: Columns | None = None
 
     @property
     def rows(self) -> int:
@@ -146,8 +157,10 @@ class Served:
             message = f"no model {brief(request.model)}; available: {', '.join(names)}"
             raise RequestError(404, message, "model", "model_not_found")
         echoed: list[str] = []
+        images = None
         if isinstance(request, ChatRequest):
-            field, prompts = "messages", [self._chat_prompt(request.messages, request.chat_template_kwargs)]
+            field, prompt = "messages", self._chat_prompt(request.messages, request.chat_template_kwargs)
+            prompts, images = [prompt.ids], prompt.images
         else:
             assert isinstance(request, CompletionRequest)
             field, prompts = "prompt", self._completion_prompts(request)
@@ -183,6 +196,7 @@ class Served:
             [text for text in echoed for _ in range(several)],
             scored,
             self._grammar(request.response_format, names[request.model]),
+            images,
         )
 
     def _grammar(self, response_format: ResponseFormat, adapter: str | None) -> Grammar | None:
@@ -237,6 +251,7 @@ class Served:
             penalties=work.penalties,
             scored=work.scored,
             grammars=[work.grammar] * len(work.prompts),
+            images=[work.images] * len(work.prompts),
             kv_cache=self.kv_cache,
         )
 
@@ -256,8 +271,7 @@ class Served:
         forget(model)
         model.delete_adapter(adapter)
 
-    def _chat_prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] = {}) -> list[int]:
-        tokenizer: Any = self.saved.tokenizer
+    def _chat_prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] = {}) -> Prompt:
         if variables and (unread := variables.keys() - (self.template.variables if self.template else set())):
             reason = f"the model's chat template does not read {brief(min(unread))}"
             raise RequestError(400, f"chat_template_kwargs: {reason}", "chat_template_kwargs")
@@ -265,13 +279,41 @@ class Served:
             if [message.role for message in messages] != ["user"]:
                 reason = "this model has no chat template, so send one user message, or use /v1/completions"
                 raise RequestError(400, f"messages: {reason}", "messages")
-            return self.conversation.prompt_ids(messages[0].content or "")
+            if isinstance(content := messages[0].content, list):
+                raise RequestError(400, "messages: images need a chat template, which this model lacks", "messages")
+            return Prompt(self.conversation.prompt_ids(content or ""))
         try:
             turns, _ = self.template.adapt_messages([message.turn() for message in messages])
-            text = self.conversation.render(turns, variables)
-        except DataError as error:
-            raise RequestError(400, f"messages: {error.message}", "messages") from None
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            images = self._images(turns)
+            return self.conversation.with_images(self.conversation.render(turns, variables), images, "messages")
+        except (ConfigError, DataError, ModelError) as error:
+            raise RequestError(400, f"messages: {error.message.removeprefix('messages: ')}", "messages") from None
+
+    def _images(self, turns: Sequence[dict[str, Any]]) -> list[StoredImage]:
+        """Return the images of turns as they are stored, and remove them from the turns' parts.
+
+        Raises:
+            DataError: the model reads text only, an image is damaged, or there are more than the limits allow.
+        """
+        parts = [part for turn in turns for part in image_parts(turn)]
+        if not parts:
+            return []
+        self.conversation.check_reads_images()
+        if len(parts) > self.limits.images:
+            raise DataError(f"{len(parts)} images; this server takes {self.limits.images} in a request")
+        source, images = ImageSource(None, allow_urls=False), list[StoredImage]()
+        for number, part in enumerate(parts, 1):
+            images.append(source.stored(part.pop("image"), "", f"image {number}"))
+        pixels = sum(width * height for width, height in map(size_of, images))
+        if pixels > self.limits.image_pixels:
+            wrong = f"its images have {pixels:,} pixels; this server takes {self.limits.image_pixels:,}"
+            raise DataError(wrong, "scale them down: models read far fewer pixels")
+        return images
+
+    @property
+    def body_bytes(self) -> int:
+        """Largest body of a request."""
+        return self.limits.image_body_bytes if self.conversation.reads_images else self.limits.body_bytes
 
     def _completion_prompts(self, request: CompletionRequest) -> list[list[int]]:
         """Return the token ids of each prompt."""

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from ..data.images import DATA_URL
+from ..data.images import ROLES as IMAGE_ROLES
 from ..generation.sampling import REPETITION_PENALTIES
 from ..reading import parse_json
 from ..utils.errors import DataError
@@ -42,17 +44,37 @@ def _no_effect(key: str, value: Any, body: dict[str, Any]) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Return the text of a message: a string, or a list of OpenAI's text parts."""
+    """Return the content of a message: a string, or with images a list of text parts and `{"type", "image"}` parts.
+
+    OpenAI's `image_url` parts hold a `data:` URL; its `detail` may be auto or high, since images are not scaled down
+    further than the model's processor does.
+    """
     if not isinstance(value, list):
         return value
-    for content_part in value:
-        if (
-            not isinstance(content_part, dict)
-            or content_part.get("type") != "text"
-            or not isinstance(content_part.get("text"), str)
-        ):
-            raise ValueError('only text is supported: a string, or parts {"type": "text", "text": "..."}')
-    return "".join(content_part["text"] for content_part in value)
+    parts = [_part(part) for part in value]
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _part(part: Any) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind != "image_url":
+        raise ValueError(
+            'only text and images are supported: a string, or parts {"type": "text", "text": "..."} and'
+            ' {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+        )
+    image_url = part.get("image_url")
+    url, detail = (image_url.get("url"), image_url.get("detail")) if isinstance(image_url, dict) else (image_url, None)
+    if not isinstance(url, str):
+        raise ValueError('an image_url part has no text as its url: {"image_url": {"url": "data:..."}}')
+    if not DATA_URL.match(url):
+        raise ValueError(f"this server downloads no images; send a data: URL with base64, not {brief(url)}")
+    if detail not in (None, "auto", "high"):
+        raise ValueError(f"detail {brief(detail)}: this server supports auto and high; scale the image down instead")
+    return {"type": "image", "image": url}
 
 
 def _biases(value: Any) -> Any:
@@ -116,7 +138,7 @@ class Message(Strict):
     """A message. The chat template decides which roles it supports; see `data.chat.ChatTemplate.adapt_messages`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | None, BeforeValidator(_content)] = None
+    content: Annotated[str | list[dict[str, Any]] | None, BeforeValidator(_content)] = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -127,6 +149,8 @@ class Message(Strict):
     def _has_content(self) -> Message:
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
             raise ValueError("content: Field required")
+        if isinstance(self.content, list) and self.role not in IMAGE_ROLES:
+            raise ValueError(f"content: images belong to messages of role {' or '.join(IMAGE_ROLES)}")
         return self
 
     def turn(self) -> dict[str, Any]:
