@@ -8,18 +8,19 @@ from halfbyte import generation
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.image_families import MODELS_OF_IMAGES
-from tests.helpers.image_models import KINDS, NEEDS_TORCHVISION, load_processor, picture, save_image_model
+from tests.helpers.image_models import KINDS, load_processor, picture, save_image_model
 from tests.helpers.patch_models import quantize
 
 SIZES = [[(90, 70)], [], [(60, 118), (110, 50)]]  # pictures of each prompt
 TEXTS = ["what is this?", "say something", " and this"]
-BY_TRANSFORMERS = ("gemma4", "qwen3_vl_moe", "glm4v", "glm46v", "mllama", "llama4", "lfm2_vl")
-NEEDS = {"lfm2_vl": NEEDS_TORCHVISION, "llama4": NEEDS_TORCHVISION}
+BY_TRANSFORMERS = ("gemma4", "qwen3_vl_moe", "glm4v", "glm46v")
 OTHERS = [
-    pytest.param(name, marks=[pytest.mark.slow, *([NEEDS[name]] if name in NEEDS else [])])
-    for name in MODELS_OF_IMAGES
-    if name not in (*KINDS, "qwen3_5")
-]
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in (
+        "qwen3_5_moe", "qwen3_vl_moe", "gemma4", "mistral3", "llava_next", "llava_onevision", "internvl", "glm4v",
+        "glm46v", "idefics3", "smolvlm",
+    )
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.helpers.gguf_models import SIZES
-from tests.helpers.vision_models import DEEPSTACK, MIXTURE, MODELS, MROPE, ROPE, TOWER
+from tests.helpers.vision_models import DEEPSTACK, MIXTURE, MODELS, MROPE, QWEN, ROPE, TOWER
 
 # tokens by their names in transformers' tokenizers, or by numbers, which have none
 QWEN_TOKENS = {

@@ -67,6 +67,10 @@ def test_adapter_and_merged_model_answer_about_an_image_in_transformers(name, tm
     )
     assert losses(output)[-1] < 0.5 * losses(output)[0]
     assert json.loads((output / "data_report.json").read_text())["train"]["images"]["count"] == 7
+    generations = json.loads((output / "generations.json").read_text())
+    assert [len(record.get("images", ())) for record in generations] == [0, 1, 2]
+    assert all(record["after"] for record in generations)
+    assert (output / "report.html").read_text().count("src='data:image/jpeg;base64,") == 3
     merge(output, tmp_path / "merged")
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     base = AutoModelForImageTextToText.from_pretrained(place / "model", dtype=torch.float32)

@@ -48,6 +48,7 @@ ROLES = ("user", "tool")  # of turns that may have images
 MOST_BYTES = 256 * 2**20  # of an image file
 MOST_PIXELS = 2**26  # 8192 x 8192: 200 MB as 8-bit RGB
 SECONDS = 20.0  # to download an image
+THUMBNAIL = 128  # pixels of the longer side of pictures in reports
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,", re.IGNORECASE)
 WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 MATCH = "write as many placeholders as the row has images, in their order"
@@ -205,6 +206,15 @@ def size_of(stored: Mapping[str, Any]) -> tuple[int, int]:
     """Return width and height of a stored image as its header says; raises as `opened`, except for damaged pixels."""
     with _undecoded(stored) as image:
         return image.size
+
+
+def thumbnail(stored: Mapping[str, Any]) -> str:
+    """Return a stored image as a `data:` URL of a JPEG of at most `THUMBNAIL` pixels a side."""
+    image = opened(stored)
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 @contextlib.contextmanager

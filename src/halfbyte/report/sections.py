@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
@@ -20,6 +21,7 @@ from .terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, measured_
 
 Section = tuple[str, str, str]  # anchor, title, HTML
 
+PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]+")  # of a prompt, in generations.json
 SAMPLED = 3  # best and worst answers shown per generation
 
 
@@ -339,7 +341,12 @@ def answers(run: Run) -> str:
         shown = "".join(
             f"<div class='{name}'><h4>{name}</h4><pre>{text(answer)}</pre></div>" for name, answer in columns
         )
-        prompt = f"<h4>prompt</h4><pre>{text(generation.get('prompt'))}</pre>"
+        pictures = "".join(
+            f"<img src='{picture}' alt='image {number}'>"
+            for number, picture in enumerate(generation.get("images") or (), 1)
+            if PICTURE.fullmatch(str(picture))
+        )
+        prompt = f"<h4>prompt</h4>{pictures}<pre>{text(generation.get('prompt'))}</pre>"
         cards.append(f'<article>{prompt}<div class="columns">{shown}</div></article>')
     return "".join(cards)
 

@@ -253,7 +253,7 @@ def _pick_prompts(
     rows = data.train if data.eval is None else data.eval
     templated = data.report["template"] is not None
     prompts = [] if method.scores else samples.pick_prompts(config, tokenizer, rows, templated=templated)
-    if config.sample_steps and not prompts:  # `generate` reads no images
+    if config.sample_steps and not prompts:
         fix = "give prompts as texts: sample_prompts: [...], or remove sample_steps"
         raise ConfigError(f"{config.written('sample_steps')}: the run has no prompts to answer", fix)
     return prompts

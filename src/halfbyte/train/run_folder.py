@@ -14,6 +14,7 @@ import torch
 from ..config import RunConfig, dump_config, dump_given
 from ..config.run_config import with_specs
 from ..data.image_processor import save_processor_files
+from ..data.images import thumbnail
 from ..export.task_files import write_task_files
 from ..formats import KBit
 from ..mesh.sharded_linears import full_parameters
@@ -286,10 +287,11 @@ def write_results(
     """
     write_memory(job, ranks[0], ranks)
     write_json(job.output / CHECKS, results)
-    write_json(
-        job.output / GENERATIONS,
-        [{"prompt": p.text, "before": b, "after": a, "reference": p.reference} for p, b, a in answers],
-    )
+    records = []
+    for prompt, before, after in answers:
+        record = {"prompt": prompt.text, "before": before, "after": after, "reference": prompt.reference}
+        records.append(record | ({"images": [thumbnail(image) for image in prompt.images]} if prompt.images else {}))
+    write_json(job.output / GENERATIONS, records)
     compared = {} if best is None else {"best": best}
     write_environment(job, reproducible=results["reproducible"], finished=time.time(), **compared)
 

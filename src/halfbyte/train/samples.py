@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..batch import Batch
-from ..config.schema import TrainingSection
+from ..config.schema import RunKeys
 from ..data.answer_documents import documents_of
 from ..data.chat import prompt_text
+from ..data.image_processor import ImageProcessor
 from ..data.images import IMAGES
 from ..generation import forget, generate
 from ..generation.decoder import context_length
+from ..generation.images import Columns
 from ..generation.sampling import stop_tokens
 from ..memory.allocators import GraphMemory, free_stream_caches
 from ..ops import IGNORE_INDEX
@@ -40,28 +43,43 @@ PIPELINE_WIDTH = 64  # through a pipeline, texts are padded to multiples of this
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: token ids, their text including special tokens, and the data's answer (None if given in the config)."""
+    """A prompt.
+
+    Attributes:
+        text: of the ids, with special tokens; an image has one of its tokens.
+        reference: the data's answer; None if the prompt is given in the config.
+        images: stored images, in their order.
+        processor: reads them.
+    """
 
     ids: list[int]
     text: str
     reference: str | None = None
+    images: Sequence[Mapping[str, Any]] = ()
+    processor: ImageProcessor | None = None
+
+    @property
+    def image_inputs(self) -> Columns | None:
+        """The model's inputs for the images; None without images."""
+        if self.processor is None or not self.images:
+            return None
+        return self.processor.columns([self.images], torch.tensor([self.ids]))
 
 
 def pick_prompts(
-    config: TrainingSection, tokenizer: PreTrainedTokenizerBase, rows: Dataset, *, templated: bool
+    config: RunKeys, tokenizer: PreTrainedTokenizerBase, rows: Dataset, *, templated: bool
 ) -> list[Prompt]:
     """Return the prompts of `config.sample_prompts`: the given texts, or the prompts of its number of first `rows`.
 
     Args:
-        rows: tokenized rows, held-out ones if the run has some; none is taken if they have images.
+        rows: tokenized rows, held-out ones if the run has some.
         templated: whether the data uses the chat template; given prompts then use it too.
     """
     if isinstance(config.sample_prompts, list):
         return [_given(text, tokenizer, templated) for text in config.sample_prompts]
-    if IMAGES in rows.column_names:  # `generate` reads text only
-        return []
     count = config.sample_prompts
-    candidates = [from_row(row, tokenizer) for row in rows.select(range(min(len(rows), 4 * count)))]
+    images = ImageProcessor(config, tokenizer) if IMAGES in rows.column_names else None
+    candidates = [from_row(row, tokenizer, images) for row in rows.select(range(min(len(rows), 4 * count)))]
     return sorted(candidates, key=lambda prompt: len(prompt.ids) > LONGEST_PROMPT)[:count]
 
 
@@ -73,8 +91,12 @@ def _given(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> Pr
     return Prompt(tokenizer(rendered, add_special_tokens=False)["input_ids"], rendered)
 
 
-def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return the first document of a row up to its first trained token; the first trained part is the reference."""
+def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None = None) -> Prompt:
+    """Return the first document of a row up to its first trained token; the first trained part is the reference.
+
+    Args:
+        images: reads the row's images; None: rows have none.
+    """
     document = documents_of(row)[0] if row.get("seq_lengths") else row
     ids, labels = document["input_ids"], document["labels"]
     length = len(ids)
@@ -83,7 +105,14 @@ def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if begin <= 1:  # plain text: all tokens are trained
         begin = max(1, min(TEXT_PROMPT_TOKENS, length // 2))
     end = next((at for at in range(begin, length) if labels[at] == IGNORE_INDEX), length)
-    return Prompt(list(ids[:begin]), str(tokenizer.decode(ids[:begin])), _text(tokenizer, ids[begin:end]))
+    prompt, reference = list(ids[:begin]), _text(tokenizer, ids[begin:end])
+    if images is None or not row.get(IMAGES):
+        return Prompt(prompt, str(tokenizer.decode(prompt)), reference)
+    token = images.image_token_id
+    ends = accumulate(image["tokens"] for image in row[IMAGES])
+    shown = [image for image, end in zip(row[IMAGES], ends, strict=True) if end <= prompt.count(token)]
+    once = [now for before, now in pairwise([None, *prompt]) if now != token or before != token]
+    return Prompt(prompt, str(tokenizer.decode(once)), reference, shown, images)
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
@@ -173,8 +202,13 @@ def answer(
         size = len(fitting) if sharded(model) else PROMPTS_PER_BATCH.get(device.type, 1)
         for first in range(0, len(fitting), size or 1):
             batch = fitting[first : first + size]
-            prompt_ids = [prompts[at].ids for at in batch]
-            continuations = generate(model, prompt_ids, max_new_tokens=[lengths[at] for at in batch], stops=stops)
+            continuations = generate(
+                model,
+                [prompts[at].ids for at in batch],
+                max_new_tokens=[lengths[at] for at in batch],
+                stops=stops,
+                images=[prompts[at].image_inputs for at in batch],
+            )
             for at, tokens in zip(batch, continuations, strict=True):
                 answers[at] = _text(tokenizer, tokens)
     finally:
