@@ -36,7 +36,8 @@ def test_every_value_of_the_vision_part_is_in_its_file(tmp_path, name):
     expected = [
         value.flatten() + (key == "multi_modal_projector.mm_soft_emb_norm.weight")
         for key, value in tensors(tmp_path / "m").items()
-        if key.startswith(("vision_tower.", "visual.", "multi_modal_projector.")) and not key.startswith(unused)
+        if (part := key.removeprefix("model.")).startswith(("vision_tower.", "visual.", "multi_modal_projector."))
+        and not part.startswith(unused)
     ]
     found = np.sort(np.concatenate([value.ravel() for value in values_of(report.mmproj).values()]))
     assert np.array_equal(found, torch.cat(expected).sort().values.numpy())
