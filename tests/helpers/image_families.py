@@ -70,6 +70,13 @@ def square(name: str, side: int, **keys: Any) -> dict[str, Any]:
     return {"image_processor_type": name, "size": {"height": side, "width": side}} | keys
 
 
+def two_layers(family: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A model's name and config, the latter with the two last layers of a hybrid only."""
+    text = config["text_config"]
+    last = {"num_hidden_layers": 2, "layer_types": text["layer_types"][-2:]} if "layer_types" in text else {}
+    return family, {**config, "text_config": text | last}
+
+
 LLAMA = SIZES | {"model_type": "llama"}
 CLIP = TOWER | {"model_type": "clip_vision_model"}
 SIGLIP = TOWER | {"model_type": "siglip_vision_model"}
@@ -106,7 +113,7 @@ MODELS_OF_IMAGES = {
     "qwen2_5_vl": ImageModel(
         *MODELS["qwen2_5_vl"], QWEN_IDS, "Qwen2_5_VLProcessor", QWEN_TOKENS, VISION, by_patches(14)),
     **{
-        name: ImageModel(*MODELS[name], QWEN_IDS, "Qwen3VLProcessor", QWEN_TOKENS, VISION, by_patches(16))
+        name: ImageModel(*two_layers(*MODELS[name]), QWEN_IDS, "Qwen3VLProcessor", QWEN_TOKENS, VISION, by_patches(16))
         for name in ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
     },
     "qwen2_vl": ImageModel(
