@@ -146,6 +146,8 @@ def test_generate_answers_rows_with_images(folder, theirs, in_float32):
     (folder / "prompts.txt").write_text(QUESTION)
     lines = answer_file(str(folder / "model"), folder / "prompts.txt", 12, 0.0, 8, images=[folder / "0.png"])
     assert [json.loads(line) for line in lines] == [{"prompt": QUESTION, "answer": expected}]
+    with pytest.raises(DataError, match="--image"):
+        next(answer_file(str(folder / "model"), file, 12, 0.0, 8, images=[folder / "0.png"]))
 
 
 @pytest.mark.parametrize(

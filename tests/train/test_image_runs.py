@@ -1,6 +1,7 @@
 """Runs on rows with images: from the rows to an adapter and a merged model that transformers and PEFT run."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from halfbyte.cli.preview import preview_rows
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
 from halfbyte.modeling.architectures import non_text_modules
+from halfbyte.runs.saved import find, saved_config
 from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError
@@ -148,6 +150,8 @@ def test_limits_on_pixels_travel_with_the_adapter(tmp_path):
     inputs = inputs_of(tmp_path / "out/adapter", "qwen2_5_vl", place / "pictures/5-0.png")
     original = inputs_of(place / "model", "qwen2_5_vl", place / "pictures/5-0.png")
     assert inputs["image_grid_thw"].prod() < original["image_grid_thw"].prod()
+    shutil.copytree(tmp_path / "out/adapter", tmp_path / "adapter")  # without its run
+    assert saved_config(find(str(tmp_path / "adapter"))).image_max_pixels == 56**2
 
 
 @pytest.mark.parametrize(

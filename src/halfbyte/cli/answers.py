@@ -20,7 +20,7 @@ from .startup import import_models
 if TYPE_CHECKING:
     from ..serve.conversation import Conversation, Prompt
 
-IMAGE_COLUMNS = {"images", "image"}  # as in `data.images`, which imports torch
+IMAGE_COLUMNS = ("images", "image")  # as in `data.images`, which imports torch
 FIX = 'write one prompt per line, in a .jsonl as {"prompt": "..."}'
 TABLES = (".arrow", ".csv", ".tsv", ".parquet", ".json")  # files whose lines are not prompts
 
@@ -172,6 +172,8 @@ def answer_file(
         DataError: the file cannot be read, has no prompt, or a prompt is too long; raised before the first answer.
     """
     prompts = read_prompts(file)
+    if images and (placed := next((prompt for prompt in prompts if prompt.turns), None)):
+        raise DataError(f"--image: {placed.location} places its images itself", "name them there, or leave out --image")
     from ..runs.saved import load_saved, look_up
 
     trusting = [f"trust_remote_code={trust_remote_code}"]
@@ -286,7 +288,8 @@ def _prompt(file: Path, number: int, line: str) -> AskedPrompt:
     if not isinstance(record, dict) or column not in record:
         raise DataError(f'{location}: not an object with "prompt" or "messages"', 'write {"prompt": "..."}')
     prompt = record[column]
-    if isinstance(prompt, list) or (column == "prompt" and isinstance(prompt, str) and record.keys() & IMAGE_COLUMNS):
+    has_images = any(record.get(name) for name in IMAGE_COLUMNS)
+    if isinstance(prompt, list) or (column == "prompt" and isinstance(prompt, str) and has_images):
         return _with_turns(record, column, file, number)
     if not isinstance(prompt, str) or not prompt.strip():
         problem = "is empty" if isinstance(prompt, str) else "is not text"

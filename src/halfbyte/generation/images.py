@@ -22,9 +22,8 @@ from ..modeling.layer import causal_lm_of
 from ..utils.errors import ModelError
 from .adapters import adapter_layers, adapter_set
 
-Columns = Mapping[
-    str, Tensor
-]  # inputs of the model's forward for the images of one prompt, as its processor makes them
+# The model's inputs for the images of one prompt, as its processor makes them.
+Columns = Mapping[str, Tensor]
 # Arguments of text models that decoders make themselves, or that change no hidden state.
 READ = {
     "input_ids", "attention_mask", "position_ids", "inputs_embeds", "cache", "past_key_values", "use_cache",

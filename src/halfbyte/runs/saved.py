@@ -16,6 +16,7 @@ from ..config.schema import RunKeys
 from ..loading.find import ModelFiles, find_model, preflight_model
 from ..modeling.rope_scaling import saved_rope
 from ..reading import read_text
+from ..reading.json import read_json
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
 from ..utils.errors import CheckpointError, ConfigError, ModelError
@@ -158,8 +159,10 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
     named = any(token.removeprefix("--").partition("=")[0] == "quantization" for token in overrides)
     quantized = named or _is_quantized(paths.base)
     defaults = {"model_name_or_path": paths.base, "dataset": dataset, "load_in_4bit": quantized}
-    if paths.adapter and not paths.resolved and (rope := saved_rope(paths.adapter)):
-        defaults |= {"rope_scaling": dict(rope.options), "max_length": rope.length}
+    if paths.adapter and not paths.resolved:
+        if rope := saved_rope(paths.adapter):
+            defaults |= {"rope_scaling": dict(rope.options), "max_length": rope.length}
+        defaults |= _pixel_limits(paths.adapter)
     if paths.resolved:
         _check_complete(paths.resolved)
     try:
@@ -173,6 +176,13 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
         config.model_name_or_path = paths.base
         config.rope_scaling = None  # its config.json has it
     return config if named else with_specs(config, EARLIER_SPECS)
+
+
+def _pixel_limits(adapter: Path) -> dict[str, int]:
+    """Return the limits on pixels that an adapter's processor was saved with, as keys of a configuration."""
+    file = adapter / "preprocessor_config.json"
+    stored = read_json(file, CheckpointError) if file.is_file() else {}
+    return {f"image_{key}": stored[key] for key in ("min_pixels", "max_pixels") if stored.get(key)}
 
 
 def _check_complete(resolved: Path) -> None:
