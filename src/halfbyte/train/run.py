@@ -219,11 +219,12 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
             results["storage_loss"] = asdict(run.storage_loss)
         if run.method.reference:
             rows, held_out, results["reference"] = add_reference(run, model, console)
+        prompts = list(run.prompts)
         answer = partial(
             samples.answer_prompts,
             model,
             run.tokenizer,
-            run.prompts,
+            prompts,
             max_new_tokens=run.config.sample_max_new_tokens,
             data_stops=run.data.report.get("stop_tokens", []),
             pipelined=pipelined,
@@ -236,40 +237,42 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
             )
             samples_log.write(0, untrained_answers)
         stepper = pipelined or source.stepper(run, model, verified)
-        with (
-            with_features(run, model, rows, held_out, console) as (rows, held_out, features),
-            training_context(run, model, console) as count_experts,
-            sampled_rollouts(job, model, stepper) as rollouts,
-        ):
-            results |= {} if features is None else {"image_features": features}
-            loop = TrainingLoop(
-                config=run.config,
-                method=run.method,
-                identity=lambda: run.identity | models.result(),
-                metrics=job.metrics,
-                compute_dtype=dtype,
-                model=model,
-                args=run.arguments,
-                device=device,
-                rows=RowTable(rows) if run.data.stream is None else run.data.stream,
-                held_out=held_out,
-                collate=run.method.collator(run.config, run.tokenizer, device),
-                stepper=stepper,
-                grad_scaler=grad_scaler,
-                count_experts=count_experts,
-                mesh=run.mesh,
-                fp8_scales=verified.fp8_scales,
-                rollouts=rollouts,
-                pipeline_state=pipeline,
-                progress=job.progress,
-                samples=samples_log,
-            )
-            if hub is not None:
-                loop.add_callback(hub)
-            row_losses = RowLosses.of(job, rows, held_out) if run.config.row_losses else None
-            yield from _train(job, loop, console, row_losses)
-        job.progress.state = "evaluating"
-        trained_answers = answer()
+        with with_features(run, model, rows, held_out, console) as (rows, held_out, features):
+            if features is not None:
+                results["image_features"] = features
+                prompts[:] = samples.with_features(prompts, rows if held_out is None else held_out)
+            with (
+                training_context(run, model, console) as count_experts,
+                sampled_rollouts(job, model, stepper) as rollouts,
+            ):
+                loop = TrainingLoop(
+                    config=run.config,
+                    method=run.method,
+                    identity=lambda: run.identity | models.result(),
+                    metrics=job.metrics,
+                    compute_dtype=dtype,
+                    model=model,
+                    args=run.arguments,
+                    device=device,
+                    rows=RowTable(rows) if run.data.stream is None else run.data.stream,
+                    held_out=held_out,
+                    collate=run.method.collator(run.config, run.tokenizer, device),
+                    stepper=stepper,
+                    grad_scaler=grad_scaler,
+                    count_experts=count_experts,
+                    mesh=run.mesh,
+                    fp8_scales=verified.fp8_scales,
+                    rollouts=rollouts,
+                    pipeline_state=pipeline,
+                    progress=job.progress,
+                    samples=samples_log,
+                )
+                if hub is not None:
+                    loop.add_callback(hub)
+                row_losses = RowLosses.of(job, rows, held_out) if run.config.row_losses else None
+                yield from _train(job, loop, console, row_losses)
+            job.progress.state = "evaluating"
+            trained_answers = answer()
         measure_peaks(run, stepper, measured)
         remove_patches(model)
         job.progress.state = "saving"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,14 @@ def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, images: Im
     shown = [image for image, end in zip(row[IMAGES], ends, strict=True) if end <= prompt.count(token)]
     once = [now for before, now in pairwise([None, *prompt]) if now != token or before != token]
     return Prompt(prompt, str(tokenizer.decode(once)), reference, shown, images)
+
+
+def with_features(prompts: Sequence[Prompt], rows: Dataset) -> list[Prompt]:
+    """Return prompts whose images name the files of their features, as those of the rows that they are from do."""
+    if not any(prompt.images for prompt in prompts):
+        return list(prompts)
+    named = {image["sha256"]: image for row in rows[IMAGES] for image in row}
+    return [replace(prompt, images=[named[image["sha256"]] for image in prompt.images]) for prompt in prompts]
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
