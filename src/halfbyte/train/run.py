@@ -8,6 +8,7 @@ the input, before any weight is loaded and any file is written.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -230,12 +231,7 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
             pipelined=pipelined,
         )
         untrained_answers = answer()
-        samples_log = None
-        if run.config.sample_steps:
-            samples_log = samples.SampleLog(
-                job.samples, run.prompts, answer, run.config.sample_steps, writes=run.mesh.is_main
-            )
-            samples_log.write(0, untrained_answers)
+        samples_log = _samples_log(job, answer, untrained_answers)
         stepper = pipelined or source.stepper(run, model, verified)
         with with_features(run, model, rows, held_out, console) as (rows, held_out, features):
             if features is not None:
@@ -292,6 +288,18 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
     if hub is not None:
         console.print(one_line(hub.finish(job.output / saved_in(run.config))), soft_wrap=True)
     return RunResult(job.output, summarize(job, measured))
+
+
+def _samples_log(
+    job: OpenRun, answer: Callable[[], list[str]], untrained_answers: list[str]
+) -> samples.SampleLog | None:
+    """Return the log of answers in training, which has those before it; None if the run has no `sample_steps`."""
+    run = job.prepared
+    if not run.config.sample_steps:
+        return None
+    log = samples.SampleLog(job.samples, run.prompts, answer, run.config.sample_steps, writes=run.mesh.is_main)
+    log.write(0, untrained_answers)
+    return log
 
 
 def _train(job: OpenRun, loop: TrainingLoop, console: Console, row_losses: RowLosses | None) -> Steps[None]:
