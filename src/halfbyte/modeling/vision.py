@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -48,7 +48,8 @@ def bind_vision(model: nn.Module) -> str:
     if not names or not hasattr(backbone, FEATURES):
         return ""
     if FEATURES not in vars(backbone):
-        setattr(backbone, FEATURES, MethodType(_features, backbone))
+        modules = [causal_lm.get_submodule(name) for name in names]
+        setattr(backbone, FEATURES, MethodType(_without_graph(modules), backbone))
     bound = ""
     for tower in _segmented_towers(causal_lm, names):
         if tower.config._attn_implementation == "sdpa":
@@ -86,12 +87,19 @@ def _takes_segments(module: nn.Module) -> bool:
     return is_attention and "cu_seqlens" in inspect.signature(module.forward).parameters
 
 
-def _features(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a backbone's `get_image_features`, without a graph if nothing of tower and projector is trained."""
-    names = [name for name, child in self.named_children() if child is not self.language_model]
-    trained = any(p.requires_grad for name in names for p in self.get_submodule(name).parameters())
-    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-        return getattr(type(self), FEATURES)(self, *args, **kwargs)
+def _without_graph(modules: Sequence[nn.Module]) -> Callable[..., Any]:
+    """Return a backbone's `get_image_features` that makes no graph if nothing of its tower and projector is trained.
+
+    Args:
+        modules: tower and projector.
+    """
+
+    def features(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+            return getattr(type(self), FEATURES)(self, *args, **kwargs)
+
+    return features
 
 
 def attend_segments(
