@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without torchvision in 5.17, too
 from transformers.models.smolvlm import processing_smolvlm
 
 from halfbyte.data.image_processor import _processor_class

@@ -205,7 +205,7 @@ class ImageProcessor:
             ModelError: its files are missing or damaged.
             ConfigError: Pillow is missing, or a limit on pixels does not apply to the model.
         """
-        from transformers import AutoImageProcessor
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         require_pillow()
         family, (name, revision) = self.family, (self.origin.name, self.origin.revision)
