@@ -20,7 +20,6 @@ from halfbyte.data.images import MOST_PIXELS, ImageSource, opened
 from halfbyte.data.prepare import prepare
 from halfbyte.data.tables import digest_of_rows
 from halfbyte.loading.tokenizers import load_run_tokenizer
-from halfbyte.methods import method_of
 from halfbyte.modeling.architectures import all_linear
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.utils.errors import ConfigError, DataError, HalfbyteError, ModelError
@@ -325,19 +324,13 @@ def test_keys_that_do_not_go_with_images_are_named(keys, error, places):
         prepared(place / "model", place / "data.jsonl", **keys)
 
 
-def test_only_models_and_methods_that_read_images_take_them(places, tmp_path):
+def test_only_models_that_read_images_take_them(places, tmp_path):
     place = places("gemma3")
     save_model(tmp_path / "text", "llama")
     tokenizer = load_run_tokenizer(configured(place / "model", place / "data.jsonl"))
     tokenizer.save_pretrained(tmp_path / "text")
     with pytest.raises(ModelError, match="text only"):
         prepared(tmp_path / "text", place / "data.jsonl")
-    picture(1).save(tmp_path / "a.png")
-    prompt = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
-    pair = {"prompt": prompt, "chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "no"}]}
-    config = configured(place / "model", write_rows(tmp_path / "d.jsonl", pair), method="dpo")
-    with pytest.raises(DataError, match=r"d\.jsonl:1"):
-        method_of(config).prepare(config, tokenizer)
 
 
 def test_only_rows_with_images_need_the_processor(places, tmp_path):
