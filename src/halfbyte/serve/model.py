@@ -300,7 +300,8 @@ class Served:
             return []
         self.conversation.check_reads_images()
         if len(parts) > self.limits.images:
-            raise DataError(f"{len(parts)} images; this server takes {self.limits.images} in a request")
+            wrong = f"{len(parts)} images; this server takes {self.limits.images} in a request"
+            raise DataError(wrong, "send fewer images")
         source, images = ImageSource(None, allow_urls=False), list[StoredImage]()
         for number, part in enumerate(parts, 1):
             images.append(source.stored(part.pop("image"), "", f"image {number}"))
