@@ -10,6 +10,7 @@ from halfbyte.autograd import attention as causal
 from halfbyte.modeling import vision
 from halfbyte.modeling.architectures import all_linear
 from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.utils.errors import ModelError
 from tests.helpers.image_models import save_image_model
 from tests.helpers.patch_models import loop_over_documents
 
@@ -109,3 +110,9 @@ def test_only_a_trained_tower_saves_tensors_for_backward(trained, tmp_path):
         causal_lm_loss(model, batch)
     assert any(saved) == trained
     assert not all(saved)
+
+
+def test_a_model_without_features_of_its_own_is_refused(tmp_path):
+    model = save_image_model(tmp_path, "mllama")  # its text reads images by cross-attention
+    with pytest.raises(ModelError, match="vision_cache"):
+        vision.image_outputs(model, {"pixel_values": torch.zeros(1, 1, 1, 3, 28, 28)})

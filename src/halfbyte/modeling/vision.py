@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from ..autograd import attention
 from ..dispatch import on_compiler
 from ..utils.errors import ModelError
+from ..utils.hardware import is_out_of_memory
 from .architectures import non_text_modules
 from .layer import causal_lm_of
 from .patch_record import existing_record, record
@@ -35,6 +36,7 @@ from .patch_record import existing_record, record
 VISION_NAME = "halfbyte_flash_vision"  # transformers gives `cu_seqlens` to implementations named "...flash..."
 FLASH_WIDTH = 8  # FlashAttention's heads are multiples of this many values
 FEATURES = "get_image_features"
+OFF = "set vision_cache: false"
 
 
 def bind_vision(model: nn.Module) -> str:
@@ -223,11 +225,16 @@ def image_outputs(model: nn.Module, columns: Mapping[str, Tensor]) -> tuple[Visi
         raise _ReachedError
 
     ids = torch.zeros(1, 1, dtype=torch.int64, device=next(iter(columns.values())).device)
-    with _replaced(backbone, compute), contextlib.suppress(_ReachedError):
-        backbone(input_ids=ids, use_cache=False, **columns)
+    try:
+        with _replaced(backbone, compute), contextlib.suppress(_ReachedError):
+            backbone(input_ids=ids, use_cache=False, **columns)
+    except Exception as error:  # of the model's own code, which may read all of its inputs before the tower
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"{type(backbone).__name__} does not give features of one image: {error}", OFF) from error
     pooled = getattr(outputs[0], "pooler_output", None) if outputs else None
     if pooled is None or len(pooled) != 1 or pooled[0].dim() != 2:
-        raise ModelError(f"{type(backbone).__name__} has no features of one image", "set vision_cache: false")
+        raise ModelError(f"{type(backbone).__name__} has no features of one image", OFF)
     deepstack = len(getattr(outputs[0], "deepstack_features", None) or ())
     layout = VisionOutput(type(outputs[0]), not isinstance(pooled, Tensor), deepstack)
     return layout, layout.joined(outputs[0])

@@ -28,7 +28,7 @@ from ..modeling.architectures import non_text_modules
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.head import backbone_inputs
 from ..modeling.layer import causal_lm_of
-from ..modeling.vision import VisionOutput, image_outputs, reading_features, release_tower
+from ..modeling.vision import OFF, VisionOutput, image_outputs, reading_features, release_tower
 from ..utils.console import Console
 from ..utils.errors import DataError, HalfbyteError, ModelError
 from ..utils.files import cache_folder, check_space
@@ -42,7 +42,6 @@ from .verify import HIDDEN_TOLERANCE, HIDDEN_TOLERANCE_16
 
 FREE_SHARE = 0.5  # of a disk's free bytes that `vision_cache: auto` may use
 CHECKED_ROWS = 2  # with images, on which the model's outputs from features and from pixels are compared
-OFF = "set vision_cache: false"
 
 
 @contextlib.contextmanager
