@@ -176,7 +176,7 @@ class TestAnswers:
         tokenizer, model = served.saved.tokenizer, served.saved.model
         asked = HELLO | GREEDY | {"logprobs": True, "top_logprobs": 3}
         content = client.post(CHAT, json=asked).json()["choices"][0]["logprobs"]["content"]
-        ids = served._chat_prompt(ChatRequest(**HELLO).messages)
+        ids = served._chat_prompt(ChatRequest(**HELLO).messages).ids
         with torch.no_grad(), model.disable_adapter():
             logs = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
         best, first = logs.topk(3), content[0]
