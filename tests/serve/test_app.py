@@ -218,7 +218,9 @@ class TestAnswers:
             {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "two"}]},
         ]
         assert client.post(CHAT, json=HELLO | GREEDY | {"messages": turns}).status_code in (200, 400)
-        rendered = served.saved.tokenizer.decode(served._chat_prompt(ChatRequest(model="", messages=turns).messages))
+        rendered = served.saved.tokenizer.decode(
+            served._chat_prompt(ChatRequest(model="", messages=turns).messages).ids
+        )
         assert rendered == (
             "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nadd<|im_end|>\n"
             '<|im_start|>assistant\n{"name": "f", "arguments": {"a": 1}}<|im_end|>\n'
