@@ -33,6 +33,7 @@ SURFACE = {
         "--max-new-tokens",
         "--temperature",
         "--batch-size",
+        "--image",
         *DRAWING,
         "--trust-remote-code",
     ],

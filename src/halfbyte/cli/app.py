@@ -252,7 +252,7 @@ def chat(
     repetition_penalty: RepetitionPenalty = 1.0,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Talk to a model; /image FILE adds an image, /reset starts over, /quit leaves."""
+    """Talk to a model; /reset starts over, /quit leaves."""
     check_sampling(temperature, top_k, top_p, min_p)
     with started(model):
         from ..runs.saved import look_up
