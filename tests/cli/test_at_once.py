@@ -67,6 +67,8 @@ COMMANDS = {
     "generate": of("generate", SAVED, "prompts.txt") | {("generate", "model", "none.txt"): "no such file: none.txt"},
     "merge": {("merge", "none"): "there is no folder none", ("merge", "empty"): NO_RUN},
     "fit": {("fit --to nf4", "none"): "there is no folder none", ("fit --to nf4", "empty"): NO_RUN},
+    "board": {("board", "none"): "none is not a folder"},
+    "explain": {("explain", "none"): "none is no run", ("explain", "empty"): "empty is no run"},
     "ps": {("ps", "none"): "none is not a folder"},
     "stop": {("stop", "none"): "none has no status.json"},
     "trace": {("trace", "none", "model"): "there is no folder none", ("trace", "empty", "model"): NO_RUN},
@@ -155,11 +157,12 @@ def test_torch_is_imported_without_garbage_collections(folder):
     done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=folder)
     found = dict(zip(GOOD, json.loads(done.stdout.splitlines()[-1]), strict=True))
     assert found == dict.fromkeys(GOOD, False)
-    assert {words.split()[0] for words in GOOD} == COMMANDS.keys() - {"ps", "stop"}  # these import no torch
+    without_torch = {"board", "explain", "ps", "stop"}
+    assert {words.split()[0] for words in GOOD} == COMMANDS.keys() - without_torch
 
 
 def test_every_command_with_inputs_is_covered():
     from halfbyte.cli.app import app
 
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert names - {"env", "demo", "import-config"} == COMMANDS.keys()
+    assert names - {"env", "demo", "import-config", "schema"} == COMMANDS.keys()

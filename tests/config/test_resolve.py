@@ -50,7 +50,7 @@ def test_every_quantization_key_changes_the_storage():
     other = {
         "load_in_4bit": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False,
         "bnb_4bit_blocksize": 32, "quantization": "int8", "skip_quant_first_layers": 1, "skip_quant_last_layers": 1,
-        "merge_aware": True,
+        "merge_aware": True, "quantize_vision_tower": True,
     }  # fmt: skip
     assert other.keys() | {"qat_scheme"} == QuantizationSection.model_fields.keys()
     for key, value in other.items():

@@ -26,7 +26,6 @@ SCALES = {
     "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
     "query_multiplier": "qk_scale_factor",
 }  # fmt: skip
-TEXT_ALONE = ("Qwen3_5", "Qwen3_5Moe")  # their vision towers are not exported, which a notice says
 
 
 @functools.cache
@@ -91,9 +90,7 @@ def departures(row, model) -> dict[str, object]:
         "rope_by_layer": "sliding_attention" in (getattr(config, "rope_parameters", None) or {}),
         "window": next((where for where, text in windows.items() if text in source), None),
         "experts": routed,
-        "tower": bool(row.gguf.arch)
-        and row.name not in TEXT_ALONE
-        and "vision_config" in CONFIG_MAPPING[row.package].sub_configs,
+        "tower": bool(row.gguf.arch) and "vision_config" in CONFIG_MAPPING[row.package].sub_configs,
         "shares_keys": "shared_kv_states" in source,
         "own_layer": own_layer,
         "classes": all(

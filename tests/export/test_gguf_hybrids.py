@@ -11,7 +11,6 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf import vision
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.importer import import_gguf
 from halfbyte.gguf.tensors import DeltaNet, Layout
@@ -20,6 +19,7 @@ from halfbyte.loading.load import load_model
 from halfbyte.utils.errors import CheckpointError, ModelError
 from tests.helpers.gguf_models import MODELS, byte_tokenizer, save_model
 from tests.helpers.merge_runs import save_run
+from tests.helpers.vision_models import PROCESSOR
 
 HEADS = DeltaNet(keys=2, values=6, key_size=1, value_size=1, tiled=True)
 
@@ -192,10 +192,7 @@ def test_glm_stores_them_as_layers(tmp_path):
     assert f"blk.{layers}.ffn_gate_exps.weight" in found
 
 
-def test_the_vision_part_is_left_out(tmp_path, monkeypatch):
-    """A vision model exports its language model; the missing vision part is reported."""
-    said = {}
-    monkeypatch.setattr(vision, "notice", said.__setitem__)
+def test_the_vision_part_has_a_file_of_its_own(tmp_path):
     text = save_model(tmp_path / "text", "qwen3_5")
     export_gguf(tmp_path / "text", "f32", tmp_path / "text.gguf", device="cpu")
     tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
@@ -205,8 +202,9 @@ def test_the_vision_part_is_left_out(tmp_path, monkeypatch):
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path / "whole")
     byte_tokenizer().save_pretrained(tmp_path / "whole")
-    export_gguf(tmp_path / "whole", "f32", tmp_path / "whole.gguf", device="cpu")
-    assert "gguf-qwen3_5" in said
+    (tmp_path / "whole/preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    report = export_gguf(tmp_path / "whole", "f32", tmp_path / "whole.gguf", device="cpu")
+    assert report.mmproj.is_file()
     alone, found = read(tmp_path / "text.gguf"), read(tmp_path / "whole.gguf")
     assert found.keys() == alone.keys()
     assert all(torch.equal(value, alone[name]) for name, value in found.items())

@@ -29,9 +29,10 @@ UNDECLARED = {
     "attention_multiplier": 0.3, "unknown_key": 3,
 }  # fmt: skip
 PARTS_OF_IMAGES = {
-    "depth", "fullatt_block_indexes", "get_text_config", "image_token_id", "in_channels", "mm_tokens_per_image",
-    "num_heads", "num_position_embeddings", "out_hidden_size", "patch_size", "spatial_merge_size",
-    "temporal_patch_size", "text_config", "video_token_id", "vision_config", "vision_start_token_id", "window_size",
+    "deepstack_visual_indexes", "depth", "fullatt_block_indexes", "get_text_config", "image_token_id", "in_channels",
+    "mm_tokens_per_image", "num_heads", "num_position_embeddings", "out_hidden_size", "patch_size",
+    "spatial_merge_size", "temporal_patch_size", "text_config", "video_token_id", "vision_config",
+    "vision_start_token_id", "window_size",
 }  # fmt: skip
 
 

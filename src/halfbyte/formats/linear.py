@@ -13,6 +13,7 @@ from ..utils.hardware import onednn_beats_mkl
 
 LEAST = 4  # rows: with AMX oneDNN sums fewer in another order (factors of an adapter: 1 to 3 rows)
 SMALL = 16**3  # multiplications up to which torch does not use oneDNN (`checksize` in aten's mkldnn/Matmul.cpp)
+AMX_ROWS, AMX_COLUMNS = 32, 1536  # with AMX oneDNN splits the sums of larger inputs
 
 WORTH = 2**16  # weights from which oneDNN is faster than MKL, although its call takes 10 µs longer
 
@@ -50,13 +51,18 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """x·Wᵀ + b for x [M, K], W [N, K], with sums that do not depend on the number of rows.
 
     On a CPU in 16 bits, torch sums one row, and several rows of a small matmul, in another order than oneDNN sums many.
-    Here rows of zeros are added until oneDNN is used. (With AMX oneDNN splits sums of 1,536 and more terms from about
-    200 rows on, which prefill uses: one output of 10,000 differs in its last bit.) In float32 MKL has separate orders
-    for 1, up to 3, and more rows; these are not changed.
+    Here rows of zeros are added until oneDNN is used. With AMX oneDNN splits sums of 1,536 and more terms of more than
+    32 rows (another CPU: of about 200), so up to 64 rows are computed by halves. Prefill uses more rows: one output of
+    10,000 differs in its last bit. In float32 MKL has separate orders for 1, up to 3, and more rows; these are not
+    changed.
     """
-    rows = len(x)
+    rows, columns = x.shape
+    if x.device.type != "cpu" or x.dtype is torch.float32:
+        return linear(x, weight, bias)
+    if columns >= AMX_COLUMNS and AMX_ROWS < rows <= 2 * AMX_ROWS:
+        return torch.cat([linear_rows(part, weight, bias) for part in x.split(AMX_ROWS)])
     fewest_rows = max(LEAST, SMALL // max(weight.numel(), 1) + 1)
-    if x.device.type != "cpu" or x.dtype is torch.float32 or not 0 < rows < fewest_rows:
+    if not 0 < rows < fewest_rows:
         return linear(x, weight, bias)
     return linear(F.pad(x, (0, 0, 0, fewest_rows - rows)), weight, bias)[:rows]
 
