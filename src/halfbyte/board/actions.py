@@ -207,15 +207,15 @@ def check_run(actions: Actions, run: Summary | None, fields: Fields) -> dict[str
 
 
 def _differences(run: Summary | None, config: RunConfig) -> str:
-    """Return a line for each key that differs from another run's; empty without one."""
+    """Return a line for each key that differs from another run's; empty without another run."""
     if run is None:
         return ""
-    given = run.folder / layout.GIVEN_CONFIG
+    path = run.folder / layout.GIVEN_CONFIG
     try:
-        read_text(given, ConfigError)
-        other = load_config(given)
-    except HalfbyteError:
-        return ""
+        read_text(path, ConfigError)
+        other = load_config(path)
+    except HalfbyteError as error:
+        return f"No differences are shown: {error.message}\n\n"
     names = sorted(config.model_fields_set | other.model_fields_set)
     pairs = [(name, getattr(other, name), getattr(config, name)) for name in names]
     lines = [f"{name}: {before} → {after}" for name, before, after in pairs if before != after]

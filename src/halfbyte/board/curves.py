@@ -62,8 +62,8 @@ def chart(title: str, lines: Sequence[Line], x_label: str, *, log: bool = False,
         if line.dots or len(line.ys) < 12:
             for x, y in points:
                 if math.isfinite(y):
-                    place = f'cx="{_x(x, x_range):.1f}" cy="{_y(y, y_range):.1f}"'
-                    parts.append(f'<circle class="{colour}" {place} r="2.2"/>')
+                    center = f'cx="{_x(x, x_range):.1f}" cy="{_y(y, y_range):.1f}"'
+                    parts.append(f'<circle class="{colour}" {center} r="2.2"/>')
     label = text(_sentence(title, lines))
     legend = "".join(f'<li><i class="k{line.colour % SERIES}"></i>{text(line.name)}</li>' for line in lines)
     svg = f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg>'

@@ -98,8 +98,8 @@ class Gate:
             return PlainTextResponse("This name is not the board's. Open the address that it printed.\n", 400)
         if origin is not None and not self._is_same_origin(origin, host):
             return PlainTextResponse("Requests of other pages are refused.\n", 403)
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
-        if given and scope["path"] == "/" and scope["method"] in READS and self._is_token(given):
+        token = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
+        if token and scope["path"] == "/" and scope["method"] in READS and self._is_token(token):
             return self._enter()
         if scope["path"].startswith("/static/"):
             return None

@@ -202,9 +202,9 @@ def _merges(members: Sequence[Member]) -> str:
     for member in members:
         for merge in member.contents.merges:
             written = (merge.get("targets") or {}).get(merge.get("written")) or {}
-            kept = ((merge.get("update_kept") or {}).get(merge.get("written")) or {}).get("share")
+            share = ((merge.get("update_kept") or {}).get(merge.get("written")) or {}).get("share")
             target = merge.get("quantize") or merge.get("dtype")
-            rows.append((text(member.name), text(target), text(written.get("kl")), text(kept)))
+            rows.append((text(member.name), text(target), text(written.get("kl")), text(share)))
     if not rows:
         return report.missing("None of these runs has been merged.")
     return table(("Run", "merged into", "KL divergence", "update kept"), rows)

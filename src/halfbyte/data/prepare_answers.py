@@ -221,10 +221,10 @@ def _images_of(
     Raises:
         DataError: as `ImageSource.take`, or the answers of a row have different images.
     """
-    taken = [images_of(document, columns, image_source, processor, data_file, location) for document in answers]
-    if any(images != taken[0] for images in taken):
+    by_answer = [images_of(document, columns, image_source, processor, data_file, location) for document in answers]
+    if any(images != by_answer[0] for images in by_answer):
         raise DataError(f"{location}: the answers have different images", "move the images to the prompt")
-    return taken[0]
+    return by_answer[0]
 
 
 def _refuse_images(row: Mapping[str, Any], processor: ImageProcessor, location: str) -> None:

@@ -314,8 +314,8 @@ class _Probe:
                     image_ids, image = self.images.probe_image(
                         document + len(self.lengths) * 2 * (document in replaced)
                     )
-                    place = (length + 1) // (4 if document in replaced else 2) or 1
-                    ids[place:place] = image_ids
+                    position = (length + 1) // (4 if document in replaced else 2) or 1
+                    ids[position:position] = image_ids
                     images.append(image)
                 documents.append(ids)
                 document += 1
