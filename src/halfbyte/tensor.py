@@ -449,12 +449,17 @@ def _export(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tensor:
-    """`requires_grad_` and the assignment `requires_grad = …`; raises a ModelError for True."""
+    """`requires_grad_`; raises a ModelError for True."""
     if requires_grad:
         fix = "train an adapter on it (target_modules), or leave it in 16 bits (llm_int8_skip_modules)"
         raise ModelError(f"{tensor.name or 'a quantized weight'} is frozen and gets no gradient ({tensor!r})", fix)
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.requires_grad_(tensor, False)
+
+
+def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
+    """`tensor.requires_grad = …`; like all setters it returns None, since torch never frees what a setter returns."""
+    _requires_grad(tensor, requires_grad)
 
 
 def _notice_rounding(tensor: QuantizedTensor) -> None:
@@ -491,7 +496,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.detach: _detach,
     torch.detach: _detach,
     Tensor.requires_grad_: _requires_grad,
-    Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.__dlpack__: _export,
     Tensor.share_memory_: lambda tensor: [stored.share_memory_() for stored in tensor.parts.values()] and tensor,

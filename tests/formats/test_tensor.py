@@ -1,5 +1,7 @@
 """QuantizedTensor beyond the format contract: N-D weights, byte buffers, shards, meta tensors, modules."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -105,6 +107,16 @@ def test_a_weight_cannot_require_a_gradient():
     with pytest.raises(ModelError, match="frozen"):
         nn.Parameter(module.weight.data)
     assert not module.weight.requires_grad
+
+
+def test_a_weight_is_freed_after_its_attributes_are_set():
+    parameter = nn.Parameter(tensor_of((8, 64)), requires_grad=False)
+    parameter.requires_grad = False
+    parameter.data = tensor_of((8, 64))
+    parameter.grad = None
+    reference = weakref.ref(parameter)
+    del parameter
+    assert reference() is None
 
 
 def test_memory_is_that_of_the_parts():
