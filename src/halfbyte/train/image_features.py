@@ -153,8 +153,9 @@ class _Cache:
         line = (
             f"images: features of {len(self.images):,}, {len(missing):,} of them new, {size(stored)} in {self.folder}"
         )
-        console.print(one_line(f"{line}, {time.time() - start:.1f} s"), soft_wrap=True)
-        numbers = {"images": len(self.images), "computed": len(missing), "bytes": stored}
+        seconds = time.time() - start
+        console.print(one_line(f"{line}, {seconds:.1f} s"), soft_wrap=True)
+        numbers = {"images": len(self.images), "computed": len(missing), "bytes": stored, "seconds": seconds}
         return layout, {**numbers, "folder": str(self.folder)}
 
     def _checked_rows(self) -> Dataset:
