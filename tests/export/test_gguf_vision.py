@@ -14,7 +14,7 @@ from halfbyte.config import RunConfig
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 from tests.helpers.merge_runs import save_run, tensors
-from tests.helpers.vision_models import MODELS, PROCESSOR, save_vision_model
+from tests.helpers.vision_models import LINE_BREAK, MODELS, PROCESSOR, WORDS, save_vision_model
 
 
 def keys_of(path):
@@ -28,7 +28,7 @@ def values_of(path):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_value_of_the_vision_part_is_in_its_file(tmp_path, name):
     """The file holds the checkpoint's values under other names, in parts, with one norm shifted."""
-    save_vision_model(tmp_path / "m", name)
+    model = save_vision_model(tmp_path / "m", name)
     report = export_gguf(tmp_path / "m", "f32", tmp_path / "x.gguf", device="cpu")
     assert report.mmproj == tmp_path / "mmproj-x.gguf"
     assert (tmp_path / "x.Modelfile").read_text().startswith("FROM ./x.gguf\nFROM ./mmproj-x.gguf\n")
@@ -39,6 +39,8 @@ def test_every_value_of_the_vision_part_is_in_its_file(tmp_path, name):
         if (part := key.removeprefix("model.")).startswith(("vision_tower.", "visual.", "multi_modal_projector."))
         and not part.startswith(unused)
     ]
+    if name in WORDS:
+        expected.append(model.get_input_embeddings().weight[LINE_BREAK].detach())
     found = np.sort(np.concatenate([value.ravel() for value in values_of(report.mmproj).values()]))
     assert np.array_equal(found, torch.cat(expected).sort().values.numpy())
     text = {tensor.name for tensor in gguf.GGUFReader(report.path).tensors}
@@ -96,9 +98,9 @@ def test_the_command_names_both_files_and_overwrites_neither(tmp_path):
 def test_a_vision_part_that_export_does_not_know_is_named(tmp_path):
     save_vision_model(tmp_path / "m", "llava")
     config = json.loads((tmp_path / "m/config.json").read_text())
-    config |= {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
+    config |= {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
     (tmp_path / "m/config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"multi_modal_projector\.linear_1\.bias.*mistral3"):
+    with pytest.raises(ModelError, match=r"multi_modal_projector\.linear_1\.bias.*llava_next"):
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
 
 

@@ -145,9 +145,7 @@ MODELS_OF_IMAGES = {
         {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 16, "max_soft_tokens": 70},
     ),
     "mistral3": ImageModel(
-        "Mistral3",
-        {"text_config": SIZES | {"model_type": "mistral", "head_dim": 16}, "spatial_merge_size": 2,
-         "vision_config": TOWER | {"model_type": "pixtral"}},
+        *MODELS["mistral3"],
         {"image_token_index": "[IMG]", "image_token_id": "[IMG]"}, "PixtralProcessor",
         {"0": "[IMG]", "1": "[IMG_BREAK]", "2": "[IMG_END]"}, "[IMG]",
         {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},

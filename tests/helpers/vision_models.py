@@ -19,14 +19,15 @@ QWEN = {
     "fullatt_block_indexes": [1, 3], "window_size": 112, "initializer_range": 0.15,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-MROPE = SIZES | {"rope_parameters": ROPE | {"mrope_interleaved": True}, "head_dim": 16}
+INTERLEAVED = ROPE | {"mrope_interleaved": True, "mrope_section": [3, 3, 2]}  # others: llama.cpp rotates a pair by 0
+MROPE = SIZES | {"rope_parameters": INTERLEAVED, "head_dim": 16}
 QWEN3_TOWER = {key: value for key, value in QWEN.items() if key not in ("fullatt_block_indexes", "window_size")}
 QWEN3_TOWER |= {"patch_size": 16, "num_position_embeddings": 64}
 DEEPSTACK = QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1]}
 DELTA_NET = MROPE | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "layer_types": [*["linear_attention"] * 3, "full_attention"], "num_hidden_layers": 4,
-    "rope_parameters": ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+    "rope_parameters": INTERLEAVED | {"partial_rotary_factor": 1.0},
 }  # fmt: skip
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 QWEN_IDS = {
@@ -54,7 +55,19 @@ MODELS = {
         "text_config": DELTA_NET | MIXTURE | {"shared_expert_intermediate_size": 48}, "vision_config": QWEN3_TOWER,
         **QWEN_IDS,
     }),
+    "mistral3": ("Mistral3", TOKENS | {
+        "text_config": SIZES | {"model_type": "mistral", "head_dim": 16, "rms_norm_eps": 1e-5},
+        "vision_config": TOWER | {"model_type": "pixtral"}, "spatial_merge_size": 2,
+    }),
+    "pixtral": ("Llava", TOKENS | {
+        "text_config": SIZES | {"model_type": "mistral", "head_dim": 16},
+        "vision_config": TOWER | {"model_type": "pixtral", "hidden_act": "silu"}, "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    }),
 }  # fmt: skip
+# name → tokens of the images
+WORDS = {name: ["[IMG]", "[IMG_BREAK]", "[IMG_END]"] for name in ("mistral3", "pixtral")}
+LINE_BREAK = 261  # number of [IMG_BREAK] in the saved tokenizer
 PROCESSOR = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.27, 0.26, 0.28]}
 
 
@@ -67,6 +80,8 @@ def save_vision_model(folder, name, dtype=torch.float32, **keys):
     for parameter in model.parameters():  # norms start at one and biases at zero: make them matter
         parameter.data += 0.03 * torch.randn_like(parameter)
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(WORDS.get(name, []), special_tokens=True)
+    tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return model

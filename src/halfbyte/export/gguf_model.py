@@ -371,7 +371,7 @@ def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf
 
 def _vision_file(vision: Vision, source: Source, path: Path, mix: str) -> NewGguf:
     """Return the vision part's file."""
-    planned = plan_vision(source.weights, vision)
+    planned = plan_vision(source.weights, vision, source.tokenizer)
 
     def add_keys(writer: GGUFWriter) -> None:
         writer.add_name(source.name)

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from ..reading import look, read_json
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
 from .quants import Type
-from .tensors import BESIDE_TEXT, KINDS, Planned, Weight
+from .tensors import BESIDE_TEXT, KINDS, Planned, Weight, interleaved
 
 CLIP = MODEL_ARCH_NAMES[MODEL_ARCH.MMPROJ]
+LINE_BREAK = "v.token_embd.img_break"
 DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}  # parts of a merger, and names in the file
 SERVE_OTHERWISE = "serve the model with transformers or vLLM"
 
@@ -71,7 +71,12 @@ class Vision:
             for number, layer in enumerate(self.deepstack)
             for part, name in DEEPSTACK.items()
         }
-        return {**self.tower.names, **mergers}
+        own = {
+            key.format(bid=layer): name.format(bid=layer)
+            for key, name in self.tower.names.items()
+            for layer in range(self.layers)
+        }
+        return own | mergers
 
     @property
     def image_size(self) -> int:
@@ -146,7 +151,7 @@ def _check_config(config: Any, tower: Tower) -> None:
     if vision.intermediate_size == vision.hidden_size:  # llama.cpp would confuse up and down
         expected["vision_config.intermediate_size"] = (vision.intermediate_size, "any but hidden_size")
     for key, values in tower.required.items():
-        value = attrgetter(key)(config)
+        value = _setting(config, key)
         if value not in values:
             expected[key] = (value, " or ".join(map(str, values)))
     if tower.unwindowed:
@@ -156,6 +161,13 @@ def _check_config(config: Any, tower: Tower) -> None:
             expected[f"vision_config.{tower.unwindowed}"] = (full, "every n-th layer")
     for key, (value, supported) in expected.items():
         raise ModelError(f"config.json: {key}: {value}: llama.cpp's graph supports {supported}", SERVE_OTHERWISE)
+
+
+def _setting(config: Any, name: str) -> Any:
+    """Value of a dotted key in a config or mapping; None without one."""
+    for step in name.split("."):
+        config = config.get(step) if isinstance(config, Mapping) else getattr(config, step, None)
+    return config
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------
@@ -184,6 +196,12 @@ def add_vision(writer: GGUFWriter, vision: Vision) -> None:
         getattr(writer, f"add_vision_{flag}")(True)
     if hasattr(vision_config, "spatial_merge_size"):
         writer.add_vision_spatial_merge_size(vision_config.spatial_merge_size)
+    for key, name in tower.keys.items():
+        number = _setting(config, name)
+        writer.add_uint32(key, round(1 / number) if number < 1 else number)
+    for key, name in tower.processor_keys.items():
+        if (number := _setting(vision.processor, name)) is not None:
+            writer.add_uint32(key, number)
     if vision.deepstack:
         writer.add_vision_is_deepstack_layers([layer in vision.deepstack for layer in range(vision.layers)])
     if tower.unwindowed:
@@ -206,11 +224,15 @@ def vision_keys(vision: Vision) -> dict[str, object]:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
+def plan_vision(weights: Mapping[str, Weight], vision: Vision, tokenizer: Any) -> list[Planned]:
     """Plan the tensors of the file, in the order of the weights.
 
+    Args:
+        weights: checkpoint name → weight.
+        tokenizer: of the language model, whose token for a line break's embedding some graphs read.
+
     Raises:
-        ModelError: a weight that the graph does not have.
+        ModelError: a weight that the graph does not have, or a tokenizer without this token.
         CheckpointError: a missing weight.
     """
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision.layers)
@@ -219,33 +241,55 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
     for key, weight in weights.items():
         if not BESIDE_TEXT.search(key):
             continue
-        plain = re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", key.removeprefix("model."))
-        if unused.search(plain):
+        if unused.search(_stem(key)):
             continue
-        for tensor in _parts_in_file(_name(plain, names, vision), weight, vision.tower):
+        for tensor in _parts_in_file(_name(key, names, vision), weight, vision):
             if tensor.name not in expected:
                 raise ModelError(
                     f"{key} has no place in llama.cpp's graph of {vision.config.model_type}", SERVE_OTHERWISE
                 )
             planned[tensor.name] = tensor
-    if missing := expected - planned.keys():
+    if vision.tower.line_break:
+        planned[LINE_BREAK] = _line_break(weights, vision.tower.line_break, tokenizer)
+    if missing := expected - vision.tower.optional - planned.keys():
         raise CheckpointError(
             f"the checkpoint lacks the tensor that becomes {min(missing)} in the file", "re-download the checkpoint"
         )
     return list(planned.values())
 
 
-def _name(plain: str, names: TensorNameMap, vision: Vision) -> str:
+def _stem(key: str) -> str:
+    """Checkpoint name as the gguf library has it for most towers."""
+    return re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", key.removeprefix("model."))
+
+
+def _name(key: str, names: TensorNameMap, vision: Vision) -> str:
     """Name in the file; empty if the graph has no such tensor."""
-    suffix = next((ending for ending in KINDS if plain.endswith(ending)), "")
-    stem = plain.removesuffix(suffix)
-    if stem in vision.names:
-        return vision.names[stem] + suffix
-    return names.get_name(plain, try_suffixes=KINDS) or ""
+    suffix = next((ending for ending in KINDS if key.endswith(ending)), "")
+    short = key.removeprefix("model.")
+    if name := vision.names.get(short.removesuffix(suffix)):
+        return name + suffix
+    candidates = (names.get_name(name, try_suffixes=KINDS) for name in (_stem(key), short, f"model.{short}"))
+    return next(filter(None, candidates), "")
 
 
-def _parts_in_file(name: str, weight: Weight, tower: Tower) -> Iterator[Planned]:
+def _line_break(weights: Mapping[str, Weight], token: str, tokenizer: Any) -> Planned:
+    """Plan the embedding of the token after each row of patches, [columns].
+
+    Raises:
+        ModelError: the tokenizer has no such token.
+    """
+    row = tokenizer.get_vocab().get(token)
+    if row is None:
+        raise ModelError(f"the tokenizer has no token {token}, which llama.cpp puts after each row of patches",
+                         "use the model's own tokenizer")  # fmt: skip
+    weight = next(weight for key, weight in weights.items() if key.endswith("embed_tokens.weight"))
+    return Planned(LINE_BREAK, weight.shape[1:], [lambda: weight.read()[row]])
+
+
+def _parts_in_file(name: str, weight: Weight, vision: Vision) -> Iterator[Planned]:
     """Yield the tensors of the file that a checkpoint weight becomes."""
+    tower = vision.tower
     if ".attn_qkv." in name and "attn_qkv" not in tower.biased:
         shape = (weight.shape[0] // 3, *weight.shape[1:])
         for index, letter in enumerate("qkv"):
@@ -257,6 +301,9 @@ def _parts_in_file(name: str, weight: Weight, tower: Tower) -> Iterator[Planned]
             yield Planned(name + suffix, shape, [partial(_frame, weight, index)])
     elif name == "mm.soft_emb_norm.weight":  # RMSNorm multiplies by 1 + weight, which the file stores
         yield Planned(name, weight.shape, [lambda: weight.read().float() + 1])
+    elif tower.permuted and (".attn_q." in name or ".attn_k." in name):
+        heads = getattr(vision.config.vision_config, tower.heads)
+        yield Planned(name, weight.shape, [lambda: interleaved(weight.read(), heads)])
     else:
         yield Planned(name, weight.shape, [weight.read])
 

@@ -153,13 +153,19 @@ class Tower:
         activations: the tower's MLP activation, by transformers' name → the flag in the file, or "".
         outside: tensors outside of the layers.
         biased, plain: parts of a layer with a bias, and without.
+        optional: tensors of `outside` that only some models have.
         unused: regular expression for checkpoint tensors that do not affect the language model.
-        names: checkpoint names that the gguf library does not map, or maps for another family → names in the file.
+        names: checkpoint names that the gguf library does not map, or maps for another family → names in the file;
+            "{bid}" in both is a layer.
+        permuted: rows of q and k in the file alternate between the two halves that RoPE rotates together.
+        line_break: token of the language model after each row of patches, whose embedding the file holds; "": none.
         layers, heads: the vision config's keys.
         epsilon: epsilon of the norms, if the model's code fixes it; None: the config has it.
         image_size: image side that llama.cpp reserves memory for, if the model takes any size; None: the config's.
         projected: the vision config's key for the output width; "": the language model's hidden size.
         required: config key → the values that the graph supports.
+        keys: the file's key → the config's, for whole numbers; a ratio below one is inverted.
+        processor_keys: the file's key → the image processor's, for whole numbers that it may have.
         unwindowed: the vision config's key for the layers without windowed attention, every n-th; "": all layers.
         pooled: the config's key for the number of tokens that an image is pooled to; "": no pooling.
         feature_layers: the config's key for the layers whose outputs are the features; "": the last layer.
@@ -176,14 +182,19 @@ class Tower:
     outside: frozenset[str]
     biased: tuple[str, ...]
     plain: tuple[str, ...] = ()
+    optional: frozenset[str] = frozenset()
     unused: str = r"$^"
     names: Mapping[str, str] = field(default_factory=dict)
+    permuted: bool = False
+    line_break: str = ""
     layers: str = "num_hidden_layers"
     heads: str = "num_attention_heads"
     epsilon: float | None = None
     image_size: int | None = None
     projected: str = ""
     required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    processor_keys: Mapping[str, str] = field(default_factory=dict)
     unwindowed: str = ""
     pooled: str = ""
     feature_layers: str = ""
@@ -295,6 +306,7 @@ EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # every layer h
 BLOCK = ("ln1", "ln2", "attn_q", "attn_k", "attn_v", "attn_out", "ffn_up", "ffn_down")
 PROJECTOR = ("mm.0.weight", "mm.0.bias", "mm.2.weight", "mm.2.bias")
 TANH = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu"}  # llama.cpp has only the tanh form
+TANH_NAMES = ("gelu", "gelu_pytorch_tanh")
 
 SIGLIP = Tower(
     "gemma3", ("siglip_vision_model",), TANH,
@@ -324,21 +336,39 @@ QWEN3_VISION = Tower(
     layers="depth", heads="num_heads", epsilon=1e-6, projected="out_hidden_size", positions="num_position_embeddings",
     required={"vision_config.spatial_merge_size": (2,), "vision_config.temporal_patch_size": (2,)},
 )  # fmt: skip
-# model_type → vision tower of models whose text part may be of any family.
+MERGE = "clip.vision.spatial_merge_size"
+PIXTRAL = Tower(
+    "pixtral", ("pixtral",), {"silu": "use_silu"} | TANH,
+    frozenset({"v.patch_embd.weight", "v.pre_ln.weight", "v.token_embd.img_break", "mm.1.weight", "mm.1.bias",
+               "mm.2.weight", "mm.2.bias"}),
+    (), (*BLOCK, "ffn_gate"),
+    names={"multi_modal_projector.linear_1": "mm.1", "multi_modal_projector.linear_2": "mm.2"},
+    optional=frozenset({"mm.1.bias", "mm.2.bias"}), permuted=True, line_break="[IMG_BREAK]", epsilon=1e-5,
+    required={"projector_hidden_act": TANH_NAMES, "vision_feature_layer": (-1,),
+              "vision_config.rope_parameters.rope_theta": (10000,)},
+)  # fmt: skip
+# model_type → vision towers of models whose text part may be of any family.
 TOWERS = {
-    "llava": Tower(
+    "llava": (Tower(
         "mlp", ("clip_vision_model",), TANH | {"quick_gelu": ""},
         frozenset({"v.class_embd", "v.patch_embd.weight", "v.position_embd.weight", "v.pre_ln.weight", "v.pre_ln.bias",
                    *PROJECTOR}),
         BLOCK,
         unused=r"vision_model\.post_layernorm\.|\.position_ids$",  # features are taken before this norm
         names={"multi_modal_projector.linear_1": "mm.0", "multi_modal_projector.linear_2": "mm.2"},
-        required={"projector_hidden_act": ("gelu", "gelu_pytorch_tanh"),
-                  "vision_feature_select_strategy": ("default",)},
+        required={"projector_hidden_act": TANH_NAMES, "vision_feature_select_strategy": ("default",)},
         feature_layers="vision_feature_layer",
         notice="llama.cpp of 2025 and 2026 shifts the patches of LLaVA's images by one and drops the first (its issue"
         " 25814); the file is correct",
-    ),
+    ), PIXTRAL),
+    "mistral3": (replace(
+        PIXTRAL,
+        outside=PIXTRAL.outside | {"mm.input_norm.weight", "mm.patch_merger.weight"},
+        names={**PIXTRAL.names, "multi_modal_projector.norm": "mm.input_norm",
+               "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger"},
+        required={**PIXTRAL.required, "text_config.rms_norm_eps": (1e-5,)},  # of the projector's norm
+        keys={MERGE: "spatial_merge_size"},
+    ),),
 }  # fmt: skip
 
 DELTA_NET_KEYS = {
@@ -490,14 +520,15 @@ def family_of_config(text_config: Any) -> Family | None:
     return next((family for family in FAMILIES if family.model_type == text_config.model_type), None)
 
 
-def towers() -> dict[str, Tower]:
-    """Return model_type of complete models → their vision tower."""
-    return {family.package: family.tower for family in FAMILIES if family.tower} | TOWERS
+def towers() -> dict[str, tuple[Tower, ...]]:
+    """Return model_type of complete models → their kinds of vision tower."""
+    return {family.package: (family.tower,) for family in FAMILIES if family.tower} | TOWERS
 
 
 def tower_of(config: Any) -> Tower | None:
     """Return the vision tower of a complete model's config; None if it has none, or an unknown one."""
-    return towers().get(config.model_type)
+    rows = towers().get(config.model_type, ())
+    return next((row for row in rows if config.vision_config.model_type in row.model_types), next(iter(rows), None))
 
 
 def config_scale(key: str, config: Any) -> float:
