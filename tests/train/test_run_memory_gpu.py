@@ -110,10 +110,10 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
 
     train = run._train
 
-    def watched(job, loop, console):
+    def watched(job, loop, *rest):
         watches.append(Watch(job, loop, registered))
         loop.add_callback(watches[0])
-        return (yield from train(job, loop, console))
+        return (yield from train(job, loop, *rest))
 
     monkeypatch.setattr(run, "_train", watched)
     keys = {"per_device_train_batch_size": 4, "max_steps": STEPS, "eval_steps": 40, "eval_split_size": 8}
