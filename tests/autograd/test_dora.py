@@ -11,7 +11,7 @@ from halfbyte.autograd.lora import LoRA, lora_linear, lora_qkv
 from halfbyte.autograd.lora_mlp import lora_mlp
 from halfbyte.autograd.rope import rope
 from halfbyte.formats import named
-from halfbyte.ops.dora import column_dots
+from halfbyte.ops.dora import column_dots, scale_rows
 from halfbyte.ops.rope import rotate
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
@@ -255,3 +255,13 @@ def test_sums_of_products_over_rows(shape, dtype):
     a, b = (torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(2))
     torch.testing.assert_close(column_dots(a, b), column_dots.reference(a, b), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(column_dots(a[::2], b[::2]), column_dots.reference(a[::2], b[::2]), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1), (255, 129), (1000, 2048), (777, 14336)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_are_scaled_bit_for_bit(shape, dtype):
+    matrix, by = torch.randn(*shape, device="cuda", dtype=dtype), torch.randn(shape[0], device="cuda")
+    expected = scale_rows.reference(matrix, by, torch.empty_like(matrix))
+    assert torch.equal(scale_rows(matrix, by, torch.full_like(matrix, torch.nan)), expected)
+    assert torch.equal(scale_rows(matrix, by, matrix), expected)

@@ -59,7 +59,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats.base import Weight, is_quantized
-from ..ops.dora import column_dots
+from ..ops import dora as ops
 from ..ops.dropout import Dropout, drop, dropped_gradients, dropped_products
 from ..ops.fp8_scaling import Codes, Slot
 from ..utils.errors import ModelError
@@ -324,6 +324,12 @@ class State(NamedTuple):
         return self.a.split(self.ranks)
 
 
+def _scaled_values(weight: Weight, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """c∘W in `dtype`; a dequantized weight is scaled in its own memory."""
+    values = dense(weight, dtype).contiguous()
+    return ops.scale_rows(values, columns, values if is_quantized(weight) else torch.empty_like(values))
+
+
 @dataclass(frozen=True)
 class Projections:
     """The GEMMs of one input and their gradients, without autograd.
@@ -406,8 +412,8 @@ class Projections:
 
     def values(self, index: int, dtype: torch.dtype) -> Tensor:
         """W, or DoRA's c∘W, of a projection in `dtype`; callers drop it right after launching their GEMM."""
-        values, columns = dense(self.weights[index], dtype), self.weight_columns[index]
-        return values if columns is None else scale_rows(values, columns)
+        weight, columns = self.weights[index], self.weight_columns[index]
+        return dense(weight, dtype) if columns is None else _scaled_values(weight, columns, dtype)
 
     def outputs(
         self,
@@ -550,7 +556,7 @@ class Projections:
         for i in self.scaled if self.dropout is not None else ():
             columns = self.columns[i]
             assert columns is not None
-            values = scale_rows(dense(self.weights[i], dx.dtype), columns - 1)
+            values = _scaled_values(self.weights[i], columns - 1, dx.dtype)
             dx.add_(drop(product(grads[i], values), self.mask(i)))
         return dx, a_gradients
 
@@ -710,7 +716,7 @@ class _LoRA(torch.autograd.Function):
         scaled_biases = saved[2 * scaled : 3 * scaled]
         state, grads = State.unflat(saved[3 * scaled :]), tuple(rows_of(grad) for grad in grads)
         dm = [
-            magnitude_gradient(column_dots(grads[index], rows_of(output)), grads[index], bias, magnitude)
+            magnitude_gradient(ops.column_dots(grads[index], rows_of(output)), grads[index], bias, magnitude)
             for index, output, bias, magnitude in zip(
                 ctx.scaled, scaled_outputs, scaled_biases, magnitudes, strict=True
             )

@@ -1,4 +1,4 @@
-"""Reference of DoRA's sums over rows (Liu et al. 2024, arXiv:2402.09353)."""
+"""References of DoRA's operations on whole matrices (Liu et al. 2024, arXiv:2402.09353)."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ def column_dots(a: Tensor, b: Tensor) -> Tensor:
     """
     exact = torch.promote_types(a.dtype, torch.float32)
     return (a.to(exact) * b.to(exact)).sum(0)
+
+
+@op("triton.dora")
+def scale_rows(matrix: Tensor, by: Tensor, out: Tensor) -> Tensor:
+    """Multiply each row of a matrix by a number and round once.
+
+    Args:
+        matrix: [N, K] contiguous; fp32, fp16 or bf16 (fp64 on a CPU).
+        by: [N], fp32 or the matrix's dtype.
+        out: [N, K] contiguous in the matrix's dtype, which is written to; it may be the matrix.
+
+    Returns:
+        `out`.
+    """
+    return torch.mul(matrix, by.unsqueeze(1), out=out)
