@@ -36,7 +36,7 @@ slow-tests: $(VENV)/installed-dev
 
 # The board in a browser: needs the system's Chromium.
 browser-test: $(VENV)/installed-dev
-	$(PIP) install --quiet playwright
+	$(PIP) install --quiet playwright axe-playwright-python
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/board/test_browser.py
 
 # The suite as older CPUs would run it, one variant after the other (tests/helpers/cpus.py); CPUS=avx2 chooses.

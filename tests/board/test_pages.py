@@ -4,9 +4,11 @@ import json
 import math
 import os
 import re
+import threading
 
 import pytest
 
+from halfbyte.board import app, folders
 from halfbyte.board.curves import Line, chart, reduced
 from halfbyte.board.series import MetricsFile, glance
 from tests.board.conftest import Pages
@@ -113,6 +115,35 @@ def test_a_page_is_sent_again_only_if_a_file_has_changed(pages):
     fresh = pages.get(path, headers={"if-none-match": etag})
     assert fresh.status_code == 200
     assert "0.123" in fresh.text
+
+
+def test_an_open_page_is_told_of_each_change_once(pages, monkeypatch):
+    board = pages.app.state.board
+    monkeypatch.setattr(app, "LOOK_SECONDS", 0.01)
+    path = f"/run/{pages.number('first')}"
+
+    def events(seen):
+        board.is_closing = False
+        threading.Timer(0.3, setattr, (board, "is_closing", True)).start()
+        return pages.get(path, headers={"accept": app.EVENTS, "last-event-id": seen}).text
+
+    etag = pages.get(path).headers["etag"]
+    assert events(etag) == ""
+    assert events("another") == f"id: {etag}\ndata: changed\n\n"
+    pages.act("notes", run=pages.number("first"), text="new")
+    assert events(etag) == f"id: {pages.get(path).headers['etag']}\ndata: changed\n\n"
+
+
+def test_a_list_shows_a_run_that_begins_and_one_that_ends(pages, monkeypatch):
+    monkeypatch.setattr(folders, "SHARED_SECONDS", 0.0)
+    monkeypatch.setattr(folders, "SETTLED", 0.0)  # so that the second look uses what the first has cached
+    pages.page("/")
+    write_run(pages.root / "grid" / "third", status_json=status("training", 7, 60))
+    assert "7 / 60" in pages.page("/")
+    write_run(pages.root / "first", status_json=status("failed", error="loss is NaN"))
+    assert "loss is NaN" in pages.page("/")
+    (pages.root / "grid" / "third").rename(pages.root.parent / "elsewhere")
+    assert "grid/third" not in pages.page("/")
 
 
 def test_text_of_runs_is_escaped_on_every_page(tmp_path, queue):

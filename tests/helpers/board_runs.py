@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from halfbyte.utils.files import write_text
 from halfbyte.utils.processes import Process
 
 CONFIG = """# The model
@@ -68,7 +69,7 @@ def write_run(folder: Path, steps: int = 60, *, r: int = 8, records=None, **file
     for key, value in contents.items():
         if value is not None:
             name = names.get(key, ".".join(key.rsplit("_", 1)))
-            (folder / name).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+            write_text(folder / name, value if isinstance(value, str) else json.dumps(value))
     return folder
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..report.page import document
@@ -33,6 +35,9 @@ from .tables import MOST_RUNS, Member, as_markdown, compare_page, data_page
 
 HERE = Path(__file__).parent
 BODY_BYTES = 1 << 18
+EVENTS = "text/event-stream"
+LOOK_SECONDS = 0.5  # between two looks for changes of an open page
+SILENT_SECONDS = 20.0  # after which a comment is sent, which fails if the client is gone
 CACHED = {"cache-control": "private, max-age=300"}
 CONTENTS = (
     *(layout.RESOLVED_CONFIG, layout.MEMORY, layout.DATA_REPORT, layout.GENERATIONS, layout.ENVIRONMENT),
@@ -47,10 +52,12 @@ class Board:
     Attributes:
         runs: the runs in the board's folders.
         actions: changes that pages make; None: the board is read-only.
+        is_closing: whether streams of changes are to end, so that the server can.
     """
 
     runs: Runs
     actions: Actions | None
+    is_closing: bool = False
 
     def __post_init__(self) -> None:
         self.contents = Cache(16)
@@ -58,17 +65,17 @@ class Board:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def runs_page(self, request: Request) -> Response:
-        runs = self.runs.all()
-        read_only = self.actions is None
-        version = "".join(f"{run.id}{run.state}{run.status and run.status.step}{run.notes}" for run in runs)
-        metrics = [version_of(run.folder / layout.METRICS) for run in runs]
-        return _live(
-            request, (version, metrics), lambda: runs_page(runs, request.query_params, self.runs.roots, read_only)
+        def version() -> str:
+            return "\n".join(run.version for run in self.runs.all())
+
+        return self._live(
+            request,
+            version,
+            lambda: runs_page(self.runs.all(), request.query_params, self.runs.roots, self.actions is None),
         )
 
     def run_page(self, request: Request) -> Response:
         run = self._run(request.path_params["run"])
-        log = self.runs.log_of(run.folder)
 
         def make() -> str:
             return run_page(
@@ -77,11 +84,11 @@ class Board:
                 self.runs.metrics(run.folder),
                 self.runs.lines(run.folder, layout.SAMPLES),
                 request.query_params,
-                log=log,
+                log=self.runs.log_of(run.folder),
                 read_only=self.actions is None,
             )
 
-        return _live(request, (self.runs.version(run.folder), log), make)
+        return self._live(request, lambda: self.runs.version(run.folder), make)
 
     def data_page(self, request: Request) -> Response:
         run = self._run(request.path_params["run"])
@@ -90,7 +97,9 @@ class Board:
     def compare_page(self, request: Request) -> Response:
         chosen = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_RUNS]
         summaries = [self._run(number) for number in chosen]
-        version = [self.runs.version(run.folder) for run in summaries]
+
+        def version() -> str:
+            return "\n".join(self.runs.version(run.folder) for run in summaries)
 
         def members() -> list[Member]:
             return [
@@ -111,11 +120,13 @@ class Board:
             page = document("Comparison", body).replace("</style>", f"{_style()}</style>", 1)
             name = {"content-disposition": 'attachment; filename="comparison.html"'}
             return HTMLResponse(page, headers=name)
-        return _live(request, version, lambda: compare_page(members(), request.query_params, chosen))
+        return self._live(request, version, lambda: compare_page(members(), request.query_params, chosen))
 
     def queue_page(self, request: Request) -> Response:
-        page = queue_page(self.runs, self.actions is None)
-        return _live(request, page, lambda: page)
+        def page() -> str:
+            return queue_page(self.runs, self.actions is None)
+
+        return self._live(request, page, page)
 
     def new_page(self, request: Request) -> Response:
         number = request.query_params.get("from", "")
@@ -147,6 +158,35 @@ class Board:
             data["train"] = {**data["train"]}
         return Run(**{**vars(contents), "data": data})
 
+    def _live(self, request: Request, version: Callable[[], str], make: Callable[[], str]) -> Response:
+        """Return a page with the hash of its version as ETag, 304 if the client has it, or a stream of its changes.
+
+        Args:
+            version: a function of a text that changes when the page changes.
+            make: a function of the page.
+        """
+
+        def tag() -> str:
+            key = f"{version()}{request.url.query}".encode(errors="surrogateescape")
+            return f'"{hashlib.sha256(key).hexdigest()[:32]}"'
+
+        if EVENTS in request.headers.get("accept", ""):
+            return StreamingResponse(self._changes(tag, request.headers.get("last-event-id")), media_type=EVENTS)
+        etag = tag()
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers={"etag": etag})
+        return HTMLResponse(make().replace("<main data-live", f"<main data-live={etag}", 1), headers={"etag": etag})
+
+    async def _changes(self, tag: Callable[[], str], seen: str | None) -> AsyncIterator[str]:
+        """Yield a server-sent event with the page's tag as its id whenever it is not the one last `seen`."""
+        silent_since = time.monotonic()
+        while not self.is_closing:
+            current = await run_in_threadpool(tag)
+            if current != seen or time.monotonic() - silent_since > SILENT_SECONDS:
+                yield f"id: {current}\ndata: changed\n\n" if current != seen else ":\n\n"
+                seen, silent_since = current, time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
+
     # --- writing -----------------------------------------------------------------------------------------------------
 
     async def act(self, request: Request) -> Response:
@@ -174,15 +214,6 @@ class Board:
         return JSONResponse(answer)
 
 
-def _live(request: Request, version: Any, make: Callable[[], str]) -> Response:
-    """Return a page with the hash of its version, or 304 if the client has it."""
-    key = f"{version}{request.url.query}".encode(errors="surrogateescape")
-    etag = f'"{hashlib.sha256(key).hexdigest()[:32]}"'
-    if request.headers.get("if-none-match") == etag:
-        return Response(status_code=304, headers={"etag": etag})
-    return HTMLResponse(make(), headers={"etag": etag})
-
-
 def _style() -> str:
     widths = "".join(f".w{width}{{width:{width}%}}" for width in range(101))
     return CSS + (HERE / "board.css").read_text(encoding="utf-8") + widths
@@ -192,8 +223,8 @@ def _styles(_: Request) -> Response:
     return PlainTextResponse(_style(), media_type="text/css", headers=CACHED)
 
 
-def _script(_: Request) -> Response:
-    script = (HERE / "board.js").read_text(encoding="utf-8")
+def _script(request: Request) -> Response:
+    script = (HERE / request.url.path.rpartition("/")[2]).read_text(encoding="utf-8")
     return PlainTextResponse(script, media_type="text/javascript", headers=CACHED)
 
 
@@ -221,7 +252,7 @@ def application(
         actions: changes that pages make; None: a read-only board.
     """
     board = Board(Runs(roots), actions)
-    return Starlette(
+    app = Starlette(
         middleware=[Middleware(Gate, token=token, access=access, port=port, read_only=actions is None)],
         routes=[
             Route("/", board.runs_page),
@@ -233,6 +264,9 @@ def application(
             Route("/api/{action}", board.act, methods=["POST"]),
             Route("/static/board.css", _styles),
             Route("/static/board.js", _script),
+            Route("/static/curves.js", _script),
         ],
         exception_handlers={HTTPException: _error, Exception: _internal_error},
     )
+    app.state.board = board
+    return app

@@ -1,10 +1,15 @@
-// Pages work without this script. It sends buttons as JSON, and fetches a page again when its files have changed.
-"use strict";
+// Pages work without this script. It sends buttons as JSON, and fetches a page again when the server says that its
+// files have changed.
+import { follow, onZoom } from "./curves.js";
 
-const INTERVAL = 1000; // milliseconds between looks at a live page
+const PAUSE = 1000; // milliseconds between two fetches, at least; 4 times as long as a fetch takes on slow pages
+const RETRY = 5000; // milliseconds until a refused stream is opened again
 const message = document.getElementById("message");
-let etag = "";
+let stream = null;
 let failures = 0;
+let timer = 0;
+let fetched = 0; // when the last fetch began
+let duration = 0; // of the last fetch
 
 function show(text, isError) {
   message.textContent = text;
@@ -27,7 +32,7 @@ async function send(form, submitter) {
       : { message: await response.text() };
     show(answer.message || "Done.", !response.ok);
     if (response.ok && answer.location) location.assign(answer.location);
-    else if (response.ok) etag = "";
+    else if (response.ok) schedule();
   } catch (error) {
     show(`The board does not answer: ${error.message}`, true);
   } finally {
@@ -42,41 +47,100 @@ document.addEventListener("submit", (event) => {
   if (!form.dataset.confirm || window.confirm(form.dataset.confirm)) send(form, event.submitter);
 });
 
-// A page that is being used is not replaced: text in a field, chosen runs, a selection.
+// A page that is being used is not replaced: a field with the focus, opened actions, selected text.
 function isInUse(main) {
   const active = document.activeElement;
   return (
-    (active && main.contains(active) && /^(INPUT|TEXTAREA|SELECT)$/.test(active.tagName)) ||
-    main.querySelector("td input:checked") !== null ||
+    (main.contains(active) && /^(INPUT|TEXTAREA|SELECT)$/.test(active.tagName) && active.type !== "checkbox") ||
     main.querySelector("details.actions[open]") !== null ||
     String(window.getSelection()) !== ""
   );
 }
 
-async function refresh() {
-  const main = document.querySelector("main[data-live]");
-  if (!main) return;
-  if (!document.hidden && !isInUse(main)) {
-    try {
-      const headers = etag ? { "if-none-match": etag } : {};
-      const response = await fetch(location.href, { headers, cache: "no-store" });
-      failures = 0;
-      if (response.status === 200) {
-        etag = response.headers.get("etag") || "";
-        const page = new DOMParser().parseFromString(await response.text(), "text/html");
-        const fresh = page.querySelector("main");
-        if (fresh && !isInUse(main) && fresh.innerHTML !== main.innerHTML) {
-          const open = [...main.querySelectorAll("details")].map((details) => details.open);
-          main.replaceChildren(...fresh.childNodes);
-          main.querySelectorAll("details").forEach((details, at) => (details.open = open[at] || false));
-        }
-      }
-    } catch (error) {
-      failures += 1;
-      if (failures === 5) show("The board does not answer. This page shows the last numbers.", true);
-    }
+function replace(main, fresh) {
+  const open = [...main.querySelectorAll("details")].map((details) => details.open);
+  const chosen = new Set([...main.querySelectorAll("td input:checked")].map((input) => input.value));
+  const focused = main.contains(document.activeElement) ? document.activeElement.value : undefined;
+  main.replaceChildren(...fresh.childNodes);
+  main.querySelectorAll("details").forEach((details, index) => (details.open = open[index] || false));
+  for (const input of main.querySelectorAll("td input")) {
+    input.checked = chosen.has(input.value);
+    if (input.value === focused) input.focus({ preventScroll: true });
   }
-  setTimeout(refresh, INTERVAL);
+  prepare();
 }
 
-setTimeout(refresh, INTERVAL);
+// What scrolls can be reached with the keyboard.
+function prepare() {
+  for (const element of document.querySelectorAll(".scroll, pre")) {
+    const scrolls = element.scrollWidth > element.clientWidth + 1 || element.scrollHeight > element.clientHeight + 1;
+    if (scrolls) element.tabIndex = 0;
+  }
+  follow();
+}
+
+function schedule() {
+  if (timer) return;
+  const wait = fetched + Math.max(PAUSE, 4 * duration) - performance.now();
+  timer = setTimeout(refresh, Math.max(wait, 0));
+}
+
+async function refresh(isWanted = false) {
+  clearTimeout(timer);
+  timer = 0;
+  const main = document.querySelector("main");
+  fetched = performance.now();
+  if (!isWanted && isInUse(main)) {
+    schedule();
+    return;
+  }
+  const address = location.href;
+  try {
+    const headers = isWanted ? {} : { "if-none-match": main.dataset.live };
+    const response = await fetch(address, { headers, cache: "no-store" });
+    if (response.status === 304) return;
+    const page = new DOMParser().parseFromString(await response.text(), "text/html");
+    if (address !== location.href) return; // it shows another range by now
+    main.dataset.live = response.headers.get("etag") || "";
+    replace(main, page.querySelector("main"));
+  } catch (error) {
+    if (isWanted) location.reload();
+  } finally {
+    duration = performance.now() - fetched;
+  }
+}
+
+// Watch the page while it is visible. Browsers open six connections to a host, so hidden pages close theirs.
+function watch() {
+  if (stream) stream.close();
+  stream = null;
+  const main = document.querySelector("main[data-live]");
+  if (!main || document.hidden) return;
+  stream = new EventSource(location.href);
+  stream.onmessage = (event) => {
+    if (failures >= 3) show("", false);
+    failures = 0;
+    if (event.lastEventId !== main.dataset.live) schedule();
+  };
+  stream.onerror = () => {
+    failures += 1;
+    if (failures === 3) show("The board does not answer. This page shows the last numbers.", true);
+    if (stream.readyState === EventSource.CLOSED) setTimeout(watch, RETRY);
+  };
+}
+
+// The range of the curves is part of the URL; the server draws it with all its detail.
+onZoom((range) => {
+  const url = new URL(location.href);
+  for (const [name, value] of Object.entries(range)) {
+    if (value === null) url.searchParams.delete(name);
+    else url.searchParams.set(name, value);
+  }
+  history.pushState(null, "", url);
+  refresh(true).then(watch);
+});
+
+window.addEventListener("popstate", () => refresh(true).then(watch));
+document.addEventListener("visibilitychange", watch);
+prepare();
+watch();

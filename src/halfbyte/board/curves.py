@@ -51,10 +51,11 @@ def chart(title: str, lines: Sequence[Line], x_label: str, *, log: bool = False,
         return '<p class="missing">no numbers</p>'
     x_range = _range([x for x, _ in finite])
     y_range = _range([y for _, y in finite], margin=0.04)
-    parts = _axes(x_range, y_range, x_label, log)
+    parts, dots = [], []
     for line, points in zip(shown, drawn, strict=True):
         colour, many = f"s{line.colour % SERIES}", smoothed and len(line.ys) > 30
-        parts.append(_path(points, x_range, y_range, f"{colour} faint" if many else colour))
+        reading = f'data-name="{text(line.name)}"{" data-reduced" if len(line.ys) > 2 * COLUMNS else ""}'
+        parts.append(_path(points, x_range, y_range, f"{colour} faint" if many else colour, reading))
         if many:
             means = _means(line.xs, line.ys)
             middle = list(zip([x for x, _ in means], smooth([y for _, y in means]), strict=True))
@@ -63,10 +64,17 @@ def chart(title: str, lines: Sequence[Line], x_label: str, *, log: bool = False,
             for x, y in points:
                 if math.isfinite(y):
                     center = f'cx="{_x(x, x_range):.1f}" cy="{_y(y, y_range):.1f}"'
-                    parts.append(f'<circle class="{colour}" {center} r="2.2"/>')
+                    dots.append(f'<circle class="{colour}" {center} r="2.2"/>')
     label = text(_sentence(title, lines))
     legend = "".join(f'<li><i class="k{line.colour % SERIES}"></i>{text(line.name)}</li>' for line in lines)
-    svg = f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg>'
+    ranges = (
+        f'data-x="{x_range[0]!r} {x_range[1]!r}" data-y="{y_range[0]!r} {y_range[1]!r}"{" data-log" if log else ""}'
+    )
+    svg = (
+        f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {WIDTH} {HEIGHT}" {ranges}'
+        f' data-label="{text(x_label)}">{"".join(_axes(x_range, y_range, x_label, log))}'
+        f'<g class="plot"><g class="lines">{"".join(parts)}{"".join(dots)}</g></g></svg>'
+    )
     return svg + (f'<ul class="legend">{legend}</ul>' if len(lines) > 1 else "")
 
 
@@ -126,10 +134,14 @@ def _y(value: float, bounds: tuple[float, float]) -> float:
 
 
 def _path(
-    points: Sequence[tuple[float, float]], x_range: tuple[float, float], y_range: tuple[float, float], name: str
+    points: Sequence[tuple[float, float]],
+    x_range: tuple[float, float],
+    y_range: tuple[float, float],
+    classes: str,
+    attributes: str = "",
 ) -> str:
     at = [(_x(x, x_range), _y(y, y_range) if math.isfinite(y) else math.nan) for x, y in points]
-    return f'<path class="{name}" d="{_segments(at)}"/>'
+    return f'<path class="{classes}" {attributes} d="{_segments(at)}"/>'
 
 
 def _columns(count: int) -> list[tuple[int, int]]:
@@ -177,7 +189,7 @@ def _segments(points: Sequence[tuple[float, float]]) -> str:
         if not math.isfinite(y):
             pen = "M"
             continue
-        commands.append(f"{pen}{x:.1f} {y:.1f}")
+        commands.append(f"{pen}{x:.1f} {y:.2f}")
         pen = "L"
     return "".join(commands)
 
@@ -190,7 +202,9 @@ def _axes(x_range: tuple[float, float], y_range: tuple[float, float], x_label: s
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 3:.1f}">{label}</text>')
     for value in _ticks(*x_range):
-        parts.append(f'<text class="middle" x="{_x(value, x_range):.1f}" y="{HEIGHT - 20}">{_number(value)}</text>')
+        parts.append(
+            f'<text class="middle tick" x="{_x(value, x_range):.1f}" y="{HEIGHT - 20}">{_number(value)}</text>'
+        )
     parts.append(f'<text class="middle" x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 5}">{text(x_label)}</text>')
     return parts
 
@@ -204,6 +218,7 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _number(value: float) -> str:
-    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
-        return f"{value:.3g}"
+    if value and not 1e-3 <= abs(value) < 1e6:
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
     return f"{value:,.6g}" if abs(value) < 1000 else f"{value:,.0f}"

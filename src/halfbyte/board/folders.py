@@ -1,6 +1,8 @@
 """Finds the runs in folders, and reads summaries, notes and files of each. Any file may be missing or damaged.
 
-Folders are searched again every `SEARCH_SECONDS`. The content of a file is cached until its time or size changes.
+The content of a file is cached until its time or size changes. halfbyte replaces the small files of a run and so
+changes the time of its folder. A run that has ended thus costs one stat per look; all its files are looked at every
+`RECHECK_SECONDS`, for those that an editor changes in place.
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ import yaml
 from ..reading import read_json, read_text
 from ..runs import layout
 from ..runs.queue import DATABASE, LOGS, Job, Queue, queue_folder
-from ..runs.status import ENDED, RUNNING, RunStatus, read_status, run_folders
+from ..runs.status import ENDED, RUNNING, RunStatus, names_in, read_status, run_folders
 from ..utils.errors import ConfigError, HalfbyteError
 from ..utils.files import write_json
 from .series import MetricsFile, Records, Series, glance
 
-SEARCH_SECONDS = 3.0
+SHARED_SECONDS = 0.25  # during which pages share one look at the folders
+RECHECK_SECONDS = 30.0
+SETTLED = 2.0  # seconds after which a change has certainly changed the time of a folder
 OPEN_RUNS = 12  # runs whose records are cached: the largest comparison
 NOTE_BYTES = 20_000
 LOG_BYTES = 20_000  # of the end of a log that a page shows
+DECIDING = (layout.STATUS, layout.RESOLVED_CONFIG)  # files by which `run_folders` knows a run
 LARGEST_JSON = 1 << 26  # bytes of a file of a run that a page reads
 HEADINGS = ("model_name_or_path", "method", "dataset", "r", "learning_rate")  # keys that a list shows
 _KEY = re.compile(rf"^({'|'.join(HEADINGS)}):.*$", re.MULTILINE)
@@ -63,6 +68,7 @@ class Summary:
         keys: `HEADINGS` of its configuration.
         train, evals: some of its records.
         error: why it failed or cannot be read.
+        version: a text that changes when a list of runs changes.
     """
 
     id: str
@@ -75,6 +81,7 @@ class Summary:
     evals: Series
     notes: Notes
     error: str = ""
+    version: str = ""
 
     @property
     def state(self) -> str:
@@ -121,29 +128,59 @@ class Runs:
         self._glances, self._small, self._jobs, self._ended = Cache(2000), Cache(6000), Cache(1), Cache(2000)
         self._metrics: OrderedDict[Path, MetricsFile] = OrderedDict()
         self._lock = threading.Lock()
+        self._ids: dict[Path, str] = {}
+        self._listings: dict[Path, tuple[int, dict[str, bool]]] = {}
+        self._summaries: dict[str, tuple[int, float, Summary]] = {}  # of ended runs: time of the folder, until when
         self._folders: dict[str, tuple[Path, Path]] = {}
-        self._searched = -math.inf
+        self._all: list[Summary] = []
+        self._searched = self._listed = -math.inf
 
     def folders(self) -> dict[str, tuple[Path, Path]]:
         """Return root and folder of each run by its id."""
         with self._lock:
-            if time.monotonic() - self._searched > SEARCH_SECONDS:
-                seen: dict[Path, tuple[Path, Path]] = {}
+            if time.monotonic() - self._searched > SHARED_SECONDS:
+                seen: dict[Path, Path] = {}
+                listings: dict[Path, tuple[int, dict[str, bool]]] = {}
                 for root in self.roots:
-                    for folder in run_folders(root):
-                        seen.setdefault(folder, (root, folder))
-                self._folders = {run_id(folder): pair for folder, pair in seen.items()}
+                    for folder in run_folders(root, listing=lambda folder: self._names_in(folder, listings)):
+                        seen.setdefault(folder, root)
+                self._listings = listings
+                self._ids = {folder: self._ids.get(folder) or run_id(folder) for folder in seen}
+                self._folders = {number: (seen[folder], folder) for folder, number in self._ids.items()}
                 self._searched = time.monotonic()
             return self._folders
 
+    def _names_in(self, folder: Path, listings: dict[Path, tuple[int, dict[str, bool]]]) -> dict[str, bool]:
+        """Return what `run_folders` needs of `names_in`, read again only if the time of the folder has changed.
+
+        Args:
+            listings: is given the time and the names; a time of -1 if the folder has just been changed.
+        """
+        changed = os.stat(folder).st_mtime_ns
+        cached = self._listings.get(folder)
+        if cached is not None and cached[0] == changed:
+            listings[folder] = cached
+            return cached[1]
+        is_settled = time.time_ns() - changed >= SETTLED * 1e9
+        names = {name: is_folder for name, is_folder in names_in(folder).items() if is_folder or name in DECIDING}
+        listings[folder] = (changed if is_settled else -1, names)
+        return names
+
     def forget(self) -> None:
-        """Search again at the next call."""
-        self._searched = -math.inf
+        """Look at all files again at the next call."""
+        self._summaries.clear()
+        self._searched = self._listed = -math.inf
 
     def all(self) -> list[Summary]:
         """Return a summary of every run, running ones first, then by their last heartbeat."""
-        summaries = [self.summary(number) for number in self.folders()]
-        return sorted(summaries, key=lambda run: (not run.is_running, -(run.status.heartbeat if run.status else 0)))
+        folders, searched = self.folders(), self._searched
+        if self._listed != searched:
+            summaries = [self._summary(number, *pair) for number, pair in folders.items()]
+            self._all = sorted(
+                summaries, key=lambda run: (not run.is_running, -(run.status.heartbeat if run.status else 0))
+            )
+            self._listed = searched
+        return self._all
 
     def summary(self, number: str) -> Summary:
         """Return the summary of a run.
@@ -151,16 +188,35 @@ class Runs:
         Raises:
             KeyError: no run has this id.
         """
-        root, folder = self.folders()[number]
+        return self._summary(number, *self.folders()[number])
+
+    def _summary(self, number: str, root: Path, folder: Path) -> Summary:
+        """Return the summary of a run; of one that has ended, the cached one until its folder changes."""
+        changed, _ = self._listings.get(folder, (-1, {}))
+        if number in self._summaries and changed != -1:
+            known, until, summary = self._summaries[number]
+            if known == changed and time.monotonic() < until:
+                return summary
+        summary = self._summarize(number, root, folder)
+        if changed != -1 and not summary.is_running:
+            spread = RECHECK_SECONDS * (0.5 + int(number[:4], 16) / 2**17)  # so that runs are not due at once
+            self._summaries[number] = (changed, time.monotonic() + spread, summary)
+        return summary
+
+    def _summarize(self, number: str, root: Path, folder: Path) -> Summary:
+        """Return the summary of a run from its files."""
         error = ""
         try:
             status = self._status(folder)
         except ConfigError as unreadable:
             status, error = None, unreadable.message
         metrics = folder / layout.METRICS
-        train, evals = self._glances.get(metrics, version_of(metrics), lambda: glance(metrics))
+        recorded = version_of(metrics)
+        train, evals = self._glances.get(metrics, recorded, lambda: glance(metrics))
         config = folder / layout.RESOLVED_CONFIG
         name = str(folder.relative_to(root))
+        notes = self.notes(folder)
+        described = (status.state, status.step, status.total_steps, status.error) if status else error
         return Summary(
             id=number,
             folder=folder,
@@ -170,8 +226,9 @@ class Runs:
             keys=self._small.get(config, version_of(config), lambda: _headings(config)),
             train=train,
             evals=evals,
-            notes=self.notes(folder),
+            notes=notes,
             error=status.error if status else error,
+            version=f"{number} {described} {recorded} {notes}",
         )
 
     def _status(self, folder: Path) -> RunStatus | None:
@@ -206,13 +263,19 @@ class Runs:
         path = folder / name
         return self._small.get(path, version_of(path), lambda: _lines(path))
 
+    def log_path(self, output: Path) -> Path | None:
+        """Return the file with the output of a run that the queue or the board has started; None for others."""
+        paths = [queue_folder() / LOGS / f"job-{job.id}.log" for job in self.jobs() if job.output == str(output)]
+        return next((path for path in reversed(paths) if path.exists()), None)
+
     def log_of(self, output: Path) -> str:
         """Return the end of the output of a run that the queue or the board has started; empty for others."""
-        paths = [queue_folder() / LOGS / f"job-{job.id}.log" for job in self.jobs() if job.output == str(output)]
-        for path in reversed(paths):
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                file.seek(max(os.fstat(file.fileno()).st_size - LOG_BYTES, 0))
-                return file.read().decode(errors="replace")
+        path = self.log_path(output)
+        with contextlib.suppress(OSError):
+            if path is not None:
+                with open(path, "rb") as file:
+                    file.seek(max(os.fstat(file.fileno()).st_size - LOG_BYTES, 0))
+                    return file.read().decode(errors="replace")
         return ""
 
     def jobs(self) -> list[Job]:
@@ -234,7 +297,8 @@ class Runs:
             state = "" if status is None else f"{status.state} {status.step}"
         except ConfigError:
             state = "unreadable"
-        return f"{state} {[version_of(folder / name) for name in names]}"
+        log = self.log_path(folder)
+        return f"{state} {[version_of(folder / name) for name in names]} {log and version_of(log)}"
 
 
 def run_id(folder: Path) -> str:

@@ -53,7 +53,7 @@ def frame(title: str, body: str, *, path: str = "", live: bool = False) -> str:
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{text(title)} · halfbyte board</title><link rel="stylesheet" href="/static/board.css">'
-        '<script src="/static/board.js" defer></script></head><body>'
+        '<script type="module" src="/static/board.js"></script></head><body>'
         f'<nav class="top" aria-label="Pages"><b>halfbyte</b>{links}</nav>'
         f'<p id="message" role="status"></p><main{" data-live" if live else ""}>{body}</main></body></html>\n'
     )

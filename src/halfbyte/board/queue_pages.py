@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from pathlib import Path
 
@@ -50,8 +49,8 @@ def queue_page(runs: Runs, read_only: bool) -> str:
         left = _time_left(runs, number) if job.state in ACTIVE and number in known else ""
         keys = f"{name}<br><small>{text(job.keys)}</small>"
         rows.append((str(job.id), text(job.state), keys, size(job.planned), text(job.lane), left, text(remark), forms))
-    head = ("Job", "state", "run", "planned memory", "on", "time left", "", "")
-    listed = table(head, rows) if rows else missing("The queue is empty.")
+    head = ("Job", "state", "run", "planned memory", "on", "time left", "remark", "changes")
+    listed = f'<div class="queue">{table(head, rows)}</div>' if rows else missing("The queue is empty.")
     run = "" if read_only else button("Run the queue", "/api/queue-run", {}, "halfbyte queue run")
     return frame("Queue", f"<h1>Queue</h1>{run}{listed}", path="/queue", live=True)
 
@@ -74,8 +73,10 @@ def new_page(source: Summary | None, read_only: bool) -> str:
     if source is not None:
         number = source.id
         origin = f'<p>Copied from <a href="/run/{number}">{text(source.name)}</a>; give another output_dir.</p>'
-        with contextlib.suppress(ConfigError):
+        try:
             keys = read_text(source.folder / layout.GIVEN_CONFIG, ConfigError)
+        except ConfigError:
+            origin = f"<p>{text(source.name)} has no readable {layout.GIVEN_CONFIG}; this is an example.</p>"
     if read_only:
         return frame(
             "New run", f"<h1>New run</h1>{missing('The board is read-only.')}<pre>{text(keys)}</pre>", path="/new"

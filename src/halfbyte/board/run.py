@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -14,7 +15,7 @@ from ..serve.protocol import Protocol, bind
 from ..utils.errors import ConfigError, UsageError
 from ..utils.text import visible
 from .actions import Actions
-from .app import application
+from .app import Board, application
 from .folders import Runs
 from .guard import load_token
 
@@ -56,4 +57,16 @@ def serve_board(folders: Sequence[Path], host: str, port: int, read_only: bool, 
         )
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it again after its shutdown
             signal.signal(number, lambda *_: None)
-        uvicorn.Server(config).run(sockets=[listener])
+        _Server(config, app.state.board).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """A server that ends the streams of open pages with the first signal."""
+
+    def __init__(self, config: uvicorn.Config, board: Board):
+        super().__init__(config)
+        self.board = board
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.board.is_closing = True
+        super().handle_exit(sig, frame)

@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -263,14 +263,28 @@ def _why_lost(status: RunStatus, uptime: float) -> str | None:
 DEEPEST = 4  # folders below a given one in which runs are searched
 
 
-def run_folders(root: Path, depth: int = DEEPEST) -> Iterator[Path]:
+def names_in(folder: Path) -> dict[str, bool]:
+    """Return the names in a folder, and whether each is a folder and no link.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+
+
+def run_folders(
+    root: Path, depth: int = DEEPEST, listing: Callable[[Path], dict[str, bool]] = names_in
+) -> Iterator[Path]:
     """Yield the folders with a status.json in `root` and below it; links and hidden folders are not followed.
 
     Of a run's own folders only those of its several adapters are searched.
+
+    Args:
+        listing: `names_in`, or a function that caches its results.
     """
     try:
-        with os.scandir(root) as entries:
-            names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        names = listing(root)
     except OSError:  # it vanished, or may not be read
         return
     if STATUS in names:
@@ -278,7 +292,7 @@ def run_folders(root: Path, depth: int = DEEPEST) -> Iterator[Path]:
     is_run = STATUS in names or RESOLVED_CONFIG in names
     for name in sorted(names):
         if names[name] and not name.startswith(".") and depth and (not is_run or name == ADAPTERS):
-            yield from run_folders(root / name, depth - 1)
+            yield from run_folders(root / name, depth - 1, listing)
 
 
 def statuses_of(run: Path) -> list[RunStatus]:
