@@ -5,6 +5,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from halfbyte import generation
+from halfbyte.generation import Rollouts, Sampling
+from halfbyte.generation.schedule import PAGE, Schedule, page_count
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.image_families import MODELS_OF_IMAGES
@@ -108,7 +110,36 @@ def test_transformers_forward_answers_about_images_too(prompts, monkeypatch):
     assert any(key.startswith("generation") for key in notices.notices_so_far())
 
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llava", "qwen2_5_vl", "qwen3_5")]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", *SLOW, *OTHERS])
+def test_rollouts_equal_greedy_answers(name, prompts, monkeypatch):
+    """Answers that share their prompt's pages, some of which are preempted and read it again with their own tokens."""
+    (model, rows), new = prompts(name), PAGE + 4
+    ids = [row["input_ids"][0].tolist() for row in rows]
+    columns = [{k: v for k, v in row.items() if k not in ("input_ids", "attention_mask")} for row in rows]
+    options = {"max_new_tokens": new, "sampling": Sampling(), "stops": []}
+    options["images"] = [values if "pixel_values" in values else None for values in columns]
+    answers = [tokens for row in rows for tokens in [expected(model, row, new)[0]] * 3]
+    engine = Rollouts(model.train(), rows=4)
+    assert [completion.ids for completion in engine.generate(ids, 3, **options)] == answers
+    assert model.training
+    model.eval()
+    if engine._decoder is None or engine._decoder.state_bytes:
+        assert name in (*BY_TRANSFORMERS, "qwen3_5", "qwen3_5_moe")
+        return
+    preempted, preempt = [], Schedule.preempt
+    monkeypatch.setattr(Schedule, "preempt", lambda self, row: preempted.append(row) or preempt(self, row))
+    pages = page_count(max(map(len, ids)) + new) + 2
+    few = Rollouts(model, rows=4, memory_gib=pages * engine._decoder.page_bytes / 2**30)
+    assert [completion.ids for completion in few.generate(ids, 3, **options)] == answers
+    assert preempted or name == "llava"  # whose prompts have equal numbers of pages
+
+
 def test_images_for_another_number_of_prompts_are_refused(prompts):
     model, _ = prompts("llava")
     with pytest.raises(ConfigError, match="images"):
         generation.generate(model, [[5, 6], [7]], images=[None])
+    with pytest.raises(ConfigError, match="images"):
+        Rollouts(model).generate([[5, 6], [7]], images=[None])

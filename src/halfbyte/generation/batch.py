@@ -19,7 +19,7 @@ from .schedule import Row
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # captured batch sizes; smaller steps are padded
 # Columns of the row table. COMMON and the three columns from BEGIN hold the results of `bundles_of`: a row's shared
 # pages, and one bundle per line. The row's page table starts at TABLE.
-LENGTH, LIVE, PROMPT, GENERATION, SEAT, SOURCE, COMMON, BEGIN = range(8)
+LENGTH, LIVE, PROMPT, GENERATION, SEAT, SHIFT, SOURCE, COMMON, BEGIN = range(9)
 TABLE = BEGIN + 3
 MIN_BUNDLE_ROWS = 4  # smaller bundles save less than their programs in the launch cost
 # Bundles are used when they save more page reads per layer than this. On an H200 a page read takes about 65 ns (8 heads
@@ -100,7 +100,7 @@ class Batch:
         table = np.zeros((size, self.row_table.shape[1]), dtype=np.int32)
         for line, row in zip(table, rows, strict=False):
             key = np.int64(row.group.key).astype(np.int32)
-            line[:COMMON] = (row.length - 1, 1, key, row.generation, row.seat, token_index[row])
+            line[:COMMON] = (row.length - 1, 1, key, row.generation, row.seat, row.group.shift, token_index[row])
             line[TABLE : TABLE + len(row.pages)] = row.pages
         bundles, table[:, COMMON] = bundles_of(table[:, TABLE:])
         table[: len(bundles), BEGIN:TABLE] = bundles
@@ -120,7 +120,7 @@ class Batch:
         bundles, common = table[: size // MIN_BUNDLE_ROWS, BEGIN:TABLE], table[:, COMMON]
         shared = Shared(bundles.contiguous(), common.contiguous()) if self.has_bundles else None
         tables, seats = table[:, TABLE:][:, :columns], table[:, SEAT].long()
-        logits = self.decoder.step(tokens, table[:, LENGTH], tables, shared, seats)
+        logits = self.decoder.step(tokens, table[:, LENGTH], tables, shared, seats, table[:, SHIFT])
         table[:, LENGTH] += table[:, LIVE]
         noise_keys = torch.stack([table[:, PROMPT], table[:, GENERATION], table[:, LENGTH]], dim=1)
         drawn, log_probs = draw(logits.contiguous(), noise_keys.long(), self.seed, sampling)

@@ -6,7 +6,7 @@ Subclasses own the cache: `engine.StaticEngine` a static key-value cache, `paged
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..ops.rope import qk_norm_rope, rope_
 from ..parallel.shard.model import sharded
 from .adapters import Unsupported, module_of
 from .delta_net import DeltaNet, is_delta_net
-from .images import ImagePrompt
+from .images import PlacedPrompt
 from .linears import Linears
 from .mlp import DenseMLP, MoEBlock
 from .structure import structure_of
@@ -238,24 +238,25 @@ class Decoder:
         return self.to_logits(self.head(hidden)[0][:, 0])
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, recur: Recur, images: Mapping[int, ImagePrompt] = {}
+        self, tokens: Tensor, positions: Tensor, attend: Attend, recur: Recur, images: Sequence[PlacedPrompt] = ()
     ) -> Tensor:
         """Return hidden states [B, T, D] of tokens and positions [B, T].
 
         Args:
-            images: row → its prompt with images, which takes the last of its tokens.
+            images: prompts with images among the tokens.
             attend: applies RoPE, stores the new keys and values, and computes attention: (layer number, layer, q
                 [B, Hq, T, D], k and v [B, Hk, T, D], cos and sin) → [B, Hq, T, D].
             recur: token mixer of layers with a recurrent state: (layer number, layer, x) → input of `out`.
         """
         ropes = {layer_type: (cos[positions], sin[positions]) for layer_type, (cos, sin) in self.ropes.items()}
         branch, residual = self.embedded(tokens), None
-        for row, prompt in images.items():
-            branch[row, -len(prompt.image) :] = self._scaled(prompt.embeddings)
-            if prompt.positions is not None:
+        for placed in images:
+            branch[placed.row, placed.tokens] = self._scaled(placed.prompt.embeddings)
+            if placed.prompt.positions is not None:
                 for layer_type, angles in ropes.items():
-                    for rows, new in zip(angles, self._rope(self.rotary, layer_type, prompt.positions), strict=True):
-                        rows[row, -len(prompt.image) :] = new
+                    prompt_angles = self._rope(self.rotary, layer_type, placed.prompt.positions)
+                    for rows, new in zip(angles, prompt_angles, strict=True):
+                        rows[placed.row, placed.tokens] = new
         for number, layer in enumerate(self.layers):
             first, second = layer.halves
             x, stream = self.normed(first.norm, branch, residual)
@@ -272,9 +273,10 @@ class Decoder:
             else:
                 x, residual = self.normed(second.norm, branch, stream)
                 branch = self._branch_output(second, layer.mlp(x))
-            for row, prompt in images.items():
-                if number < len(prompt.added):
-                    branch[row, -len(prompt.image) :][prompt.image >= 0] += prompt.added[number].to(self.dtype)
+            for placed in images:
+                if number < len(placed.prompt.added):
+                    prompt_branch = branch[placed.row, placed.tokens]
+                    prompt_branch[placed.prompt.image >= 0] += placed.prompt.added[number].to(self.dtype)
         return self.normed(self.norm, branch, residual)[0]
 
     def normed(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

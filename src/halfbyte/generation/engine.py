@@ -37,7 +37,7 @@ from .decoder import (
     scored_attention,
 )
 from .delta_net import Rows
-from .images import ImagePrompt, PromptImages, embed_prompts
+from .images import ImagePrompt, PlacedPrompt, PromptImages, embed_prompts
 from .row_groups import Engine, RowGroups, WatchPrompt
 from .schedule import page_count
 from .stock import stock_engine
@@ -191,7 +191,7 @@ class StaticEngine(Decoder):
             positions,
             attend,
             lambda number, layer, x: layer.inputs.prompts(x, recurrent_rows, self.caches[number]),
-            images,
+            [PlacedPrompt(row, length - len(prompt.image), prompt) for row, prompt in images.items()],
         )
         if watch is not None:
             at_once = max(1, WATCHED_LOGITS // (len(tokens) * self.embed.weight.shape[0]))

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,18 @@ class ImagePrompt:
     shift: int
     image: Tensor
     added: Sequence[Tensor]
+
+
+class PlacedPrompt(NamedTuple):
+    """A prompt with images among a decoder's tokens [B, T]: its row, and the index of its first token there."""
+
+    row: int
+    begin: int
+    prompt: ImagePrompt
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.begin, self.begin + len(self.prompt.image))
 
 
 class _Stop(Exception):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd.attention import varlen_attention
@@ -18,6 +19,7 @@ from ..ops.paged_attention4 import Cache4, Prompts, append4_, paged_attention4, 
 from .cache_dtypes import INT4, page_bytes
 from .decoder import Angles, AttentionLayer, Decoder, DeltaNetLayer, prompt_attention, scored_attention
 from .delta_net import Rows, state_bytes
+from .images import ImagePrompt, PlacedPrompt
 
 MIN_CPU_ROWS = 4  # MKL sums in another order for fewer rows, so results would depend on the batch size
 
@@ -79,11 +81,20 @@ class PagedDecoder(Decoder):
             keys, values = (torch.zeros(shape, dtype=self.cache_dtype, device=self.device) for _ in range(2))
             self.caches.append((keys, values))
 
-    def prefill(self, documents: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> Tensor:
-        """Return logits [documents, V] after the last token of each document (tokens, pages, seat)."""
+    def prefill(
+        self,
+        documents: Sequence[tuple[Sequence[int], Sequence[int], int]],
+        images: Mapping[int, ImagePrompt] = {},
+    ) -> Tensor:
+        """Return logits [documents, V] after the last token of each document (tokens, pages, seat).
+
+        Args:
+            images: number of a document → the prompt with images that it begins with.
+        """
         lengths = [len(tokens) for tokens, _, _ in documents]
         flat = [token for tokens, _, _ in documents for token in tokens]
         positions = [at for length in lengths for at in range(length)]
+        shifts = [images[at].shift if at in images else 0 for at, length in enumerate(lengths) for _ in range(length)]
         pages = [document_pages[at // PAGE] for tokens, document_pages, _ in documents for at in range(len(tokens))]
         if self.device.type == "cpu" and len(flat) < MIN_CPU_ROWS:
             missing = MIN_CPU_ROWS - len(flat)
@@ -91,7 +102,9 @@ class PagedDecoder(Decoder):
             flat += [0] * missing
             positions += range(missing)
             pages += [0] * missing
-        tokens, position_ids, pages_of_tokens = to_device([flat, positions, pages], self.device).unbind(0)
+            shifts += [0] * missing
+        columns = to_device([flat, positions, pages, shifts], self.device)
+        tokens, position_ids, pages_of_tokens, shift = columns.unbind(0)
         slots, bounds = position_ids % PAGE, [0, *accumulate(lengths)]
         on_device = to_device(bounds, self.device)
 
@@ -99,6 +112,8 @@ class PagedDecoder(Decoder):
         ends, rows = on_device.int(), self._rows(bounds, seats) if self.delta_layers else []
         by_document = [(begin, len(t), p, seat) for begin, (t, p, seat) in zip(bounds, documents, strict=False)]
         prompts = Prompts.of(by_document, self.device) if self.cache_dtype is INT4 else None
+        placed = [PlacedPrompt(0, bounds[number], prompt) for number, prompt in images.items()]
+        seeing = {prompt.begin: prompt.prompt.image for prompt in placed if self.bidirectional_images}
 
         def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             if prompts is None:
@@ -106,12 +121,13 @@ class PagedDecoder(Decoder):
             else:
                 q, k = self.rotated(layer, q, k, angles)
                 store_prompts4_(self.caches[number], prompts, k[0].transpose(0, 1), v[0].transpose(0, 1))
-            return _over_documents(layer, q, k, v, bounds, ends)
+            return _over_documents(layer, q, k, v, bounds, ends, seeing)
 
         def recur(number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
             return layer.inputs.prompts(x, rows, self.caches[number])
 
-        hidden = self.forward(tokens.unsqueeze(0), position_ids.unsqueeze(0), attend, recur)[0]
+        rotated = (position_ids + shift).clamp_(min=0)  # an image's own positions replace those of its prompt
+        hidden = self.forward(tokens.unsqueeze(0), rotated.unsqueeze(0), attend, recur, placed)[0]
         last = hidden[on_device[1 : len(documents) + 1] - 1]
         if self.device.type == "cpu" and len(last) < MIN_CPU_ROWS:
             last = torch.cat([last, last.new_zeros(MIN_CPU_ROWS - len(last), last.shape[1])])
@@ -167,7 +183,13 @@ class PagedDecoder(Decoder):
             as_bytes[target] = as_bytes[source]
 
     def step(
-        self, tokens: Tensor, lengths: Tensor, tables: Tensor, shared: Shared | None = None, seats: Any = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        tables: Tensor,
+        shared: Shared | None = None,
+        seats: Any = None,
+        shifts: Tensor | None = None,
     ) -> Tensor:
         """Return logits [R, V] after one more token of each row.
 
@@ -177,6 +199,7 @@ class PagedDecoder(Decoder):
             tables: int32 [R, M], pages of each row.
             shared: bundles of rows with common pages, which are then read once per bundle.
             seats: int64 [R]; unused without recurrent layers or open pages.
+            shifts: int32 [R], see `ImagePrompt.shift`; None: 0.
         """
         position_ids = lengths.long()
         pages = tables.gather(1, (position_ids // PAGE).unsqueeze(1)).squeeze(1).long()
@@ -194,18 +217,32 @@ class PagedDecoder(Decoder):
         def recur(number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
             return layer.inputs.step(x, self.caches[number], seats)
 
-        return self.logits(self.forward(tokens.unsqueeze(1), position_ids.unsqueeze(1), attend, recur))
+        rotated = position_ids if shifts is None else position_ids + shifts
+        return self.logits(self.forward(tokens.unsqueeze(1), rotated.unsqueeze(1), attend, recur))
 
 
 def _over_documents(
-    layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], on_device: Tensor
+    layer: AttentionLayer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    on_device: Tensor,
+    images: Mapping[int, Tensor],
 ) -> Tensor:
-    """Causal attention [1, Hq, N, D] within documents; q [1, Hq, N, D], k and v [1, Hk, N, D]."""
+    """Causal attention [1, Hq, N, D] within documents; q [1, Hq, N, D], k and v [1, Hk, N, D].
+
+    Args:
+        bounds: first token of each document, and N; `on_device` holds them on the device.
+        images: first token of a document → numbers of the images that its first tokens belong to, whose tokens see each
+            other (`ImagePrompt.image`).
+    """
     view = layer.attention
-    out = scored_attention(layer, q, k, v, spans(on_device, q.shape[2])) if layer.has_custom_scores else None
+    custom = layer.has_custom_scores and not images
+    out = scored_attention(layer, q, k, v, spans(on_device, q.shape[2])) if custom else None
     if out is not None:
         return out
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not layer.has_custom_scores:
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not layer.has_custom_scores and not images:
         longest = max(end - begin for begin, end in pairwise(bounds))
         query, key, value = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         out = varlen_attention(query, key, value, on_device, longest, view.scaling, view.window)
@@ -216,6 +253,9 @@ def _over_documents(
         seen = at <= at.unsqueeze(1)
         if view.window is not None:
             seen &= at > at.unsqueeze(1) - view.window
+        if begin in images:
+            image = F.pad(images[begin], (0, end - begin - len(images[begin])), value=-1)
+            seen |= (image == image.unsqueeze(1)) & (image >= 0)
         document_q, document_k, document_v = (x[:, :, begin:end] for x in (q, k, v))
         outs.append(prompt_attention(layer, document_q, document_k, document_v, seen))
     return torch.cat(outs, dim=2)

@@ -6,7 +6,8 @@ prompt is prefilled once for all its completions. Adapters are applied without m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -25,10 +26,11 @@ from ..utils.notices import notice
 from .adapters import Unsupported
 from .batch import Batch, Readback, draw
 from .cache_dtypes import CACHES
+from .images import Columns, ImagePrompt, PromptImages
 from .paged import PagedDecoder
 from .run import ACTIVE, Lengths, chosen_adapters, new_tokens
 from .sampling import Sampling, eos_tokens, report_unread_keys
-from .schedule import RESERVED_SEATS, Group, Pages, Row, Schedule, page_count
+from .schedule import RESERVED_SEATS, Admission, Group, Pages, Row, Schedule, page_count
 from .stock import stock_engine
 
 WEIGHTS = "auto", "packed", "unpacked"
@@ -109,6 +111,7 @@ class Rollouts:
         stops: Sequence[int] | None = None,
         adapter: str | None = ACTIVE,
         keys: Sequence[int] | None = None,
+        images: Sequence[Columns | None] | None = None,
     ) -> list[Completion]:
         """Return `n` completions of each prompt, in the order of the prompts.
 
@@ -122,6 +125,7 @@ class Rollouts:
             stops: tokens that end a completion; default: the EOS tokens of the model's generation config.
             adapter: "active", an adapter's name, or None for the base; its values are read again in each call.
             keys: a number for each prompt, of which the low 32 bits are used; default: its index.
+            images: for each prompt, the model's inputs for its images, or None, as in `generate`.
 
         Raises:
             ModelError: a prompt is empty or exceeds the model's positions together with `max_new_tokens`; the logits
@@ -131,8 +135,10 @@ class Rollouts:
         if n < 1:
             raise ConfigError(f"n is {n}", "ask for 1 or more completions of each prompt")
         keys = range(len(prompts)) if keys is None else keys
-        if len(keys) != len(prompts):
-            raise ConfigError(f"{len(keys)} keys for {len(prompts)} prompts", "give one for each")
+        images = [None] * len(prompts) if images is None else images
+        for what, values in (("keys", keys), ("images", images)):
+            if len(values) != len(prompts):
+                raise ConfigError(f"{what} has {len(values)} entries for {len(prompts)} prompts", "give one for each")
         if not prompts:
             return []
         lengths = new_tokens(self.model, prompts, max_new_tokens)
@@ -145,21 +151,33 @@ class Rollouts:
         report_unread_keys(self.model, sampling)
         # Long rows must not be left running alone at the end.
         longest_first = sorted(rows, key=lambda row: -row.max_tokens)
-        run = _Generation(longest_first, replace(sampling, seed=None), ends, seed)
+        by_group = {
+            group: PromptImages(self.model, name, columns)
+            for group, columns in zip(groups, images, strict=True)
+            if columns
+        }
+        run = _Generation(longest_first, replace(sampling, seed=None), ends, seed, by_group)
         try:
             decoder, batch = self._ready(rows, name)
         except Unsupported as reason:
             self.free()
             notice(f"rollouts: {reason}", f"rollouts use transformers' own forward in static batches: {reason}")
-            training = self.model.training
-            self.model.eval()
-            try:
+            with self._evaluating():
                 run.in_batches(self.model, name, self.rows)
-            finally:
-                self.model.train(training)
         else:
-            run.over_pages(decoder, batch)
+            with self._evaluating() if by_group else contextlib.nullcontext():
+                run.over_pages(decoder, batch)
         return [Completion(row.ids, torch.tensor(row.log_probs), row.ended) for row in rows]
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Run the model's own forward without dropout inside."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)
 
     @torch.inference_mode()
     def _ready(self, rows: Sequence[Row], adapter: str | None) -> tuple[PagedDecoder, Batch]:
@@ -247,13 +265,25 @@ def pages_needed(rows: Sequence[Row], seats: int) -> int:
 
 
 class _Generation:
-    """One call of `Rollouts.generate`."""
+    """One call of `Rollouts.generate`.
 
-    def __init__(self, rows: Sequence[Row], sampling: Sampling, stops: set[int], seed: int):
+    Args:
+        images: of the groups whose prompts have some.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        sampling: Sampling,
+        stops: set[int],
+        seed: int,
+        images: Mapping[Group, PromptImages],
+    ):
         self.all_rows = rows
         self.sampling = sampling
         self.stops = stops
         self.seed = seed
+        self.images = images
 
     @torch.inference_mode()
     def over_pages(self, decoder: PagedDecoder, batch: Batch) -> None:
@@ -264,7 +294,8 @@ class _Generation:
         while schedule.waiting or schedule.seated:
             admission = schedule.admit(budget)
             if admission.documents:
-                logits = decoder.prefill([(d.tokens, d.pages, d.seat) for d in admission.documents])
+                documents = [(d.tokens, d.pages, d.seat) for d in admission.documents]
+                logits = decoder.prefill(documents, self._embedded(admission, decoder.device))
                 for document, document_logits in zip(admission.documents, logits, strict=True):
                     document.logits = document_logits
             if admission.copies:
@@ -284,6 +315,19 @@ class _Generation:
                 readback.add(batch.step(rows, self.sampling), partial(use, rows))
             readback.settle(readback.lag if rows else 0)
 
+    @torch.inference_mode(False)  # the model's own code may keep tensors, which training reads later
+    def _embedded(self, admission: Admission, device: torch.device) -> dict[int, ImagePrompt]:
+        """Return the prompts with images among the documents to prefill, by number, and set the shifts of their
+        groups."""
+        groups = {id(document): row.group for row, document in admission.starts}
+        prompts = {}
+        for number, document in enumerate(admission.documents):
+            group = groups[id(document)]
+            if group in self.images:
+                prompts[number] = self.images[group].embed(torch.tensor(group.prompt, device=device))
+                group.shift = prompts[number].shift
+        return prompts
+
     def _use(self, add: Callable[..., None], rows: Sequence[Row], tokens: list[int], log_probs: list[float]) -> None:
         """Pass tokens that the host has read to `add`."""
         for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
@@ -302,7 +346,9 @@ class _Generation:
             engine = stock_engine(model, [adapter] * len(rows), longest + max(row.max_tokens for row in rows))
             padding = [longest - len(row.group.prompt) for row in rows]
             tokens = [[0] * short + list(row.group.prompt) for short, row in zip(padding, rows, strict=True)]
-            logits = engine.prefill(torch.tensor(tokens, device=device), torch.tensor(padding, device=device))
+            images = {at: self.images[row.group] for at, row in enumerate(rows) if row.group in self.images}
+            batch = torch.tensor(tokens, device=device), torch.tensor(padding, device=device)
+            logits = engine.prefill(*batch, images=images)
             keys = [[row.group.key, row.generation, len(row.group.prompt)] for row in rows]
             noise_keys = torch.tensor(keys, device=device)
             while True:

@@ -86,12 +86,14 @@ class Group:
         key: identifies the prompt in the sampling noise.
         waiting: number of rows that have not started.
         document: the prefilled prompt, cached until all rows have started.
+        shift: of the positions of tokens after a prompt with images, see `images.ImagePrompt`.
     """
 
     key: int
     prompt: Sequence[int]
     waiting: int
     document: Document | None = None
+    shift: int = 0
 
 
 @dataclass(eq=False)
