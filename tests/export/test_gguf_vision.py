@@ -33,11 +33,11 @@ def test_every_value_of_the_vision_part_is_in_its_file(tmp_path, name):
     assert report.mmproj == tmp_path / "mmproj-x.gguf"
     assert (tmp_path / "x.Modelfile").read_text().startswith("FROM ./x.gguf\nFROM ./mmproj-x.gguf\n")
     unused = {"gemma3": "vision_tower.head.", "llava": "vision_tower.post_layernorm."}.get(name, "none")
+    parts = ("vision_", "visual.", "multi_modal_projector.", "connector.")
     expected = [
         value.flatten() + (key == "multi_modal_projector.mm_soft_emb_norm.weight")
         for key, value in tensors(tmp_path / "m").items()
-        if (part := key.removeprefix("model.")).startswith(("vision_tower.", "visual.", "multi_modal_projector."))
-        and not part.startswith(unused)
+        if (part := key.removeprefix("model.")).startswith(parts) and not part.startswith(unused)
     ]
     if name in WORDS:
         expected.append(model.get_input_embeddings().weight[LINE_BREAK].detach())

@@ -64,6 +64,17 @@ MODELS = {
         "vision_config": TOWER | {"model_type": "pixtral", "hidden_act": "silu"}, "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
     }),
+    **{
+        name: (family, {
+            "text_config": SIZES | {"model_type": "llama"}, "scale_factor": 2, "image_token_id": IMAGE,
+            "vision_config": TOWER | {"image_size": 56},
+        })
+        for name, family in (("idefics3", "Idefics3"), ("smolvlm", "SmolVLM"))
+    },
+    "internvl": ("InternVL", {
+        "text_config": SIZES | {"model_type": "qwen2"}, "image_seq_length": 4, "image_token_id": IMAGE,
+        "vision_config": TOWER | {"image_size": [56, 56], "patch_size": [14, 14], "attention_bias": True},
+    }),
 }  # fmt: skip
 # name → tokens of the images
 WORDS = {name: ["[IMG]", "[IMG_BREAK]", "[IMG_END]"] for name in ("mistral3", "pixtral")}
@@ -83,5 +94,6 @@ def save_vision_model(folder, name, dtype=torch.float32, **keys):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(WORDS.get(name, []), special_tokens=True)
     tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    size = {"size": {"longest_edge": 56}} if name in ("idefics3", "smolvlm") else {}
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | size))
     return model

@@ -30,7 +30,7 @@ from .hyperparameters import ROPE_TENSORS, rope_tensors
 
 EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
 STACKED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)(_bias)?")
-BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
+BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|audio_tower)\.")
 KINDS = (".weight", ".bias")
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 UNQUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that stay in floats
@@ -118,7 +118,8 @@ class Layout:
         Raises:
             ModelError: the architecture has no such tensor.
         """
-        plain = key.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+        plain = key.replace("language_model.model.", "model.")
+        plain = re.sub(r"^model\.(language_model|text_model)\.", "model.", plain)
         plain = plain.removeprefix("language_model.").replace(".dt_bias", ".dt_proj.bias")
         plain = plain.replace(".e_score_correction_bias", ".e_score_correction.bias")
         plain = re.sub(r"\.sinks$", ".sinks.weight", plain)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,13 +50,20 @@ class Vision:
 
     @property
     def tensors(self) -> set[str]:
-        """Names of all tensors of the file."""
+        """Names of the tensors that every such file has."""
         names = [name + suffix for name in self.tower.biased for suffix in KINDS]
         names += [f"{name}.weight" for name in self.tower.plain]
         merged = [f"v.deepstack.{layer}.{name}" for layer in self.deepstack for name in DEEPSTACK.values()]
-        stacked = {name + suffix for name in merged for suffix in KINDS}
-        blocks = {f"v.blk.{layer}.{name}" for layer in range(self.layers) for name in names}
-        return {*self.tower.outside} | stacked | blocks
+        return {*self.tower.outside} | {name + suffix for name in merged for suffix in KINDS} | self._in_layers(names)
+
+    @property
+    def optional_tensors(self) -> set[str]:
+        """Names of the tensors that only some of these files have."""
+        parts = {name for name in self.tower.optional if not name.startswith(("v.", "mm."))}
+        return {*self.tower.optional} - parts | self._in_layers(parts)
+
+    def _in_layers(self, names: Iterable[str]) -> set[str]:
+        return {f"v.blk.{layer}.{name}" for layer in range(self.layers) for name in names}
 
     @property
     def deepstack(self) -> list[int]:
@@ -84,7 +91,12 @@ class Vision:
         vision_config = self.config.vision_config
         if self.tower.positions:
             return int(math.isqrt(getattr(vision_config, self.tower.positions)) * vision_config.patch_size)
-        return int(self.tower.image_size or vision_config.image_size)
+        return square_side(self.tower.image_size or vision_config.image_size)
+
+
+def square_side(size: int | Sequence[int]) -> int:
+    """Side of a square in pixels, from one number or height and width."""
+    return int(size if isinstance(size, int) else size[0])
 
 
 def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
@@ -186,7 +198,7 @@ def add_vision(writer: GGUFWriter, vision: Vision) -> None:
     writer.add_vision_feed_forward_length(vision_config.intermediate_size)
     writer.add_vision_head_count(getattr(vision_config, tower.heads))
     writer.add_vision_attention_layernorm_eps(tower.epsilon or vision_config.layer_norm_eps)
-    writer.add_vision_patch_size(vision_config.patch_size)
+    writer.add_vision_patch_size(square_side(vision_config.patch_size))
     writer.add_vision_image_size(vision.image_size)
     width = getattr(vision_config, tower.projected) if tower.projected else config.get_text_config().hidden_size
     writer.add_vision_projection_dim(width)
@@ -236,7 +248,7 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision, tokenizer: Any) -
         CheckpointError: a missing weight.
     """
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision.layers)
-    expected, unused = vision.tensors, re.compile(vision.tower.unused)
+    expected, optional, unused = vision.tensors, vision.optional_tensors, re.compile(vision.tower.unused)
     planned = {}
     for key, weight in weights.items():
         if not BESIDE_TEXT.search(key):
@@ -244,14 +256,14 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision, tokenizer: Any) -
         if unused.search(_stem(key)):
             continue
         for tensor in _parts_in_file(_name(key, names, vision), weight, vision):
-            if tensor.name not in expected:
+            if tensor.name not in expected | optional:
                 raise ModelError(
                     f"{key} has no place in llama.cpp's graph of {vision.config.model_type}", SERVE_OTHERWISE
                 )
             planned[tensor.name] = tensor
     if vision.tower.line_break:
         planned[LINE_BREAK] = _line_break(weights, vision.tower.line_break, tokenizer)
-    if missing := expected - vision.tower.optional - planned.keys():
+    if missing := expected - planned.keys():
         raise CheckpointError(
             f"the checkpoint lacks the tensor that becomes {min(missing)} in the file", "re-download the checkpoint"
         )
@@ -304,6 +316,9 @@ def _parts_in_file(name: str, weight: Weight, vision: Vision) -> Iterator[Planne
     elif tower.permuted and (".attn_q." in name or ".attn_k." in name):
         heads = getattr(vision.config.vision_config, tower.heads)
         yield Planned(name, weight.shape, [lambda: interleaved(weight.read(), heads)])
+    elif name in ("v.class_embd", "v.position_embd.weight") and len(weight.shape) == 3:  # one batch
+        shape = weight.shape[-1:] if weight.shape[1] == 1 else weight.shape[1:]
+        yield Planned(name, shape, [lambda: weight.read().view(shape)])
     else:
         yield Planned(name, weight.shape, [weight.read])
 

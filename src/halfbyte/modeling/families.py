@@ -153,7 +153,7 @@ class Tower:
         activations: the tower's MLP activation, by transformers' name → the flag in the file, or "".
         outside: tensors outside of the layers.
         biased, plain: parts of a layer with a bias, and without.
-        optional: tensors of `outside` that only some models have.
+        optional: tensors, and parts of a layer with their suffix, that only some models have.
         unused: regular expression for checkpoint tensors that do not affect the language model.
         names: checkpoint names that the gguf library does not map, or maps for another family → names in the file;
             "{bid}" in both is a layer.
@@ -336,16 +336,47 @@ QWEN3_VISION = Tower(
     layers="depth", heads="num_heads", epsilon=1e-6, projected="out_hidden_size", positions="num_position_embeddings",
     required={"vision_config.spatial_merge_size": (2,), "vision_config.temporal_patch_size": (2,)},
 )  # fmt: skip
+SHIFTED = (
+    "llama.cpp of 2025 and 2026 shifts the positions of {}'s patches by one{} (its issue 25814); the file is correct"
+)
 MERGE = "clip.vision.spatial_merge_size"
 PIXTRAL = Tower(
     "pixtral", ("pixtral",), {"silu": "use_silu"} | TANH,
-    frozenset({"v.patch_embd.weight", "v.pre_ln.weight", "v.token_embd.img_break", "mm.1.weight", "mm.1.bias",
-               "mm.2.weight", "mm.2.bias"}),
+    frozenset({"v.patch_embd.weight", "v.pre_ln.weight", "v.token_embd.img_break", "mm.1.weight",
+               "mm.2.weight"}),
     (), (*BLOCK, "ffn_gate"),
     names={"multi_modal_projector.linear_1": "mm.1", "multi_modal_projector.linear_2": "mm.2"},
     optional=frozenset({"mm.1.bias", "mm.2.bias"}), permuted=True, line_break="[IMG_BREAK]", epsilon=1e-5,
     required={"projector_hidden_act": TANH_NAMES, "vision_feature_layer": (-1,),
               "vision_config.rope_parameters.rope_theta": (10000,)},
+)  # fmt: skip
+IDEFICS3 = Tower(
+    "idefics3", ("idefics3_vision", "smolvlm_vision"), TANH,
+    frozenset({"v.patch_embd.weight", "v.patch_embd.bias", "v.position_embd.weight", "v.post_ln.weight",
+               "v.post_ln.bias", "mm.model.fc.weight"}),
+    BLOCK,
+    unused=r"\.position_ids$", names={"connector.modality_projection.proj": "mm.model.fc"},
+    keys={"clip.vision.projector.scale_factor": "scale_factor"},
+    processor_keys={"clip.vision.preproc_image_size": "size.longest_edge"},
+)  # fmt: skip
+INTERN = "vision_tower.encoder.layer.{bid}."
+INTERNVL = Tower(
+    "internvl", ("internvl_vision",), TANH,
+    frozenset({"v.class_embd", "v.patch_embd.weight", "v.patch_embd.bias", "v.position_embd.weight",
+               *(f"mm.model.mlp.{number}{kind}" for number in (0, 1, 3) for kind in (".weight", ".bias"))}),
+    ("ln1", "ln2", "attn_out", "ffn_up", "ffn_down"), ("attn_q", "attn_k", "attn_v", "ls1", "ls2"),
+    optional=frozenset({"attn_q.bias", "attn_k.bias", "attn_v.bias"}),
+    names={"vision_tower.embeddings.cls_token": "v.class_embd",
+           "vision_tower.embeddings.position_embeddings": "v.position_embd.weight",
+           f"{INTERN}lambda_1": "v.blk.{bid}.ls1.weight", f"{INTERN}lambda_2": "v.blk.{bid}.ls2.weight",
+           "multi_modal_projector.layer_norm": "mm.model.mlp.0", "multi_modal_projector.linear_1": "mm.model.mlp.1",
+           "multi_modal_projector.linear_2": "mm.model.mlp.3"},
+    required={"projector_hidden_act": TANH_NAMES, "vision_feature_layer": (-1,),
+              "vision_feature_select_strategy": ("default",), "vision_config.norm_type": ("layer_norm",),
+              "vision_config.use_qk_norm": (False,), "vision_config.use_mean_pooling": (True,)},
+    keys={"clip.vision.projector.scale_factor": "downsample_ratio"},
+    processor_keys={"clip.vision.preproc_min_tiles": "min_patches", "clip.vision.preproc_max_tiles": "max_patches"},
+    notice=SHIFTED.format("InternVL", " position"),
 )  # fmt: skip
 # model_type → vision towers of models whose text part may be of any family.
 TOWERS = {
@@ -358,8 +389,7 @@ TOWERS = {
         names={"multi_modal_projector.linear_1": "mm.0", "multi_modal_projector.linear_2": "mm.2"},
         required={"projector_hidden_act": TANH_NAMES, "vision_feature_select_strategy": ("default",)},
         feature_layers="vision_feature_layer",
-        notice="llama.cpp of 2025 and 2026 shifts the patches of LLaVA's images by one and drops the first (its issue"
-        " 25814); the file is correct",
+        notice=SHIFTED.format("LLaVA", " and drops the first"),
     ), PIXTRAL),
     "mistral3": (replace(
         PIXTRAL,
@@ -369,6 +399,9 @@ TOWERS = {
         required={**PIXTRAL.required, "text_config.rms_norm_eps": (1e-5,)},  # of the projector's norm
         keys={MERGE: "spatial_merge_size"},
     ),),
+    "idefics3": (IDEFICS3,),
+    "smolvlm": (IDEFICS3,),
+    "internvl": (INTERNVL,),
 }  # fmt: skip
 
 DELTA_NET_KEYS = {
