@@ -146,7 +146,8 @@ def test_formats_of_a_tower_are_planned_as_they_are_stored(tmp_path):
 
 def test_towers_that_are_not_there_and_rows_without_images_are_refused(tmp_path, tiny_checkpoint):
     text = tiny_checkpoint()
-    for keys in ({TOWER: False}, {"quantize_vision_tower": True, "load_in_4bit": True}):
+    refused = {TOWER: False}, {TOWER: False, "use_peft": False}, {"quantize_vision_tower": True, "load_in_4bit": True}
+    for keys in refused:
         config = configured(tmp_path, model_name_or_path=str(text), **keys)
         with pytest.raises(ModelError, match=next(iter(keys))):
             ModelShapes(config, load_model_config(str(text)), torch.device("cpu"))
@@ -161,7 +162,7 @@ def test_towers_that_are_not_there_and_rows_without_images_are_refused(tmp_path,
 
 @pytest.mark.parametrize(
     ("keys", "key"),
-    [({TOWER: False, "use_peft": False}, TOWER), ({"quantize_vision_tower": "nf4"}, "quantize_vision_tower"),
+    [({"quantize_vision_tower": "nf4"}, "quantize_vision_tower"),
      ({"quantize_vision_tower": True, "load_in_4bit": True, "merge_aware": True}, "quantize_vision_tower")],
 )  # fmt: skip
 def test_keys_that_contradict_each_other_are_refused(keys, key, tmp_path):

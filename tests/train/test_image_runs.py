@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 from halfbyte.cli.preview import preview_rows
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
-from halfbyte.modeling.architectures import non_text_modules
+from halfbyte.modeling.architectures import FREEZE_PROJECTOR, FREEZE_TOWER, non_text_modules, vision_part, vision_parts
 from halfbyte.runs.saved import find, saved_config
 from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
@@ -154,14 +154,30 @@ def test_limits_on_pixels_travel_with_the_adapter(tmp_path):
     assert saved_config(find(str(tmp_path / "adapter"))).image_max_pixels == 56**2
 
 
-@pytest.mark.parametrize(
-    ("keys", "key"),
-    [({"use_peft": False}, "use_peft"), ({"init_lora_weights": "eva"}, "init_lora_weights")],
-)
-def test_runs_that_do_not_train_on_images_are_refused(keys, key, tmp_path):
+@pytest.mark.parametrize("name", ["llava", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_full_fine_tuning_trains_the_parts_that_are_not_frozen(name, tmp_path):
+    """Tower and language model change, the projector keeps its bits, and the saved model answers in transformers."""
+    place, output = write_place(tmp_path, name), tmp_path / "out"
+    keys = {"use_peft": False, "load_in_4bit": False, "freeze_vision_tower": False, "learning_rate": 3e-3}
+    train(configured(place, output, max_steps=12, **keys))
+    assert losses(output)[-1] < 0.5 * losses(output)[0]
+    base, model = (
+        AutoModelForImageTextToText.from_pretrained(folder) for folder in (place / "model", output / "model")
+    )
+    weights, parts = dict(model.named_parameters()), vision_parts(base)
+    kept = {key: torch.equal(weights[key], value) for key, value in base.named_parameters()}
+    equal = {part: [kept[key] for key in kept if vision_part(key, parts) == part] for part in (*parts, None)}
+    assert all(equal[FREEZE_PROJECTOR])
+    assert not all(equal[FREEZE_TOWER])
+    assert not any(equal[None])
+    answer = model.generate(**inputs_of(output / "model", name, place / "pictures/1-0.png"), max_new_tokens=4)
+    assert answer.shape[1] > 4
+
+
+def test_runs_that_do_not_train_on_images_are_refused(tmp_path):
     place = write_place(tmp_path, "gemma3")
-    with pytest.raises(ConfigError, match=key):
-        train(configured(place, tmp_path / "out", **keys))
+    with pytest.raises(ConfigError, match="init_lora_weights"):
+        train(configured(place, tmp_path / "out", init_lora_weights="eva"))
     assert not (tmp_path / "out").exists()
 
 

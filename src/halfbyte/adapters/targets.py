@@ -29,7 +29,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> tuple[Any, set[str]]:
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     parts = vision_parts(model)
     if targets == ALL_LINEAR:
-        listed = all_linear(model, [key for key in parts if not getattr(adapter, key)])
+        listed = all_linear(model, adapter.trained_vision)
         return listed, {name for name in names if any(named_by(name, target) for target in listed)}
     if isinstance(targets, list):
         check_names("target_modules", targets, names, suggest=linears)

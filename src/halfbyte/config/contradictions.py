@@ -19,7 +19,7 @@ from .methods import CLASSIFYING, DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOS
 from .peft_options import KEY, SELECTION_KEYS, option_contradictions, option_names
 from .policy import DISTILLING, POLICY, SAMPLING
 from .recipe import RECIPE_OPTIONS
-from .schema import AdapterSection, QuantizationSection, RunKeys
+from .schema import VISION_KEYS, AdapterSection, QuantizationSection, RunKeys
 from .section import Contradiction, nearest, respelled
 
 TOKEN_KEYS = ("add_tokens", "add_special_tokens", "trainable_token_indices", "resize_token_embeddings_to_multiple_of")
@@ -30,7 +30,6 @@ ADAPTER_KEYS = (
     *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner", "lora_fa", "lora_bias", *OPTION_KEYS),
     *TOKEN_KEYS,
 )
-VISION_KEYS = ("freeze_vision_tower", "freeze_multi_modal_projector")
 COMMON_ADAPTER_KEYS = (  # of every kind of adapter
     *("use_peft", "peft_type", "target_modules", "target_parameters", "modules_to_save", "adapter_dtype"),
     *SELECTION_KEYS,
@@ -50,8 +49,8 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _watching_contradictions(config)
     yield from _dataset_contradictions(config)
     yield from _shifted_attention_contradictions(config)
-    if config.vision_cache is True and (trained := [key for key in VISION_KEYS if not getattr(config, key)]):
-        wrong = f"vision_cache: true with {trained[0]}: false, which changes the features in every step"
+    if config.vision_cache is True and config.trained_vision:
+        wrong = f"vision_cache: true with {config.trained_vision[0]}: false, which changes the features in every step"
         yield "vision_cache", wrong, "remove one of the two"
     if config.storage.rounds:
         yield from _qat_contradictions(config)
@@ -562,9 +561,6 @@ def _full_fine_tuning_contradictions(config: RunKeys) -> Iterator[Contradiction]
         if getattr(config, key):
             wrong = f"{key} has no meaning with use_peft: false: there is no adapter"
             yield key, wrong, f"remove {key}, or set use_peft: true"
-    for key in VISION_KEYS:
-        if not getattr(config, key):
-            yield key, f"{key}: false with use_peft: false: tower and projector get adapters", "set use_peft: true"
 
 
 def _sampling_contradictions(config: RunKeys) -> Iterator[Contradiction]:

@@ -37,6 +37,7 @@ from .yaml import read_patterns
 SIXTEEN = "16bit"  # in place of a format's name: do not quantize
 KEEP = "keep"  # store a GGUF file's layers in their own types where halfbyte has the format
 FOUR_BIT = ("bnb_4bit_quant_type", "bnb_4bit_blocksize", "bnb_4bit_use_double_quant")
+VISION_KEYS = ("freeze_vision_tower", "freeze_multi_modal_projector")
 Level = Literal[  # described in modeling.checkpointing
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
@@ -249,12 +250,14 @@ class AdapterSection(Section):
         None, description="with layers_to_transform: names of the lists of layers; default: any list of modules"
     )
     freeze_vision_tower: bool = Field(
-        True, description="image rows: leave the vision tower as it is; false: adapt its linear layers as well"
+        True,
+        description="image rows: leave the vision tower as it is; false: adapt its linear layers, or with use_peft:"
+        " false train all of its weights",
     )
     freeze_multi_modal_projector: bool = Field(
         True,
-        description="image rows: leave the projector between tower and language model as it is; false: adapt its linear"
-        " layers as well",
+        description="image rows: leave the projector between tower and language model as it is; false: train it in the"
+        " same way",
     )
     modules_to_save: list[str] | None = Field(None, description="modules to train in full and to save with the adapter")
     add_tokens: list[str] | dict[str, str] | None = Field(
@@ -324,6 +327,11 @@ class AdapterSection(Section):
     )
     adapter_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's weights")
     adapter_path: str | None = Field(None, description="saved adapter to continue training")
+
+    @property
+    def trained_vision(self) -> list[str]:
+        """Keys of the parts of a model with images that are trained in addition to its language model."""
+        return [key for key in VISION_KEYS if not getattr(self, key)]
 
     @field_validator("add_tokens", "add_special_tokens", mode="before")
     @classmethod

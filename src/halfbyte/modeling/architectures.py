@@ -103,6 +103,24 @@ def vision_part(name: str, parts: Mapping[str, Sequence[str]]) -> str | None:
     return None
 
 
+def train_vision(model: Any, trained: Collection[str]) -> None:
+    """Let all weights of vision tower or projector be trained, for full fine-tuning; `load_model` freezes them.
+
+    Args:
+        trained: keys of `vision_parts`.
+
+    Raises:
+        ModelError: the model has no such part.
+    """
+    parts = vision_parts(model)
+    for key in trained:
+        if not parts[key]:
+            raise ModelError(f"{key}: false, but {type(model).__name__} has no such module", f"remove {key}")
+    for name, parameter in model.named_parameters():
+        if vision_part(name, parts) in trained:
+            parameter.requires_grad_(True)
+
+
 def all_linear(model: Any, trained: Collection[str] = ()) -> list[str]:
     """Return the names of all `nn.Linear` modules except the output head: short names (q_proj, ...) if unambiguous.
 

@@ -31,6 +31,7 @@ from ..modeling.architectures import (
     per_layer_tables,
     quantizable,
     refuse_conv1d,
+    train_vision,
 )
 from ..modeling.attention import Implementation, implementation
 from ..modeling.cast_cache import cast_replacements
@@ -106,6 +107,8 @@ class ModelShapes:
         on_meta = self.config.adapter is None or adapter_kind(self.config.adapter).peft_type == LORA.peft_type
         with torch.device("meta" if on_meta else "cpu"):
             self.model = add_adapter(self.causal_lm, self.config.adapter) if self.config.adapter else self.causal_lm
+        if self.config.adapter is None:
+            train_vision(self.causal_lm, self.config.trained_vision)
         self.model.train()
 
     def _build(self, model_config: Any) -> Any:

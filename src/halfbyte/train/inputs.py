@@ -30,7 +30,7 @@ from ..data.tables import digest_of_rows
 from ..loading.find import ModelFiles
 from ..mesh.mesh import Mesh
 from ..methods import Method
-from ..modeling.architectures import FREEZE_PROJECTOR, FREEZE_TOWER, check_token_ids, vision_part, vision_parts
+from ..modeling.architectures import check_token_ids, vision_part, vision_parts
 from ..modeling.task_models import check_task_model
 from ..modeling.tiny_model import check_positions
 from ..plan.shapes import ModelShapes
@@ -208,10 +208,9 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
         for key in IMAGE_KEYS:
             if getattr(config, key):
                 notice(key, f"{config.written(key)} has no effect: no row has an image")
-        for key in (FREEZE_TOWER, FREEZE_PROJECTOR):
-            if not getattr(config, key):
-                wrong = f"{key}: false, but no row has an image: its adapters would get no gradient"
-                raise ConfigError(wrong, f"remove {key}, or give rows with images")
+        for key in config.trained_vision:
+            wrong = f"{key}: false, but no row has an image: it would get no gradient"
+            raise ConfigError(wrong, f"remove {key}, or give rows with images")
         if config.vision_cache is True:
             raise ConfigError("vision_cache: true, but no row has an image", "remove vision_cache")
         return
@@ -222,7 +221,6 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
     refusals = (
         (ranks > 1, "parallel", "several processes", "remove it"),
         (adapters > 1, "adapters", "several adapters at once", "train them one after the other"),
-        (not config.use_peft, "use_peft", "full fine-tuning", "remove it"),
         (reads_rows, "init_lora_weights", f"{config.init_lora_weights}, which reads rows", "set it to true"),
         (
             inside is not None,

@@ -132,8 +132,7 @@ def caches_features(config: RunConfig, data: PreparedData, steps: int) -> bool:
     if not has_image_rows(data) or not config.vision_cache:
         return False
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    frozen = config.freeze_vision_tower and config.freeze_multi_modal_projector
-    return config.vision_cache is True or (frozen and steps * rows >= 2 * len(data.train))
+    return config.vision_cache is True or (not config.trained_vision and steps * rows >= 2 * len(data.train))
 
 
 def prepare_run(

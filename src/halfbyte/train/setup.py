@@ -25,7 +25,7 @@ from ..loading.tokenizers import start_new_tokens
 from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_free_memory, return_large_blocks
 from ..mesh.mesh import SHARD_AXES
 from ..methods.answers import turn_dropout_off
-from ..modeling.architectures import FREEZE_TOWER, vision_parts
+from ..modeling.architectures import FREEZE_TOWER, train_vision, vision_parts
 from ..modeling.attention import cudnn_lengths
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.layer import decoder_layers
@@ -169,6 +169,8 @@ def with_adapter(run: PreparedRun, model: Any, initial: AdapterInitialiser | Ini
             keep_initial(run, initial, model)
         if run.mesh.size == 1:
             multiply_by_onednn(model)
+    else:
+        train_vision(model, run.config.trained_vision)
     return model
 
 
