@@ -112,6 +112,16 @@ def test_only_a_trained_tower_saves_tensors_for_backward(trained, tmp_path):
     assert not all(saved)
 
 
+def test_transformers_generates_with_a_bound_tower(tmp_path):
+    model = save_image_model(tmp_path, "qwen2_5_vl")
+    inputs = image_batch(model)
+    del inputs["labels"]
+    keys = {"do_sample": False, "max_new_tokens": 3}
+    expected = model.generate(**inputs, **keys)
+    assert vision.bind_vision(model)
+    assert torch.equal(model.generate(**inputs, **keys), expected)
+
+
 def test_a_model_without_features_of_its_own_is_refused(tmp_path):
     model = save_image_model(tmp_path, "mllama")  # its text reads images by cross-attention
     with pytest.raises(ModelError, match="vision_cache"):

@@ -11,6 +11,7 @@ long as the loop, 0.97 to 1.10 times (16 uneven images, 6,956 patches, 16 heads 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ def bind_vision(model: nn.Module) -> str:
         return ""
     if FEATURES not in vars(backbone):
         modules = [causal_lm.get_submodule(name) for name in names]
-        setattr(backbone, FEATURES, MethodType(_without_graph(modules), backbone))
+        setattr(backbone, FEATURES, MethodType(_without_graph(type(backbone), modules), backbone))
     bound = ""
     for tower in _segmented_towers(causal_lm, names):
         if tower.config._attn_implementation == "sdpa":
@@ -89,17 +90,19 @@ def _takes_segments(module: nn.Module) -> bool:
     return is_attention and "cu_seqlens" in inspect.signature(module.forward).parameters
 
 
-def _without_graph(modules: Sequence[nn.Module]) -> Callable[..., Any]:
+def _without_graph(backbone: type, modules: Sequence[nn.Module]) -> Callable[..., Any]:
     """Return a backbone's `get_image_features` that makes no graph if nothing of its tower and projector is trained.
 
     Args:
         modules: tower and projector.
     """
+    original = getattr(backbone, FEATURES)
 
+    @functools.wraps(original)  # transformers' `generate` takes the names of the tower's inputs from its signature
     def features(self: Any, *args: Any, **kwargs: Any) -> Any:
         trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-            return getattr(type(self), FEATURES)(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     return features
 
