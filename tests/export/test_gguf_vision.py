@@ -32,7 +32,8 @@ def test_every_value_of_the_vision_part_is_in_its_file(tmp_path, name):
     report = export_gguf(tmp_path / "m", "f32", tmp_path / "x.gguf", device="cpu")
     assert report.mmproj == tmp_path / "mmproj-x.gguf"
     assert (tmp_path / "x.Modelfile").read_text().startswith("FROM ./x.gguf\nFROM ./mmproj-x.gguf\n")
-    unused = {"gemma3": "vision_tower.head.", "llava": "vision_tower.post_layernorm."}.get(name, "none")
+    head, norm = "vision_tower.head.", "vision_tower.post_layernorm."
+    unused = {"gemma3": head, "llava": norm, "llava_siglip": (head, norm)}.get(name, "none")
     parts = ("vision_", "visual.", "multi_modal_projector.", "connector.")
     expected = [
         value.flatten() + (key == "multi_modal_projector.mm_soft_emb_norm.weight")
@@ -109,8 +110,9 @@ def test_a_vision_part_that_export_does_not_know_is_named(tmp_path):
     [
         ("gemma3", "vision_config", "hidden_act", "relu"),
         ("gemma3", "vision_config", "intermediate_size", 32),
-        ("llava", "vision_config", "model_type", "siglip_vision_model"),
+        ("llava", "vision_config", "model_type", "siglip2_vision_model"),
         ("llava", None, "vision_feature_select_strategy", "full"),
+        ("llava_siglip", None, "vision_feature_select_strategy", "default"),
         ("llava", None, "projector_hidden_act", "relu"),
         ("qwen2_5_vl", "vision_config", "fullatt_block_indexes", [0, 3]),
         ("qwen2_5_vl", "vision_config", "window_size", 56),

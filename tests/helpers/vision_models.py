@@ -46,6 +46,10 @@ MODELS = {
     "llava": ("Llava", TOKENS | {
         "text_config": SIZES | {"model_type": "llama"}, "vision_config": TOWER | {"model_type": "clip_vision_model"},
     }),
+    "llava_siglip": ("Llava", TOKENS | {
+        "text_config": SIZES | {"model_type": "llama"}, "vision_config": TOWER | {"model_type": "siglip_vision_model"},
+        "vision_feature_select_strategy": "full",
+    }),
     "qwen2_5_vl": ("Qwen2_5_VL", {
         "text_config": SIZES | {"rope_parameters": ROPE}, "vision_config": QWEN, **QWEN_IDS,
     }),

@@ -157,7 +157,8 @@ def _check_config(config: Any, tower: Tower) -> None:
     vision = config.vision_config
     expected = {}
     if vision.model_type not in tower.model_types:
-        expected["vision_config.model_type"] = (vision.model_type, " or ".join(tower.model_types))
+        types = [name for kind in towers()[config.model_type] for name in kind.model_types]
+        expected["vision_config.model_type"] = (vision.model_type, " or ".join(types))
     if vision.hidden_act not in tower.activations:
         expected["vision_config.hidden_act"] = (vision.hidden_act, " or ".join(tower.activations))
     if vision.intermediate_size == vision.hidden_size:  # llama.cpp would confuse up and down

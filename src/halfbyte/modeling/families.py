@@ -378,19 +378,28 @@ INTERNVL = Tower(
     processor_keys={"clip.vision.preproc_min_tiles": "min_patches", "clip.vision.preproc_max_tiles": "max_patches"},
     notice=SHIFTED.format("InternVL", " position"),
 )  # fmt: skip
+LLAVA = Tower(
+    "mlp", ("clip_vision_model",), TANH | {"quick_gelu": ""},
+    frozenset({"v.class_embd", "v.patch_embd.weight", "v.position_embd.weight", "v.pre_ln.weight", "v.pre_ln.bias",
+               *PROJECTOR}),
+    BLOCK,
+    unused=r"vision_model\.(post_layernorm|head)\.|\.position_ids$",  # features are taken before this norm
+    names={"multi_modal_projector.linear_1": "mm.0", "multi_modal_projector.linear_2": "mm.2"},
+    required={"projector_hidden_act": TANH_NAMES, "vision_feature_select_strategy": ("default",)},
+    feature_layers="vision_feature_layer",
+    notice=SHIFTED.format("LLaVA", " and drops the first"),
+)  # fmt: skip
+LLAVA_SIGLIP = replace(  # without class token
+    LLAVA,
+    model_types=("siglip_vision_model",),
+    activations=TANH,
+    outside=frozenset({"v.patch_embd.weight", "v.patch_embd.bias", "v.position_embd.weight", *PROJECTOR}),
+    required={"projector_hidden_act": TANH_NAMES, "vision_feature_select_strategy": ("full",)},
+    notice="",
+)
 # model_type → vision towers of models whose text part may be of any family.
 TOWERS = {
-    "llava": (Tower(
-        "mlp", ("clip_vision_model",), TANH | {"quick_gelu": ""},
-        frozenset({"v.class_embd", "v.patch_embd.weight", "v.position_embd.weight", "v.pre_ln.weight", "v.pre_ln.bias",
-                   *PROJECTOR}),
-        BLOCK,
-        unused=r"vision_model\.post_layernorm\.|\.position_ids$",  # features are taken before this norm
-        names={"multi_modal_projector.linear_1": "mm.0", "multi_modal_projector.linear_2": "mm.2"},
-        required={"projector_hidden_act": TANH_NAMES, "vision_feature_select_strategy": ("default",)},
-        feature_layers="vision_feature_layer",
-        notice=SHIFTED.format("LLaVA", " and drops the first"),
-    ), PIXTRAL),
+    "llava": (LLAVA, LLAVA_SIGLIP, PIXTRAL),
     "mistral3": (replace(
         PIXTRAL,
         outside=PIXTRAL.outside | {"mm.input_norm.weight", "mm.patch_merger.weight"},
