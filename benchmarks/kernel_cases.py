@@ -225,6 +225,12 @@ def magnitudes(dtype):
     dora.column_dots(empty(ROWS, HIDDEN, dtype=dtype), empty(ROWS, HIDDEN, dtype=dtype))
 
 
+@cases("dora", "rows times numbers", apart(WIDTHS), [(BF16,)])
+def scaled_rows(dtype):
+    matrix = empty(ROWS, HIDDEN, dtype=dtype)
+    dora.scale_rows(matrix, empty(ROWS, dtype=FP32), matrix)
+
+
 @cases("glu", "gated unit, {1}", apart(WIDTHS, ("silu", *ACTIVATIONS)), [(BF16, "silu")])
 def gated_unit(dtype, activation):
     gate = empty(1024, INNER, dtype=dtype)
