@@ -24,7 +24,7 @@ FIRST = ["transformers.models.llama.modeling_llama", "halfbyte.plan.shapes", "ha
 def pytest_collection_modifyitems(items):
     """Those of `make test` go to one process of xdist: the stage costs more to start than many a case."""
     for item in items:
-        if HERE in item.path.parents and not item.get_closest_marker("slow"):
+        if item.nodeid.startswith("tests/hostile/") and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.xdist_group("stage"))
 
 

@@ -1,13 +1,12 @@
 """Gloo ranks, one set of two and one of four shared by all tests of a process."""
 
 import contextlib
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.ranks import Ranks
 
-HERE = Path(__file__).parent
+HERE = "tests/parallel/"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -17,7 +16,7 @@ def pytest_collection_modifyitems(items):
     Four ranks start for half a minute on two cores: their tests are slow.
     """
     for item in items:
-        if HERE in item.path.parents:
+        if item.nodeid.startswith(HERE):
             item.add_marker(pytest.mark.xdist_group("ranks"))
             if "four" in item.fixturenames:
                 item.add_marker(pytest.mark.slow)
@@ -28,7 +27,7 @@ _started: list[Ranks] = []
 
 def pytest_runtest_teardown(nextitem):
     """Stop the ranks after the folder's last test: gloo's threads poll as long as they live."""
-    if nextitem is None or HERE not in nextitem.path.parents:
+    if nextitem is None or not nextitem.nodeid.startswith(HERE):
         for ranks in _started:
             ranks.close()
 
