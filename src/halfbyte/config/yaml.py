@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
 
 from ..reading import read_text
 from ..utils.errors import ConfigError
@@ -54,13 +56,12 @@ class _Refused(yaml.MarkedYAMLError):
         self.fix = fix
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with the numbers of YAML 1.2, no dates, size limits, and only YAML errors."""
+class _LoadingRules(Composer, SafeConstructor):
+    """What both loaders add to PyYAML's: size limits, no repeated keys, and only YAML errors."""
 
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.depth, self.values = 0, 0
-        self.expanded: dict[yaml.Node, int] = {}
+    depth = 0  # levels of nesting of the current node
+    values = 0  # composed so far, with aliases expanded
+    expanded: dict[yaml.Node, int]  # values in each node
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node and count its values, including all nested ones."""
@@ -108,6 +109,25 @@ class _Loader(yaml.SafeLoader):
             raise _Refused(problem, node.start_mark, "give such a value, or put it in quotes") from error
 
 
+class _Loader(_LoadingRules, yaml.SafeLoader):
+    """SafeLoader with the numbers of YAML 1.2, no dates, and the limits above."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.expanded = {}
+
+
+if yaml.__with_libyaml__:
+
+    class _FastLoader(_LoadingRules, yaml.CSafeLoader):
+        """`_Loader` on libyaml's parser: several times as fast, but vague about errors."""
+
+        def __init__(self, text: str):
+            yaml.CSafeLoader.__init__(self, text)
+            Composer.__init__(self)  # in place of libyaml's composer, which ignores `compose_node`
+            self.expanded = {}
+
+
 class _Dumper(yaml.SafeDumper):
     """SafeDumper with the number rules of `_Loader`, and every scalar on one line."""
 
@@ -130,6 +150,8 @@ def _with_own_numbers(cls: type) -> None:
 
 
 _with_own_numbers(_Loader)
+if yaml.__with_libyaml__:
+    _with_own_numbers(_FastLoader)
 _with_own_numbers(_Dumper)
 _Dumper.add_representer(str, _Dumper.represent_text)
 
@@ -147,8 +169,7 @@ def read_mapping(path: Path | str, text_keys: Collection[str] = (), fix: str = _
     """
     path = Path(path)
     text = read_text(path, ConfigError, fix, LARGEST)
-    with _loading(text, str(path)) as loader:
-        root = loader.get_single_node()
+    with _loading(text, str(path)) as (loader, root):
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
@@ -172,12 +193,10 @@ def read_patterns(path: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _loading(text: str, source: str, is_file: bool = True) -> Iterator[_Loader]:
-    """Make a loader of `text`; its errors become ConfigErrors that begin with `where`, and for files the line."""
-    loader = None
+def _loading(text: str, source: str, is_file: bool = True) -> Iterator[tuple[_LoadingRules, yaml.Node | None]]:
+    """Give a loader of `text` and the root node; errors become ConfigErrors with `source` and, for files, the line."""
     try:
-        loader = _Loader(text)
-        yield loader
+        yield _composed(text)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         spelled = visible(chr(error.character))
@@ -199,12 +218,22 @@ def _loading(text: str, source: str, is_file: bool = True) -> Iterator[_Loader]:
         problem = problem.replace(repr("\0"), "the end").replace("'<stream end>'", "the end")
         fix = "remove the tag" if "for the tag" in problem else _QUOTE
         raise ConfigError(f"{position}: not valid YAML: {problem}", fix) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
-def _construct(loader: _Loader, node: yaml.Node, is_text: bool) -> Any:
+def _composed(text: str) -> tuple[_LoadingRules, yaml.Node | None]:
+    """Return a loader of `text` and the root node; libyaml parses what it can, since PyYAML's errors say more.
+
+    libyaml accepts tabs where PyYAML refuses them.
+    """
+    if yaml.__with_libyaml__ and "\t" not in text:
+        with contextlib.suppress(yaml.YAMLError):
+            fast = _FastLoader(text)
+            return fast, fast.get_single_node()
+    loader = _Loader(text)
+    return loader, loader.get_single_node()
+
+
+def _construct(loader: _LoadingRules, node: yaml.Node, is_text: bool) -> Any:
     if is_text and isinstance(node, yaml.ScalarNode) and node.tag in _NUMBER_TAGS:
         return node.value
     return loader.construct_object(node, deep=True)
@@ -226,8 +255,7 @@ def parse_scalar(text: str, source: str, is_text: bool = False) -> Any:
     """
     if text.startswith("*"):  # a pattern, not an alias: a single value has no anchors
         return text
-    with _loading(text, source, is_file=False) as loader:
-        node = loader.get_single_node()
+    with _loading(text, source, is_file=False) as (loader, node):
         return None if node is None else _construct(loader, node, is_text)
 
 
