@@ -36,7 +36,8 @@ from .tables import MOST_RUNS, Member, as_markdown, compare_page, data_page
 HERE = Path(__file__).parent
 BODY_BYTES = 1 << 18
 EVENTS = "text/event-stream"
-LOOK_SECONDS = 0.5  # between two looks for changes of an open page
+LOOK_SECONDS = 0.5  # between two looks for changes of an open page; twice as long if none came for `QUIET_SECONDS`
+QUIET_SECONDS = 10.0
 SILENT_SECONDS = 20.0  # after which a comment is sent, which fails if the client is gone
 CACHED = {"cache-control": "private, max-age=300"}
 CONTENTS = (
@@ -179,13 +180,17 @@ class Board:
 
     async def _changes(self, tag: Callable[[], str], seen: str | None) -> AsyncIterator[str]:
         """Yield a server-sent event with the page's tag as its id whenever it is not the one last `seen`."""
-        silent_since = time.monotonic()
+        changed = sent = time.monotonic()
         while not self.is_closing:
             current = await run_in_threadpool(tag)
-            if current != seen or time.monotonic() - silent_since > SILENT_SECONDS:
-                yield f"id: {current}\ndata: changed\n\n" if current != seen else ":\n\n"
-                seen, silent_since = current, time.monotonic()
-            await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            if current != seen:
+                yield f"id: {current}\ndata: changed\n\n"
+                seen, changed, sent = current, now, now
+            elif now - sent > SILENT_SECONDS:
+                yield ":\n\n"
+                sent = now
+            await asyncio.sleep(LOOK_SECONDS if now - changed < QUIET_SECONDS else 2 * LOOK_SECONDS)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 

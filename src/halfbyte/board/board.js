@@ -2,7 +2,7 @@
 // files have changed.
 import { follow, onZoom } from "./curves.js";
 
-const PAUSE = 1000; // milliseconds between two fetches, at least; 4 times as long as a fetch takes on slow pages
+const PAUSE = 1000; // milliseconds between two fetches, at least; twice as long as a fetch takes on slow pages
 const RETRY = 5000; // milliseconds until a refused stream is opened again
 const message = document.getElementById("message");
 let stream = null;
@@ -81,7 +81,7 @@ function prepare() {
 
 function schedule() {
   if (timer) return;
-  const wait = fetched + Math.max(PAUSE, 4 * duration) - performance.now();
+  const wait = fetched + Math.max(PAUSE, 2 * duration) - performance.now();
   timer = setTimeout(refresh, Math.max(wait, 0));
 }
 
