@@ -3,9 +3,10 @@
     python -m benchmarks.board [--runs 200] [--records 1000] [--long 100000] [--peers] [--json FILE]
 
 Runs are made up in a temporary folder. Pages are opened over HTTP, each cold (first request of a new process) and warm.
-With Playwright and Chromium installed, four pages are open while eight runs record twice a second; the delay is the time
-from the write of a record until its loss, or a later one, is in the page. `--peers` measures TensorBoard and Trackio on
-the same numbers, where they are installed: the seconds until their servers list all runs and send six curves of one.
+With Playwright and Chromium installed, four pages are open while eight runs record twice a second; the delay is the
+time from the write of a record until its loss, or a later one, is in the page. `--peers` measures TensorBoard and
+Trackio on the same numbers, where they are installed: the seconds until their servers list all runs and send six curves
+of one.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def until(condition: Callable[[], Any], limit: float = 300.0) -> float:
 
 
 def json_of(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     if body is None:
         connection.request("GET", path)
     else:
@@ -209,8 +210,28 @@ def json_of(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
     return json.loads(response.read())
 
 
-def tensorboard(folder: Path, runs: dict[str, int]) -> dict[str, Any]:
-    """Return the seconds until TensorBoard's server lists all runs with all steps, and those of six curves of one."""
+@contextlib.contextmanager
+def program(text: str, *words: str, **environment: str) -> Iterator[None]:
+    command = [sys.executable, "-c", text, *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **environment}
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def six_curves(fetch: Callable[[], Any]) -> dict[str, float]:
+    """Return the seconds of a first request for the curves of a run, and the KiB of its JSON."""
+    start = time.perf_counter()
+    points = fetch()
+    return {"six_curves": round(time.perf_counter() - start, 3), "kib": round(len(json.dumps(points)) / 1024)}
+
+
+def tensorboard(folder: Path, runs: dict[str, int]) -> dict[str, float]:
+    """Return the seconds until TensorBoard's server answers, lists all runs, and has read all steps of the longest."""
     from torch.utils.tensorboard import SummaryWriter
 
     for name, count in runs.items():
@@ -220,30 +241,38 @@ def tensorboard(folder: Path, runs: dict[str, int]) -> dict[str, Any]:
             for curve in CURVES:
                 writer.add_scalar(curve, record[curve], step)
         writer.close()
-    port = 16006
-    words = ["--logdir", str(folder), "--port", str(port), "--samples_per_plugin", "scalars=0"]
-    script = "from tensorboard.main import run_main; run_main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    base = "/data/plugin/scalars"
+    port, base, longest = 16006, "/data/plugin/scalars", max(runs, key=lambda name: runs[name])
+
+    def curve(tag: str) -> Any:
+        return json_of(port, f"{base}/scalars?run={longest}&tag={tag}")
+
+    words = ["--logdir", str(folder), "--port", str(port), "--samples_per_plugin", "scalars=1000000"]
+    with program("from tensorboard.main import run_main; run_main()", *words):
+        seconds = {"answers": until(lambda: json_of(port, "/data/runs") is not None)}
+        seconds["lists_all"] = until(lambda: len(json_of(port, f"{base}/tags")) == len(runs))
+        seconds["all_steps"] = until(lambda: len(curve("loss")) == runs[longest])
+        return seconds | six_curves(lambda: [curve(tag) for tag in CURVES])
+
+
+def trackio(folder: Path, runs: dict[str, int]) -> dict[str, float]:
+    """Return the seconds until Trackio's server answers, and those of a list of all runs and the curves of one."""
+    os.environ["TRACKIO_DIR"] = str(folder)
+    from trackio.sqlite_storage import SQLiteStorage
+
     longest = max(runs, key=lambda name: runs[name])
+    for name, count in runs.items():
+        records = [{curve: train_record(step)[curve] for curve in CURVES} for step in range(1, count + 1)]
+        SQLiteStorage.bulk_log("board", name, records, steps=list(range(1, count + 1)))
+    port = 17860
+    script = f"import trackio; trackio.show('board', open_browser=False, block_thread=True, server_port={port})"
 
-    def curve(name: str, tag: str = "loss") -> Any:
-        return json_of(port, f"{base}/scalars?run={name}&tag={tag}")
+    def call(name: str, **keys: Any) -> Any:
+        return json_of(port, f"/api/{name}", {"project": "board", **keys})
 
-    try:
-        answers = until(lambda: json_of(port, "/data/runs") is not None)
-        listed = until(lambda: len(json_of(port, f"{base}/tags")) == len(runs))
-        complete = until(lambda: len(curve(longest)) == runs[longest])
-        start = time.perf_counter()
-        points = [curve(longest, tag) for tag in CURVES]
-        opened = round(time.perf_counter() - start, 3)
-        sent = round(len(json.dumps(points)) / 1024)
-    finally:
-        process.terminate()
-        process.wait(30)
-    return {"starts": answers, "lists_all": listed, "complete": complete, "six_curves": opened, "kib": sent}
+    with program(script, TRACKIO_DIR=str(folder)):
+        seconds = {"answers": until(lambda: call("get_all_projects"))}
+        seconds["lists_all"] = until(lambda: len(call("get_runs_for_project")["data"]) == len(runs), 5.0)
+        return seconds | six_curves(lambda: call("get_logs", run=longest))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -263,17 +292,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with board_of(root, state) as board:
             result["memory_mib_at_start"] = board.mebibytes("VmRSS")
             result["list"] = opened(board, "/")
-            result["run"] = opened(board, f"/run/{run_id(root / 'run-007')}")
+            result["run"] = opened(board, f"/run/{run_id(root / 'run-000')}")
             result["run_of_many_records"] = opened(board, f"/run/{run_id(long_run)}")
             result["memory_mib_at_most"] = board.mebibytes("VmHWM")
             result["idle_cpu_share_list_and_run"] = idle_share(board, ["/", f"/run/{run_id(long_run)}"])
         result["delay_to_screen_seconds"] = delays(root, state, options.seconds)
-        if options.peers and importlib.util.find_spec("tensorboard"):
-            many = {f"run-{at:03d}": options.records for at in range(options.runs)}
-            result["tensorboard_seconds"] = {
-                "many_runs": tensorboard(Path(folder) / "many", many),
-                "long_run": tensorboard(Path(folder) / "one", {"long": options.long}),
-            }
+        cases = {"many_runs": {f"run-{at:03d}": options.records for at in range(options.runs)}}
+        cases["long_run"] = {"long": options.long}
+        for peer in (tensorboard, trackio) if options.peers else ():
+            if importlib.util.find_spec(peer.__name__):
+                folders = {name: Path(folder) / f"{peer.__name__}-{name}" for name in cases}
+                result[f"{peer.__name__}_seconds"] = {name: peer(folders[name], runs) for name, runs in cases.items()}
     print(json.dumps(result, indent=1))
     if options.json:
         write_result(options.json, result)
