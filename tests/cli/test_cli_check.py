@@ -187,6 +187,16 @@ def test_check_plans_every_mesh_without_a_gpu(monkeypatch, capsys, shared, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_check_predicts_steps_hours_and_price(monkeypatch, capsys, shared, tmp_path):
+    keys = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 3}
+    said = checked(monkeypatch, capsys, shared, tmp_path, 1, 24.0, 35_000.0, **keys)
+    line = next(line for line in said.splitlines() if line.startswith("training:"))
+    assert "30 steps" in line  # of 40 rows in windows of 4, three times
+    seconds = float(re.search(r"([\d.e-]+) s a step", line)[1])
+    assert seconds > 0
+    assert float(re.search(r"price ([\d.,]+):", line)[1].replace(",", "")) == pytest.approx(30 * seconds * 35_000 / 3600, rel=0.01)
+
+
 @pytest.mark.slow
 def test_check_says_which_meshes_cannot_be(monkeypatch, capsys, shared, tmp_path):
     """The model has 8 heads, 4 of them with keys of their own."""

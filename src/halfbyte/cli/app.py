@@ -110,16 +110,19 @@ def check(
     gpu_memory: Annotated[
         float | None, typer.Option(callback=finite, min=1.0, max=10_000.0, help="Memory of each of these GPUs, in GiB.")
     ] = None,
+    price: Annotated[
+        float | None, typer.Option(callback=finite, min=0.0, help="Price of a GPU for an hour; prints that of the run.")
+    ] = None,
 ) -> None:
     """Run all checks of train, without training."""
-    config = read_run("check", run, ["--gpus", "--gpu-memory"])
+    config = read_run("check", run, ["--gpus", "--gpu-memory", "--price"])
     if gpus is not None or gpu_memory is not None:
         from .check import check_meshes
 
-        return check_meshes(config, gpus, gpu_memory)
+        return check_meshes(config, gpus, gpu_memory, price)
     from .check import check_run
 
-    return check_run(config)
+    return check_run(config, price)
 
 
 @app.command(context_settings=_TAKES_OVERRIDES)

@@ -21,6 +21,9 @@ from ..utils.waiting import showing_waits
 from .startup import quick_imports
 
 if TYPE_CHECKING:
+    from ..config.resolved import Parallel
+    from ..data.prepare import PreparedData
+    from ..plan.memory_plan import MemoryPlan
     from ..plan.meshes import Device, Meshes, Option
     from ..train.preflight import PreparedRun
 
@@ -28,10 +31,13 @@ GIB = 2**30
 CHOSEN_BY_INIT = {"max_length", "packing", "per_device_train_batch_size"}
 
 
-def check_run(config: RunConfig) -> None:
+def check_run(config: RunConfig, price: float | None = None) -> None:
     """Print the preparation of a run, without training.
 
     Uses the ranks of a launcher if there is one, else it plans for the number of ranks that `halfbyte train` starts.
+
+    Args:
+        price: of a GPU for an hour, in any currency.
 
     Raises:
         HalfbyteError: the error that `halfbyte train` would raise before its first step.
@@ -46,6 +52,8 @@ def check_run(config: RunConfig) -> None:
     if not CHOSEN_BY_INIT & config.model_fields_set:
         defaults = ", ".join(config.written(key) for key in sorted(CHOSEN_BY_INIT))
         print_facts(console, {"defaults": f"{defaults} · `halfbyte init` chooses these for this machine and data"})
+    seconds = _step_seconds(run.plan) if run.machine.device.type == "cuda" else None
+    print_facts(console, {"training": training_cost(run.config, run.data, run.plan.layout, seconds, price)})
     console.print(_readiness(config, run))
 
 
@@ -91,12 +99,46 @@ def _readiness(config: RunConfig, run: PreparedRun) -> Text:
     return Text.assemble(("ready:", "green"), " `halfbyte train` can start")
 
 
-def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) -> None:
+def training_cost(
+    config: RunKeys, data: PreparedData, layout: Parallel, seconds: float | None, price: float | None
+) -> str:
+    """Describe the steps and tokens of a run and, from the predicted seconds of a step, its hours and their price.
+
+    Args:
+        seconds: of a step; None: no time is predicted.
+        price: of a GPU for an hour; None: none is shown.
+    """
+    from ..train.callbacks import steps_per_epoch, total_steps
+    from ..utils.text import duration
+
+    rows, degree = len(data.train), layout.data * layout.shard
+    steps = total_steps(config, rows, degree)
+    words = [f"{steps:,} steps"]
+    if not config.streaming:
+        tokens = data.report["train"]["tokens"] * steps / steps_per_epoch(config, rows, degree)
+        words.append(f"{tokens:,.0f} tokens")
+    if seconds is not None:
+        words.append(f"about {duration(steps * seconds)} without evaluations, {seconds:.3g} s a step")
+    if price is not None and seconds is not None:
+        cost = layout.size * price * steps * seconds / 3600
+        words.append(f"price {cost:,.2f}: {layout.size} GPU{'s' * (layout.size > 1)} at {price:g} an hour")
+    elif price is not None:
+        words.append("no price: times are predicted for GPUs, fused models, and methods that sample nothing")
+    return " · ".join(words)
+
+
+def _step_seconds(plan: MemoryPlan) -> float | None:
+    """Return the predicted seconds of a step on a GPU; None if parts of a step are not predicted."""
+    return plan.seconds if plan.answering is None else None
+
+
+def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None, price: float | None = None) -> None:
     """Print memory per GPU, communication volume and seconds per step of each layout, and the chosen layout.
 
     Args:
         gpus: number of GPUs; default: the GPUs of this machine.
         gpu_memory: GiB of the smallest GPU; default: the memory of this machine's GPUs.
+        price: of a GPU for an hour, in any currency.
 
     Raises:
         HalfbyteError: the run is not valid, GPUs are neither present nor described, or `parallel` has another size or
@@ -108,10 +150,12 @@ def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) 
 
     check_paths(config)
     with showing_waits(console):
-        _check_meshes(config, gpus, gpu_memory, console)
+        _check_meshes(config, gpus, gpu_memory, price, console)
 
 
-def _check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None, console: Console) -> None:
+def _check_meshes(
+    config: RunConfig, gpus: int | None, gpu_memory: float | None, price: float | None, console: Console
+) -> None:
     with quick_imports():
         from ..plan.meshes import Meshes
 
@@ -122,7 +166,13 @@ def _check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None,
             f"parallel: {layout} needs {layout.size} GPUs, and --gpus is {gpus}",
             f"set parallel: auto, or degrees with the product {gpus}",
         )
-    model_config, batches = _inputs(config, device)
+    model_config, batches, data = _inputs(config, device)
+
+    def print_cost(option: Option) -> None:
+        seconds = None if option.plan is None else _step_seconds(option.plan)
+        cost = training_cost(option.config, data, option.layout, seconds, price)
+        console.print(one_line(f"training: {cost}"), soft_wrap=True)
+
     meshes = Meshes(config, model_config, device, batches)
     _table(console, meshes, gpus, device)
     if layout is not None:
@@ -131,10 +181,12 @@ def _check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None,
             raise ConfigError(option.refused, "set parallel: auto, or a layout above that fits")
         fits = "fits" if option.fits else "does not fit; `halfbyte check` on that machine suggests changes"
         console.print(one_line(f"the run sets parallel: {layout}, which {fits}"), soft_wrap=True)
+        print_cost(option)
         return
     chosen, reason = meshes.choose(gpus)
     if gpus > 1:
         console.print(one_line(f"auto chooses parallel: {chosen.layout}: {reason}"), soft_wrap=True)
+    print_cost(chosen)
 
 
 def _device(gpus: int | None, gpu_memory: float | None) -> tuple[int, Device]:
@@ -163,8 +215,8 @@ def _gib(device: Any) -> float:
     return torch.cuda.get_device_properties(device).total_memory / GIB
 
 
-def _inputs(config: RunKeys, device: Device) -> tuple[Any, Any]:
-    """Return the model's config, and a function from a configuration to its micro-batches."""
+def _inputs(config: RunKeys, device: Device) -> tuple[Any, Any, PreparedData]:
+    """Return the model's config, a function from a configuration to its micro-batches, and the data."""
     from ..data.batches import batches_of
     from ..loading.find import find_model
     from ..loading.tokenizers import load_run_tokenizer
@@ -173,7 +225,7 @@ def _inputs(config: RunKeys, device: Device) -> tuple[Any, Any]:
     files = find_model(config.origin)
     tokenizer = load_run_tokenizer(config, files.place)
     data = method_of(config).ready(config, tokenizer, files.config)
-    return files.config, lambda changed: batches_of(changed, data, device.torch)
+    return files.config, lambda changed: batches_of(changed, data, device.torch), data
 
 
 def _table(console: Console, meshes: Meshes, gpus: int, device: Device) -> None:
