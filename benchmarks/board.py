@@ -223,6 +223,24 @@ def program(text: str, *words: str, **environment: str) -> Iterator[None]:
         process.wait(30)
 
 
+def shown_in_browser(address: str, name: str) -> float | None:
+    """Return the seconds from the request of a page in a new browser until a name is on it; None without a browser."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if importlib.util.find_spec("playwright") is None or chromium is None:
+        return None
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        start = time.perf_counter()
+        page.goto(address, wait_until="commit")
+        page.get_by_text(re.compile(name)).first.wait_for(timeout=120_000)
+        seconds = time.perf_counter() - start
+        browser.close()
+    return round(seconds, 3)
+
+
 def six_curves(fetch: Callable[[], Any]) -> dict[str, float]:
     """Return the seconds of a first request for the curves of a run, and the KiB of its JSON."""
     start = time.perf_counter()
@@ -230,8 +248,9 @@ def six_curves(fetch: Callable[[], Any]) -> dict[str, float]:
     return {"six_curves": round(time.perf_counter() - start, 3), "kib": round(len(json.dumps(points)) / 1024)}
 
 
-def tensorboard(folder: Path, runs: dict[str, int]) -> dict[str, float]:
-    """Return the seconds until TensorBoard's server answers, lists all runs, and has read all steps of the longest."""
+def tensorboard(folder: Path, runs: dict[str, int]) -> dict[str, float | None]:
+    """Return the seconds until TensorBoard's server answers, lists all runs, and has read the last step, and those
+    until a browser shows a run. Of each curve it keeps 1,000 points, as by default."""
     from torch.utils.tensorboard import SummaryWriter
 
     for name, count in runs.items():
@@ -246,33 +265,38 @@ def tensorboard(folder: Path, runs: dict[str, int]) -> dict[str, float]:
     def curve(tag: str) -> Any:
         return json_of(port, f"{base}/scalars?run={longest}&tag={tag}")
 
-    words = ["--logdir", str(folder), "--port", str(port), "--samples_per_plugin", "scalars=1000000"]
+    words = ["--logdir", str(folder), "--port", str(port)]
     with program("from tensorboard.main import run_main; run_main()", *words):
         seconds = {"answers": until(lambda: json_of(port, "/data/runs") is not None)}
         seconds["lists_all"] = until(lambda: len(json_of(port, f"{base}/tags")) == len(runs))
-        seconds["all_steps"] = until(lambda: len(curve("loss")) == runs[longest])
-        return seconds | six_curves(lambda: [curve(tag) for tag in CURVES])
+        seconds["last_step"] = until(lambda: curve("loss")[-1][1] == runs[longest])
+        seconds |= six_curves(lambda: [curve(tag) for tag in CURVES])
+        return seconds | {"shown_in_browser": shown_in_browser(f"http://127.0.0.1:{port}/", "run-|long")}
 
 
-def trackio(folder: Path, runs: dict[str, int]) -> dict[str, float]:
-    """Return the seconds until Trackio's server answers, and those of a list of all runs and the curves of one."""
-    os.environ["TRACKIO_DIR"] = str(folder)
+def trackio(folder: Path, runs: dict[str, int]) -> dict[str, float | None]:
+    """Return the seconds until Trackio's server answers, those of a list of all runs and the curves of one, and those
+    until a browser shows a run."""
+    os.environ["TRACKIO_DIR"] = str(folder.parent)  # read once
+    project = folder.name
     from trackio.sqlite_storage import SQLiteStorage
 
     longest = max(runs, key=lambda name: runs[name])
     for name, count in runs.items():
         records = [{curve: train_record(step)[curve] for curve in CURVES} for step in range(1, count + 1)]
-        SQLiteStorage.bulk_log("board", name, records, steps=list(range(1, count + 1)))
+        SQLiteStorage.bulk_log(project, name, records, steps=list(range(1, count + 1)))
     port = 17860
-    script = f"import trackio; trackio.show('board', open_browser=False, block_thread=True, server_port={port})"
+    script = f"import trackio; trackio.show('{project}', open_browser=False, block_thread=True, server_port={port})"
 
     def call(name: str, **keys: Any) -> Any:
-        return json_of(port, f"/api/{name}", {"project": "board", **keys})
+        return json_of(port, f"/api/{name}", {"project": project, **keys})
 
-    with program(script, TRACKIO_DIR=str(folder)):
+    with program(script, TRACKIO_DIR=str(folder.parent)):
         seconds = {"answers": until(lambda: call("get_all_projects"))}
         seconds["lists_all"] = until(lambda: len(call("get_runs_for_project")["data"]) == len(runs), 5.0)
-        return seconds | six_curves(lambda: call("get_logs", run=longest))
+        seconds |= six_curves(lambda: call("get_logs", run=longest))
+        address = f"http://127.0.0.1:{port}/?project={project}"
+        return seconds | {"shown_in_browser": shown_in_browser(address, "run-|long")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -294,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result["list"] = opened(board, "/")
             result["run"] = opened(board, f"/run/{run_id(root / 'run-000')}")
             result["run_of_many_records"] = opened(board, f"/run/{run_id(long_run)}")
+            result["list"]["shown_in_browser"] = shown_in_browser(board.url, "run-000")
             result["memory_mib_at_most"] = board.mebibytes("VmHWM")
             result["idle_cpu_share_list_and_run"] = idle_share(board, ["/", f"/run/{run_id(long_run)}"])
         result["delay_to_screen_seconds"] = delays(root, state, options.seconds)

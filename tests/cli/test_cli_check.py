@@ -194,7 +194,9 @@ def test_check_predicts_steps_hours_and_price(monkeypatch, capsys, shared, tmp_p
     assert "30 steps" in line  # of 40 rows in windows of 4, three times
     seconds = float(re.search(r"([\d.e-]+) s a step", line)[1])
     assert seconds > 0
-    assert float(re.search(r"price ([\d.,]+):", line)[1].replace(",", "")) == pytest.approx(30 * seconds * 35_000 / 3600, rel=0.01)
+    assert float(re.search(r"price ([\d.,]+):", line)[1].replace(",", "")) == pytest.approx(
+        30 * seconds * 35_000 / 3600, rel=0.01
+    )
 
 
 @pytest.mark.slow

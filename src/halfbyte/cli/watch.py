@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,16 +9,13 @@ from pathlib import Path
 from rich.table import Table
 
 from ..runs.layout import METRICS, RESOLVED_CONFIG
-from ..runs.status import ENDED, RUNNING, RunStatus, read_status, run_folders, statuses_of, stop_processes
+from ..runs.status import ENDED, RUNNING, RunStatus, read_status, run_folders
+from ..runs.stop import end_run
 from ..utils.console import Console
 from ..utils.errors import ConfigError
-from ..utils.processes import Process
 from ..utils.text import one_line
 from ..utils.waiting import showing_waits, waiting
 
-POLL = 0.1  # seconds between looks at a process that is to end
-AGAIN_AFTER = 0.5  # seconds between the two signals of `stop --now`
-KILL_AFTER = 15.0  # seconds after which `stop --now` kills a process; launchers give their ranks 5
 UNREADABLE = "unreadable"
 WIDE = 10_000  # columns of a table that is written to a file or a pipe: a line for each run
 
@@ -75,39 +70,11 @@ def stop_run(run: Path, now: bool) -> None:
     Raises:
         ConfigError: the folder has no run, the run has ended, or its process is another machine's or user's.
     """
-    statuses = statuses_of(run)
-    processes = stop_processes(statuses)
-    for process in processes:
-        _send(process, signal.SIGTERM, statuses[0])
     console = Console()
     with showing_waits(console), waiting("ending the run" if now else "ending the run: it saves a checkpoint"):
-        for process in processes:
-            if now and not _ends(process, AGAIN_AFTER):
-                _send(process, signal.SIGTERM, statuses[0])
-                if not _ends(process, KILL_AFTER):
-                    _send(process, signal.SIGKILL, statuses[0])
-            _ends(process)
-    for status in statuses:
-        console.print(one_line(_describe_end(status.folder)), soft_wrap=True)
-
-
-def _send(process: Process, number: int, status: RunStatus) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        try:
-            process.send_signal(number)
-        except PermissionError as error:
-            wrong = f"{status.folder}: process {process.pid} of the run belongs to another user"
-            raise ConfigError(wrong, "ask that user to stop it") from error
-
-
-def _ends(process: Process, seconds: float = float("inf")) -> bool:
-    """Return whether a process ends within some seconds."""
-    deadline = time.monotonic() + seconds
-    while process.is_running:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL)
-    return True
+        folders = end_run(run, now)
+    for folder in folders:
+        console.print(one_line(_describe_end(folder)), soft_wrap=True)
 
 
 def explain_run(run: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -68,6 +68,9 @@ from .setup import (
 from .several import train_adapters
 from .verify import patch_and_verify, patch_and_verify_stages, remove_patches
 
+if TYPE_CHECKING:
+    from .background import BackgroundRun
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -99,22 +102,33 @@ class RunResult:
         return merge(self.output_dir, out_dir, **options)
 
 
-def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
+@overload
+def finetune(model: str, dataset: str | list[str], *, background: Literal[False] = False, **keys: Any) -> RunResult: ...
+@overload
+def finetune(model: str, dataset: str | list[str], *, background: Literal[True], **keys: Any) -> BackgroundRun: ...
+def finetune(
+    model: str, dataset: str | list[str], *, background: bool = False, **keys: Any
+) -> RunResult | BackgroundRun:
     """Fine-tune a model, as `halfbyte train` does, and write the run to `output_dir`.
 
     Args:
         model: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id.
         dataset: files, folders or hub ids of the training rows.
+        background: train in a process of its own, and return at once.
         keys: keys of the configuration, such as `output_dir="out"`, `method="dpo"`, `learning_rate=1e-4`.
             `reward_funcs` may also contain functions.
 
     Returns:
-        The run's folder and last numbers.
+        The run's folder and last numbers; in the background a handle of the run, with `stop()` and `wait()`.
 
     Raises:
         HalfbyteError: names the key, file, line or tensor at fault and the fix; for bad input before long work.
     """
     reset_notices()
+    if background:
+        from .background import BackgroundRun
+
+        return BackgroundRun.start({"model_name_or_path": model, "dataset": dataset, **keys})
     if (entries := keys.get("reward_funcs")) is not None:
         several = entries if isinstance(entries, list) else [entries]
         keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in several]

@@ -18,6 +18,7 @@ from ..data.images import thumbnail
 from ..export.task_files import write_task_files
 from ..formats import KBit
 from ..mesh.sharded_linears import full_parameters
+from ..methods.base import Numbers
 from ..optim import trained_parameters
 from ..plan.policy import describe_levels
 from ..reading import read_json, read_text
@@ -338,19 +339,33 @@ def write_report_of_stopped(run: OpenRun, error: TrainingError, console: Console
 
 
 def summarize(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
-    """Return the last numbers of a run; `loss` is the final loss of its model card."""
-    records = job.metrics.records()
+    """Return the last numbers of a run; see `summarize_records`."""
+    best = read_json(job.output / ENVIRONMENT, ConfigError).get("best")
+    records, numbers = job.metrics.records(), job.prepared.method.numbers
+    return summarize_records(records, numbers, job.prepared.total_steps, measured["peak_bytes"], best)
+
+
+def summarize_records(
+    records: Sequence[dict[str, Any]], numbers: Numbers, steps: int, peak_bytes: int, best: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the last numbers of a run; `loss` is the final loss of its model card.
+
+    Args:
+        records: of metrics.jsonl.
+        numbers: of the run's method.
+        steps: optimizer steps of the run.
+        best: the best evaluation; None: the run compares none.
+    """
     trained = [record for record in records if record["kind"] == "train"]
     evaluated = [record for record in records if record["kind"] == "eval"]
-    summary: dict[str, Any] = {"steps": job.prepared.total_steps, "peak_bytes": measured["peak_bytes"]}
+    summary: dict[str, Any] = {"steps": steps, "peak_bytes": peak_bytes}
     if trained:  # empty if a user removed metrics.jsonl
         seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
         summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
-        over = job.prepared.method.numbers.trained[0].over
+        over = numbers.trained[0].over
         summary |= {"steps": trained[-1]["step"], "loss": final_loss(trained, over)}
     if evaluated:
-        first, *names = (metric.name for metric in job.prepared.method.numbers.evaluated)
-        best = read_json(job.output / ENVIRONMENT, ConfigError).get("best")
+        first, *names = (metric.name for metric in numbers.evaluated)
         last = evaluation_of_weights(evaluated, best)
         summary |= {f"eval_{first}": last[first], f"eval_{first}_before": evaluated[0][first]}
         summary |= {name: last[name] for name in names if name in last}
