@@ -11,6 +11,7 @@ of one.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
 import importlib.util
@@ -299,14 +300,18 @@ def trackio(folder: Path, runs: dict[str, int]) -> dict[str, float | None]:
         return seconds | {"shown_in_browser": shown_in_browser(address, "run-|long")}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--records", type=int, default=1000)
     parser.add_argument("--long", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=60.0, help="of live runs")
     parser.add_argument("--peers", action="store_true")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         root, state = Path(folder) / "runs", Path(folder) / "state"
         for at in range(options.runs):

@@ -18,7 +18,7 @@ from halfbyte.utils.files import write_json
 DRAWING = ["--top-k", "--top-p", "--min-p", "--repetition-penalty"]
 SURFACE = {
     "init": ["model", "data", "--method", "--teacher"],
-    "check": ["run", "--gpus", "--gpu-memory"],
+    "check": ["run", "--gpus", "--gpu-memory", "--price"],
     "preview": ["run", "-n --count", "--rollouts"],
     "train": ["run", "--resume", "--verbose"],
     "ps": ["folders"],

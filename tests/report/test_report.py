@@ -13,7 +13,7 @@ from halfbyte.config import RunConfig
 from halfbyte.report.card import write_card
 from halfbyte.report.page import write_report
 from halfbyte.report.run import read_run
-from halfbyte.train.run import RunResult
+from halfbyte.train.result import RunResult
 from tests.helpers.board_runs import write_run
 
 ATTACK = '<script>alert("halfbyte")</script>'

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import dump_given, load_config
+from ..reading import read_text
 from ..report.run import read_run
 from ..runs.inputs import check_output, check_paths
 from ..runs.queue import queue_folder
@@ -21,7 +22,7 @@ from ..runs.stop import end_run
 from ..utils.errors import ConfigError, TrainingError
 from ..utils.files import write_text
 from ..utils.text import duration
-from .run import RunResult
+from .result import RunResult
 from .run_folder import summarize_records
 
 REFRESH_SECONDS = 1.0  # between two pictures of a run in a notebook
@@ -112,7 +113,7 @@ class BackgroundRun:
         status = None if self._is_unknown() else self.status
         if self._process.returncode or status is None or status.state != "finished":
             state = "the run has failed" if status is None else f"the run is {status.state} at step {status.step}"
-            lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            lines = read_text(self.log, ConfigError).splitlines()[-LOG_LINES:]
             cause = status.error if status is not None and status.error else "\n".join(lines)
             raise TrainingError(f"{self.output_dir}: {state}: {cause}", f"see {self.log}")
         return self._result(status)

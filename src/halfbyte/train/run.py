@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -36,11 +35,13 @@ from ..utils.processes import is_main_rank
 from ..utils.text import one_line
 from ..utils.waiting import showing_waits
 from . import checks, samples
+from .background import BackgroundRun
 from .hub import HubRepository
 from .image_features import with_features
 from .loop import Steps, TrainingLoop, drive, seed_process
 from .preflight import PreparedRun, prepare_run
 from .reference import add_reference
+from .result import RunResult
 from .rollouts import sampled_rollouts
 from .row_losses import RowLosses
 from .run_folder import (
@@ -68,39 +69,6 @@ from .setup import (
 from .several import train_adapters
 from .verify import patch_and_verify, patch_and_verify_stages, remove_patches
 
-if TYPE_CHECKING:
-    from .background import BackgroundRun
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A finished run.
-
-    Attributes:
-        output_dir: the run's folder, with the adapter, metrics and report.
-        metrics: the last numbers: `loss`, `eval_loss`, `perplexity`, `peak_bytes`, ...
-    """
-
-    output_dir: Path
-    metrics: dict[str, Any]
-
-    def _repr_html_(self) -> str:
-        """Return the headline figures of the run's report, as notebooks show it."""
-        from ..report.page import summary
-
-        return summary(self.output_dir)
-
-    def merge(self, out_dir: Path | str, **options: Any) -> Any:
-        """Merge the adapter into its base model and write the result to `out_dir`, as `halfbyte merge` does.
-
-        Args:
-            out_dir: a new folder.
-            options: further arguments of `halfbyte.export.merge.merge`.
-        """
-        from ..export.merge import merge
-
-        return merge(self.output_dir, out_dir, **options)
-
 
 @overload
 def finetune(model: str, dataset: str | list[str], *, background: Literal[False] = False, **keys: Any) -> RunResult: ...
@@ -126,8 +94,6 @@ def finetune(
     """
     reset_notices()
     if background:
-        from .background import BackgroundRun
-
         return BackgroundRun.start({"model_name_or_path": model, "dataset": dataset, **keys})
     if (entries := keys.get("reward_funcs")) is not None:
         several = entries if isinstance(entries, list) else [entries]
