@@ -5,7 +5,7 @@ import json
 import pytest
 
 from halfbyte.data.chat import ChatTemplate
-from halfbyte.data.encode import CUT_AWAY, Encoder, _Text
+from halfbyte.data.encode import CUT_AWAY, Encoder, RenderedText
 from halfbyte.utils.errors import DataError
 
 CHATML = (
@@ -58,7 +58,7 @@ def test_long_text_has_the_first_tokens_of_the_full_text(real_tokenizer, name, m
     encoder = Encoder(tokenizer, None, max_length=20)
     spaces, word = " " * 5_000 + "z" * 500, "x" * 5_000 + " y" * 500
     for text in ("a few words\n\n  and more" * 500, word, spaces, "日本語 " * 2_000):
-        [(ids, offsets, length)] = encoder._tokenize([_Text(text, None, bare=False)])
+        [(ids, offsets, length)] = encoder._tokenize([RenderedText(text, None, bare=False)])
         whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         assert ids[:21].tolist() == whole["input_ids"][:21]
         assert offsets[:42].reshape(-1, 2).tolist() == [list(pair) for pair in whole["offset_mapping"][:21]]

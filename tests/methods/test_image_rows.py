@@ -3,16 +3,21 @@
 import json
 
 import pytest
+import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from transformers import AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 
+from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import load_config
 from halfbyte.loading.tokenizers import load_run_tokenizer
 from halfbyte.methods import method_of
 from halfbyte.modeling.architectures import all_linear
+from halfbyte.rewards.score import Scored
+from halfbyte.train.rollouts import make_rollouts
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError, DataError, ModelError
 from tests.helpers.gguf_models import save_model
@@ -22,6 +27,7 @@ from tests.methods.test_kto import theirs
 
 FAMILIES = ("qwen2_5_vl", "gemma3", "llava_next")
 ROWS = 4
+REWARD = "def score(prompts, completions, **columns):\n    return [float(len(str(text))) for text in completions]\n"
 LAST_BREAK = "<|im_end|>\n{% endfor %}"  # TRL trains it, as a part of the answer
 
 
@@ -124,16 +130,135 @@ def test_a_run_saves_an_adapter(tmp_path):
     assert json.loads((tmp_path / "out/data_report.json").read_text())["train"]["images"]["count"] == 4
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
-def test_methods_that_sample_refuse_images(method, tmp_path):
-    place_of(tmp_path, "llava")
-    prompt = {"prompt": [{"role": "user", "content": "what is it?"}], "image": "pictures/0-0.png"}
-    parts = [{"type": "image", "image": "pictures/0-0.png"}, {"type": "text", "text": "what is it?"}]
-    keys = {"reward_funcs": "exact", "num_generations": 2, "per_device_train_batch_size": 2}
-    for row in (prompt, {"prompt": [{"role": "user", "content": parts}]}):
-        (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(row)] * 4))
-        with pytest.raises(DataError, match=r"data\.jsonl:1"):
-            ready(configured(tmp_path, method=method, **keys))
+GRPO = {"method": "grpo", "num_generations": 2, "per_device_train_batch_size": 8, "max_completion_length": 5,
+        "num_iterations": 2, "reward_funcs": [{"regex": "a"}]}  # fmt: skip
+
+
+def write_prompts(folder):
+    """`data.jsonl` with the prompts of `write_pairs`, which reward functions read in columns."""
+    rows = [{"prompt": row["prompt"], "number": at} for at, row in enumerate(write_pairs(folder))]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return rows
+
+
+class Scores:
+    """Rewards that follow the answers' lengths and tokens; remembers what reward functions get."""
+
+    specs, columns = [None], ["number"]
+
+    def score(self, prompts, completions, completion_ids, columns, *_):
+        self.prompts, self.read = prompts, columns
+        return Scored({"r": [float(len(ids) + ids[0] % 7) for ids in completion_ids]})
+
+
+def plain_policy_loss(model, processor, batch, rows, placeholders, epsilon=0.2):
+    """The clipped loss of GRPO by transformers' forward of each answer, over the number of answers' tokens."""
+    losses, tokens = [], 0
+    for row, prompt, completion in zip(rows, batch.prompts, batch.completions, strict=True):
+        [turn] = prompt["prompt"]
+        images = [Image.open(image["path"]) for image in prompt["images"]]
+        text = processor.tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+        keys = {"return_tensors": "pt", "add_special_tokens": False}
+        inputs = processor(text=[text], images=[images] if images else None, **keys)
+        ids = torch.tensor([completion.ids])
+        longer = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
+        longer["token_type_ids"] = longer["mm_token_type_ids"]
+        longer["input_ids"] = ids.masked_fill(torch.isin(ids, torch.tensor(placeholders)), 0)  # at an answer's end
+        inputs |= {name: torch.cat([value, longer[name]], 1) for name, value in inputs.items() if name in longer}
+        logits = model(**inputs).logits[0, -ids.shape[1] - 1 : -1]
+        log_probs = logits.log_softmax(-1).gather(1, ids[0].unsqueeze(1)).squeeze(1)
+        ratio, advantage = (log_probs - torch.tensor(row["old"])).exp(), row["advantage"]
+        losses.append(torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * advantage).sum())
+        tokens += ids.shape[1]
+    return -sum(losses) / tokens
+
+
+@pytest.mark.parametrize("name", [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])])
+def test_grpo_equals_transformers(name, tmp_path):
+    """Rollouts have the log-probabilities of training, and the loss that of transformers' forward."""
+    save_image_model(tmp_path / "model", name)
+    write_prompts(tmp_path)
+    config = configured(tmp_path, **GRPO)
+    tokenizer, method = load_run_tokenizer(config), method_of(config)
+    data, policy, scores = method.ready(config, tokenizer), policy_of(tmp_path, name).eval(), Scores()
+    policy.config.get_text_config().max_position_embeddings = 1024
+    options = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+    rollouts = make_rollouts(config, method, policy, tokenizer, data, scores, **options)
+    batch = rollouts.generation(list(range(ROWS)), 0, {})
+    assert scores.read == {"number": [0, 0, 1, 1, 2, 2, 3, 3]}
+    assert all(part.keys() <= {"type", "text"} for [turn] in scores.prompts for part in turn["content"])
+    rows = rollouts.training_rows(batch, corrected=False)
+    for at, (row, completion) in enumerate(zip(rows, batch.completions, strict=True)):
+        torch.testing.assert_close(torch.tensor(row["old"]), completion.log_probs, rtol=1e-4, atol=1e-4)
+        row["old"] = [value + 0.07 * (at % 5) for value in row["old"]]  # of an earlier policy
+    rollouts.in_training_order(rows, 0)  # sets the loss's divisors
+    collated = rollouts.policy.collate(json.loads(json.dumps(rows)))  # as a checkpoint holds them
+    processor = load_processor(tmp_path / "model", name)
+    expected = plain_policy_loss(policy, processor, batch, rows, rollouts.sampler.images.placeholder_ids)
+    loss = method.sums(policy, collated)["loss"] / method.counts(collated)["loss_items"]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(gradients(loss, policy), gradients(expected, policy))
+
+
+def processed(processor, folder, row, side):
+    """transformers' inputs for a prompt with images and one of its answers."""
+    [turn] = row["prompt"]
+    images = [Image.open(folder / part["image"]) for part in turn["content"] if part["type"] == "image"]
+    text = processor.tokenizer.apply_chat_template([turn, *row[side]], tokenize=False)
+    return processor(text=[text], images=[images] if images else None, return_tensors="pt", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_reward_equals_transformers(name, tmp_path):
+    """Scores, loss and gradients of transformers' own forward of each answer, and of Gemma 3's classifier."""
+    rows = place_of(tmp_path, name)
+    config = configured(tmp_path, method="reward")
+    method, data, collate = ready(config)
+    policy = add_adapter(save_image_model(tmp_path / "again", name), config, scores="SEQ_CLS").train()
+    for parameter_name, parameter in policy.named_parameters():
+        if "lora_B" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    loss, _, _ = mean_loss(method, policy, [collate(list(data.train))])
+    processor, causal = load_processor(tmp_path / "model", name), policy.get_base_model()
+    answers = [processed(processor, tmp_path, row, side) for row in rows for side in ("chosen", "rejected")]
+    scores = torch.stack([causal.score(causal.model(**each).last_hidden_state[0, -1]) for each in answers])
+    chosen, rejected = scores.view(-1, 2).unbind(-1)
+    expected = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(gradients(loss, policy), gradients(expected, policy))
+    if name == "gemma3":
+        policy.save_pretrained(tmp_path / "adapter")
+        options = {"num_labels": 1, "dtype": torch.float32}
+        classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "again", **options)
+        classifier = PeftModel.from_pretrained(classifier, tmp_path / "adapter").eval()
+        torch.testing.assert_close(classifier(**answers[0]).logits[0], scores[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_policy_run_reads_cached_features(tmp_path, monkeypatch):
+    """It equals a run that computes images in every step, and stops for what reads no images."""
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    save_image_model(tmp_path / "model", "qwen3_vl")
+    write_prompts(tmp_path)
+    (tmp_path / "mine.py").write_text(REWARD)
+    keys = GRPO | {
+        "max_steps": 2,
+        "logging_steps": 1,
+        "load_in_4bit": False,
+        "learning_rate": 1e-2,
+        "sample_prompts": 1,
+    }
+    keys |= {"reward_funcs": [f"{tmp_path / 'mine.py'}:score"]}
+    for cached in (True, False):
+        train(configured(tmp_path, **keys, output_dir=str(tmp_path / str(cached)), vision_cache=cached))
+    logs = [[json.loads(line) for line in (tmp_path / name / "completions.jsonl").read_text().splitlines()]
+            for name in ("True", "False")]  # fmt: skip
+    assert [line["completion"] for line in logs[0]] == [line["completion"] for line in logs[1]]
+    assert json.loads((tmp_path / "True/checks.json").read_text())["image_features"]["images"] == 4
+    for more in ({"rollout": "vllm"}, {"reward_funcs": [str(tmp_path / "True/adapter")]}):
+        with pytest.raises(ConfigError):
+            train(configured(tmp_path, **keys | more, output_dir=str(tmp_path / "refused")))
+    with pytest.raises(DataError, match=r"data\.jsonl:1"):
+        ready(configured(tmp_path, method="gkd", teacher_model_name_or_path=str(tmp_path / "model")))
 
 
 def test_images_of_answers_are_refused(tmp_path):

@@ -31,12 +31,15 @@ UNTRAINED = "no trained tokens"
 # For long texts, see Encoder._tokenize.
 CHARACTERS_A_TOKEN, READ_BEYOND = 16, 10_000
 WORDS_BEYOND, VAST = 8, 2**20
+Tokenized = tuple[
+    np.ndarray, np.ndarray, int
+]  # ids, offsets (start, stop, start, ...), and tokens of the complete text
 # The instruction format for tokenizers without a chat template.
 INSTRUCTION = "### Instruction:\n{prompt}\n\n### Response:\n"
 
 
 @dataclass(frozen=True)
-class _Text:
+class RenderedText:
     """A rendered document.
 
     Attributes:
@@ -116,11 +119,7 @@ class Encoder:
         """
         documents = [json.loads(document) for document in batch["document"]]
         texts = self._texts(documents, batch["location"])
-        if IMAGES in batch:
-            texts = [self._with_images(*row) for row in zip(texts, batch[IMAGES], batch["location"], strict=True)]
-        tokenized = self._tokenize(texts)
-        if IMAGES in batch:
-            self._check_same_text(texts, tokenized, batch["location"])
+        texts, tokenized = self._tokenized(texts, batch.get(IMAGES), batch["location"])
         rows = [self._label(text, *tokens) for text, tokens in zip(texts, tokenized, strict=True)]
         for row, document, text, location in zip(rows, documents, texts, batch["location"], strict=True):
             if IMAGES in row and not row["dropped"]:
@@ -129,7 +128,7 @@ class Encoder:
             row["empty"] = not document.get("train_all") and not has_answer(document)
         return {key: [row[key] for row in rows] for key in rows[0]}
 
-    def _texts(self, documents: list[Document], locations: list[str]) -> list[_Text]:
+    def _texts(self, documents: list[Document], locations: list[str]) -> list[RenderedText]:
         """Render all documents. Conversations are rendered together, in the template's child process."""
         chats = [index for index, document in enumerate(documents) if "messages" in document]
         rendered = self.template.turns_of([documents[index] for index in chats]) if self.template else []
@@ -137,20 +136,31 @@ class Encoder:
         rendered_chats = dict(zip(chats, rendered, strict=True))
         return [self._text(document, rendered_chats.get(index)) for index, document in enumerate(documents)]
 
-    def _text(self, document: Document, rendered: Any) -> _Text:
+    def _text(self, document: Document, rendered: Any) -> RenderedText:
         everything = document.get("train_all", False)
         if "text" in document:
             text, begin = document["text"], document.get("answer_from")
-            return _Text(text, None if begin is None else [Turn(begin, len(text), len(text))], bare=True)
+            return RenderedText(text, None if begin is None else [Turn(begin, len(text), len(text))], bare=True)
         if rendered is not None:
             text, turns, lost = rendered
             untrained = [turn for turn in turns if not turn.trained]
-            return _Text(text, None if everything else turns, False, untrained, lost)
+            return RenderedText(text, None if everything else turns, False, untrained, lost)
         prompt = instruction_of(document)
         text = prompt + document["completion"]
-        return _Text(text, None if everything else [Turn(len(prompt), len(text), len(text))], bare=True)
+        return RenderedText(text, None if everything else [Turn(len(prompt), len(text), len(text))], bare=True)
 
-    def _with_images(self, text: _Text, images: Sequence[Mapping[str, Any]], location: str) -> _Text:
+    def _tokenized(
+        self, texts: list[RenderedText], images: list[Any] | None, locations: list[str]
+    ) -> tuple[list[RenderedText], list[Tokenized]]:
+        """Return texts with the tokens of their images, if there are some, and their tokens as `_tokenize` does."""
+        if images is None:
+            return texts, self._tokenize(texts)
+        texts = [self._with_images(*row) for row in zip(texts, images, locations, strict=True)]
+        tokenized = self._tokenize(texts)
+        self._check_same_text(texts, tokenized, locations)
+        return texts, tokenized
+
+    def _with_images(self, text: RenderedText, images: Sequence[Mapping[str, Any]], location: str) -> RenderedText:
         """Return a text with the tokens of its images in place of their placeholders."""
         assert self.images is not None
         trained = [*(text.turns or ()), *text.untrained]
@@ -166,7 +176,7 @@ class Encoder:
         )
 
     def _check_same_text(
-        self, texts: Sequence[_Text], tokenized: Sequence[tuple[np.ndarray, np.ndarray, int]], locations: Sequence[str]
+        self, texts: Sequence[RenderedText], tokenized: Sequence[Tokenized], locations: Sequence[str]
     ) -> None:
         """Check that images change no token of the texts around them, in rows that are tokenized in full."""
         assert self.images is not None
@@ -188,7 +198,7 @@ class Encoder:
             token = self.tokenizer.convert_ids_to_tokens(index)
             raise DataError(f"{location}: a text contains {token}, the token of images", "remove it from the text")
 
-    def _tokenize(self, texts: list[_Text]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    def _tokenize(self, texts: list[RenderedText]) -> list[Tokenized]:
         """Return ids, offsets (start, stop, start, ...) and length in tokens of each text.
 
         Only the beginning of a very long text is tokenized; its length is extrapolated. The first max_length tokens
@@ -197,7 +207,7 @@ class Encoder:
         its tokens are those of its beginning.
         """
         first = READ_BEYOND + self.max_length * CHARACTERS_A_TOKEN
-        tokenized: list[tuple[np.ndarray, np.ndarray, int] | None] = [
+        tokenized: list[Tokenized | None] = [
             None if text.images is None or ESCAPE not in text.text else self._tokenize_typed(text.text)
             for text in texts
         ]
@@ -221,7 +231,7 @@ class Encoder:
             first *= 8
         return [answer for answer in tokenized if answer is not None]
 
-    def _tokenize_typed(self, text: str) -> tuple[np.ndarray, np.ndarray, int]:
+    def _tokenize_typed(self, text: str) -> Tokenized:
         """Return the result of `_tokenize` for a text in which tokens of images were typed: these become plain text."""
         assert self.images is not None
         typed = self.images.typed
@@ -237,7 +247,7 @@ class Encoder:
             begin += len(piece)
         return np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64), len(ids)
 
-    def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray, length: int) -> dict[str, Any]:
+    def _label(self, text: RenderedText, ids: np.ndarray, offsets: np.ndarray, length: int) -> dict[str, Any]:
         beyond = length - len(ids)  # estimated tokens after the tokenized beginning
         across = self._across(text, offsets)
         image_spans = [] if text.expanded is None else image_tokens(offsets, text.expanded.spans)
@@ -264,7 +274,7 @@ class Encoder:
         }
 
     def _with_bos_and_eos(
-        self, text: _Text, ids: np.ndarray, offsets: np.ndarray
+        self, text: RenderedText, ids: np.ndarray, offsets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, list[int], int]:
         """Return the ids of a text with BOS and EOS, their mask (bool, trained), the index of each trained turn's
         last token, and the number of ids added in front."""
@@ -282,7 +292,7 @@ class Encoder:
         trained[:1] = False
         return ids, trained, ends, added
 
-    def _missing_end(self, text: _Text, ids: np.ndarray, ends: list[int]) -> int | None:
+    def _missing_end(self, text: RenderedText, ids: np.ndarray, ends: list[int]) -> int | None:
         """Return the token that ends the last answer if the template writes nothing after it, else None."""
         last = text.turns[-1] if text.turns else None
         if last is None or not last.trained or not ends:
@@ -296,12 +306,12 @@ class Encoder:
         """Return the ids that end trained turns, -1 for ordinary text."""
         return [int(ids[end]) if self.is_end[ids[end]] else -1 for end in ends]
 
-    def _across(self, text: _Text, offsets: np.ndarray) -> int:
+    def _across(self, text: RenderedText, offsets: np.ndarray) -> int:
         """Return the number of tokens that hold the end of a prompt and the start of a trained answer."""
         borders = np.array([turn.start for turn in text.turns or () if turn.trained])
         return int(sum(((offsets[::2] < border) & (border < offsets[1::2])).any() for border in borders))
 
-    def _mask(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    def _mask(self, text: RenderedText, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """Return the mask of trained tokens (bool), and the index of each turn's last token."""
         starts, stops = offsets[::2], offsets[1::2]
         if text.turns is None:
@@ -317,7 +327,7 @@ class Encoder:
                 ends += visible[:1] or np.flatnonzero(answer)[-1:].tolist()
         return trained, ends
 
-    def _untrained(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    def _untrained(self, text: RenderedText, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the mask (bool) of tokens in turns that the row excludes from training."""
         untrained = np.zeros(len(ids), dtype=bool)
         for turn in text.untrained:

@@ -16,8 +16,9 @@ import numpy as np
 
 from ..utils.errors import DataError
 from ..utils.text import brief
-from .encode import CUT_AWAY, TOO_LONG, UNTRAINED, Encoder, check_rendered, has_answer, instruction_of
+from .encode import CUT_AWAY, TOO_LONG, UNTRAINED, Encoder, RenderedText, check_rendered, has_answer, instruction_of
 from .formats import Document
+from .image_processor import ESCAPE
 from .images import IMAGES
 from .preference import Kind
 
@@ -89,7 +90,7 @@ class AnswerEncoder(Encoder):
         """
         rows = [json.loads(row) for row in batch["document"]]
         if self.row_type == "prompts":
-            encoded = self._prompts(rows, batch["location"])
+            encoded = self._prompts(rows, batch["location"], batch.get(IMAGES))
         elif self.row_type == "stepwise":
             encoded = self._steps(rows, batch["location"])
         else:
@@ -103,12 +104,8 @@ class AnswerEncoder(Encoder):
         answers_per_row = len(NAMES[self.row_type])
         each_location = [location for location in locations for _ in range(answers_per_row)]
         texts = self._texts(documents, each_location)
-        if images is not None:
-            each_images = [stored for stored in images for _ in range(answers_per_row)]
-            texts = [self._with_images(*answer) for answer in zip(texts, each_images, each_location, strict=True)]
-        tokenized = self._tokenize(texts)
-        if images is not None:
-            self._check_same_text(texts, tokenized, each_location)
+        each_images = None if images is None else [stored for stored in images for _ in range(answers_per_row)]
+        texts, tokenized = self._tokenized(texts, each_images, each_location)
         answers = [
             self._answer(document, text, *tokens)
             for document, text, tokens in zip(documents, texts, tokenized, strict=True)
@@ -134,8 +131,8 @@ class AnswerEncoder(Encoder):
         """Check that the tokens of images are those of the prompt's images."""
         assert self.images is not None
         index = self.images.image_token_id
-        answers = sum(int((row[f"{name}_ids"] == index).sum()) for name in NAMES[self.row_type])
-        if answers or int((row["prompt_ids"] == index).sum()) != sum(image["tokens"] for image in row[IMAGES]):
+        answers = sum(int(np.equal(row[f"{name}_ids"], index).sum()) for name in NAMES[self.row_type])
+        if answers or int(np.equal(row["prompt_ids"], index).sum()) != sum(image["tokens"] for image in row[IMAGES]):
             token = self.tokenizer.convert_ids_to_tokens(index)
             wrong = f"{location}: an answer has an image, or a text contains {token}, the token of images"
             raise DataError(wrong, "move images to the prompt, or remove the token")
@@ -200,15 +197,26 @@ class AnswerEncoder(Encoder):
             row["dropped"] = EQUAL if equal else ""
         return row
 
-    def _prompts(self, rows: list[dict[str, Any]], locations: list[str]) -> list[dict[str, Any]]:
+    def _prompts(
+        self, rows: list[dict[str, Any]], locations: list[str], images: list[Any] | None
+    ) -> list[dict[str, Any]]:
         encoded = []
-        for row, ids in zip(rows, self._prompt_ids([row["prompt"] for row in rows], locations), strict=True):
+        documents = [row["prompt"] for row in rows]
+        stored: list[dict[str, Any]] = [{} for _ in rows]
+        if images is None:
+            prompts = self._prompt_ids(documents, locations)
+        else:
+            prompts, stored = self._image_prompts(documents, locations, images)
+        for row, ids, row_images, location in zip(rows, prompts, stored, locations, strict=True):
             full = len(ids) > self.max_length - self.room
+            if row_images and not full:
+                self._check_prompt_images({"prompt_ids": ids, **row_images}, location)
             encoded.append(
                 {
+                    **row_images,
                     "prompt_ids": ids[: self.max_length],
-                    "prompt": json.dumps(row["asked"]),
-                    "columns": json.dumps(row["columns"]),
+                    "prompt": self._as_typed(row["asked"]),
+                    "columns": self._as_typed(row["columns"]),
                     "length": len(ids),
                     "dropped": NO_ROOM if full else "",
                     "ends": [],
@@ -219,6 +227,25 @@ class AnswerEncoder(Encoder):
                 }
             )
         return encoded
+
+    def _image_prompts(
+        self, documents: list[Document], locations: list[str], images: list[Any]
+    ) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """Return the ids of prompts with the tokens of their images, and the images with their numbers of tokens."""
+        assert self.template is not None  # prompts with images have turns
+        rendered: Any = self.template.prompts_of(documents)
+        check_rendered(rendered, locations)
+        texts = [RenderedText(text, None, bare=False) for text in rendered]
+        texts, tokenized = self._tokenized(texts, images, locations)
+        return [ids.tolist() for ids, _, _ in tokenized], [{IMAGES: text.images} for text in texts]
+
+    def _as_typed(self, value: Any) -> str:
+        """Return a value as JSON, in which tokens of images that were escaped are as a user typed them."""
+        text = json.dumps(value, ensure_ascii=False)
+        if self.images is not None and ESCAPE in text:
+            for escaped, token in self.images.typed.items():
+                text = text.replace(escaped, token)
+        return text
 
     def _steps(self, rows: list[dict[str, Any]], locations: list[str]) -> list[dict[str, Any]]:
         """Return rows of a prompt (as in generation) and its steps, each followed by the separator.

@@ -315,9 +315,18 @@ class ImageProcessor:
         Without its first character a token is plain text. It is escaped before a conversation is rendered, so that
         placeholders of the template can be told from typed ones.
         """
+        return {ESCAPE + token[1:]: token for token in self._placeholders}
+
+    @property
+    def placeholder_ids(self) -> list[int]:
+        """Ids of the tokens that stand for images, videos and audio."""
+        return [int(self.tokenizer.convert_tokens_to_ids(token)) for token in self._placeholders]
+
+    @property
+    def _placeholders(self) -> list[str]:
         placeholders = [getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token")]
         feature = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
-        return {ESCAPE + token[1:]: token for token in (*placeholders, feature) if token}
+        return list(dict.fromkeys(token for token in (*placeholders, feature) if token))
 
     def escaped(self, texts: Sequence[str]) -> list[str]:
         """Return texts, or conversations as JSON, with tokens of images escaped."""

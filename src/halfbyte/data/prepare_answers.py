@@ -21,7 +21,7 @@ from ..utils.errors import DataError
 from ..utils.notices import notice
 from .chat import ChatTemplate
 from .encode_answers import CUT, EQUAL, NAMES, NO_PROMPT, NO_ROOM, AnswerEncoder
-from .formats import Document, has_images
+from .formats import IMAGE_TYPES, Document, has_images
 from .image_processor import ImageProcessor
 from .images import COLUMNS as IMAGE_COLUMNS
 from .images import IMAGES, STORED, ImageSource, image_columns
@@ -170,6 +170,9 @@ def _read(
             row = _for_template(row, template, location)
             if row_type in ANSWERED:
                 images.append(_images_of(row["answers"], columns, image_source, processor, source.path, location))
+            elif row_type == "prompts" and template is not None and config.method not in DISTILLING:
+                columns = _take_image_columns(row, processor)
+                images.append(images_of(row["prompt"], columns, image_source, processor, source.path, location))
             else:
                 _refuse_images(row, processor, location)
             raw.texts.append(_text(row, location))
@@ -227,16 +230,32 @@ def _images_of(
     return by_answer[0]
 
 
+def _take_image_columns(row: dict[str, Any], processor: ImageProcessor) -> Row:
+    """Remove the images of a prompt from what reward functions get: its columns, and the parts of its turns."""
+    if isinstance(turns := row["asked"], list):
+        row["asked"] = [_without_values(turn) for turn in turns]
+    named = [name for name in IMAGE_COLUMNS if name in row["columns"]]
+    return {name: row["columns"].pop(name) for name in named} if named and processor.takes_images else {}
+
+
+def _without_values(turn: Any) -> Any:
+    """Return a turn of a row with `{"type": "image"}` for each image."""
+    if not (isinstance(turn, dict) and isinstance(parts := turn.get("content"), list)):
+        return turn
+    is_image = [isinstance(part, dict) and part.get("type") in IMAGE_TYPES for part in parts]
+    return {**turn, "content": [{"type": "image"} if image else p for p, image in zip(parts, is_image, strict=True)]}
+
+
 def _refuse_images(row: Mapping[str, Any], processor: ImageProcessor, location: str) -> None:
-    """Check that a prompt, alone or with steps, has no images: answers are sampled from text.
+    """Check that a prompt has no images: it has steps, a teacher answers it too, or there is no chat template.
 
     Raises:
         DataError: it has some.
     """
     named = image_columns([row.get("columns", {})])
     if has_images(row["prompt"]) or (named and processor.takes_images):
-        wrong = f"{location}: the prompt has an image, and this method samples or scores answers to texts"
-        raise DataError(wrong, "remove the image, or train with sft, dpo, kto or reward")
+        wrong = f"{location}: the prompt has an image, which this method does not read, or not without a chat template"
+        raise DataError(wrong, "remove the image, or train with sft, dpo, kto, reward, grpo or rloo")
 
 
 def _for_template(row: dict[str, Any], template: ChatTemplate | None, location: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class DistillationRollouts:
         self, indices: list[int], prompts: list[Row], n: int, number: int, progress: Mapping[str, Any]
     ) -> RolloutBatch:
         """Sample `n` answers to every prompt, as `PolicyRollouts.answer` does."""
-        answers = self.sampler.sample([row["prompt_ids"] for row in prompts], n, indices, number)
+        answers = self.sampler.sample(prompts, n, indices, number)
         repeated = [row for row in prompts for _ in range(n)]
         numbers = _finite_lengths(answers.completions) | {"rollout_seconds": answers.seconds}
         return RolloutBatch(repeated, answers.completions, answers.texts, Scored({}), numbers)

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.policy import POLICY
 from ..config.schema import PolicySection, RunKeys
+from ..data.images import IMAGES
 from ..data.prepare import PreparedData
 from ..rewards.model_scores import check_reward_model_compatibility
 from ..rewards.score import Rewards
-from ..rewards.specs import check_columns, read_specs
+from ..rewards.specs import MODEL, check_columns, read_specs
 from ..utils.console import Console
+from ..utils.errors import ConfigError
 from ..utils.notices import notice
 from ..utils.text import one_line
 
@@ -52,6 +54,10 @@ def check_rewards(
             " tokens: their ratios are biased (trl#6789)",
         )
     rewards = rewards_of(config, data)
+    if IMAGES in data.train.column_names and any(spec.function_name == MODEL for spec in rewards.specs):
+        rewards.close()
+        wrong = "reward_funcs: the prompts have images, and reward models score texts"
+        raise ConfigError(wrong, "use functions, or remove the images")
     for rows in (data.train, data.eval):
         if rows is not None:
             check_columns(rewards.specs, rows)

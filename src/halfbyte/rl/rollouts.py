@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ..batch import BONUS, CORRECTS
+from ..data.images import IMAGES
 from ..data.shared_prefix import GIVEN
 from ..generation import Completion
 from ..memory.allocators import free_stream_caches
 from ..methods.answers import as_reference
+from ..methods.base import Collate
 from ..methods.grpo import WEIGHT, PolicyOptimization
 from ..rewards.score import Rewards
 from ..utils.notices import notice
@@ -26,10 +28,27 @@ from .served import MIN_TOKENS, OTHER_WEIGHTS_SHARE, ServedRollouts
 if TYPE_CHECKING:
     from datasets import Dataset
 
+PROMPT = "prompt_number"  # of an answer's row, if prompts have images: index of its prompt
 MAX_ROUNDS = 10  # of dynamic sampling, as in DAPO's code
 EVALUATION = 2**30  # generation number that seeds the samples of evaluations
 MISMATCH_SHARE = 0.1  # share of ratios outside 0.9 to 1.1 above which `auto` enables the correction
 FAINT_WEIGHT = 0.5  # mean sequence weight below which a notice recommends token weights
+
+
+@dataclass(frozen=True)
+class ImageCollator:
+    """A collator of answers to prompts with images, which rows name by the number of their prompt, `PROMPT`.
+
+    Attributes:
+        prompts: rows of the training set, with stored images.
+        collate: the method's collator.
+    """
+
+    prompts: Dataset
+    collate: Collate
+
+    def __call__(self, rows: list[Row]) -> Row:
+        return self.collate([{**row, IMAGES: self.prompts[row[PROMPT]][IMAGES]} for row in rows])
 
 
 class ImportanceCorrection:
@@ -136,7 +155,7 @@ class PolicyRollouts:
         return batch
 
     def _answers_to(self, indices: list[int], number: int, progress: Mapping[str, Any]) -> RolloutBatch:
-        prompts = [self.prompts[index] for index in indices]
+        prompts = [{**self.prompts[index], PROMPT: index} for index in indices]
         return self.answer(indices, prompts, self.config.group_size, number, progress)
 
     def answer(
@@ -148,7 +167,7 @@ class PolicyRollouts:
             indices: indices of the prompts, which seed the samples together with the generation's `number`.
             progress: state of the run, for reward functions.
         """
-        answers = self.sampler.sample([row["prompt_ids"] for row in prompts], n, indices, number)
+        answers = self.sampler.sample(prompts, n, indices, number)
         start = time.perf_counter()
         repeated = [row for row in prompts for _ in range(n)]
         prompt_texts = [str(self.policy.tokenizer.decode(row["prompt_ids"])) for row in prompts]
@@ -196,6 +215,10 @@ class PolicyRollouts:
         row["sampled"] = answer.log_probs.tolist() if trained else []
         if self.shares_prompts:
             row[GIVEN] = len(prompt["prompt_ids"])
+        if self.sampler.images is not None:
+            row[PROMPT] = prompt[PROMPT]
+            if answer.ids[-1] in self.sampler.images.placeholder_ids:  # would count as an image; no token reads it
+                row["input_ids"][-1] = self.sampler.stops[0]
         return row | {"advantage": 0.0, "items": 0.0}
 
     def _add_log_probs(self, rows: list[Row]) -> Tensor | None:

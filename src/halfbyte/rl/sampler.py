@@ -14,7 +14,10 @@ from torch import nn
 
 from ..batch import CORRECTS, to_device
 from ..config.schema import RunKeys
+from ..data.image_processor import ImageProcessor
+from ..data.images import IMAGES
 from ..generation import Completion, Rollouts, Sampling
+from ..generation.images import Columns
 from ..memory.allocators import GraphMemory, free_stream_caches
 from ..methods.base import CountingCollator
 from ..methods.grpo import PolicyOptimization
@@ -98,6 +101,7 @@ class AnswerSampler:
         engine: samples the tokens, in this process or on a server.
         stops: tokens that end an answer.
         plan: the planned memory of rollouts; None: the engine takes free memory.
+        images: reads the images of prompts; None: prompts have none.
         is_verified: whether a server's weights were compared with the policy's.
     """
 
@@ -105,6 +109,7 @@ class AnswerSampler:
     engine: Rollouts | ServedRollouts
     stops: list[int]
     plan: RolloutPlan | None = None
+    images: ImageProcessor | None = None
     is_verified: bool = False
 
     @property
@@ -112,11 +117,11 @@ class AnswerSampler:
         return self.engine if isinstance(self.engine, ServedRollouts) else None
 
     @waiting("sampling answers")
-    def sample(self, prompts: Sequence[Sequence[int]], n: int, keys: Sequence[int], generation: int) -> SampledAnswers:
+    def sample(self, prompts: Sequence[Row], n: int, keys: Sequence[int], generation: int) -> SampledAnswers:
         """Sample `n` answers to each prompt.
 
         Args:
-            prompts: token ids.
+            prompts: rows with `prompt_ids`, and with stored images if the run's rows have some.
             keys: a number for each prompt; seeds its answers, together with the number of the generation.
         """
         start = time.perf_counter()
@@ -124,32 +129,39 @@ class AnswerSampler:
         completions = self.policy.between_steps(partial(self._generate, prompts, n, keys, generation))
         seconds = time.perf_counter() - start
         if self.server is not None and not self.is_verified:
-            repeated = [prompt for prompt in prompts for _ in range(n)]
+            repeated = [prompt["prompt_ids"] for prompt in prompts for _ in range(n)]
             self.is_verified = self._matches_server(self.server, repeated, completions)
         decode = self.policy.tokenizer.decode
         texts = [str(decode(completion.ids, skip_special_tokens=True)) for completion in completions]
         return SampledAnswers(completions, texts, seconds)
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], n: int, keys: Sequence[int], generation: int
-    ) -> list[Completion]:
+    def _generate(self, prompts: Sequence[Row], n: int, keys: Sequence[int], generation: int) -> list[Completion]:
         config = self.policy.config
+        # a server reads no images
+        images: dict[str, Any] = {} if self.images is None else {"images": [self._columns(row) for row in prompts]}
         seed = config.seed + (generation << 32)
         is_resident = False
         try:
             completions = self.engine.generate(
-                prompts,
+                [row["prompt_ids"] for row in prompts],
                 n,
                 max_new_tokens=config.max_completion_length,
                 sampling=Sampling(config.temperature, config.top_k, config.top_p, seed=seed, min_p=config.min_p or 0.0),
                 stops=self.stops,
                 keys=keys,
+                **images,
             )
             is_resident = self.plan is not None and self.plan.stays
             return completions
         finally:
             if not is_resident:  # a step, or the retry after out-of-memory, needs the memory
                 self.engine.free()
+
+    def _columns(self, row: Row) -> Columns | None:
+        """Return the model's inputs for the images of a prompt, or None without images."""
+        if not row[IMAGES] or self.images is None:
+            return None
+        return self.images.columns([row[IMAGES]], torch.tensor([row["prompt_ids"]]))
 
     def _matches_server(
         self, server: ServedRollouts, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]

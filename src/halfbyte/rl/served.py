@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config.schema import RunKeys
+from ..data.images import IMAGES
 from ..data.prepare import PreparedData
 from ..export.adapter import AdapterLayers
 from ..export.served_adapter import ServedAdapter
@@ -52,6 +53,8 @@ def check_server(config: RunKeys, data: PreparedData, tokenizer: PreTrainedToken
     """
     if config.rollout != "vllm":
         return
+    if IMAGES in data.train.column_names:
+        raise ConfigError("rollout: vllm, but the prompts have images, which are not sent to a server", "remove it")
     server = server_of(config)
     served = server.look_over()
     longest = max(map(len, data.train["prompt_ids"])) + config.max_completion_length

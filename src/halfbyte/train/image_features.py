@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..batch import LABELS, model_inputs, to_device
+from ..data.collate import make_collator
 from ..data.image_features import FEATURES, PIXELS, has_features, write_features
 from ..data.image_processor import ImageProcessor
 from ..data.images import IMAGES, STORED
@@ -125,7 +126,10 @@ class _Cache:
             for row in _images(rows)
         ]
         stored = List({**STORED.feature, FEATURES: Value("string")})
-        return rows.remove_columns(IMAGES).add_column(IMAGES, values, new_fingerprint=new_fingerprint(), feature=stored)
+        format_, rows = rows.format, rows.with_format(None)  # add_column would store values that a transform made
+        rows = rows.remove_columns(IMAGES)
+        rows = rows.add_column(IMAGES, values, new_fingerprint=new_fingerprint(), feature=stored)
+        return rows.with_format(format_["type"], **format_["format_kwargs"])
 
     def fill(self, console: Console) -> tuple[VisionOutput, dict[str, Any]]:
         """Compute the features that are missing, and compare the model's outputs on a few rows.
@@ -187,7 +191,8 @@ class _Cache:
             ModelError: they are not.
         """
         run, device, dtype = self.run, self.run.machine.device, self.run.machine.compute_dtype
-        collate = run.method.collator(run.config, run.tokenizer, device)
+        is_prompt = run.method.rows == "prompts"  # with room for an answer, as a document
+        collate = (make_collator if is_prompt else run.method.collator)(run.config, run.tokenizer, device)
         from_pixels = self._hidden_states(collate([*rows]))
         try:
             with reading_features(self.model, layout):

@@ -21,7 +21,7 @@ from ..auxiliary.teacher import check_teacher
 from ..config import RunConfig
 from ..config.initialisations import read_by
 from ..config.methods import TASKS
-from ..config.policy import DISTILLING, SAMPLING
+from ..config.policy import DISTILLING, POLICY, SAMPLING
 from ..data.batches import largest_id, longest_row
 from ..data.image_processor import PIXEL_KEYS, ImageProcessor
 from ..data.images import IMAGES
@@ -248,12 +248,17 @@ def most_images(
         cached: whether their features are computed before training.
     """
     splits = [rows for rows in (data.train, data.eval) if rows is not None and IMAGES in rows.column_names]
-    counts = [sorted((sum(image["tokens"] for image in row) for row in rows[IMAGES]), reverse=True) for rows in splits]
+    size = config.per_device_train_batch_size
+    repeats = min(config.group_size, size) if config.method in POLICY else 1  # answers to a prompt are adjacent
+    counts = [
+        sorted((sum(image["tokens"] for image in row) for row in rows[IMAGES] for _ in range(repeats)), reverse=True)
+        for rows in splits
+    ]
     images = (image for rows in splits for row in rows[IMAGES] for image in row)
     largest = max(images, key=lambda image: image["tokens"], default=None)
     if largest is None:
         return None
-    tokens = data.answers * max(sum(values[: config.per_device_train_batch_size]) for values in counts)
+    tokens = data.answers * max(sum(values[:size]) for values in counts)
     columns = ImageProcessor(config, tokenizer).image_columns(largest)
     return BatchImages(columns, largest["tokens"], tokens, cached)
 

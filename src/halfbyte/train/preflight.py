@@ -19,6 +19,7 @@ from ..adapters.initial import adapted_layers
 from ..adapters.lora import check_adapter_files, check_base_unchanged
 from ..config import Parallel, RunConfig
 from ..config.initialisations import read_by
+from ..config.policy import POLICY
 from ..data.batches import width_shares
 from ..data.prepare import PreparedData
 from ..loading.find import ModelFiles, find_model, with_rope_factor
@@ -127,12 +128,14 @@ class PreparedRun:
 def caches_features(config: RunConfig, data: PreparedData, steps: int) -> bool:
     """Return whether a run of `steps` steps computes the features of images once, before training.
 
-    With `auto`: if tower and projector are frozen, and the run uses each row at least twice.
+    With `auto`: if tower and projector are frozen, and the run uses each row at least twice, to train or to sample.
     """
     if not has_image_rows(data) or not config.vision_cache:
         return False
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    return config.vision_cache is True or (not config.trained_vision and steps * rows >= 2 * len(data.train))
+    sampled = steps * rows // config.group_size if config.method in POLICY else 0
+    uses = steps * rows + sampled
+    return config.vision_cache is True or (not config.trained_vision and uses >= 2 * len(data.train))
 
 
 def prepare_run(

@@ -14,6 +14,8 @@ from ..auxiliary.teacher import loaded_teacher
 from ..batch import REFERENCE
 from ..config.policy import DISTILLING
 from ..config.schema import RunKeys
+from ..data.image_processor import ImageProcessor
+from ..data.images import IMAGES
 from ..data.prepare import PreparedData
 from ..generation.sampling import stop_tokens
 from ..memory.allocators import GraphMemory
@@ -26,7 +28,7 @@ from ..rewards.score import Rewards
 from ..rl.dataset import RolloutDataset, RolloutLog
 from ..rl.distillation import DistillationRollouts
 from ..rl.preflight import reference_adapter, rewards_of
-from ..rl.rollouts import PolicyRollouts
+from ..rl.rollouts import ImageCollator, PolicyRollouts
 from ..rl.sampler import AnswerSampler, TrainedPolicy
 from ..rl.served import engine_of
 from ..runs.checkpoints import step_of
@@ -35,6 +37,7 @@ from ..runs.metrics import MetricsFile
 from .stepper import Stepper
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
     from .run_folder import OpenRun
@@ -53,6 +56,7 @@ def make_rollouts(
     data: PreparedData,
     rewards: Rewards,
     *,
+    prompts: Dataset | None = None,
     device: torch.device,
     compute_dtype: torch.dtype,
     graphs: GraphMemory | None = None,
@@ -61,25 +65,34 @@ def make_rollouts(
     """Return the rollouts of a run's method.
 
     Args:
+        prompts: the training rows, if their images name the files of their features; default: the data's.
         graphs: the stepper of the run; default: nothing is trained.
         plan: the planned memory of rollouts; default: the engine takes free memory.
     """
-    collate = CountingCollator(method, method.collator(config, tokenizer, device))
+    prompts = data.train if prompts is None else prompts
+    has_images = IMAGES in prompts.column_names
+    collate = method.collator(config, tokenizer, device)
+    counting = CountingCollator(method, ImageCollator(prompts, collate) if has_images else collate)
     autocast = partial(compute_autocast, model, compute_dtype)
-    policy = TrainedPolicy(config, method, model, tokenizer, device, autocast, collate, graphs or GraphMemory())
+    policy = TrainedPolicy(config, method, model, tokenizer, device, autocast, counting, graphs or GraphMemory())
     engine = engine_of(config, model, config.answers_per_generation, plan)
     stops = answer_stop_tokens(tokenizer, model, data)
-    sampler = AnswerSampler(policy, engine, stops, plan)
+    images = ImageProcessor(config, tokenizer) if has_images else None
+    stops += [] if images is None else images.placeholder_ids  # answers that contain one could not be trained
+    sampler = AnswerSampler(policy, engine, stops, plan, images)
     if config.method in DISTILLING:
-        return DistillationRollouts(sampler, data.train)
-    return PolicyRollouts(sampler, data.train, rewards, data.shared)
+        return DistillationRollouts(sampler, prompts)
+    return PolicyRollouts(sampler, prompts, rewards, data.shared)
 
 
 @contextlib.contextmanager
-def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper) -> Iterator[RolloutDataset | None]:
+def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper, prompts: Dataset) -> Iterator[RolloutDataset | None]:
     """Yield the rollouts of a run whose rows are prompts, with its reference, teacher and reward models loaded.
 
     Yields None for other methods.
+
+    Args:
+        prompts: the training rows.
     """
     run, method = job.prepared, job.prepared.method
     if not isinstance(method, PolicyOptimization):
@@ -97,6 +110,7 @@ def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper) -> Iterator[Rol
         run.tokenizer,
         run.data,
         rewards,
+        prompts=prompts,
         device=device,
         compute_dtype=dtype,
         graphs=stepper,

@@ -219,7 +219,7 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
                 prompts[:] = samples.with_features(prompts, rows if held_out is None else held_out)
             with (
                 training_context(run, model, console) as count_experts,
-                sampled_rollouts(job, model, stepper) as rollouts,
+                sampled_rollouts(job, model, stepper, rows) as rollouts,
             ):
                 loop = TrainingLoop(
                     config=run.config,
