@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import gc
 import os
 import sys
@@ -154,7 +155,12 @@ def _large_share(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def drawing():
-    """Skip plotting and fsync, which dominate tiny runs. Within the returned context manager plots are drawn."""
+    """Skip plotting and fsync, which dominate tiny runs. Within the returned context manager plots are drawn.
+
+    The template of the Hub's model cards, which PEFT writes with each adapter, is compiled once.
+    """
+    import jinja2
+
     from halfbyte.report import plots
 
     own = plots._svg
@@ -168,6 +174,7 @@ def drawing():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")
         patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(jinja2, "Template", functools.lru_cache(jinja2.Template))
         yield context
 
 

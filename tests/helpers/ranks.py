@@ -112,11 +112,12 @@ def _rank(rank, size, kind, port, pipe, path):
 
 def _cheapen():
     """Skip plots and fsync and cache plans, as tests/conftest.py does for tests of one process."""
-    from halfbyte.plan import shapes
+    from halfbyte.plan.shapes import ModelShapes
     from halfbyte.report import plots
     from tests.helpers import cached_replays
 
-    plots._svg, os.fsync, shapes.replay = lambda *arguments: "<svg></svg>", lambda descriptor: None, cached_replays.once
+    plots._svg, os.fsync = lambda *arguments: "<svg></svg>", lambda descriptor: None
+    ModelShapes._replay = cached_replays.once
 
 
 def _module(file):

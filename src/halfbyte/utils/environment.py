@@ -6,6 +6,7 @@ tool does not hide the others.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shlex
@@ -127,8 +128,9 @@ def _run(*command: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
+@functools.cache
 def _commit() -> str | None:
-    """Return a checkout's git commit, with -dirty for local changes; None for an installed package."""
+    """Return a checkout's git commit when first asked, with -dirty for local changes; None for an installed package."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
