@@ -224,7 +224,7 @@ def bitsandbytes(place: Place) -> dict[str, Any]:
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=["visual", "vision_tower", "multi_modal_projector", "lm_head"],
+        llm_int8_skip_modules=["model.visual", "model.vision_tower", "model.multi_modal_projector", "lm_head"],
     )  # fmt: skip
     model = AutoModelForImageTextToText.from_pretrained(
         folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": place.options.device},
