@@ -220,9 +220,11 @@ def normed_heads(dtype, size, heads):
             rope.qk_norm_rope_backward_(q, k, q, k, weight, weight, angles, angles, 1e-6, offset, need_weight)
 
 
-@cases("dora", "sums of products over rows", apart(WIDTHS), [(BF16,)])
+@cases("dora", "sums of products over rows, scaled rows", apart(WIDTHS), [(BF16,)])
 def magnitudes(dtype):
-    dora.column_dots(empty(ROWS, HIDDEN, dtype=dtype), empty(ROWS, HIDDEN, dtype=dtype))
+    matrix = empty(ROWS, HIDDEN, dtype=dtype)
+    dora.column_dots(matrix, matrix)
+    dora.scale_rows(matrix, empty(ROWS, dtype=FP32), matrix)
 
 
 @cases("dora", "rows times numbers", apart(WIDTHS), [(BF16,)])
