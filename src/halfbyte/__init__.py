@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "finetune": "halfbyte.train.run",
+    "compare": "halfbyte.report.compare",
     "RunConfig": "halfbyte.config",
     "load_config": "halfbyte.config",
     "load_model": "halfbyte.loading.load",

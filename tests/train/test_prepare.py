@@ -24,9 +24,9 @@ from halfbyte.plan.advice import check_fits
 from halfbyte.runs.inputs import check_output_dir
 from halfbyte.runs.lock import check_free, run_lock
 from halfbyte.train import setup
-from halfbyte.train.callbacks import check_trackers
 from halfbyte.train.optimizer_checks import check_optimizer
 from halfbyte.train.preflight import prepare_run
+from halfbyte.train.trackers import check_trackers
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tests.helpers.sft_runs import keys, run

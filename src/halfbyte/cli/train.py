@@ -53,7 +53,7 @@ def _launch_or_train(
     if (layout := layout_to_launch(config)).size > 1:
         if config.report_to:  # reported before any process starts
             with quick_imports():
-                from ..train.callbacks import check_trackers
+                from ..train.trackers import check_trackers
 
             check_trackers(config.report_to)
         imports_current_folder = sys.path[:1] in ([""], [os.getcwd()])

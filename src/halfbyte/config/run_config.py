@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from ..optim import OPTIMIZERS, SCHEDULES, parse_options
+from ..utils.html import name_table
 from .contradictions import run_contradictions
 from .methods import WITH_DEFAULTS, defaults_of
 from .schema import SECTIONS, RunKeys
@@ -97,6 +98,10 @@ class RunConfig(RunKeys):
             )
         return value
 
+    def _repr_html_(self) -> str:
+        """Return the keys that were given, as notebooks show them."""
+        return name_table(given_keys(self))
+
     def fill_in(self) -> None:
         defaults = defaults_of(self.method, adapter=self.use_peft)
         for key in WITH_DEFAULTS - self.model_fields_set:
@@ -113,10 +118,15 @@ def written_keys(section: type[Section]) -> dict[str, FieldInfo]:
     return {key: field for key, field in section.model_fields.items() if not field.exclude}
 
 
+def given_keys(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that were given and their values, without secrets, in the order of the sections."""
+    for section in SECTIONS:
+        yield from ((key, getattr(config, key)) for key in written_keys(section) if key in config.model_fields_set)
+
+
 def dump_given(config: RunConfig) -> str:
     """Return the keys that were given as YAML, from which `halfbyte train` repeats the run."""
-    keys = [key for section in SECTIONS for key in written_keys(section) if key in config.model_fields_set]
-    return "".join(f"{dump_value(key, getattr(config, key))}\n" for key in keys)
+    return "".join(f"{dump_value(key, value)}\n" for key, value in given_keys(config))
 
 
 def dump_config(config: RunConfig) -> str:

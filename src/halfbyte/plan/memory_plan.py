@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, ClassVar
 
 from ..config import Level, Parallel
+from ..utils.html import name_table
 from ..utils.text import size
 
 GIB = 2**30
@@ -130,6 +131,13 @@ class MemoryPlan:
     @property
     def fits_host(self) -> bool:
         return self.host_share is None or self.host_bytes <= self.host_share
+
+    def _repr_html_(self) -> str:
+        """Return the bytes by part, as notebooks show them."""
+        parts = [(COMPONENT_NAMES[name], size(count)) for name in self.COMPONENTS if (count := getattr(self, name))]
+        fits = "fits" if self.fits else "does not fit"
+        parts.append(("total", f"{size(self.total)} of {size(self.capacity_bytes)} on {self.device}, {fits}"))
+        return name_table(parts)
 
     def predicted(self) -> dict[str, int]:
         """Part → bytes, and the total, as memory.json holds them."""

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from ..config.schema import AdapterSection, RunKeys, TrainingSection
 from ..methods import method_of
 from ..utils.errors import ConfigError
+from .trackers import Trackers
 
 
 class Callbacks:
-    """Calls every callback for an event, with the state of the run; `control` holds their requests.
+    """Calls every callback and tracker for an event, with the state of the run; `control` holds what callbacks request.
 
     transformers' DefaultFlowCallback is the first one: it requests logging, evaluation and saving.
 
@@ -28,12 +28,13 @@ class Callbacks:
     def __init__(self, args: TrainingArguments, model: Any, reports: bool = True):
         self.args, self.control = args, TrainerControl()
         self.state = self._new_state()
-        reporting = get_reporting_integration_callbacks(args.report_to) if reports else []
-        self.handler = CallbackHandler([DefaultFlowCallback, *reporting], model, None, None, None)
+        self.trackers = Trackers(args.report_to if reports else [], model)
+        self.handler = CallbackHandler([DefaultFlowCallback], model, None, None, None)
         self("on_init_end")
 
     def __call__(self, event: str, **keys: Any) -> None:
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **keys)
+        self.trackers.event(event, self.args, self.state, self.control, **keys)
 
     def _new_state(self) -> TrainerState:
         return TrainerState(stateful_callbacks=[self.control])
@@ -54,33 +55,6 @@ class Callbacks:
         numbers = {**numbers, "epoch": self.state.epoch}
         self.state.log_history.append({**numbers, "step": self.state.global_step})
         self("on_log", logs=numbers)
-
-
-def check_trackers(names: list[str]) -> list[TrainerCallback]:
-    """Create the callbacks of `report_to`.
-
-    Raises:
-        ConfigError: a tracker does not exist, or is not installed.
-    """
-    callbacks = []
-    for name in names:
-        try:
-            # a single name may be "all" or "none"
-            classes = get_reporting_integration_callbacks(name if len(names) == 1 else [name])
-            callbacks += [callback() for callback in classes]
-        except Exception as error:  # any error of a tracker's library
-            raise ConfigError(
-                f"report_to: {name}: {first_line(error)}", f"install what it needs, or leave {name} out of report_to"
-            ) from error
-    return callbacks
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error message, or the error's class name if it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-# --- steps and arguments ---------------------------------------------------------------------------------------------
 
 
 def steps_per_epoch(config: RunKeys, rows: int, data_parallel_degree: int = 1) -> int:

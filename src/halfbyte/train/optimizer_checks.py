@@ -28,10 +28,9 @@ from ..optim import (
 )
 from ..parallel.shard.optimizer import optimizer_shards
 from ..plan.advice import check_host
-from ..utils.errors import ConfigError
+from ..utils.errors import ConfigError, first_line
 from ..utils.notices import notice
 from ..utils.text import brief
-from .callbacks import first_line
 from .planning import Machine, free_host_bytes, ranks_on_host
 
 WIDTH = 64  # of the layer in `check_optimizer`: states of fewer than 4,096 numbers have 32 bits

@@ -47,7 +47,7 @@ from ..utils.hardware import limit_primitive_caches
 from ..utils.text import one_line
 from . import samples
 from .best_evaluation import BestEvaluation
-from .callbacks import check_trackers, total_steps, training_arguments
+from .callbacks import total_steps, training_arguments
 from .hub import check_hub_token
 from .inputs import check_block, has_image_rows, most_images, notice_small_data, read_data
 from .optimizer_checks import (
@@ -61,6 +61,7 @@ from .optimizer_checks import (
 )
 from .planning import Machine, choose_layout, look_at_machine, plan_memory
 from .storage_loss import StorageLoss, storage_loss
+from .trackers import check_trackers
 
 # Number of micro-batches of one width that amortize cuDNN's plan for it. On an H200 a plan takes 0.15 s and saves 7 to
 # 30 ms for four rows of 2,048 to 4,096 tokens in a 0.6B model. A plan for rows of at most `SHORT` tokens takes 0.54 s

@@ -8,7 +8,7 @@ the input, before any weight is loaded and any file is written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, overload
@@ -26,6 +26,7 @@ from ..report.terminal import LiveMetrics, print_memory, print_run
 from ..rewards.specs import named
 from ..runs.checkpoints import step_of
 from ..runs.inputs import check_output
+from ..runs.layout import REPORT
 from ..runs.status import Progress, report_status
 from ..utils.console import Console, is_verbose
 from ..utils.errors import TrainingError
@@ -67,6 +68,7 @@ from .setup import (
     training_context,
 )
 from .several import train_adapters
+from .trackers import ANSWERS, Details, described
 from .verify import patch_and_verify, patch_and_verify_stages, remove_patches
 
 
@@ -243,6 +245,8 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
                     progress=job.progress,
                     samples=samples_log,
                 )
+                trackers = loop.callbacks.trackers
+                trackers.first = Details(described(run.config, run.plan))
                 if hub is not None:
                     loop.add_callback(hub)
                 row_losses = RowLosses.of(job, rows, held_out) if run.config.row_losses else None
@@ -265,9 +269,22 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
     write_results(job, ranks, results, answers, loop.best_result())
     print_memory(console, run.plan, measured)
     write_report_files(job, console)
+    trackers.finish(Details({}, _answers(job, answers), job.output / REPORT))
     if hub is not None:
         console.print(one_line(hub.finish(job.output / saved_in(run.config))), soft_wrap=True)
     return RunResult(job.output, summarize(job, measured))
+
+
+def _answers(job: OpenRun, answers: Sequence[tuple[samples.Prompt, str, str]]) -> list[tuple[Any, ...]]:
+    """Return the columns `ANSWERS` of the answers at each of the `sample_steps`, else before and after training."""
+    if job.samples.path.exists():
+        return [tuple(record.get(name) for name in ANSWERS) for record in job.samples.records()]
+    last = job.progress.step
+    return [
+        (step, prompt.text, answer, prompt.reference)
+        for prompt, before, after in answers
+        for step, answer in ((0, before), (last, after))
+    ]
 
 
 def _samples_log(

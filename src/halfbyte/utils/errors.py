@@ -85,6 +85,11 @@ def attribute_to_key(key: str) -> Iterator[None]:
         raise type(error)(f"{key}: {error.message}", error.fix) from error
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error message, or the error's class name if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def explain_os_error(error: OSError) -> str:
     """Explain an OSError in plain words: "the disk is full", "you may not read or enter it", "it is a folder"."""
     return _OS_ERRORS.get(error.errno or 0) or (error.strerror or str(error) or type(error).__name__)
