@@ -71,6 +71,7 @@ IMAGES = {
     "qwen3_vl": (128, 192, 7e-3), "qwen3_5": (128, 192, 7e-3), "qwen3_5_moe": (128, 192, 7e-3),  # another grid
     "mistral3": (112, 168, 1e-3), "pixtral": (112, 168, 1e-3),
     "idefics3": (56, 56, 1e-3), "smolvlm": (56, 56, 1e-3),
+    "glm4v": (112, 168, 1e-4), "glm46v": (112, 168, 1e-4), "glm4v_moe": (112, 168, 1e-4),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.helpers.gguf_models import SIZES
-from tests.helpers.vision_models import DEEPSTACK, MIXTURE, MODELS, MROPE, QWEN, ROPE, TOWER
+from tests.helpers.vision_models import DEEPSTACK, GLM_TEXT, GLM_TOWER, MIXTURE, MODELS, MROPE, QWEN, ROPE, TOWER
 
 # tokens by their names in transformers' tokenizers, or by numbers, which have none
 QWEN_TOKENS = {
@@ -80,11 +80,6 @@ def two_layers(family: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]
 LLAMA = SIZES | {"model_type": "llama"}
 CLIP = TOWER | {"model_type": "clip_vision_model"}
 SIGLIP = TOWER | {"model_type": "siglip_vision_model"}
-GLM_TEXT = SIZES | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
-GLM_TOWER = {
-    "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 14, "out_hidden_size": 64,
-    "image_size": 112, "initializer_range": 0.15,
-}  # fmt: skip
 IDEFICS_TOKENS = {str(n): token for n, token in enumerate((
     "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),

@@ -34,6 +34,15 @@ QWEN_IDS = {
     "image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_start_token_id": IMAGE - 2,
     "vision_end_token_id": IMAGE - 3,
 }  # fmt: skip
+GLM_TEXT = SIZES | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
+GLM_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 14, "out_hidden_size": 64,
+    "image_size": 112, "initializer_range": 0.15,
+}  # fmt: skip
+GLM_IDS = {
+    "image_token_id": IMAGE, "video_token_id": IMAGE - 1, "image_start_token_id": IMAGE - 2,
+    "image_end_token_id": IMAGE - 3, "video_start_token_id": IMAGE - 4, "video_end_token_id": IMAGE - 5,
+}  # fmt: skip
 # name → transformers' class, keys of its config
 MODELS = {
     "gemma3": ("Gemma3", TOKENS | {
@@ -79,6 +88,14 @@ MODELS = {
         "text_config": SIZES | {"model_type": "qwen2"}, "image_seq_length": 4, "image_token_id": IMAGE,
         "vision_config": TOWER | {"image_size": [56, 56], "patch_size": [14, 14], "attention_bias": True},
     }),
+    "glm4v": ("Glm4v", GLM_IDS | {"text_config": GLM_TEXT, "vision_config": GLM_TOWER}),
+    "glm46v": ("Glm46V", GLM_IDS | {"text_config": GLM_TEXT | {"model_type": "glm4v_text"},
+                                    "vision_config": GLM_TOWER | {"model_type": "glm4v_vision"}}),
+    "glm4v_moe": ("Glm4vMoe", GLM_IDS | {
+        "text_config": GLM_TEXT | {
+            "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48, "first_k_dense_replace": 1, "head_dim": 16, "routed_scaling_factor": 1.7},
+        "vision_config": GLM_TOWER}),
 }  # fmt: skip
 # name → tokens of the images
 WORDS = {name: ["[IMG]", "[IMG_BREAK]", "[IMG_END]"] for name in ("mistral3", "pixtral")}

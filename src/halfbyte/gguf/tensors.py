@@ -25,7 +25,7 @@ from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
 from .file import GgufFile
 from .formats import EXACT, exact_format, exact_parts
-from .graph import experts_of
+from .graph import experts_of, rope_of
 from .hyperparameters import ROPE_TENSORS, rope_tensors
 
 EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
@@ -139,14 +139,15 @@ class Layout:
 
     def heads(self, name: str) -> int:
         """Number of heads whose rows the file stores in another order; 0 for an equal order."""
-        if not self.family.gguf.permute or not (".attn_q." in name or ".attn_k." in name):
+        graph = self.family.gguf
+        if not (graph.permute or graph.halves) or not (".attn_q." in name or ".attn_k." in name):
             return 0
         return int(self.config.num_attention_heads if ".attn_q." in name else self.config.num_key_value_heads)
 
     def in_file(self, name: str, value: Tensor) -> Tensor:
         """Convert a checkpoint tensor's values to the file's."""
         if heads := self.heads(name):
-            return interleaved(value, heads)
+            return self._rotated_rows(value, heads, halved if self.family.gguf.halves else interleaved)
         if self.delta_net:
             value = self.delta_net.in_file(role_of(name), value)
         return value.float() + 1 if self.holds_sum(name) else value
@@ -154,10 +155,20 @@ class Layout:
     def in_model(self, name: str, value: Tensor) -> Tensor:
         """Convert a file tensor's values to the checkpoint's: the inverse of `in_file`."""
         if heads := self.heads(name):
-            return halved(value, heads)
+            return self._rotated_rows(value, heads, interleaved if self.family.gguf.halves else halved)
         if self.delta_net:
             value = self.delta_net.in_model(role_of(name), value)
         return value - 1 if self.holds_sum(name) else value
+
+    def _rotated_rows(self, value: Tensor, heads: int, reorder: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Reorder the rows of each head that RoPE rotates; `permute` is for graphs that rotate all."""
+        size = value.shape[0] // heads
+        share = rope_of(self.config).get("partial_rotary_factor", 1.0) if self.family.gguf.halves else 1.0
+        if (rotated := int(size * share)) == size:
+            return reorder(value, heads)
+        out = value.clone().view(heads, size, *value.shape[1:])
+        out[:, :rotated] = reorder(out[:, :rotated].flatten(0, 1), heads).view_as(out[:, :rotated])
+        return out.view_as(value)
 
     def computed(self, name: str) -> bool:
         """Return whether `in_file` changes values (in fp32), and does not only permute them."""
@@ -427,7 +438,8 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
     tensors = set(MODEL_TENSORS[layout.graph])
     experts = experts_of(config, family)
     needed = tensors - OPTIONAL - NEXT_TOKENS - (set() if family.gguf.dense_first else DENSE if experts else SPARSE)
-    needed -= set() if getattr(config, "use_qk_norm", True) else {MODEL_TENSOR.ATTN_Q_NORM, MODEL_TENSOR.ATTN_K_NORM}
+    normed = family.qk_norm and getattr(config, "use_qk_norm", True)
+    needed -= set() if normed else {MODEL_TENSOR.ATTN_Q_NORM, MODEL_TENSOR.ATTN_K_NORM}
     needed -= set().union(*(UNFUSED[name] for name in family.fused))
     needed -= set() if "qkv_proj" in family.fused or layout.delta_net else {MODEL_TENSOR.ATTN_QKV}
     if family.mixer and "in_proj_qkvz" in family.mixer.inputs:

@@ -198,7 +198,7 @@ def add_vision(writer: GGUFWriter, vision: Vision) -> None:
     writer.add_vision_embedding_length(vision_config.hidden_size)
     writer.add_vision_feed_forward_length(vision_config.intermediate_size)
     writer.add_vision_head_count(getattr(vision_config, tower.heads))
-    writer.add_vision_attention_layernorm_eps(tower.epsilon or vision_config.layer_norm_eps)
+    writer.add_vision_attention_layernorm_eps(tower.epsilon or getattr(vision_config, tower.norm))
     writer.add_vision_patch_size(square_side(vision_config.patch_size))
     writer.add_vision_image_size(vision.image_size)
     width = getattr(vision_config, tower.projected) if tower.projected else config.get_text_config().hidden_size
@@ -303,7 +303,7 @@ def _line_break(weights: Mapping[str, Weight], token: str, tokenizer: Any) -> Pl
 def _parts_in_file(name: str, weight: Weight, vision: Vision) -> Iterator[Planned]:
     """Yield the tensors of the file that a checkpoint weight becomes."""
     tower = vision.tower
-    if ".attn_qkv." in name and "attn_qkv" not in tower.biased:
+    if ".attn_qkv." in name and "attn_qkv" not in tower.biased + tower.plain:
         shape = (weight.shape[0] // 3, *weight.shape[1:])
         for index, letter in enumerate("qkv"):
             name_in_file = name.replace("attn_qkv", f"attn_{letter}")

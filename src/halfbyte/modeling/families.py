@@ -86,6 +86,7 @@ class Gguf:
         arch: name of the architecture; "": none computes the same.
         text_alone: transformers has a causal LM for the text part alone, so a file can be loaded as one.
         permute: RoPE rotates neighbouring pairs; transformers rotates halves, so rows of q and k are reordered.
+        halves: RoPE rotates neighbouring pairs and the graph halves, so the rotated rows of q and k are reordered.
         bias: linears may have biases.
         bias_keys: the config's key for a bias → a linear of the layer that shows it; other keys → a tensor.
         activations: supported MLP activations, by transformers' names.
@@ -117,6 +118,7 @@ class Gguf:
     arch: str = ""
     text_alone: bool = True
     permute: bool = False
+    halves: bool = False
     bias: bool = False
     bias_keys: Mapping[str, str] = field(default_factory=dict)
     activations: tuple[str, ...] = SILU
@@ -161,6 +163,7 @@ class Tower:
         line_break: token of the language model after each row of patches, whose embedding the file holds; "": none.
         layers, heads: the vision config's keys.
         epsilon: epsilon of the norms, if the model's code fixes it; None: the config has it.
+        norm: the vision config's key for it.
         image_size: image side that llama.cpp reserves memory for, if the model takes any size; None: the config's.
         projected: the vision config's key for the output width; "": the language model's hidden size.
         required: config key → the values that the graph supports.
@@ -190,6 +193,7 @@ class Tower:
     layers: str = "num_hidden_layers"
     heads: str = "num_attention_heads"
     epsilon: float | None = None
+    norm: str = "layer_norm_eps"
     image_size: int | None = None
     projected: str = ""
     required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -397,6 +401,23 @@ LLAVA_SIGLIP = replace(  # without class token
     required={"projector_hidden_act": TANH_NAMES, "vision_feature_select_strategy": ("full",)},
     notice="",
 )
+GLM4V = Tower(
+    "glm4v", ("glm4v_vision", "glm4v_moe_vision"), {"silu": "use_silu"},
+    frozenset({"v.patch_embd.weight", "v.patch_embd.weight.1", "v.patch_embd.bias", "v.position_embd.weight",
+               "v.norm_embd.weight", "v.post_ln.weight", "mm.patch_merger.weight", "mm.patch_merger.bias",
+               "mm.model.fc.weight", "mm.post_norm.weight", "mm.post_norm.bias", "mm.up.weight", "mm.gate.weight",
+               "mm.down.weight"}),
+    (), ("ln1", "ln2", "attn_qkv", "attn_out", "ffn_gate", "ffn_up", "ffn_down"),
+    optional=frozenset({"attn_qkv.bias", "attn_out.bias"}),
+    names={"visual.post_conv_layernorm": "v.norm_embd", "visual.downsample": "mm.patch_merger",
+           "visual.merger.proj": "mm.model.fc", "visual.merger.post_projection_norm": "mm.post_norm",
+           "visual.merger.gate_proj": "mm.gate", "visual.merger.up_proj": "mm.up",
+           "visual.merger.down_proj": "mm.down", "visual.post_layernorm": "v.post_ln",
+           "visual.embeddings.position_embedding": "v.position_embd"},
+    layers="depth", heads="num_heads", norm="rms_norm_eps", projected="out_hidden_size",
+    required={"vision_config.temporal_patch_size": (2,), "vision_config.spatial_merge_size": (2,),
+              "vision_config.rope_parameters.rope_theta": (10000,)},
+)  # fmt: skip
 # model_type → vision towers of models whose text part may be of any family.
 TOWERS = {
     "llava": (LLAVA, LLAVA_SIGLIP, PIXTRAL),
@@ -411,6 +432,7 @@ TOWERS = {
     "idefics3": (IDEFICS3,),
     "smolvlm": (IDEFICS3,),
     "internvl": (INTERNVL,),
+    "glm46v": (GLM4V,),
 }  # fmt: skip
 
 DELTA_NET_KEYS = {
@@ -419,6 +441,14 @@ DELTA_NET_KEYS = {
 }  # fmt: skip
 DELTA_NET = Mixer("GatedDeltaNet", "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj",
                   "norm")  # fmt: skip
+GLM_MOE = Gguf(
+    "glm4moe", bias=True, bias_keys={"attention_bias": "attn_q"}, partial_rope=True,
+    dense_first="first_k_dense_replace", fixed={"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+    constants={"expert_gating_func": 2, "expert_weights_norm": True}, keys={
+        "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor", "leading_dense_block_count": "first_k_dense_replace"},
+)  # fmt: skip
 FACTORS = ("llama3", "longrope")
 # A GGUF file is loaded as the first row with its architecture, counting rows with experts only if the file has experts.
 FAMILIES = [
@@ -481,20 +511,19 @@ FAMILIES = [
     Family("Glm4", "glm4", fused=("gate_up_proj",), rope_pairs="neighbours",
            norms=Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
            gguf=Gguf("glm4", bias=True, bias_keys={"attention_bias": "attn_q"}, partial_rope=True)),
+    Family("Glm4v", "glm4v", "glm4v_text", patched=False, fused=("gate_up_proj",), rope_pairs="repeated", tower=GLM4V,
+           norms=Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+           gguf=Gguf("glm4", text_alone=False, bias=True, halves=True, partial_rope=True, sections=(8, 12, 12))),
     Family("Apertus", "apertus", norms=Norms("attention_layernorm", before_mlp="feedforward_layernorm"),
            qk_norm="head", gated_mlp=False),
     Family("Arcee", "arcee", gated_mlp=False, gguf=Gguf("arcee", permute=True, activations=("relu2",))),
     Family("MuseGlimmerText", "muse_glimmer", "muse_glimmer_text", norms=SANDWICH, norm_offset=True, window="module",
            qk_norm="shared", query_multiplier="qk_scale_factor", unrotated="layer_rope_theta",
            gated_attention="gate_proj", activation="hidden_activation", gguf=Gguf(text_alone=False)),
-    Family("Glm4Moe", "glm4_moe", qk_norm="head", experts=Experts("n_routed_experts"), gguf=Gguf(
-        "glm4moe", bias=True, bias_keys={"attention_bias": "attn_q", "use_qk_norm": "attn_q_norm.weight"},
-        partial_rope=True, dense_first="first_k_dense_replace", next_token=True,
-        fixed={"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
-        constants={"expert_gating_func": 2, "expert_weights_norm": True}, keys={
-            "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor", "leading_dense_block_count": "first_k_dense_replace"})),
+    Family("Glm4Moe", "glm4_moe", qk_norm="head", experts=Experts("n_routed_experts"), gguf=replace(
+        GLM_MOE, next_token=True, bias_keys={"attention_bias": "attn_q", "use_qk_norm": "attn_q_norm.weight"})),
+    Family("Glm4vMoe", "glm4v_moe", "glm4v_moe_text", patched=False, experts=Experts("n_routed_experts"), tower=GLM4V,
+           gguf=replace(GLM_MOE, text_alone=False, sections=(8, 12, 12))),
     Family("GraniteMoe", "granitemoe", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier",
            experts=Experts("num_local_experts", "block_sparse_moe")),
     Family("Olmoe", "olmoe", qk_norm="all", window="config", experts=Experts(), gguf=Gguf(

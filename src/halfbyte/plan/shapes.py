@@ -227,7 +227,7 @@ class ModelShapes:
             ConfigError: the model cannot separate packed documents.
         """
         family = family_of_config(self.text_config)
-        separates_by_positions = family is not None and family.mixer is None and not family.own_layer
+        separates_by_positions = family is not None and family.patched and not (family.mixer or family.own_layer)
         # Without kernels, transformers masks models with sinks without positions.
         separates_by_positions = separates_by_positions and (self.config.use_kernels or not has_sinks(self.text_config))
         if not self._packed or separates_by_positions:
