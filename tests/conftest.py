@@ -29,8 +29,9 @@ def pytest_addoption(parser):
     parser.addoption("--log-to", metavar="FOLDER", help="append failures and seconds to files there as they happen")
 
 
-# Folders whose tests share expensive session fixtures (rank processes, the hostile stage): one xdist worker runs each.
-TOGETHER = ("tests/hostile/", "tests/parallel/")
+# Folders whose tests share what takes long to make (rank processes, the hostile stage, the package's syntax trees): one
+# xdist worker runs each.
+TOGETHER = ("tests/hostile/", "tests/package/", "tests/parallel/")
 # What takes longest, by seconds on one core. Scheduled first, so that no worker is left with it at the end.
 LONGEST = ("tests/parallel/", "tests/hostile/")
 

@@ -29,7 +29,7 @@ from halfbyte.train.run import train
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError
 from tests.helpers.serve_tiny import byte_tokenizer, random_adapter, random_model
-from tests.helpers.sources import PACKAGE, syntax_tree
+from tests.helpers.sources import PACKAGE, syntax_nodes
 from tests.helpers.tiny_runs import make_loop, run_config
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -250,7 +250,7 @@ def test_nothing_loads_an_adapter_in_another_way():
     """PEFT's own loading fills what a file lacks with random numbers, and asks the hub for files that are not there."""
     found = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(syntax_tree(path)):
+        for node in syntax_nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 call = ast.unparse(node.func)
                 if call in PEFTS_OWN or call.endswith(".load_adapter"):

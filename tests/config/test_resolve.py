@@ -8,7 +8,7 @@ from halfbyte.config import SIXTEEN, Origin, Parallel, Precision, RunConfig, Sto
 from halfbyte.config.layouts import unsupported_reason
 from halfbyte.config.schema import AdapterSection, QuantizationSection
 from halfbyte.utils.errors import ConfigError
-from tests.helpers.sources import PACKAGE, syntax_tree
+from tests.helpers.sources import PACKAGE, syntax_nodes
 
 NF4 = "blockwise4:nf4:64:nested"
 IN_16_BITS = {"load_in_4bit": False}
@@ -106,7 +106,7 @@ def test_resolved_keys_are_read_only_in_config():
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in PACKAGE.rglob("*.py")
         if path.parent.name != "config"
-        for node in ast.walk(syntax_tree(path))
+        for node in syntax_nodes(path)
         if isinstance(node, ast.Attribute) and node.attr in keys
     ]
 

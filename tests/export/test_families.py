@@ -18,7 +18,7 @@ from halfbyte.modeling.architectures import auto_class
 from halfbyte.modeling.families import ACTIVATIONS, family_of_config
 from tests.helpers.families import EXPERTS, FAMILIES, MULTIMODAL, SHAPE, TEXT_PARTS
 from tests.helpers.gguf_models import MODELS, SIZES
-from tests.helpers.sources import PACKAGE, syntax_tree
+from tests.helpers.sources import PACKAGE, syntax_nodes
 from tests.helpers.vision_models import MODELS as VISION
 
 ROWS = {row.name: row for row in families.FAMILIES}
@@ -202,7 +202,7 @@ def test_no_other_module_names_a_family():
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         where = path.relative_to(PACKAGE).as_posix()
-        for node in ast.walk(syntax_tree(path)):
+        for node in syntax_nodes(path):
             if isinstance(node, ast.Constant) and str(node.value).lower() in names:
                 found.append(f"{where}: {node.value}")
     # data is below modeling: how processors take images is a table there; phimoe's own RoPE is refused by name

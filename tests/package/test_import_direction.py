@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.sources import PACKAGE, syntax_tree
+from tests.helpers.sources import PACKAGE, syntax_nodes
 
 # A room imports from lower floors, and from rooms before it on its own floor.
 FLOORS = (
@@ -40,7 +40,7 @@ def import_graph(package: Path) -> Graph:
     graph: dict[str, set[str]] = {name: set() for name in files}
     for name, path in files.items():
         parent = path.relative_to(package).parent.parts
-        for node in ast.walk(syntax_tree(path)):
+        for node in syntax_nodes(path):
             for target in imported_names(node, ["halfbyte", *parent]):
                 while target and target not in files:
                     target = target.rpartition(".")[0]
@@ -109,7 +109,7 @@ def test_imports_within_the_package_are_relative():
     absolute = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(syntax_tree(path))
+        for node in syntax_nodes(path)
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "halfbyte"
     ]
     assert absolute == []

@@ -2,14 +2,14 @@
 
 import ast
 
-from tests.helpers.sources import PACKAGE, syntax_tree
+from tests.helpers.sources import PACKAGE, syntax_nodes
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULE, FUNCTION = 800, 100
 
 
 def long_functions(path):
-    nodes = [node for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    nodes = [node for node in syntax_nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {node.name for node in nodes if node.end_lineno - node.lineno + 1 >= FUNCTION}
 
 

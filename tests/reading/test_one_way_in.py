@@ -1,8 +1,9 @@
 """External files are read only by `halfbyte.reading`, which converts all parser and system exceptions."""
 
 import ast
+from collections.abc import Iterable
 
-from tests.helpers.sources import PACKAGE, syntax_tree
+from tests.helpers.sources import PACKAGE, syntax_nodes
 
 # Modules that read what this process or this package itself wrote, or that only write.
 OWN = {
@@ -39,10 +40,10 @@ OWN = {
 WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]
 
 
-def strays(tree: ast.Module) -> list[int]:
+def strays(nodes: Iterable[ast.AST]) -> list[int]:
     """The lines that read a file or parse JSON themselves."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if name == "open" and [ast.unparse(mode) for mode in node.args[1:2]] in WRITING:
@@ -56,7 +57,7 @@ def test_only_reading_opens_external_files():
     found = {
         path.relative_to(PACKAGE).as_posix(): lines
         for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).parts[0] not in ("reading", "kernels") and (lines := strays(syntax_tree(path)))
+        if path.relative_to(PACKAGE).parts[0] not in ("reading", "kernels") and (lines := strays(syntax_nodes(path)))
     }
     assert {name: lines for name, lines in found.items() if name not in OWN} == {}
     assert OWN.keys() - found.keys() == set(), "these read nothing any more: take them off the list"
