@@ -174,10 +174,17 @@ def test_full_fine_tuning_trains_the_parts_that_are_not_frozen(name, tmp_path):
     assert answer.shape[1] > 4
 
 
-def test_runs_that_do_not_train_on_images_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"init_lora_weights": "eva"}, "init_lora_weights"),
+        ({"modules_to_save": ["multi_modal_projector"]}, "modules_to_save.*freeze_multi_modal_projector"),
+    ],
+)
+def test_runs_that_do_not_train_on_images_are_refused(keys, key, tmp_path):
     place = write_place(tmp_path, "gemma3")
-    with pytest.raises(ConfigError, match="init_lora_weights"):
-        train(configured(place, tmp_path / "out", init_lora_weights="eva"))
+    with pytest.raises(ConfigError, match=key):
+        train(configured(place, tmp_path / "out", **keys))
     assert not (tmp_path / "out").exists()
 
 

@@ -216,22 +216,19 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
         return
     parts = vision_parts(shapes.causal_lm)
     trained = [name.removeprefix(PREFIX) for name, p in shapes.model.named_parameters() if p.requires_grad]
-    inside = next((name for name in trained if getattr(config, vision_part(name, parts) or "", False)), None)
     reads_rows = config.use_peft and read_by(config) not in ("nothing", "weights")
     refusals = (
         (ranks > 1, "parallel", "several processes", "remove it"),
         (adapters > 1, "adapters", "several adapters at once", "train them one after the other"),
         (reads_rows, "init_lora_weights", f"{config.init_lora_weights}, which reads rows", "set it to true"),
-        (
-            inside is not None,
-            "target_modules",
-            f"an adapter on {inside}, which is frozen",
-            f"set {inside and vision_part(inside, parts)}: false, or target_modules: all-linear",
-        ),
     )
     for applies, key, reason, fix in refusals:
         if applies:
             raise ConfigError(f"{key}: the rows have images, which are not trained with {reason}", fix)
+    for name in trained:
+        if (part := vision_part(name, parts)) is not None and getattr(config, part):
+            key = "modules_to_save" if ".modules_to_save." in name else "target_modules"
+            raise ConfigError(f"{key} names {name}, and {part}: true", f"set {part}: false, or remove it from {key}")
 
 
 def has_image_rows(data: PreparedData) -> bool:
