@@ -158,9 +158,12 @@ def _large_share(request):
 def drawing():
     """Skip plotting and fsync, which dominate tiny runs. Within the returned context manager plots are drawn.
 
-    The template of the Hub's model cards, which PEFT writes with each adapter, is compiled once.
+    The template of the Hub's model cards, which PEFT writes with each adapter, is compiled once, and the parser of
+    the command line is built once.
     """
     import jinja2
+    import typer.main
+    import typer.testing
 
     from halfbyte.report import plots
 
@@ -176,6 +179,9 @@ def drawing():
         patch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(jinja2, "Template", functools.lru_cache(jinja2.Template))
+        command = functools.cache(typer.main.get_command)
+        patch.setattr(typer.main, "get_command", command)
+        patch.setattr(typer.testing, "_get_command", command)
         yield context
 
 
