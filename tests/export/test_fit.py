@@ -69,7 +69,7 @@ def test_a_rank_that_suffices_gives_the_trained_model(run, base, tmp_path):
     assert divergence(run, base, report.path) < 1e-3 * divergence(run, base, run / "adapter")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("to", ["fp8", "kbit3", "q4_0", "q8_0"])
 def test_other_bases(run, tmp_path, to, capsys):
     main_arguments = ["fit", str(run), "--to", to, "--out", str(tmp_path / "out"), "--tokens", "1024", "--rank", "8"]

@@ -48,6 +48,7 @@ def trained(place, run, **keys):
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_merged_file_is_the_trained_model(place, tmp_path, name):
     keys = {"quantization": name} if name != "nf4" else {}

@@ -43,7 +43,7 @@ def test_a_merge_names_its_base_and_keeps_the_update(run, tmp_path, target):
         assert traced.kl < 1e-3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("quantize", ["nf4", "fp8", "w8a16", "bnb-nf4"])
 def test_quantized_merges(run, tmp_path, quantize):
     merge(run, tmp_path / "merged", base="original", quantize=quantize, verify=False)

@@ -49,7 +49,7 @@ CASES = {
     "LoRA on the tied head": ("tied", {"target_modules": ["lm_head"]}, False),
     "a copy of each": ("tied", {"modules_to_save": BOTH}, False),
 }
-QUICK = ("LoRA on both", "one copy of both", "LoRA on the head")
+QUICK = ("LoRA on both", "one copy of both")
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def unscaled(short, output):
     return logits(PeftModel.from_pretrained(base, output / "adapter"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TYPES)
 def test_every_file_of_a_run_has_its_scale(short, tmp_path, name):
     out = tmp_path / "out"

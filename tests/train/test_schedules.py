@@ -51,6 +51,7 @@ def rates_of(output, monkeypatch, checkpoint=None, **keys):
     return noted.rates
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_step_has_the_rate_of_transformers(name, tmp_path, monkeypatch):
     options = OPTIONS.get(name, {})
