@@ -24,7 +24,7 @@ LORA_B = "lora_B"
 LORA_EMBEDDING = "lora_embedding_"
 PREFIX = "base_model.model."  # of all names in an adapter's file
 
-# What not every adapter can be combined with: keys of a run, and axes of `parallel`.
+# Keys of a run and axes of `parallel` that only some kinds of adapters support.
 FEATURES = ("target_parameters", "qat_scheme", "rollout", "shard", "tensor", "context", "pipeline")
 
 Header = Mapping[str, Mapping[str, Any]]  # of a safetensors file: name → dtype, shape and offsets

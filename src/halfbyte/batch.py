@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, Any]
 
-# What transformers' models take.
+# Arguments of the forward of transformers' models.
 INPUT_IDS, LABELS = "input_ids", "labels"  # [B, T]
 ATTENTION_MASK, POSITION_IDS = "attention_mask", "position_ids"  # [B, T]
 ROPE_POSITIONS = "rope_positions"  # [B, T, 3]: time, height and width of M-RoPE, in addition to position_ids
 SHIFT_LABELS = "shift_labels"  # [B, T]: the label of the next token, in place of labels
-BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # int32 [documents + 1]: where documents begin in the flattened batch
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # int32 [documents + 1]: first tokens of documents, and the end
 LONGEST = ("max_length_q", "max_length_k")  # a number that no document's length exceeds
 
 # Stored images of a prepared row (`data.images`), in the order of its documents; collators make the model's inputs.

@@ -415,7 +415,7 @@ def _stack_from_parts(tensors: list[Tensor], spec: str, shape: list[int]) -> Sta
 
 
 def _unpack(arguments: tuple) -> tuple[Tensor, Tensor, Tensor, ExpertWeights, tuple, tuple]:
-    """The arguments of `_forward` from those of the op (`_ARGUMENTS`)."""
+    """Convert the op's arguments (`_ARGUMENTS`) to the arguments of `_forward`."""
     x, routed, index, first, second, first_bias, second_bias, *factors = arguments[:_TENSORS]
     specs, shapes, activation, interleaved, (s1, s2, *numbers) = arguments[_TENSORS:]
     stacks = _stack_from_parts(first, specs[0], shapes[:3]), _stack_from_parts(second, specs[1], shapes[3:])

@@ -67,8 +67,8 @@ from .dora import StepNorms, magnitude_gradient, row_norms
 from .function import OnceFunction
 from .gemms import accumulate, cast, dense, gradient_dtype, product, rows_of, scale_rows, stack, summed
 
-# What the caller does with an output: it writes to its memory; it does not; or it computes the gradient of the
-# magnitude of DoRA without dropout itself, with a `Scale` (`autograd.rope`, `autograd.dora.join`).
+# Use of an output by the caller. "overwritten": it writes to the output's memory. "unchanged": it does not. "deferred":
+# it also computes the gradient of DoRA's magnitude itself, from a `Scale` (`autograd.rope`, `autograd.dora.join`).
 OutputUse = Literal["overwritten", "unchanged", "deferred"]
 
 
@@ -676,7 +676,7 @@ class RowProjections(Projections):
         return [*torch._foreach_mul(self._blocks_of_b(by_projection), scalings)]
 
     def _summed(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
-        """As in `Projections`, for each range of rows: [G, N, K]."""
+        """Return the products that `Projections` sums over all rows, one per range of rows: [G, N, K]."""
         ranges = self.ranges, -1
         return summed(left.unflatten(0, ranges).mT, right.unflatten(0, ranges), scale, self.dtype)
 

@@ -179,7 +179,7 @@ def _overwrite(
 
 
 def _sum_of_ranges(ranges: Sequence[Gradients]) -> Gradients:
-    """Gradients of all rows from those of their ranges."""
+    """Concatenate row gradients of ranges of rows, and sum gradients of weights over the ranges."""
     if len(ranges) == 1:
         return ranges[0]
     v, *factors = zip(*ranges, strict=True)

@@ -170,7 +170,7 @@ IGNORED = {
     """,
 }
 
-# What to do instead → names.
+# Fix in the error's message → names of refused keys.
 REFUSED = {
     "remove it; halfbyte loads no plugins": """
         custom_register_path external_plugins hatchery

@@ -294,7 +294,7 @@ class AdapterSection(Section):
     loftq_config: dict[str, bool | int | float | str] | None = Field(
         None,
         description="options of init_lora_weights: loftq: loftq_iter (default: 1), weighted (true: fit the outputs"
-        " on rows of the data instead of the weights), and loftq_bits, which must be those of the format",
+        " on rows of the data instead of the weights), and loftq_bits, which must equal the format's bits",
     )
     corda_config: dict[str, bool | int | float | str] | None = Field(
         None,
@@ -384,7 +384,7 @@ class DataSection(Section):
     mixing: Literal["concat", "interleave", "temperature"] = Field(
         "concat",
         description="rows of several datasets, whose shares, before packing, are in proportion to their weights: concat"
-        " (as many as all have; with weights, each dataset's rows are"
+        " (all rows of all datasets; with weights the same number, each dataset's rows"
         " repeated or sampled to its share), interleave (each dataset's share, in turn, equal without weights, until"
         " `stopping`), temperature (interleave with shares in proportion to size^(1/mixing_temperature))",
     )
@@ -450,8 +450,8 @@ class DataSection(Section):
     )
     image_max_pixels_per_row: PositiveInt | None = Field(
         None,
-        description="packing: pixels that the images of a row may have together, as the vision tower reads them;"
-        " default: as many as its tokens allow",
+        description="packing: largest sum of the pixels of a row's images, as the vision tower reads them;"
+        " default: limited by the row's tokens alone",
     )
     vision_cache: Literal["auto"] | bool = Field(
         "auto",

@@ -15,13 +15,13 @@ class TaskSection(Section):
     """Classification, embeddings and reranking"""
 
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = method_field(
-        CLASSIFYING[:1], "single_label_classification", "what a label is, as in transformers"
+        CLASSIFYING[:1], "single_label_classification", "kind of the labels, as in transformers"
     )
     labels: list[str] | None = method_field(
-        CLASSIFYING, None, "names of the labels in the order of their ids; default: those of the training rows, sorted"
+        CLASSIFYING, None, "names of the labels in the order of their ids; default: the training rows' labels, sorted"
     )
     num_labels: PositiveInt | None = method_field(
-        CLASSIFYING, None, "number of labels; default: as many as labels names, or the training rows have"
+        CLASSIFYING, None, "number of labels; default: length of labels, or number of labels in the training rows"
     )
     pooling: Literal["last", "mean"] = method_field(
         RETRIEVING[:1], "last", "hidden states that make an embedding: the last token's, or the mean of all tokens'"

@@ -57,7 +57,7 @@ class _Refused(yaml.MarkedYAMLError):
 
 
 class _LoadingRules(Composer, SafeConstructor):
-    """What both loaders add to PyYAML's: size limits, no repeated keys, and only YAML errors."""
+    """Rules of both loaders: size limits, no repeated keys, and only YAML errors."""
 
     depth = 0  # levels of nesting of the current node
     values = 0  # composed so far, with aliases expanded

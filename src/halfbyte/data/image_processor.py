@@ -113,7 +113,7 @@ def refusal_of(config: Any) -> str:
 
 @dataclass(frozen=True)
 class Expansion:
-    """What a processor makes of an image of some size.
+    """Text, tokens and pixels that a processor gives an image of some size.
 
     Attributes:
         text: replaces the placeholder.

@@ -52,7 +52,7 @@ def collating_threads() -> int:
 class PrefetchedBatches:
     """Batches that threads collate ahead, in the order of their rows.
 
-    As many batches are ahead as there are threads, so memory does not grow with the number of rows. An error of a
+    At most one batch per thread is ahead, so memory does not grow with the number of rows. An error of a
     thread is raised where its batch is taken.
 
     Attributes:

@@ -59,7 +59,7 @@ MODELFILE = re.compile(r"^(?:FROM|ADAPTER)\s+(\S+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class FileTrace:
-    """What of a run's training is in a file.
+    """How much of a run's training a file contains.
 
     Attributes:
         path: the file or folder.

@@ -1,4 +1,4 @@
-"""What a key-value cache stores: the values of the key `kv_cache`, their dtypes and bytes."""
+"""Storage types of key-value caches: the values of the key `kv_cache`, their dtypes and bytes."""
 
 from __future__ import annotations
 

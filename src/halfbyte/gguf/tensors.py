@@ -35,7 +35,7 @@ KINDS = (".weight", ".bias")
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 UNQUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that stay in floats
 NEXT_TOKEN = re.compile(r"(?:^|.*\.)mtp\.(?:layers\.(\d+)\.(.*)|(\w+)\.weight)")  # Qwen's multi-token prediction layers
-# What such a layer has in addition to a decoder layer: Qwen's name → GLM's, which files follow; the layers share it.
+# Tensors that such layers share, and decoder layers do not have: Qwen's name → GLM's, which files use.
 NEXT_TOKEN_SHARED = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What initialisations of adapters read from rows of the data before the model is loaded: inputs and gradients."""
+"""Inputs and gradients of rows of the data, which initialisations of adapters read before the model is loaded."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def patch(
             code that reads them, such as an accuracy of the training tokens; also in a model patched before.
 
     Returns:
-        What is fused and what is not, with reasons; print it.
+        A printable report of the fused and the other modules, with reasons.
 
     Raises:
         ModelError: `activations` does not fit the model, the recipe is unknown, or the model is of no known family and

@@ -172,7 +172,10 @@ def project(
 def project_rotated(
     x: Tensor, *modules: nn.Module, recipe: GemmRecipe | None = None
 ) -> tuple[tuple[Tensor, ...], list[Scale | None]]:
-    """As `project`, for q, k and others of which the caller only passes q and k to `rope`, with the returned scales."""
+    """Project as `project` does, and return DoRA's scales of the first two outputs, q and k.
+
+    The caller passes q, k and their scales to `rope`, and does not write to the other outputs.
+    """
     read = read_projections(modules)
     scales: list[Scale | None] = [None, None]
     if read is not None and not on_compiler():
@@ -185,7 +188,7 @@ def project_rotated(
 def project_output(
     x: Tensor, module: nn.Module, recipe: GemmRecipe | None = None, scales: list[Scale] | None = None
 ) -> Tensor:
-    """As `project`, for one linear whose output the caller does not overwrite.
+    """Project by one linear as `project` does; the caller does not overwrite the output.
 
     Args:
         scales: receives DoRA's scale, if there is one: the caller passes it to `autograd.dora.join`. None: it does not.

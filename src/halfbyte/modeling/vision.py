@@ -168,7 +168,7 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
 
 @dataclass(frozen=True)
 class VisionOutput:
-    """What a backbone's `get_image_features` returns: which tensors, and in which class.
+    """Structure of a backbone's `get_image_features` output: its tensors and its class.
 
     Attributes:
         output_class: transformers' class of the output.

@@ -111,7 +111,7 @@ def training(run: Run) -> str:
 
 
 def stands_out(run: Run) -> str:
-    """What the rules of `explain` find."""
+    """Findings of the rules of `explain`."""
     return findings(explain(run))
 
 

@@ -44,7 +44,7 @@ LOST = "lost"  # of readers only
 
 
 class Progress:
-    """What a run is doing; part of no file by itself.
+    """Current state and step of a run, in memory only; `report_status` writes them to status.json.
 
     Attributes:
         state: one of `RUNNING` and `ENDED`.
@@ -278,7 +278,7 @@ def run_folders(
 ) -> Iterator[Path]:
     """Yield the folders with a status.json in `root` and below it; links and hidden folders are not followed.
 
-    Of a run's own folders only those of its several adapters are searched.
+    Inside a run's folder, only the folders of its several adapters are searched.
 
     Args:
         listing: `names_in`, or a function that caches its results.

@@ -75,7 +75,7 @@ class BackgroundRun:
 
     @property
     def status(self) -> RunStatus | None:
-        """What the run does; None before its process has written it."""
+        """The run's status; None until its process writes the first one."""
         with contextlib.suppress(ConfigError):
             return read_status(self.output_dir)
         return None

@@ -27,7 +27,7 @@ ANSWERS = ("step", "prompt", "answer", "reference")  # columns of the table of a
 
 @dataclass(frozen=True)
 class Details:
-    """What a tracker gets besides numbers.
+    """Texts and tables that a tracker gets in addition to numbers.
 
     Attributes:
         documents: name → contents of a JSON file.

@@ -545,8 +545,8 @@ class Packed(NamedTuple):
 
     Args:
         decoder: function of this module.
-        tensors: codes, scales, zeros, factors, group index and table, or stand-ins. Of E stacked matrices, each tensor
-            has those of all matrices in order.
+        tensors: codes, scales, zeros, factors, group index and table, or stand-ins. For E stacked
+            matrices, each tensor is the concatenation over the matrices.
         options: constants of the decoder.
         words: words of eight columns in a stored row, padding included.
     """
