@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeGuard
+from typing import Any, ClassVar, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -347,6 +347,24 @@ class Format(abc.ABC):
             return self.quantize(weight)
         except ModelError as error:
             raise ModelError(f"expert {index}: {error.message}", error.fix) from error
+
+
+class OptionlessFormat(Format):
+    """A format whose spec is its name."""
+
+    @property
+    def spec(self) -> str:
+        return self.name
+
+    @classmethod
+    def parse(cls, options: str) -> Self:
+        if options:
+            raise ModelError(f"{cls.name} has no option {options!r}", f"write {cls.name}")
+        return cls()
+
+    @classmethod
+    def examples(cls) -> list[Format]:
+        return [cls()]
 
 
 FORMATS: dict[str, type[Format]] = {}

@@ -39,7 +39,7 @@ from ..utils.errors import CheckpointError, ModelError
 from .base import (
     DAMAGED,
     DECODED,
-    Format,
+    OptionlessFormat,
     Parts,
     PartSpecs,
     Shards,
@@ -194,25 +194,11 @@ WEIGHT_FORMAT = "../weight_format"
 
 @register_format
 @dataclass(frozen=True)
-class Int8(Format):
-    """8-bit integers with one scale per row. It has no options."""
+class Int8(OptionlessFormat):
+    """8-bit integers with one scale per row."""
 
     name: ClassVar[str] = "int8"
     names: ClassVar[dict[str, str]] = {"int8": "int8"}
-
-    @property
-    def spec(self) -> str:
-        return self.name
-
-    @classmethod
-    def parse(cls, options: str) -> Int8:
-        if options:
-            raise ModelError(f"int8 has no option {options!r}", "write int8")
-        return cls()
-
-    @classmethod
-    def examples(cls) -> list[Format]:
-        return [cls()]
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         rows = torch.Size(shape[:-1]).numel()

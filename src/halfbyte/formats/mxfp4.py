@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..utils.errors import CheckpointError, ModelError
+from ..utils.errors import CheckpointError
 from .base import (
     DAMAGED,
-    Format,
     Loaded,
+    OptionlessFormat,
     Parts,
     PartSpecs,
     Shards,
@@ -46,25 +46,11 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 @register_format
 @dataclass(frozen=True)
-class Mxfp4(Format):
+class Mxfp4(OptionlessFormat):
     """E2M1 codes with one E8M0 scale per 32 values; 4.25 bits a weight."""
 
     name: ClassVar[str] = "mxfp4"
     names: ClassVar[dict[str, str]] = {"mxfp4": "mxfp4"}
-
-    @property
-    def spec(self) -> str:
-        return self.name
-
-    @classmethod
-    def parse(cls, options: str) -> Mxfp4:
-        if options:
-            raise ModelError(f"mxfp4 has no option {options!r}", "write mxfp4")
-        return cls()
-
-    @classmethod
-    def examples(cls) -> list[Format]:
-        return [cls()]
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         rows, columns = rows_and_columns(shape)
@@ -135,7 +121,7 @@ class Mxfp4(Format):
         return super().state_suffixes() | {SCALE, PACKED, BLOCKS, SCALES}
 
     @classmethod
-    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
+    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Mxfp4 | None:
         scheme = scheme_of(entry)
         return cls() if entry.get("quant_method") == "mxfp4" or (scheme and scheme.layout == MXFP4) else None
 
