@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.config import RunConfig
+from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 from tests.helpers.merge_runs import save_run, tensors
@@ -134,6 +135,17 @@ def test_without_the_processors_numbers_there_is_no_file(tmp_path):
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
     (tmp_path / "m/processor_config.json").write_text(json.dumps({"image_processor": PROCESSOR}))
     assert export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf").mmproj
+
+
+def test_an_adapter_on_the_tower_is_merged_into_its_file(tmp_path):
+    save_vision_model(tmp_path / "m", "llava_siglip", dtype=torch.bfloat16)
+    keys = {"load_in_4bit": False, "freeze_vision_tower": False}
+    run = save_run(tmp_path / "run", tmp_path / "m", tokenizer=tmp_path / "m", **keys)
+    merged, base = (values_of(export_gguf(folder, "f32", device="cpu").mmproj) for folder in (run, tmp_path / "m"))
+    changed = {name for name, value in merged.items() if not np.array_equal(value, base[name])}
+    assert changed == {name for name in base if ".blk." in name and base[name].ndim == 2}
+    with pytest.raises(CheckpointError, match="vision_tower"):
+        export_adapter(run)
 
 
 @pytest.mark.slow

@@ -293,7 +293,9 @@ def _with_adapter(
                 tensors[key] = allocated.setdefault(id(tensor), trained)
     copies = load_adapter_weights(peft_model, folder, convert=None if initial is None else initial.converted)
     unset = {id(tensor) for tensor in allocated.values() if tensor._version == 0}
-    for name, tensor in (*peft_model.named_parameters(), *peft_model.named_buffers()):
+    # A copy of a module (modules_to_save) has the buffers of the base's, such as the numbers of a tower's positions.
+    buffers = [(name, buffer) for name, buffer in peft_model.named_buffers() if ".modules_to_save." not in name]
+    for name, tensor in (*peft_model.named_parameters(), *buffers):
         if id(tensor) in unset and not any(unread in name for unread in UNREAD):
             wrong = f"{folder}: its file has no {name}, which PEFT computes when it adds an adapter of this type"
             raise CheckpointError(wrong, "merge it with PEFT (merge_and_unload)")

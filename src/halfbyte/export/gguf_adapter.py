@@ -15,7 +15,7 @@ from gguf import GGUFWriter, Keys
 from ..config.schema import RunKeys
 from ..gguf.graph import checked_family, original_context, rope_of
 from ..gguf.quants import FLOATS, Type, quantize
-from ..gguf.tensors import Layout
+from ..gguf.tensors import BESIDE_TEXT, Layout
 from ..loading.checkpoint import BaseCheckpoint
 from ..loading.tokenizers import trained_tokenizer
 from ..runs.saved import find, saved_config
@@ -40,7 +40,7 @@ def export_adapter(
 
     Raises:
         ConfigError: another type, or the file exists.
-        CheckpointError: no adapter, or one that --lora cannot apply (DoRA, embeddings, whole layers).
+        CheckpointError: no adapter, or one that --lora cannot apply (DoRA, embeddings, whole layers, vision towers).
     """
     type_ = Type.__members__.get(mix.upper())
     if type_ not in FLOATS:
@@ -103,7 +103,8 @@ def adapter_tensors(config: RunKeys, adapter: AdapterLayers) -> tuple[float, dic
     folder = generating_layers(adapter).folder
     if adapter.replaced:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.replaced)}", "export the merged model")
-    if beyond := adapter.experts.keys() | adapter.routers.keys():
+    vision = {parameter for parameter in adapter.layers if BESIDE_TEXT.search(parameter)}
+    if beyond := adapter.experts.keys() | adapter.routers.keys() | vision:
         message = f"{folder}: GGUF adapters have no place for the adapter of {min(beyond)}"
         raise CheckpointError(message, "export the merged model")
     alpha, tensors = float(config.lora_alpha), {}

@@ -29,7 +29,7 @@ from ..gguf.hyperparameters import add_hyperparameters, written_keys
 from ..gguf.imatrix import matrix_path, read_importances
 from ..gguf.mixes import MIXES, check_mix, choose
 from ..gguf.quants import FLOATS
-from ..gguf.tensors import HEAD, Layout, Planned, Weight, next_token_layers, plan
+from ..gguf.tensors import BESIDE_TEXT, HEAD, Layout, Planned, Weight, next_token_layers, plan
 from ..gguf.tokenizer import add_tokenizer
 from ..gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_of, vision_types
 from ..gguf.writer import NewGguf, write_gguf
@@ -184,13 +184,18 @@ def export_gguf(
 
 @torch.no_grad()
 def _retained(source: Source, path: Path) -> RetainedUpdate | None:
-    """Return the update retained in a written file; None without an adapter. Stacks of experts are not counted."""
+    """Return the update retained in a written file; None without an adapter.
+
+    Stacks of experts are not counted, nor is the vision part, whose matrices have at least 16 bits.
+    """
     if source.trained is None:
         return None
     file, layout, updates = GgufFile(path), Layout(source.config, source.family), []
     goal: Target = "dequantized" if source.merged == "dequantized" else "original"
     for output in source.trained.outputs:
         if output.parameter not in source.trained.adapter.changed or not source.trained.is_whole(output):
+            continue
+        if BESIDE_TEXT.search(output.entry.name):
             continue
         if len(output.entry.shape) > 2 or (output.entry.name.endswith("lm_head.weight") and HEAD not in file.tensors):
             continue
