@@ -62,7 +62,7 @@ MODELS = {
     "qwen2_5_vl": ("Qwen2_5_VL", {
         "text_config": SIZES | {"rope_parameters": ROPE}, "vision_config": QWEN, **QWEN_IDS,
     }),
-    "qwen3_vl": ("Qwen3VL", {"text_config": MROPE, "vision_config": DEEPSTACK, **QWEN_IDS}),
+    "qwen3_vl": ("Qwen3VL", {"text_config": MROPE | {"num_hidden_layers": 3}, "vision_config": DEEPSTACK, **QWEN_IDS}),
     "qwen3_5": ("Qwen3_5", {"text_config": DELTA_NET, "vision_config": QWEN3_TOWER, **QWEN_IDS}),
     "qwen3_5_moe": ("Qwen3_5Moe", {
         "text_config": DELTA_NET | MIXTURE | {"shared_expert_intermediate_size": 48}, "vision_config": QWEN3_TOWER,
@@ -99,6 +99,9 @@ MODELS = {
 }  # fmt: skip
 # name → tokens of the images
 WORDS = {name: ["[IMG]", "[IMG_BREAK]", "[IMG_END]"] for name in ("mistral3", "pixtral")}
+WORDS |= {
+    name: ["\n\n", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"] for name in ("idefics3", "smolvlm")
+}
 LINE_BREAK = 261  # number of [IMG_BREAK] in the saved tokenizer
 PROCESSOR = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.27, 0.26, 0.28]}
 

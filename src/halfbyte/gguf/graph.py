@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..modeling.config_facts import max_layer_sizes
-from ..modeling.families import FAMILIES, Family, family_of_config
+from ..modeling.families import FAMILIES, NO_GRAPH, Family, family_of_config
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 
@@ -90,6 +90,8 @@ def checked_family(config: Any) -> Family:
         ModelError: the unsupported family or config key.
     """
     family = family_of_config(config)
+    if reason := NO_GRAPH.get(config.model_type):
+        raise ModelError(f"GGUF export does not know {config.model_type} models: {reason}", "serve it with vLLM")
     if family is None or not family.gguf.arch:
         supported = ", ".join(sorted(row.model_type for row in FAMILIES if row.gguf.arch))
         raise ModelError(f"GGUF export does not know {config.model_type} models", f"it knows {supported}")

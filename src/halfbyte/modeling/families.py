@@ -564,6 +564,11 @@ FAMILIES = [
            experts=Experts("n_routed_experts")),
 ]  # fmt: skip
 
+# model_type of a language model → why llama.cpp cannot run it.
+NO_GRAPH = {
+    "mllama_text_model": "Llama 3.2 Vision reads images by cross-attention, for which llama.cpp has no graph",
+}
+
 
 def register(family: Family) -> None:
     """Add a family to the table."""
