@@ -48,7 +48,11 @@ MARGIN, LABEL = "margin", "label"  # [N]: required margin, desirable (KTO)
 RIGHT = "right"  # [N]: correct step (PRM)
 # Rows of several texts (`data.collate_tasks`): numbers to learn; each text's row; rows' first texts and whether they
 # are real; and a hash of each text.
-TARGET, ROW, BEGINS, REAL_ROWS, HASH = "target", "row", "begins", "real_rows", "hash"
+TARGET = "target"
+ROW = "row"
+BEGINS = "begins"
+REAL_ROWS = "real_rows"
+HASH = "hash"
 REFERENCE = "reference"  # fp32 [M]: the reference's log-probabilities; also the name of PEFT's frozen adapter
 OLD, SAMPLED = "old", "sampled"  # fp32 [M]: log-probabilities before the update, and those of the sampler
 ADVANTAGES, ITEMS = "advantages", "items"  # fp32 [N]: advantage of each answer, and the divisor of its tokens' losses

@@ -700,14 +700,18 @@ class _LoRA(torch.autograd.Function):
             scaled_biases = [biases[i] for i in scaled]
         ctx.save_for_backward(rows if need_a else None, *magnitudes, *scaled_outputs, *scaled_biases, *state.flat())
         # An attribute, not save_for_backward: hooks that offload saved activations must not offload parameters.
-        ctx.projections, ctx.scaled, ctx.shape = projections, scaled, x.shape
+        ctx.projections = projections
+        ctx.scaled = scaled
+        ctx.shape = x.shape
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         projections, needs = ctx.projections, ctx.needs_input_grad
-        n, adapters, scaled = len(projections.weights), projections.factor_count, len(ctx.scaled)
+        n = len(projections.weights)
+        adapters = projections.factor_count
+        scaled = len(ctx.scaled)
         need_biases = needs[3 : 3 + n]
         need_b = needs[3 + n + adapters : 3 + n + 2 * adapters]
         rows, *saved = ctx.saved_tensors

@@ -215,7 +215,9 @@ def origin_of(config: RunKeys, name: str, adapter: Path | None, revision: str | 
             raise CheckpointError(
                 f"{adapter / ADAPTER_CONFIG} has no base_model_name_or_path", "write there which model it is for"
             )
-        name, revision, rope = str(base), None, saved_rope(adapter)
+        name = str(base)
+        revision = None
+        rope = saved_rope(adapter)
     if same_place(name, config.model_name_or_path) and config.use_peft and not config.storage.rounds:
         return None
     return Origin(name, revision, config.trust_remote_code, config.storage.keep and name.endswith(".gguf"), rope)

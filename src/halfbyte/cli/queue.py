@@ -140,7 +140,9 @@ def grid(words: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
 
 def _split(value: str) -> list[str]:
     """Split a value at its commas outside of brackets and quotes."""
-    values, depth, quote = [""], 0, ""
+    values = [""]
+    depth = 0
+    quote = ""
     for character in value:
         if character in "\"'":
             quote = "" if quote == character else quote or character

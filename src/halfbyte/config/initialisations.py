@@ -49,7 +49,9 @@ class Initialisation:
     options: Mapping[str, Option] = field(default_factory=dict)
 
 
-LOFTQ_BITS, LOFTQ_ITERATIONS, LOFTQ_WEIGHTED = "loftq_bits", "loftq_iter", "weighted"
+LOFTQ_BITS = "loftq_bits"
+LOFTQ_ITERATIONS = "loftq_iter"
+LOFTQ_WEIGHTED = "weighted"
 CORDA_METHOD = "corda_method"
 EVA_RHO = "rho"
 INITIALISATIONS = (

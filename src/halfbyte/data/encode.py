@@ -94,7 +94,9 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ModelError("the tokenizer has no EOS token", "set eos_token in its tokenizer_config.json")
         self.tokenizer, self.template = tokenizer, template
-        self.max_length, self.overlong, self.images = max_length, overlong, images
+        self.max_length = max_length
+        self.overlong = overlong
+        self.images = images
         largest = max(tokenizer.get_vocab().values())  # more than the number of tokens if ids have gaps
         self.is_marker = np.zeros(largest + 1, dtype=bool)  # by token id: control tokens, not pieces of text
         added = [index for index, token in tokenizer.added_tokens_decoder.items() if token.content.strip()]

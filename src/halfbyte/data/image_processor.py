@@ -167,7 +167,9 @@ class ImageProcessor:
     def model_config(self) -> Any:
         from transformers import AutoConfig
 
-        name, revision, trust = self.origin.name, self.origin.revision, self.origin.trust_remote_code
+        name = self.origin.name
+        revision = self.origin.revision
+        trust = self.origin.trust_remote_code
         with answered(f"cannot read the config of {name}", error=ModelError):
             return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
 
@@ -261,7 +263,9 @@ class ImageProcessor:
                 limit = f"or set image_max_pixels: {fitting}" if self.family.resizes else "or use smaller rows"
                 raise DataError(f"{wrong}, more than max_length {most}", f"raise max_length, {limit}")
             expansions.append(expansion)
-        new, spans, placeholders = pieces[0], [], []
+        new = pieces[0]
+        spans = []
+        placeholders = []
         position = len(pieces[0])
         for expansion, piece in zip(expansions, pieces[1:], strict=True):
             spans.append((len(new), len(new) + len(expansion.text)))
@@ -483,7 +487,9 @@ class _Recorder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]] | None):
-        self._tokenizer, self._ids, self.texts = tokenizer, ids, [""]
+        self._tokenizer = tokenizer
+        self._ids = ids
+        self.texts = [""]
 
     def __call__(self, text: list[str], **options: Any) -> Any:
         self.texts = text

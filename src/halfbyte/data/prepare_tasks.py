@@ -168,7 +168,9 @@ def _form(text: Any) -> str:
 
 def _first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the first token of each word and the word's index; words without a token of their own are left out."""
-    first_tokens, begin, token = [], 0, 0
+    first_tokens = []
+    begin = 0
+    token = 0
     for number, word in enumerate(words):
         end = begin + len(word)
         while token < len(offsets) and offsets[token][1] <= begin:

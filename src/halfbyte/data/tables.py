@@ -137,7 +137,9 @@ def _best_fit_of_pixels(
         if (at := next(fitting, None)) is not None:
             free_tokens, free_pixels, row = open_rows.pop(at)
         else:
-            free_tokens, free_pixels, row = max_length, max_pixels, len(rows)
+            free_tokens = max_length
+            free_pixels = max_pixels
+            row = len(rows)
             rows.append([])
         rows[row].append(document)
         left = (free_tokens - lengths[document], free_pixels - pixels[document], row)

@@ -96,7 +96,9 @@ def recognise_task(source: Source, config: RunKeys) -> TaskLayout:
     Raises:
         DataError: a mapped column does not exist, the columns fit no layout, or a layout of another `loss_type`.
     """
-    layouts, mapping, present = LAYOUTS[config.method], config.column_mapping, columns_of(source)
+    layouts = LAYOUTS[config.method]
+    mapping = config.column_mapping
+    present = columns_of(source)
     parts = list(dict.fromkeys(part for layout in layouts.values() for part in layout))
     retrieves = WITH_NEGATIVES in layouts
     check_mapping(source, mapping, [*parts, *([NEGATIVES] if retrieves else [])], mapping)

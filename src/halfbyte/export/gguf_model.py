@@ -190,7 +190,9 @@ def _retained(source: Source, path: Path) -> RetainedUpdate | None:
     """
     if source.trained is None:
         return None
-    file, layout, updates = GgufFile(path), Layout(source.config, source.family), []
+    file = GgufFile(path)
+    layout = Layout(source.config, source.family)
+    updates = []
     goal: Target = "dequantized" if source.merged == "dequantized" else "original"
     for output in source.trained.outputs:
         if output.parameter not in source.trained.adapter.changed or not source.trained.is_whole(output):

@@ -425,7 +425,9 @@ class MergedWeights:
 
     def _dequantized(self, name: str, weight: Tensor) -> Tensor:
         """Return a weight as training stored it, fp32; with the initial factors that its adapter starts from."""
-        module, format_, initial = name.removesuffix(".weight"), self._formats[name], self.adapter.initial
+        module = name.removesuffix(".weight")
+        format_ = self._formats[name]
+        initial = self.adapter.initial
         if initial is None:
             return QuantizedTensor.quantize(weight, format_).dequantize(torch.float32)
         residual = initial.residual(module, weight, format_)

@@ -16,7 +16,10 @@ from ..utils.errors import CheckpointError
 from ..utils.notices import notice
 
 METHOD = "compressed-tensors"
-PACK, FLOAT, NVFP4, MXFP4 = "pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+PACK = "pack-quantized"
+FLOAT = "float-quantized"
+NVFP4 = "nvfp4-pack-quantized"
+MXFP4 = "mxfp4-pack-quantized"
 WIDTHS = (2, 3, 4, 5, 6, 8)  # of pack-quantized integers
 USE_SUPPORTED = (
     "use a checkpoint with W4A16 or W8A16 (pack-quantized), FP8 (float-quantized), NVFP4 or MXFP4 weights,"

@@ -60,7 +60,9 @@ class HqqLibrary(HQQ):
             if f"../{key}" not in state:
                 raise CheckpointError(f"{entry_name(name, f'../{key}')} is missing from the checkpoint", DAMAGED)
         numbers = {key: _number(state, key, name) for key in NUMBERS}
-        bits, shape, label = numbers["nbits"], state["../shape"], entry_name(name, f"../{CODES}")
+        bits = numbers["nbits"]
+        shape = state["../shape"]
+        label = entry_name(name, f"../{CODES}")
         if bits not in SHIFTS:
             raise CheckpointError(f"{entry_name(name, '../nbits')} is {bits}", USE_AXIS_1)
         if numbers["axis"] != 1 and "../axis" in state:

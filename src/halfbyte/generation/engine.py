@@ -205,7 +205,9 @@ class StaticEngine(Decoder):
         """Set the shift of each row's later tokens; a captured step is dropped where it computes others."""
         self.shift.copy_(torch.tensor(shifts))
         if self.shifted != any(shifts):
-            self.shifted, self.graph, self.steps = any(shifts), None, 0
+            self.shifted = any(shifts)
+            self.graph = None
+            self.steps = 0
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:

@@ -240,7 +240,9 @@ def _experts() -> Iterator[Call]:
         x, grad = empty(slots, columns, dtype=BF16), empty(slots, rows, dtype=BF16)
         yield "grouped_product", f"{per_expert} rows an expert, NF4", (x, stack, routing)
         yield "grouped_product", f"{per_expert} rows an expert, transposed", (grad, stack, routing, False, True)
-    x, index, routed = empty(1, columns, dtype=BF16), empty(1, 8, dtype=torch.int64), empty(1, 8, dtype=BF16)
+    x = empty(1, columns, dtype=BF16)
+    index = empty(1, 8, dtype=torch.int64)
+    routed = empty(1, 8, dtype=BF16)
     for name in ("nf4", "kbit3", "gptq:128:float16:runs", "nvfp4", "mxfp4", "hqq4", "int8", "fp8"):
         first, second = stack_of(name, rows, columns), stack_of(name, columns, rows // 2)
         yield "expert_rows", f"1 token, 8 experts, {name}", (x, first, second, Unit("silu"), index, routed)

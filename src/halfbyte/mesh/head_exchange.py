@@ -86,7 +86,9 @@ class ThreadGroup:
     """
 
     def __init__(self, rank: int, sent: list[Sequence[Tensor]], barrier: threading.Barrier):
-        self.rank, self.sent, self.barrier = rank, sent, barrier
+        self.rank = rank
+        self.sent = sent
+        self.barrier = barrier
 
     @classmethod
     def create(cls, degree: int) -> list[ThreadGroup]:

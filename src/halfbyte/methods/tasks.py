@@ -307,7 +307,9 @@ class Embedding(Task):
         sums = self.sums_of(batch, embeddings)
         if self.loss_type != "multiple_negatives_ranking":
             return {**sums, "similarity": pair_similarities(embeddings, batch)[real], "target": batch["target"][real]}
-        embeddings, begins, hashes = F.normalize(embeddings, dim=-1), batch["begins"][real], batch["hash"]
+        embeddings = F.normalize(embeddings, dim=-1)
+        begins = batch["begins"][real]
+        hashes = batch["hash"]
         documents = (batch["real"] > 0) & real[batch["row"].clamp(min=0)]  # a blank batch has texts, but no real rows
         documents[begins] = False
         return {

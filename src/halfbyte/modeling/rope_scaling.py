@@ -88,7 +88,9 @@ def scale_rope(config: Any, scaling: RopeScaling) -> None:
         ConfigError: as `resolve_rope`.
     """
     text = config.get_text_config()
-    trained, rope, options = trained_context(text), _rope_of(text), resolve_rope(config, scaling)
+    trained = trained_context(text)
+    rope = _rope_of(text)
+    options = resolve_rope(config, scaling)
     scaled, context = rope["rope_type"] == options["rope_type"], scaling.length
     if "factor" in options:
         original = trained / (rope.get("factor") or 1.0) if scaled else options.get(ORIGINAL_CONTEXT, trained)

@@ -15,7 +15,9 @@ from typing import Any
 from ..utils.text import size
 from .run import Record, Run
 
-BROKEN, LOSES, COSTS = 0, 1, 2  # the run or its result is broken; training loses quality; it costs time or memory
+BROKEN = 0  # the run or its result is broken
+LOSES = 1  # training loses quality
+COSTS = 2  # training costs time or memory
 SEVERITIES = ("broken", "quality", "cost")
 FEWEST = 8  # records that a trend is judged from
 

@@ -31,9 +31,15 @@ from ..utils.errors import ConfigError, explain_os_error
 from ..utils.processes import Process
 from .status import ENDED, read_status
 
-DATABASE, LOCK, LOGS = "queue.sqlite", "runner.lock", "logs"
+DATABASE = "queue.sqlite"
+LOCK = "runner.lock"
+LOGS = "logs"
 TIMEOUT = 30.0  # seconds that a transaction waits for another one
-QUEUED, STARTING, RUNNING, HELD, FAILED = "queued", "starting", "running", "held", "failed"
+QUEUED = "queued"
+STARTING = "starting"
+RUNNING = "running"
+HELD = "held"
+FAILED = "failed"
 ACTIVE = (STARTING, RUNNING)
 CPU = "cpu"
 SETTLED_STEP = 2  # steps after which a run has allocated what it needs

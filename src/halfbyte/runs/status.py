@@ -89,7 +89,9 @@ class Progress:
     def end(self, state: EndState, error: str = "") -> None:
         """Set the state of the run's end, unless it has ended."""
         if self.state not in ENDED:
-            self.error, self.ended_while, self.state = error, self.state, state
+            self.error = error
+            self.ended_while = self.state
+            self.state = state
 
     def document(self) -> dict[str, Any]:
         return {"state": self.state, "error": self.error, "step": self.step, "total_steps": self.total_steps}
@@ -105,7 +107,9 @@ def report_status(output: Path) -> Iterator[Progress]:
     Raises:
         ConfigError: as `run_lock`.
     """
-    file, progress, ended = output / STATUS, Progress(), threading.Event()
+    file = output / STATUS
+    progress = Progress()
+    ended = threading.Event()
     with run_lock(output):
         former = temporary_path(file, FORMER)
         had_finished = _has_finished(output)

@@ -109,7 +109,9 @@ class Conversation:
 
     def reset(self) -> None:
         """Start a new conversation."""
-        self.messages, self.images, self.attached = [], [], []
+        self.messages = []
+        self.images = []
+        self.attached = []
 
     def prompt(self, text: str) -> str:
         """Return the text that the model continues after the user message `text`."""

@@ -91,7 +91,9 @@ class _Cache:
     """
 
     def __init__(self, run: PreparedRun, model: Any, splits: list[Dataset]):
-        self.run, self.model, self.splits = run, model, splits
+        self.run = run
+        self.model = model
+        self.splits = splits
         self.images = {image["sha256"]: image for rows in self.splits for row in _images(rows) for image in row}
         self.processor = ImageProcessor(run.config, run.tokenizer)
         self.folder = cache_folder() / "image-features" / self._key()
@@ -99,7 +101,9 @@ class _Cache:
     def _key(self) -> str:
         import PIL
 
-        causal_lm, config, machine = causal_lm_of(self.model), self.run.config, self.run.machine
+        causal_lm = causal_lm_of(self.model)
+        config = self.run.config
+        machine = self.run.machine
         device = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else machine.device.type
         processor = json.dumps(self.processor.processor.image_processor.to_dict(), sort_keys=True, default=str)
         arithmetic = (
@@ -190,7 +194,9 @@ class _Cache:
         Raises:
             ModelError: they are not.
         """
-        run, device, dtype = self.run, self.run.machine.device, self.run.machine.compute_dtype
+        run = self.run
+        device = self.run.machine.device
+        dtype = self.run.machine.compute_dtype
         is_prompt = run.method.rows == "prompts"  # with room for an answer, as a document
         collate = (make_collator if is_prompt else run.method.collator)(run.config, run.tokenizer, device)
         from_pixels = self._hidden_states(collate([*rows]))

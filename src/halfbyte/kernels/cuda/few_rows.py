@@ -135,8 +135,12 @@ def _launch(
     operand: Operand, x: Tensor, products: Sequence[gemm4.Product], blocks: Blocks | None = None
 ) -> list[Tensor]:
     """[M, N] = x·Wᵀ + b + u·Bᵀ of one weight, or of up to three with more than `WHOLE_ROWS` rows of x."""
-    x, device, batch = x.contiguous(), x.get_device(), x.shape[0]
-    rows, multiprocessors, split = products[0].rows, multiprocessors_of(device), batch > WHOLE_ROWS
+    x = x.contiguous()
+    device = x.get_device()
+    batch = x.shape[0]
+    rows = products[0].rows
+    multiprocessors = multiprocessors_of(device)
+    split = batch > WHOLE_ROWS
     blocks = blocks or (SPLIT if split else blocks_for(rows, x.shape[1], multiprocessors))
     tile, threads = TILE * blocks.rt * blocks.wr, 32 * blocks.wr * blocks.wk
     bf16, key = x.dtype is torch.bfloat16, tuple(operand.constants.items())

@@ -164,7 +164,9 @@ def launch(
         part.begin = sum(grids)
     for at, product in enumerate(products):
         part = parts.parts[at]
-        part.w, part.partials, part.begin = product.weight, partials[at].data_ptr(), sum(grids[:at])
+        part.w = product.weight
+        part.partials = partials[at].data_ptr()
+        part.begin = sum(grids[:at])
         part.blocks = grids[at]
         sums.append(sum_of(product, partials[at], outs[at], grids[at], sum(additions[:at])))
     rows = ctypes.c_uint32(batch)

@@ -34,7 +34,9 @@ FLOAT_SCALES = {torch.float32: PLAIN, torch.bfloat16: BF16, torch.float16: FP16}
 WHOLE = 1 << 62  # block of a row with one scale
 CPU = torch.device("cpu")
 
-_pointer, _int64, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_pointer = ctypes.c_void_p
+_int64 = ctypes.c_int64
+_int32 = ctypes.c_int32
 
 
 class PackedWeight(ctypes.Structure):

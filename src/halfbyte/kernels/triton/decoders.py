@@ -594,7 +594,9 @@ def matrix_format(format_: Format | None) -> Format | None:
 
 def packed_stack(stack: StackedWeight) -> Packed:
     """A stack without an obstacle, as kernels take it."""
-    format_, parts, columns = matrix_format(stack.format), stack.parts, stack.shape[2]
+    format_ = matrix_format(stack.format)
+    parts = stack.parts
+    columns = stack.shape[2]
     match format_:
         case Blockwise4():
             options = format_.blocksize, format_.quant_type

@@ -173,7 +173,9 @@ def _ranks(factors: Sequence[Tensor]) -> tuple[int, ...]:
 @reference.dropped_products.kernel("cuda", "xpu", unless=_obstacle)
 def products(x: Tensor, factors: Sequence[Tensor], dropout: Dropout) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
-    (rows, columns), ranks, tile = x.shape, _ranks(factors), TILES[x.element_size()]
+    rows, columns = x.shape
+    ranks = _ranks(factors)
+    tile = TILES[x.element_size()]
     stripe = _stripe(ceil_div(rows, tile), columns)
     partial = torch.empty(ceil_div(columns, stripe), rows, sum(ranks[:3]), dtype=torch.float32, device=x.device)
     if partial.numel():
@@ -189,7 +191,9 @@ def products(x: Tensor, factors: Sequence[Tensor], dropout: Dropout) -> Tensor:
 def gradients(
     v: Tensor, factors: Sequence[Tensor], dropout: Dropout, x: Tensor | None, dx: Tensor | None, accumulate: bool
 ) -> list[Tensor | None]:
-    (rows, columns), ranks, tile = (len(v), factors[0].shape[1]), _ranks(factors), TILES[v.element_size()]
+    rows, columns = len(v), factors[0].shape[1]
+    ranks = _ranks(factors)
+    tile = TILES[v.element_size()]
     x = x if x is None or x.stride(1) == 1 else x.contiguous()
     stripe = _stripe(ceil_div(columns, tile), rows)
     parts = 0 if x is None else ceil_div(rows, stripe)

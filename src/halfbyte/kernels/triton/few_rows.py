@@ -162,7 +162,9 @@ def _expert_up(
     tl.store(out_ptr + slot * width + o, (activated * shifted).to(out_ptr.dtype.element_ty), mask=o < width)
 
 
-_gemv_launcher, _gemm_launcher, _add_launcher = Launcher(_gemv), Launcher(_gemm), Launcher(_add)
+_gemv_launcher = Launcher(_gemv)
+_gemm_launcher = Launcher(_gemm)
+_add_launcher = Launcher(_add)
 _up_launcher = Launcher(_expert_up)
 
 
@@ -332,7 +334,9 @@ def expert_rows(
     x: Tensor, first: StackedWeight, second: StackedWeight, unit: Unit, index: Tensor, routed: Tensor,
     blocks: tuple[GemvBlocks, GemvBlocks] | None = None,
 ) -> Tensor:  # fmt: skip
-    x, index, top_k = x.contiguous(), index.contiguous(), index.shape[1]
+    x = x.contiguous()
+    index = index.contiguous()
+    top_k = index.shape[1]
     up, down = decoders.packed_stack(first), decoders.packed_stack(second)
     up_tile, down_tile = blocks or (up_blocks(up.words), gemv_blocks(down.words, True))
     inner, outer = first.shape[1] // 2, second.shape[1]
