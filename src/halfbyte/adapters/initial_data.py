@@ -110,7 +110,7 @@ def weight_gradients(model: nn.Module, modules: Collection[str], batches: Sequen
     return {name: total / read for name, total in sums.items()}
 
 
-def _cosine(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    product = sum(float((before[name] * after[name]).sum()) for name in before)
-    squares = [sum(float(tensor.square().sum()) for tensor in sums.values()) for sums in (before, after)]
+def _cosine(earlier_sums: Mapping[str, Tensor], later_sums: Mapping[str, Tensor]) -> float:
+    product = sum(float((earlier_sums[name] * later_sums[name]).sum()) for name in earlier_sums)
+    squares = [sum(float(tensor.square().sum()) for tensor in sums.values()) for sums in (earlier_sums, later_sums)]
     return product / max((squares[0] * squares[1]) ** 0.5, 1e-30)

@@ -74,16 +74,16 @@ def grow_vocabulary(model: Any, rows: int) -> int:
     Raises:
         ModelError: embedding or head is quantized, or has an adapter.
     """
-    before = vocabulary_size(model)
-    if rows <= before:
+    old_rows = vocabulary_size(model)
+    if rows <= old_rows:
         return 0
     model = model.get_base_model() if isinstance(model, PeftModel) else model
     _ends(model)
     model.resize_token_embeddings(rows, mean_resizing=False)
     for module in _ends(model).values():
         weight = module.weight.data
-        weight[before:] = weight[:before].mean(0, dtype=torch.float32).to(weight.dtype)
-    return rows - before
+        weight[old_rows:] = weight[:old_rows].mean(0, dtype=torch.float32).to(weight.dtype)
+    return rows - old_rows
 
 
 @torch.no_grad()

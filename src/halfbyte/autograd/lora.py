@@ -203,8 +203,8 @@ def lora_qkv(
         return composed(x, weights, biases, loras, dropout)
     projections, cast_biases, a, b = Projections.of(x, weights, biases, loras, dropout, recipe)
     uses = ["overwritten"] * len(loras) if uses is None else uses
-    here = [None if use == "deferred" else lora for lora, use in zip(loras, uses, strict=True)]
-    return _LoRA.apply(x, projections, uses, *cast_biases, *a, *b, *magnitudes(here))
+    undeferred = [None if use == "deferred" else lora for lora, use in zip(loras, uses, strict=True)]
+    return _LoRA.apply(x, projections, uses, *cast_biases, *a, *b, *magnitudes(undeferred))
 
 
 def magnitudes(loras: Sequence[LoRA | RowLoRA | None]) -> list[Tensor]:

@@ -182,10 +182,10 @@ def _check_vocabulary(key: str, files: ModelFiles, model_config: Any, tokens: di
     if size != other_size:
         wrong = f"{files.name} has a vocabulary of {other_size:,}, and the model one of {size:,}"
         raise ConfigError(f"{key}: {wrong}", fix)
-    folder = Path(files.place.name)
+    folder = Path(files.origin.name)
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
         return
-    vocabulary = load_tokenizer(files.place).get_vocab()
+    vocabulary = load_tokenizer(files.origin).get_vocab()
     if differing := next((token for token, at in tokens.items() if vocabulary.get(token) != at), None):
         wrong = f"token {tokens[differing]} is {differing!r:.40} in the model, and another one in {files.name}"
         raise ConfigError(f"{key}: {wrong}", fix)

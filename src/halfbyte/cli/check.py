@@ -223,7 +223,7 @@ def _inputs(config: RunKeys, device: Device) -> tuple[Any, Any, PreparedData]:
     from ..methods import method_of
 
     files = find_model(config.origin)
-    tokenizer = load_run_tokenizer(config, files.place)
+    tokenizer = load_run_tokenizer(config, files.origin)
     data = method_of(config).ready(config, tokenizer, files.config)
     return files.config, lambda changed: batches_of(changed, data, device.torch), data
 

@@ -292,7 +292,7 @@ def mix_formats(
         device=config.device,
         attn_implementation=config.attn_implementation,
     )
-    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    tokenizer = load_tokenizer(files.origin, chat_template_path=config.chat_template_path)
     collate = make_collator(config, tokenizer)
     rows = packed_rows(config, tokenizer, 2 * max(tokens, HELD_OUT))
     if len(rows) < 2:

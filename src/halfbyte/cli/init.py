@@ -61,7 +61,7 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     lengths = _lengths(files.config)
     answers = {"max_completion_length": min(base.max_completion_length, lengths[0] // 2)} if rows == "prompts" else {}
     base = base.model_copy(update={"max_length": lengths[0], **answers})
-    base, data = _prepare(base, load_tokenizer(files.place), files.config)
+    base, data = _prepare(base, load_tokenizer(files.origin), files.config)
     base, packing_lines = _with_packing(base, files.config) if rows == "text" else (base, [])
     base, reward_lines = _with_rewards(base, data) if method in POLICY else (base, [])
     base, layout_lines = _with_layout(base, files.config, data, lengths[-1])

@@ -211,7 +211,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
             f"--rollouts: method: {config.method} does not sample answers", "remove --rollouts, or set method: grpo"
         )
     files = find_model(config.origin)
-    tokenizer = load_run_tokenizer(config, files.place)
+    tokenizer = load_run_tokenizer(config, files.origin)
     config = with_token_rows(config, tokenizer, files.config)
     data = method.ready(config, tokenizer)
     rewards = rewards_of(config, data)

@@ -165,8 +165,8 @@ def _entry(words: list[str], point: Mapping[str, str]) -> dict[str, Any]:
     config = read_run("queue add", words)
     if point:
         name = "_".join(f"{key}-{re.sub(r'[^A-Za-z0-9_.+-]+', '-', value).strip('-')}" for key, value in point.items())
-        kept = [word for word in words if not word.removeprefix("--").startswith("output_dir=")]
-        words = [*kept, f"output_dir={config.output_path / name}"]
+        other_words = [word for word in words if not word.removeprefix("--").startswith("output_dir=")]
+        words = [*other_words, f"output_dir={config.output_path / name}"]
         config = read_run("queue add", words)
     if config.trains_several:
         fix = "give the values as KEY=A,B to `halfbyte queue add`, or start this run with `halfbyte train`"

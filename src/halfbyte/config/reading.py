@@ -142,10 +142,10 @@ def _map_foreign_keys(written: dict[str, Located], problems: list[ConfigError]) 
     """Map other tools' keys to ours with a notice each; add keys that cannot be mapped to `problems`."""
     values = {key: setting.value for key, setting in written.items()}
     overridden = overridden_keys(values)
-    own = {key for key in written if key in RunConfig.model_fields and not is_foreign_section(key, values)}
-    mapped = {key: written[key] for key in written if key in own and key not in overridden}
+    known_keys = {key for key in written if key in RunConfig.model_fields and not is_foreign_section(key, values)}
+    mapped = {key: written[key] for key in written if key in known_keys and key not in overridden}
     for key, setting in written.items():
-        if key in own:
+        if key in known_keys:
             continue
         match translate(key, values):
             case None:

@@ -684,10 +684,10 @@ def checked_rope(value: str | Mapping[str, Any]) -> dict[str, Any]:
             continue
         numbers = number if isinstance(number, list) and key in ("short_factor", "long_factor") else [number]
         types = {ORIGINAL_CONTEXT: (int,), "truncate": ()}.get(key, (int, float))
-        least, most = ROPE_LIMITS.get(key, (1e-6, LARGEST))
-        if not numbers or not all(type(n) in types and least <= n <= most for n in numbers):
+        lowest, highest = ROPE_LIMITS.get(key, (1e-6, LARGEST))
+        if not numbers or not all(type(n) in types and lowest <= n <= highest for n in numbers):
             message, named = "must have {words} as {option}, not {value}", {"option": key, "value": brief(number)}
-            named["words"] = f"a number from {least:,g} to {most:,g}" if types else "true or false"
+            named["words"] = f"a number from {lowest:,g} to {highest:,g}" if types else "true or false"
             raise PydanticCustomError("limit", message, named)
     for (low, high), usual in ROPE_ORDER.items():
         if options.keys() & {low, high} and options.get(low, usual[0]) >= options.get(high, usual[1]):

@@ -106,9 +106,9 @@ def adapter_runs(config: Keys) -> dict[str, Keys]:
     return {name: _run_of(config, name, changes) for name, changes in _changes(config).items()}
 
 
-def have_equal_plans(one: SeveralSection, other: SeveralSection) -> bool:
+def have_equal_plans(first: SeveralSection, second: SeveralSection) -> bool:
     """Return whether the runs of two adapters get the same memory plan, which has all adapters."""
-    return all(getattr(one, key) == getattr(other, key) for key in type(one).model_fields if key not in UNPLANNED)
+    return all(getattr(first, key) == getattr(second, key) for key in type(first).model_fields if key not in UNPLANNED)
 
 
 def _run_of(config: Any, name: str, changes: Mapping[str, Any]) -> Any:

@@ -178,7 +178,7 @@ def _packing(to: str, origin: Origin) -> Packing:
 
 
 def _check_same_model(run: Origin, target: Origin) -> None:
-    trained, other = (read_model_config(origin).get_text_config().model_type for origin in (run, target))
-    if trained != other:
-        wrong = f"--to {target.name}: it is a {other} model, and the run trained a {trained} model"
+    trained_type, target_type = (read_model_config(origin).get_text_config().model_type for origin in (run, target))
+    if trained_type != target_type:
+        wrong = f"--to {target.name}: it is a {target_type} model, and the run trained a {trained_type} model"
         raise ConfigError(wrong, f"name a base of {run.name}")

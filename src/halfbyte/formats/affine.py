@@ -62,15 +62,15 @@ def quantize_affine(weight: Tensor, group_size: int, bits: int, symmetric: bool,
     unit = span.clamp(min=torch.finfo(torch.float32).tiny)[..., None]  # of errors, whose squares would underflow
     scales = torch.ones_like(span, dtype=dtype)
     codes = zeros[..., None].expand_as(groups)
-    least = (groups / unit).square().sum(2)  # of zeros alone
+    lowest_error = (groups / unit).square().sum(2)  # of codes that are all 0
     for shrink in SHRINKS:
         candidate = (span * (shrink / top)).to(dtype)
         candidate = torch.where(candidate > 0, candidate, 1)
         step = candidate.float()[..., None]
         rounded = ((groups / step).round() + zeros[..., None]).clamp(0, top)
         error = (((rounded - zeros[..., None]) * step - groups) / unit).square().sum(2)
-        better = error < least
-        least = torch.where(better, error, least)
+        better = error < lowest_error
+        lowest_error = torch.where(better, error, lowest_error)
         scales = torch.where(better, candidate, scales)
         codes = torch.where(better[..., None], rounded, codes)
     return AffineCodes(codes.reshape(outputs, inputs).int(), zeros.int(), scales)

@@ -136,9 +136,9 @@ class Rollouts:
             raise ConfigError(f"n is {n}", "ask for 1 or more completions of each prompt")
         keys = range(len(prompts)) if keys is None else keys
         images = [None] * len(prompts) if images is None else images
-        for what, values in (("keys", keys), ("images", images)):
+        for field, values in (("keys", keys), ("images", images)):
             if len(values) != len(prompts):
-                raise ConfigError(f"{what} has {len(values)} entries for {len(prompts)} prompts", "give one for each")
+                raise ConfigError(f"{field} has {len(values)} entries for {len(prompts)} prompts", "give one for each")
         if not prompts:
             return []
         lengths = new_tokens(self.model, prompts, max_new_tokens)

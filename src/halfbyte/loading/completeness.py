@@ -37,7 +37,7 @@ def check_complete(origin: Origin, config: Any) -> None:
     """Compare names and shapes of a local checkpoint's weights with the model that its config describes.
 
     Args:
-        place: its folder; a hub id is not checked.
+        origin: its folder; a hub id is not checked.
         config: its transformers config.
 
     Raises:
@@ -86,7 +86,7 @@ def meta_model(origin: Origin, config: Any) -> Any:
     """Build a model on torch's meta device: names and shapes, no weights, and no quantization.
 
     Args:
-        place: folder or hub id, for errors and for the model's own code.
+        origin: folder or hub id, for errors and for the model's own code.
         config: its transformers config.
 
     Raises:

@@ -29,19 +29,19 @@ class ModelFiles:
 
     Attributes:
         name: name by which it was requested.
-        place: its folder or hub id; for a GGUF file, the folder that it is unpacked in.
+        origin: its folder or hub id; for a GGUF file, the folder that it is unpacked in.
         config: its transformers config.
     """
 
     name: str
-    place: Origin
+    origin: Origin
     config: Any
 
     def folder(self) -> Path:
         """Return the local folder; for a hub id the cache's, downloading missing files."""
         from .checkpoint import base_folder
 
-        return base_folder(self.place)
+        return base_folder(self.origin)
 
     def digest(self) -> str:
         """Return the digest of a GGUF file, or of the folder's config, code and weights.

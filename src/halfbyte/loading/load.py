@@ -163,16 +163,16 @@ def load_model(
     attn_implementation = attn_implementation or default_attention(config.get_text_config())
     if isinstance(initial, AdapterInitialiser):
         check_not_quantized(files)
-        initial.prepare(add_adapter(meta_model(files.place, config), initial.adapter))
+        initial.prepare(add_adapter(meta_model(files.origin, config), initial.adapter))
     share = ModelShare(mesh, along, elsewhere)
     options = _quantization_options(config, files.name, storage, share.memory_degree, experts_on_host)
     quantization = options.get("quantization_config")
     if quantization is not None:
         quantization.initial = initial
-    options |= {"revision": files.place.revision, "trust_remote_code": files.place.trust_remote_code}
+    options |= {"revision": files.origin.revision, "trust_remote_code": files.origin.trust_remote_code}
     options |= {"attn_implementation": attn_implementation, "dtype": resolve_dtype(dtype, target)}
-    load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
-    model = load(device=target) if mesh.size == 1 else load_together(files.place, config, share, target, load)
+    load = functools.partial(_from_pretrained, files.origin.name, config=config, bars=mesh.is_main, **options)
+    model = load(device=target) if mesh.size == 1 else load_together(files.origin, config, share, target, load)
     if initial is not None:
         if mesh.size > 1:
             initial.gather(mesh)
@@ -204,12 +204,12 @@ def mapped_model(files: ModelFiles) -> Any:
     config = copy.deepcopy(files.config)
     check_not_quantized(files)
     return _from_pretrained(
-        files.place.name,
+        files.origin.name,
         config=config,
         device=torch.device("cpu"),
         bars=True,
-        revision=files.place.revision,
-        trust_remote_code=files.place.trust_remote_code,
+        revision=files.origin.revision,
+        trust_remote_code=files.origin.trust_remote_code,
         attn_implementation=default_attention(config.get_text_config()),
         dtype="auto",
     ).eval()

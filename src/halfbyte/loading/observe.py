@@ -38,8 +38,8 @@ def observe_inputs(
         ModelError: the checkpoint is quantized, or no token reached a module.
     """
     check_not_quantized(files)
-    initial.prepare(add_adapter(meta_model(files.place, files.config), initial.adapter))
-    formats = assigned_formats(files.place, storage)[0] if storage.quantized else {}
+    initial.prepare(add_adapter(meta_model(files.origin, files.config), initial.adapter))
+    formats = assigned_formats(files.origin, storage)[0] if storage.quantized else {}
 
     def visit(module: str, weight: Tensor, moment: Tensor) -> None:
         initial.compute(module, weight, formats.get(f"{module}.weight"), moment)
@@ -69,6 +69,6 @@ def observe_gradients(
         ModelError: the checkpoint is quantized, or a module has no gradient.
     """
     check_not_quantized(files)
-    initial.prepare(add_adapter(meta_model(files.place, files.config), initial.adapter))
+    initial.prepare(add_adapter(meta_model(files.origin, files.config), initial.adapter))
     model = load_model(files, storage, dtype=dtype, device=device)
     initial.gradients = weight_gradients(model, initial.modules, batches)

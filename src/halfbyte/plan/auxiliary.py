@@ -77,7 +77,7 @@ def find_auxiliary(config: RunKeys, device: torch.device, itemsize: int = 4) -> 
     for model in reward_models:
         if model.adapter is None:
             assert model.files is not None
-            reward_bytes += itemsize * _count_elements(safetensors_files(Path(model.files.place.name)))
+            reward_bytes += itemsize * _count_elements(safetensors_files(Path(model.files.origin.name)))
         else:  # an adapter with its base
             reward_bytes += _bytes(model, _shapes(config, model, device))
     if config.method not in DISTILLING:

@@ -72,18 +72,18 @@ def vision_peak(model: nn.Module, images: BatchImages, dtype: torch.dtype, check
         for count in BLOCKS
     ]
     patches = images.columns[PIXELS].shape[0] * ratio
-    one, two = (_line([side**2 for side in SIDES], values, patches) for values in peaks)
+    one_block, two_blocks = (_line([side**2 for side in SIDES], values, patches) for values in peaks)
     depth = len(_blocks(model) or ())
-    return int(one + (depth - 1) * (two - one))
+    return int(one_block + (depth - 1) * (two_blocks - one_block))
 
 
 def _small(side: int, width: int) -> dict[str, Tensor]:
     return {PIXELS: torch.zeros(side**2, width), GRID: torch.tensor([[1, side, side]])}
 
 
-def _line(places: list[int], values: list[int], at: float) -> float:
+def _line(points: list[int], values: list[int], at: float) -> float:
     """Return the value at `at` of the line through two points."""
-    return values[0] + (values[1] - values[0]) * (at - places[0]) / (places[1] - places[0])
+    return values[0] + (values[1] - values[0]) * (at - points[0]) / (points[1] - points[0])
 
 
 def _blocks(model: nn.Module) -> nn.ModuleList | None:

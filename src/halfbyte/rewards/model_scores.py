@@ -129,7 +129,7 @@ def _as_reward_model(model: Any, name: str, dtype: torch.dtype) -> Iterator[None
 def _load_classifier(files: RewardModelFiles, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a classification model with transformers, in the run's dtype."""
     assert files.files is not None
-    location = files.files.place
+    location = files.files.origin
     problem, fix = f"cannot load {files.files.name}", "check the reward model's files"
     with answered(problem, fix, ModelError), quiet_transformers():
         return (

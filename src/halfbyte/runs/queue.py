@@ -179,9 +179,9 @@ class Queue:
         """Change columns of a job; returns False if its state or attempt has changed since it was read."""
         with self._transaction() as connection:
             text = f"UPDATE jobs SET {', '.join(f'{name} = ?' for name in columns)}"
-            where = " WHERE id = ? AND state = ? AND attempt = ?"
+            condition = " WHERE id = ? AND state = ? AND attempt = ?"
             values = (*columns.values(), job.id, job.state, job.attempt)
-            return connection.execute(text + where, values).rowcount == 1
+            return connection.execute(text + condition, values).rowcount == 1
 
     def move(self, number: int, place: int) -> None:
         """Move a waiting job to a place among the waiting jobs, from 1.

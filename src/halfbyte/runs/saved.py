@@ -251,7 +251,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     if trained_rows:
         tokenizer = trained_tokenizer(paths.adapter, config)
     else:
-        tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+        tokenizer = load_tokenizer(files.origin, chat_template_path=config.chat_template_path)
     quantized_later = config.qat_scheme and not paths.adapter  # fully trained weights are quantized after loading
     dtype = "float32" if quantized_later else config.precision.compute
     model = _load_base(files, config, config.storage, dtype, initial)

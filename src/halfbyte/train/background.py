@@ -104,11 +104,11 @@ class BackgroundRun:
         deadline = None if timeout is None else time.monotonic() + timeout
         with _display(self) as update:
             while self._process.poll() is None:
-                rest = REFRESH_SECONDS if deadline is None else min(REFRESH_SECONDS, deadline - time.monotonic())
-                if rest <= 0:
+                pause = REFRESH_SECONDS if deadline is None else min(REFRESH_SECONDS, deadline - time.monotonic())
+                if pause <= 0:
                     raise TimeoutError(f"{self.output_dir} has not finished after {timeout:g} seconds")
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(rest)
+                    self._process.wait(pause)
                 update()
         status = None if self._is_unknown() else self.status
         if self._process.returncode or status is None or status.state != "finished":

@@ -185,7 +185,7 @@ def prepare_run(
     check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     _check_model(config, files)
-    tokenizer = load_run_tokenizer(config, files.place)
+    tokenizer = load_run_tokenizer(config, files.origin)
     config = with_token_rows(config, tokenizer, files.config)
     shapes = ModelShapes(config, files.config, machine.device)
     _check_shapes(config, shapes, machine, mesh, layout)

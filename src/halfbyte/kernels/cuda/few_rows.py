@@ -352,9 +352,9 @@ def several_obstacle(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence
 
 def formats_obstacle(x: Tensor, linears: Sequence[PackedLinear]) -> str | None:
     """Return why one launch cannot take the weights of these linears, or None."""
-    kinds = {(operand.source, *operand.constants.items()) for operand in (operand_of(x, p.product) for p in linears)}
+    decoders = {(operand.source, *operand.constants.items()) for operand in (operand_of(x, p.product) for p in linears)}
     one_order = len({id(linear.product.order) for linear in linears}) == 1
-    return None if len(kinds) == 1 and one_order else "needs weights of one format and one order of inputs"
+    return None if len(decoders) == 1 and one_order else "needs weights of one format and one order of inputs"
 
 
 @packed_linears.kernel("cuda", unless=several_obstacle, rank=3)

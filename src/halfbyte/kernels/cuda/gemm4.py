@@ -153,8 +153,8 @@ def launch(
     tiles = tiles_of(batch)
     cuts = [ceil_div(product.rows, tile) for product in products]
     steps = columns // STEP
-    most = shares([cut * steps for cut in cuts], multiprocessors_of(device))
-    grids = [grid_for(cut, steps, share) for cut, share in zip(cuts, most, strict=True)]
+    steps_per_block = shares([cut * steps for cut in cuts], multiprocessors_of(device))
+    grids = [grid_for(cut, steps, share) for cut, share in zip(cuts, steps_per_block, strict=True)]
     additions = [cut * tile * 2 * tiles // ADDED for cut in cuts]  # blocks of `add`
     entries = [grid + cut for grid, cut in zip(grids, cuts, strict=True)]
     partials = torch.empty(sum(entries), tile * 8 * tiles, dtype=torch.float32, device=x.device).split(entries)

@@ -86,8 +86,8 @@ def weights_obstacle(linears: Sequence[PackedLinear]) -> str | None:
     """Return why a launch cannot take the weights of these linears, or None."""
     if not 1 <= len(linears) <= PARTS or any(linear.product.op is not linear_blockwise4 for linear in linears):
         return f"takes 1 to {PARTS} weights in NF4 or FP4"
-    kinds = {(nested is None, blocksize) for _, _, nested, blocksize, *_ in (p.product.arguments for p in linears)}
-    return None if len(kinds) == 1 else "needs weights with one kind of scales"
+    layouts = {(nested is None, blocksize) for _, _, nested, blocksize, *_ in (p.product.arguments for p in linears)}
+    return None if len(layouts) == 1 else "needs weights with one kind of scales"
 
 
 def several_obstacle(x: Tensor, linears: Sequence[PackedLinear], terms: Sequence[Term]) -> str | None:

@@ -248,14 +248,14 @@ def gemm(x: Tensor, packed: Packed, rows: int, bias: Tensor | None, blocks: Gemm
 
 def product(x: Tensor, packed: Packed, rows: int, bias: Tensor | None) -> Tensor:
     """[M, N] = x·Wᵀ + b."""
-    few = x.shape[0] <= GEMV_ROWS or x.dtype is torch.float32
-    return gemv(x, packed, rows, bias) if few else gemm(x, packed, rows, bias)
+    is_small = x.shape[0] <= GEMV_ROWS or x.dtype is torch.float32
+    return gemv(x, packed, rows, bias) if is_small else gemm(x, packed, rows, bias)
 
 
 def obstacle(x: Tensor, *arguments: Any) -> str | None:
     """Return why neither kernel takes a linear's arguments, or None."""
-    most = FP32_ROWS if x.dtype is torch.float32 else GEMM_ROWS
-    if not 1 <= x.shape[0] <= most or not x.shape[1]:
+    largest = FP32_ROWS if x.dtype is torch.float32 else GEMM_ROWS
+    if not 1 <= x.shape[0] <= largest or not x.shape[1]:
         return f"takes 1 to {GEMM_ROWS} rows of 16 bits, or {FP32_ROWS} of 32"
     return decoders.obstacle(tuple(argument for argument in arguments if isinstance(argument, Tensor)))
 
