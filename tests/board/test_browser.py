@@ -67,7 +67,8 @@ def test_pages_fit_a_small_screen_and_are_accessible(pages, address, tab, scheme
     write_run(pages.root / "live", 30, status_json=status("training", 30, 60))
     numbers = [pages.number(name) for name in ("first", "grid/second", "live")]
     run, compared = f"/run/{numbers[0]}", "&".join(f"run={number}" for number in numbers)
-    for path in ("/", run, f"{run}/data", f"/compare?{compared}", "/queue", f"/new?from={numbers[0]}"):
+    further = (f"/compare?{compared}", "/queue", f"/new?from={numbers[0]}", f"/chat?run={numbers[0]}")
+    for path in ("/", run, f"{run}/data", *further):
         page.goto(address + path)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, path
         violations = axe.run(page).response["violations"]

@@ -6,6 +6,8 @@ curves.py       curves and histograms as inline SVG, reduced to the resolution o
 pages.py        the frame of a page, and the pages Runs and Run
 tables.py       the pages Compare and Data
 queue_pages.py  the pages Queue and New run
+chat.py         the page Chat, and its engine as a child process
+engine.py       the program of that process
 actions.py      what a page may change: stop, queue, notes, the trash; each is one command line
 guard.py        the token's cookie, host names, origins of writes, and headers of every response
 app.py          routes

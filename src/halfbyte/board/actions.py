@@ -23,6 +23,7 @@ from ..runs.lock import run_lock
 from ..runs.queue import Queue, queue_folder
 from ..utils.errors import ConfigError, HalfbyteError, explain_os_error
 from ..utils.files import write_text
+from .chat import Engines, has_weights, needed_bytes
 from .folders import Notes, Runs, Summary, save_notes
 
 TRASH = ".halfbyte-trash"
@@ -43,6 +44,7 @@ class Actions:
 
     def __init__(self, runs: Runs, allowed: Sequence[Path], folder: Path):
         self.runs, self.folder = runs, folder
+        self.engines = Engines(folder)
         self.allowed = [path.resolve() for path in (*runs.roots, *allowed)]
         self._children: list[subprocess.Popen[bytes]] = []
 
@@ -237,6 +239,22 @@ def start(actions: Actions, run: Summary | None, fields: Fields) -> dict[str, st
     return answer
 
 
+def start_engine(actions: Actions, run: Summary | None, fields: Fields) -> dict[str, str]:
+    """Load a run to talk to, and the adapter of another run of its base."""
+    other = actions.runs.summary(fields["with"]) if fields.get("with") in actions.runs.folders() else None
+    if not all(has_weights(item) for item in (_run(run), other) if item is not None):
+        raise ConfigError(f"{_run(run).name}: a run has no weights yet", "choose one that has finished")
+    actions.engines.start(_run(run), other, needed_bytes(actions.runs, _run(run)))
+    address = f"/chat?run={_run(run).id}" + (f"&with={other.id}" if other else "")
+    return {"message": "The model is being loaded.", "location": address}
+
+
+def stop_engine(actions: Actions, run: Summary | None, fields: Fields) -> dict[str, str]:
+    """End the engine."""
+    actions.engines.stop()
+    return {"message": "The engine has ended.", "location": "/chat"}
+
+
 ACTIONS: dict[str, Callable[[Actions, Summary | None, Fields], dict[str, str]]] = {
     "stop": stop,
     "trash": trash,
@@ -247,4 +265,6 @@ ACTIONS: dict[str, Callable[[Actions, Summary | None, Fields], dict[str, str]]] 
     "check": check_run,
     "queue-add": add_job,
     "start": start,
+    "chat-start": start_engine,
+    "chat-stop": stop_engine,
 }

@@ -27,6 +27,7 @@ from ..runs import layout
 from ..serve.guard import LOCAL, Access
 from ..utils.errors import HalfbyteError
 from .actions import ACTIONS, Actions
+from .chat import chat_page
 from .folders import Cache, Runs, Summary, version_of
 from .guard import Gate
 from .pages import frame, run_page, runs_page
@@ -134,6 +135,21 @@ class Board:
         run = self._run(number) if number else None
         return HTMLResponse(new_page(run, self.actions is None))
 
+    def chat_page(self, request: Request) -> Response:
+        query = request.query_params
+        run, other = (self._run(query[name]) if query.get(name) else None for name in ("run", "with"))
+        engines = None if self.actions is None else self.actions.engines
+
+        def version() -> str:
+            engine = None if engines is None else engines.engine
+            return "" if engine is None else f"{engine.runs} {engine.state} {engine.lines}"
+
+        def page() -> str:
+            engine = None if engines is None else engines.engine
+            return chat_page(self.runs.all(), run, other, engine, query, engines is None)
+
+        return self._live(request, version, page)
+
     def _run(self, number: str) -> Summary:
         """Return a run by its id, unless a link leads from its folder out of the board's folders.
 
@@ -199,17 +215,7 @@ class Board:
         name = request.path_params["action"]
         if self.actions is None or name not in ACTIONS:
             raise HTTPException(404, "There is no such action.")
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > BODY_BYTES:
-                raise HTTPException(413, "The request is too long.")
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise HTTPException(400, "The request is no JSON.") from error
-        if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
-            raise HTTPException(400, "The request is no object of texts.")
+        fields = await _fields(request)
         run = self._run(fields.pop("run")) if "run" in fields else None
         try:
             answer = await run_in_threadpool(ACTIONS[name], self.actions, run, fields)
@@ -217,6 +223,37 @@ class Board:
             return JSONResponse({"message": f"{error.message}: {error.fix}" if error.fix else error.message}, 400)
         self.runs.forget()
         return JSONResponse(answer)
+
+    async def chat(self, request: Request) -> Response:
+        """Return the stream of a model's answer."""
+        if self.actions is None:
+            raise HTTPException(404, "There is no such action.")
+        fields = await _fields(request)
+        try:
+            answer = await run_in_threadpool(self.actions.engines.answer, fields)
+        except HalfbyteError as error:
+            return JSONResponse({"message": f"{error.message}: {error.fix}"}, 400)
+        return StreamingResponse(answer, media_type=EVENTS)
+
+
+async def _fields(request: Request) -> dict[str, str]:
+    """Return the JSON object of a request, whose values are texts.
+
+    Raises:
+        HTTPException: it is too long, or no such object.
+    """
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > BODY_BYTES:
+            raise HTTPException(413, "The request is too long.")
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, "The request is no JSON.") from error
+    if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
+        raise HTTPException(400, "The request is no object of texts.")
+    return fields
 
 
 def _style() -> str:
@@ -266,10 +303,13 @@ def application(
             Route("/compare", board.compare_page),
             Route("/queue", board.queue_page),
             Route("/new", board.new_page),
+            Route("/chat", board.chat_page),
+            Route("/api/chat", board.chat, methods=["POST"]),
             Route("/api/{action}", board.act, methods=["POST"]),
             Route("/static/board.css", _styles),
             Route("/static/board.js", _script),
             Route("/static/curves.js", _script),
+            Route("/static/chat.js", _script),
         ],
         exception_handlers={HTTPException: _error, Exception: _internal_error},
     )

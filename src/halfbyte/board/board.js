@@ -1,5 +1,6 @@
 // Pages work without this script. It sends buttons as JSON, and fetches a page again when the server says that its
 // files have changed.
+import "./chat.js";
 import { follow, onZoom } from "./curves.js";
 
 const PAUSE = 1000; // milliseconds between two fetches, at least; twice as long as a fetch takes on slow pages
@@ -101,8 +102,11 @@ async function refresh(isWanted = false) {
     if (response.status === 304) return;
     const page = new DOMParser().parseFromString(await response.text(), "text/html");
     if (address !== location.href) return; // it shows another range by now
-    main.dataset.live = response.headers.get("etag") || "";
-    replace(main, page.querySelector("main"));
+    const fresh = page.querySelector("main");
+    if ("live" in fresh.dataset) main.dataset.live = response.headers.get("etag") || "";
+    else delete main.dataset.live;
+    replace(main, fresh);
+    if (!("live" in main.dataset)) watch(); // which ends the stream
   } catch (error) {
     if (isWanted) location.reload();
   } finally {

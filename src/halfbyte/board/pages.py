@@ -33,7 +33,7 @@ OTHER_CURVES = {
     "memory_bytes": "Memory (GiB)",
 }
 STEADY = ("learning_rate", "memory_bytes")  # curves without noise, which are not smoothed
-NAVIGATION = (("/", "Runs"), ("/queue", "Queue"), ("/new", "New run"))
+NAVIGATION = (("/", "Runs"), ("/queue", "Queue"), ("/new", "New run"), ("/chat", "Chat"))
 SAMPLE_STEPS = 8  # steps whose answers a page shows
 WIDTHS = re.compile(r'class="(\w+)" style="width:([\d.]+)%"')
 STATES = ("running", "finished", "stopped", "failed", "lost")
@@ -280,7 +280,7 @@ def _actions(run: Summary, read_only: bool) -> str:
         asked = "Move the folder of this run into the trash folder beside it?"
         trash = "mv to .halfbyte-trash"
         forms.append(button("Move to the trash", "/api/trash", {"run": run.id}, trash, confirm=asked))
-    copy = f'<p><a href="/new?from={run.id}">New run from this one</a></p>'
+    links = f'<p><a href="/new?from={run.id}">New run from this one</a> <a href="/chat?run={run.id}">Chat</a></p>'
     hidden = " checked" if run.notes.hidden else ""
     notes = (
         f'<form class="notes" data-post="/api/notes"><input type="hidden" name="run" value="{run.id}">'
@@ -289,7 +289,7 @@ def _actions(run: Summary, read_only: bool) -> str:
         f'<label><input type="checkbox" name="hidden" value="1"{hidden}> hide in lists</label><button>Save</button>'
         "</form>"
     )
-    return f'<details class="actions"><summary>Actions and notes</summary>{"".join(forms)}{copy}{notes}</details>'
+    return f'<details class="actions"><summary>Actions and notes</summary>{"".join(forms)}{links}{notes}</details>'
 
 
 def axis(metrics: Records, name: str) -> tuple[list[float], Callable[[Series], list[float]]]:

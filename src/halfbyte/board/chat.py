@@ -1,0 +1,271 @@
+"""The page Chat, and the engine behind it: a child process that leaves after `IDLE_SECONDS` without a request."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import os
+import re
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..report.sections import missing, text
+from ..runs import layout
+from ..utils.errors import ConfigError
+from .folders import Runs, Summary
+from .pages import Query, button, frame, with_query
+
+IDLE_SECONDS = 300.0
+WORKSPACE = 1 << 30  # bytes for the KV cache and temporary tensors
+LOG_LINES = 20  # of a failed engine that the page shows
+NUMBERS = {"temperature": (0.0, 2.0), "seed": (0, 2**31 - 1), "max_tokens": (1, 2048)}  # name → range
+FIELDS = {"temperature": ("temperature", "0.7"), "seed": ("seed", "1"), "max_tokens": ("tokens", "256")}
+READY = re.compile(r"at http://127\.0\.0\.1:(\d+)/v1")
+
+
+@dataclass
+class Engine:
+    """A loaded model and its adapters.
+
+    Attributes:
+        runs: ids of the run and, if there are two, of the other one.
+        state: loading, ready or ended.
+        names: of the models that requests may name.
+        lines: the last lines of its output.
+    """
+
+    runs: tuple[str, ...]
+    process: subprocess.Popen[str]
+    key: str
+    state: str = "loading"
+    port: int = 0
+    names: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    used: float = field(default_factory=time.monotonic)
+
+    def follow(self) -> None:
+        """Read the output until the process ends."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines = [*self.lines, line.rstrip()][-LOG_LINES:]
+            if self.state == "loading" and (match := READY.search(line)):
+                self.port = int(match[1])
+                with contextlib.suppress(OSError, ValueError, LookupError):
+                    self.names = [model["id"] for model in json.loads(self.request("GET", "/v1/models").read())["data"]]
+                self.used, self.state = time.monotonic(), "ready"
+        self.process.wait()
+        self.state = "ended"
+
+    def leave_when_idle(self) -> None:
+        """End the process when no request has come for `IDLE_SECONDS`."""
+        while self.state != "ended":
+            time.sleep(min(IDLE_SECONDS / 10, 5.0))
+            if self.state == "ready" and time.monotonic() - self.used > IDLE_SECONDS:
+                self.lines.append("The engine has left: it was not used.")
+                self.end()
+
+    def end(self) -> None:
+        """End the process."""
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
+        """Send a request; the response is read by the caller."""
+        self.used = time.monotonic()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=330)
+        headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json", "connection": "close"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return connection.getresponse()
+
+
+class Engines:
+    """The engine of the board; there is one at most.
+
+    Args:
+        folder: of the files that the board writes; of this user only.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.lock = folder, threading.Lock()
+        self.engine: Engine | None = None
+
+    def start(self, run: Summary, other: Summary | None, needed: int) -> None:
+        """Load a run, and the adapter of another one, in place of what is loaded."""
+        with self.lock:
+            if self.engine is not None:
+                self.engine.end()
+            key = secrets.token_urlsafe(32)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = self.folder / f"engine-{time.monotonic_ns()}.key"
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as secret:
+                secret.write(key)
+            adapters = [] if other is None else [f"{_name_of(other)}={other.folder}"]
+            program = "import sys; from halfbyte.board.engine import main; main(*sys.argv[1:])"
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, str(run.folder), str(file), str(needed), *adapters],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self.engine = Engine((run.id, *([other.id] if other else [])), process, key)
+            for work in (self.engine.follow, self.engine.leave_when_idle):
+                threading.Thread(target=work, daemon=True).start()
+
+    def stop(self) -> None:
+        """End the engine."""
+        with self.lock:
+            if self.engine is not None:
+                self.engine.end()
+
+    def answer(self, fields: Mapping[str, str]) -> Iterator[bytes]:
+        """Return the stream of an answer, as OpenAI's interface sends it.
+
+        Args:
+            fields: `model`, `messages` (JSON), and numbers by the names of `NUMBERS`.
+
+        Raises:
+            ConfigError: no model is loaded, or it refuses the request.
+        """
+        engine = self.engine
+        if engine is None or engine.state != "ready":
+            raise ConfigError("no model is loaded", "start the engine")
+        body: dict[str, Any] = {"model": fields.get("model", ""), "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        try:
+            body["messages"] = json.loads(fields.get("messages", ""))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("messages: they are no JSON", "send a list of messages") from error
+        for name, (low, high) in NUMBERS.items():
+            if name in fields:
+                body[name] = _number(name, fields[name], low, high)
+        try:
+            response = engine.request("POST", "/v1/chat/completions", body)
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(f"the engine does not answer: {error}", "start it again") from error
+        if response.status != 200:
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                raise ConfigError(str(json.loads(response.read())["error"]["message"]), "change the request")
+            raise ConfigError(f"the engine has refused: status {response.status}", "change the request")
+
+        def lines() -> Iterator[bytes]:
+            with contextlib.closing(response), contextlib.suppress(OSError, http.client.HTTPException):
+                for line in response:
+                    engine.used = time.monotonic()
+                    yield line
+
+        return lines()
+
+
+def _number(name: str, given: str, low: float, high: float) -> float | int:
+    try:
+        value: float | int = int(given) if isinstance(low, int) else float(given)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: {given[:40]} is not between {low:g} and {high:g}", "correct it")
+    return value
+
+
+def _name_of(run: Summary) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", run.name).strip("-") or run.id
+
+
+def needed_bytes(runs: Runs, run: Summary) -> int:
+    """Return the bytes that answering with a run takes, from its plan; 0 if it has none."""
+    memory = runs.document(run.folder, layout.MEMORY, dict) or {}
+    predicted = memory.get("predicted")
+    stored = [predicted.get(name) for name in ("weights", "adapters")] if isinstance(predicted, dict) else []
+    counts = [count for count in stored if isinstance(count, int) and count >= 0]
+    return sum(counts) + WORKSPACE if counts else 0
+
+
+def has_weights(run: Summary) -> bool:
+    """Return whether a run has saved weights."""
+    return any((run.folder / name).is_dir() for name in layout.WEIGHTS)
+
+
+def command_of(run: Summary, other: Summary | None) -> str:
+    """Return the command line that loads what the page loads."""
+    further = "" if other is None else f" --adapter {_name_of(other)}={other.folder}"
+    return f"halfbyte serve {run.folder}{further}"
+
+
+def chat_page(
+    all_runs: Sequence[Summary],
+    run: Summary | None,
+    other: Summary | None,
+    engine: Engine | None,
+    query: Query,
+    read_only: bool,
+) -> str:
+    """Return the page: the choice of runs, the state of the engine and, when it is ready, the conversation."""
+    if read_only:
+        note = missing("The board is read-only: it loads no model.")
+        return frame("Chat", f"<h1>Chat</h1>{note}", path="/chat")
+    able = [item for item in all_runs if has_weights(item)]
+    if run is None:
+        items = "".join(f'<li><a href="/chat?run={item.id}">{text(item.name)}</a></li>' for item in able)
+        listed = (
+            f"<p>Choose a run to talk to.</p><ul>{items}</ul>" if able else "<p class=missing>No run has weights.</p>"
+        )
+        return frame("Chat", f"<h1>Chat</h1>{listed}", path="/chat")
+    base = run.keys.get("model_name_or_path")
+    same = [item for item in able if item.id != run.id and item.keys.get("model_name_or_path") == base]
+    options = "".join(
+        f'<option value="{item.id}"{" selected" if other and item.id == other.id else ""}>{text(item.name)}</option>'
+        for item in same
+    )
+    choose = (
+        f'<form class="filters"><input type="hidden" name="run" value="{run.id}"><label>beside '
+        f'<select name="with"><option value="">its base only</option>{options}</select></label>'
+        "<button>Choose</button></form>"
+    )
+    fields = {"run": run.id, **({"with": other.id} if other else {})}
+    is_this = engine is not None and engine.runs == (run.id, *([other.id] if other else []))
+    state = engine.state if engine is not None and is_this else "ended"
+    if engine is not None and state == "ready":
+        body = button("End the engine", "/api/chat-stop", {}, "") + _conversation(engine)
+    elif engine is not None and state == "loading":
+        body = f'<p class="state training">loading</p><pre>{text(chr(10).join(engine.lines))}</pre>'
+    else:
+        log = engine.lines if engine is not None and is_this else []
+        last = f"<pre>{text(chr(10).join(log))}</pre>" if log else ""
+        body = button("Start the engine", "/api/chat-start", fields, command_of(run, other)) + last
+        if engine is not None and engine.state != "ended" and not is_this:
+            loaded = with_query("/chat", {}, **dict(zip(("run", "with"), engine.runs, strict=False)))
+            body += f'<p class="note">It replaces <a href="{loaded}">the one that is loaded</a>.</p>'
+    header = f'<header><p class="eyebrow"><a href="/run/{run.id}">{text(run.name)}</a></p><h1>Chat</h1></header>'
+    return frame("Chat", f"{header}{choose}{body}", path="/chat", live=state != "ready")
+
+
+def _conversation(engine: Engine) -> str:
+    names = [engine.names[0], engine.names[-1]] if len(engine.runs) == 2 else engine.names[:2]
+    columns = "".join(
+        f'<div data-model="{text(name)}"><h2>{text(name)}</h2><div class="turns" role="log" tabindex="0"'
+        f' aria-label="conversation with {text(name)}"></div></div>'
+        for name in names
+    )
+    numbers = "".join(
+        f'<label>{label} <input name="{name}" size="6" inputmode="decimal" value="{value}"></label>'
+        for name, (label, value) in FIELDS.items()
+    )
+    return (
+        f'<div class="chat">{columns}</div><form class="new" data-chat><label>Message '
+        f'<textarea name="message" rows="3" required></textarea></label><div class="filters">{numbers}</div>'
+        '<div><button>Send</button> <button type="reset">New conversation</button></div></form>'
+    )
