@@ -15,6 +15,7 @@ OWN = {
     "demo/corpus.py": "Python's own sources, and the package's",
     "utils/environment.py": "the package's metadata and the kernel's files",
     "board/app.py": "the package's own script and style",
+    "board/chat.py": "the messages of a page, and what its own engine answers",
     "board/folders.py": "lines of run files, of which it leaves out what is damaged",
     "board/guard.py": "the token that it wrote",
     "board/series.py": "lines of run files, of which it leaves out what is damaged",

@@ -5,6 +5,7 @@ const RIGHT = 10;
 const TOP = 10;
 const BOTTOM = 34;
 const COLUMN = 0.6; // units of a drawing: half the column of the screen that a long curve is reduced to
+const FAR = 4; // units of a drawing beyond which a value is shown with its own place
 const SHORTEST = 5; // units of a drag that zooms
 const SVG = "http://www.w3.org/2000/svg";
 const points = new WeakMap();
@@ -118,7 +119,9 @@ function draw(chart, value) {
     const mark = row.appendChild(document.createElement("i"));
     mark.className = `k${path.classList[0].slice(1)}`;
     const range = [...new Set([exact(point.low), exact(point.high)])].join(" to ");
-    row.append(path.dataset.name ? `${path.dataset.name} ${range}` : range);
+    const place = format(axes.valueOfX(point.x), (axes.high - axes.low) / 2000);
+    const remark = Math.abs(point.x - at) > FAR ? ` (at ${place})` : "";
+    row.append(`${path.dataset.name} ${range}${remark}`.trim());
     return row;
   });
   const head = document.createElement("b");
@@ -149,7 +152,7 @@ function stretch(low, high, label) {
     if (chart.dataset.label !== label) continue;
     const factor = (axes.width - LEFT - RIGHT) / (axes.x(high) - axes.x(low));
     chart.querySelector(".lines").setAttribute("transform", `matrix(${factor} 0 0 1 ${LEFT - factor * axes.x(low)} 0)`);
-    chart.querySelectorAll("text.middle.tick").forEach((tick) => tick.remove());
+    chart.querySelectorAll("text.tick").forEach((tick) => tick.remove());
   }
 }
 

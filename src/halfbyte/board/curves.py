@@ -15,6 +15,7 @@ from ..report.sections import text
 
 WIDTH, HEIGHT = 460, 240  # of a drawing, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 34
+HALF_DIGIT = 3.2  # width of half a digit
 COLUMNS = 400  # of the screen, that a curve is reduced to
 SERIES = 12  # colours
 
@@ -202,9 +203,10 @@ def _axes(x_range: tuple[float, float], y_range: tuple[float, float], x_label: s
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 3:.1f}">{label}</text>')
     for value in _ticks(*x_range):
-        parts.append(
-            f'<text class="middle tick" x="{_x(value, x_range):.1f}" y="{HEIGHT - 20}">{_number(value)}</text>'
-        )
+        x, label = _x(value, x_range), _number(value)
+        is_last = x + HALF_DIGIT * len(label) > WIDTH  # it would be cut at the edge
+        at = f'class="end tick" x="{WIDTH}"' if is_last else f'class="middle tick" x="{x:.1f}"'
+        parts.append(f'<text {at} y="{HEIGHT - 20}">{label}</text>')
     parts.append(f'<text class="middle" x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 5}">{text(x_label)}</text>')
     return parts
 
