@@ -49,6 +49,7 @@ def inputs_of(folder, name, picture):
     return processor(text=[text], images=[[Image.open(picture)]], return_tensors="pt", add_special_tokens=False)
 
 
+FULL = {"use_peft": False, "load_in_4bit": False, "freeze_vision_tower": False}
 SLOW = {name: [pytest.mark.slow] for name in MODELS_OF_IMAGES if name != "qwen2_5_vl"}
 SLOW["lfm2_vl"] = [pytest.mark.slow, NEEDS_TORCHVISION]
 # `merge` refuses adapters on Qwen3-VL's experts, which its checkpoints store transposed.
@@ -113,13 +114,20 @@ def test_a_run_on_text_keeps_the_tower(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_equal_bytes(tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "file"),
+    [
+        ({"lora_dropout": 0.1}, "adapter/adapter_model.safetensors"),
+        (FULL | {"freeze_multi_modal_projector": False}, "model/model.safetensors"),
+    ],
+)
+def test_a_resumed_run_has_equal_bytes(keys, file, tmp_path):
     place = write_place(tmp_path, "qwen3_vl")
-    keys = {"max_steps": 4, "save_steps": 2, "lora_dropout": 0.1, "eval_split_size": 2}
+    keys |= {"max_steps": 4, "save_steps": 2, "eval_split_size": 2}
     train(configured(place, tmp_path / "full", **keys))
     train(configured(place, tmp_path / "half", **keys | {"save_total_limit": None}))
     train(configured(place, tmp_path / "half", **keys), resume=str(tmp_path / "half/checkpoint-2"))
-    first, second = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("full", "half"))
+    first, second = (load_file(tmp_path / name / file) for name in ("full", "half"))
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
@@ -158,8 +166,7 @@ def test_limits_on_pixels_travel_with_the_adapter(tmp_path):
 def test_full_fine_tuning_trains_the_parts_that_are_not_frozen(name, tmp_path):
     """Tower and language model change, the projector keeps its bits, and the saved model answers in transformers."""
     place, output = write_place(tmp_path, name), tmp_path / "out"
-    keys = {"use_peft": False, "load_in_4bit": False, "freeze_vision_tower": False, "learning_rate": 3e-3}
-    train(configured(place, output, max_steps=12, **keys))
+    train(configured(place, output, max_steps=12, learning_rate=3e-3, **FULL))
     assert losses(output)[-1] < 0.5 * losses(output)[0]
     base, model = (
         AutoModelForImageTextToText.from_pretrained(folder) for folder in (place / "model", output / "model")
@@ -172,6 +179,7 @@ def test_full_fine_tuning_trains_the_parts_that_are_not_frozen(name, tmp_path):
     assert not any(equal[None])
     answer = model.generate(**inputs_of(output / "model", name, place / "pictures/1-0.png"), max_new_tokens=4)
     assert answer.shape[1] > 4
+    assert 'AutoModelForImageTextToText.from_pretrained("model"' in (output / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

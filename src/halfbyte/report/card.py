@@ -113,7 +113,7 @@ def _usage(run: Run, published: bool) -> str:
         tokenizer = f"{reader}.from_pretrained({_arguments_of_base(run, published)})"
     tokenizer = f"{reader.removeprefix('Auto').lower()} = {tokenizer}"
     if _weights(run) == MODEL:
-        lines.append(f'model = AutoModelForCausalLM.from_pretrained("{weights}", dtype="auto")')
+        lines.append(f'model = {loader}.from_pretrained("{weights}", dtype="auto")')
         lines.append(tokenizer)
         return "\n".join(lines)
     if run.config.get("method") == "embedding":
