@@ -2,6 +2,7 @@
 
     python -m benchmarks.image_step step --shape qwen2.5-vl-7b [--layers N] [--checkpointing]
     python -m benchmarks.image_step packing|cache|tower|memory [--layers N]
+    python -m benchmarks.image_step prepare --device cpu [--pictures N]
 
 Models have public shapes and random weights (`benchmarks.image_models`); their folders stay under --work for the next
 call. Frozen weights are NF4 with nested scales, LoRA of rank 16 is on the seven linears of the language model, and the
@@ -15,6 +16,9 @@ tower is frozen in 16 bits.
 - cache: `halfbyte train` on pictures in every step, on cached features, and on text rows of equal length.
 - tower: the features of 16 uneven pictures by transformers' loop, by halfbyte's attention, and from an NF4 tower.
 - memory: planned and measured bytes of eight runs of `halfbyte train`.
+- prepare: pictures per second from JPEG files to a batch, on two cores of the CPU, and the memory that they take.
+  halfbyte collates in threads, TRL in the main process (its default) and in two processes of torch's DataLoader; both
+  with transformers' processor and the PIL backend.
 
 --tiny runs the same on small models, also on a CPU.
 """
@@ -30,12 +34,14 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.harness import (
@@ -56,6 +62,7 @@ CHARACTERS = 160
 AROUND_IMAGE = 2  # tokens before and after an image
 ROWS = 4  # of a step
 TOWER_PICTURES = 16
+CORES = 2  # of `prepare`
 FREE_STEPS = 4  # steps of a run that are not timed
 # Runs whose memory is planned: model, and keys.
 MEMORY_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -244,7 +251,88 @@ def bitsandbytes(place: Place) -> dict[str, Any]:
     return timed_step(place, model.train(), loss_of, batch)
 
 
-PARTS = {"halfbyte": halfbyte, "bitsandbytes": bitsandbytes}
+def prepare(place: Place, save: Callable[..., None]) -> None:
+    """Compare the pictures per second of halfbyte's collator with TRL's."""
+    options = place.options
+    place.model(options.shape, 1, weights=False)
+    place.rows("prepare", options.pictures)
+    runs = {}
+    for name in ("halfbyte, prepared", "TRL, prepared", "TRL, prepared by processes"):
+        runs[name] = run_peer([*own_command(options), "--part", name, "--pictures", str(options.pictures)])
+        save(runs=runs)
+        print(name, runs[name])
+    if all("error" not in run for run in runs.values()):
+        halfbyte_speed, *others = (run["pictures_per_second"] for run in runs.values())
+        save(runs=runs, speedup=halfbyte_speed / max(others))
+        print(f"halfbyte: {halfbyte_speed / max(others):.2f} times the faster one")
+
+
+def prepared_pictures(place: Place) -> dict[str, Any]:
+    """Time halfbyte's batches of the pictures of `prepare`."""
+    from halfbyte.data.collate import make_collator
+    from halfbyte.data.rows import RowTable
+
+    config, tokenizer, rows = _pictures(place)
+    order = {"seed": None, "skip": 0, "rank": 0, "ranks": 1, "pinned": False}
+    return _timed_pictures(place, RowTable(rows).load(ROWS, make_collator(config, tokenizer), **order).loader)
+
+
+def prepared_by_trl(place: Place, processes: int = 0) -> dict[str, Any]:
+    """Time TRL's batches of the pictures of `prepare`, by a number of processes in addition to the main one."""
+    from datasets import Dataset, Image, List
+    from torch.utils.data import DataLoader
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    from halfbyte.data.image_processor import ImageProcessor
+
+    config, tokenizer, _ = _pictures(place)
+    processor = ImageProcessor(config, tokenizer).processor
+    processor.chat_template = tokenizer.chat_template
+    lines = [json.loads(line) for line in Path(config.dataset).read_text().splitlines()]
+    folder = Path(config.dataset).parent
+    rows = []
+    for user, answer in (line["messages"] for line in lines):
+        picture, question = user["content"]
+        content = [{"type": "image"}, question]
+        turns = [
+            {"role": "user", "content": content},
+            {**answer, "content": [{"type": "text", "text": answer["content"]}]},
+        ]
+        rows.append({"images": [str(folder / picture["image"])], "messages": turns})
+    table = Dataset.from_list(rows).cast_column("images", List(Image()))
+    collate = DataCollatorForVisionLanguageModeling(processor)
+    return _timed_pictures(place, DataLoader(table, ROWS, collate_fn=collate, num_workers=processes))
+
+
+def _pictures(place: Place) -> tuple[Any, Any, Any]:
+    """Return configuration, tokenizer and rows of `prepare`, and use two cores from here on."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    torch.set_num_threads(CORES)
+    folder = place.model(place.options.shape, 1, weights=False)
+    return prepared(place.config(folder, place.options.work / "rows-prepare/data.jsonl"))
+
+
+def _timed_pictures(place: Place, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the pictures per second after the first batches, and the process's memory after a tenth and at the end."""
+    process, sizes, count = psutil.Process(), [], 0
+    total = place.options.pictures
+    for number, batch in enumerate(batches):
+        if number == FREE_STEPS:
+            begin, count = time.perf_counter(), 0
+        count += len(batch["input_ids"])
+        if number >= total / ROWS / 10:
+            sizes.append(process.memory_info().rss)
+    speed = count / (time.perf_counter() - begin)
+    return {"pictures_per_second": speed, "rss_mib": [size / 2**20 for size in (sizes[0], sizes[-1])]}
+
+
+PARTS: dict[str, Callable[[Place], dict[str, Any]]] = {
+    "halfbyte": halfbyte,
+    "bitsandbytes": bitsandbytes,
+    "halfbyte, prepared": prepared_pictures,
+    "TRL, prepared": prepared_by_trl,
+    "TRL, prepared by processes": partial(prepared_by_trl, processes=CORES),
+}
 
 
 def timed_step(place: Place, model: Any, loss_of: Callable[[], Any], batch: dict[str, Any]) -> dict[str, Any]:
@@ -439,7 +527,7 @@ def forward_ms(options: argparse.Namespace, forward: Callable[[], Any]) -> dict[
     return {"ms": statistics.median(times), **peak_gib(device)}
 
 
-MEASURES = {"step": step, "packing": packing, "cache": cache, "tower": tower, "memory": memory}
+MEASURES = {"step": step, "packing": packing, "cache": cache, "tower": tower, "memory": memory, "prepare": prepare}
 
 
 def show(name: str, run: dict[str, Any]) -> None:
@@ -459,6 +547,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--checkpointing", action="store_true", help="step: recompute activations")
     result.add_argument("--peers", default="bitsandbytes", help="step: '' for none")
     result.add_argument("--steps", type=int, default=10, help="timed steps, or forwards of the tower")
+    result.add_argument("--pictures", type=int, default=96, help="prepare: number of pictures")
     result.add_argument("--tiny", action="store_true", help="small models and pictures")
     result.add_argument("--device", default="cuda")
     result.add_argument("--work", type=Path, default=Path("/tmp/image-step"), help="folder for models and runs")
