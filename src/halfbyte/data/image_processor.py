@@ -33,6 +33,7 @@ from ..utils.files import write_json
 from ..utils.text import brief
 from .image_features import FEATURES, feature_columns
 from .images import ImageSource, opened, require_pillow
+from .pixel_table import order_levels_first
 from .turns import Turn
 
 if TYPE_CHECKING:
@@ -218,6 +219,7 @@ class ImageProcessor:
         options = {key.removeprefix("image_"): limit for key, limit in limits.items()}
         with answered(f"cannot load the image processor of {name}", MISSING, ModelError), _packages_named(name):
             image_processor = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil", **options)
+            order_levels_first(image_processor)
             processor_class = _processor_class(self.model_config)
             parts = {"image_processor": image_processor, "tokenizer": self.tokenizer}
             attributes = [parts.get(attribute) for attribute in processor_class.get_attributes()]
