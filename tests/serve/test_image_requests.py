@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from halfbyte import data
 from halfbyte.cli.answers import answer_file, chat
 from halfbyte.serve.model import Limits, load
 from halfbyte.utils.errors import DataError
@@ -125,8 +126,13 @@ def test_a_text_model_refuses_images(base_folder, tmp_path, in_float32, monkeypa
         list(answer_file(str(base_folder), tmp_path / "a.txt", 4, 0.0, 1, images=[tmp_path / "a.png"]))
 
 
-def test_generate_answers_rows_with_images(folder, theirs, in_float32):
-    """Placeholders with a column, turns, a training row's last answer left out, and text alone; then `--image`."""
+def test_generate_answers_rows_with_images(folder, theirs, in_float32, monkeypatch):
+    """Placeholders with a column, turns, a training row's last answer left out, and text alone; then `--image`.
+
+    The template is read once: each one starts a process.
+    """
+    template, templates = data.chat.ChatTemplate, []
+    monkeypatch.setattr(data.chat, "ChatTemplate", lambda tokenizer: templates.append(1) or template(tokenizer))
     first, second = picture(0, 90, 70), picture(1, 60, 118)
     answered = [{**ASKED, "content": [{"type": "image", "path": "0.png"}, ASKED["content"][1]]}]
     rows = [
@@ -143,6 +149,7 @@ def test_generate_answers_rows_with_images(folder, theirs, in_float32):
     expected = theirs([ASKED], [first])
     plain = theirs([{"role": "user", "content": QUESTION}], None)
     assert answers == [expected] * 3 + [plain, theirs([after], [second])]
+    assert len(templates) == 1
     (folder / "prompts.txt").write_text(QUESTION)
     lines = answer_file(str(folder / "model"), folder / "prompts.txt", 12, 0.0, 8, images=[folder / "0.png"])
     assert [json.loads(line) for line in lines] == [{"prompt": QUESTION, "answer": expected}]

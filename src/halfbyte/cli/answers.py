@@ -18,6 +18,7 @@ from ..utils.waiting import waiting
 from .startup import import_models
 
 if TYPE_CHECKING:
+    from ..data.chat import ChatTemplate
     from ..serve.conversation import Conversation, Prompt
 
 IMAGE_COLUMNS = ("images", "image")  # as in `data.images`, which imports torch
@@ -189,7 +190,8 @@ def answer_file(
     talk = Conversation(saved, sampling, max_new_tokens)
     for image in images:
         talk.attach(str(image))
-    encoded = [_encoded(talk, prompt) for prompt in prompts]
+    template = _template(talk, prompts)
+    encoded = [_encoded(talk, template, prompt) for prompt in prompts]
     _check_room(talk, file, [prompt.line for prompt in prompts], [len(prompt.ids) for prompt in encoded])
     for first in range(0, len(prompts), batch_size):
         batch = slice(first, first + batch_size)
@@ -208,19 +210,30 @@ def answer_file(
             yield json_line({"prompt": prompt.text or prompt.turns, "answer": answer})
 
 
-def _encoded(talk: Conversation, prompt: AskedPrompt) -> Prompt:
-    """Return the tokens of a prompt, and the model's inputs for its images."""
-    if prompt.text and not prompt.turns:
-        return talk.encoded(prompt.text)
-    from ..data.chat import ChatTemplate, prompt_text
+def _template(talk: Conversation, prompts: Sequence[AskedPrompt]) -> ChatTemplate | None:
+    """Return the model's chat template if it has one and a prompt consists of turns.
 
-    if prompt.images:
+    Raises:
+        DataError: it has none, or prompts have images that the model does not read.
+    """
+    from ..data.chat import ChatTemplate
+
+    placed = [prompt for prompt in prompts if prompt.turns]
+    if any(prompt.images for prompt in placed):
         talk.check_reads_images()
-    if talk.style != "template":
-        raise DataError(f"{prompt.location}: turns need a chat template, and this model has none", FIX)
-    tokenizer = talk.saved.tokenizer
-    turns, tools = ChatTemplate(tokenizer).adapt_messages(prompt.turns, prompt.tools)
-    return talk.with_images(prompt_text(tokenizer, turns, tools=tools), prompt.images, prompt.location)
+    if placed and talk.style != "template":
+        raise DataError(f"{placed[0].location}: turns need a chat template, and this model has none", FIX)
+    return ChatTemplate(talk.saved.tokenizer) if placed else None
+
+
+def _encoded(talk: Conversation, template: ChatTemplate | None, prompt: AskedPrompt) -> Prompt:
+    """Return the tokens of a prompt, and the model's inputs for its images."""
+    if template is None or not prompt.turns:
+        return talk.encoded(prompt.text)
+    from ..data.chat import prompt_text
+
+    turns, tools = template.adapt_messages(prompt.turns, prompt.tools)
+    return talk.with_images(prompt_text(template.tokenizer, turns, tools=tools), prompt.images, prompt.location)
 
 
 def _check_room(talk: Conversation, file: Path, numbers: Sequence[int], lengths: Sequence[int]) -> None:
