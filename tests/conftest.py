@@ -210,12 +210,12 @@ def _fresh_notices():
     notices.reset_notices()
 
 
-REPLAYING = ("tests/plan/", "tests/memory/", "tests/kernels/")  # these test the replay itself
+REPLAYING = ("tests/plan/", "tests/memory/", "tests/kernels/", "tests/loading/")  # these test what is cached
 
 
 @pytest.fixture(autouse=True)
 def _plans(request):
-    """Cache memory plans between tests: planning takes half of a tiny run's time."""
+    """Cache memory plans and checked checkpoints between tests: they take a third of a tiny run's time."""
     if request.node.nodeid.startswith(REPLAYING):
         yield
         return
