@@ -12,6 +12,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 
 from halfbyte.adapters.lora import add_adapter
+from halfbyte.cli.preview import preview_rows
 from halfbyte.config import load_config
 from halfbyte.loading.tokenizers import load_run_tokenizer
 from halfbyte.methods import method_of
@@ -33,7 +34,7 @@ LAST_BREAK = "<|im_end|>\n{% endfor %}"  # TRL trains it, as a part of the answe
 
 def write_pairs(folder):
     """`data.jsonl` of prompts with 0 to 2 images and two answers, and the images in `pictures`."""
-    (folder / "pictures").mkdir(parents=True)
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(ROWS):
         content = [{"type": "text", "text": f"look at {number}: "}]
@@ -259,6 +260,17 @@ def test_a_policy_run_reads_cached_features(tmp_path, monkeypatch):
             train(configured(tmp_path, **keys | more, output_dir=str(tmp_path / "refused")))
     with pytest.raises(DataError, match=r"data\.jsonl:1"):
         ready(configured(tmp_path, method="gkd", teacher_model_name_or_path=str(tmp_path / "model")))
+
+
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_preview_counts_the_tokens_of_images(method, tmp_path, capsys):
+    place_of(tmp_path, "qwen3_vl")
+    if method == "grpo":
+        write_prompts(tmp_path)
+    preview_rows(configured(tmp_path, **(GRPO if method == "grpo" else {"method": method})), 2)
+    shown = capsys.readouterr().out
+    assert shown.count("[image: 4 tokens]") == 3
+    assert "<|image_pad|>" not in shown
 
 
 def test_images_of_answers_are_refused(tmp_path):

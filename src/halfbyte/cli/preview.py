@@ -48,13 +48,13 @@ def preview_rows(config: RunConfig, count: int) -> None:
     console.print(legend(marks, answers=collate is None))
     for number in range(min(count, len(prepared.train))):
         row = prepared.train[number]
+        image_id = ImageProcessor(config, tokenizer).image_token_id if row.get(IMAGES) else None
         if collate is not None:
-            image_id = ImageProcessor(config, tokenizer).image_token_id if row.get(IMAGES) else None
             shown = render(collate([row]), tokenizer, ends, number, marks, image_id)
         elif row_type == "labelled":
             shown = render_task(row, tokenizer, number, marks)
         else:
-            shown = render_answers(row, tokenizer, ends, number, marks)
+            shown = render_answers(row, tokenizer, ends, number, marks, image_id)
         for document in shown:
             console.print(document)
 
@@ -97,18 +97,23 @@ def render(
 
 
 def render_answers(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, ends: set[int], number: int, marks: bool = False
+    row: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: set[int],
+    number: int,
+    marks: bool = False,
+    image_id: int | None = None,
 ) -> Iterator[Text]:
     """Yield a heading and a text for a prompt and for each of its answers, and then the remaining columns.
 
     Args:
         row: a row of `data.prepare_answers`.
-        ends, marks: see `render`.
+        ends, marks, image_id: see `render`.
         number: index of the row, from 0.
     """
     prompt = row["prompt_ids"]
     yield _heading(f"row {number + 1}, prompt: {len(prompt)} tokens")
-    yield _coloured(prompt, [IGNORE_INDEX] * len(prompt), tokenizer, ends, marks)
+    yield _coloured(prompt, [IGNORE_INDEX] * len(prompt), tokenizer, ends, marks, image_id=image_id)
     for name in (name.removesuffix("_mask") for name in row if name.endswith("_mask")):
         ids, mask = row[f"{name}_ids"], row[f"{name}_mask"]
         is_desirable = row.get("label", name != "rejected")
@@ -236,17 +241,24 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         with closing(rollouts), loaded_reward_models(config, rewards, model, tokenizer, device, dtype):
             batch = rollouts.answer(shown, [data.train[at] for at in shown], answers, 0, INITIAL_STATE)
         console = Console(soft_wrap=True)
-        for line in _rollout_lines(batch, answers, tokenizer):
+        images = rollouts.sampler.images
+        for line in _rollout_lines(batch, answers, tokenizer, None if images is None else images.image_token_id):
             console.print(line)
     finally:
         rewards.close()
 
 
-def _rollout_lines(batch: Any, answers: int, tokenizer: Any) -> Iterator[Text]:
-    """Yield each prompt, its answers with their rewards, and the mean and spread of each reward."""
+def _rollout_lines(batch: Any, answers: int, tokenizer: Any, image_id: int | None) -> Iterator[Text]:
+    """Yield each prompt, its answers with their rewards, and the mean and spread of each reward.
+
+    Args:
+        image_id: as in `render`.
+    """
     for at, text in enumerate(batch.texts):
         if at % answers == 0:
-            prompt = str(tokenizer.decode(batch.prompts[at]["prompt_ids"]))
+            ids = batch.prompts[at]["prompt_ids"]
+            untrained = [IGNORE_INDEX] * len(ids)
+            prompt = _coloured(ids, untrained, tokenizer, set(), marks=False, image_id=image_id).plain
             yield Text(f"\n{f'── prompt {at // answers + 1} ':─<100}", style="cyan")
             yield Text(visible(prompt), style="dim")
         completion = batch.completions[at]
