@@ -179,7 +179,9 @@ def test_a_rows_graph_is_llamacpps(name):
         assert hasattr(config, key), key
     assert set(graph.optional) <= graph.keys.keys()
     assert bool(graph.wide_layers) == hasattr(config, "query_pre_attn_scalar")
-    assert ("sliding_attention" in (getattr(config, "layer_types", None) or ())) == (graph.window_every > 1)
+    assert ("sliding_attention" in (getattr(config, "layer_types", None) or ())) == (
+        graph.window_every > 1 or graph.layered
+    )
     assert ("expert_count" in graph.keys) == (row.experts is not None)
 
 

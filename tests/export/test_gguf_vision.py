@@ -38,7 +38,7 @@ def test_every_value_of_the_vision_part_is_in_its_file(tmp_path, name):
     assert (tmp_path / "x.Modelfile").read_text().startswith("FROM ./x.gguf\nFROM ./mmproj-x.gguf\n")
     head, norm = "vision_tower.head.", "vision_tower.post_layernorm."
     unused = {"gemma3": head, "llava": norm, "llava_siglip": (head, norm)}.get(name, "none")
-    parts = ("vision_", "visual.", "multi_modal_projector.", "connector.")
+    parts = ("vision_", "visual.", "multi_modal_projector.", "connector.", "embed_vision.")
     expected = [
         value.flatten() + (key == "multi_modal_projector.mm_soft_emb_norm.weight")
         for key, value in tensors(tmp_path / "m").items()

@@ -155,8 +155,7 @@ logits depend on the length of the row, packed or not. With transformers 5.17 to
 and 4, Bamba, Granite 4's hybrids, Jamba and Nemotron-H only norms, attention and gated units are fused, inside
 transformers' forward of the layer; recomputation is transformers' checkpointing, and generation is transformers'. Mamba
 layers run transformers' code, Mamba-2 layers with halfbyte's scan. gpt_oss isolates documents by halfbyte's attention,
-also on CPUs, and with `use_kernels: false` by masks. GGUF is not written for models with Mamba layers or for Gemma 3n
-and 4.
+also on CPUs, and with `use_kernels: false` by masks. GGUF is not written for models with Mamba layers or for Gemma 3n.
 
 `python -m tests.helpers.all_families --write` makes this page.
 

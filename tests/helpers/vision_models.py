@@ -96,6 +96,20 @@ MODELS = {
             "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
             "moe_intermediate_size": 48, "first_k_dense_replace": 1, "head_dim": 16, "routed_scaling_factor": 1.7},
         "vision_config": GLM_TOWER}),
+    "gemma4": ("Gemma4", {
+        "text_config": SIZES | {
+            "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 272, "final_logit_softcapping": 30.0,
+            "use_bidirectional_attention": "vision"},
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 64,
+            "initializer_range": 0.15},
+        "audio_config": None, "image_token_id": IMAGE, "boi_token_id": IMAGE - 1, "eoi_token_id": IMAGE - 2,
+        "video_token_id": IMAGE - 3, "audio_token_id": IMAGE - 4, "boa_token_id": IMAGE - 5,
+        "eoa_token_index": IMAGE - 6,
+    }),
 }  # fmt: skip
 # name → tokens of the images
 WORDS = {name: ["[IMG]", "[IMG_BREAK]", "[IMG_END]"] for name in ("mistral3", "pixtral")}

@@ -81,7 +81,7 @@ def _gguf(config: Any) -> str:
         family = checked_family(text)
     except ModelError as error:
         return f"no: {error.message}"
-    directions = "export and import" if family.gguf.text_alone else "export"
+    directions = "export and import" if family.gguf.imported else "export"
     return f"{directions} as llama.cpp's {family.gguf.arch}" + (", images as mmproj" if tower_of(config) else "")
 
 

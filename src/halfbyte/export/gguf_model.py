@@ -36,6 +36,7 @@ from ..gguf.writer import NewGguf, write_gguf
 from ..loading.checkpoint import BaseCheckpoint
 from ..loading.find import read_model_config
 from ..loading.tokenizers import trained_tokenizer
+from ..modeling.config_facts import max_layer_sizes
 from ..modeling.families import Family
 from ..reading.model_config import read_generation_config
 from ..runs.saved import find, saved_config
@@ -357,7 +358,7 @@ def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf
     config, family = source.config, source.family
     planned = plan(source.weights, config, family)
     predicting = next_token_layers(planned, config)
-    heads_per_kv = config.num_attention_heads // config.num_key_value_heads
+    heads_per_kv = config.num_attention_heads // max_layer_sizes(config).key_heads
     shape = {"layers": config.num_hidden_layers, "heads_per_kv": heads_per_kv, "experts": experts_of(config, family)}
 
     def add_keys(writer: GGUFWriter) -> None:

@@ -43,6 +43,7 @@ ROPE_KEYS = {
     "longrope": {
         "factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor",
     },
+    "proportional": set(),
 }  # fmt: skip
 EVERY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 ROPE_TYPES = ("default", "linear", "yarn")  # that all graphs have; `Gguf.rope_factors` has the others
@@ -101,7 +102,16 @@ def checked_family(config: Any) -> Family:
         raise _unsupported(family.activation, activation, family)
     sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, head_dim(config)
     fixed = fixed_keys(family, *sizes)
-    accounted = {*READ, *INERT, *fixed, *graph.keys.values(), *graph.bias_keys, family.activation, graph.dense_first}
+    accounted = {
+        *READ,
+        *INERT,
+        *graph.read,
+        *fixed,
+        *graph.keys.values(),
+        *graph.bias_keys,
+        family.activation,
+        graph.dense_first,
+    }
     defaults = type(config)()
     unread_keys = defaults.to_dict().keys() - PreTrainedConfig().to_dict().keys() - accounted
     for key, expected in {**{key: getattr(defaults, key) for key in sorted(unread_keys)}, **fixed}.items():
@@ -121,7 +131,7 @@ def checked_family(config: Any) -> Family:
         raise _unsupported("num_hidden_layers", config.num_hidden_layers, family)  # no layer with full attention
     _check_rope(config, family)
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    if windowed and not graph.window_every:
+    if windowed and not graph.window_every and not graph.layered:
         notice(
             "gguf-window",
             f"llama.cpp ignores this family's sliding_window: beyond {config.sliding_window} tokens its answers differ"

@@ -14,6 +14,7 @@ import torch
 from gguf import GGUFWriter, RopeScalingType
 from torch import Tensor
 
+from ..modeling.config_facts import layer_sizes
 from ..modeling.families import FAMILIES, Family
 from ..reading.gguf import DAMAGED
 from ..utils.errors import CheckpointError, ModelError
@@ -32,6 +33,7 @@ KEYS = {
 }
 EPSILON, LAYER_NORM_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 WINDOW = "attention.sliding_window"  # 0 for none
+PER_LAYER = "embedding_length_per_layer_input"  # 0 for none
 SECTIONS = "rope.dimension_sections"  # four numbers of pairs: rotated by time, height, width, and an unused one
 NEXT_TOKEN_LAYERS = "nextn_predict_layers"  # layers for multi-token prediction; `block_count` includes them
 INNER, ATTENTION_EVERY = "ssm.inner_size", "full_attention_interval"  # of hybrid models
@@ -49,6 +51,7 @@ OTHERS_READ = {
     SECTIONS, INNER, ATTENTION_EVERY, TRUNCATE, NEXT_TOKEN_LAYERS,
 }  # fmt: skip
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # made from the config
+UNROTATED = 1e30  # divisor of a frequency
 ORIGINAL = "use the original checkpoint"
 
 
@@ -69,12 +72,19 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family, next_to
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _add_rope(writer, config, family)
+    if family.gguf.layered:
+        windowed = [kind == "sliding_attention" for kind in config.layer_types]
+        narrow = min(layer.head_dim for layer in layer_sizes(config))
+        writer.add_sliding_window_pattern(windowed)
+        writer.add_key_length_swa(narrow)
+        writer.add_value_length_swa(narrow)
+        writer.add_rope_dimension_count_swa(narrow)
     if every := family.gguf.attention_every:
         writer.add_full_attention_interval(every)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     for key, name in family.gguf.keys.items():
         value = getattr(config, name)
-        if value is not None or key == WINDOW:
+        if value is not None or key in (WINDOW, PER_LAYER):
             _add(writer, f"{arch}.{key}", value or 0)
     for key, value in family.gguf.constants.items():
         _add(writer, f"{arch}.{key}", value)
@@ -83,6 +93,8 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family, next_to
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
     elif key.endswith(FP32):
         writer.add_float32(key, value)
     else:
@@ -98,10 +110,21 @@ def written_keys(config: Any, family: Family, next_token_layers: int = 0) -> dic
 
 def _sizes(config: Any, family: Family, next_token_layers: int) -> dict[str, Any]:
     """File key → value, for the keys of `_keys` and the multi-token prediction layers."""
-    sizes = {key: getattr(config, name) for key, name in _keys(family).items()}
+    by_layer = _layered_sizes(config) if family.gguf.layered else {}
+    sizes = {key: getattr(config, name) for key, name in _keys(family).items() if key not in by_layer} | by_layer
     if next_token_layers:
         sizes |= {"block_count": sizes["block_count"] + next_token_layers, NEXT_TOKEN_LAYERS: next_token_layers}
     return sizes
+
+
+def _layered_sizes(config: Any) -> dict[str, Any]:
+    """File key → one number per layer; MLPs of layers that share keys and values may have double width."""
+    layers = layer_sizes(config)
+    wide = len(layers) - config.num_kv_shared_layers if config.use_double_wide_mlp else len(layers)
+    return {
+        "attention.head_count_kv": [layer.key_heads for layer in layers],
+        "feed_forward_length": [layer.mlp_width * (2 if index >= wide else 1) for index, layer in enumerate(layers)],
+    }
 
 
 def _keys(family: Family) -> dict[str, str]:
@@ -157,7 +180,7 @@ def _family_in(file: GgufFile) -> Family:
     Files of Mistral and Mixtral have the architecture "llama", Mixtral's with experts; Olmo 3's are Olmo 2's with a
     sliding window.
     """
-    importable = [family for family in FAMILIES if family.gguf.arch and family.gguf.text_alone]
+    importable = [family for family in FAMILIES if family.gguf.imported]
     candidates = [family for family in importable if family.gguf.arch == file.arch]
     if not candidates:
         archs = ", ".join(dict.fromkeys(family.gguf.arch for family in importable))
@@ -201,7 +224,8 @@ def _read_delta_net(file: GgufFile, every: int) -> dict[str, int]:
 
 def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
     rope = rope_of(config)
-    rotated = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
+    share = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    rotated = int(head_dim(config) * share)
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(rope["rope_theta"])
     if family.gguf.window_base:
@@ -235,6 +259,10 @@ def rope_tensors(config: Any) -> dict[str, Tensor]:
     rope_type = rope.get("rope_type", "default")
     if rope_type == "llama3":
         return {"rope_freqs.weight": llama3_factors(rope, head_dim(config))}
+    if rope_type == "proportional":  # the first pairs rotate, the others stay
+        pairs = head_dim(config) // 2
+        rotated = int(pairs * rope.get("partial_rotary_factor", 1.0))
+        return {"rope_freqs.weight": torch.tensor([1.0] * rotated + [UNROTATED] * (pairs - rotated))}
     if rope_type == "longrope":
         return {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("long", "short")}
     return {}

@@ -30,7 +30,9 @@ from .hyperparameters import ROPE_TENSORS, rope_tensors
 
 EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
 STACKED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)(_bias)?")
-BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|audio_tower)\.")
+BESIDE_TEXT = re.compile(
+    r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector|audio_tower|embed_vision|embed_audio)\."
+)
 KINDS = (".weight", ".bias")
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 UNQUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that stay in floats
@@ -75,6 +77,9 @@ SPARSE = {
 SHARED = {
     MODEL_TENSOR.FFN_GATE_SHEXP, MODEL_TENSOR.FFN_UP_SHEXP, MODEL_TENSOR.FFN_DOWN_SHEXP, MODEL_TENSOR.FFN_EXP_PROBS_B,
 }  # fmt: skip
+UNSHARED = {MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_K_NORM, MODEL_TENSOR.ATTN_V}  # some layers have another's, or none
+EXPERT_NORMS = {MODEL_TENSOR.FFN_PRE_NORM_2, MODEL_TENSOR.FFN_POST_NORM_1, MODEL_TENSOR.FFN_POST_NORM_2}
+PER_LAYER = {tensor for tensor in MODEL_TENSOR if tensor.name.startswith("PER_LAYER_")}
 PER_HEAD = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")  # one row or value for each value head
 AFTER_KEYS = ("attn_qkv", "ssm_conv1d")  # rows of queries and keys come before the values' rows
 DECAY = "ssm_a"
@@ -122,7 +127,7 @@ class Layout:
         plain = re.sub(r"^model\.(language_model|text_model)\.", "model.", plain)
         plain = plain.removeprefix("language_model.").replace(".dt_bias", ".dt_proj.bias")
         plain = plain.replace(".e_score_correction_bias", ".e_score_correction.bias")
-        plain = re.sub(r"\.sinks$", ".sinks.weight", plain)
+        plain = re.sub(r"\.(sinks|layer_scalar)$", r".\1.weight", plain)
         if match := NEXT_TOKEN_ADDED.fullmatch(plain):
             return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
         name = self._names.get_name(plain, try_suffixes=KINDS)
@@ -440,6 +445,8 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
     needed = tensors - OPTIONAL - NEXT_TOKENS - (set() if family.gguf.dense_first else DENSE if experts else SPARSE)
     normed = family.qk_norm and getattr(config, "use_qk_norm", True)
     needed -= set() if normed else {MODEL_TENSOR.ATTN_Q_NORM, MODEL_TENSOR.ATTN_K_NORM}
+    needed -= UNSHARED | EXPERT_NORMS if family.gguf.layered else set()
+    needed -= set() if getattr(config, "hidden_size_per_layer_input", 1) else PER_LAYER
     needed -= set().union(*(UNFUSED[name] for name in family.fused))
     needed -= set() if "qkv_proj" in family.fused or layout.delta_net else {MODEL_TENSOR.ATTN_QKV}
     if family.mixer and "in_proj_qkvz" in family.mixer.inputs:

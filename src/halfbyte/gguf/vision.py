@@ -159,14 +159,19 @@ def _check_config(config: Any, tower: Tower) -> None:
     if vision.model_type not in tower.model_types:
         types = [name for kind in towers()[config.model_type] for name in kind.model_types]
         expected["vision_config.model_type"] = (vision.model_type, " or ".join(types))
-    if vision.hidden_act not in tower.activations:
-        expected["vision_config.hidden_act"] = (vision.hidden_act, " or ".join(tower.activations))
+    if (activation := getattr(vision, tower.activation)) not in tower.activations:
+        expected[f"vision_config.{tower.activation}"] = (activation, " or ".join(tower.activations))
     if vision.intermediate_size == vision.hidden_size:  # llama.cpp would confuse up and down
         expected["vision_config.intermediate_size"] = (vision.intermediate_size, "any but hidden_size")
     for key, values in tower.required.items():
         value = _setting(config, key)
         if value not in values:
             expected[key] = (value, " or ".join(map(str, values)))
+    if tower.causal_widths:
+        text = config.get_text_config()
+        attention = "null" if text.hidden_size in tower.causal_widths else "vision"
+        if (text.use_bidirectional_attention or "null") != attention:
+            expected["text_config.use_bidirectional_attention"] = (text.use_bidirectional_attention, attention)
     if tower.unwindowed:
         full = list(getattr(vision, tower.unwindowed))
         period = full[0] + 1 if full else 0
@@ -205,7 +210,7 @@ def add_vision(writer: GGUFWriter, vision: Vision) -> None:
     writer.add_vision_projection_dim(width)
     writer.add_vision_image_mean(vision.processor["image_mean"])
     writer.add_vision_image_std(vision.processor["image_std"])
-    if flag := tower.activations[vision_config.hidden_act]:
+    if flag := tower.activations[getattr(vision_config, tower.activation)]:
         getattr(writer, f"add_vision_{flag}")(True)
     if hasattr(vision_config, "spatial_merge_size"):
         writer.add_vision_spatial_merge_size(vision_config.spatial_merge_size)
@@ -317,11 +322,23 @@ def _parts_in_file(name: str, weight: Weight, vision: Vision) -> Iterator[Planne
     elif tower.permuted and (".attn_q." in name or ".attn_k." in name):
         heads = getattr(vision.config.vision_config, tower.heads)
         yield Planned(name, weight.shape, [lambda: interleaved(weight.read(), heads)])
-    elif name in ("v.class_embd", "v.position_embd.weight") and len(weight.shape) == 3:  # one batch
+    elif name in ("v.class_embd", "v.position_embd.weight") and weight.shape[0] == 1 and len(weight.shape) == 3:
         shape = weight.shape[-1:] if weight.shape[1] == 1 else weight.shape[1:]
         yield Planned(name, shape, [lambda: weight.read().view(shape)])
+    elif name == "v.patch_embd.weight" and len(weight.shape) == 2:  # of patches [rows, columns, colours]
+        side = square_side(vision.config.vision_config.patch_size)
+        shape = (weight.shape[0], weight.shape[1] // side**2, side, side)
+        yield Planned(
+            name, shape, [lambda: weight.read().view(shape[0], side, side, -1).permute(0, 3, 1, 2).contiguous()]
+        )
+    elif not weight.shape:
+        yield Planned(name, (1,), [lambda: weight.read().view(1)])
     else:
         yield Planned(name, weight.shape, [weight.read])
+
+
+def _patch_kernel(weight: Weight, side: int) -> Tensor:
+    return weight.read().unflatten(1, (side, side, -1)).permute(0, 3, 1, 2).contiguous()
 
 
 def _third(weight: Weight, index: int) -> Tensor:

@@ -112,6 +112,8 @@ class Gguf:
         constants: file keys that have one value in the family.
         yarn: YaRN parameters that a file does not store.
         dense_first: the config's key for the number of leading layers with a dense MLP.
+        layered: head widths, key heads and MLP widths may differ between layers, and layers may share keys and values.
+        read: further config keys that the writer reads, or that change no text's logits.
         next_token: the graph runs multi-token prediction layers, stored after the decoder layers.
     """
 
@@ -142,7 +144,14 @@ class Gguf:
     constants: Mapping[str, int] = field(default_factory=dict)
     yarn: Mapping[str, object] = field(default_factory=dict)
     dense_first: str = ""
+    layered: bool = False
+    read: tuple[str, ...] = ()
     next_token: bool = False
+
+    @property
+    def imported(self) -> bool:
+        """Whether a file can be loaded as a language model."""
+        return bool(self.arch) and self.text_alone and not self.layered
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,7 @@ class Tower:
         layers, heads: the vision config's keys.
         epsilon: epsilon of the norms, if the model's code fixes it; None: the config has it.
         norm: the vision config's key for it.
+        activation: the vision config's key for the MLP's activation.
         image_size: image side that llama.cpp reserves memory for, if the model takes any size; None: the config's.
         projected: the vision config's key for the output width; "": the language model's hidden size.
         required: config key → the values that the graph supports.
@@ -176,6 +186,8 @@ class Tower:
             "": there are none.
         positions: the vision config's key for the number of learned positions, of which llama.cpp derives the image
             side; "": `image_size`.
+        causal_widths: hidden sizes of language models that read images causally in the graph, which lets the others'
+            image tokens attend in both directions; empty: the config has no such choice.
         notice: note for users of llama.cpp.
     """
 
@@ -194,6 +206,7 @@ class Tower:
     heads: str = "num_attention_heads"
     epsilon: float | None = None
     norm: str = "layer_norm_eps"
+    activation: str = "hidden_act"
     image_size: int | None = None
     projected: str = ""
     required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -204,6 +217,7 @@ class Tower:
     feature_layers: str = ""
     deepstack: str = ""
     positions: str = ""
+    causal_widths: tuple[int, ...] = ()
     notice: str = ""
 
 
@@ -418,6 +432,35 @@ GLM4V = Tower(
     required={"vision_config.temporal_patch_size": (2,), "vision_config.spatial_merge_size": (2,),
               "vision_config.rope_parameters.rope_theta": (10000,)},
 )  # fmt: skip
+CLIPS = (".input_min", ".input_max", ".output_min", ".output_max")  # bounds of a Gemma 4 linear's inputs and outputs
+GEMMA4_PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_out", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+GEMMA4_NORMS = {
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "ln1",
+    "pre_feedforward_layernorm": "ln2", "post_attention_layernorm": "attn_post_norm",
+    "post_feedforward_layernorm": "ffn_post_norm",
+}  # fmt: skip
+GEMMA4_LINEARS = {f"{part}.linear": name for part, name in GEMMA4_PARTS.items()}
+GEMMA4_BOUNDS = {f"{part}{end}": f"{name}{end}" for part, name in GEMMA4_PARTS.items() for end in CLIPS}
+GEMMA4_VISION = Tower(
+    "gemma4v", ("gemma4_vision",), {"gelu_pytorch_tanh": "use_gelu"},
+    frozenset({"v.patch_embd.weight", "v.position_embd.weight", "mm.input_projection.weight"}),
+    (), (*GEMMA4_PARTS.values(), *GEMMA4_NORMS.values()),
+    optional=frozenset({"v.std_bias", "v.std_scale", *GEMMA4_BOUNDS.values()}),
+    unused=r"^(model\.)?(audio_tower|embed_audio)\.",
+    names={"vision_tower.patch_embedder.input_proj": "v.patch_embd", "vision_tower.std_bias": "v.std_bias",
+           "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
+           "vision_tower.std_scale": "v.std_scale", "embed_vision.embedding_projection": "mm.input_projection",
+           **{f"vision_tower.encoder.layers.{{bid}}.{part}": f"v.blk.{{bid}}.{name}"
+              for part, name in (GEMMA4_LINEARS | GEMMA4_NORMS | GEMMA4_BOUNDS).items()}},
+    activation="hidden_activation", norm="rms_norm_eps", image_size=224,
+    required={"vision_config.rope_parameters.rope_theta": (100,), "vision_config.attention_bias": (False,)},
+    keys={"clip.vision.projector.scale_factor": "vision_config.pooling_kernel_size"},
+    causal_widths=(1536, 2560),
+    notice="the file has no audio encoder: Gemma 4 reads text and images in llama.cpp",
+)  # fmt: skip
 # model_type → vision towers of models whose text part may be of any family.
 TOWERS = {
     "llava": (LLAVA, LLAVA_SIGLIP, PIXTRAL),
@@ -484,7 +527,15 @@ FAMILIES = [
     Family("Gemma3n", "gemma3n", "gemma3n_text", window="module", qk_norm="head", rope_by_layer=True,
            activation="hidden_activation", shares_keys=True, own_layer=True),
     Family("Gemma4", "gemma4", "gemma4_text", window="module", qk_norm="head", rope_by_layer=True,
-           activation="hidden_activation", shares_keys=True, own_layer=True),
+           activation="hidden_activation", shares_keys=True, own_layer=True, tower=GEMMA4_VISION, gguf=Gguf(
+               "gemma4", activations=GELU[:2], window_base=True, partial_rope=True, rope_factors=("proportional",),
+               layered=True, optional=("final_logit_softcapping", "embedding_length_per_layer_input"),
+               fixed={"enable_moe_block": False}, keys=WINDOW | {
+                   "final_logit_softcapping": "final_logit_softcapping",
+                   "attention.shared_kv_layers": "num_kv_shared_layers",
+                   "embedding_length_per_layer_input": "hidden_size_per_layer_input"},
+               read=("per_layer_config", "use_bidirectional_attention", "attention_k_eq_v", "use_double_wide_mlp",
+                     "vocab_size_per_layer_input", "moe_intermediate_size", "top_k_experts"))),
     Family("Phi3", "phi3", fused=("qkv_proj", "gate_up_proj"), residual_dropout="layer", window="config",
            gguf=Gguf("phi3", keys=WINDOW, optional=tuple(WINDOW), partial_rope=True, rope_factors=("longrope",),
                      original_context=True, square=True)),
