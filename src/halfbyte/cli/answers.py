@@ -191,21 +191,22 @@ def answer_file(
     for image in images:
         talk.attach(str(image))
     template = _template(talk, prompts)
-    encoded = [_encoded(talk, template, prompt) for prompt in prompts]
-    _check_room(talk, file, [prompt.line for prompt in prompts], [len(prompt.ids) for prompt in encoded])
+    lengths = [len(_encoded(talk, template, prompt).ids) for prompt in prompts]
+    _check_room(talk, file, [prompt.line for prompt in prompts], lengths)
     for first in range(0, len(prompts), batch_size):
-        batch = slice(first, first + batch_size)
+        batch = prompts[first : first + batch_size]
+        encoded = [_encoded(talk, template, prompt) for prompt in batch]  # memory holds the pixels of one batch
         with waiting(f"answering prompts {first + 1} to {min(first + batch_size, len(prompts))} of {len(prompts)}"):
             answers = continue_prompts(
                 saved.model,
-                [prompt.ids for prompt in encoded[batch]],
-                images=[prompt.images for prompt in encoded[batch]],
+                [prompt.ids for prompt in encoded],
+                images=[prompt.images for prompt in encoded],
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 stops=talk.stops,
                 penalties=penalties,
             )
-        for prompt, ids in zip(prompts[batch], answers, strict=True):
+        for prompt, ids in zip(batch, answers, strict=True):
             answer = saved.tokenizer.decode(ids, skip_special_tokens=True)
             yield json_line({"prompt": prompt.text or prompt.turns, "answer": answer})
 
