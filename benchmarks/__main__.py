@@ -66,6 +66,7 @@ CASES = {
     "bnb_bytes_h200": "bnb_bytes --device cuda --values 100000000",
     "rollouts_llama8b_h200": "decode --rollouts 64,128,256,512",
     "startup": "startup",
+    "digits_cpu": "digits LLAMA-40M --work WORK",
     "board_cpu": "board --seconds 45 --peers",
 }
 

@@ -4,9 +4,10 @@
 
 LLAMA-40M is a Llama in 16 bits whose tokenizer has ChatML's tokens. It becomes a LLaVA: a SigLIP tower of two layers
 and a projector, both random, read 16 patches of an image. Rows are scikit-learn's 1,797 digits of 8 x 8 pixels
-("Which digit?"), enlarged to 32 x 32; 297 are held out. Every run is halfbyte's command line: `train`, `generate` on
-the held-out rows, and `export` to GGUF. With the package cyllama, llama.cpp reads the file and its mmproj, and the
-first token of its answers to 100 held-out rows is compared with transformers' on the merged model (float32).
+("Which digit?"), enlarged to 32 x 32; 297 are held out (`pip install scikit-learn`). Every run is halfbyte's command
+line: `train`, `generate` on the held-out rows, and `export` to GGUF. With the package cyllama, llama.cpp reads the file
+and its mmproj, and the first token of its answers to 100 held-out rows is compared with transformers' on the merged
+model (float32).
 
 Runs, each for all epochs in batches of 32:
 
