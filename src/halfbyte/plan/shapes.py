@@ -52,7 +52,7 @@ from ..utils.hardware import compute_dtype, onednn_beats_mkl
 from ..utils.notices import notice, silent
 from .rank import Frozen
 from .replay import NO_SHAPES, LayerBytes, Step, Target, own_error, replay
-from .vision import BatchImages, vision_peak
+from .vision import BatchImages, TowerBytes, vision_bytes
 
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc overhead
@@ -334,7 +334,8 @@ class ModelShapes:
     def vision_bytes(self, transient: int, checkpointed: bool) -> int:
         """Bytes of vision tower, projector and features of `images`, beyond those of the language model, `transient`.
 
-        A frozen tower frees what it allocates before the language model runs.
+        A frozen tower frees what it allocates before the language model runs; a trained one keeps what its backward
+        reads, which runs when the language model has freed its own.
         """
         if self.images is None:
             return 0
@@ -342,17 +343,17 @@ class ModelShapes:
         features = self.images.tokens * width
         parts = map(self.causal_lm.get_submodule, non_text_modules(self.causal_lm))
         trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
-        peak = self._vision_peak(trained and checkpointed)
-        return features + (peak if trained else max(peak - transient, 0))
+        tower = self._tower(trained and checkpointed)
+        return features + max(tower.kept if trained else 0, tower.peak - transient)
 
     @cached_method
-    def _vision_peak(self, checkpointed: bool) -> int:
+    def _tower(self, checkpointed: bool) -> TowerBytes:
         assert self.images is not None
         try:
-            return vision_peak(self.model, self.images, self.dtype, checkpointed)
+            return vision_bytes(self.model, self.images, self.dtype, checkpointed)
         except Exception as error:  # the model's own code may raise anything
             notice("image-memory", f"the memory plan does not count the vision tower's activations: {error}")
-            return 0
+            return TowerBytes(0, 0)
 
     def attention(self, batch: Shape) -> Implementation | None:
         """Implementation that needs a stand-in in the replay; None if the model's own code allocates the same.

@@ -1,8 +1,9 @@
 """Bytes that the vision tower and the projector allocate for the images of a micro-batch.
 
 They are measured as a step's are, by a ledger of allocations. Towers whose patches follow the sizes of images read
-these sizes as numbers, which fake tensors lack: such a tower runs on the CPU with one and with two blocks of zeros, on
-two small images. Its bytes are linear in patches and in blocks. Other towers are replayed whole on fake tensors.
+these sizes as numbers, which fake tensors lack: such a tower runs on the CPU with two and with three blocks of zeros,
+on two small images. Its bytes are linear in patches and, from the second block on, in blocks: the first one's inputs
+need no gradient. Other towers are replayed whole on fake tensors.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from .replay import give_shapes_a_device
 
 GRID, PIXELS = "image_grid_thw", "pixel_values"
 SIDES = 8, 16  # patches of the sides of small images
-BLOCKS = 1, 2
+BLOCKS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,15 @@ class BatchImages:
     cached: bool = False
 
 
-def vision_peak(model: nn.Module, images: BatchImages, dtype: torch.dtype, checkpointed: bool = False) -> int:
-    """Return the highest bytes of a forward of tower and projector; of forward and backward if one of them is trained.
+class TowerBytes(NamedTuple):
+    """Bytes of tower and projector: alive from their forward to their backward, and the most in either."""
+
+    kept: int
+    peak: int
+
+
+def vision_bytes(model: nn.Module, images: BatchImages, dtype: torch.dtype, checkpointed: bool = False) -> TowerBytes:
+    """Return the bytes of a forward of tower and projector, and of its backward if one of them is trained.
 
     Args:
         model: on the meta device, plain or with its adapter.
@@ -65,23 +73,29 @@ def vision_peak(model: nn.Module, images: BatchImages, dtype: torch.dtype, check
     ratio = 1.0 if images.cached else images.tokens / images.image_tokens
     if GRID not in images.columns:
         columns = {name: torch.cat([value] * max(round(ratio), 1)) for name, value in images.columns.items()}
-        return _peak(copy.deepcopy(model), columns, dtype, checkpointed, fake=True)
+        return _replayed(copy.deepcopy(model), columns, dtype, checkpointed, fake=True)
     width = images.columns[PIXELS].shape[1]
-    peaks = [
-        [_peak(_with_blocks(model, count), _small(side, width), dtype, checkpointed, fake=False) for side in SIDES]
-        for count in BLOCKS
-    ]
     patches = images.columns[PIXELS].shape[0] * ratio
-    one_block, two_blocks = (_line([side**2 for side in SIDES], values, patches) for values in peaks)
     depth = len(_blocks(model) or ())
-    return int(one_block + (depth - 1) * (two_blocks - one_block))
+    counts = BLOCKS if depth > max(BLOCKS) else (depth,)
+    by_count = []
+    for count in counts:
+        by_side = [
+            _replayed(_with_blocks(model, count), _small(side, width), dtype, checkpointed, fake=False)
+            for side in SIDES
+        ]
+        by_count.append([_line([side**2 for side in SIDES], values, patches) for values in zip(*by_side, strict=True)])
+    of_all = (
+        by_count[0] if len(counts) == 1 else [_line(counts, values, depth) for values in zip(*by_count, strict=True)]
+    )
+    return TowerBytes(*map(int, of_all))
 
 
 def _small(side: int, width: int) -> dict[str, Tensor]:
     return {PIXELS: torch.zeros(side**2, width), GRID: torch.tensor([[1, side, side]])}
 
 
-def _line(points: list[int], values: list[int], at: float) -> float:
+def _line(points: Sequence[int], values: Sequence[float], at: float) -> float:
     """Return the value at `at` of the line through two points."""
     return values[0] + (values[1] - values[0]) * (at - points[0]) / (points[1] - points[0])
 
@@ -102,8 +116,10 @@ def _with_blocks(model: nn.Module, count: int) -> nn.Module:
     return copied
 
 
-def _peak(model: nn.Module, columns: Mapping[str, Tensor], dtype: torch.dtype, checkpointed: bool, fake: bool) -> int:
-    """Return the highest bytes of the tower of a model on the meta device, which must not be used afterwards.
+def _replayed(
+    model: nn.Module, columns: Mapping[str, Tensor], dtype: torch.dtype, checkpointed: bool, fake: bool
+) -> TowerBytes:
+    """Return the bytes of the tower of a model on the meta device, which must not be used afterwards.
 
     Args:
         fake: whether to compute on fake tensors.
@@ -130,8 +146,9 @@ def _peak(model: nn.Module, columns: Mapping[str, Tensor], dtype: torch.dtype, c
         autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype.itemsize == 2)
         with no_input_casts(model.train(), dtype), ledger, torch.set_grad_enabled(trained), autocast:
             output = getattr(backbone, FEATURES)(**inputs)
+            kept = ledger.live
             if trained:
                 named = (output.pooler_output, getattr(output, "deepstack_features", None))
                 features: Any = [leaf.float().sum() for leaf in tree_leaves(named) if isinstance(leaf, Tensor)]
                 sum(features).backward()
-    return ledger.peak
+    return TowerBytes(kept, ledger.peak)
