@@ -65,6 +65,8 @@ CASES = {
     "bnb_bytes_cpu": "bnb_bytes --device cpu",
     "bnb_bytes_h200": "bnb_bytes --device cuda --values 100000000",
     "rollouts_llama8b_h200": "decode --rollouts 64,128,256,512",
+    "image_step_qwen25vl_h200": "image_step step --shape qwen2.5-vl-7b --layers 14",
+    "image_memory_h200": "image_step memory --layers 2",
     "startup": "startup",
     "digits_cpu": "digits LLAMA-40M --work WORK",
     "board_cpu": "board --seconds 45 --peers",
