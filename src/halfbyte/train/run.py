@@ -246,7 +246,7 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
                     samples=samples_log,
                 )
                 trackers = loop.callbacks.trackers
-                trackers.first = Details(described(run.config, run.plan))
+                trackers.first = Details(described(run.config, run.plan)) if trackers.is_used else None
                 if hub is not None:
                     loop.add_callback(hub)
                 row_losses = RowLosses.of(job, rows, held_out) if run.config.row_losses else None

@@ -121,6 +121,11 @@ class Trackers:
         self.first: Details | None = None
         self._end: tuple[Any, ...] | None = None
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a tracker."""
+        return bool(self._callbacks)
+
     def event(self, name: str, *arguments: Any, **keys: Any) -> None:
         """Pass an event on, with arguments, state and control; the end of training when `finish` is called."""
         if name == "on_train_end":
