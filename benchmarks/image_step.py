@@ -464,7 +464,7 @@ def memory(place: Place, save: Callable[..., None]) -> None:
 def tower(place: Place, save: Callable[..., None]) -> None:
     """Compare the tower with transformers' loop, and its NF4 weights with bf16."""
     from halfbyte.loading.load import load_model
-    from halfbyte.modeling.architectures import FREEZE_TOWER, vision_parts
+    from halfbyte.modeling.architectures import FREEZE_PROJECTOR, FREEZE_TOWER, vision_parts
     from halfbyte.modeling.vision import bind_vision
     from halfbyte.train.reference import plain_tensors
 
@@ -476,9 +476,11 @@ def tower(place: Place, save: Callable[..., None]) -> None:
 
     def loaded(**keys: Any) -> tuple[Any, int]:
         model = load_model(str(folder), load_in_4bit=bool(keys), device=options.device, dtype="bfloat16", **keys)
-        towers = [model.get_submodule(name) for name in vision_parts(model)[FREEZE_TOWER]]
-        parameters = [parameter for part in towers for parameter in part.parameters()]
-        return model, sum(plain.nbytes for parameter in parameters for plain in plain_tensors(parameter))
+        parts = vision_parts(model)
+        projector = tuple(f"{name}." for name in parts[FREEZE_PROJECTOR])  # which stays in 16 bits
+        named = [pair for name in parts[FREEZE_TOWER] for pair in model.get_submodule(name).named_parameters(name)]
+        tower = [parameter for name, parameter in named if not name.startswith(projector)]
+        return model, sum(plain.nbytes for parameter in tower for plain in plain_tensors(parameter))
 
     @torch.no_grad()
     def features(model: Any) -> Any:
