@@ -1,5 +1,7 @@
 """Prompts with images, answered as by transformers' `generate` token for token: families, uneven rows, adapters."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -135,6 +137,34 @@ def test_rollouts_equal_greedy_answers(name, prompts, monkeypatch):
     few = Rollouts(model, rows=4, memory_gib=pages * engine._decoder.page_bytes / 2**30)
     assert [completion.ids for completion in few.generate(ids, 3, **options)] == answers
     assert preempted or name == "llava"  # whose prompts have equal numbers of pages
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_on_a_gpu_rollouts_have_the_log_probabilities_of_the_forward(name, dtype, prompts):
+    """By CUDA graphs, with M-RoPE's shifts and images that see themselves."""
+    model, rows = copy.deepcopy(prompts(name)[0]).to("cuda", dtype), prompts(name)[1]
+    ids = [row["input_ids"][0].tolist() for row in rows]
+    columns = [{k: v for k, v in row.items() if k not in ("input_ids", "attention_mask")} for row in rows]
+    images = [values if "pixel_values" in values else None for values in columns]
+    engine = Rollouts(model, rows=16)
+    sampling = Sampling(1.0, seed=3)
+    completions = engine.generate(ids, 4, max_new_tokens=20, sampling=sampling, stops=[], images=images)
+    assert engine._batch.graphs
+    for number, completion in enumerate(completions):
+        row = {key: value.cuda() for key, value in rows[number // 4].items()}
+        tokens = torch.tensor([completion.ids], device="cuda")
+        longer = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        longer |= dict.fromkeys(("token_type_ids", "mm_token_type_ids"), torch.zeros_like(tokens))
+        row |= {key: torch.cat([value, longer[key]], 1) for key, value in row.items() if key in longer}
+        if (tokens >= model.config.image_token_id - 4).any():  # a token of images, which the forward would count
+            continue
+        with torch.no_grad():
+            logits = model(**row).logits[0, -21:-1].float()
+        truth = logits.log_softmax(-1).gather(1, tokens[0].unsqueeze(1)).squeeze(1).cpu()
+        bound = 2e-3 if dtype == torch.float32 else 0.15
+        torch.testing.assert_close(completion.log_probs, truth, rtol=0, atol=bound)
 
 
 def test_images_for_another_number_of_prompts_are_refused(prompts):
