@@ -110,6 +110,10 @@ def test_curves_have_a_common_cursor_and_are_zoomed_by_dragging(pages, address, 
     assert "step 45\n" in words
     shown = float(re.search(r"training ([\d.]+)", words)[1])
     assert shown == pytest.approx(train_record(45)["loss"], abs=1e-3)
+    page.locator("svg.chart").first.focus()
+    page.keyboard.press("Shift+ArrowRight")
+    page.get_by_text("step 1", exact=True).first.wait_for()
+    page.mouse.move(across(0.5), middle)
     page.mouse.down()
     page.mouse.move(across(0.75), middle)
     page.mouse.up()

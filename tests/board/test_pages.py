@@ -5,6 +5,7 @@ import math
 import os
 import re
 import threading
+from html import escape
 
 import pytest
 
@@ -127,7 +128,9 @@ def test_an_open_page_is_told_of_each_change_once(pages, monkeypatch):
         threading.Timer(0.3, setattr, (board, "is_closing", True)).start()
         return pages.get(path, headers={"accept": app.EVENTS, "last-event-id": seen}).text
 
-    etag = pages.get(path).headers["etag"]
+    response = pages.get(path)
+    etag = response.headers["etag"]
+    assert f'data-live="{escape(etag)}"' in response.text
     assert events(etag) == ""
     assert events("another") == f"id: {etag}\ndata: changed\n\n"
     pages.act("notes", run=pages.number("first"), text="new")
@@ -164,6 +167,9 @@ def test_text_of_runs_is_escaped_on_every_page(tmp_path, queue):
     numbers = [board.number(name) for name in os.listdir(root)]
     paths = ["/", f"/?q={ATTACK}&tag={ATTACK}", *(f"/run/{number}" for number in numbers)]
     paths += [f"/run/{numbers[0]}/data?q=%3Cscript%3E&sort=%22%3E", f"/new?from={numbers[0]}"]
+    paths += ["/chat", *(f"/chat?run={number}" for number in numbers)]
+    for name in os.listdir(root):
+        (root / name / "adapter").mkdir()
     paths += [f"/compare?run={numbers[0]}&run={numbers[1]}&x=%22%3E%3Cscript%3E&from=%22%3E%3Cscript%3E"]
     for path in paths:
         html = board.page(path)

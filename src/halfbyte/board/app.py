@@ -192,7 +192,9 @@ class Board:
         etag = tag()
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers={"etag": etag})
-        return HTMLResponse(make().replace("<main data-live", f"<main data-live={etag}", 1), headers={"etag": etag})
+        return HTMLResponse(
+            make().replace("<main data-live", f'<main data-live="{text(etag)}"', 1), headers={"etag": etag}
+        )
 
     async def _changes(self, tag: Callable[[], str], seen: str | None) -> AsyncIterator[str]:
         """Yield a server-sent event with the page's tag as its id whenever it is not the one last `seen`."""

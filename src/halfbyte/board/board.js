@@ -62,6 +62,7 @@ function replace(main, fresh) {
   const open = [...main.querySelectorAll("details")].map((details) => details.open);
   const chosen = new Set([...main.querySelectorAll("td input:checked")].map((input) => input.value));
   const focused = main.contains(document.activeElement) ? document.activeElement.value : undefined;
+  const chart = [...main.querySelectorAll("svg.chart")].indexOf(document.activeElement);
   main.replaceChildren(...fresh.childNodes);
   main.querySelectorAll("details").forEach((details, index) => (details.open = open[index] || false));
   for (const input of main.querySelectorAll("td input")) {
@@ -69,6 +70,8 @@ function replace(main, fresh) {
     if (input.value === focused) input.focus({ preventScroll: true });
   }
   prepare();
+  if (chart >= 0) main.querySelectorAll("svg.chart")[chart]?.focus({ preventScroll: true });
+  follow();
 }
 
 // What scrolls can be reached with the keyboard.
@@ -77,7 +80,7 @@ function prepare() {
     const scrolls = element.scrollWidth > element.clientWidth + 1 || element.scrollHeight > element.clientHeight + 1;
     if (scrolls) element.tabIndex = 0;
   }
-  follow();
+  for (const chart of document.querySelectorAll("svg.chart[data-x]")) chart.tabIndex = 0;
 }
 
 function schedule() {

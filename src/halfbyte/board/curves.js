@@ -10,6 +10,7 @@ const SHORTEST = 5; // units of a drag that zooms
 const SVG = "http://www.w3.org/2000/svg";
 const points = new WeakMap();
 let pointer = null; // the last position, for pages that are drawn again
+let keyed = null; // the value at which the keys have put the cursor
 let begin = null; // where a drag began: the chart and its x
 let zoom = () => {};
 
@@ -93,7 +94,8 @@ function draw(chart, value) {
   const figure = chart.closest("figure") || chart.parentElement;
   const axes = scale(chart);
   let readout = figure.querySelector(".readout");
-  if (value === null || value < axes.low || value > axes.high) {
+  const margin = (axes.high - axes.low) / 50; // curves may begin a step later than others
+  if (value === null || value < axes.low - margin || value > axes.high + margin) {
     chart.querySelector(".cursor")?.remove();
     readout?.remove();
     return;
@@ -114,28 +116,58 @@ function draw(chart, value) {
       ? format(10 ** number, (10 ** number * axes.span) / 2000)
       : format(number, axes.span / 2000);
   };
+  const place = (x) => {
+    const number = axes.valueOfX(x); // paths have one decimal across, so steps are rounded
+    return chart.dataset.label === "step"
+      ? Math.round(number).toLocaleString("en")
+      : format(number, (axes.high - axes.low) / 2000);
+  };
   const rows = lines.map(({ path, point }) => {
     const row = document.createElement("span");
     const mark = row.appendChild(document.createElement("i"));
     mark.className = `k${path.classList[0].slice(1)}`;
     const range = [...new Set([exact(point.low), exact(point.high)])].join(" to ");
-    const place = format(axes.valueOfX(point.x), (axes.high - axes.low) / 2000);
-    const remark = Math.abs(point.x - at) > FAR ? ` (at ${place})` : "";
+    const remark = Math.abs(point.x - at) > FAR ? ` (at ${place(point.x)})` : "";
     row.append(`${path.dataset.name} ${range}${remark}`.trim());
     return row;
   });
   const head = document.createElement("b");
-  head.textContent = `${chart.dataset.label} ${format(axes.valueOfX(at), (axes.high - axes.low) / 2000)}`;
+  head.textContent = `${chart.dataset.label} ${place(at)}`;
   readout.replaceChildren(head, ...rows);
 }
 
-// Draw the cursor at the last position of the pointer, over all curves with this axis.
-export function follow() {
-  const chart = pointer && chartOf(document.elementFromPoint(pointer.clientX, pointer.clientY));
-  const value = chart ? scale(chart).valueOfX(unitsOf(chart, pointer)) : null;
+// The arrow keys move the cursor of the curve that has the focus, by a fiftieth of its axis or, with Shift, by a point.
+document.addEventListener("keydown", (event) => {
+  const chart = chartOf(document.activeElement);
+  const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!chart || !direction) return;
+  event.preventDefault();
+  const axes = scale(chart);
+  const x = keyed === null ? (direction > 0 ? LEFT : axes.width - RIGHT) : axes.x(keyed);
+  const path = chart.querySelector("path[data-name]");
+  const beyond = pointsOf(path).filter((point) => (point[0] - x) * direction > 0.05);
+  const point = beyond.at(direction > 0 ? 0 : -1);
+  const stride = ((axes.width - LEFT - RIGHT) / 50) * direction;
+  const moved = event.shiftKey ? (point ? point[0] : x) : x + stride;
+  keyed = axes.valueOfX(Math.min(Math.max(moved, LEFT), axes.width - RIGHT));
+  pointer = null;
+  follow();
+  chart.closest("figure")?.querySelector(".readout")?.setAttribute("role", "status");
+});
+
+function drawAll(chart, value) {
   for (const other of document.querySelectorAll("svg.chart[data-x]")) {
     draw(other, chart && other.dataset.label === chart.dataset.label ? value : null);
   }
+}
+
+// Draw the cursor at the last position of the pointer or the keys, over all curves with this axis.
+export function follow() {
+  const chart = pointer
+    ? chartOf(document.elementFromPoint(pointer.clientX, pointer.clientY))
+    : keyed !== null && chartOf(document.activeElement);
+  const value = !chart ? null : pointer ? scale(chart).valueOfX(unitsOf(chart, pointer)) : keyed;
+  drawAll(chart, value);
 }
 
 function select(event) {
@@ -158,6 +190,7 @@ function stretch(low, high, label) {
 
 document.addEventListener("pointermove", (event) => {
   pointer = event;
+  keyed = null;
   if (begin) select(event);
   requestAnimationFrame(follow);
 });
