@@ -106,7 +106,7 @@ IMAGES = {
     "gemma3": (112, 112, 1e-3), "llava_siglip": (112, 112, 1e-3),
     "qwen2_5_vl": (168, 252, 1e-3),  # three by two windows, the last ones cut
     "qwen3_vl": (128, 192, 7e-3), "qwen3_5": (128, 192, 7e-3), "qwen3_5_moe": (128, 192, 7e-3),  # another grid
-    "mistral3": (112, 168, 1e-3), "pixtral": (112, 168, 1e-3),
+    "mistral3": (112, 168, 1e-3), "ministral3": (112, 168, 1e-3), "pixtral": (112, 168, 1e-3),
     "idefics3": (56, 56, 1e-3), "smolvlm": (56, 56, 1e-3),
     "gemma4": (672, 912, 1e-3),  # llama.cpp enlarges small images
     "glm4v": (112, 168, 1e-4), "glm46v": (112, 168, 1e-4), "glm4v_moe": (112, 168, 1e-4),
@@ -114,7 +114,7 @@ IMAGES = {
 
 
 # llama.cpp adds a line break to uninitialised memory times 0, which may be NaN.
-BROKEN_LINES = ("mistral3", "pixtral")
+BROKEN_LINES = ("mistral3", "ministral3", "pixtral")
 OTHERWISE = ("llava", "llava_siglip", "gemma4", *BROKEN_LINES)  # what the reader computes otherwise
 
 

@@ -72,6 +72,14 @@ MODELS = {
         "text_config": SIZES | {"model_type": "mistral", "head_dim": 16, "rms_norm_eps": 1e-5},
         "vision_config": TOWER | {"model_type": "pixtral"}, "spatial_merge_size": 2,
     }),
+    "ministral3": ("Mistral3", TOKENS | {
+        "text_config": SIZES | {
+            "model_type": "ministral3", "head_dim": 16, "rms_norm_eps": 1e-5, "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1}},
+        "vision_config": TOWER | {"model_type": "pixtral"}, "spatial_merge_size": 2,
+    }),
     "pixtral": ("Llava", TOKENS | {
         "text_config": SIZES | {"model_type": "mistral", "head_dim": 16},
         "vision_config": TOWER | {"model_type": "pixtral", "hidden_act": "silu"}, "vision_feature_layer": -1,
@@ -112,7 +120,7 @@ MODELS = {
     }),
 }  # fmt: skip
 # name → tokens of the images
-WORDS = {name: ["[IMG]", "[IMG_BREAK]", "[IMG_END]"] for name in ("mistral3", "pixtral")}
+WORDS = {name: ["[IMG]", "[IMG_BREAK]", "[IMG_END]"] for name in ("mistral3", "ministral3", "pixtral")}
 WORDS |= {
     name: ["\n\n", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"] for name in ("idefics3", "smolvlm")
 }

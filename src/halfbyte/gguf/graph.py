@@ -46,6 +46,7 @@ ROPE_KEYS = {
     "proportional": set(),
 }  # fmt: skip
 EVERY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+TEMPERED = {"llama_4_scaling_beta", "max_position_embeddings"}  # of models that scale queries by their position
 ROPE_TYPES = ("default", "linear", "yarn")  # that all graphs have; `Gguf.rope_factors` has the others
 YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # values that the graphs fix
 
@@ -181,11 +182,12 @@ def _check_rope(config: Any, family: Family) -> None:
             if value is not None and not _equal(value, unscaled.get(key)):
                 raise _unsupported(f"rope_parameters: sliding_attention: {key}", value, family)
     rope_type = rope.get("rope_type", "default")
-    if rope_type not in (*ROPE_TYPES, *family.gguf.rope_factors):
+    tempered = family.gguf.tempered
+    if rope_type not in (*ROPE_TYPES, *family.gguf.rope_factors) or (tempered and rope_type != "yarn"):
         raise _unsupported("rope_parameters: rope_type", rope_type, family)
     fixed = _fixed_rope(config, family, rope_type)
     for key, value in rope.items():
-        if key not in fixed and key not in EVERY_ROPE | ROPE_KEYS[rope_type]:
+        if key not in fixed and key not in EVERY_ROPE | ROPE_KEYS[rope_type] | (TEMPERED if tempered else set()):
             raise _unsupported(f"rope_parameters: {key}", value, family)
         if key in fixed and not _equal(value, fixed[key]):
             raise _unsupported(f"rope_parameters: {key}", value, family)
@@ -211,6 +213,8 @@ def _fixed_rope(config: Any, family: Family, rope_type: str) -> Mapping[str, Any
     fixed: dict[str, Any] = {} if family.gguf.partial_rope else {"partial_rotary_factor": 1.0}
     if rope_type != "yarn":
         return fixed
+    if family.gguf.tempered:
+        return fixed | YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
     rope = rope_of(config)
     fixed |= YARN | {"attention_factor": 0.1 * math.log(max(scaling_factor(config), 1)) + 1}
     if "truncate" in family.gguf.yarn:  # the export logs it

@@ -246,6 +246,9 @@ def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
             writer.add_rope_scaling_orig_ctx_len(original_context(config))
         if rope_type == "yarn" and "truncate" in family.gguf.yarn:
             writer.add_bool(f"{writer.arch}.{TRUNCATE}", rope.get("truncate", True))
+        if family.gguf.tempered:
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     elif rope_type == "longrope":
         writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(original_context(config))

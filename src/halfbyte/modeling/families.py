@@ -113,6 +113,7 @@ class Gguf:
         yarn: YaRN parameters that a file does not store.
         dense_first: the config's key for the number of leading layers with a dense MLP.
         layered: head widths, key heads and MLP widths may differ between layers, and layers may share keys and values.
+        tempered: queries are scaled by their position (`Family.scaled_queries`), and YaRN has no factor on cos and sin.
         read: further config keys that the writer reads, or that change no text's logits.
         next_token: the graph runs multi-token prediction layers, stored after the decoder layers.
     """
@@ -145,13 +146,14 @@ class Gguf:
     yarn: Mapping[str, object] = field(default_factory=dict)
     dense_first: str = ""
     layered: bool = False
+    tempered: bool = False
     read: tuple[str, ...] = ()
     next_token: bool = False
 
     @property
     def imported(self) -> bool:
         """Whether a file can be loaded as a language model."""
-        return bool(self.arch) and self.text_alone and not self.layered
+        return bool(self.arch) and self.text_alone and not (self.layered or self.tempered)
 
 
 @dataclass(frozen=True)
@@ -540,7 +542,8 @@ FAMILIES = [
            gguf=Gguf("phi3", keys=WINDOW, optional=tuple(WINDOW), partial_rope=True, rope_factors=("longrope",),
                      original_context=True, square=True)),
     Family("Ministral", "ministral", window="module"),
-    Family("Ministral3", "ministral3", window="config", scaled_queries=True),
+    Family("Ministral3", "ministral3", window="config", scaled_queries=True,
+           gguf=Gguf("mistral3", permute=True, tempered=True)),
     Family("SmolLM3", "smollm3", window="module", unrotated="use_rope", gguf=Gguf(
         "smollm3", permute=True, unrotated_every=4, fixed={"use_sliding_window": False})),
     Family("Olmo2", "olmo2", norms=POST_NORMS, qk_norm="all", gguf=Gguf("olmo2", square=True, head=True)),
