@@ -1,5 +1,6 @@
 """The report and the card of a made-up run: right numbers, sound HTML, nothing loaded, nothing injected."""
 
+import base64
 import json
 import math
 import re
@@ -355,6 +356,21 @@ def test_card_loads_with_plain_peft(run_dir):
     assert "halfbyte" not in code
     for fact in ("1.2345", "2.6543", "| learning\\_rate | 0.0001 |", "5.8 GiB"):
         assert fact in card
+
+
+def test_card_shows_images_with_the_answers(run_dir):
+    """The card for the hub shows none."""
+    url = "data:image/jpeg;base64,/9j/4AAQ"
+    records = [{"prompt": "Which | digit?", "before": "3", "after": "7", "images": [url, "javascript:x"]}]
+    (run_dir / "generations.json").write_text(json.dumps(records))
+    (run_dir / "adapter").mkdir(exist_ok=True)
+    card, published = write_card(run_dir).read_text(), (run_dir / "adapter/README.md").read_text()
+    (name,) = re.findall(r"!\[image\]\((picture-\w+\.jpg)\)", card)
+    assert (run_dir / name).read_bytes() == base64.b64decode("/9j/4AAQ")
+    assert "| prompt | Which \\| digit? |\n| before | 3 |\n| after | 7 |" in card
+    assert "javascript" not in card
+    assert "picture" not in published
+    assert "Which" not in published
 
 
 @pytest.mark.parametrize(

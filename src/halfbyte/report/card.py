@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -15,10 +17,11 @@ from ..methods import METHODS
 from ..reading.tensors import OVERRIDES
 from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_CONFIG
 from ..runs.metrics import describe_best
-from ..utils.files import write_text
+from ..utils.files import new_file, write_text
 from ..utils.hub import is_local
 from ..utils.text import duration, size, visible
 from .run import Run, read_run
+from .sections import PICTURE
 from .terminal import method, storage
 
 HYPERPARAMETERS = (
@@ -33,6 +36,7 @@ PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModel": "sentence-similarity",
 }
+ANSWERS = 3  # about images, on a card
 ADAPTER_KEYS = ("target_modules", "adapter_dtype")  # after those of the kind of adapter
 
 
@@ -51,6 +55,10 @@ def write_card(run_dir: Path | str) -> Path:
     weights = run.path / _weights(run)
     if weights.is_dir():
         write_text(weights / MODEL_CARD, card(run, published=True))
+    for generation in _seen(run):
+        for name, url in _pictures(generation).items():
+            with new_file(run.path / name) as temporary:
+                temporary.write_bytes(base64.b64decode(url.partition(",")[2]))
     return write_text(run.path / MODEL_CARD, card(run))
 
 
@@ -74,9 +82,29 @@ def card(run: Run, *, published: bool = False) -> str:
         f"## Hyperparameters\n\n{_table(_hyperparameters(run))}",
     ]
     if not published:
+        if answers := [_answer(generation) for generation in _seen(run)]:
+            blocks.append("\n\n".join(["## Answers about images", *answers]))
         files = f"Every key is in `{RESOLVED_CONFIG}`, every number in `{METRICS}`, and plots are in `{REPORT}`."
         blocks.append(files)
     return "\n\n".join(blocks) + "\n"
+
+
+def _seen(run: Run) -> list[dict[str, Any]]:
+    """Return the first answers about images; private images stay out of the published card."""
+    return [generation for generation in run.generations or () if generation.get("images")][:ANSWERS]
+
+
+def _pictures(generation: dict[str, Any]) -> dict[str, str]:
+    """Return file name → data URL of a prompt's thumbnails; the name is made of the URL, so a page keeps its images."""
+    urls = (url for url in generation["images"] if PICTURE.fullmatch(str(url)))
+    return {f"picture-{hashlib.sha256(url.encode()).hexdigest()[:12]}.jpg": url for url in urls}
+
+
+def _answer(generation: dict[str, Any]) -> str:
+    """Return a prompt with its thumbnails, and its answers, as Markdown."""
+    pictures = " ".join(f"![image]({name})" for name in _pictures(generation))
+    answers = {name: str(generation.get(name) or "") for name in ("prompt", "before", "after", "reference")}
+    return f"{pictures}\n\n{_table({name: answer for name, answer in answers.items() if answer})}"
 
 
 def _weights(run: Run) -> str:

@@ -11,7 +11,7 @@ output_dir/
     initial_adapter/                                    adapter before the first step, if the base is stored without it
     moments.safetensors                                 mean squares of the inputs of linear layers
     checks.json  experts.json  generations.json         results of a finished run
-    README.md  report.html                              model card and report, made from the files above
+    README.md  report.html  picture-*.jpg               model card and report, made from the files above
     merged/  merged-FORMAT/                             merged models, unless another folder was given
     merge.json  merge-FORMAT.json                       numbers of each merge
     .lock                                               held while a process writes into the folder
