@@ -25,7 +25,7 @@ NAMES = {"Qwen2_5_VL": "Qwen2.5-VL (text part)", "Qwen3VL": "Qwen3-VL (text part
          "Olmo2": "OLMo 2", "Olmo3": "OLMo 3", "SeedOss": "Seed-OSS", "Exaone4": "EXAONE 4",
          "Cohere2": "Command R7B and A",
          "Ernie4_5": "ERNIE 4.5", "Glm": "GLM-4 (9B)", "Glm4": "GLM-4-0414", "Glm4Moe": "GLM-4.5 to 4.7",
-         "Glm4v": "GLM-4.1V and 4.6V-Flash", "Glm4vMoe": "GLM-4.5V and 4.6V",
+         "Lfm2": "LFM2", "Glm4v": "GLM-4.1V and 4.6V-Flash", "Glm4vMoe": "GLM-4.5V and 4.6V",
          "GraniteMoe": "Granite-MoE", "Olmoe": "OLMoE", "Phimoe": "Phi-3.5-MoE", "Gemma3n": "Gemma 3n",
          "Gemma4": "Gemma 4", "GraniteMoeHybrid": "Granite 4 (hybrid)", "NemotronH": "Nemotron-H",
          "Ernie4_5_Moe": "ERNIE-4.5-MoE", "MiniMaxM2": "MiniMax-M2", "Qwen3_5": "Qwen3.5", "Qwen3_5Moe": "Qwen3.5-MoE",

@@ -159,7 +159,7 @@ def stated(row) -> dict[str, object]:
     return own | {"experts": row.experts is not None, "tower": row.tower is not None, "classes": True}
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.patched or row.tower])
 def test_a_row_says_what_transformers_has(name):
     row = ROWS[name]
     assert stated(row) == departures(row, models()[name])

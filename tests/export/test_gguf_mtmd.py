@@ -70,12 +70,16 @@ def inputs_of(model, image):
 
         prepare = Qwen2VLImageProcessorPil(do_resize=False, patch_size=vision.patch_size, **PROCESSOR)
         return dict(prepare(image, return_tensors="pt"))
-    if hasattr(vision, "position_embedding_size"):
+    if vision.model_type in ("gemma4_vision", "siglip2_vision_model"):
         side = vision.patch_size
         rows = values.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 3, 4, 0)  # y, x, row, column, colour
         y, x = torch.meshgrid(*map(torch.arange, rows.shape[:2]), indexing="ij")
         places = torch.stack([x, y], -1).view(1, -1, 2)
-        return {"pixel_values": rows.reshape(1, places.shape[1], -1), "image_position_ids": places}
+        patches = {"pixel_values": rows.reshape(1, places.shape[1], -1)}
+        if vision.model_type == "gemma4_vision":
+            return patches | {"image_position_ids": places}
+        mask = torch.ones(places.shape[:2], dtype=torch.long)
+        return patches | {"spatial_shapes": torch.tensor([rows.shape[:2]]), "pixel_attention_mask": mask}
     if hasattr(model.config, "scale_factor"):  # llama.cpp shows an image of one tile twice, as a whole and as its tile
         return {"pixel_values": values.expand(1, 2, *values.shape)}
     sizes = {"image_sizes": torch.tensor([image.shape[:2]])} if vision.model_type == "pixtral" else {}
@@ -109,6 +113,7 @@ IMAGES = {
     "mistral3": (112, 168, 1e-3), "ministral3": (112, 168, 1e-3), "pixtral": (112, 168, 1e-3),
     "idefics3": (56, 56, 1e-3), "smolvlm": (56, 56, 1e-3),
     "gemma4": (672, 912, 1e-3),  # llama.cpp enlarges small images
+    "lfm2_vl": (256, 256, 1e-3),
     "glm4v": (112, 168, 1e-4), "glm46v": (112, 168, 1e-4), "glm4v_moe": (112, 168, 1e-4),
 }  # fmt: skip
 

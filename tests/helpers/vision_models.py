@@ -104,6 +104,14 @@ MODELS = {
             "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
             "moe_intermediate_size": 48, "first_k_dense_replace": 1, "head_dim": 16, "routed_scaling_factor": 1.7},
         "vision_config": GLM_TOWER}),
+    "lfm2_vl": ("Lfm2Vl", {
+        "text_config": SIZES | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+        "vision_config": {
+            "model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "patch_size": 16, "num_patches": 256, "vision_use_head": False,
+            "initializer_range": 0.15},
+        "projector_hidden_size": 48, "image_token_id": IMAGE,
+    }),
     "gemma4": ("Gemma4", {
         "text_config": SIZES | {
             "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "sliding_window": 16,

@@ -98,7 +98,7 @@ def checked_family(config: Any) -> Family:
         supported = ", ".join(sorted(row.model_type for row in FAMILIES if row.gguf.arch))
         raise ModelError(f"GGUF export does not know {config.model_type} models", f"it knows {supported}")
     graph = family.gguf
-    activation = getattr(config, family.activation)
+    activation = getattr(config, family.activation) if family.activation else "silu"
     if activation not in graph.activations:
         raise _unsupported(family.activation, activation, family)
     sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, head_dim(config)

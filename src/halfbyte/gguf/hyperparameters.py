@@ -70,7 +70,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family, next_to
     if family.layer_norm:
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_layer_norm_rms_eps(getattr(config, family.gguf.norm))
     _add_rope(writer, config, family)
     if family.gguf.layered:
         windowed = [kind == "sliding_attention" for kind in config.layer_types]
@@ -111,6 +111,10 @@ def written_keys(config: Any, family: Family, next_token_layers: int = 0) -> dic
 def _sizes(config: Any, family: Family, next_token_layers: int) -> dict[str, Any]:
     """File key → value, for the keys of `_keys` and the multi-token prediction layers."""
     by_layer = _layered_sizes(config) if family.gguf.layered else {}
+    if family.gguf.short_conv:
+        heads = config.num_key_value_heads
+        by_layer["attention.head_count_kv"] = [0 if kind == "conv" else heads for kind in config.layer_types]
+        by_layer["feed_forward_length"] = _adjusted_width(config)
     sizes = {key: getattr(config, name) for key, name in _keys(family).items() if key not in by_layer} | by_layer
     if next_token_layers:
         sizes |= {"block_count": sizes["block_count"] + next_token_layers, NEXT_TOKEN_LAYERS: next_token_layers}
@@ -125,6 +129,17 @@ def _layered_sizes(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": [layer.key_heads for layer in layers],
         "feed_forward_length": [layer.mlp_width * (2 if index >= wide else 1) for index, layer in enumerate(layers)],
     }
+
+
+def _adjusted_width(config: Any) -> int:
+    """Width of LFM2's MLP: two thirds of the config's times a factor, rounded up."""
+    width = int(config.intermediate_size)
+    if config.block_auto_adjust_ff_dim:
+        width = int(2 * width / 3)
+        if config.block_ffn_dim_multiplier is not None:
+            width = int(config.block_ffn_dim_multiplier * width)
+        width = math.ceil(width / config.block_multiple_of) * config.block_multiple_of
+    return width
 
 
 def _keys(family: Family) -> dict[str, str]:

@@ -36,6 +36,7 @@ BESIDE_TEXT = re.compile(
 KINDS = (".weight", ".bias")
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 UNQUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that stay in floats
+CONVOLUTIONS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 NEXT_TOKEN = re.compile(r"(?:^|.*\.)mtp\.(?:layers\.(\d+)\.(.*)|(\w+)\.weight)")  # Qwen's multi-token prediction layers
 # Tensors that such layers share, and decoder layers do not have: Qwen's name → GLM's, which files use.
 NEXT_TOKEN_SHARED = {
@@ -49,7 +50,7 @@ DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
 NO_BIAS = ("ssm_dt.bias", "exp_probs_b.bias")  # not biases of a linear layer, despite the name
 OPTIONAL = {
     MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
-    MODEL_TENSOR.ATTN_ROT_EMBD, MODEL_TENSOR.FFN_GATE_UP_EXP,
+    MODEL_TENSOR.ATTN_ROT_EMBD, MODEL_TENSOR.FFN_GATE_UP_EXP, MODEL_TENSOR.DENSE_2_OUT,
 }  # fmt: skip
 # Fused linear → the tensors that a graph has instead of it.
 UNFUSED = {
@@ -77,6 +78,7 @@ SPARSE = {
 SHARED = {
     MODEL_TENSOR.FFN_GATE_SHEXP, MODEL_TENSOR.FFN_UP_SHEXP, MODEL_TENSOR.FFN_DOWN_SHEXP, MODEL_TENSOR.FFN_EXP_PROBS_B,
 }  # fmt: skip
+SHORT_CONV = {MODEL_TENSOR.SHORTCONV_CONV, MODEL_TENSOR.SHORTCONV_INPROJ, MODEL_TENSOR.SHORTCONV_OUTPROJ}
 UNSHARED = {MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_K_NORM, MODEL_TENSOR.ATTN_V}  # some layers have another's, or none
 EXPERT_NORMS = {MODEL_TENSOR.FFN_PRE_NORM_2, MODEL_TENSOR.FFN_POST_NORM_1, MODEL_TENSOR.FFN_POST_NORM_2}
 PER_LAYER = {tensor for tensor in MODEL_TENSOR if tensor.name.startswith("PER_LAYER_")}
@@ -214,7 +216,7 @@ def roles_of(experts: Experts) -> dict[str, str]:
 
 def shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape in the file: a gate of one row is a vector, a depthwise convolution a matrix."""
-    if role_of(name) == "ssm_conv1d":
+    if name.endswith(CONVOLUTIONS):
         return shape[0], shape[-1]
     return shape[-1:] if name.endswith(("ffn_gate_inp_shexp.weight", "exp_probs_b.bias")) else shape
 
@@ -326,7 +328,8 @@ class Planned:
     @property
     def is_matrix(self) -> bool:
         """Return whether it may be quantized: all but norms, biases, frequencies, routers and convolutions."""
-        return len(self.shape) > 1 and role_of(self.name) not in UNQUANTIZED and self.name.endswith(".weight")
+        in_floats = role_of(self.name) in UNQUANTIZED or self.name.endswith(CONVOLUTIONS)
+        return len(self.shape) > 1 and not in_floats and self.name.endswith(".weight")
 
     def pieces(self) -> Iterator[Tensor]:
         """Call the readers in order."""
@@ -455,7 +458,8 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
     for tensor in sorted(needed, key=lambda tensor: TENSOR_NAMES[tensor]):
         template = TENSOR_NAMES[tensor]
         for layer in range(config.num_hidden_layers if "{bid}" in template else 1):
-            if layout.delta_net and tensor in (MIXER if config.layer_types[layer] == "full_attention" else ATTENTION):
+            mixer = MIXER if layout.delta_net else SHORT_CONV if family.gguf.short_conv else set()
+            if mixer and tensor in (mixer if config.layer_types[layer] == "full_attention" else ATTENTION):
                 continue
             dense = family.gguf.dense_first and layer < getattr(config, family.gguf.dense_first)
             if family.gguf.dense_first and tensor in (SPARSE | SHARED if dense else DENSE):

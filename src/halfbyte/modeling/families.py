@@ -113,6 +113,8 @@ class Gguf:
         yarn: YaRN parameters that a file does not store.
         dense_first: the config's key for the number of leading layers with a dense MLP.
         layered: head widths, key heads and MLP widths may differ between layers, and layers may share keys and values.
+        short_conv: layers without attention have a short convolution, and the width of the MLP is made of several keys.
+        norm: the config's key for the epsilon of RMSNorm.
         tempered: queries are scaled by their position (`Family.scaled_queries`), and YaRN has no factor on cos and sin.
         read: further config keys that the writer reads, or that change no text's logits.
         next_token: the graph runs multi-token prediction layers, stored after the decoder layers.
@@ -147,13 +149,15 @@ class Gguf:
     dense_first: str = ""
     layered: bool = False
     tempered: bool = False
+    short_conv: bool = False
+    norm: str = "rms_norm_eps"
     read: tuple[str, ...] = ()
     next_token: bool = False
 
     @property
     def imported(self) -> bool:
         """Whether a file can be loaded as a language model."""
-        return bool(self.arch) and self.text_alone and not (self.layered or self.tempered)
+        return bool(self.arch) and self.text_alone and not (self.layered or self.tempered or self.short_conv)
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,7 @@ class Family:
         softcap: attention scores are capped (attn_logit_softcapping).
         sinks: the attention uses learned sinks.
         rope_by_layer: RoPE has parameters per layer type.
-        activation: the config's key for the MLP's activation.
+        activation: the config's key for the MLP's activation; "": it is SiLU.
         mlp: class name of the MLP, if it does not begin with the family's name.
         bidirectional_images: tokens of one image attend to each other in both directions (token_type_ids).
         shares_keys: an attention layer may reuse an earlier layer's keys and values, or compute both with one linear;
@@ -434,6 +438,17 @@ GLM4V = Tower(
     required={"vision_config.temporal_patch_size": (2,), "vision_config.spatial_merge_size": (2,),
               "vision_config.rope_parameters.rope_theta": (10000,)},
 )  # fmt: skip
+LFM2_VISION = Tower(
+    "lfm2", ("siglip2_vision_model",), TANH,
+    frozenset({"v.patch_embd.weight", "v.patch_embd.bias", "v.position_embd.weight", "v.post_ln.weight",
+               "v.post_ln.bias", "mm.1.weight", "mm.1.bias", "mm.2.weight", "mm.2.bias"}),
+    BLOCK,
+    optional=frozenset({"mm.input_norm.weight", "mm.input_norm.bias"}), unused=r"vision_model\.head\.",
+    names={"multi_modal_projector.layer_norm": "mm.input_norm", "multi_modal_projector.linear_1": "mm.1",
+           "multi_modal_projector.linear_2": "mm.2"},
+    image_size=256, required={"projector_hidden_act": TANH_NAMES},
+    keys={"clip.vision.projector.scale_factor": "downsample_factor"},
+)  # fmt: skip
 CLIPS = (".input_min", ".input_max", ".output_min", ".output_max")  # bounds of a Gemma 4 linear's inputs and outputs
 GEMMA4_PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -478,6 +493,7 @@ TOWERS = {
     "smolvlm": (IDEFICS3,),
     "internvl": (INTERNVL,),
     "glm46v": (GLM4V,),
+    "lfm2_vl": (LFM2_VISION,),
 }  # fmt: skip
 
 DELTA_NET_KEYS = {
@@ -610,6 +626,10 @@ FAMILIES = [
            mixer=replace(DELTA_NET, inputs=("in_proj_qkvz", "in_proj_ba")), experts=Experts(), gguf=Gguf(
                "qwen3next", partial_rope=True, attention_every=4, keys=DELTA_NET_KEYS | SHARED_MOE,
                fixed={"norm_topk_prob": True, **EVERY_LAYER})),
+    Family("Lfm2", "lfm2", patched=False, qk_norm="head", own_layer=True, activation="", gguf=Gguf(
+        "lfm2", short_conv=True, norm="norm_eps", keys={"shortconv.l_cache": "conv_L_cache"},
+        fixed={"conv_bias": False}, read=("norm_eps", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier",
+                                          "block_multiple_of", "full_attn_idxs"))),
     Family("Bamba", "bamba", own_layer=True),
     Family("GraniteMoeHybrid", "granitemoehybrid", own_layer=True, experts=Experts("num_local_experts"),
            residual_scale="residual_multiplier", embedding_scale="embedding_multiplier"),
