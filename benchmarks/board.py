@@ -47,6 +47,24 @@ new MutationObserver(() => {
 """
 
 
+# Moves the pointer over the first curve; returns the ms of each move until all cursors and values are laid out.
+HOVER = """
+async () => {
+  const chart = document.querySelector('svg.chart'), seconds = [];
+  chart.scrollIntoView();
+  for (let move = 0; move < 100; move++) {
+    const box = chart.getBoundingClientRect(), share = 0.15 + 0.8 * ((move * 37) % 100) / 100;
+    const at = {clientX: box.left + box.width * share, clientY: box.top + box.height / 2, bubbles: true};
+    const begin = performance.now();
+    chart.dispatchEvent(new PointerEvent('pointermove', at));
+    await new Promise((done) => requestAnimationFrame(() => { document.body.offsetHeight; done(); }));
+    seconds.push(performance.now() - begin);
+  }
+  return seconds.sort((a, b) => a - b);
+}
+"""
+
+
 class Board:
     """A board in its own process, and requests to it."""
 
@@ -224,6 +242,24 @@ def program(text: str, *words: str, **environment: str) -> Iterator[None]:
         process.wait(30)
 
 
+def hover_ms(board: Board, path: str) -> dict[str, float] | None:
+    """Return percentiles of the ms that the cursor takes to follow the pointer on a page; None without a browser."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if importlib.util.find_spec("playwright") is None or chromium is None:
+        return None
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(board.url)
+        page.get_by_role("heading", name="Runs").wait_for()
+        page.goto(f"http://127.0.0.1:{board.port}{path}")
+        moves = page.evaluate(HOVER)
+        browser.close()
+    return {"p50": round(moves[50], 1), "p95": round(moves[95], 1)}
+
+
 def shown_in_browser(address: str, name: str) -> float | None:
     """Return the seconds from the request of a page in a new browser until a name is on it; None without a browser."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -324,6 +360,7 @@ def main(words: Sequence[str] | None = None) -> None:
             result["run"] = opened(board, f"/run/{run_id(root / 'run-000')}")
             result["run_of_many_records"] = opened(board, f"/run/{run_id(long_run)}")
             result["list"]["shown_in_browser"] = shown_in_browser(board.url, "run-000")
+            result["hover_ms_of_many_records"] = hover_ms(board, f"/run/{run_id(long_run)}")
             result["memory_mib_at_most"] = board.mebibytes("VmHWM")
             result["idle_cpu_share_list_and_run"] = idle_share(board, ["/", f"/run/{run_id(long_run)}"])
         result["delay_to_screen_seconds"] = delays(root, state, options.seconds)
