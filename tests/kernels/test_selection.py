@@ -127,6 +127,13 @@ def test_selected_kernels(device, expected):
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_each_kernel_of_an_op_has_its_own_rank(device_type):
+    """Kernels of one rank would be tried in the order in which their modules are imported."""
+    ranks = {name: [kernel.rank for kernel in op.kernels(device_type)] for name, op in selection.all_ops().items()}
+    assert {name for name, numbers in ranks.items() if len(numbers) != len(set(numbers))} == set()
+
+
 def test_the_table_has_every_op_and_every_kernel():
     """Every registered kernel is taken by some call on some device."""
     all_ops = selection.all_ops()

@@ -202,7 +202,7 @@ def blockwise4_operand(
     return Operand("few_rows4", weight, constants, (codebook, code), ("shift", offset))
 
 
-@linear_blockwise4.kernel("cuda", unless=blockwise4_obstacle, rank=3)  # after gemv4, which is faster on Hopper
+@linear_blockwise4.kernel("cuda", unless=blockwise4_obstacle, rank=4)  # after gemv4, which is faster on Hopper
 def few_rows_blockwise4(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: gemv4.Nested, blocksize: int, quant_type: str, rows: int,
     bias: Tensor | None, blocks: Blocks | None = None,

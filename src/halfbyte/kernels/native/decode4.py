@@ -47,7 +47,7 @@ def gemv_obstacle(x: Tensor, packed: Tensor, absmax: Tensor, nested: Any, blocks
     return None if suits else "takes 1 to 16 rows, of whole blocks"
 
 
-@linear_blockwise4.kernel("cpu", unless=gemv_obstacle)
+@linear_blockwise4.kernel("cpu", unless=gemv_obstacle, rank=1)
 def gemv(
     x: Tensor,
     packed: Tensor,
