@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from halfbyte.gguf.graph import INERT, READ, checked_family
 from halfbyte.gguf.hyperparameters import add_hyperparameters
@@ -28,12 +29,7 @@ UNDECLARED = {
     "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.5, "logit_scale": 0.3, "use_qk_norm": True,
     "attention_multiplier": 0.3, "unknown_key": 3,
 }  # fmt: skip
-PARTS_OF_IMAGES = {
-    "deepstack_visual_indexes", "depth", "fullatt_block_indexes", "get_text_config", "image_token_id", "in_channels",
-    "mm_tokens_per_image", "num_heads", "num_position_embeddings", "out_hidden_size", "patch_size",
-    "spatial_merge_size", "temporal_patch_size", "text_config", "video_token_id", "vision_config",
-    "vision_start_token_id", "window_size",
-}  # fmt: skip
+NO_KEYS = {"get_text_config", "image_token_id", "kv_sharing_modes"}  # a method, of images, and made of two keys
 
 
 def others(key, value):
@@ -141,8 +137,10 @@ def test_keys_that_transformers_reads_are_accounted_for():
             config = transformers.AutoConfig.for_model(row.model_type)
             source = inspect.getsource(importlib.import_module(row.module))
             read = set(re.findall(r'config\.([a-z]\w+)|getattr\((?:self\.)?config, "(\w+)"', source))
-            names = {one or two for one, two in read} - config.to_dict().keys() - PARTS_OF_IMAGES
-            missing[row.name] = names - READ - INERT
+            whole = CONFIG_MAPPING[row.package]
+            parts = [part() for part in whole.sub_configs.values() if part is not transformers.AutoConfig]
+            beside = set().union(*(part.to_dict() for part in [config, *parts, *([whole()] if parts else [])]))
+            missing[row.name] = {one or two for one, two in read} - beside - NO_KEYS - READ - INERT
     assert {name: names for name, names in missing.items() if names} == {}
 
 

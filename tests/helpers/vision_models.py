@@ -96,7 +96,7 @@ MODELS = {
         "text_config": SIZES | {"model_type": "qwen2"}, "image_seq_length": 4, "image_token_id": IMAGE,
         "vision_config": TOWER | {"image_size": [56, 56], "patch_size": [14, 14], "attention_bias": True},
     }),
-    "glm4v": ("Glm4v", GLM_IDS | {"text_config": GLM_TEXT, "vision_config": GLM_TOWER}),
+    "glm4v": ("Glm4v", GLM_IDS | {"text_config": GLM_TEXT, "vision_config": GLM_TOWER | {"model_type": "glm4v"}}),
     "glm46v": ("Glm46V", GLM_IDS | {"text_config": GLM_TEXT | {"model_type": "glm4v_text"},
                                     "vision_config": GLM_TOWER | {"model_type": "glm4v_vision"}}),
     "glm4v_moe": ("Glm4vMoe", GLM_IDS | {

@@ -166,7 +166,7 @@ class Tower:
 
     Args:
         projector: llama.cpp's name.
-        model_types: model_type values of the vision config.
+        model_types: model_type values of the vision config; checkpoints keep the names of older transformers.
         activations: the tower's MLP activation, by transformers' name → the flag in the file, or "".
         outside: tensors outside of the layers.
         biased, plain: parts of a layer with a bias, and without.
@@ -375,7 +375,7 @@ PIXTRAL = Tower(
               "vision_config.rope_parameters.rope_theta": (10000,)},
 )  # fmt: skip
 IDEFICS3 = Tower(
-    "idefics3", ("idefics3_vision", "smolvlm_vision"), TANH,
+    "idefics3", ("idefics3_vision", "idefics3", "smolvlm_vision", "smolvlm"), TANH,
     frozenset({"v.patch_embd.weight", "v.patch_embd.bias", "v.position_embd.weight", "v.post_ln.weight",
                "v.post_ln.bias", "mm.model.fc.weight"}),
     BLOCK,
@@ -422,7 +422,7 @@ LLAVA_SIGLIP = replace(  # without class token
     notice="",
 )
 GLM4V = Tower(
-    "glm4v", ("glm4v_vision", "glm4v_moe_vision"), {"silu": "use_silu"},
+    "glm4v", ("glm4v_vision", "glm4v", "glm4v_moe_vision", "glm4v_moe"), {"silu": "use_silu"},
     frozenset({"v.patch_embd.weight", "v.patch_embd.weight.1", "v.patch_embd.bias", "v.position_embd.weight",
                "v.norm_embd.weight", "v.post_ln.weight", "mm.patch_merger.weight", "mm.patch_merger.bias",
                "mm.model.fc.weight", "mm.post_norm.weight", "mm.post_norm.bias", "mm.up.weight", "mm.gate.weight",
