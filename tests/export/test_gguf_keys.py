@@ -19,8 +19,16 @@ from halfbyte.gguf.tensors import Weight, plan
 from halfbyte.modeling.families import FAMILIES
 from halfbyte.utils.errors import CheckpointError, ModelError
 from halfbyte.utils.notices import reset_notices
-from tests.helpers.gguf_models import LLAMA3, LONG, MODELS, ORIGINAL, SIZES, THETA
+from tests.helpers.gguf_models import LLAMA3, LONG, ORIGINAL, SIZES, THETA
+from tests.helpers.gguf_models import MODELS as LANGUAGE_MODELS
+from tests.helpers.vision_models import MODELS as VISION
 
+MODELS = LANGUAGE_MODELS | {
+    name: (family, {key: value for key, value in VISION[whole][1]["text_config"].items() if key != "model_type"})
+    for name, whole, family in (
+        ("gemma4", "gemma4", "Gemma4Text"), ("lfm2", "lfm2_vl", "Lfm2"), ("ministral3", "ministral3", "Ministral3")
+    )
+}  # fmt: skip
 IDS = torch.arange(40, 72)[None]  # longer than the windows
 BASE = transformers.PreTrainedConfig().to_dict().keys()
 # Keys that some code reads although the family's config does not declare them.
@@ -151,6 +159,8 @@ def test_keys_that_transformers_reads_are_accounted_for():
         ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"num_hidden_layers": 5}, "num_hidden_layers"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("ministral3", {"rope_parameters": THETA | {"rope_type": "default"}}, "rope_type"),
         ("granite", {"residual_multiplier": 0.0}, "residual_multiplier"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias"),

@@ -127,6 +127,9 @@ def test_llama_3_2_vision_is_refused_by_name():
         ("llava", None, "projector_hidden_act", "relu"),
         ("qwen2_5_vl", "vision_config", "fullatt_block_indexes", [0, 3]),
         ("qwen2_5_vl", "vision_config", "window_size", 56),
+        ("gemma4", "text_config", "use_bidirectional_attention", None),
+        ("internvl", "vision_config", "norm_type", "rms_norm"),
+        ("mistral3", "text_config", "rms_norm_eps", 1e-6),
     ],
 )
 def test_what_llamacpp_would_compute_otherwise_is_refused(tmp_path, name, part, key, value):

@@ -119,6 +119,8 @@ def checked_family(config: Any) -> Family:
         value = getattr(config, key, expected)
         if (value or None) != (expected or None):
             raise _unsupported(key, value, family)
+    if graph.layered and config.use_bidirectional_attention not in (None, "vision"):  # of images: `vision` checks it
+        raise _unsupported("use_bidirectional_attention", config.use_bidirectional_attention, family)
     for key, name in graph.keys.items():
         value = getattr(config, name)
         if (value is None and key not in graph.optional) or (isinstance(value, float) and value == 0):
