@@ -13,6 +13,7 @@ import torch
 
 import halfbyte
 from halfbyte.utils import environment as module
+from halfbyte.utils import hardware
 from halfbyte.utils.environment import environment
 from halfbyte.utils.errors import ConfigError
 from halfbyte.utils.hardware import best_device, chosen_device, compute_dtype
@@ -43,9 +44,17 @@ def test_environment_is_json_of_this_machine():
 )
 def test_compute_dtype_respects_onednn_max_cpu_isa(monkeypatch, limit, expected):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(hardware, "_is_amd", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert compute_dtype(torch.device("cpu")).dtype is expected
+
+
+def test_compute_dtype_of_intels_avx512_bf16_without_amx(monkeypatch):
+    monkeypatch.setattr(hardware, "_is_amd", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert compute_dtype(torch.device("cpu")).dtype is torch.float32
 
 
 @pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])

@@ -132,6 +132,13 @@ def _onednn_may_use(level: str) -> bool:
 
 
 @functools.cache
+def _is_amd() -> bool:
+    """Return whether the CPU is one of AMD's."""
+    info = Path("/proc/cpuinfo")
+    return "AuthenticAMD" in (info.read_text(errors="replace") if info.exists() else platform.processor())
+
+
+@functools.cache
 def onednn_beats_mkl() -> bool:
     """Return whether to use oneDNN for float32 matmuls on this CPU instead of MKL, which torch uses.
 
@@ -141,10 +148,8 @@ def onednn_beats_mkl() -> bool:
     """
     import torch
 
-    info = Path("/proc/cpuinfo")
-    vendor = info.read_text(errors="replace") if info.exists() else platform.processor()
     return (
-        "AuthenticAMD" in vendor
+        _is_amd()
         and torch.__version__ >= "2.12"
         and torch.backends.mkl.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -246,10 +251,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def compute_dtype(device: torch.device) -> ComputeDtype:
-    """Return bfloat16 if `device` has native matmuls, otherwise float16 (older GPUs) or float32 (older CPUs).
+    """Return bfloat16 if `device` has fast native matmuls, otherwise float16 (older GPUs) or float32 (other CPUs).
 
-    bf16 matmuls were measured 6-15 times faster than fp32 on CPUs with AMX, and 5 times *slower* on a CPU with neither
-    AMX nor AVX512-BF16, so the choice depends on the instruction set.
+    bf16 matmuls were measured 6-15 times faster than fp32 on CPUs with AMX, 1.2 to 3.6 times *slower* on an Intel Xeon
+    with AVX512-BF16 alone, and 5 times slower on a CPU with neither, so the choice depends on the instruction set.
 
     A GPU that is only planned for, on a machine without one, is assumed to have bfloat16.
     """
@@ -266,6 +271,7 @@ def compute_dtype(device: torch.device) -> ComputeDtype:
         return ComputeDtype(torch.bfloat16, "XPU multiplies bf16 natively")
     if torch.cpu._is_amx_tile_supported() and _onednn_may_use("AVX512_CORE_AMX"):
         return ComputeDtype(torch.bfloat16, "the CPU has AMX")
-    if torch.cpu._is_avx512_bf16_supported() and _onednn_may_use("AVX512_CORE_BF16"):
-        return ComputeDtype(torch.bfloat16, "the CPU has AVX512-BF16")
-    return ComputeDtype(torch.float32, "the CPU has neither AMX nor AVX512-BF16, so bf16 would be slower than fp32")
+    if _is_amd() and torch.cpu._is_avx512_bf16_supported() and _onednn_may_use("AVX512_CORE_BF16"):
+        return ComputeDtype(torch.bfloat16, "the CPU has AMD's AVX512-BF16")
+    reason = "the CPU has neither AMX nor AMD's AVX512-BF16, so bf16 would be slower than fp32"
+    return ComputeDtype(torch.float32, reason)
