@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from halfbyte.utils import hardware
 from halfbyte.utils.hardware import (
     EXPANDABLE,
     compute_dtype,
@@ -63,7 +64,7 @@ def test_fixed_segments_keep_other_settings(monkeypatch, given, device, changes)
 def test_float32_products_by_onednn_whose_rows_are_independent(monkeypatch, version, expected):
     """oneDNN of torch 2.11 sums a row in another order in a batch of another size."""
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    monkeypatch.setattr("pathlib.Path.read_text", lambda *_, **__: "vendor_id : AuthenticAMD")
+    monkeypatch.setattr(hardware, "_is_amd", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
