@@ -67,6 +67,7 @@ CASES = {
     "rollouts_llama8b_h200": "decode --rollouts 64,128,256,512",
     "image_step_qwen25vl_h200": "image_step step --shape qwen2.5-vl-7b --layers 14",
     "image_memory_h200": "image_step memory --layers 2",
+    "image_prepare_cpu": "image_step prepare --device cpu --pictures 96",
     "startup": "startup",
     "digits_cpu": "digits LLAMA-40M --work WORK",
     "board_cpu": "board --seconds 45 --peers",
