@@ -458,7 +458,7 @@ def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tenso
 
 
 def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
-    """`tensor.requires_grad = …`; like all setters it returns None, since torch never frees what a setter returns."""
+    """Handle `tensor.requires_grad = …`. Returns None: torch would never free a tensor that a setter returns."""
     _requires_grad(tensor, requires_grad)
 
 

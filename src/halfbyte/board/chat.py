@@ -1,4 +1,4 @@
-"""The page Chat, and the engine behind it: a child process that leaves after `IDLE_SECONDS` without a request."""
+"""The page Chat, and its engine: a child process that ends after `IDLE_SECONDS` without a request."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Engines:
         self.engine: Engine | None = None
 
     def start(self, run: Summary, other: Summary | None, needed: int) -> None:
-        """Load a run, and the adapter of another one, in place of what is loaded."""
+        """End the present engine, and load a run and, if given, the adapter of another one."""
         with self.lock:
             if self.engine is not None:
                 self.engine.end()
@@ -200,7 +200,7 @@ def has_weights(run: Summary) -> bool:
 
 
 def command_of(run: Summary, other: Summary | None) -> str:
-    """Return the command line that loads what the page loads."""
+    """Return the command line that loads the same adapters as the page."""
     further = "" if other is None else f" --adapter {_name_of(other)}={other.folder}"
     return f"halfbyte serve {run.folder}{further}"
 

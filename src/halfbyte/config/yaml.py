@@ -221,9 +221,10 @@ def _loading(text: str, source: str, is_file: bool = True) -> Iterator[tuple[_Lo
 
 
 def _composed(text: str) -> tuple[_LoadingRules, yaml.Node | None]:
-    """Return a loader of `text` and the root node; libyaml parses what it can, since PyYAML's errors say more.
+    """Return a loader of `text` and its root node.
 
-    libyaml accepts tabs where PyYAML refuses them.
+    libyaml is tried first; a text that it refuses is parsed again by PyYAML, whose errors say more. libyaml accepts
+    texts that PyYAML refuses: tabs, so PyYAML parses texts with tabs, and rarities such as `[x?]`.
     """
     if yaml.__with_libyaml__ and "\t" not in text:
         with contextlib.suppress(yaml.YAMLError):

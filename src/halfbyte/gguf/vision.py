@@ -78,12 +78,12 @@ class Vision:
             for number, layer in enumerate(self.deepstack)
             for part, name in DEEPSTACK.items()
         }
-        own = {
+        tensors = {
             key.format(bid=layer): name.format(bid=layer)
             for key, name in self.tower.names.items()
             for layer in range(self.layers)
         }
-        return own | mergers
+        return tensors | mergers
 
     @property
     def image_size(self) -> int:

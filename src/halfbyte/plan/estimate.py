@@ -227,7 +227,7 @@ class _Planner:
         self.hosted_state = (hosted or 0) // self.slices  # bytes of optimizer state in host memory
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
         captures = graphs and row.updates == "all" and {*layout.axes} <= CAPTURED and not self._reduces_in_backward
-        captures = captures and not experts.layers
+        captures = captures and not experts.layers and shapes.images is None  # towers read sizes of images
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
         self.pipeline = self._pipeline(recomputed)

@@ -344,7 +344,7 @@ class ModelShapes:
         parts = map(self.causal_lm.get_submodule, non_text_modules(self.causal_lm))
         trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
         tower = self._tower(trained and checkpointed)
-        return features + max(tower.kept if trained else 0, tower.peak - transient)
+        return features + max(tower.saved if trained else 0, tower.peak - transient)
 
     @cached_method
     def _tower(self, checkpointed: bool) -> TowerBytes:

@@ -54,7 +54,7 @@ class BatchImages:
 class TowerBytes(NamedTuple):
     """Bytes of tower and projector: alive from their forward to their backward, and the most in either."""
 
-    kept: int
+    saved: int
     peak: int
 
 
@@ -146,9 +146,9 @@ def _replayed(
         autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype.itemsize == 2)
         with no_input_casts(model.train(), dtype), ledger, torch.set_grad_enabled(trained), autocast:
             output = getattr(backbone, FEATURES)(**inputs)
-            kept = ledger.live
+            saved = ledger.live
             if trained:
                 named = (output.pooler_output, getattr(output, "deepstack_features", None))
                 features: Any = [leaf.float().sum() for leaf in tree_leaves(named) if isinstance(leaf, Tensor)]
                 sum(features).backward()
-    return TowerBytes(kept, ledger.peak)
+    return TowerBytes(saved, ledger.peak)

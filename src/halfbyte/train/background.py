@@ -119,7 +119,7 @@ class BackgroundRun:
         return self._result(status)
 
     def _is_unknown(self) -> bool:
-        """Return whether the run's status is missing, or that of an earlier run in its folder."""
+        """Return whether the folder has no status, or the status of an earlier run."""
         status = self.status
         pids = () if status is None else (status.process.pid, status.launcher.pid if status.launcher else 0)
         return self._process.pid not in pids

@@ -41,7 +41,7 @@ class Details:
 
 
 def described(config: RunConfig, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the documents of a run's begin: its resolved configuration without secrets, and its plan in bytes."""
+    """Return the documents that trackers get first: the configuration without secrets, and the plan in bytes."""
     return {
         "configuration": yaml.safe_load(dump_config(with_specs(config, KBit.names))),
         "memory_plan": plan.predicted(),
@@ -147,7 +147,7 @@ class Trackers:
             self._each(lambda callback: callback.on_train_end(*arguments, model=self.model))
 
     def _each(self, work: Callable[[Any], Any]) -> None:
-        """Call `work` with each callback, and leave out those that fail."""
+        """Call `work` with each callback, and drop a callback that fails."""
         for callback in list(self._callbacks):
             try:
                 work(callback)

@@ -93,7 +93,7 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
         with context_parallel(model, run.mesh):
             results["divided"] = divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.method == "positions"  # other methods read the batch's values
-    captures = run.plan.use_graphs and by_positions and not has_image_rows(run.data)  # towers read sizes of images
+    captures = run.plan.use_graphs and by_positions
     if run.config.precision.recipe != "bf16":  # on a CPU too
         fp8_scales = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
     return Verified(results, report, fp8_scales, captures)
