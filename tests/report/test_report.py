@@ -1,8 +1,10 @@
 """The report and the card of a made-up run: right numbers, sound HTML, nothing loaded, nothing injected."""
 
 import base64
+import itertools
 import json
 import math
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +15,7 @@ import yaml
 from halfbyte.config import RunConfig
 from halfbyte.report.card import write_card
 from halfbyte.report.page import write_report
+from halfbyte.report.plots import smooth
 from halfbyte.report.run import read_run
 from halfbyte.train.result import RunResult
 from tests.helpers.board_runs import write_run
@@ -429,3 +432,17 @@ def test_a_notebook_shows_the_headline_figures(tmp_path):
     assert "Held-out loss" in html
     assert "1.3000" in html
     assert "report.html" in html
+
+
+def test_smoothing_reaches_the_ends_without_ripples():
+    noise = random.Random(0)
+    values = [noise.gauss(2, 1) for _ in range(600)]
+    values[5], values[300] = math.nan, math.inf
+    means = smooth(values)
+    weights = [max(0, 40 - distance) * math.isfinite(value) for distance, value in enumerate(values)]
+    ahead = sum(weight * value for weight, value in zip(weights, values, strict=True) if weight)
+    assert means[0] == pytest.approx(ahead / sum(weights))
+    steps = [abs(after - before) for before, after in itertools.pairwise(means)]
+    assert max(steps[:80] + steps[-80:]) < 1.5 * max(steps[80:-80])
+    assert smooth([3.0] * 50) == pytest.approx([3.0] * 50)
+    assert all(map(math.isnan, smooth([math.nan] * 40)))

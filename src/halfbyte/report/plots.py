@@ -141,20 +141,21 @@ def lengths(histogram: dict[str, Any], max_length: int | None) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred running mean over a tenth of `values`, with narrower windows towards both ends to avoid lag.
+    """Mean of the neighbours of each of `values`, with weights that fall linearly to 0 at a fifteenth of their number.
 
-    Skips NaN and infinite values; a window without finite values is NaN.
+    Weights beyond an end are left out of the sum and of its divisor: the ends are as smooth as the middle, and lag by a
+    third of that distance. Skips NaN and infinite values; a window without finite values is NaN.
     """
-    finite = [value if math.isfinite(value) else 0.0 for value in values]
-    sums = [0.0, *accumulate(finite)]
-    counts = [0, *accumulate(math.isfinite(value) for value in values)]
-    reach, smoothed = max(2, len(values) // 20), []
-    for index in range(len(values)):
-        half = max(min(reach, index, len(values) - 1 - index), reach // 4)
-        first, last = max(index - half, 0), min(index + half + 1, len(values))
-        count = counts[last] - counts[first]
-        smoothed.append((sums[last] - sums[first]) / count if count else math.nan)
-    return smoothed
+    reach = max(3, len(values) // 15)
+    sums = _triangular_sums([value if math.isfinite(value) else 0.0 for value in values], reach)
+    weights = _triangular_sums([float(math.isfinite(value)) for value in values], reach)
+    return [total / weight if weight > 0.5 else math.nan for total, weight in zip(sums, weights, strict=True)]
+
+
+def _triangular_sums(values: Sequence[float], reach: int) -> list[float]:
+    """For each i the sum over k of max(0, reach - |k|) * values[i + k], by second differences of cumulative sums."""
+    sums = [0.0] * (reach + 1) + [*accumulate(accumulate([*values, *[0.0] * reach]))]
+    return [sums[i + 2 * reach] - 2 * sums[i + reach] + sums[i] for i in range(len(values))]
 
 
 def _series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
