@@ -14,7 +14,7 @@ from ..config.schema import RunKeys
 from ..config.yaml import dump_value
 from ..methods import method_of
 from ..runs.inputs import check_inputs, free_output_dir
-from ..utils.errors import ConfigError, DataError, UsageError
+from ..utils.errors import ConfigError, DataError, UsageError, first_line
 from ..utils.text import size
 from .startup import quick_imports
 
@@ -134,7 +134,7 @@ def _with_packing(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunC
     except ConfigError as error:
         return base, [f"# No {' '.join(error.message.split())}"]
     except Exception as error:  # the model's own code may raise anything for tiny sizes
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         return base, [
             f"# No packing: the test for attention between documents failed for a tiny {model_config.model_type}",
             f"# ({reason}). With packing: true the run repeats the test.",

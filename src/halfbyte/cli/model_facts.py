@@ -15,7 +15,7 @@ from ..modeling.families import family_of_config, tower_of
 from ..modeling.packing import isolate_documents
 from ..modeling.patch import EXPERTS, patch, unpatch
 from ..modeling.tiny_model import tiny_model
-from ..utils.errors import HalfbyteError, ModelError
+from ..utils.errors import HalfbyteError, ModelError, first_line
 from ..utils.notices import silent
 
 PACKING = {
@@ -72,7 +72,7 @@ def _packing(model: Any) -> str:
     except HalfbyteError as error:
         return f"no: {error.message}"
     except Exception as error:  # as above
-        return f"not tried on a tiny model: {type(error).__name__}: {_first_line(error)}"
+        return f"not tried on a tiny model: {type(error).__name__}: {first_line(error)}"
 
 
 def _gguf(config: Any) -> str:
@@ -83,7 +83,3 @@ def _gguf(config: Any) -> str:
         return f"no: {error.message}"
     directions = "export and import" if family.gguf.imported else "export"
     return f"{directions} as llama.cpp's {family.gguf.arch}" + (", images as mmproj" if tower_of(config) else "")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

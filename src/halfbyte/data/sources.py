@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from ..config.datasets import DatasetEntry
 from ..reading import look, open_bytes, open_text, parse_json
-from ..utils.errors import DataError, explain_os_error
+from ..utils.errors import DataError, explain_os_error, first_line
 from ..utils.hub import id_of_url, is_local, nearest_path
 from ..utils.notices import notice
 from ..utils.text import brief
@@ -130,7 +130,7 @@ def _read(name: str, split: str, evaluating: bool) -> list[Source]:
         try:
             dataset = datasets.load_dataset(name, split=split)
         except Exception as error:  # from datasets, huggingface_hub, httpx, Arrow or the files' contents
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise DataError(
                 f"dataset {name!r} is not a local file or folder{_closest(Path(name))}, and the Hub answers: {reason}",
                 "give an existing path, or the id of a Hub dataset (`dataset_split` picks its split) while online",
@@ -399,7 +399,7 @@ def _read_parquet(path: Path) -> Source:
             raise DataError(f"{path} is not a readable Parquet file: {error}", "copy the file again") from None
         raise DataError(f"cannot read {path}: {explain_os_error(error)}", "check the file, or give another") from None
     except Exception as error:  # Arrow's own, or Python's for a value that Python cannot represent
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise DataError(f"{path} is not a readable Parquet file: {reason}", "copy the file again") from None
     return Source(str(path), "parquet", rows)
 
@@ -442,7 +442,7 @@ def _read_arrow(path: Path) -> Source:
     except DataError:
         raise
     except Exception as error:  # Arrow's own, the library's, or Python's for a damaged description
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise DataError(f"{path} is not a readable Arrow dataset: {reason}", "save or copy it again") from None
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..config.datasets import DatasetEntry
 from ..config.schema import RunKeys
 from ..reading import open_bytes
-from ..utils.errors import ConfigError, DataError, HalfbyteError, TrainingError
+from ..utils.errors import ConfigError, DataError, HalfbyteError, TrainingError, first_line
 from .mixture import shares_of, total_rows
 from .prepare import NothingKeptError, Prepare, PreparedData
 from .rows import Collate, Position, RankLoader, Row
@@ -132,7 +132,7 @@ class DatasetReader:
         except HalfbyteError:
             raise
         except Exception as error:  # from datasets, huggingface_hub, Arrow, or the files' contents
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise DataError(
                 f"cannot read {file.name}: {reason}", "check the file or the Hub id, or remove it"
             ) from error

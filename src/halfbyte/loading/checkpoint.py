@@ -19,7 +19,7 @@ from ..gguf.cache import checkpoint_folder
 from ..reading.model_config import read_config
 from ..reading.tensors import INDEX, SINGLE, read_header, read_tensor, safetensors_files
 from ..tensor import QuantizedTensor
-from ..utils.errors import CheckpointError
+from ..utils.errors import CheckpointError, first_line
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = DTYPES | {
@@ -230,6 +230,6 @@ def base_folder(origin: Origin) -> Path:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the base model {origin.name} is missing: neither a folder nor a reachable hub model"
-            f" ({str(error).splitlines()[0]})",
+            f" ({first_line(error)})",
             "restore it, or correct model_name_or_path in the run's config.resolved.yaml",
         ) from error

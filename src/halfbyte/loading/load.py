@@ -22,7 +22,7 @@ from ..reading import open_bytes, read_text
 from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files
 from ..tensor import QuantizedTensor
-from ..utils.errors import ConfigError, ModelError
+from ..utils.errors import ConfigError, ModelError, first_line
 from ..utils.hardware import chosen_device, compute_dtype
 from ..utils.notices import notice
 from ..utils.streams import no_loading_bars, quiet_transformers
@@ -74,7 +74,7 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
         with torch.device("meta"):
             auto_class(config).from_config(copy.deepcopy(config), attn_implementation=name)
     except (ImportError, ValueError) as error:  # transformers names the missing package, or the known names
-        raise ConfigError(f"attn_implementation: {name}: {str(error).splitlines()[0]}", fix) from error
+        raise ConfigError(f"attn_implementation: {name}: {first_line(error)}", fix) from error
     if name == FLEX and trains:
         size = min(sizes.head_dim for sizes in layer_sizes(config.get_text_config()))
         if device.type == "cpu":
@@ -86,7 +86,7 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
     if trains and name not in TORCH_ATTENTION and (raised := _try_attention(config, name, device)):
         usual = _try_attention(config, "sdpa", device) and _try_attention(config, "eager", device)
         if usual is None:  # otherwise the tiny model itself fails
-            reason = str(raised).strip().partition("\n")[0] or type(raised).__name__
+            reason = first_line(raised)
             raise ConfigError(f"attn_implementation: {name} does not train this model on {device}: {reason}", fix)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from ..utils.errors import first_line
 from ..utils.text import cut
 from .collectives import group_size
 
@@ -93,7 +94,7 @@ def _share_handles(tensors: Sequence[Tensor], device: torch.device, degree: int,
     try:
         handles = [[reduce_tensor(tensor) for tensor in tensors] if at != coordinate else [] for at in range(degree)]
     except RuntimeError as error:
-        return [_first_line(error)] * degree
+        return [cut(first_line(error), 120)] * degree
     return [(_host(), device.index, tensor_handles, tensors[0][:SAMPLE].tolist()) for tensor_handles in handles]
 
 
@@ -118,13 +119,9 @@ def _open_handles(
             if opened[0][:SAMPLE].tolist() != sample:
                 return [], f"GPU {device.index} reads other bytes than GPU {index} holds"
         except (RuntimeError, AssertionError) as error:
-            return [], _first_line(error)
+            return [], cut(first_line(error), 120)
         every.append(opened)
     return [list(of_ranks) for of_ranks in zip(*every, strict=True)], ""
-
-
-def _first_line(error: Exception) -> str:
-    return cut(str(error).splitlines()[0] if str(error) else type(error).__name__, 120)
 
 
 def _host() -> tuple[str, str, str]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..utils import errors
-from ..utils.errors import ConfigError, HalfbyteError, TrainingError, explain_os_error
+from ..utils.errors import ConfigError, HalfbyteError, TrainingError, explain_os_error, first_line
 from ..utils.notices import notice
 from ..utils.processes import is_rank
 from ..utils.text import brief
@@ -88,7 +88,7 @@ def rendezvous(size: int) -> Iterator[None]:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise ConfigError(f"{address} is in use by another program", "choose another --master-port") from error
         fix = "check the other processes, and that every host can reach this address"
-        message = f"the {size} processes of this run did not connect at {address}: {_first_line(error)}"
+        message = f"the {size} processes of this run did not connect at {address}: {first_line(error)}"
         raise TrainingError(message, fix) from error
     finally:
         timer.cancel()
@@ -155,7 +155,7 @@ def lost_peer_error(error: BaseException | None) -> HalfbyteError | None:
         isinstance(error, RuntimeError) and any(w in str(error) for w in LOST_PEER_MESSAGES)
     ):
         fix = "see the error of that process, and continue with --resume"
-        return TrainingError(f"another process of this run has exited or does not respond: {_first_line(error)}", fix)
+        return TrainingError(f"another process of this run has exited or does not respond: {first_line(error)}", fix)
     return lost_peer_error(error.__cause__ or error.__context__)
 
 
@@ -193,7 +193,3 @@ def read_failure(rank: int, file: str) -> Failure | None:
         return None
     error = getattr(errors, fields["kind"])(fields["message"], fields["fix"])
     return Failure(rank, error, fields["follows"], recorded=True, may_pass=fields["passing"], trace=fields["trace"])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

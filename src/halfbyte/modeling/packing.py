@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..batch import IMAGES
 from ..config.schema import DataSection
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
-from ..utils.errors import ConfigError
+from ..utils.errors import ConfigError, first_line
 from ..utils.notices import notice
 from . import recurrent
 from .compute_dtype import compute_autocast, no_input_casts
@@ -263,9 +263,7 @@ class _Probe:
                 AttributeError, ImportError, ValueError) as error:  # fmt: skip
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            return ProbeResult(
-                error=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-            )
+            return ProbeResult(error=f"{type(error).__name__}: {first_line(error)}")
 
     @contextlib.contextmanager
     def _modes_restored(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from ..optim import trained_parameters
 from ..parallel.shard.model import sharded
 from ..qat.model import round_merged
 from ..reading.tensors import ADAPTER, read_tensors, safetensors_files
-from ..utils.errors import TrainingError
+from ..utils.errors import TrainingError, first_line
 from ..utils.notices import notices_so_far
 
 TOKENS = 256  # tokens of the row that is checked: its full logits are small even with a vocabulary of 256k
@@ -187,7 +187,7 @@ def deterministic_algorithms(config: TrainingSection, device: torch.device) -> I
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         if WORKSPACE in str(error):
             fix = f"start a new process, or set {WORKSPACE}=:4096:8 before this one uses the GPU"
             raise TrainingError(f"deterministic: {reason}", fix) from error

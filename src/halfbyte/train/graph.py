@@ -39,6 +39,7 @@ from ..data.batch_shapes import MAX_GRAPHS
 from ..memory.pinned import AFTER_CAPTURE
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..optim.fused import FusedOptimizer
+from ..utils.errors import first_line
 from ..utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
 from ..utils.notices import notice
 
@@ -275,7 +276,7 @@ class ShapeGraphs:
         try:
             captured = _Captured(self.step, inputs, self.stream, self.pool)
         except RuntimeError as error:
-            reason, no_memory = str(error).splitlines()[0], is_out_of_memory(error)
+            reason, no_memory = first_line(error), is_out_of_memory(error)
         else:
             self.pool_bytes += torch.cuda.memory_reserved(self.stream.device) - reserved_bytes
             self.peak_pool_bytes = max(self.peak_pool_bytes, self.pool_bytes)
