@@ -14,9 +14,11 @@ from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.cli.preview import preview_rows
 from halfbyte.config import load_config
+from halfbyte.data.collate import make_collator
 from halfbyte.loading.tokenizers import load_run_tokenizer
 from halfbyte.methods import method_of
 from halfbyte.modeling.architectures import all_linear
+from halfbyte.modeling.packing import isolate_for_run
 from halfbyte.rewards.score import Scored
 from halfbyte.train.rollouts import make_rollouts
 from halfbyte.train.run import train
@@ -123,10 +125,13 @@ def test_kto_equals_trl(kind, tmp_path):
     assert_same_gradients(gradients(loss, policy), gradients(expected, policy))
 
 
-def test_a_run_saves_an_adapter(tmp_path):
+def test_a_packed_run_reads_cached_features_and_saves_an_adapter(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     place_of(tmp_path, "gemma3")
-    config = configured(tmp_path, method="dpo", output_dir=str(tmp_path / "out"), max_steps=2, logging_steps=1)
-    train(config)
+    keys = {"packing": True, "vision_cache": True, "max_steps": 2, "logging_steps": 1}
+    train(configured(tmp_path, method="dpo", output_dir=str(tmp_path / "out"), **keys))
+    checks = json.loads((tmp_path / "out/checks.json").read_text())
+    assert (checks["isolation"]["way"], checks["image_features"]["computed"]) == ("masks", 4)
     assert (tmp_path / "out/adapter/adapter_model.safetensors").is_file()
     assert json.loads((tmp_path / "out/data_report.json").read_text())["train"]["images"]["count"] == 4
 
@@ -174,12 +179,19 @@ def plain_policy_loss(model, processor, batch, rows, placeholders, epsilon=0.2):
     return -sum(losses) / tokens
 
 
-@pytest.mark.parametrize("name", [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])])
-def test_grpo_equals_transformers(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "padding_free"),
+    [
+        (FAMILIES[0], False),
+        (FAMILIES[0], True),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in FAMILIES[1:]),
+    ],
+)
+def test_grpo_equals_transformers(name, padding_free, tmp_path):
     """Rollouts have the log-probabilities of training, and the loss that of transformers' forward."""
     save_image_model(tmp_path / "model", name)
     write_prompts(tmp_path)
-    config = configured(tmp_path, **GRPO)
+    config = configured(tmp_path, **GRPO, padding_free=padding_free)
     tokenizer, method = load_run_tokenizer(config), method_of(config)
     data, policy, scores = method.ready(config, tokenizer), policy_of(tmp_path, name).eval(), Scores()
     policy.config.get_text_config().max_position_embeddings = 1024
@@ -284,10 +296,60 @@ def test_images_of_answers_are_refused(tmp_path):
             ready(configured(tmp_path, method="dpo"))
 
 
-def test_packed_pairs_and_text_models_are_refused(tmp_path):
+PACKED = [("dpo", "packing", "qwen2_5_vl"), ("orpo", "packing", "gemma3"), ("simpo", "packing", "llava"),
+          ("kto", "padding_free", "qwen2_5_vl"), ("reward", "packing", "llava")]  # fmt: skip
+PACKED_SLOWLY = [(method, "packing", name) for method in ("dpo", "cpo") for name in ("gemma3", "llava", "qwen3_vl")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "name"), [*PACKED, *(pytest.param(*case, marks=pytest.mark.slow) for case in PACKED_SLOWLY)]
+)
+def test_packed_answers_equal_padded_ones(asked, key, name, tmp_path):
+    """Loss and gradients of a step; replacing an image of the isolation probe changes no other document."""
+    rows = place_of(tmp_path, name)
+    if asked == "kto":
+        labelled = [{"prompt": row["prompt"], "completion": row["chosen"], "label": row == rows[0]} for row in rows]
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, labelled)))
+    method, padded, pad = ready(configured(tmp_path, method=asked))
+    length = 3 * max(map(len, padded.train["input_ids"])) // 4  # of a document; rows hold two
+    config = configured(tmp_path, method=asked, max_length=length, **{key: True})
+    _, packed, collate = ready(config)
+    if key == "packing":
+        counts = packed.train["image_counts"]
+        assert 1 < len(counts) < ROWS
+        assert list(map(sum, counts)) == list(map(len, packed.train["images"]))
+    policy = save_image_model(tmp_path / "again", name)
+    policy = add_adapter(policy, config, scores=method.scores).train()
+    torch.manual_seed(5)
+    for parameter_name, parameter in policy.named_parameters():
+        if "lora_B" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    expected, _, _ = mean_loss(method, policy, [pad(list(padded.train))])
+    tokenizer = load_run_tokenizer(config)
+    isolation = isolate_for_run(policy, config, make_collator(config, tokenizer), packed.train)
+    assert isolation.method == ("masks" if name == "gemma3" else "positions")
+    loss, _, _ = mean_loss(method, policy, [collate([row]) for row in packed.train])
+    if asked == "kto":
+        loss, _, _ = mean_loss(method, policy, [collate(list(packed.train))])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_same_gradients(gradients(loss, policy), gradients(expected, policy))
+
+
+def test_packed_pairs_keep_to_a_number_of_pixels(tmp_path):
     place_of(tmp_path, "llava")
-    with pytest.raises(ConfigError, match="packing"):
-        ready(configured(tmp_path, method="dpo", packing=True))
+    keys = {"method": "dpo", "packing": True}
+    _, data, _ = ready(configured(tmp_path, **keys))
+    _, few, _ = ready(configured(tmp_path, **keys, image_max_pixels_per_row=60_000))
+    most = [
+        max(2 * sum(image["pixels"] for image in images) for images in each.train["images"]) for each in (data, few)
+    ]
+    assert most[0] > 60_000 >= most[1]
+    with pytest.raises(ConfigError, match="image_max_pixels_per_row"):
+        ready(configured(tmp_path, **keys, image_max_pixels_per_row=1_000))
+
+
+def test_text_models_are_refused(tmp_path):
+    place_of(tmp_path, "llava")
     save_model(tmp_path / "text", "llama")
     load_run_tokenizer(configured(tmp_path)).save_pretrained(tmp_path / "text")
     with pytest.raises(ModelError, match="text only"):

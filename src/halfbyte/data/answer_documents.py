@@ -2,11 +2,13 @@
 
 A row holds one document per answer: the prompt and that answer, with the labels of supervised fine-tuning. So the
 memory plan, the isolation check and samples read the usual columns `input_ids`, `labels` and `seq_lengths`. If answers
-share their prompt, it is stored once before them (`shared_prefix`), else once per answer.
+share their prompt, it is stored once before them (`shared_prefix`), else once per answer. Images of a prompt are
+stored once, and belong to each of its documents.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,13 +22,14 @@ from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
 from .batches import document_lengths, row_lengths
 from .images import IMAGES, STORED
-from .prepare import PreparedData
+from .prepare import PreparedData, row_pixels
 from .shared_prefix import ANSWERS, document_places, trees_of
 from .tables import Table, new_fingerprint, packed
 
 NUMBER_COLUMNS = ("margin", "label", "right")  # further columns that documents keep
 IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
 MISMATCHED = ("other_ids", "other_mask")
+IMAGE_COUNTS = "image_counts"  # column of rows with images: number of images of each prompt
 
 Row = dict[str, Any]
 Answer = tuple[str, str]  # names of its id and mask columns
@@ -45,7 +48,7 @@ def as_documents(
             `shared_prefix.ANSWERS` holds the number of answers. Otherwise seq_lengths are the tokens of the documents.
     """
     features = {"input_ids": IDS, "labels": IDS, "seq_lengths": IDS} | {name: NUMBERS for name in numbers}
-    features |= {IMAGES: STORED} if IMAGES in rows.column_names else {}
+    features |= {IMAGES: STORED, IMAGE_COUNTS: IDS} if IMAGES in rows.column_names else {}
     if shared:
         features[ANSWERS] = IDS
     columns: dict[str, list[list[Any]]] = {name: [] for name in features}
@@ -62,7 +65,8 @@ def as_documents(
             lengths.append(len(trained) if shared else len(prompt) + len(trained))
         document = {"input_ids": ids, "labels": labels, "seq_lengths": lengths, ANSWERS: [len(answers)]}
         document |= {name: np.atleast_1d(row[name]).astype(float).tolist() for name in numbers}
-        document |= {name: row[name] for name in features if name == IMAGES}
+        if IMAGES in features:
+            document |= {IMAGES: row[IMAGES], IMAGE_COUNTS: [len(row[IMAGES])]}
         for name, values in columns.items():
             values.append(document[name])
     return Table.from_dict(columns, features=Features(features))
@@ -73,7 +77,7 @@ def documents_in(
 ) -> PreparedData:
     """Return prepared rows with these answers as documents, several per row if `config` packs.
 
-    A packed row holds at most max_length tokens per answer of a row.
+    A packed row holds at most max_length tokens per answer of a row, and image_max_pixels_per_row pixels in all.
 
     Args:
         data: its `shared` says whether the answers of a row share their prompt.
@@ -88,7 +92,10 @@ def documents_in(
             return None
         numbers = [name for name in NUMBER_COLUMNS if name in rows.column_names]
         documents = as_documents(rows, answers, numbers, shared=shared)
-        documents = packed(documents, len(answers) * config.max_length) if config.packing else documents
+        if config.packing:
+            most_pixels = config.image_max_pixels_per_row
+            pixels = row_pixels(documents, most_pixels, len(answers))
+            documents = packed(documents, len(answers) * config.max_length, pixels, most_pixels or 0)
         if shared and (together or joined) and report.get(split):
             computed = int(row_lengths(documents).sum())
             apart = int(document_lengths(documents).sum())  # with one prompt per answer
@@ -155,8 +162,14 @@ def documents_of(row: Row) -> list[Row]:
         ]
     else:
         positions = np.split(np.arange(len(ids)), np.cumsum(row["seq_lengths"])[:-1])
-    images = {IMAGES: row[IMAGES]} if IMAGES in row else {}
-    return [{"input_ids": ids[index].tolist(), "labels": labels[index].tolist(), **images} for index in positions]
+    documents = [{"input_ids": ids[index].tolist(), "labels": labels[index].tolist()} for index in positions]
+    if IMAGES not in row:
+        return documents
+    counts = row.get(IMAGE_COUNTS) or [len(row[IMAGES])]
+    remaining = iter(row[IMAGES])
+    images = [list(itertools.islice(remaining, count)) for count in counts]
+    answers = len(documents) // len(counts)
+    return [{**document, IMAGES: images[number // answers]} for number, document in enumerate(documents)]
 
 
 def first_prompt(row: Row) -> Row:

@@ -19,6 +19,7 @@ from ..config.schema import RunKeys
 from ..ops import IGNORE_INDEX
 from .answer_documents import Row, documents_of, trained_tokens
 from .collate import Batch, PackedCollator, PaddedCollator, make_collator, rounds_widths
+from .images import IMAGES
 from .shared_prefix import ANSWERS, BranchCollator, trees_of
 
 PAIR = 2  # answers per row: chosen and rejected, or for KTO the answer and another prompt's answer
@@ -80,7 +81,7 @@ class AnswerCollator:
         if ANSWERS in rows[0]:
             return BranchCollator.like(self.collate, self.answers)(rows)
         flat = isinstance(self.collate, PackedCollator)
-        batch = self.collate(rows if flat else documents)
+        batch = self.collate(_with_images(rows, documents) if flat else documents)
         lines, width = batch.pop("labels").shape
         lengths = [len(document["input_ids"]) for document in documents]
         if not flat:
@@ -223,6 +224,15 @@ def step_collator(
     """Return the collator of stepwise rows for `config`."""
     rounded = device is not None and rounds_widths(device)
     return StepCollator(make_collator(config, tokenizer, device), rounded)
+
+
+def _with_images(rows: list[Row], documents: list[Row]) -> list[Row]:
+    """Return flat rows with the images of all of their documents, in order."""
+    if IMAGES not in rows[0]:
+        return rows
+    remaining = iter(documents)
+    images_of = ([image for _ in row["seq_lengths"] for image in next(remaining)[IMAGES]] for row in rows)
+    return [{**row, IMAGES: images} for row, images in zip(rows, images_of, strict=True)]
 
 
 def _pad(values: list[Any], size: int) -> torch.Tensor:

@@ -311,11 +311,8 @@ def images_of(
     return source.take(document, row, data_file, location)
 
 
-def check_image_run(config: DataSection, processor: ImageProcessor, *, packs: bool = True) -> None:
+def check_image_run(config: DataSection, processor: ImageProcessor) -> None:
     """Check that the keys of a run and its model allow rows with images.
-
-    Args:
-        packs: whether rows of the method can be packed with their images.
 
     Raises:
         ConfigError: they do not.
@@ -326,9 +323,6 @@ def check_image_run(config: DataSection, processor: ImageProcessor, *, packs: bo
     key = "packing" if config.packing else "padding_free"
     if not getattr(config, key):
         return
-    if not packs:
-        wrong = f"{key}: the rows have images, and answers to images are trained in padded rows"
-        raise ConfigError(wrong, f"set {key}: false")
     if processor.family.cross_attention:
         wrong = f"{key}: the text of {processor.model_config.model_type} reads its images by cross-attention"
         raise ConfigError(f"{wrong}, whose masks are made for one document per row", f"set {key}: false")
@@ -583,7 +577,7 @@ def _progress(is_long: bool) -> Iterator[None]:
 def _pack(trainable: Dataset, config: DataSection, features: Mapping[str, Any]) -> Dataset:
     (ids, lengths), (labels, _) = ragged(trainable, "input_ids"), ragged(trainable, "labels")
     stops = np.cumsum(lengths)
-    pixels = _pixels(trainable, config.image_max_pixels_per_row)
+    pixels = row_pixels(trainable, config.image_max_pixels_per_row)
     rows = pack(lengths.tolist(), config.max_length, pixels, config.image_max_pixels_per_row or 0)
 
     def joined(values: np.ndarray) -> list[np.ndarray]:
@@ -598,19 +592,23 @@ def _pack(trainable: Dataset, config: DataSection, features: Mapping[str, Any]) 
     return Table.from_dict({name: columns[name] for name in features}, features=Features(features))
 
 
-def _pixels(trainable: Dataset, most: int | None) -> list[int] | None:
-    """Return the pixels of each document that the tower reads; None: rows may hold any number.
+def row_pixels(rows: Dataset, most: int | None, answers: int = 1) -> list[int] | None:
+    """Return the pixels of each row that the tower reads; None: packed rows may hold any number.
+
+    Args:
+        most: `image_max_pixels_per_row`.
+        answers: documents of a row, each of which has the row's images.
 
     Raises:
-        ConfigError: a document has more than `most`.
+        ConfigError: a row has more than `most`.
     """
-    if most is None or IMAGES not in trainable.column_names:
+    if most is None or IMAGES not in rows.column_names:
         return None
-    documents = trainable[IMAGES][:]
-    pixels = [sum(image["pixels"] for image in images) for images in documents]
-    for images, count in zip(documents, pixels, strict=True):
+    images_of_rows = rows[IMAGES][:]
+    pixels = [answers * sum(image["pixels"] for image in images) for images in images_of_rows]
+    for images, count in zip(images_of_rows, pixels, strict=True):
         if count > most:
-            wrong = f"image_max_pixels_per_row: {most:,} is less than the {count:,} pixels of the document"
+            wrong = f"image_max_pixels_per_row: {most:,} is less than the {count:,} pixels of the row"
             raise ConfigError(f"{wrong} of {images[0]['location']}", "raise it, or lower image_max_pixels")
     return pixels
 

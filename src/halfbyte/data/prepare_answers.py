@@ -202,7 +202,7 @@ def _read(
     report_unread([entry.path for entry in entries], raw.left_out)
     raw.features = {name: Value("float64") for name in raw.columns}
     if any(images):
-        check_image_run(config, processor, packs=False)
+        check_image_run(config, processor)
         raw.columns[IMAGES], raw.features[IMAGES] = images, STORED
         raw.texts = processor.escaped(raw.texts)
     return raw

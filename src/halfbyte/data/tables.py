@@ -148,10 +148,10 @@ def _best_fit_of_pixels(
     return rows
 
 
-def packed(rows: Dataset, max_tokens: int) -> Dataset:
-    """Pack rows of documents into rows of at most `max_tokens` tokens."""
+def packed(rows: Dataset, max_tokens: int, pixels: Sequence[int] | None = None, max_pixels: int = 0) -> Dataset:
+    """Pack rows of documents into rows of at most `max_tokens` tokens and `max_pixels` pixels; arguments as `pack`."""
     columns = {name: rows[name][:] for name in rows.column_names}
-    together = pack([len(ids) for ids in columns["input_ids"]], max_tokens)
+    together = pack([len(ids) for ids in columns["input_ids"]], max_tokens, pixels, max_pixels)
     joined = {
         name: [[item for index in indices for item in values[index]] for indices in together]
         for name, values in columns.items()

@@ -23,6 +23,7 @@ from .. import __version__
 from ..batch import REFERENCE
 from ..data.answer_documents import trained_tokens
 from ..data.collate_answers import answer_collator
+from ..data.images import IMAGES
 from ..data.tables import new_fingerprint
 from ..mesh.mesh import DATA_AXES
 from ..methods.answers import as_reference, log_probs
@@ -213,6 +214,10 @@ def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
             for chunk in table[column].chunks:
                 digest.update(np.ascontiguousarray(chunk.offsets.to_numpy()).data)
                 digest.update(np.ascontiguousarray(chunk.flatten().to_numpy()).data)
+        if IMAGES in table.column_names:
+            digest.update(
+                repr([[image["sha256"] for image in images] for images in table[IMAGES].to_pylist()]).encode()
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if reference_is_initial_model(config) or not tensor.requires_grad:
             digest.update(name.encode())
