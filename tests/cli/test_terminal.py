@@ -144,6 +144,14 @@ def test_a_plan_prints_from_a_dataclass_a_dict_and_memory_json():
         assert "predicted 5.0 GiB" in shown(console)
 
 
+def test_a_plan_of_full_fine_tuning_names_weights_and_no_adapters():
+    console = plain()
+    terminal.print_memory(console, PLAN | {"trains_all": True, "adapters": GIB})
+    legend = shown(console)
+    assert "trained weights 1.0 GiB" in legend
+    assert "adapters" not in legend
+
+
 @pytest.mark.parametrize(("trained", "words"), [(True, "EOS trained ✓"), (False, "EOS NOT trained ✗")])
 def test_data_line(trained, words):
     console = plain(200)

@@ -100,6 +100,7 @@ def test_full_fine_tuning_and_optimizers():
     sizes = {}
     for optim in ("adamw_torch_fused", "adamw_8bit", "sgd"):
         plan = estimate(run_config(optim=optim, **keys), tiny_config("Llama"), capacity_bytes=GIB)
+        assert plan.trains_all
         assert plan.adapters == 4 * numel
         sizes[optim] = plan.optimizer
     assert sizes == {

@@ -238,13 +238,14 @@ def _table(console: Console, meshes: Meshes, gpus: int, device: Device) -> None:
 
 def _line(option: Option) -> str:
     """Describe memory per GPU by part, gathered bytes and seconds per step of a layout."""
-    from ..plan.memory_plan import COMPONENT_NAMES
+    from ..plan.memory_plan import component_names, flat_plan
     from ..utils.text import size
 
     plan, name = option.plan, str(option.layout)
     if plan is None:
         return f"{name}: not possible: {option.refused}"
-    counts = {COMPONENT_NAMES[key]: count for key, count in plan.predicted().items() if key != "total" and count}
+    names = component_names(flat_plan(plan))
+    counts = {names[key]: count for key, count in plan.predicted().items() if key != "total" and count}
     components = ", ".join(f"{component} {size(count)}" for component, count in counts.items())
     words = [f"{name}: {'fits' if plan.fits else 'does NOT fit'}: {size(plan.total)} a GPU ({components})"]
     if plan.layout.slices > 1:

@@ -17,7 +17,7 @@ from ..utils.notices import notice
 from ..utils.text import size
 from .estimate import estimate
 from .experts import is_mixture
-from .memory_plan import COMPONENT_NAMES, GIB, SINGLE, MemoryPlan, flat_plan
+from .memory_plan import COMPONENT_NAMES, GIB, SINGLE, MemoryPlan, component_names, flat_plan
 
 # lower bounds of the advice
 SHORTEST = 256
@@ -201,9 +201,10 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunKeys | None
     available = f" of {size(capacity)} available" if capacity else ""
     if capacity and total < 0.8 * capacity:
         available += ", so another process may use memory on this device"
+    share = f"{size(components[largest])} ({components[largest] / max(total, 1):.0%})"
     return (
         f"{problem}. The plan was {size(total)}{available}; the largest part that can shrink is "
-        f"{COMPONENT_NAMES[largest]} with {size(components[largest])} ({components[largest] / max(total, 1):.0%}).\n"
+        f"{component_names(flat)[largest]} with {share}.\n"
         f"  change: {_key_to_change(largest, flat, config)}"
     )
 

@@ -406,6 +406,7 @@ class _Planner:
             device=str(self.shapes.device),
             capacity_bytes=self.capacity,
             levels=choice.levels if self.shapes.fused else (),
+            trains_all=not self.config.use_peft,
             use_graphs=choice.graphs,
             layout=self.layout,
             stays=self._spread(self.stages, choice.stays),

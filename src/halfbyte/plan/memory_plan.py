@@ -27,6 +27,15 @@ COMPONENT_NAMES = {  # in the order of allocation: process, loading, training
 }
 
 
+def component_names(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Component → its name for people; full fine-tuning trains weights and no adapters.
+
+    Args:
+        flat: as `flat_plan` returns it.
+    """
+    return COMPONENT_NAMES | ({"adapters": "trained weights"} if flat.get("trains_all") else {})
+
+
 @dataclass(frozen=True)
 class RolloutPlan:
     """Bytes while completions are sampled, on top of weights, adapters, gradients and optimizer state.
@@ -62,6 +71,7 @@ class MemoryPlan:
     Attributes:
         levels: activation level of each layer where the fused forwards run; else empty.
         activation_checkpointing: whether any layer saves less than everything.
+        trains_all: whether the trained parameters are the model's own weights (full fine-tuning), not adapters.
         use_graphs: whether micro-batches run as CUDA graphs.
         rough: whether activations are only estimated from layer widths.
         layout: how the run is distributed.
@@ -90,6 +100,7 @@ class MemoryPlan:
     levels: tuple[Level, ...] = ()
     vision: int = 0  # of vision tower and projector, beyond activations that are allocated after them; and features
     graphs: int = 0  # allocations outside of the CUDA graphs' pool, which is as large as activations and logits
+    trains_all: bool = False
     use_graphs: bool = False
     rough: bool = False
     gathered: int = 0  # unsharded frozen layers: in flight, in use, or resident; and the window of offloaded experts
@@ -134,7 +145,8 @@ class MemoryPlan:
 
     def _repr_html_(self) -> str:
         """Return the bytes by part, as notebooks show them."""
-        parts = [(COMPONENT_NAMES[name], size(count)) for name in self.COMPONENTS if (count := getattr(self, name))]
+        names = component_names(flat_plan(self))
+        parts = [(names[name], size(count)) for name in self.COMPONENTS if (count := getattr(self, name))]
         fits = "fits" if self.fits else "does not fit"
         parts.append(("total", f"{size(self.total)} of {size(self.capacity_bytes)} on {self.device}, {fits}"))
         return name_table(parts)

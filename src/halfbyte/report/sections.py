@@ -17,7 +17,7 @@ from ..utils.text import size, visible
 from . import plots
 from .explain import SEVERITIES, Finding, explain
 from .run import Run
-from .terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, measured_parts, threads
+from .terminal import MEMORY_PARTS, expert_usage_line, measured_parts, memory_parts, threads
 
 Section = tuple[str, str, str]  # anchor, title, HTML
 
@@ -150,7 +150,7 @@ def memory(run: Run) -> str:
     measured = measured_parts(run.memory.get("measured") or {})
     predicted = {"base": measured["base"], **predicted}  # the measured peak includes the process, so both bars do
     scale = max(sum(predicted.values()), sum(measured.values()), 1)
-    names = {component: shown.name for component, shown in (MEMORY_PARTS | MEASURED_PARTS).items()}
+    names = {component: shown.name for component, shown in memory_parts(plan).items()}
     html = bar("predicted", predicted, names, scale)
     if run.memory.get("measured"):
         html += bar("measured", measured, names, scale)

@@ -25,7 +25,7 @@ from rich.text import Text
 from .. import __version__
 from ..adapter_kinds import find_adapter_kind
 from ..config import SIXTEEN
-from ..plan.memory_plan import COMPONENT_NAMES, flat_plan
+from ..plan.memory_plan import COMPONENT_NAMES, component_names, flat_plan
 from ..utils.console import has_colours, is_verbose
 from ..utils.text import duration, one_line, size
 from ..utils.waiting import drawing_waits, renew_wait, spinner, waiting
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 RECENT_SECONDS = 30.0  # of training steps that the ETA is estimated from
 HEAP_GROWTH = 1.15  # measured over planned memory on a CPU from which the heap is named as the reason
-# Components of a memory plan in the order of allocation: process, loading, training.
+# Colour and letter of the components of a memory plan, in the order of allocation: process, loading, training.
 MEMORY_PARTS = {
     component: Part(COMPONENT_NAMES[component], colour, letter)
     for component, colour, letter in (
@@ -220,6 +220,16 @@ def bar_widths(values: Sequence[float], width: int) -> list[int]:
     return cells
 
 
+def memory_parts(flat: Mapping[str, Any]) -> dict[str, Part]:
+    """Component → how it is shown, of a plan and of what was measured.
+
+    Args:
+        flat: as `flat_plan` returns it.
+    """
+    names = component_names(flat)
+    return MEASURED_PARTS | {name: shown._replace(name=names[name]) for name, shown in MEMORY_PARTS.items()}
+
+
 def measured_parts(measured: Mapping[str, Any]) -> dict[str, float]:
     """Split the measured peak into what process, loading and training added (bytes, never negative)."""
     base = measured.get("base_bytes") or 0
@@ -272,9 +282,7 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
     bar_parts = {"base": shown.get("base", 0), **components}  # the process is in the peak, so it is in both bars
     scale = max((flat.get("capacity_bytes") or 0) + bar_parts["base"], sum(bar_parts.values()), sum(shown.values()))
     has_capacity = bool(flat.get("capacity_bytes"))
-    lines: dict[str, RenderableType] = {
-        "memory": _stack(console, bar_parts, MEASURED_PARTS | MEMORY_PARTS, scale, has_capacity)
-    }
+    lines: dict[str, RenderableType] = {"memory": _stack(console, bar_parts, memory_parts(flat), scale, has_capacity)}
     if measured:
         lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, has_capacity)
     lines["total"] = _totals(total, measured or {}, flat)

@@ -203,6 +203,7 @@ def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[st
         "measured": measured,
         "activation_checkpointing": plan.activation_checkpointing,
         "levels": describe_levels(plan.levels),
+        "trains_all": plan.trains_all,
         "cuda_graphs": plan.use_graphs,
         "stays": list(plan.stays),
         "hosted": list(plan.hosted),
