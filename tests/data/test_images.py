@@ -156,6 +156,23 @@ def test_images_in_every_form_are_the_same_rows(places, tmp_path):
     assert (rows[0]["images"][0]["path"], rows[4]["images"][0]["path"]) == (str(tmp_path / "a.png"), None)
 
 
+@pytest.mark.parametrize("nothing", [None, [], "", [None], {}, {"path": None, "bytes": None}], ids=str)
+def test_rows_without_images_beside_rows_with_some(nothing, places, tmp_path):
+    picture(1).save(tmp_path / "a.png")
+    rows = [asked(text("hi")) | {"images": nothing}, asked({"type": "image"}) | {"images": "a.png"}]
+    prepared_rows = prepared(places("qwen2_5_vl") / "model", write_rows(tmp_path / "d.jsonl", *rows))
+    assert [len(row["images"]) for row in prepared_rows] == [0, 1]
+
+
+def test_a_question_after_the_last_answer_is_left_out_with_its_image(places, tmp_path):
+    for name in ("a.png", "b.png"):
+        picture(1).save(tmp_path / name)
+    turns = [{"role": "user", "content": "<image> look"}, ANSWER, {"role": "user", "content": "<image> and this?"}]
+    path = write_rows(tmp_path / "d.jsonl", {"messages": turns, "images": ["a.png", "b.png"]})
+    [row] = prepared(places("qwen2_5_vl") / "model", path)
+    assert [image["path"] for image in row["images"]] == [str(tmp_path / "a.png")]
+
+
 def test_tool_results_may_have_images(places, tmp_path):
     picture(1).save(tmp_path / "a.png")
     turns = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "so"},
@@ -230,6 +247,11 @@ REFUSED_ROWS = {
     "too many images": {"messages": [{"role": "user", "content": "<image>"}, ANSWER], "images": ["a.png", "a.png"]},
     "no placeholder": {"messages": [{"role": "user", "content": "look"}, ANSWER], "images": ["a.png"]},
     "a video": asked({"type": "video", "video": "a.mp4"}),
+    "a column of videos": asked(text("look")) | {"videos": ["a.mp4"]},
+    "plain text": {"text": "<image> a cat", "images": ["a.png"]},
+    "a thin image": asked({"type": "image", "image": "thin.png"}),
+    "an image before the turns": {"messages": [{"role": "system", "content": [{"type": "image", "image": "a.png"}]},
+                                               *asked(text("hi"))["messages"]], "tools": [{"name": "f"}]},
     "audio": asked({"type": "input_audio", "input_audio": {"data": ""}}),
     "an answer's image": {"messages": [{"role": "user", "content": "draw"},
                                        {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
@@ -239,6 +261,7 @@ REFUSED_ROWS = {
 @pytest.mark.parametrize("name", REFUSED_ROWS)
 def test_a_row_whose_images_cannot_be_read_is_named(name, places, tmp_path):
     picture(1).save(tmp_path / "a.png")
+    picture(1, 1, 5000).save(tmp_path / "thin.png")
     with pytest.raises(DataError, match=r"d\.jsonl:1"):
         prepared(places("qwen2_5_vl") / "model", write_rows(tmp_path / "d.jsonl", REFUSED_ROWS[name]))
 

@@ -66,6 +66,7 @@ WRITE_CALL = 'write a call as {"function": {"name": "f", "arguments": {"x": 1}}}
 MARKS = ("train", "training", "loss", "loss_mask", "weight", "loss_weight")
 IMAGE_TYPES = ("image", "image_url")  # of parts of a turn's content
 IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")  # of such a part, which hold the image
+IMAGE_ROLES = ("user", "tool")  # of turns that may have images
 UNTRAINED = "untrained"  # temporary key of a message that such a mark excludes from training
 # Message keys that chat templates read.
 MESSAGE_KEYS = ("tool_calls", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
@@ -385,6 +386,9 @@ def message_of(turn: Any, location: str) -> Message:
         raise DataError(f"{location}: unknown role {brief(name)}{hint}", f"known roles: {', '.join(ROLES)}")
     content = _content(turn.get("content", turn.get("value")), location, optional=bool(turn.get("tool_calls")))
     message: Message = {"role": ROLES[name], "content": content}
+    if image_parts(message) and message["role"] not in IMAGE_ROLES:
+        wrong = f"{location}: an image in a turn of role {message['role']}"
+        raise DataError(wrong, "move it to a user or tool turn: models read images, and write text")
     message |= {key: turn[key] for key in MESSAGE_KEYS if turn.get(key) is not None}
     if "tool_calls" in message:
         calls = message["tool_calls"]
@@ -417,8 +421,8 @@ def _is_trained(turn: Mapping[str, Any], role: str, location: str) -> bool:
 def _content(content: Any, location: str, *, optional: bool) -> str | list[dict[str, Any]]:
     """Return the content of a turn: a text, or with images a list of parts.
 
-    A part is `{"type": "text", "text": ...}` or `{"type": "image", "image": value}`, without `image` if the row has its
-    images in a column.
+    A part is `{"type": "text", "text": ...}` or `{"type": "image", "image": {key: value}}` with a key of `IMAGE_KEYS`,
+    without `image` if the row has its images in a column.
     """
     if content is None and optional:
         return ""
@@ -435,8 +439,8 @@ def _content(content: Any, location: str, *, optional: bool) -> str | list[dict[
 def _piece(piece: Mapping[str, Any], location: str) -> Any:
     """Return one part of a content: a text, or an image part."""
     if piece.get("type") in IMAGE_TYPES:
-        value = next((piece[key] for key in IMAGE_KEYS if piece.get(key) is not None), None)
-        return {"type": "image"} if value is None else {"type": "image", "image": value}
+        values = {key: piece[key] for key in IMAGE_KEYS if piece.get(key) is not None}
+        return {"type": "image", "image": values} if values else {"type": "image"}
     if piece.get("type") != "text":
         wrong = f"{location}: content of type {piece.get('type')}; halfbyte trains text and reads images"
         raise DataError(wrong, "remove that part, or the row")
@@ -449,9 +453,14 @@ def image_parts(message: Message) -> list[dict[str, Any]]:
     return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
 
+def count_images(document: Document) -> int:
+    """Return the number of image parts in a document's turns."""
+    return sum(len(image_parts(message)) for message in document.get("messages", ()))
+
+
 def has_images(document: Document) -> bool:
     """Return whether a turn of a document has an image part."""
-    return any(image_parts(message) for message in document.get("messages", ()))
+    return count_images(document) > 0
 
 
 def joined_contents(*contents: Any) -> Any:

@@ -258,12 +258,12 @@ class ImageProcessor:
         expansions = []
         for number, image in enumerate(images, 1):
             width, height = opened(image).size
-            expansion = self._expansion((width, height), len(images) > 1)
+            expansion = self._expansion((width, height), len(images) > 1, f"{location}, image {number}")
             if expansion.tokens >= most:
                 fitting = int(width * height * most / expansion.tokens * 0.8)
                 wrong = f"{location}, image {number}: {width} x {height} pixels are {expansion.tokens} tokens"
-                limit = f"or set image_max_pixels: {fitting}" if self.family.resizes else "or use smaller rows"
-                raise DataError(f"{wrong}, more than max_length {most}", f"raise max_length, {limit}")
+                limit = f", or set image_max_pixels: {fitting}" if self.family.resizes else f" above {expansion.tokens}"
+                raise DataError(f"{wrong}, more than max_length {most}", f"raise max_length{limit}")
             expansions.append(expansion)
         new = pieces[0]
         spans = []
@@ -277,11 +277,15 @@ class ImageProcessor:
         moved = None if turns is None else [_moved(turn, placeholders, spans) for turn in turns]
         return ExpandedText(new, moved, spans, placeholders, expansions)
 
-    def _expansion(self, size: tuple[int, int], several: bool) -> Expansion:
+    def _expansion(self, size: tuple[int, int], several: bool, location: str) -> Expansion:
         """Return what the processor makes of an image of (width, height).
 
         Args:
             several: whether the row has more images.
+            location: of the image, for errors.
+
+        Raises:
+            DataError: the processor takes no image of this size.
         """
         several = several and self.family.by_count
         if (size, several) not in self._expansions:
@@ -289,7 +293,8 @@ class ImageProcessor:
 
             count = 2 if several else 1
             images = [Image.new("RGB", size)] * count
-            with answered(f"the processor of {self.origin.name} refuses {size[0]} x {size[1]} pixels", error=DataError):
+            refused = f"{location}: the processor of {self.origin.name} refuses {size[0]} x {size[1]} pixels"
+            with answered(refused, "cut or pad the image to another shape, or remove the row", DataError):
                 [text], encoded = self._processed([images])
             tokens = int((encoded[INPUT_IDS] == self.image_token_id).sum()) // count
             text = text.removesuffix(self.tokenizer.bos_token or "")  # Llama 3.2 Vision's processor adds it
@@ -462,7 +467,7 @@ class ImageProcessor:
         noise = np.random.default_rng(seed).integers(0, 256, (PROBE_SIDE, PROBE_SIDE, CHANNELS), dtype=np.uint8)
         source = ImageSource(None, allow_urls=False)
         stored = source.stored(Image.fromarray(noise), "", "the picture that probes the isolation of documents")
-        expansion = self._expansion((PROBE_SIDE, PROBE_SIDE), several=False)
+        expansion = self._expansion((PROBE_SIDE, PROBE_SIDE), several=False, location=stored["location"])
         ids = self.tokenizer(expansion.text, add_special_tokens=False)["input_ids"]
         return ids, {**stored, "tokens": expansion.tokens}
 

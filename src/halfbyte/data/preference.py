@@ -51,7 +51,7 @@ from .formats import (
     turns_in,
 )
 from .images import COLUMNS as IMAGE_COLUMNS
-from .images import IMAGES
+from .images import IMAGES, OTHER_MEDIA
 from .sources import Row, Source
 from .turns import common_prefix
 
@@ -192,7 +192,7 @@ def rows_in(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `(location, row)` in order; `location` names file and line. A pair as unpaired answers yields two rows.
 
-    A pair and an unpaired answer have the columns of images of their row as `images`.
+    Pairs, unpaired answers and steps have the row's columns of images, videos and audio as `images`.
 
     Args:
         templated: whether there is a chat template, so that dialogues written as text become conversations.
@@ -224,12 +224,13 @@ def rows_in(
                 prompt["columns"]["completion"] = [answer]
             yield location, prompt
             continue
+        media = (name for name in (*IMAGE_COLUMNS, *OTHER_MEDIA) if name in row and name not in columns.values())
+        images = {name: row[name] for name in media}
         if layout.row_type == "stepwise":
-            yield location, _stepwise_row(row, columns, location)
+            yield location, _stepwise_row(row, columns, location) | {IMAGES: images}
             continue
         names = [columns[field] for field in ("chosen", "rejected", "completion") if field in columns]
         documents = _answer_documents(row, columns, names, location, templated)
-        images = {name: row[name] for name in IMAGE_COLUMNS if name in row and name not in columns.values()}
         if layout.row_type == "pairs":
             margin = {"margin": number_in(row, columns["margin"], location)} if "margin" in columns else {}
             yield location, {"answers": documents, IMAGES: images, **margin}

@@ -29,10 +29,19 @@ from .chat import ChatTemplate, tool_text
 from .collate import Collator, make_collator
 from .columns import ARRAYS, array_bytes, columns_of
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
-from .formats import Document, documents, has_images, number_in, recognise
+from .formats import Document, count_images, documents, has_images, number_in, recognise
 from .image_processor import ImageProcessor
 from .images import COLUMNS as IMAGE_COLUMNS
-from .images import IMAGES, STORED, ImageSource, has_placeholders, image_columns
+from .images import (
+    IMAGES,
+    OTHER_MEDIA,
+    PLACEHOLDER,
+    STORED,
+    ImageSource,
+    any_values,
+    has_placeholders,
+    refuse_other_media,
+)
 from .mixture import draw_rows
 from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
 from .rows import StreamedRows
@@ -267,8 +276,10 @@ def _read(
         pairs = layout.format in ("prompt-completion", "alpaca")
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
         for (location, document), row in zip(documents(source, layout), source.rows, strict=True):
-            ready = for_template(document, template, location, images=True) | {"train_all": everything}
-            images.append(images_of(ready, row, image_source, processor, source.path, location))
+            turned = in_turns(document, template, location, images=True)
+            row_images = images_of(turned, row, image_source, processor, source.path, location)
+            ready = for_template(turned, template, location, images=True) | {"train_all": everything}
+            images.append(row_images[: count_images(ready)])  # turns after the last answer are left out
             if config.train_on == "last" and "messages" in ready:
                 answers = sum(message["role"] == "assistant" for message in ready["messages"])
                 ready["given"] = max(ready.get("given", 0), answers - 1)
@@ -301,13 +312,24 @@ def images_of(
     """Return the stored images of a row, see `ImageSource.take`.
 
     A column of images without a placeholder in the turns belongs to them only if the model takes images.
+
+    Raises:
+        DataError: as `ImageSource.take`; the row is no conversation, or has videos or audio.
+        ModelError: the model takes no images.
     """
-    if "messages" not in document:
+    named, other = (any_values(row, columns) for columns in (IMAGE_COLUMNS, OTHER_MEDIA))
+    if not (has_images(document) or named or other or has_placeholders(document)):
         return []
-    named = image_columns([row])
+    refuse_other_media(row, document, bool(other) and processor.takes_images, location)
     if not has_images(document) and not (named and (has_placeholders(document) or processor.takes_images)):
+        if has_placeholders(document) and processor.takes_images:
+            problem = f"{location}: {PLACEHOLDER} in a row without images is trained as text"
+            notice("image-placeholders", f"{problem}; images are read from a column named {' or '.join(IMAGE_COLUMNS)}")
         return []
     _ = processor.family  # raises if the model takes no images
+    if "messages" not in document:
+        wrong = f"{location}: column {named[0]} has images, and the row is no conversation whose turns show them"
+        raise DataError(wrong, "write it as messages, and give a chat template if the model has none")
     return source.take(document, row, data_file, location)
 
 
@@ -329,8 +351,15 @@ def check_image_run(config: DataSection, processor: ImageProcessor) -> None:
 
 
 def for_template(document: Document, template: ChatTemplate | None, location: str, *, images: bool = False) -> Document:
-    """Convert a document to a form that the template can render: with a template, prompt and completion become a
-    conversation.
+    """Convert a document to a form that the template can render: a conversation that it writes in full, or without a
+    template a text or a prompt with its completion. The other arguments and the errors are those of `in_turns`."""
+    document = in_turns(document, template, location, images=images)
+    return template.adapt(document) if template is not None and "messages" in document else document
+
+
+def in_turns(document: Document, template: ChatTemplate | None, location: str, *, images: bool = False) -> Document:
+    """Return a document as a conversation, also a prompt and its completion if there is a template; plain text as it
+    is.
 
     Args:
         images: whether turns may have images.
@@ -359,7 +388,7 @@ def for_template(document: Document, template: ChatTemplate | None, location: st
             f"{location} is a conversation, but the tokenizer has no chat template",
             "give one with chat_template_path, or use the tokenizer of the instruction-tuned model",
         )
-    return template.adapt(document)
+    return document
 
 
 def prompt_turns(document: Document) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from .encode_answers import CUT, EQUAL, NAMES, NO_PROMPT, NO_ROOM, AnswerEncoder
 from .formats import IMAGE_TYPES, Document, has_images
 from .image_processor import ImageProcessor
 from .images import COLUMNS as IMAGE_COLUMNS
-from .images import IMAGES, STORED, ImageSource, image_columns
+from .images import IMAGES, OTHER_MEDIA, STORED, ImageSource, any_values
 from .preference import Kind, recognise_rows, rows_in
 from .prepare import (
     ENCODED,
@@ -174,7 +174,8 @@ def _read(
                 columns = _take_image_columns(row, processor)
                 images.append(images_of(row["prompt"], columns, image_source, processor, source.path, location))
             else:
-                _refuse_images(row, processor, location)
+                columns = {**row.get("columns", {}), **columns}
+                _refuse_images(row["prompt"], columns, processor, location, config.method)
             raw.texts.append(_text(row, location))
             raw.locations.append(location)
             raw.origins.append(source.dataset)
@@ -235,7 +236,8 @@ def _take_image_columns(row: dict[str, Any], processor: ImageProcessor) -> Row:
     if isinstance(turns := row["asked"], list):
         row["asked"] = [_without_values(turn) for turn in turns]
     named = [name for name in IMAGE_COLUMNS if name in row["columns"]]
-    return {name: row["columns"].pop(name) for name in named} if named and processor.takes_images else {}
+    images = {name: row["columns"].pop(name) for name in named} if named and processor.takes_images else {}
+    return {name: value for name, value in row["columns"].items() if name in OTHER_MEDIA} | images
 
 
 def _without_values(turn: Any) -> Any:
@@ -246,16 +248,23 @@ def _without_values(turn: Any) -> Any:
     return {**turn, "content": [{"type": "image"} if image else p for p, image in zip(parts, is_image, strict=True)]}
 
 
-def _refuse_images(row: Mapping[str, Any], processor: ImageProcessor, location: str) -> None:
+def _refuse_images(prompt: Document, columns: Row, processor: ImageProcessor, location: str, method: str) -> None:
     """Check that a prompt has no images: it has steps, a teacher answers it too, or there is no chat template.
+
+    Args:
+        columns: further columns of the row.
 
     Raises:
         DataError: it has some.
     """
-    named = image_columns([row.get("columns", {})])
-    if has_images(row["prompt"]) or (named and processor.takes_images):
-        wrong = f"{location}: the prompt has an image, which this method does not read, or not without a chat template"
-        raise DataError(wrong, "remove the image, or train with sft, dpo, kto, reward, grpo or rloo")
+    named = any_values(columns, (*IMAGE_COLUMNS, *OTHER_MEDIA))
+    if not has_images(prompt) and not (named and processor.takes_images):
+        return
+    if method in ("grpo", "rloo"):
+        wrong = f"{location}: the prompt has an image, and the model has no chat template that says where it is"
+        raise DataError(wrong, "give one with chat_template_path, or remove the image")
+    wrong = f"{location}: the prompt has an image, and method: {method} trains on text alone"
+    raise DataError(wrong, "remove the image, or train with sft, dpo, kto, reward, grpo or rloo")
 
 
 def _for_template(row: dict[str, Any], template: ChatTemplate | None, location: str) -> dict[str, Any]:

@@ -33,7 +33,10 @@ Row = dict[str, Any]
 
 END_OF_TEXT = "<|endoftext|>"
 OTHER_UNICODE = " (there is one with the same letters in another Unicode normalization)"
-MOST_FILES = 10_000  # in a data folder; one with more files, such as `/`, is a mistake
+MOST_FILES = 10_000  # in a data folder, pictures aside; one with more files, such as `/`, is a mistake
+PICTURES = {".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+# datasets' layout "imagefolder": a table of this name beside the images, whose columns (image_)file_name(s) name them.
+IMAGE_TABLE, FILE_NAMES = "metadata", re.compile(r"(?:(?P<column>.+)_)?file_names?")
 LONG, SHOWN_AFTER = 2**26, 1.0  # a progress bar is shown for files of at least LONG bytes, after SHOWN_AFTER seconds
 TRAIN = "train"
 KINDS = {
@@ -132,7 +135,7 @@ def _read(name: str, split: str, evaluating: bool) -> list[Source]:
         except Exception as error:  # from datasets, huggingface_hub, httpx, Arrow or the files' contents
             reason = first_line(error)
             raise DataError(
-                f"dataset {name!r} is not a local file or folder{_closest(Path(name))}, and the Hub answers: {reason}",
+                f"dataset {name!r} is not a local file or folder{closest(Path(name))}, and the Hub answers: {reason}",
                 "give an existing path, or the id of a Hub dataset (`dataset_split` picks its split) while online",
             ) from error
         return [
@@ -140,7 +143,23 @@ def _read(name: str, split: str, evaluating: bool) -> list[Source]:
                 name, "hub", [without_null(row) for row in _undecoded(dataset)], note=f"split {split} of a Hub dataset"
             )
         ]
-    return [_read_arrow(file) if file.name == SAVED else READERS[suffix_of(file)](file) for file in files]
+    return [_read_arrow(file) if file.name == SAVED else _with_images(READERS[suffix_of(file)](file)) for file in files]
+
+
+def _with_images(source: Source) -> Source:
+    """Return the rows of a table of an image folder with columns of images in place of names of files; another source
+    unchanged."""
+    if suffix_of(Path(source.path)) == ".txt" or Path(source.path).name.partition(".")[0] != IMAGE_TABLE:
+        return source
+    columns = {
+        name: match
+        for name in dict.fromkeys(name for row in source.rows for name in row)
+        if (match := FILE_NAMES.fullmatch(name))
+    }
+    new = {name: match["column"] or ("images" if name.endswith("s") else "image") for name, match in columns.items()}
+    new = {name: column for name, column in new.items() if not any(column in row for row in source.rows)}
+    rows = [{new.get(name, name): value for name, value in row.items()} for row in source.rows]
+    return replace(source, rows=rows)
 
 
 def split_to_evaluate(name: str, split: str) -> str:
@@ -174,12 +193,12 @@ def files_of(name: str) -> list[Path] | None:
     names = [entry.strip() for entry in name.split(",")]
     if len(names) > 1 and os.path.exists(os.path.expanduser(names[0])):
         fix = f"write several as a list: [{', '.join(names)}]"
-    if (closest := _closest(path)) == OTHER_UNICODE:
+    if (near := closest(path)) == OTHER_UNICODE:
         fix = "rename that file, or give its folder"
-    raise DataError(f"no such file: {name}{closest}", fix)
+    raise DataError(f"no such file: {name}{near}", fix)
 
 
-def _closest(path: Path) -> str:
+def closest(path: Path) -> str:
     """Return the existing neighbour with the most similar name, as the end of a message."""
     near = nearest_path(path)
     if near and unicodedata.normalize("NFC", str(near)) == unicodedata.normalize("NFC", str(path)):
@@ -189,6 +208,7 @@ def _closest(path: Path) -> str:
 
 def _files_in(folder: Path) -> list[Path]:
     files: list[Path] = []
+    others = 0  # files that are no pictures
 
     def refuse(error: OSError) -> None:
         raise DataError(
@@ -203,14 +223,18 @@ def _files_in(folder: Path) -> list[Path]:
             names = [name for name in names if name not in (DESCRIPTION, SAVED_SPLITS)]
         paths = (Path(directory, name) for name in names if not name.startswith("."))
         files += [path for path in paths if path.is_file()]
-        if len(files) > MOST_FILES:
+        others += sum(Path(name).suffix.lower() not in PICTURES for name in names)
+        if others > MOST_FILES:
             raise DataError(f"{folder} holds more than {MOST_FILES:,} files", "give a folder that contains only data")
     files.sort()
     data_files = [file for file in files if suffix_of(file) in READERS]
     if not data_files:
         raise DataError(f"no data files in {folder}", f"add files of these kinds: {KNOWN}")
     if len(data_files) < len(files):
-        skipped = [str(file.relative_to(folder)) for file in files if suffix_of(file) not in READERS]
+        unread = [file for file in files if suffix_of(file) not in READERS]
+        pictures = sum(file.suffix.lower() in PICTURES for file in unread)
+        skipped = [str(file.relative_to(folder)) for file in unread if file.suffix.lower() not in PICTURES]
+        skipped += [f"{pictures:,} pictures, which rows may name"] * (pictures > 0)
         remainder = f" and {len(skipped) - 10:,} more" if len(skipped) > 10 else ""
         left_out = ", ".join(skipped[:10]) + remainder
         notice(f"data-folder:{folder}", f"{folder}: skipping {left_out} (known kinds: {KNOWN})")
