@@ -168,7 +168,7 @@ class ImageSource:
         if (path is None or not path.is_file()) and BASE64.fullmatch(text):
             with contextlib.suppress(binascii.Error):
                 return None, _bounded(_base64(text), location)
-        self._check_path(text, path, location)
+        path = self._checked(text, path, location)
         return path, _file(path, location)
 
     def _path(self, text: str, data_file: str) -> Path | None:
@@ -182,7 +182,12 @@ class ImageSource:
         paths = [folder / os.path.expanduser(written) for written in names]
         return next((path for path in paths if os.path.isfile(path)), paths[0])
 
-    def _check_path(self, text: str, path: Path | None, location: str) -> None:
+    def _checked(self, text: str, path: Path | None, location: str) -> Path:
+        """Return the path of a file that may be read.
+
+        Raises:
+            DataError: it is none.
+        """
         if path is None:
             wrong = f"{location}: a text of {len(text):,} characters is neither a path nor base64: {described(text)}"
             raise DataError(wrong, "give a path, or encode the image again")
@@ -199,6 +204,7 @@ class ImageSource:
             is_beside = self.media_dir is None and not os.path.isabs(text)
             fix = "set media_dir to the folder of the images" if is_beside else "check the path"
             raise DataError(f"{location}: no such image: {path}{closest(path)}", fix)
+        return path
 
     def _downloaded(self, url: str, location: str) -> bytes:
         if not WEB_URL.match(url):
