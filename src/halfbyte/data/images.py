@@ -11,7 +11,6 @@ import binascii
 import contextlib
 import hashlib
 import io
-import json
 import os
 import re
 import urllib.parse
@@ -25,6 +24,7 @@ import numpy as np
 from datasets import Value
 
 from ..batch import IMAGES as IMAGES
+from ..reading import parse_json
 from ..reading.boundary import text_of
 from ..reading.files import look, open_bytes
 from ..utils.errors import ConfigError, DataError
@@ -441,8 +441,8 @@ def _bounded(content: bytes, location: str) -> bytes:
 def _listed(value: Any) -> list[Any]:
     """Return the images in a column's value: one, several, as JSON (CSV files), or none."""
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
+        with contextlib.suppress(DataError):
+            value = parse_json(value, "", DataError)
     values = list(value) if isinstance(value, list | tuple) else [value]
     return [value for value in values if not _is_nothing(value)]
 
