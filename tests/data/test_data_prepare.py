@@ -1,12 +1,16 @@
 """Preparation: tokenized rows, and a report that counts and names everything that was dropped."""
 
+import contextlib
 import json
 
+import datasets
 import numpy as np
 import pytest
 
+from halfbyte.data import prepare as prepare_module
 from halfbyte.data.encode import IGNORE_INDEX
 from halfbyte.data.prepare import prepare
+from halfbyte.data.tables import with_column
 from halfbyte.methods import method_of
 from halfbyte.utils.errors import ConfigError, DataError
 from halfbyte.utils.notices import notices_so_far
@@ -100,6 +104,26 @@ def test_eval_dataset(config, make_tokenizer, write):
     assert "same-data" not in notices_so_far()
     prepare(config(paths[0], eval_dataset=paths[0]), make_tokenizer("marked"))
     assert "same-data" in notices_so_far()
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_long_data_has_one_progress_bar(config, make_tokenizer, write, monkeypatch, capfd, processes):
+    monkeypatch.setattr(prepare_module, "ROWS_WITH_PROGRESS", 1)
+    done = []
+
+    @contextlib.contextmanager
+    def counting(name, total):
+        yield done.append
+        assert total == len(PAIRS)
+
+    monkeypatch.setattr(prepare_module, "counting", counting)
+    datasets.enable_progress_bars()
+    data = prepare(config(write(PAIRS), dataset_num_proc=processes), make_tokenizer("marked"))
+    drawn = with_column(data.train.select([2, 0]), "number", [1, 2])
+    assert drawn["number"][:] == [1, 2]
+    assert "examples/s" not in capfd.readouterr().err
+    assert not datasets.are_progress_bars_disabled()
+    assert done[-1] == len(PAIRS)
 
 
 @pytest.mark.parametrize("processes", [None, 2])

@@ -24,7 +24,7 @@ from .batches import document_lengths, row_lengths
 from .images import IMAGES, STORED
 from .prepare import PreparedData, row_pixels
 from .shared_prefix import ANSWERS, document_places, trees_of
-from .tables import Table, new_fingerprint, packed
+from .tables import Table, packed, with_column
 
 NUMBER_COLUMNS = ("margin", "label", "right")  # further columns that documents keep
 IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
@@ -121,7 +121,7 @@ def mismatched(rows: Dataset, max_length: int) -> Dataset:
     sources = _rows_of_other_prompts(prompts)
     for column, name in enumerate(MISMATCHED):
         cut = [answers[source][column][:limit] for source, limit in zip(sources, limits, strict=True)]
-        rows = rows.add_column(name, cut, new_fingerprint=new_fingerprint())
+        rows = with_column(rows, name, cut)
     return rows
 
 

@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import json
 import os
-import sys
+import tempfile
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from ..config.datasets import DatasetEntry, entries_of
 from ..config.schema import DataSection, RunKeys
 from ..utils.errors import ConfigError, DataError
 from ..utils.notices import notice, remark
+from ..utils.streams import no_dataset_bars
+from ..utils.waiting import counting
 from .chat import ChatTemplate, tool_text
 from .collate import Collator, make_collator
 from .columns import ARRAYS, array_bytes, columns_of
@@ -46,7 +49,7 @@ from .mixture import draw_rows
 from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
 from .rows import StreamedRows
 from .sources import Row, Source, parse_csv_values, read_sources
-from .tables import Table, new_fingerprint, pack
+from .tables import Table, pack, with_column
 
 ROWS_PER_PROCESS = 5_000  # with fewer rows, starting a process costs more time than it saves
 ROWS_WITH_PROGRESS = 2_000
@@ -570,9 +573,9 @@ def encode(raw: Documents, encoder: Encoder, config: DataSection, features: Mapp
         features = {**features, IMAGES: STORED}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(config.dataset_num_proc or max(1, rows // ROWS_PER_PROCESS), cores)
-    with _progress(rows >= ROWS_WITH_PROGRESS):
+    with no_dataset_bars(), _counted(encoder, rows) as counted_encoder:
         encoded = Table.from_dict(columns, features=Features(types)).map(
-            encoder,
+            counted_encoder,
             batched=True,
             batch_size=256,
             num_proc=min(processes, rows) if processes > 1 else None,
@@ -581,26 +584,49 @@ def encode(raw: Documents, encoder: Encoder, config: DataSection, features: Mapp
             keep_in_memory=True,
             load_from_cache_file=False,
             new_fingerprint="tokenized",  # nothing is cached, so hashing the tokenizer would be wasted
-            desc="tokenizing",
         )
     for name, feature in raw.features.items():
         if name == IMAGES:  # the encoder's
             continue
-        encoded = encoded.add_column(name, raw.columns[name], new_fingerprint=new_fingerprint(), feature=feature)
+        encoded = with_column(encoded, name, raw.columns[name], feature)
     return encoded
 
 
+class _CountedEncoder:
+    """An encoder that adds a byte to a file for each row, in whichever process."""
+
+    def __init__(self, encoder: Encoder, file: str):
+        self.encoder = encoder
+        self.file = file
+
+    def __call__(self, batch: Any) -> Any:
+        columns = self.encoder(batch)
+        with open(self.file, "a", encoding="ascii") as file:
+            file.write("." * len(batch["document"]))
+        return columns
+
+
 @contextlib.contextmanager
-def _progress(is_long: bool) -> Iterator[None]:
-    """Hide the progress bars of datasets for short work or without a terminal."""
-    if (is_long and sys.stderr.isatty()) or datasets.are_progress_bars_disabled():
-        yield
+def _counted(encoder: Encoder, rows: int) -> Iterator[Callable[[Any], Any]]:
+    """Show how many of many rows are encoded; yields the encoder to use."""
+    if rows < ROWS_WITH_PROGRESS:
+        yield encoder
         return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
+    ended = threading.Event()
+    with tempfile.NamedTemporaryFile() as file, counting("tokenizing", rows) as show:
+
+        def watch() -> None:
+            while not ended.wait(0.2):
+                show(os.stat(file.name).st_size)
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield _CountedEncoder(encoder, file.name)
+        finally:
+            ended.set()
+            thread.join()
+            show(os.stat(file.name).st_size)
 
 
 def _pack(trainable: Dataset, config: DataSection, features: Mapping[str, Any]) -> Dataset:

@@ -48,7 +48,7 @@ from .prepare import (
 )
 from .report import count_unread, report_unread, split_report
 from .sources import Source, read_sources
-from .tables import Table
+from .tables import Table, with_column
 from .task_rows import recognise_task, task_rows
 
 COLUMNS = {"input_ids": IDS, "labels": IDS, "seq_lengths": IDS, "texts": IDS, "target": NUMBERS}
@@ -354,4 +354,4 @@ def _only_contrasts(encoded: Dataset) -> Dataset:
         reason or (NO_CONTRAST if len(set(scores)) < 2 else "")
         for reason, scores in zip(encoded["dropped"], encoded["target"], strict=True)
     ]
-    return encoded.remove_columns("dropped").add_column("dropped", dropped, new_fingerprint="contrasts")
+    return with_column(encoded.remove_columns("dropped"), "dropped", dropped)

@@ -27,6 +27,7 @@ from ..reading import look, open_bytes, open_text, parse_json
 from ..utils.errors import DataError, explain_os_error, first_line
 from ..utils.hub import id_of_url, is_local, nearest_path
 from ..utils.notices import notice
+from ..utils.streams import no_dataset_bars
 from ..utils.text import brief
 
 Row = dict[str, Any]
@@ -131,7 +132,8 @@ def _read(name: str, split: str, evaluating: bool) -> list[Source]:
         import datasets
 
         try:
-            dataset = datasets.load_dataset(name, split=split)
+            with no_dataset_bars():
+                dataset = datasets.load_dataset(name, split=split)
         except Exception as error:  # from datasets, huggingface_hub, httpx, Arrow or the files' contents
             reason = first_line(error)
             raise DataError(
@@ -447,7 +449,8 @@ def _undecoded(dataset: Any) -> Any:
         inner = getattr(feature, "feature", feature)  # of a list
         if isinstance(inner, datasets.Image):
             encoded: Any = datasets.Image(decode=False)
-            dataset = dataset.cast_column(name, encoded if inner is feature else datasets.List(encoded))
+            with no_dataset_bars():
+                dataset = dataset.cast_column(name, encoded if inner is feature else datasets.List(encoded))
     return dataset
 
 
@@ -460,7 +463,8 @@ def _read_arrow(path: Path) -> Source:
     load: Callable[[str], Any] = datasets.load_from_disk if path.name == SAVED else datasets.Dataset.from_file
     path = path.parent if path.name == SAVED else path
     try:
-        dataset = load(str(path))
+        with no_dataset_bars():
+            dataset = load(str(path))
         _check_columns(dataset.column_names, str(path))
         return Source(str(path), "arrow", [without_null(row) for row in _undecoded(dataset)])
     except DataError:

@@ -27,6 +27,7 @@ from ..config.datasets import DatasetEntry
 from ..config.schema import RunKeys
 from ..reading import open_bytes
 from ..utils.errors import ConfigError, DataError, HalfbyteError, TrainingError, first_line
+from ..utils.streams import no_dataset_bars
 from .mixture import shares_of, total_rows
 from .prepare import NothingKeptError, Prepare, PreparedData
 from .rows import Collate, Position, RankLoader, Row
@@ -199,7 +200,8 @@ def _count_lines(path: Path) -> int | None:
 def _arrow_table(path: Path) -> Any:
     import datasets
 
-    return (datasets.load_from_disk if path.is_dir() else datasets.Dataset.from_file)(str(path))  # memory-mapped
+    with no_dataset_bars():
+        return (datasets.load_from_disk if path.is_dir() else datasets.Dataset.from_file)(str(path))  # memory-mapped
 
 
 def _hub_file(name: str, split: str) -> _File:

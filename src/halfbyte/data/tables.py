@@ -21,14 +21,24 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
+from ..utils.streams import no_dataset_bars
 from .images import IMAGES
 
 HASHED_AT_ONCE = 4096  # rows per block
 
 
-def new_fingerprint() -> str:
-    """Return a random `new_fingerprint` for rows with added columns."""
-    return uuid.uuid4().hex
+def with_column(rows: Dataset, name: str, values: Any, feature: Any = None) -> Dataset:
+    """Return `rows` with a further column, in the same format.
+
+    Args:
+        values: a list or an array, a value for each row.
+        feature: datasets' type of the column; None: inferred.
+    """
+    shown = rows.format
+    rows = rows.with_format(None)  # of a selection, add_column would store the values that a transform makes
+    with no_dataset_bars():  # for copying the selected rows
+        rows = rows.add_column(name, values, new_fingerprint=uuid.uuid4().hex, feature=feature)
+    return rows.with_format(shown["type"], **shown["format_kwargs"])
 
 
 def digest_of_rows(rows: Dataset) -> str:
@@ -55,7 +65,7 @@ class Table(Dataset):
         self, arrow_table: Any, info: Any = None, split: Any = None, indices_table: Any = None,
         fingerprint: str | None = None,
     ):  # fmt: skip
-        super().__init__(arrow_table, info, split, indices_table, fingerprint or new_fingerprint())
+        super().__init__(arrow_table, info, split, indices_table, fingerprint or uuid.uuid4().hex)
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------

@@ -273,9 +273,9 @@ def _with_room(rows: Dataset, config: PolicySection, answers: int) -> Dataset:
     """Return `rows` with `input_ids` and `labels` as long as each prompt with `answers` answers of maximal length."""
     from ..data.prepare_answers import as_read
     from ..data.shared_prefix import ANSWERS
-    from ..data.tables import new_fingerprint
+    from ..data.tables import with_column
 
-    rows = rows.with_format(None)  # with a transform, add_column on a selection would store transformed columns
+    rows = rows.with_format(None)  # the prompts as they are stored
     new, prompts = answers * config.max_completion_length, rows["prompt_ids"]
     ids = [[*prompt, *prompt[-1:] * new] for prompt in prompts]
     labels = [[IGNORE_INDEX] * (len(row) - new) + row[-new:] for row in ids]
@@ -284,5 +284,5 @@ def _with_room(rows: Dataset, config: PolicySection, answers: int) -> Dataset:
         lengths = [[len(prompt), *[config.max_completion_length] * answers] for prompt in prompts]
         columns |= {"seq_lengths": lengths, ANSWERS: [[answers]] * len(rows)}
     for name, values in columns.items():
-        rows = rows.add_column(name, values, new_fingerprint=new_fingerprint())
+        rows = with_column(rows, name, values)
     return rows.with_transform(as_read)

@@ -24,7 +24,7 @@ from ..data.collate import make_collator
 from ..data.image_features import FEATURES, PIXELS, has_features, write_features
 from ..data.image_processor import ImageProcessor
 from ..data.images import IMAGES, STORED
-from ..data.tables import new_fingerprint
+from ..data.tables import with_column
 from ..modeling.architectures import non_text_modules
 from ..modeling.compute_dtype import compute_autocast
 from ..modeling.head import backbone_inputs
@@ -130,10 +130,7 @@ class _Cache:
             for row in _images(rows)
         ]
         stored = List({**STORED.feature, FEATURES: Value("string")})
-        format_, rows = rows.format, rows.with_format(None)  # add_column would store values that a transform made
-        rows = rows.remove_columns(IMAGES)
-        rows = rows.add_column(IMAGES, values, new_fingerprint=new_fingerprint(), feature=stored)
-        return rows.with_format(format_["type"], **format_["format_kwargs"])
+        return with_column(rows.remove_columns(IMAGES), IMAGES, values, stored)
 
     def fill(self, console: Console) -> tuple[VisionOutput, dict[str, Any]]:
         """Compute the features that are missing, and compare the model's outputs on a few rows.

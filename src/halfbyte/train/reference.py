@@ -24,7 +24,7 @@ from ..batch import REFERENCE
 from ..data.answer_documents import trained_tokens
 from ..data.collate_answers import answer_collator
 from ..data.images import IMAGES
-from ..data.tables import new_fingerprint
+from ..data.tables import with_column
 from ..mesh.mesh import DATA_AXES
 from ..methods.answers import as_reference, log_probs
 from ..methods.preference import reference_is_initial_model
@@ -84,12 +84,7 @@ def _as_reference(run: PreparedRun, model: Any) -> Iterator[None]:
 def _add_column(rows: Any, values: torch.Tensor) -> Dataset:
     """Return `rows` with a column of their trained tokens' log-probabilities."""
     of_rows = values.split([trained_tokens(row) for row in rows])
-    return rows.add_column(
-        REFERENCE,
-        [log_probs.numpy() for log_probs in of_rows],
-        new_fingerprint=new_fingerprint(),
-        feature=List(Value("float32")),
-    )
+    return with_column(rows, REFERENCE, [log_probs.numpy() for log_probs in of_rows], List(Value("float32")))
 
 
 # --- computing -------------------------------------------------------------------------------------------------------

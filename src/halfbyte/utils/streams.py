@@ -101,6 +101,21 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_dataset_bars() -> Iterator[None]:
+    """Within the context, datasets shows no progress bars, unless HF_DATASETS_DISABLE_PROGRESS_BARS=0 asks for them."""
+    import datasets
+
+    if datasets.are_progress_bars_disabled() or datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is False:
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
 def no_loading_bars() -> Iterator[None]:
     """Within the context, transformers shows no progress bars, which would be drawn over ours."""
     from transformers.utils import logging

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -57,17 +57,8 @@ class Waits:
         if not self.console.is_terminal or self.console.is_dumb_terminal:
             self._ended = threading.Event()
             threading.Thread(target=self._announce, args=(self.console, self._ended), daemon=True).start()
-        elif not self.drawn:
-            from rich.live import Live
-
-            self._live = Live(
-                console=self.console,
-                get_renderable=lambda: spinner() or "",
-                refresh_per_second=8,
-                transient=True,
-                redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
-            )
-            self._live.start(refresh=True)
+        else:
+            self.start_spinner()
 
     def renew(self, name: str, first: float) -> None:
         """Start the outermost wait again under this name; its first line is due after `first` seconds."""
@@ -89,6 +80,22 @@ class Waits:
         if self._announced and self.console is not None and seconds >= LONG and not failed:
             self.console.print(one_line(f"{name}: {seconds:.0f} s"), soft_wrap=True)
         self._announced = False
+
+    def start_spinner(self) -> None:
+        """Draw the waits on a terminal, if there are any and nothing else draws them."""
+        console = self.console
+        if console is None or not console.is_terminal or console.is_dumb_terminal or self.drawn or not self.names:
+            return
+        from rich.live import Live
+
+        self._live = Live(
+            console=console,
+            get_renderable=lambda: spinner() or "",
+            refresh_per_second=8,
+            transient=True,
+            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
+        )
+        self._live.start(refresh=True)
 
     def stop_spinner(self) -> None:
         if self._live is not None:
@@ -170,6 +177,7 @@ def drawing_waits() -> Iterator[None]:
         yield
     finally:
         _waits.drawn = was_drawn
+        _waits.start_spinner()
 
 
 @contextlib.contextmanager
@@ -193,3 +201,11 @@ def progress_bars(name: str, console: Console | None, *columns: ProgressColumn) 
         Progress(*shown, console=target, transient=True, disable=not target.is_terminal) as progress,
     ):
         yield progress
+
+
+@contextlib.contextmanager
+def counting(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar where waits are shown; yields the function that sets how many of `total` are done."""
+    with progress_bars(name, _waits.console) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda done: progress.update(task, completed=done)
