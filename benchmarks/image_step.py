@@ -64,13 +64,14 @@ ROWS = 4  # of a step
 TOWER_PICTURES = 16
 CORES = 2  # of `prepare`
 FREE_STEPS = 4  # steps of a run that are not timed
+# A trained tower's memory follows the largest pictures of a batch, which a few random batches need not draw together.
+TRAINED: dict[str, Any] = {"freeze_vision_tower": False, "per_device_train_batch_size": 1, "max_steps": 12}
 # Runs whose memory is planned: model, and keys.
 MEMORY_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5-VL": ("qwen2.5-vl-7b", {}),
     "Qwen2.5-VL, packed": ("qwen2.5-vl-7b", {"packing": True, "per_device_train_batch_size": 2}),
-    "Qwen2.5-VL, tower trained": ("qwen2.5-vl-7b", {"freeze_vision_tower": False, "per_device_train_batch_size": 2}),
-    "Qwen2.5-VL, tower trained, recomputed": (
-        "qwen2.5-vl-7b", {"freeze_vision_tower": False, "activation_checkpointing": True}),
+    "Qwen2.5-VL, tower trained": ("qwen2.5-vl-7b", TRAINED),
+    "Qwen2.5-VL, tower trained, recomputed": ("qwen2.5-vl-7b", TRAINED | {"activation_checkpointing": True}),
     "Qwen3-VL": ("qwen3-vl-8b", {}),
     "Qwen3.5, cached features": ("qwen3.5-9b", {"vision_cache": True}),
     "Gemma 3": ("gemma3-4b", {}),
@@ -441,7 +442,7 @@ def memory(place: Place, save: Callable[..., None]) -> None:
     from halfbyte.plan.memory_plan import flat_plan
     from halfbyte.report.terminal import comparable_bytes
 
-    data, runs = place.rows("memory", 12, is_uneven=True), {}
+    data, runs = place.rows("memory", TRAINED["max_steps"], is_uneven=True), {}
     for name, (shape, keys) in MEMORY_RUNS.items():
         folder = place.model(shape, place.options.layers or MEMORY_LAYERS)
         done = place.run(place.config(folder, data, **{"max_steps": 4, **keys}))

@@ -1,5 +1,7 @@
 """The vision tower in training: its attention equals transformers' loop over images, and frozen towers save nothing."""
 
+from collections import Counter
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -7,9 +9,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import halfbyte
 from halfbyte.autograd import attention as causal
+from halfbyte.formats import Blockwise4
+from halfbyte.modeling import tower as tower_forwards
 from halfbyte.modeling import vision
-from halfbyte.modeling.architectures import all_linear
+from halfbyte.modeling.architectures import all_linear, non_text_modules
 from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
 from tests.helpers.image_models import save_image_model
 from tests.helpers.patch_models import loop_over_documents
@@ -51,9 +56,9 @@ def test_tower_equals_transformers_loop(name, flash, request, tmp_path):
         pixels = torch.randn(int(grid.prod(1).sum()), width)
         expected = outputs_and_gradients(model, pixels, grid)
         calls = []
-        attend = vision.attend_segments
+        attend = tower_forwards.attend_segments
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(vision, "attend_segments", lambda *a, **k: calls.append(1) or attend(*a, **k))  # noqa: B023
+            patched.setattr(tower_forwards, "attend_segments", lambda *a, **k: calls.append(1) or attend(*a, **k))  # noqa: B023
             assert vision.bind_vision(model)
             results = outputs_and_gradients(model, pixels, grid)
         assert len(calls) == len(model.model.visual.blocks)
@@ -61,15 +66,105 @@ def test_tower_equals_transformers_loop(name, flash, request, tmp_path):
             for tensor, other in zip(tensors, others, strict=True):
                 torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
         vision.unbind_vision(model)
+        assert not bound_forwards(model.model.visual)
         assert model.model.visual.config._attn_implementation == "sdpa"
         assert "get_image_features" not in vars(model.model)
+
+
+def bound_forwards(tower):
+    """Number of modules with each of halfbyte's forwards."""
+    forwards = (vars(module).get("forward") for module in tower.modules())
+    return Counter(forward.__func__.__name__.removesuffix("_forward") for forward in forwards if forward is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("qwen2_5_vl", {"rms_norm": 9, "attention": 4, "gated": 4, "patch": 1}),
+        ("qwen3_vl", {"layer_norm": 10, "attention": 4, "patch": 1}),
+        ("glm4v", {"rms_norm": 6, "attention": 2, "gated": 2, "patch": 1}),
+        ("gemma3", {"layer_norm": 6}),
+        ("llava", {"layer_norm": 6}),
+        ("mistral3", {"rms_norm": 8, "gated": 3}),
+        ("mllama", {}),
+    ],
+)
+def test_classes_are_known_by_what_they_compute(name, fused, tmp_path):
+    model = save_image_model(tmp_path, name)
+    vision.bind_vision(model)
+    towers = [model.get_submodule(part) for part in non_text_modules(model)]
+    assert sum(map(bound_forwards, towers), Counter()) == fused
+
+
+@pytest.mark.parametrize("storage", ["plain", "nf4"])
+def test_gated_units_of_odd_widths_are_padded_with_zeros(storage, tmp_path, monkeypatch):
+    """As on CUDA in 16 bits; what is trained, or differentiated, runs at its own width."""
+    monkeypatch.setattr(tower_forwards, "_reads_aligned", lambda x: True)
+    model = save_image_model(tmp_path, "qwen2_5_vl")
+    unit, x = model.model.visual.blocks[0].mlp, torch.randn(5, 32)
+    for name, size in ("gate_proj", (42, 32)), ("up_proj", (42, 32)), ("down_proj", (32, 42)):
+        linear = torch.nn.Linear(size[1], size[0])
+        weight = linear.weight.detach()
+        weight = QuantizedTensor.quantize(weight, Blockwise4("nf4", 64, True)) if storage == "nf4" else weight
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        setattr(unit, name, linear)
+    expected = unit(x)
+    vision.bind_vision(model)
+    sizes, product = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: sizes.append(args[1].shape[0]) or product(*args))
+    torch.testing.assert_close(unit(x), expected, rtol=1e-5, atol=1e-6)
+    assert sizes == [64, 64, 32]
+    unit(x.requires_grad_())
+    assert sizes[3:] == [42, 42, 32]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "mistral3"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_on_a_gpu_fused_towers_equal_transformers(name, trained, tmp_path):
+    """In bf16: as close to the tower in float32 as transformers' own forward is."""
+    model = save_image_model(tmp_path, name).cuda()
+    inputs = {key: value.cuda() for key, value in features_inputs(model, name).items()}
+    exact = features_and_gradient(model, inputs, trained)
+    model = model.bfloat16()
+    stock = features_and_gradient(model, inputs, trained)
+    vision.bind_vision(model)
+    fused = features_and_gradient(model, inputs, trained)
+    for a, b, c in zip(fused, stock, exact, strict=True):
+        assert (a - c).norm() <= 1.2 * (b - c).norm() + 1e-3 * c.norm()
+
+
+def features_inputs(model, name):
+    torch.manual_seed(3)
+    if name in ("qwen2_5_vl", "qwen3_vl", "glm4v"):
+        grid = torch.tensor(GRIDS["uneven"])
+        width = 3 * 2 * model.config.vision_config.patch_size**2
+        return {"pixel_values": torch.randn(int(grid.prod(1).sum()), width), "image_grid_thw": grid}
+    size = model.config.vision_config.image_size
+    inputs = {"pixel_values": torch.randn(2, 3, size, size)}
+    return inputs | ({"image_sizes": torch.tensor([[size, size]] * 2)} if name == "mistral3" else {})
+
+
+def features_and_gradient(model, inputs, trained):
+    """Features of images, and the gradients of the tower's matrices, in float32."""
+    tower = next(model.get_submodule(part) for part in non_text_modules(model))
+    weights = [weight for weight in tower.parameters() if weight.dim() == 2]
+    model.requires_grad_(False)
+    for weight in weights if trained else ():
+        weight.requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16, enabled=weights[0].dtype == torch.bfloat16):
+        features = torch.cat([*model.model.get_image_features(**inputs).pooler_output]).float()
+    if not trained:
+        return [features]
+    gradients = torch.autograd.grad(features.square().sum(), weights, materialize_grads=True)
+    return [features.detach(), *(gradient.float() for gradient in gradients)]
 
 
 @pytest.mark.parametrize("lengths", [[3], [5, 5, 5], [4, 9, 4, 1, 9, 4], [0, 6, 0, 2], [64] * 5 + [12, 64]])
 def test_segments_attend_to_themselves_only(lengths):
     query, key, value = torch.randn(3, sum(lengths), 2, 8)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    out = vision.segment_attention(query, key, value, bounds, 0.3)
+    out = tower_forwards.segment_attention(query, key, value, bounds, 0.3)
     for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         alone = ((q @ k.mT) * 0.3).softmax(-1) @ v
