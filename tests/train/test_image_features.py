@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from halfbyte.config import load_config
 from halfbyte.data.image_features import feature_columns
 from halfbyte.data.image_processor import ImageProcessor
+from halfbyte.formats.float8 import quantize_float8
 from halfbyte.loading.load import load_model
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.vision import image_outputs, reading_features, release_tower
@@ -18,10 +19,11 @@ from halfbyte.train import image_features
 from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.console import Console
-from halfbyte.utils.errors import ConfigError, TrainingError
+from halfbyte.utils.errors import ConfigError, ModelError, TrainingError
 from tests.helpers.image_models import picture, save_image_model, write_image_rows
 
 KEYS = {"max_steps": 4, "per_device_train_batch_size": 4, "load_in_4bit": False}  # two epochs of eight rows
+UNFROZEN = {"freeze_vision_tower": False}
 
 
 @pytest.fixture
@@ -96,6 +98,33 @@ def test_features_are_bits_of_the_tower_and_give_the_loss_of_pixels(place, monke
     assert torch.equal(batch["image_grid_thw"], feature_columns(images)["image_grid_thw"])
 
 
+def test_features_in_fp8_take_half_of_16_bits(place, monkeypatch):
+    """31 dB above their error; in a folder of their own; larger errors than rounding are refused."""
+    exact, model, layout, exact_numbers = filled(place)
+    cache, _, _, numbers = filled(place, vision_cache="fp8")
+    assert cache.folder != exact.folder
+    assert numbers["computed"] == 7
+    assert exact_numbers["difference"] < 1e-6 < 1e-3 < numbers["difference"] < 0.05
+    for key, image in cache.images.items():
+        stored = load_file(cache.file(key))
+        assert stored["features"].nbytes + stored["features_scale"].nbytes == image["tokens"] * (3 * 64 + 4)  # float32
+    images = [[image for row in each.named(each.run.data.train)["images"] for image in row] for each in (exact, cache)]
+    features, rounded = (feature_columns(each)["pixel_values"] for each in images)
+    assert rounded.dtype == features.dtype
+    assert features.square().sum() / (features - rounded).square().sum() > 10**3.1
+    collate = cache.run.method.collator(cache.run.config, cache.run.tokenizer)
+    with reading_features(model, layout):
+        losses = [causal_lm_loss(model, collate([*each.named(each.run.data.train)]))[0] for each in (exact, cache)]
+    assert losses[1].item() != losses[0].item()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-2)
+    shutil.rmtree(cache.folder)
+    monkeypatch.setattr(
+        "halfbyte.data.image_features.quantize_float8", lambda x, scaling: quantize_float8(2 * x, scaling)
+    )
+    with pytest.raises(ModelError, match="vision_cache"):
+        filled(place, vision_cache="fp8")
+
+
 def test_a_changed_pixel_size_tower_or_limit_misses_the_cache(place):
     filled(place)
     changes = [
@@ -146,8 +175,16 @@ def test_a_full_disk_stops_the_run_or_leaves_the_cache_out(place, monkeypatch):
 
 
 def test_auto_caches_frozen_features_for_two_epochs(place):
-    for keys, caches in (({}, True), ({"max_steps": 3}, False), ({"max_steps": 1, "vision_cache": True}, True),
-                         ({"freeze_vision_tower": False}, False), ({"vision_cache": False}, False)):  # fmt: skip
+    cases = (
+        ({}, True),
+        ({"max_steps": 3}, False),
+        ({"max_steps": 1, "vision_cache": True}, True),
+        ({"max_steps": 1, "vision_cache": "fp8"}, True),
+        ({"freeze_vision_tower": False}, False),
+        ({"vision_cache": False}, False),
+    )
+    for keys, caches in cases:
         assert prepare_run(configured(place, **keys), writes=False).caches_features == caches, keys
-    with pytest.raises(ConfigError, match="vision_cache"):
-        configured(place, vision_cache=True, freeze_vision_tower=False)
+    for keys in (UNFROZEN | {"vision_cache": True}, UNFROZEN | {"vision_cache": "fp8"}, {"vision_cache": "fp4"}):
+        with pytest.raises(ConfigError, match="vision_cache"):
+            configured(place, **keys)

@@ -49,9 +49,9 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     yield from _watching_contradictions(config)
     yield from _dataset_contradictions(config)
     yield from _shifted_attention_contradictions(config)
-    if config.vision_cache is True and config.trained_vision:
-        wrong = f"vision_cache: true with {config.trained_vision[0]}: false, which changes the features in every step"
-        yield "vision_cache", wrong, "remove one of the two"
+    if config.requires_vision_cache and config.trained_vision:
+        wrong = f"{config.written('vision_cache')} with {config.trained_vision[0]}: false, which changes the features"
+        yield "vision_cache", f"{wrong} in every step", "remove one of the two"
     if config.storage.rounds:
         yield from _qat_contradictions(config)
     yield from _adapter_contradictions(config) if config.use_peft else _full_fine_tuning_contradictions(config)

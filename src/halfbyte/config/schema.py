@@ -453,10 +453,10 @@ class DataSection(Section):
         description="packing: largest sum of the pixels of a row's images, as the vision tower reads them;"
         " default: limited by the row's tokens alone",
     )
-    vision_cache: Literal["auto"] | bool = Field(
+    vision_cache: Literal["auto", "fp8"] | bool = Field(
         "auto",
         description="image rows with frozen tower and projector: compute each image's features once, before training,"
-        " and keep them on disk; auto: for more than one epoch, if they fit",
+        " and keep them on disk; auto: for more than one epoch, if they fit; fp8: always, in 8 bits",
     )
     dataset_num_proc: PositiveInt | None = Field(
         None, description="number of processes that tokenize; default: chosen by the amount of data"
@@ -467,6 +467,11 @@ class DataSection(Section):
     def _entries(cls, value: Any) -> Any:
         check_entries(value)
         return value
+
+    @property
+    def requires_vision_cache(self) -> bool:
+        """Whether features of images are kept in any case, so that a run without them is an error."""
+        return self.vision_cache in (True, "fp8")
 
     @property
     def datasets(self) -> list[DatasetEntry]:

@@ -2,6 +2,8 @@
 
 A file has what the model's vision tower and projector gave for the image, and the processor's other columns for it
 (its grid of patches). It is mapped into memory, so that reading a batch copies each feature once.
+
+Features in FP8 are E4M3 codes with a scale per token, in the dtype of the features: half of 16 bits, and one number.
 """
 
 from __future__ import annotations
@@ -14,21 +16,31 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..formats.float8 import dequantize_float8, quantize_float8
 from ..reading.tensors import read_header, read_tensors
 from ..utils.errors import CheckpointError, DataError
 from ..utils.files import new_file
 
 FEATURES = "features"  # field of a stored image: path of its file. Also its tensor's name, [T, W]
+SCALE = "features_scale"  # of a file in FP8, [T] in the dtype of the features
 PIXELS = "pixel_values"  # column of the model that has the features in their place
 
 
-def write_features(path: Path, features: Tensor, columns: Mapping[str, Tensor]) -> None:
+def token_bytes(features: Tensor, in_fp8: bool) -> int:
+    """Return the bytes of a token's features on disk."""
+    return features.shape[-1] + features.element_size() if in_fp8 else features[0].nbytes
+
+
+def write_features(path: Path, features: Tensor, columns: Mapping[str, Tensor], *, in_fp8: bool = False) -> None:
     """Write an image's features [T, W] and its other columns [1, ...] to a new file.
 
     Raises:
         TrainingError: the disk is full.
     """
     tensors = {FEATURES: features, **columns}
+    if in_fp8:
+        codes, scale = quantize_float8(features, "row")
+        tensors |= {FEATURES: codes, SCALE: scale.to(features.dtype)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path) as aside:
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, aside)
@@ -57,5 +69,8 @@ def feature_columns(images: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
             files.append(read_tensors(Path(image[FEATURES])))
         except CheckpointError as error:
             raise DataError(error.message, "start the run again, which computes the features again") from error
+    for file in files:
+        if (scale := file.pop(SCALE, None)) is not None:
+            file[FEATURES] = dequantize_float8(file[FEATURES], scale.float(), "row", scale.dtype)
     columns = {name: torch.cat([file[name] for file in files]) for name in files[0]}
     return {PIXELS: columns.pop(FEATURES), **columns}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..batch import LABELS, model_inputs, to_device
 from ..data.collate import make_collator
-from ..data.image_features import FEATURES, PIXELS, has_features, write_features
+from ..data.image_features import FEATURES, PIXELS, has_features, token_bytes, write_features
 from ..data.image_processor import ImageProcessor
 from ..data.images import IMAGES, STORED
 from ..data.tables import with_column
@@ -42,6 +42,7 @@ from .reference import describe, plain_tensors
 from .verify import HIDDEN_TOLERANCE, HIDDEN_TOLERANCE_16
 
 FREE_SHARE = 0.5  # of a disk's free bytes that `vision_cache: auto` may use
+FP8_TOLERANCE = 2**-4  # of hidden states, relative: the largest rounding error of a feature in E4M3
 CHECKED_ROWS = 2  # with images, on which the model's outputs from features and from pixels are compared
 
 
@@ -72,7 +73,7 @@ def with_features(
         cache = _Cache(run, model, [split for split in (rows, held_out) if split is not None])
         layout, results = cache.fill(console)
     except HalfbyteError as error:
-        if run.config.vision_cache is True or isinstance(error, DataError):
+        if run.config.requires_vision_cache or isinstance(error, DataError):
             raise
         notice("vision-cache", f"images are computed in every step: {error.message}")
         yield rows, held_out, None
@@ -87,6 +88,7 @@ class _Cache:
 
     Attributes:
         images: SHA-256 → stored image.
+        in_fp8: whether files have features in 8 bits.
         folder: of the features that this tower, projector, processor and arithmetic give.
     """
 
@@ -94,6 +96,7 @@ class _Cache:
         self.run = run
         self.model = model
         self.splits = splits
+        self.in_fp8 = run.config.vision_cache == "fp8"
         self.images = {image["sha256"]: image for rows in self.splits for row in _images(rows) for image in row}
         self.processor = ImageProcessor(run.config, run.tokenizer)
         self.folder = cache_folder() / "image-features" / self._key()
@@ -108,7 +111,7 @@ class _Cache:
         processor = json.dumps(self.processor.processor.image_processor.to_dict(), sort_keys=True, default=str)
         arithmetic = (
             *(__version__, torch.__version__, PIL.__version__, device, machine.compute_dtype),
-            *(config.use_kernels, config.attn_implementation, processor, describe(causal_lm)),
+            *(config.use_kernels, config.attn_implementation, processor, describe(causal_lm), self.in_fp8),
         )
         digest = hashlib.sha256(repr(arithmetic).encode())
         for name in non_text_modules(causal_lm):
@@ -143,16 +146,17 @@ class _Cache:
         checked = {image["sha256"] for row in _images(rows) for image in row}
         missing = [key for key, image in self.images.items() if not has_features(self.file(key), image["tokens"])]
         layout, features, _ = self._outputs(missing[0] if missing else min(checked))
-        self._check_disk(sum(self.images[key]["tokens"] for key in missing) * features[0].nbytes)
+        self._check_disk(sum(self.images[key]["tokens"] for key in missing) * token_bytes(features, self.in_fp8))
         with progress_bars("computing image features", console) as progress:
             task = progress.add_task("computing image features", total=len(missing))
             for group in ([key for key in missing if key in checked], [key for key in missing if key not in checked]):
                 for key in group:
                     _, features, columns = self._outputs(key)
-                    write_features(self.file(key), features, {n: v for n, v in columns.items() if n != PIXELS})
+                    columns = {name: value for name, value in columns.items() if name != PIXELS}
+                    write_features(self.file(key), features, columns, in_fp8=self.in_fp8)
                     progress.advance(task)
                 if checked:
-                    self._compare(rows, layout)
+                    difference = self._compare(rows, layout)
                     checked.clear()
         stored = sum(self.file(key).stat().st_size for key in self.images)
         line = (
@@ -161,7 +165,7 @@ class _Cache:
         seconds = time.time() - start
         console.print(one_line(f"{line}, {seconds:.1f} s"), soft_wrap=True)
         numbers = {"images": len(self.images), "computed": len(missing), "bytes": stored, "seconds": seconds}
-        return layout, {**numbers, "folder": str(self.folder)}
+        return layout, {**numbers, "difference": difference, "folder": str(self.folder)}
 
     def _checked_rows(self) -> Dataset:
         """Return the rows with most images."""
@@ -185,8 +189,11 @@ class _Cache:
             raise ModelError(f"an image has {len(features)} features, and {tokens} tokens", OFF)
         return layout, features, columns
 
-    def _compare(self, rows: Dataset, layout: VisionOutput) -> None:
-        """Check that the model's hidden states from features are those from pixels, up to rounding.
+    def _compare(self, rows: Dataset, layout: VisionOutput) -> float:
+        """Check that the model's hidden states from features are those from pixels, up to rounding, also of FP8.
+
+        Returns:
+            Mean absolute difference, relative to the mean absolute hidden state.
 
         Raises:
             ModelError: they are not.
@@ -205,10 +212,12 @@ class _Cache:
                 raise
             raise ModelError(f"features of images do not fit {type(causal_lm_of(self.model)).__name__}", OFF) from error
         difference = float((from_features - from_pixels).abs().mean() / from_pixels.abs().mean())
-        if not difference <= HIDDEN_TOLERANCE.get(dtype, HIDDEN_TOLERANCE_16):
+        tolerance = HIDDEN_TOLERANCE.get(dtype, HIDDEN_TOLERANCE_16)
+        if not difference <= (max(tolerance, FP8_TOLERANCE) if self.in_fp8 else tolerance):
             raise ModelError(
                 f"hidden states from features of images differ by {difference:.3g} from those of pixels", OFF
             )
+        return difference
 
     @torch.no_grad()
     def _hidden_states(self, batch: Mapping[str, Any]) -> Tensor:
@@ -217,12 +226,12 @@ class _Cache:
             return causal_lm_of(self.model).base_model(**inputs, use_cache=False).last_hidden_state.float()
 
     def _check_disk(self, needed: int) -> None:
-        """Check that new features fit on the disk; with `vision_cache: auto`, in a share of its free bytes.
+        """Check that new features fit on the disk; if the cache is not required, in a share of its free bytes.
 
         Raises:
             TrainingError: they do not.
         """
-        factor = 1.0 if self.run.config.vision_cache is True else 1 / FREE_SHARE
+        factor = 1.0 if self.run.config.requires_vision_cache else 1 / FREE_SHARE
         check_space(self.folder / "new", int(factor * needed), f"{OFF}, or HALFBYTE_CACHE to a folder on another disk")
 
 

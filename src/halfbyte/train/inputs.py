@@ -211,8 +211,9 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
         for key in config.trained_vision:
             wrong = f"{key}: false, but no row has an image: it would get no gradient"
             raise ConfigError(wrong, f"remove {key}, or give rows with images")
-        if config.vision_cache is True:
-            raise ConfigError("vision_cache: true, but no row has an image", "remove vision_cache")
+        if config.requires_vision_cache:
+            wrong = f"{config.written('vision_cache')}, but no row has an image"
+            raise ConfigError(wrong, "remove vision_cache")
         return
     parts = vision_parts(shapes.causal_lm)
     trained = [name.removeprefix(PREFIX) for name, p in shapes.model.named_parameters() if p.requires_grad]

@@ -136,7 +136,7 @@ def caches_features(config: RunConfig, data: PreparedData, steps: int) -> bool:
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
     sampled = steps * rows // config.group_size if config.method in POLICY else 0
     uses = steps * rows + sampled
-    return config.vision_cache is True or (not config.trained_vision and uses >= 2 * len(data.train))
+    return config.requires_vision_cache or (not config.trained_vision and uses >= 2 * len(data.train))
 
 
 def prepare_run(

@@ -200,6 +200,7 @@ def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
     arithmetic = (
         *(__version__, torch.__version__, str(machine.device), machine.compute_dtype, run.config.precision),
         *(config.use_kernels, config.attn_implementation, config.padding_free, config.storage, size),
+        config.vision_cache == "fp8",
     )
     digest = hashlib.sha256(repr(arithmetic).encode())
     digest.update(describe(model).encode())
