@@ -188,3 +188,30 @@ def test_auto_caches_frozen_features_for_two_epochs(place):
     for keys in (UNFROZEN | {"vision_cache": True}, UNFROZEN | {"vision_cache": "fp8"}, {"vision_cache": "fp4"}):
         with pytest.raises(ConfigError, match="vision_cache"):
             configured(place, **keys)
+
+
+@pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+def test_rows_without_images_may_be_beside_rows_with_features(key, place):
+    """Either split may have no image at all."""
+    text = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I see."}]
+    (place / "text.jsonl").write_text("\n".join([json.dumps({"messages": text})] * 4))
+    keys = {"dataset": str(place / "data.jsonl"), "eval_dataset": str(place / "data.jsonl"), "vision_cache": True}
+    run, model = prepared(place, **keys | {key: str(place / "text.jsonl")})
+    with image_features.with_features(run, model, run.data.train, run.data.eval, Console(quiet=True)) as (*_, numbers):
+        assert numbers["images"] == 7
+
+
+def test_features_that_depend_on_the_row_are_left_out(tmp_path, monkeypatch):
+    """An image of LLaVA-OneVision has other features in a row with several."""
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    save_image_model(tmp_path / "model", "llava_onevision")
+    write_image_rows(tmp_path)
+    for chosen in ("auto", True):
+        run, model = prepared(tmp_path, vision_cache=chosen)
+        context = image_features.with_features(run, model, run.data.train, None, Console(quiet=True))
+        if chosen is True:
+            with pytest.raises(ModelError, match="vision_cache"):
+                context.__enter__()
+            continue
+        with context as (rows, _, numbers):
+            assert (rows, numbers) == (run.data.train, None)

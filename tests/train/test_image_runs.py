@@ -12,12 +12,15 @@ from transformers import AutoModelForImageTextToText
 
 from halfbyte.cli.preview import preview_rows
 from halfbyte.config import load_config
+from halfbyte.data.prepare import prepare
 from halfbyte.export.merge import merge
+from halfbyte.loading.tokenizers import load_run_tokenizer
 from halfbyte.modeling.architectures import FREEZE_PROJECTOR, FREEZE_TOWER, non_text_modules, vision_part, vision_parts
 from halfbyte.runs.saved import find, saved_config
 from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
-from halfbyte.utils.errors import ConfigError
+from halfbyte.train.samples import pick_prompts
+from halfbyte.utils.errors import ConfigError, DataError
 from tests.helpers.image_families import MODELS_OF_IMAGES
 from tests.helpers.image_models import NEEDS_TORCHVISION, load_processor, save_image_model, write_image_rows
 
@@ -200,6 +203,35 @@ def test_check_refuses_several_processes(tmp_path):
     place = write_place(tmp_path, "gemma3")
     with pytest.raises(ConfigError, match="parallel"):
         prepare_run(configured(place, tmp_path / "out", parallel={"data": 2}), writes=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("qwen2_5_vl", {"assistant_only_loss": False}), ("llava_onevision", {}), ("llava_onevision", {"packing": True})],
+)
+def test_a_sample_and_the_plan_show_whole_images(name, keys, tmp_path):
+    """Of a row that trains every token, and where images have other tokens in rows with several."""
+    place = write_place(tmp_path, name)
+    names = ("pictures/4-0.png", "pictures/5-0.png")
+    turns = [[{"role": "user", "content": [{"type": "image", "image": file}, {"type": "text", "text": "look"}]},
+              {"role": "assistant", "content": "I see."}] for file in names]  # fmt: skip
+    rows = [turns[0] + turns[1], [{"role": "user", "content": "look at this picture: <image>"}, turns[0][1]]]
+    lines = [{"messages": rows[0]}, {"messages": rows[1], "images": names[:1]}]
+    (place / "data.jsonl").write_text("\n".join(map(json.dumps, lines[: 1 if name == "llava_onevision" else 2])))
+    run = prepare_run(configured(place, tmp_path / "out", load_in_4bit=False, **keys), writes=False)
+    prompts = pick_prompts(run.config, run.tokenizer, run.data.train, templated=True)
+    assert prompts
+    assert all("pixel_values" in prompt.image_inputs for prompt in prompts if prompt.images)
+
+
+def test_a_row_cut_to_one_image_is_dropped_if_the_image_has_other_tokens_alone(tmp_path):
+    place = write_place(tmp_path, "llava_onevision")
+    user = {"role": "user", "content": [{"type": "image", "image": "pictures/4-0.png"}]}
+    turns = [user, {"role": "assistant", "content": "I see."}]
+    (place / "data.jsonl").write_text(json.dumps({"messages": turns * 2}))
+    config = configured(place, tmp_path / "out", max_length=120)
+    with pytest.raises(DataError, match="max_length"):
+        prepare(config, load_run_tokenizer(config))
 
 
 def test_preview_counts_the_tokens_of_images(tmp_path, capsys):

@@ -28,6 +28,7 @@ from .turns import Turn
 TOO_LONG = "longer than max_length"
 CUT_AWAY = "no trained tokens left after truncation"
 UNTRAINED = "no trained tokens"
+ONE_IMAGE = "cut to one of several images, which has other tokens alone"
 # For long texts, see Encoder._tokenize.
 CHARACTERS_A_TOKEN, READ_BEYOND = 16, 10_000
 WORDS_BEYOND, VAST = 8, 2**20
@@ -266,6 +267,13 @@ class Encoder:
             ids, trained = ids[:size], trained[:size]
             dropped = TOO_LONG if self.overlong == "drop" else "" if trained.any() else CUT_AWAY
         left = [image for image, span in zip(text.images or (), image_spans, strict=True) if span[1] <= len(ids)]
+        if (
+            not dropped
+            and len(left) == 1 < len(image_spans)
+            and self.images is not None
+            and self.images.family.by_count
+        ):
+            dropped = ONE_IMAGE
         return ({} if text.images is None else {IMAGES: left}) | {
             "input_ids": ids,
             "labels": np.where(trained, ids, IGNORE_INDEX),

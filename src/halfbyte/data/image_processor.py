@@ -355,13 +355,24 @@ class ImageProcessor:
         _, encoded = self._processed([[Image.new("RGB", (64, 64))]])
         return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in encoded), None)
 
-    def image_columns(self, image: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def copies(self, image: Mapping[str, Any]) -> int:
+        """Return how often a stored image stands in a row in which it has its number of tokens: 2 if it has others
+        alone."""
+        if not self.family.by_count:
+            return 1
+        alone = self._expansion(opened(image).size, several=False, location=image["location"])
+        return 1 if alone.tokens == image["tokens"] else 2
+
+    def image_columns(self, image: Mapping[str, Any], count: int = 1) -> dict[str, torch.Tensor]:
         """Return the inputs of the vision tower for one stored image.
+
+        Args:
+            count: how often it stands in its row.
 
         Raises:
             DataError: it changed since the rows were prepared.
         """
-        return self._inputs([[image]], [[self.image_token_id] * image["tokens"]])
+        return self._inputs([[image] * count], [[self.image_token_id] * (count * image["tokens"])])
 
     def columns(self, images: Sequence[Sequence[Mapping[str, Any]]], input_ids: torch.Tensor) -> dict[str, Any]:
         """Return the model's inputs for the stored images of each row of a batch [B, T].

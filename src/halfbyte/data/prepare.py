@@ -31,7 +31,7 @@ from ..utils.waiting import counting
 from .chat import ChatTemplate, tool_text
 from .collate import Collator, make_collator
 from .columns import ARRAYS, array_bytes, columns_of
-from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
+from .encode import CUT_AWAY, INSTRUCTION, ONE_IMAGE, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, count_images, documents, has_images, number_in, recognise
 from .image_processor import ImageProcessor
 from .images import COLUMNS as IMAGE_COLUMNS
@@ -69,6 +69,7 @@ ENCODED = Features(
 REMEDY = {
     TOO_LONG: "raise max_length, or set overlong: truncate",
     CUT_AWAY: "raise max_length: the answers start after it",
+    ONE_IMAGE: "raise max_length",
     UNTRAINED: "check the roles and columns of the data (column_mapping, dataset_format): the rows have no answers",
 }
 LATER = "further"  # name of the rows of later blocks of a stream

@@ -99,6 +99,8 @@ class _Cache:
         self.in_fp8 = run.config.vision_cache == "fp8"
         self.images = {image["sha256"]: image for rows in self.splits for row in _images(rows) for image in row}
         self.processor = ImageProcessor(run.config, run.tokenizer)
+        if self.processor.family.by_count and any(len(row) > 1 for rows in splits for row in _images(rows)):
+            raise ModelError("rows have several images, whose features are others than those of one image", OFF)
         self.folder = cache_folder() / "image-features" / self._key()
 
     def _key(self) -> str:
@@ -128,6 +130,8 @@ class _Cache:
 
     def named(self, rows: Dataset) -> Dataset:
         """Return rows whose stored images have `FEATURES`, and no bytes."""
+        if IMAGES not in rows.column_names:
+            return rows
         values = [
             [{**image, "bytes": None, FEATURES: str(self.file(image["sha256"]))} for image in row]
             for row in _images(rows)
@@ -237,4 +241,4 @@ class _Cache:
 
 def _images(rows: Dataset) -> list[list[dict[str, Any]]]:
     """Return the stored images of each row."""
-    return list(rows[IMAGES])
+    return list(rows[IMAGES]) if IMAGES in rows.column_names else []

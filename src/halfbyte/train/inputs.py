@@ -257,8 +257,9 @@ def most_images(
     if largest is None:
         return None
     tokens = data.answers * max(sum(values[:size]) for values in counts)
-    columns = ImageProcessor(config, tokenizer).image_columns(largest)
-    return BatchImages(columns, largest["tokens"], tokens, cached)
+    processor = ImageProcessor(config, tokenizer)
+    count = processor.copies(largest)
+    return BatchImages(processor.image_columns(largest, count), count * largest["tokens"], tokens, cached)
 
 
 def longest_text(data: PreparedData) -> int:

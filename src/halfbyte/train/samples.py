@@ -100,17 +100,22 @@ def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, images: Im
     document = documents_of(row)[0] if row.get("seq_lengths") else row
     ids, labels = document["input_ids"], document["labels"]
     length = len(ids)
-    trained = [position for position in range(1, length) if labels[position] != IGNORE_INDEX]
-    begin = trained[0] if trained else length
+    token = None if images is None else images.image_token_id
+    stored = row.get(IMAGES) or []
+    ends = list(accumulate(image["tokens"] for image in stored))
+    begins = [at for at in range(1, length) if labels[at] != IGNORE_INDEX == labels[at - 1]] or [length]
+    if images is not None and stored and images.copies(stored[0]) > 1:  # alone, the first image has other tokens
+        begins = [at for at in begins if ids[:at].count(token) != ends[0]] or begins
+    begin = begins[0]
     if begin <= 1:  # plain text: all tokens are trained
         begin = max(1, min(TEXT_PROMPT_TOKENS, length // 2))
+    while ids[:begin].count(token) not in (0, *ends):  # an image is shown in full
+        begin += 1
     end = next((at for at in range(begin, length) if labels[at] == IGNORE_INDEX), length)
     prompt, reference = list(ids[:begin]), _text(tokenizer, ids[begin:end])
-    if images is None or not row.get(IMAGES):
+    if images is None or not ends:
         return Prompt(prompt, str(tokenizer.decode(prompt)), reference)
-    token = images.image_token_id
-    ends = accumulate(image["tokens"] for image in row[IMAGES])
-    shown = [image for image, end in zip(row[IMAGES], ends, strict=True) if end <= prompt.count(token)]
+    shown = [image for image, end in zip(stored, ends, strict=True) if end <= prompt.count(token)]
     once = [now for before, now in pairwise([None, *prompt]) if now != token or before != token]
     return Prompt(prompt, str(tokenizer.decode(once)), reference, shown, images)
 
