@@ -27,6 +27,7 @@ INPUT_IDS, LABELS = "input_ids", "labels"  # [B, T]
 ATTENTION_MASK, POSITION_IDS = "attention_mask", "position_ids"  # [B, T]
 ROPE_POSITIONS = "rope_positions"  # [B, T, 3]: time, height and width of M-RoPE, in addition to position_ids
 SHIFT_LABELS = "shift_labels"  # [B, T]: the label of the next token, in place of labels
+HEAD_ROWS = "head_rows"  # int64 [M]: positions in the flattened batch that the head computes, see `with_head_rows`
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # int32 [documents + 1]: first tokens of documents, and the end
 LONGEST = ("max_length_q", "max_length_k")  # a number that no document's length exceeds
 
@@ -102,6 +103,7 @@ _TOKEN_COLUMNS = {
     REAL_TOKENS: 0,
 }
 _LOSS_COLUMNS = (
+    HEAD_ROWS,
     *(AT, WANTED, ANSWER, ENDS, PLACE, REAL, MARGIN, LABEL, RIGHT),
     *(TARGET, ROW, BEGINS, REAL_ROWS, HASH),
     *(REFERENCE, OLD, SAMPLED, ADVANTAGES, ITEMS, BONUS, CORRECTS),
@@ -200,7 +202,7 @@ def joined(batches: Sequence[Batch]) -> dict[str, Any]:
     rows = max(len(batch[INPUT_IDS]) for batch in batches)
     width = max(batch[INPUT_IDS].shape[1] for batch in batches)
     resized = [_with_rows(_with_width(batch, width), rows) for batch in batches]
-    names = [name for name in resized[0] if name not in (*BOUNDS, *LONGEST)]
+    names = [name for name in resized[0] if name not in (*BOUNDS, *LONGEST, HEAD_ROWS)]
     result = {name: torch.cat([batch[name] for batch in resized]) for name in names}
     if BOUNDS[0] in resized[0]:
         parts = [batch[BOUNDS[0]][number > 0 :] + number * rows * width for number, batch in enumerate(resized)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halfbyte.data.collate import PackedCollator, PaddedCollator, make_collator
+from halfbyte.data.collate import PackedCollator, PaddedCollator, make_collator, with_head_rows
 
 PAD = 0
 SIZES = {
@@ -192,3 +192,24 @@ def test_packed_loss_is_the_sum_of_the_documents_losses():
             if stop - start > 1
         )
     torch.testing.assert_close(packed_loss, sum_of_losses, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("collate", [PaddedCollator(PAD), PackedCollator(PAD), PackedCollator(PAD, one_row=True)])
+@pytest.mark.parametrize(("trained", "rounded", "shares"), [
+    (0, False, {}), (3, False, {}), (60, False, None), (0, True, {0.25}), (4, True, {0.5}), (60, True, None),
+])  # fmt: skip
+def test_the_head_computes_what_comes_before_trained_tokens(collate, trained, rounded, shares):
+    """Of documents whose last tokens are trained; None: the head computes all positions."""
+    rows = packed_rows()
+    for row in rows:
+        for start, end in split(row):
+            row["labels"][start : max(end - trained, start)] = [-100] * max(end - start - trained, 0)
+    batch = with_head_rows(collate, rounded)(rows)
+    if shares is None:
+        assert "head_rows" not in batch
+        return
+    chosen, total = batch["head_rows"], batch["labels"].numel()
+    wanted = set((batch["labels"].flatten()[1:] != -100).nonzero().flatten().tolist())
+    assert wanted <= set(chosen.tolist())
+    assert len(set(chosen.tolist())) == len(chosen)
+    assert len(chosen) in ({int(share * total) for share in shares} if rounded else {max(len(wanted), 1)})

@@ -9,6 +9,7 @@ from torch import nn
 from halfbyte.formats import named
 from halfbyte.layers.plain import ColumnDropout
 from halfbyte.layers.quantized import QuantizedLinear
+from halfbyte.modeling import head
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.token_rows import attach_row_forwards
 from halfbyte.utils import notices
@@ -163,6 +164,24 @@ def test_several_adapters_on_the_head():
 
 def test_packed_rows_with_an_adapted_head():
     assert_same(with_adapted_head("Llama", "LoRA", True), packed_batch())
+
+
+@pytest.mark.parametrize("rows", [[3, 4, 5, 6, 7, 8, 9, 10], [0, 3, 4, 5, 6, 7, 8, 9, 10, 13]])
+def test_rows_before_untrained_tokens_are_skipped(rows, monkeypatch):
+    """Exactly those before trained tokens, or some more, as collators on a GPU add."""
+    model, batch, shapes = with_adapted_head("Llama", "LoRA", True), packed_batch(), []
+    batch["labels"][0, :4] = batch["labels"][0, 12:] = -100
+    loss_of = head.linear_cross_entropy
+    monkeypatch.setattr(head, "linear_cross_entropy", lambda x, *a, **k: shapes.append(x.shape) or loss_of(x, *a, **k))
+    chosen = batch | {"head_rows": torch.tensor(rows)}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    results = []
+    for given in (chosen, batch):
+        loss, tokens = causal_lm_loss(model, given)
+        results.append([loss, tokens, *torch.autograd.grad(loss, parameters)])
+    assert shapes[0][0] == len(rows)
+    for value, expected in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_quantized_head():

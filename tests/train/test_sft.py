@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.config import load_config
 from halfbyte.mesh.mesh import Mesh
+from halfbyte.methods.sft import SupervisedFineTuning
+from halfbyte.modeling import head
 from halfbyte.runs.checkpoints import starting_point
 from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train import run as sft
@@ -61,6 +63,19 @@ def test_its_files_say_what_the_seams_promise(finished, place):
     checked = read(finished.output_dir, "checks.json")
     assert checked["adapter_reload"]["equal"]
     assert checked["first_step"]["difference"] < 1e-4
+
+
+def test_the_head_skips_prompts(place, tmp_path, monkeypatch):
+    """Also in evaluations; the losses are equal up to rounding to a run whose head computes all positions."""
+    shapes, loss_of = [], head.linear_cross_entropy
+    monkeypatch.setattr(head, "linear_cross_entropy", lambda x, *a, **k: shapes.append(x.shape) or loss_of(x, *a, **k))
+    short = {"max_steps": 2, "warmup_steps": 0, "sample_prompts": 0}
+    skipping = run(place, tmp_path / "skipping", **short)
+    assert sum(len(shape) == 2 for shape in shapes) >= 4  # training steps and evaluations; others are checks
+    monkeypatch.setattr(SupervisedFineTuning, "skips_rows", False)
+    complete = run(place, tmp_path / "complete", **short)
+    for name in ("eval_loss", "eval_loss_before"):
+        assert skipping.metrics[name] == pytest.approx(complete.metrics[name], rel=1e-5)
 
 
 def test_it_leaves_the_keys_that_were_given_as_a_file(finished, place, tmp_path):

@@ -13,6 +13,7 @@ so that no layer has to synchronise with the device to compute them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
+from ..batch import HEAD_ROWS
 from ..config.schema import RunKeys
 from ..ops import IGNORE_INDEX
 from .columns import collate_columns
@@ -28,6 +30,7 @@ from .images import IMAGES
 
 Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
 
+HEAD_SHARES = (1 / 4, 1 / 2)  # shares of a rounded batch that the head may compute, since each costs a CUDA graph
 LENGTHS, DOCUMENTS = 128, 32  # fused batches have a multiple of these tokens per row, and of these documents
 WIDTHS, FINER = 4, 8  # widths per octave; finer for rows of several sampled answers, whose total lengths vary little
 
@@ -46,6 +49,31 @@ def make_collator(config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: t
         return PackedCollator(pad, config.padding_free, fused, config.max_length, rounded, images)
     fused = fused and config.neftune_noise_alpha is None  # NEFTune scales noise by a document's tokens, from the mask
     return PaddedCollator(pad, fused, config.max_length, rounded, images)
+
+
+def with_head_rows(collate: Callable[[Any], Batch], rounded: bool) -> Callable[[Any], Batch]:
+    """Return a collator whose batches name the positions that the head computes, `batch.HEAD_ROWS`.
+
+    These are the tokens before trained ones, in their order. A batch of which the head would compute nearly all
+    positions has no such column.
+
+    Args:
+        rounded: their number is one of `HEAD_SHARES` of the batch; other positions fill it up.
+    """
+
+    def collated(rows: Any) -> Batch:
+        batch = collate(rows)
+        trained = F.pad(batch["labels"][:, 1:] != IGNORE_INDEX, (0, 1)).flatten()
+        count, total = max(int(trained.sum()), 1), len(trained)  # a head of no rows is a special case for kernels
+        if rounded:
+            count = next((int(share * total) for share in HEAD_SHARES if count <= share * total), total)
+        if count > HEAD_SHARES[-1] * total:
+            return batch
+        rows = trained.nonzero().flatten()
+        others = (~trained).nonzero().flatten()[: count - len(rows)]
+        return batch | {HEAD_ROWS: torch.cat([rows, others]).sort().values}
+
+    return collated
 
 
 def rounds_widths(device: torch.device) -> bool:

@@ -92,6 +92,7 @@ class Method(ABC):
         reference: whether its losses compare the model with its state before training.
         shares_numbers: whether its losses need numbers of the complete step, see `shared`.
         shares: whether the answers of a row can share their prompt, see `data.shared_prefix`.
+        skips_rows: whether its losses read the logits before trained tokens only, by `batch.HEAD_ROWS`.
         columns: for text, number columns of the data; a prepared row has them as lists, one number per document.
     """
 
@@ -102,6 +103,7 @@ class Method(ABC):
     shares_numbers = False
     scores: str | None = None
     shares = False
+    skips_rows = False
     columns: tuple[str, ...] = ()
 
     def of(self, config: RunKeys) -> Method:

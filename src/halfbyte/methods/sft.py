@@ -33,6 +33,7 @@ class SupervisedFineTuning(Method):
     """
 
     balance: float = 0.0
+    skips_rows = True
 
     @property
     def numbers(self) -> Numbers:  # type: ignore[override]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..autograd.gemms import dense
 from ..autograd.lora import dropped
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
-from ..batch import ROPE_POSITIONS
+from ..batch import HEAD_ROWS, ROPE_POSITIONS
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.base import is_quantized
 from ..layers.plain import Adapter, PlainLinear, has_hooks, read_linear
@@ -82,7 +82,8 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
         model: a Hugging Face causal LM, with or without a vision tower, plain or inside a `peft.PeftModel`.
         batch: `input_ids` and `labels` [B, T] (unshifted, -100 at untrained tokens; or `shift_labels`, whose position i
             has the label of the next token), and any further input of the model: `attention_mask`, `position_ids`,
-            `pixel_values`, ...
+            `pixel_values`, ... With `batch.HEAD_ROWS`, the head computes these positions, which must include all
+            that are followed by a trained token.
 
     Returns:
         loss_sum: 0-d fp32, differentiable.
@@ -108,6 +109,9 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
             loss = loss + _text_config(model).router_aux_loss_coef * output.aux_loss * trained_tokens
         return loss, trained_tokens
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
+    if HEAD_ROWS in batch:
+        rows = batch[HEAD_ROWS]
+        hidden, labels = (x.flatten(0, 1).index_select(0, rows) for x in (hidden, labels))
     return hidden_loss(causal_lm, head, hidden, labels), trained_tokens
 
 
@@ -117,6 +121,8 @@ def hidden_loss(causal_lm: Any, head: Head, hidden: Tensor, labels: Tensor) -> T
     Args:
         causal_lm: the transformers model, whose head's weight is used.
         labels: int64 [B, T], already shifted; -100 at untrained positions.
+
+    Both may also be of some positions, [M, H] and [M].
     """
     (weight, adapter), vocabulary = head_terms(causal_lm, hidden), _sharded_vocabularies.get(causal_lm)
     if vocabulary is not None:
@@ -225,7 +231,7 @@ def backbone_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     positions, transformers does not detect packed documents, which would then see each other. A batch with images has
     the other three as `batch.ROPE_POSITIONS`.
     """
-    inputs = {key: value for key, value in batch.items() if key not in LABELS}
+    inputs = {key: value for key, value in batch.items() if key not in (*LABELS, HEAD_ROWS)}
     positions, axes = inputs.get("position_ids"), inputs.pop(ROPE_POSITIONS, None)
     rope = getattr(_text_config(model), "rope_parameters", None) or {}
     if positions is not None and axes is not None:

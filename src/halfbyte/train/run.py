@@ -16,8 +16,10 @@ from typing import Any, Literal, overload
 import torch
 
 from ..config import RunConfig, load_config
+from ..data.collate import rounds_widths, with_head_rows
 from ..data.rows import RowTable
 from ..mesh.mesh import present_mesh
+from ..methods.base import Collate
 from ..modeling.compute_dtype import no_input_casts
 from ..parallel.launch.agreement import check_agreement, check_shared
 from ..parallel.launch.launcher import notice_idle_gpus
@@ -234,7 +236,7 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
                     device=device,
                     rows=RowTable(rows) if run.data.stream is None else run.data.stream,
                     held_out=held_out,
-                    collate=run.method.collator(run.config, run.tokenizer, device),
+                    collate=_collator(run),
                     stepper=stepper,
                     grad_scaler=grad_scaler,
                     count_experts=count_experts,
@@ -285,6 +287,14 @@ def _answers(job: OpenRun, answers: Sequence[tuple[samples.Prompt, str, str]]) -
         for prompt, before, after in answers
         for step, answer in ((0, before), (last, after))
     ]
+
+
+def _collator(run: PreparedRun) -> Collate:
+    """Return the collator of the run's batches. In one process, the head skips positions before untrained tokens."""
+    device = run.machine.device
+    collate = run.method.collator(run.config, run.tokenizer, device)
+    skips = run.method.skips_rows and run.mesh.size == 1
+    return with_head_rows(collate, rounds_widths(device)) if skips else collate
 
 
 def _samples_log(
