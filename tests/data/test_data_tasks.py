@@ -233,3 +233,10 @@ def test_a_packed_row_keeps_its_texts_together(tmp_path):
     assert sum(row["texts"]) == len(row["seq_lengths"])
     assert sum(row["seq_lengths"]) == len(row["input_ids"]) == len(row["labels"]) <= 3 * 48
     assert json.dumps(row)
+
+
+def test_a_conversation_with_an_image_is_refused(tmp_path):
+    turns = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    rows = [{"messages": turns, "label": n % 2} for n in range(4)]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1"):
+        prepared(tmp_path, "sequence_classification", rows)

@@ -373,7 +373,8 @@ def in_turns(document: Document, template: ChatTemplate | None, location: str, *
     """
     if not images and has_images(document):
         raise DataError(
-            f"{location}: the row has an image, which this method does not read", "remove the image, or the row"
+            f"{location}: the row has an image, and its method trains on text alone",
+            "remove the image, or train with sft, dpo, kto, reward, grpo or rloo",
         )
     if "prompt" in document:
         if template is None:

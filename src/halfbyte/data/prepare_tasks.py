@@ -40,7 +40,7 @@ from .prepare import (
     Split,
     check_unicode,
     encode,
-    for_template,
+    in_turns,
     kept_rows,
     mixed,
     split_preparer,
@@ -252,8 +252,8 @@ class _Tasks:
         template = self.encoder.template
         if not isinstance(text, dict) or "messages" not in text:
             return text
-        if template is None:
-            return for_template(text, None, location)  # raises
+        text = in_turns(text, template, location)
+        assert template is not None  # otherwise a conversation is an error
         messages, tools = template.adapt_messages(text["messages"], text.get("tools"))  # also turns after an answer
         return {"messages": messages, "tools": tools}
 
