@@ -156,16 +156,20 @@ def test_damaged_files_are_computed_again(place):
     assert filled(place)[3]["computed"] == 2
 
 
-def test_a_full_disk_stops_the_run_or_leaves_the_cache_out(place, monkeypatch):
+@pytest.mark.parametrize("is_full", [True, False], ids=["a full disk", "no folder"])
+def test_a_cache_that_cannot_be_written_stops_the_run_or_is_left_out(is_full, place, monkeypatch):
     class Full:
         total, free = 10**9, 1000
 
-    monkeypatch.setattr("halfbyte.utils.files.shutil.disk_usage", lambda folder: Full)
+    if is_full:
+        monkeypatch.setattr("halfbyte.utils.files.shutil.disk_usage", lambda folder: Full)
+    else:
+        monkeypatch.setenv("HALFBYTE_CACHE", str(place / "data.jsonl"))
     for chosen in ("auto", True):
         run, model = prepared(place, vision_cache=chosen)
         context = image_features.with_features(run, model, run.data.train, None, Console(quiet=True))
         if chosen is True:
-            with pytest.raises(TrainingError, match="HALFBYTE_CACHE"):
+            with pytest.raises(TrainingError, match="HALFBYTE_CACHE" if is_full else "data.jsonl"):
                 context.__enter__()
             continue
         with context as (rows, _, results):

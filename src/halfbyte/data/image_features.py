@@ -35,13 +35,12 @@ def write_features(path: Path, features: Tensor, columns: Mapping[str, Tensor], 
     """Write an image's features [T, W] and its other columns [1, ...] to a new file.
 
     Raises:
-        TrainingError: the disk is full.
+        TrainingError: the disk is full, or there may be no such folder.
     """
     tensors = {FEATURES: features, **columns}
     if in_fp8:
         codes, scale = quantize_float8(features, "row")
         tensors |= {FEATURES: codes, SCALE: scale.to(features.dtype)}
-    path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path) as aside:
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, aside)
 
