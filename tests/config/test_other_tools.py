@@ -220,6 +220,12 @@ def test_surogate_imports_without_a_line_to_decide(tmp_path, lines):
         }),
         ("recompute: true\noffload_residual: true", {"activation_checkpointing": "offload"}),
         ("use_mlflow: true\nuse_wandb: true", {"report_to": ["mlflow", "wandb"]}),
+        ("wandb_project: p\nwandb_name: mine", {"report_to": ["wandb"], "project": "p", "run_name": "mine"}),
+        ("use_wandb: false\nwandb_project: p\nwandb_name: mine", {"report_to": [], "project": None, "run_name": None}),
+        ("report_to: [swanlab, tensorboard]\nswanlab_project: p\nswanlab_exp_name: mine\nwandb_name: other", {
+            "report_to": ["swanlab", "tensorboard"], "project": "p", "run_name": "mine",
+        }),
+        ("use_mlflow: true\nmlflow_experiment_name: p", {"report_to": ["mlflow"], "project": "p"}),
         ("mask_history: true", {"train_on": "last"}),
         ("mix_strategy: interleave_over", {"mixing": "interleave", "stopping": "all"}),
         ("early_stopping_steps: 3\neval_split_size: 0.1", {"early_stopping_patience": 3}),

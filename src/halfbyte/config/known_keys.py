@@ -7,17 +7,16 @@ Surogate's and Unsloth's, sections included (2026-11-28).
 
 # Reason to ignore them → names.
 IGNORED = {
-    "report_to names the experiment trackers; their settings come from environment variables": """
+    "report_to names the experiment trackers; their other settings come from environment variables": """
         add_version aim_experiment aim_name aim_repo comet_api_key comet_experiment_config comet_experiment_key
         comet_mode comet_online comet_project_name comet_workspace hf_mlflow_log_artifacts log_gpu_util logging_dir
-        mlflow_experiment mlflow_experiment_name mlflow_run_name mlflow_tracking_uri otel_metrics_host otel_metrics_port
-        project_id ray_exp_name ray_run_name surogate_metrics_path swanlab_api_host swanlab_api_key
-        swanlab_completion_log_interval swanlab_completion_max_buffer swanlab_description swanlab_email_language
-        swanlab_exp_name swanlab_experiment_name swanlab_lark_secret swanlab_lark_webhook_url swanlab_log_completions
-        swanlab_log_model swanlab_logdir swanlab_mode swanlab_notification_method swanlab_receiver_email
-        swanlab_run_name swanlab_secret swanlab_sender_email swanlab_smtp_port swanlab_smtp_server swanlab_token
-        swanlab_web_host swanlab_webhook_url swanlab_workspace tensorboard_dir tensorboard_queue_size trackio_run_name
-        use_otel_metrics wandb_exp_name wandb_log_unique_prompts wandb_mode wandb_token
+        mlflow_tracking_uri otel_metrics_host otel_metrics_port project_id ray_exp_name ray_run_name
+        surogate_metrics_path swanlab_api_host swanlab_api_key swanlab_completion_log_interval
+        swanlab_completion_max_buffer swanlab_description swanlab_email_language swanlab_lark_secret
+        swanlab_lark_webhook_url swanlab_log_completions swanlab_log_model swanlab_logdir swanlab_mode
+        swanlab_notification_method swanlab_receiver_email swanlab_secret swanlab_sender_email swanlab_smtp_port
+        swanlab_smtp_server swanlab_token swanlab_web_host swanlab_webhook_url swanlab_workspace tensorboard_dir
+        tensorboard_queue_size use_otel_metrics wandb_log_unique_prompts wandb_mode wandb_token
     """,
     "it is about generating or evaluating, see `halfbyte generate`, `serve` and `eval`": """
         api_key api_server_count base_url bench_dataset bench_split cache_files compute_accuracy data_range

@@ -184,18 +184,42 @@ def _task(value: Any, values: Values) -> Outcome:
 
 # The run
 
-_TRACKERS = {
-    "use_wandb": "wandb", "enable_wandb": "wandb", "wandb_project": "wandb", "use_tensorboard": "tensorboard",
+_SWITCHES = {
+    "use_wandb": "wandb", "enable_wandb": "wandb", "use_tensorboard": "tensorboard",
     "enable_tensorboard": "tensorboard", "use_mlflow": "mlflow", "use_comet": "comet_ml", "use_swanlab": "swanlab",
-    "swanlab_project": "swanlab", "use_trackio": "trackio", "trackio_project_name": "trackio",
+    "use_trackio": "trackio",
+}  # fmt: skip
+_SWITCHING = {"wandb_project": "wandb", "swanlab_project": "swanlab", "trackio_project_name": "trackio"}
+_PROJECTS = {**_SWITCHING, "mlflow_experiment": "mlflow", "mlflow_experiment_name": "mlflow"}
+_RUN_NAMES = {
+    "wandb_name": "wandb", "wandb_exp_name": "wandb", "mlflow_run_name": "mlflow", "swanlab_exp_name": "swanlab",
+    "swanlab_experiment_name": "swanlab", "swanlab_run_name": "swanlab", "trackio_run_name": "trackio",
 }  # fmt: skip
 
 
+def _switched_on(values: Values) -> list[str]:
+    """Return the trackers that switches and names of projects turn on."""
+    off = {name for key, name in _SWITCHES.items() if values.get(key) is False}
+    return sorted({name for key, name in (_SWITCHES | _SWITCHING).items() if values.get(key)} - off)
+
+
 def _tracker(value: Any, values: Values) -> Outcome:
-    """Convert switches of experiment trackers, and names of projects unless their tracker is off."""
-    off = {name for key, name in _TRACKERS.items() if key.startswith(("use_", "enable_")) and values.get(key) is False}
-    names = {name for key, name in _TRACKERS.items() if values.get(key)} - off
-    return Mapped({"report_to": sorted(names)}) if names else Ignored("")
+    """Convert switches of experiment trackers."""
+    names = _switched_on(values)
+    return Mapped({"report_to": names}) if names else Ignored("")
+
+
+def _name_in(tracker: str, ours: str) -> Converter:
+    """Make a converter of the name that a run or its project has in `tracker`; without a meaning if it is off."""
+
+    def convert(value: Any, values: Values) -> Outcome:
+        listed = [] if is_off(values.get("report_to")) else as_list(values["report_to"])
+        names = listed or _switched_on(values)
+        if not value or not {tracker, "all"} & {*names}:
+            return Ignored("")
+        return Mapped({ours: value} if listed else {"report_to": names, ours: value})
+
+    return convert
 
 
 def _recompute(value: Any, values: Values) -> Outcome:
@@ -376,7 +400,9 @@ CONVERTED: dict[str, Converter] = {
     **dict.fromkeys(("finetune_language_layers", *_PARTS), _finetuned_modules),
     "finetune_vision_layers": when_on(freeze_vision_tower=False),
     **dict.fromkeys(("task", "task_type", "lora_task_type"), _task),
-    **dict.fromkeys(_TRACKERS, _tracker),
+    **dict.fromkeys(_SWITCHES, _tracker),
+    **{key: _name_in(name, "project") for key, name in _PROJECTS.items()},
+    **{key: _name_in(name, "run_name") for key, name in _RUN_NAMES.items()},
     **dict.fromkeys(("recompute", "offload_residual", "offload_saved_tensors"), _recompute),
     "offload_optimizer": _offload_optimizer,
     "qlora_offload_experts": when_on(expert_offload=True),

@@ -18,6 +18,7 @@ from .initialisations import find_initialisation, initialisation_names
 from .methods import PreferenceSection, method_field
 from .policy import DISTILLING, DistillationSection, PolicySection
 from .recipe import RECIPE_OPTIONS, RecipeSection
+from .reporting import ReportingSection
 from .resolved import (
     ORIGINAL_CONTEXT,
     ROPE_LIMITS,
@@ -602,28 +603,6 @@ class TrainingSection(Section):
     resume_from_checkpoint: str | bool | None = Field(
         None, description="checkpoint folder to resume from; true: the newest one of output_dir"
     )
-    report_to: list[str] = Field(
-        default_factory=list, description="experiment trackers, as in transformers: wandb, tensorboard, ..."
-    )
-    push_to_hub: bool = Field(False, description="upload the trained weights to the Hugging Face hub")
-    hub_model_id: str | None = Field(
-        None, description="repository to upload to, as in user/name; default: the name of output_dir"
-    )
-    hub_private_repo: bool | None = Field(
-        None, description="whether a new repository is private; default: as the organization has it"
-    )
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = Field(
-        "every_save",
-        description="what to upload: end: the trained weights; every_save: also the weights of each checkpoint when it"
-        " is saved; checkpoint: also the newest checkpoint, as last-checkpoint; all_checkpoints: all checkpoints",
-    )
-    hub_token: str | None = Field(
-        None,
-        exclude=True,
-        repr=False,
-        description="access token of the hub, which no file of the run contains; default: HF_TOKEN, or the one of"
-        " `hf auth login`",
-    )
     sample_prompts: Annotated[int, Field(ge=0)] | list[str] = Field(
         3, description="prompts to answer before and after training: a number of held-out rows, or a list of prompts"
     )
@@ -717,8 +696,8 @@ def _mixture_in(path: str) -> dict[str, str]:
 
 
 SECTIONS = (
-    ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection, SeveralSection,
-    PreferenceSection, PolicySection, DistillationSection, TaskSection, ParallelSection,
+    ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection, ReportingSection,
+    SeveralSection, PreferenceSection, PolicySection, DistillationSection, TaskSection, ParallelSection,
 )  # fmt: skip
 
 
@@ -737,6 +716,7 @@ class RunKeys(
     AdapterSection,
     DataSection,
     TrainingSection,
+    ReportingSection,
     SeveralSection,
     PreferenceSection,
     PolicySection,

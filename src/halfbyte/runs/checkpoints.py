@@ -42,7 +42,8 @@ LENGTH = ("num_train_epochs", "max_steps")  # they may grow, see `check_length`
 FREE_KEYS = frozenset(
     [
         *("output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"),
-        *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
+        *("logging_steps", "eval_steps", "per_device_eval_batch_size"),
+        *("report_to", "run_name", "project"),
         *("sample_prompts", "sample_max_new_tokens", "sample_steps", "row_losses"),
         *("activation_checkpointing", "memory_limit_gib"),
         *("optim_in_backward", "optim_offload"),

@@ -15,6 +15,7 @@ output_dir/
     merged/  merged-FORMAT/                             merged models, unless another folder was given
     merge.json  merge-FORMAT.json                       numbers of each merge
     .lock                                               held while a process writes into the folder
+    trackers.json                                       ids of the run in trackers
     status.json                                         what the run is doing, at most 2 s ago
     notes.json                                          notes of users from the board
     adapters/NAME/                                      the run of each adapter, if `adapters` or `sweep` trains several
@@ -47,6 +48,9 @@ LOCK = ".lock"
 
 NOTES = "notes.json"
 """Notes of users from the board: `text`, `tags`, `hidden`. The board writes no other file of a run."""
+
+TRACKERS = "trackers.json"
+"""Tracker of `report_to` → its id of the run, which a resumed run continues."""
 
 STATUS = "status.json"
 """State, step, process and heartbeat of the run, or its end; see `runs.status`."""

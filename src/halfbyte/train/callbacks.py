@@ -23,12 +23,13 @@ class Callbacks:
 
     Args:
         reports: whether this rank reports to `report_to`.
+        project: of the trackers.
     """
 
-    def __init__(self, args: TrainingArguments, model: Any, reports: bool = True):
+    def __init__(self, args: TrainingArguments, model: Any, reports: bool = True, project: str | None = None):
         self.args, self.control = args, TrainerControl()
         self.state = self._new_state()
-        self.trackers = Trackers(args.report_to if reports else [], model)
+        self.trackers = Trackers(args.report_to if reports else [], model, Path(args.output_dir), project)
         self.handler = CallbackHandler([DefaultFlowCallback], model, None, None, None)
         self("on_init_end")
 
@@ -122,6 +123,8 @@ def training_arguments(
             eval_strategy="steps" if evaluate else "no",
             eval_steps=_interval(config.eval_steps) or epoch,
             report_to=config.report_to or "none",
+            run_name=config.run_name,
+            **({} if config.project is None else {"project": config.project}),
             disable_tqdm=True,
         )
     except ValueError as error:  # transformers names the value and the known ones

@@ -17,7 +17,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..config.schema import RunKeys, TrainingSection
+from ..config.reporting import ReportingSection
+from ..config.schema import RunKeys
 from ..runs.layout import (
     CHECKPOINT_STATE,
     FP8_SCALING,
@@ -41,7 +42,7 @@ STATES = (  # files of a checkpoint besides the weights
 )  # fmt: skip
 
 
-def check_hub_token(config: TrainingSection) -> None:
+def check_hub_token(config: ReportingSection) -> None:
     """Check that there is a token, without the network.
 
     Raises:

@@ -233,7 +233,7 @@ class TrainingLoop:
         self.pipeline_state = pipeline_state
         self.progress = progress or Progress()
         self.samples = samples
-        self.callbacks = Callbacks(args, model, reports=mesh.is_main)
+        self.callbacks = Callbacks(args, model, reports=mesh.is_main, project=config.project)
         self.request = StopRequest()
         self.best = BestEvaluation.of(config, self.method)
         self.guards = StepGuards(config, self.loss_count, sampled=rollouts is not None)
@@ -436,6 +436,7 @@ class TrainingLoop:
                 yield from self._run(checkpoint)
         except BaseException:
             self.metrics_log.flush()
+            self.callbacks.trackers.close(failed=True)
             raise
         finally:
             self.stepper.close()

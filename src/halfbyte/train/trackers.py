@@ -1,11 +1,17 @@
 """Experiment trackers of `report_to`: transformers' callbacks, which get configuration, plan, answers and report too.
 
-A tracker whose service or library fails is left out from then on, with a notice; the run goes on.
+The ids of the run in its trackers are in trackers.json, so that a resumed run continues there. A tracker whose service
+or library fails is left out from then on, with a notice; the run goes on.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import secrets
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +24,10 @@ from ..config import RunConfig, dump_config
 from ..config.run_config import with_specs
 from ..formats import KBit
 from ..plan.memory_plan import MemoryPlan
-from ..reading import read_text
+from ..reading import read_json, read_text
+from ..runs.layout import TRACKERS
 from ..utils.errors import ConfigError, first_line
+from ..utils.files import write_json
 from ..utils.notices import notice
 
 ANSWERS = ("step", "prompt", "answer", "reference")  # columns of the table of answers
@@ -104,20 +112,115 @@ SENDERS: dict[str, Callable[[Any, Details], None]] = {
 }
 
 
+@dataclass(frozen=True)
+class Opening:
+    """What a tracker needs to begin a run, or to continue one.
+
+    Attributes:
+        name: `run_name`.
+        project: None: of the environment, or the tracker's own.
+        folder: `output_dir`.
+        id: the tracker's id of the run that is continued; empty: a new run.
+        step: optimizer steps that the run has made.
+    """
+
+    name: str | None
+    project: str | None
+    folder: Path
+    id: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run that was opened in a tracker.
+
+    Attributes:
+        id: with which it can be continued; empty: it cannot.
+        close: takes whether training failed; None: the callback closes the run.
+    """
+
+    id: str
+    close: Callable[[bool], Any] | None = None
+
+
+def _open_wandb(callback: Any, opening: Opening) -> Opened | None:
+    wandb = callback._wandb
+    if wandb.run is not None:  # the user's
+        return None
+    number = os.getenv("WANDB_RUN_ID") or opening.id or secrets.token_hex(4)
+    project = opening.project or os.getenv("WANDB_PROJECT", "huggingface")
+    wandb.init(project=project, name=opening.name, id=number, resume=os.getenv("WANDB_RESUME") or "allow")
+    return Opened(number, lambda failed: wandb.finish(exit_code=int(failed)))
+
+
+def _open_mlflow(callback: Any, opening: Opening) -> Opened | None:
+    mlflow = callback._ml_flow
+    if os.getenv("MLFLOW_RUN_ID") or mlflow.active_run() is not None:  # the callback, or the user, opens it
+        return None
+    if experiment := opening.project or os.getenv("MLFLOW_EXPERIMENT_NAME"):
+        mlflow.set_experiment(experiment)
+    run = mlflow.start_run(run_id=opening.id) if opening.id else mlflow.start_run(run_name=opening.name)
+    return Opened(run.info.run_id, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED"))
+
+
+def _open_trackio(callback: Any, opening: Opening) -> Opened:
+    """Choose the run's name, by which Trackio continues it; the callback opens it."""
+    return Opened(opening.id or opening.name or f"{opening.folder.resolve().name}-{secrets.token_hex(2)}")
+
+
+def _open_swanlab(callback: Any, opening: Opening) -> Opened | None:
+    swanlab = callback._swanlab
+    if swanlab.get_run() is not None:  # the user's
+        return None
+    names = {"project": opening.project or os.getenv("SWANLAB_PROJECT"), "experiment_name": opening.name}
+    if os.getenv("SWANLAB_MODE", "cloud") not in ("cloud", "online"):  # such runs cannot be continued
+        swanlab.init(**names)
+        return Opened("", lambda failed: swanlab.finish())
+    number = os.getenv("SWANLAB_RUN_ID") or opening.id or secrets.token_hex(11)[:21]
+    swanlab.init(**names, id=number, resume=os.getenv("SWANLAB_RESUME") or "allow")
+    return Opened(number, lambda failed: swanlab.finish())
+
+
+def _open_tensorboard(callback: Any, opening: Opening) -> Opened:
+    """Choose the folder of the event files; of a continued run, events after its checkpoint are hidden."""
+    if opening.id:
+        callback.logging_dir = str(opening.folder / opening.id)
+        callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=opening.step + 1)
+    elif opening.name is not None or callback.logging_dir is None:
+        name = opening.name or f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"  # transformers' default
+        callback.logging_dir = str(Path(callback.logging_dir or opening.folder / "runs") / name)
+    return Opened(os.path.relpath(callback.logging_dir, opening.folder))
+
+
+OPENERS: dict[str, Callable[[Any, Opening], Opened | None]] = {
+    "TensorBoardCallback": _open_tensorboard,
+    "WandbCallback": _open_wandb,
+    "MLflowCallback": _open_mlflow,
+    "TrackioCallback": _open_trackio,
+    "SwanLabCallback": _open_swanlab,
+}
+
+
 class Trackers:
     """The trackers of a run.
 
     Args:
         names: `report_to`.
         model: that callbacks may describe.
+        folder: `output_dir`.
+        project: of the run in its trackers.
 
     Attributes:
         first: details that are sent when training begins.
     """
 
-    def __init__(self, names: list[str] | str, model: Any):
+    def __init__(self, names: list[str] | str, model: Any, folder: Path, project: str | None = None):
         self.model = model
+        self.folder = folder
+        self.project = project
         self._callbacks = [callback() for callback in get_reporting_integration_callbacks(names)]
+        self._opened: dict[Any, Opened] = {}
         self.first: Details | None = None
         self._end: tuple[Any, ...] | None = None
 
@@ -131,7 +234,9 @@ class Trackers:
         if name == "on_train_end":
             self._end = arguments
             return
-        self._each(lambda callback: getattr(callback, name)(*arguments, model=self.model, **keys))
+        if name == "on_train_begin" and self.is_used:
+            self._open(*arguments[:2])
+        self._each(lambda callback: getattr(callback, name)(*self._for(callback, arguments), model=self.model, **keys))
         if name == "on_train_begin" and self.first is not None:
             self.send(self.first)
 
@@ -140,11 +245,47 @@ class Trackers:
         self._each(lambda callback: SENDERS.get(type(callback).__name__, _send_nothing)(callback, details))
 
     def finish(self, details: Details) -> None:
-        """Send the last `details`, and end."""
+        """Send the last `details`, and end; nothing if training had ended before this process began."""
+        if (arguments := self._end) is None:
+            return
+        self._end = None
         self.send(details)
-        if (arguments := self._end) is not None:
-            self._end = None
-            self._each(lambda callback: callback.on_train_end(*arguments, model=self.model))
+        self._each(lambda callback: callback.on_train_end(*self._for(callback, arguments), model=self.model))
+        self.close()
+
+    def _open(self, args: Any, state: Any) -> None:
+        """Open the run in each tracker, the same one if the run is resumed, and write trackers.json."""
+        file = self.folder / TRACKERS
+        ids = read_json(file) if state.global_step and file.exists() else {}
+
+        def open_run(callback: Any) -> None:
+            name = _name_of(callback)
+            stored = ids.get(name, "") if isinstance(ids, dict) else ""
+            opening = Opening(args.run_name, self.project, self.folder, str(stored), state.global_step)
+            opener = OPENERS.get(type(callback).__name__)
+            if opener is not None and (opened := opener(callback, opening)) is not None:
+                self._opened[callback] = opened
+
+        self._each(open_run)
+        write_json(file, {_name_of(callback): opened.id for callback, opened in self._opened.items() if opened.id})
+
+    def close(self, failed: bool = False) -> None:
+        """Close the runs that were opened: the next run of this process is another one in the trackers."""
+
+        def close_run(callback: Any) -> None:
+            opened = self._opened.pop(callback, None)
+            if opened is not None and opened.close is not None:
+                opened.close(failed)
+
+        self._each(close_run)
+
+    def _for(self, callback: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of an event; Trackio continues the run of the name in them."""
+        if type(callback).__name__ != "TrackioCallback" or callback not in self._opened:
+            return arguments
+        args = copy.copy(arguments[0])
+        args.run_name = self._opened[callback].id
+        return args, *arguments[1:]
 
     def _each(self, work: Callable[[Any], Any]) -> None:
         """Call `work` with each callback, and drop a callback that fails."""
@@ -153,8 +294,12 @@ class Trackers:
                 work(callback)
             except Exception as error:  # any error of a tracker's library
                 self._callbacks.remove(callback)
-                name = type(callback).__name__.removesuffix("Callback")
+                name = _name_of(callback)
                 notice(f"tracker {name}", f"report_to: {name} gets nothing more of this run: {first_line(error)}")
+
+
+def _name_of(callback: Any) -> str:
+    return type(callback).__name__.removesuffix("Callback")
 
 
 def _send_nothing(callback: Any, details: Details) -> None:
