@@ -40,6 +40,22 @@ def test_the_page_offers_runs_with_weights_and_their_command(pages):
     assert "chat-start" in html
 
 
+def test_the_page_offers_complete_checkpoints(pages):
+    run, number = pages.root / "first", pages.number("first")
+    assert "chat-start" not in pages.page(f"/chat?run={number}")
+    for step in (4, 12):
+        (run / f"checkpoint-{step}").mkdir()
+        (run / f"checkpoint-{step}" / "manifest.json").write_text("{}")
+    (run / "checkpoint-20").mkdir()  # it is being written
+    assert f"halfbyte serve {run / 'checkpoint-12'}" in pages.page(f"/chat?run={number}")
+    html = pages.page(f"/chat?run={number}&step=4&with={number}:12")
+    assert f"halfbyte serve {run / 'checkpoint-4'} --adapter first-checkpoint-12={run / 'checkpoint-12'}" in html
+    assert "step 20" not in html
+    for address in (f"run={number}&step=20", f"run={number}&with={number}:20", f"run={number}&step=x"):
+        assert pages.client.get(f"/chat?{address}").status_code == 404
+    assert pages.act("chat-start", run=number, step="20").status_code == 400
+
+
 @pytest.mark.parametrize("fields", [{}, ASK, {**ASK, "messages": "[" * 100_000}])
 def test_without_an_engine_nothing_is_answered(pages, fields):
     assert pages.act("chat", model="first", **fields).status_code == 400
@@ -83,6 +99,20 @@ def test_two_adapters_answer_at_once_and_the_engine_leaves_when_idle(talkers, mo
     until(talkers, "ended")
     assert engine_of(talkers).process.wait(30) is not None
     assert talkers.act("chat", model="poet", **ASK).status_code == 400
+
+
+@pytest.mark.slow
+def test_a_checkpoint_answers_beside_the_trained_weights(talkers):
+    run = talkers.root / "poet"
+    random_adapter(talkers.root.parent / "tiny", run / "checkpoint-4", 7)
+    (run / "checkpoint-4" / "manifest.json").write_text("{}")
+    number = talkers.number("poet")
+    assert talkers.act("chat-start", run=number, step="4", **{"with": number}).status_code == 200
+    until(talkers, "ready")
+    html = talkers.page(f"/chat?run={number}&step=4&with={number}")
+    answers = [talkers.act("chat", model=name, seed="1", **ASK).text for name in ("checkpoint-4", "poet")]
+    assert all(f'data-model="{name}"' in html for name in ("checkpoint-4", "poet"))
+    assert all('"content"' in answer for answer in answers)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from ..runs.lock import run_lock
 from ..runs.queue import Queue, queue_folder
 from ..utils.errors import ConfigError, HalfbyteError, explain_os_error
 from ..utils.files import write_text
-from .chat import Engines, has_weights, needed_bytes
+from .chat import Engines, chosen_weights, needed_bytes
 from .folders import Notes, Runs, Summary, save_notes
 
 TRASH = ".halfbyte-trash"
@@ -240,12 +240,18 @@ def start(actions: Actions, run: Summary | None, fields: Fields) -> dict[str, st
 
 
 def start_engine(actions: Actions, run: Summary | None, fields: Fields) -> dict[str, str]:
-    """Load a run to talk to, and the adapter of another run of its base."""
-    other = actions.runs.summary(fields["with"]) if fields.get("with") in actions.runs.folders() else None
-    if not all(has_weights(item) for item in (_run(run), other) if item is not None):
-        raise ConfigError(f"{_run(run).name}: a run has no weights yet", "choose one that has finished")
-    actions.engines.start(_run(run), other, needed_bytes(actions.runs, _run(run)))
-    address = f"/chat?run={_run(run).id}" + (f"&with={other.id}" if other else "")
+    """Load weights of a run to talk to, and another adapter on its base.
+
+    Args:
+        fields: `step`, of a checkpoint of the run; `with`, the id of other weights.
+    """
+    weights = chosen_weights(_run(run), fields.get("step", ""))
+    number, _, step = fields.get("with", "").partition(":")
+    other = chosen_weights(actions.runs.summary(number), step) if number in actions.runs.folders() else None
+    actions.engines.start(weights, other, needed_bytes(actions.runs, weights.run))
+    address = f"/chat?run={weights.run.id}"
+    address += "" if weights.step is None else f"&step={weights.step}"
+    address += "" if other is None else f"&with={other.id}"
     return {"message": "The model is being loaded.", "location": address}
 
 

@@ -25,9 +25,9 @@ from ..report.sections import text
 from ..report.style import CSS
 from ..runs import layout
 from ..serve.guard import LOCAL, Access
-from ..utils.errors import HalfbyteError
+from ..utils.errors import ConfigError, HalfbyteError
 from .actions import ACTIONS, Actions
-from .chat import chat_page
+from .chat import chat_page, chosen_weights, saved_weights
 from .folders import Cache, Runs, Summary, version_of
 from .guard import Gate
 from .pages import frame, run_page, runs_page
@@ -137,7 +137,13 @@ class Board:
 
     def chat_page(self, request: Request) -> Response:
         query = request.query_params
-        run, other = (self._run(query[name]) if query.get(name) else None for name in ("run", "with"))
+        run = self._run(query["run"]) if query.get("run") else None
+        number, _, step = query.get("with", "").partition(":")
+        try:
+            other = chosen_weights(self._run(number), step) if number else None
+            weights = chosen_weights(run, query["step"]) if run is not None and query.get("step") else None
+        except ConfigError as error:
+            raise HTTPException(404, f"{error.message}: {error.fix}.") from error
         engines = None if self.actions is None else self.actions.engines
 
         def version() -> str:
@@ -146,7 +152,8 @@ class Board:
 
         def page() -> str:
             engine = None if engines is None else engines.engine
-            return chat_page(self.runs.all(), run, other, engine, query, engines is None)
+            chosen = weights or (next(iter(saved_weights(run)), None) if run is not None else None)
+            return chat_page(self.runs.all(), run, chosen, other, engine, engines is None)
 
         return self._live(request, version, page)
 

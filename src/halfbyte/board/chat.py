@@ -22,7 +22,7 @@ from ..report.sections import missing, text
 from ..runs import layout
 from ..utils.errors import ConfigError
 from .folders import Runs, Summary
-from .pages import Query, button, frame, with_query
+from .pages import button, frame, with_query
 
 IDLE_SECONDS = 300.0
 WORKSPACE = 1 << 30  # bytes for the KV cache and temporary tensors
@@ -32,12 +32,60 @@ FIELDS = {"temperature": ("temperature", "0.7"), "seed": ("seed", "1"), "max_tok
 READY = re.compile(r"at http://127\.0\.0\.1:(\d+)/v1")
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a run to talk to.
+
+    Attributes:
+        step: of a checkpoint; None: the weights that the run has ended with.
+    """
+
+    run: Summary
+    step: int | None = None
+
+    @property
+    def id(self) -> str:
+        """Their name in URLs."""
+        return self.run.id if self.step is None else f"{self.run.id}:{self.step}"
+
+    @property
+    def name(self) -> str:
+        return self.run.name if self.step is None else f"{self.run.name} at step {self.step:,}"
+
+    @property
+    def folder(self) -> Path:
+        return self.run.folder if self.step is None else self.run.folder / layout.checkpoint_folder(self.step)
+
+
+def saved_weights(run: Summary) -> list[Weights]:
+    """Return what a run has saved: the trained weights first, then its complete checkpoints, newest first."""
+    folders = [path for path in run.folder.glob(layout.CHECKPOINTS) if not path.is_symlink()]
+    names = [layout.CHECKPOINT.fullmatch(path.name) for path in folders if (path / layout.MANIFEST).is_file()]
+    steps = sorted((int(name[1]) for name in names if name), reverse=True)
+    trained = [Weights(run)] if any((run.folder / name).is_dir() for name in layout.WEIGHTS) else []
+    return [*trained, *(Weights(run, step) for step in steps)]
+
+
+def chosen_weights(run: Summary, step: str) -> Weights:
+    """Return the weights of a run at a step, which is a text; "": the first of its weights.
+
+    Raises:
+        ConfigError: the run has not saved them.
+    """
+    saved = saved_weights(run)
+    chosen = next((weights for weights in saved if not step or str(weights.step) == step), None)
+    if chosen is None:
+        at = f" at step {step[:20]}" if step else ""
+        raise ConfigError(f"{run.name} has no weights{at}", "choose a run or a step that has saved some")
+    return chosen
+
+
 @dataclass
 class Engine:
     """A loaded model and its adapters.
 
     Attributes:
-        runs: ids of the run and, if there are two, of the other one.
+        runs: ids of the weights and, if there are two, of the other ones.
         state: loading, ready or ended.
         names: of the models that requests may name.
         lines: the last lines of its output.
@@ -101,8 +149,8 @@ class Engines:
         self.folder, self.lock = folder, threading.Lock()
         self.engine: Engine | None = None
 
-    def start(self, run: Summary, other: Summary | None, needed: int) -> None:
-        """End the present engine, and load a run and, if given, the adapter of another one."""
+    def start(self, run: Weights, other: Weights | None, needed: int) -> None:
+        """End the present engine, and load weights of a run and, if given, another adapter."""
         with self.lock:
             if self.engine is not None:
                 self.engine.end()
@@ -181,8 +229,9 @@ def _number(name: str, given: str, low: float, high: float) -> float | int:
     return value
 
 
-def _name_of(run: Summary) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", run.name).strip("-") or run.id
+def _name_of(weights: Weights) -> str:
+    name = weights.run.name if weights.step is None else f"{weights.run.name}-{weights.folder.name}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") or weights.run.id
 
 
 def needed_bytes(runs: Runs, run: Summary) -> int:
@@ -194,12 +243,7 @@ def needed_bytes(runs: Runs, run: Summary) -> int:
     return sum(counts) + WORKSPACE if counts else 0
 
 
-def has_weights(run: Summary) -> bool:
-    """Return whether a run has saved weights."""
-    return any((run.folder / name).is_dir() for name in layout.WEIGHTS)
-
-
-def command_of(run: Summary, other: Summary | None) -> str:
+def command_of(run: Weights, other: Weights | None) -> str:
     """Return the command line that loads the same adapters as the page."""
     further = "" if other is None else f" --adapter {_name_of(other)}={other.folder}"
     return f"halfbyte serve {run.folder}{further}"
@@ -208,35 +252,35 @@ def command_of(run: Summary, other: Summary | None) -> str:
 def chat_page(
     all_runs: Sequence[Summary],
     run: Summary | None,
-    other: Summary | None,
+    weights: Weights | None,
+    other: Weights | None,
     engine: Engine | None,
-    query: Query,
     read_only: bool,
 ) -> str:
-    """Return the page: the choice of runs, the state of the engine and, when it is ready, the conversation."""
+    """Return the page: the choice of runs, the state of the engine and, when it is ready, the conversation.
+
+    Args:
+        weights: of `run`; None: it has saved none yet.
+        other: weights that answer beside them; None: the base.
+    """
     if read_only:
         note = missing("The board is read-only: it loads no model.")
         return frame("Chat", f"<h1>Chat</h1>{note}", path="/chat")
-    able = [item for item in all_runs if has_weights(item)]
     if run is None:
+        able = [item for item in all_runs if saved_weights(item)]
         items = "".join(f'<li><a href="/chat?run={item.id}">{text(item.name)}</a></li>' for item in able)
         listed = (
             f"<p>Choose a run to talk to.</p><ul>{items}</ul>" if able else "<p class=missing>No run has weights.</p>"
         )
         return frame("Chat", f"<h1>Chat</h1>{listed}", path="/chat")
-    base = run.keys.get("model_name_or_path")
-    same = [item for item in able if item.id != run.id and item.keys.get("model_name_or_path") == base]
-    options = "".join(
-        f'<option value="{item.id}"{" selected" if other and item.id == other.id else ""}>{text(item.name)}</option>'
-        for item in same
-    )
-    choose = (
-        f'<form class="filters"><input type="hidden" name="run" value="{run.id}"><label>beside '
-        f'<select name="with"><option value="">its base only</option>{options}</select></label>'
-        "<button>Choose</button></form>"
-    )
-    fields = {"run": run.id, **({"with": other.id} if other else {})}
-    is_this = engine is not None and engine.runs == (run.id, *([other.id] if other else []))
+    header = f'<header><p class="eyebrow"><a href="/run/{run.id}">{text(run.name)}</a></p><h1>Chat</h1></header>'
+    if weights is None:
+        return frame("Chat", header + missing("This run has not saved weights yet."), path="/chat", live=True)
+    fields = {"run": run.id}
+    fields |= {} if weights.step is None else {"step": str(weights.step)}
+    fields |= {} if other is None else {"with": other.id}
+    choose = _choice(all_runs, weights, other)
+    is_this = engine is not None and engine.runs == (weights.id, *([other.id] if other else []))
     state = engine.state if engine is not None and is_this else "ended"
     if engine is not None and state == "ready":
         body = button("End the engine", "/api/chat-stop", {}, "") + _conversation(engine)
@@ -245,12 +289,42 @@ def chat_page(
     else:
         log = engine.lines if engine is not None and is_this else []
         last = f"<pre>{text(chr(10).join(log))}</pre>" if log else ""
-        body = button("Start the engine", "/api/chat-start", fields, command_of(run, other)) + last
+        body = button("Start the engine", "/api/chat-start", fields, command_of(weights, other)) + last
         if engine is not None and engine.state != "ended" and not is_this:
-            loaded = with_query("/chat", {}, **dict(zip(("run", "with"), engine.runs, strict=False)))
+            number, _, step = engine.runs[0].partition(":")
+            beside = {"with": engine.runs[1]} if len(engine.runs) > 1 else {}
+            loaded = with_query("/chat", {}, run=number, **({"step": step} if step else {}), **beside)
             body += f'<p class="note">It replaces <a href="{loaded}">the one that is loaded</a>.</p>'
-    header = f'<header><p class="eyebrow"><a href="/run/{run.id}">{text(run.name)}</a></p><h1>Chat</h1></header>'
     return frame("Chat", f"{header}{choose}{body}", path="/chat", live=state != "ready")
+
+
+def _choice(all_runs: Sequence[Summary], weights: Weights, other: Weights | None) -> str:
+    """Return the form that chooses a checkpoint of the run, and weights on the same base beside it."""
+
+    def options(choices: Sequence[tuple[str, str]], chosen: str) -> str:
+        return "".join(
+            f'<option value="{value}"{" selected" if value == chosen else ""}>{text(label)}</option>'
+            for value, label in choices
+        )
+
+    run, base = weights.run, weights.run.keys.get("model_name_or_path")
+    own = saved_weights(run)
+    steps = [("" if item.step is None else str(item.step), _label(item)) for item in own]
+    beside = [item for item in own if item.id != weights.id]
+    for further in all_runs:
+        if further.id != run.id and further.keys.get("model_name_or_path") == base:
+            beside += saved_weights(further)
+    others = [("", "its base only"), *((item.id, item.name) for item in beside)]
+    return (
+        f'<form class="filters"><input type="hidden" name="run" value="{run.id}"><label>weights '
+        f'<select name="step">{options(steps, "" if weights.step is None else str(weights.step))}</select></label>'
+        f'<label>beside <select name="with">{options(others, "" if other is None else other.id)}</select></label>'
+        "<button>Choose</button></form>"
+    )
+
+
+def _label(weights: Weights) -> str:
+    return "trained" if weights.step is None else f"step {weights.step:,}"
 
 
 def _conversation(engine: Engine) -> str:
