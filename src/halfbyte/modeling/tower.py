@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -44,6 +45,7 @@ from .layer import epsilon
 from .patch_record import existing_record, record
 
 VISION_NAME = "halfbyte_flash_vision"  # transformers gives `cu_seqlens` to implementations named "...flash..."
+LONG = 1024  # patches from which cuDNN's attention is faster; each number and length of images is compiled once
 FLASH_WIDTH = 8  # FlashAttention's heads are multiples of this many values
 ALIGNED = 8  # values of 16 bits; cuBLAS' fast GEMMs read rows of multiples of them
 PADDED = 64  # a padded row is a multiple of this many values
@@ -279,6 +281,12 @@ def attend_segments(
     width = (attention.capability(q.device) or (0, 0)) >= attention.AMPERE and q.shape[-1] % FLASH_WIDTH == 0
     if q.dtype in attention.DTYPES and width and not on_compiler():
         longest = int(max_length_q or cu_seq_lens_q.diff().max())
+        segments = len(cu_seq_lens_q) - 1
+        if segments > 1 and longest >= LONG and segments * longest == len(q) and not torch.is_grad_enabled():
+            q, k, v = (x.unflatten(0, (segments, longest)).transpose(1, 2) for x in (q, k, v))
+            with sdpa_kernel(attention.BACKENDS, set_priority=True):
+                out = F.scaled_dot_product_attention(q, k, v, scale=scaling)
+            return out.transpose(1, 2).flatten(0, 1)[None], None
         out = attention.varlen_attention(q, k, v, cu_seq_lens_q.to(torch.int32), longest, scaling, causal=False)
     else:
         out = segment_attention(q, k, v, cu_seq_lens_q, scaling)
