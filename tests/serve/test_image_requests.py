@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shlex
 import struct
 import sys
 import zlib
@@ -166,6 +167,18 @@ def test_generate_names_a_row_that_it_cannot_read(row, folder):
     (folder / "bad.jsonl").write_text(json.dumps(row))
     with pytest.raises(DataError, match=r"bad\.jsonl:1"):
         list(answer_file(str(folder / "model"), folder / "bad.jsonl", 12, 0.0, 8))
+
+
+def test_chat_takes_a_file_as_a_shell_writes_it_and_keeps_no_bad_image(folder, in_float32, monkeypatch, capsys):
+    picture(0).save(folder / "a b.png")
+    picture(0, 1, 5000).save(folder / "thin.png")
+    name = str(folder / "a b.png")
+    lines = [f"/image {name}", f"/image '{name}'", f"/image {shlex.quote(name)}", f"/image {folder}/a\\ b.png",
+             f"/image {folder}/thin.png", f"/image '{folder}", QUESTION]  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    with pytest.raises(DataError, match="lines 5, 6"):
+        chat(str(folder / "model"), compare_base=False, max_new_tokens=2, temperature=0)
+    assert capsys.readouterr().out.count(f"({name} goes") == 4
 
 
 def test_chat_takes_images(folder, theirs, in_float32, monkeypatch, capsys):

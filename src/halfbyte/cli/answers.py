@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,8 +99,9 @@ def _handle_line(conversation: Conversation, line: str, number: int, compare_bas
         print("(new conversation)")
         return
     if image := re.fullmatch(r"/image\s+(.+)", line, re.IGNORECASE):
-        conversation.attach(image[1])
-        print(f"({image[1]} goes with the next line)")
+        file = _file_name(image[1])
+        conversation.attach(file)
+        print(f"({file} goes with the next line)")
         return
     if re.fullmatch(r"/\w+", line):
         raise DataError(
@@ -108,6 +112,17 @@ def _handle_line(conversation: Conversation, line: str, number: int, compare_bas
         _stream(conversation, line, "base: ", False, interactive)
     answer = _stream(conversation, line, "adapter: " if compare_base else "model: ", True, interactive)
     conversation.remember(line, answer)
+
+
+def _file_name(text: str) -> str:
+    """Return the name of a file as it was typed; without the quotes and escapes of a shell if only that is a file."""
+    if os.path.isfile(text):
+        return text
+    with contextlib.suppress(ValueError):  # a quote that is not closed
+        words = shlex.split(text)
+        if len(words) == 1 and os.path.isfile(os.path.expanduser(words[0])):
+            return words[0]
+    return text
 
 
 def _lines(prompt: str | None) -> Iterator[tuple[int, str]]:

@@ -258,7 +258,7 @@ class ImageProcessor:
         expansions = []
         for number, image in enumerate(images, 1):
             width, height = opened(image).size
-            expansion = self._expansion((width, height), len(images) > 1, f"{location}, image {number}")
+            expansion = self.expansion((width, height), len(images) > 1, f"{location}, image {number}")
             if expansion.tokens >= most:
                 fitting = int(width * height * most / expansion.tokens * 0.8)
                 wrong = f"{location}, image {number}: {width} x {height} pixels are {expansion.tokens} tokens"
@@ -277,7 +277,7 @@ class ImageProcessor:
         moved = None if turns is None else [_moved(turn, placeholders, spans) for turn in turns]
         return ExpandedText(new, moved, spans, placeholders, expansions)
 
-    def _expansion(self, size: tuple[int, int], several: bool, location: str) -> Expansion:
+    def expansion(self, size: tuple[int, int], several: bool, location: str) -> Expansion:
         """Return what the processor makes of an image of (width, height).
 
         Args:
@@ -360,7 +360,7 @@ class ImageProcessor:
         alone."""
         if not self.family.by_count:
             return 1
-        alone = self._expansion(opened(image).size, several=False, location=image["location"])
+        alone = self.expansion(opened(image).size, several=False, location=image["location"])
         return 1 if alone.tokens == image["tokens"] else 2
 
     def image_columns(self, image: Mapping[str, Any], count: int = 1) -> dict[str, torch.Tensor]:
@@ -478,7 +478,7 @@ class ImageProcessor:
         noise = np.random.default_rng(seed).integers(0, 256, (PROBE_SIDE, PROBE_SIDE, CHANNELS), dtype=np.uint8)
         source = ImageSource(None, allow_urls=False)
         stored = source.stored(Image.fromarray(noise), "", "the picture that probes the isolation of documents")
-        expansion = self._expansion((PROBE_SIDE, PROBE_SIDE), several=False, location=stored["location"])
+        expansion = self.expansion((PROBE_SIDE, PROBE_SIDE), several=False, location=stored["location"])
         ids = self.tokenizer(expansion.text, add_special_tokens=False)["input_ids"]
         return ids, {**stored, "tokens": expansion.tokens}
 

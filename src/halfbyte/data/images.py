@@ -100,7 +100,8 @@ class ImageSource:
 
         Args:
             row: the row of the document.
-            data_file: path of the file that holds it.
+            data_file: path of the file that holds it; "" if it is in no file, so that paths are relative to the
+                working directory.
 
         Raises:
             DataError: an image cannot be read, or placeholders and images differ in number.
@@ -168,7 +169,7 @@ class ImageSource:
         if (path is None or not path.is_file()) and BASE64.fullmatch(text):
             with contextlib.suppress(binascii.Error):
                 return None, _bounded(_base64(text), location)
-        path = self._checked(text, path, location)
+        path = self._checked(text, path, data_file, location)
         return path, _file(path, location)
 
     def _path(self, text: str, data_file: str) -> Path | None:
@@ -182,7 +183,7 @@ class ImageSource:
         paths = [folder / os.path.expanduser(written) for written in names]
         return next((path for path in paths if os.path.isfile(path)), paths[0])
 
-    def _checked(self, text: str, path: Path | None, location: str) -> Path:
+    def _checked(self, text: str, path: Path | None, data_file: str, location: str) -> Path:
         """Return the path of a file that may be read.
 
         Raises:
@@ -201,7 +202,7 @@ class ImageSource:
         if kind == "folder":
             raise DataError(f"{location}: {path} is a folder, no image", "give the path of an image")
         if not kind:
-            is_beside = self.media_dir is None and not os.path.isabs(text)
+            is_beside = self.media_dir is None and bool(data_file) and not os.path.isabs(text)
             fix = "set media_dir to the folder of the images" if is_beside else "check the path"
             raise DataError(f"{location}: no such image: {path}{closest(path)}", fix)
         return path

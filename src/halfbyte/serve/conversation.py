@@ -103,8 +103,8 @@ class Conversation:
         from ..data.images import ImageSource, opened
 
         self.check_reads_images()
-        image = ImageSource(None, allow_urls=False).stored(file, "./", file)
-        opened(image)  # a damaged image is reported at once
+        image = ImageSource(None, allow_urls=False).stored(file, "", file)
+        self.processor.expansion(opened(image).size, several=False, location=file)  # a bad image is an error at once
         self.attached.append(image)
 
     def reset(self) -> None:

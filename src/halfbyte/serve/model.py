@@ -285,7 +285,7 @@ class Served:
         try:
             turns, _ = self.template.adapt_messages([message.turn() for message in messages])
             images = self._images(turns)
-            return self.conversation.with_images(self.conversation.render(turns, variables), images, "messages")
+            return self.conversation.with_images(self.conversation.render(turns, variables), images, "the request")
         except (ConfigError, DataError, ModelError) as error:
             raise RequestError(400, f"messages: {error.message.removeprefix('messages: ')}", "messages") from None
 
