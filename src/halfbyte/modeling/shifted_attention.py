@@ -25,7 +25,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from ..autograd import attention as causal
 from ..autograd.tiled_attention import tiled_attention
 from ..ops.attention import Scores, group_begins, group_bounds
-from ..utils.errors import ModelError
+from ..utils.errors import ModelError, first_line
+from ..utils.notices import notice
 from .attention import MAX_HEAD_DIM, NO_MASK
 from .config_facts import has_custom_scores
 from .layer import causal_lm_of, decoder_layers
@@ -116,7 +117,8 @@ def check_shifted_attention(model_config: Any, group: int | None, *, trust_remot
         raise ModelError(f"{KEY}: {text.model_type} models cap their scores, or have sinks or dropout", WITHOUT)
     try:
         model = tiny_model(model_config, trust_remote_code=trust_remote_code).train()
-    except Exception:  # the model's code may reject sizes that it was not made for; its first step checks it
+    except Exception as error:  # the model's code may reject sizes that it was not made for; its first step checks it
+        notice("shift_attn-untried", f"{KEY} was not tried on a tiny model, which fails: {first_line(error)}")
         return
     calls: list[Any] = []
     with shifted_attention(model, PROBE_GROUP), torch.no_grad():

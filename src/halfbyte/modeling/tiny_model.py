@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..utils.errors import ConfigError
-from ..utils.notices import notice
+from ..utils.errors import ConfigError, first_line
+from ..utils.notices import notice, remark
 from .architectures import auto_class
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
@@ -116,7 +116,8 @@ def _has_position_limit(config: Any, trust_remote_code: bool) -> bool:
     context = small.get_text_config().max_position_embeddings
     try:
         model = tiny_model(config, trust_remote_code=trust_remote_code)
-    except Exception:  # the model's code may reject sizes that it was not made for
+    except Exception as error:  # the model's code may reject sizes that it was not made for
+        remark("positions-untried", f"a limit of positions was not tried on a tiny model: {first_line(error)}")
         return False
     try:
         with torch.no_grad():

@@ -43,7 +43,8 @@ from ..modeling.layer import causal_lm_of
 from ..modeling.packed_forwards import is_wrapped, unwrap, wrap, wrapped_forward
 from ..modeling.tiny_model import tiny_model
 from ..ops import IGNORE_INDEX
-from ..utils.errors import ConfigError
+from ..utils.errors import ConfigError, first_line
+from ..utils.notices import notice
 
 ATTENTION_COLUMNS = (POSITION_IDS, ATTENTION_MASK)  # columns that attention needs of full sequences
 PROBE_TOKENS = 12  # tokens per rank in the probe's sequences, above a tiny model's windows
@@ -172,7 +173,8 @@ def check_context_parallel(
         if attention or default == "eager":  # as loading does; transformers 5.17 would ignore the softcap
             model.set_attn_implementation(default)
         full = [_hidden_states(model, batch) for batch in batches]
-    except Exception:  # the model's code may not support tiny sizes; the run checks its loss later
+    except Exception as error:  # the model's code may not support tiny sizes; the run checks its loss later
+        notice("context-untried", f"parallel: context was not tried on a tiny model, which fails: {first_line(error)}")
         return
     prefix = f"parallel: context: {degree}: {model_config.model_type} cannot be split along tokens: "
     try:

@@ -47,9 +47,9 @@ from ..parallel.tensor import sharded_dims
 from ..qat.model import fake_quantize_linears, qat_format, round_sums
 from ..tensor import QuantizedTensor
 from ..utils.caching import cached_method
-from ..utils.errors import ConfigError, ModelError
+from ..utils.errors import ConfigError, ModelError, first_line
 from ..utils.hardware import compute_dtype, onednn_beats_mkl
-from ..utils.notices import notice, silent
+from ..utils.notices import notice, remark, silent
 from .rank import Frozen
 from .replay import NO_SHAPES, LayerBytes, Step, Target, own_error, replay
 from .vision import BatchImages, TowerBytes, vision_bytes
@@ -240,7 +240,10 @@ class ModelShapes:
                 ).method
         except ConfigError:
             raise
-        except Exception:  # the model's own code may fail on the test's sizes; the run tests again
+        except Exception as error:  # the model's own code may fail on the test's sizes; the run tests again
+            remark(
+                "planned-packing", f"planned as if positions separate documents: no tiny model ran: {first_line(error)}"
+            )
             return "positions"
 
     @functools.cached_property
