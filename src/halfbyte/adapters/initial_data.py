@@ -94,11 +94,11 @@ def weight_gradients(model: nn.Module, modules: Collection[str], batches: Sequen
     read = 0
     try:
         for batch in batches:
-            before = dict(sums)
+            earlier_sums = dict(sums)
             loss, count = causal_lm_loss(model, batch)
             (loss / count.clamp(min=1)).backward()
             read += 1
-            if before and _cosine(before, sums) > SIMILAR:
+            if earlier_sums and _cosine(earlier_sums, sums) > SIMILAR:
                 break
     finally:
         for handle in handles:

@@ -249,8 +249,8 @@ def _peft_config(model: nn.Module, adapter: Adapter) -> PeftConfig:
             wrong = f"modules_to_save: {brief(module_name)} would train all of {parameter_name}, which gets an adapter"
             raise ModelError(wrong, f"remove it, or exclude {parameter_name} from the adapters (target_parameters: [])")
     saved = {name for name in names for suffix in adapter.modules_to_save or () if named_by(name, suffix)}
-    if both := linears & saved:
-        wrong = f"{brief(min(both))} is in target_modules and in modules_to_save"
+    if overlap := linears & saved:
+        wrong = f"{brief(min(overlap))} is in target_modules and in modules_to_save"
         raise ModelError(wrong, "train it by an adapter or in full: remove it from one of the two")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):

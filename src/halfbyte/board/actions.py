@@ -215,12 +215,12 @@ def _differences(run: Summary | None, config: RunConfig) -> str:
     path = run.folder / layout.GIVEN_CONFIG
     try:
         read_text(path, ConfigError)
-        other = load_config(path)
+        source = load_config(path)
     except HalfbyteError as error:
         return f"No differences are shown: {error.message}\n\n"
-    names = sorted(config.model_fields_set | other.model_fields_set)
-    pairs = [(name, getattr(other, name), getattr(config, name)) for name in names]
-    lines = [f"{name}: {before} → {after}" for name, before, after in pairs if before != after]
+    names = sorted(config.model_fields_set | source.model_fields_set)
+    pairs = [(name, getattr(source, name), getattr(config, name)) for name in names]
+    lines = [f"{name}: {old} → {new}" for name, old, new in pairs if old != new]
     return "".join(f"{line}\n" for line in (lines or ["No key differs from the copied run."])) + "\n"
 
 

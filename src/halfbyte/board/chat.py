@@ -219,13 +219,13 @@ class Engines:
         return lines()
 
 
-def _number(name: str, given: str, low: float, high: float) -> float | int:
+def _number(name: str, written: str, low: float, high: float) -> float | int:
     try:
-        value: float | int = int(given) if isinstance(low, int) else float(given)
+        value: float | int = int(written) if isinstance(low, int) else float(written)
     except ValueError:
         value = math.nan
     if not low <= value <= high:
-        raise ConfigError(f"{name}: {given[:40]} is not between {low:g} and {high:g}", "correct it")
+        raise ConfigError(f"{name}: {written[:40]} is not between {low:g} and {high:g}", "correct it")
     return value
 
 
@@ -292,8 +292,8 @@ def chat_page(
         body = button("Start the engine", "/api/chat-start", fields, command_of(weights, other)) + last
         if engine is not None and engine.state != "ended" and not is_this:
             number, _, step = engine.runs[0].partition(":")
-            beside = {"with": engine.runs[1]} if len(engine.runs) > 1 else {}
-            loaded = with_query("/chat", {}, run=number, **({"step": step} if step else {}), **beside)
+            second = {"with": engine.runs[1]} if len(engine.runs) > 1 else {}
+            loaded = with_query("/chat", {}, run=number, **({"step": step} if step else {}), **second)
             body += f'<p class="note">It replaces <a href="{loaded}">the one that is loaded</a>.</p>'
     return frame("Chat", f"{header}{choose}{body}", path="/chat", live=state != "ready")
 
@@ -308,17 +308,18 @@ def _choice(all_runs: Sequence[Summary], weights: Weights, other: Weights | None
         )
 
     run, base = weights.run, weights.run.keys.get("model_name_or_path")
-    own = saved_weights(run)
-    steps = [("" if item.step is None else str(item.step), _label(item)) for item in own]
-    beside = [item for item in own if item.id != weights.id]
+    saved = saved_weights(run)
+    steps = [("" if item.step is None else str(item.step), _label(item)) for item in saved]
+    companions = [item for item in saved if item.id != weights.id]
     for further in all_runs:
         if further.id != run.id and further.keys.get("model_name_or_path") == base:
-            beside += saved_weights(further)
-    others = [("", "its base only"), *((item.id, item.name) for item in beside)]
+            companions += saved_weights(further)
+    companion_options = [("", "its base only"), *((item.id, item.name) for item in companions)]
     return (
         f'<form class="filters"><input type="hidden" name="run" value="{run.id}"><label>weights '
         f'<select name="step">{options(steps, "" if weights.step is None else str(weights.step))}</select></label>'
-        f'<label>beside <select name="with">{options(others, "" if other is None else other.id)}</select></label>'
+        f'<label>beside <select name="with">{options(companion_options, "" if other is None else other.id)}'
+        "</select></label>"
         "<button>Choose</button></form>"
     )
 

@@ -157,16 +157,16 @@ def reduced(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float
         return list(zip(xs, ys, strict=True))
     points = [(xs[0], ys[0])]
     for begin, end in _columns(len(ys)):
-        part = ys[begin:end]
-        if not math.isfinite(sum(part)):
-            finite = [y for y in part if math.isfinite(y)]
+        column = ys[begin:end]
+        if not math.isfinite(sum(column)):
+            finite = [y for y in column if math.isfinite(y)]
             points.append((xs[begin], math.nan))
             if not finite:
                 continue
-            places = {part.index(min(finite)), part.index(max(finite))}
+            extremes = {column.index(min(finite)), column.index(max(finite))}
         else:
-            places = {part.index(min(part)), part.index(max(part))}
-        points += [(xs[begin + place], part[place]) for place in sorted(places)]
+            extremes = {column.index(min(column)), column.index(max(column))}
+        points += [(xs[begin + index], column[index]) for index in sorted(extremes)]
     return [*points, (xs[-1], ys[-1])]
 
 

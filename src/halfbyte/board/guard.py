@@ -121,8 +121,8 @@ class Gate:
         except ValueError:
             return False
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), self.token.encode())
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self.token.encode())
 
     def _cookie_of(self, headers: Headers) -> str:
         try:

@@ -67,9 +67,9 @@ def classes_for_widths(html: str) -> str:
 def button(label: str, action: str, fields: Mapping[str, str], command: str, *, confirm: str = "") -> str:
     """Return a button that the script sends as JSON, and the command line that does the same."""
     inputs = "".join(f'<input type="hidden" name="{name}" value="{text(value)}">' for name, value in fields.items())
-    asked = f' data-confirm="{text(confirm)}"' if confirm else ""
+    confirms = f' data-confirm="{text(confirm)}"' if confirm else ""
     shown = f"<code>{text(command)}</code>" if command else ""
-    return f'<form class="action" data-post="{action}"{asked}>{inputs}<button>{text(label)}</button>{shown}</form>'
+    return f'<form class="action" data-post="{action}"{confirms}>{inputs}<button>{text(label)}</button>{shown}</form>'
 
 
 # --- Runs ------------------------------------------------------------------------------------------------------------
@@ -97,9 +97,9 @@ def runs_page(runs: Sequence[Summary], query: Query, roots: Sequence[Path], read
         if runs
         else '<p class="missing">No runs yet.</p>'
     )
-    places = ", ".join(text(str(root)) for root in roots)
+    folders = ", ".join(text(str(root)) for root in roots)
     mode = " The board is read-only." if read_only else ""
-    note = f'<p class="note">{len(shown)} of {len(runs)} runs in {places}.{mode}</p>'
+    note = f'<p class="note">{len(shown)} of {len(runs)} runs in {folders}.{mode}</p>'
     command = '<p class="note">On the command line: <code>halfbyte ps</code></p>'
     return frame("Runs", f"<h1>Runs</h1>{form}{note}{listed}{command}", path="/", live=True)
 
@@ -274,12 +274,12 @@ def _actions(run: Summary, read_only: bool) -> str:
     if run.is_running:
         forms.append(button("Stop with a checkpoint", "/api/stop", {"run": run.id}, f"halfbyte stop {folder}"))
         command = f"halfbyte stop {folder} --now"
-        asked = "End the run at once, without a checkpoint of its last step?"
-        forms.append(button("Stop now", "/api/stop", {"run": run.id, "now": "1"}, command, confirm=asked))
+        question = "End the run at once, without a checkpoint of its last step?"
+        forms.append(button("Stop now", "/api/stop", {"run": run.id, "now": "1"}, command, confirm=question))
     else:
-        asked = "Move the folder of this run into the trash folder beside it?"
+        question = "Move the folder of this run into the trash folder beside it?"
         trash = "mv to .halfbyte-trash"
-        forms.append(button("Move to the trash", "/api/trash", {"run": run.id}, trash, confirm=asked))
+        forms.append(button("Move to the trash", "/api/trash", {"run": run.id}, trash, confirm=question))
     links = f'<p><a href="/new?from={run.id}">New run from this one</a> <a href="/chat?run={run.id}">Chat</a></p>'
     hidden = " checked" if run.notes.hidden else ""
     notes = (
@@ -303,15 +303,15 @@ def axis(metrics: Records, name: str) -> tuple[list[float], Callable[[Series], l
     elif name == "epoch":
         positions = train.column("epoch")
     else:
-        return [float(step) for step in train.steps], lambda other: [float(step) for step in other.steps]
+        return [float(step) for step in train.steps], lambda series: [float(step) for step in series.steps]
     by_step = dict(zip(train.steps, positions, strict=True))
     ordered = sorted(by_step)
 
-    def of_others(other: Series) -> list[float]:
-        places = (bisect_right(ordered, step) - 1 for step in other.steps)
-        return [by_step[ordered[place]] if place >= 0 else 0.0 for place in places]
+    def of_series(series: Series) -> list[float]:
+        indices = (bisect_right(ordered, step) - 1 for step in series.steps)
+        return [by_step[ordered[index]] if index >= 0 else 0.0 for index in indices]
 
-    return positions, of_others
+    return positions, of_series
 
 
 def cut_line(line: Line, query: Query) -> Line:

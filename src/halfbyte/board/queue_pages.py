@@ -28,12 +28,12 @@ output_dir: out
 
 def queue_page(runs: Runs, read_only: bool) -> str:
     """Return the jobs of the queue with their planned memory and, of running ones, the time that is left."""
-    known, jobs = runs.folders(), runs.jobs()
+    run_ids, jobs = runs.folders(), runs.jobs()
     waiting = [job.id for job in jobs if job.state in (QUEUED, HELD)]
     rows = []
     for job in jobs:
         number = run_id(Path(job.output))
-        name = f'<a href="/run/{number}">{text(job.output)}</a>' if number in known else text(job.output)
+        name = f'<a href="/run/{number}">{text(job.output)}</a>' if number in run_ids else text(job.output)
         remark = job.error
         if job.state == QUEUED and job.file and digest_of(job.file) != job.digest:
             remark = f"{job.file} has changed since it was queued"
@@ -46,7 +46,7 @@ def queue_page(runs: Runs, read_only: bool) -> str:
             )
         if not read_only and job.state not in ACTIVE:
             forms += button("Remove", "/api/queue-remove", {"job": str(job.id)}, f"halfbyte queue remove {job.id}")
-        left = _time_left(runs, number) if job.state in ACTIVE and number in known else ""
+        left = _time_left(runs, number) if job.state in ACTIVE and number in run_ids else ""
         keys = f"{name}<br><small>{text(job.keys)}</small>"
         rows.append((str(job.id), text(job.state), keys, size(job.planned), text(job.lane), left, text(remark), forms))
     head = ("Job", "state", "run", "planned memory", "on", "time left", "remark", "changes")

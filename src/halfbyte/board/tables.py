@@ -274,9 +274,9 @@ def _documents(run: Summary, documents: Sequence[Mapping[str, Any]], query: Quer
     )
     path = f"/run/{run.id}/data"
     links = [
-        f'<a href="{with_query(path, query, page=str(other))}#rows">{label}</a>'
-        for other, label in ((page - 1, "earlier"), (page + 1, "later"))
-        if 1 <= other <= pages
+        f'<a href="{with_query(path, query, page=str(number))}#rows">{label}</a>'
+        for number, label in ((page - 1, "earlier"), (page + 1, "later"))
+        if 1 <= number <= pages
     ]
     note = (
         f'<p class="note">{len(shown):,} of {len(documents):,} documents, page {page} of {pages}. {" ".join(links)}</p>'

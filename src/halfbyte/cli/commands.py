@@ -389,7 +389,7 @@ def serve_model(
     serve(name, host, port, folders, Limits(**limits), hosts, api_key, trust_remote_code, kv_cache)
 
 
-def key_of(given: str | None, file: Path | None) -> str | None:
+def key_of(key: str | None, file: Path | None) -> str | None:
     """Return the API key that is given, or the one in a file, without the line break at its end.
 
     Raises:
@@ -397,8 +397,8 @@ def key_of(given: str | None, file: Path | None) -> str | None:
         ConfigError: the file cannot be read, or other users can read it.
     """
     if file is None:
-        return given
-    if given is not None:
+        return key
+    if key is not None:
         raise UsageError("--api-key-file with --api-key or HALFBYTE_API_KEY", "give one of them")
     key = read_text(file, ConfigError, "name a file with the key", largest=4096).strip()
     if file.stat().st_mode & 0o077:

@@ -209,20 +209,20 @@ def _plan(config: RunConfig) -> tuple[int, bool]:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def _gpus(given: str | None) -> list[str]:
+def _gpus(written: str | None) -> list[str]:
     """Return the indices of the GPUs for jobs.
 
     Raises:
-        UsageError: one of those that are given does not exist.
+        UsageError: a GPU that is named does not exist.
     """
     present = list(_free_of_gpus())
-    if given is None:
+    if written is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return present if visible is None else [index for index in present if index in visible.split(",")]
-    chosen = [index.strip() for index in given.split(",")]
+    chosen = [index.strip() for index in written.split(",")]
     if wrong := next((index for index in chosen if index not in present), None):
         has = f"this machine has {', '.join(present)}" if present else "nvidia-smi lists none"
-        raise UsageError(f"--gpus {given}: there is no GPU {wrong}", has)
+        raise UsageError(f"--gpus {written}: there is no GPU {wrong}", has)
     return chosen
 
 

@@ -457,10 +457,10 @@ def _initialisation_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield options of other initialisations, and keys that the chosen one cannot be combined with."""
     key = "init_lora_weights"
     row, chosen = initialisation(config), config.written(key)
-    for other in INITIALISATIONS:
-        if other.options_key and other is not row and getattr(config, other.options_key) is not None:
-            wrong = f"{other.options_key} with {chosen}, which does not read it"
-            yield other.options_key, wrong, f"remove it, or set {key}: {other.name}"
+    for unread in INITIALISATIONS:
+        if unread.options_key and unread is not row and getattr(config, unread.options_key) is not None:
+            wrong = f"{unread.options_key} with {chosen}, which does not read it"
+            yield unread.options_key, wrong, f"remove it, or set {key}: {unread.name}"
     if row.options_key:
         yield from _option_contradictions(row.options_key, getattr(config, row.options_key), row.options, chosen)
     if config.init_lora_weights == "orthogonal" and any(rank % 2 for rank in (config.r, *config.rank_pattern.values())):
@@ -495,8 +495,8 @@ def _initialisation_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 def _token_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield contradictions of keys that add tokens or train single rows of the embedding."""
     used = [key for key in TOKEN_KEYS if getattr(config, key)]
-    if both := sorted(set(config.add_tokens or ()) & set(config.add_special_tokens or ())):
-        yield "add_special_tokens", f"{brief(both[0])} is in add_tokens and in add_special_tokens", "keep one of them"
+    if twice := sorted(set(config.add_tokens or ()) & set(config.add_special_tokens or ())):
+        yield "add_special_tokens", f"{brief(twice[0])} is in add_tokens and in add_special_tokens", "keep one of them"
     if not used:
         return
     key = used[0]

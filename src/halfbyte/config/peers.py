@@ -209,7 +209,7 @@ def _tracker(value: Any, values: Values) -> Outcome:
     return Mapped({"report_to": names}) if names else Ignored("")
 
 
-def _name_in(tracker: str, ours: str) -> Converter:
+def _name_in(tracker: str, key: str) -> Converter:
     """Make a converter of the name that a run or its project has in `tracker`; without a meaning if it is off."""
 
     def convert(value: Any, values: Values) -> Outcome:
@@ -217,7 +217,7 @@ def _name_in(tracker: str, ours: str) -> Converter:
         names = listed or _switched_on(values)
         if not value or not {tracker, "all"} & {*names}:
             return Ignored("")
-        return Mapped({ours: value} if listed else {"report_to": names, ours: value})
+        return Mapped({key: value} if listed else {"report_to": names, key: value})
 
     return convert
 

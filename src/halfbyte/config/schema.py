@@ -177,8 +177,8 @@ class QuantizationSection(Section):
             yield "merge_aware", "merge_aware: true without quantized weights", "set load_in_4bit: true, or qat_scheme"
         if self.quantize_vision_tower is not False and (not self.quantized or self.merge_aware):
             wrong = f"{self.written('quantize_vision_tower')} needs quantized weights of the language model, too"
-            other = "merge_aware: true" if self.quantized else "16-bit weights"
-            yield "quantize_vision_tower", f"{wrong}, and has no meaning with {other}", "remove quantize_vision_tower"
+            storage = "merge_aware: true" if self.quantized else "16-bit weights"
+            yield "quantize_vision_tower", f"{wrong}, and has no meaning with {storage}", "remove quantize_vision_tower"
         if self.merge_aware and (refused := [*skips, *["quantization"] * (self.quantization == KEEP)]):
             wrong = f"merge_aware: true with {self.written(refused[0])}: a merge stores layers by patterns of names"
             yield "merge_aware", wrong, f"remove {refused[0]}; `16bit` in quantization leaves layers in 16 bits"

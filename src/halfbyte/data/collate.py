@@ -70,8 +70,8 @@ def with_head_rows(collate: Callable[[Any], Batch], rounded: bool) -> Callable[[
         if count > HEAD_SHARES[-1] * total:
             return batch
         rows = trained.nonzero().flatten()
-        others = (~trained).nonzero().flatten()[: count - len(rows)]
-        return batch | {HEAD_ROWS: torch.cat([rows, others]).sort().values}
+        untrained = (~trained).nonzero().flatten()[: count - len(rows)]
+        return batch | {HEAD_ROWS: torch.cat([rows, untrained]).sort().values}
 
     return collated
 

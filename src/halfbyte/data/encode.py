@@ -190,8 +190,8 @@ class Encoder:
             assert text.expanded is not None
             if length != len(ids):  # only its beginning is tokenized
                 continue
-            before, after = (text.plain, plain_ids, plain_offsets), (text.text, ids, offsets)
-            check_same_text(before, after, text.expanded, self.tokenizer, location)
+            unexpanded, expanded = (text.plain, plain_ids, plain_offsets), (text.text, ids, offsets)
+            check_same_text(unexpanded, expanded, text.expanded, self.tokenizer, location)
 
     def _check_image_tokens(self, row: Mapping[str, Any], location: str) -> None:
         """Check that all image tokens of a row belong to its images."""

@@ -234,14 +234,14 @@ class ImageProcessor:
         return processor
 
     def expanded(
-        self, text: str, turns: Sequence[Turn] | None, images: Sequence[Mapping[str, Any]], location: str, most: int
+        self, text: str, turns: Sequence[Turn] | None, images: Sequence[Mapping[str, Any]], location: str, longest: int
     ) -> ExpandedText:
         """Return a rendered conversation with the text of the images' tokens in place of placeholders.
 
         Args:
             images: stored images; they are decoded, so that a damaged one is named before the run.
             location: the row, for errors.
-            most: tokens that a row may have.
+            longest: tokens that a row may have.
 
         Raises:
             DataError: placeholders and images differ in number, an image cannot be decoded, or one has more tokens than
@@ -259,11 +259,11 @@ class ImageProcessor:
         for number, image in enumerate(images, 1):
             width, height = opened(image).size
             expansion = self.expansion((width, height), len(images) > 1, f"{location}, image {number}")
-            if expansion.tokens >= most:
-                fitting = int(width * height * most / expansion.tokens * 0.8)
+            if expansion.tokens >= longest:
+                fitting = int(width * height * longest / expansion.tokens * 0.8)
                 wrong = f"{location}, image {number}: {width} x {height} pixels are {expansion.tokens} tokens"
                 limit = f", or set image_max_pixels: {fitting}" if self.family.resizes else f" above {expansion.tokens}"
-                raise DataError(f"{wrong}, more than max_length {most}", f"raise max_length{limit}")
+                raise DataError(f"{wrong}, more than max_length {longest}", f"raise max_length{limit}")
             expansions.append(expansion)
         new = pieces[0]
         spans = []

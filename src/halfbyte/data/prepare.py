@@ -321,10 +321,10 @@ def images_of(
         DataError: as `ImageSource.take`; the row is no conversation, or has videos or audio.
         ModelError: the model takes no images.
     """
-    named, other = (any_values(row, columns) for columns in (IMAGE_COLUMNS, OTHER_MEDIA))
-    if not (has_images(document) or named or other or has_placeholders(document)):
+    named, media = (any_values(row, columns) for columns in (IMAGE_COLUMNS, OTHER_MEDIA))
+    if not (has_images(document) or named or media or has_placeholders(document)):
         return []
-    refuse_other_media(row, document, bool(other) and processor.takes_images, location)
+    refuse_other_media(row, document, bool(media) and processor.takes_images, location)
     if not has_images(document) and not (named and (has_placeholders(document) or processor.takes_images)):
         if has_placeholders(document) and processor.takes_images:
             problem = f"{location}: {PLACEHOLDER} in a row without images is trained as text"
@@ -649,23 +649,23 @@ def _pack(trainable: Dataset, config: DataSection, features: Mapping[str, Any]) 
     return Table.from_dict({name: columns[name] for name in features}, features=Features(features))
 
 
-def row_pixels(rows: Dataset, most: int | None, answers: int = 1) -> list[int] | None:
+def row_pixels(rows: Dataset, limit: int | None, answers: int = 1) -> list[int] | None:
     """Return the pixels of each row that the tower reads; None: packed rows may hold any number.
 
     Args:
-        most: `image_max_pixels_per_row`.
+        limit: `image_max_pixels_per_row`.
         answers: documents of a row, each of which has the row's images.
 
     Raises:
-        ConfigError: a row has more than `most`.
+        ConfigError: a row has more than `limit`.
     """
-    if most is None or IMAGES not in rows.column_names:
+    if limit is None or IMAGES not in rows.column_names:
         return None
     images_of_rows = rows[IMAGES][:]
     pixels = [answers * sum(image["pixels"] for image in images) for images in images_of_rows]
     for images, count in zip(images_of_rows, pixels, strict=True):
-        if count > most:
-            wrong = f"image_max_pixels_per_row: {most:,} is less than the {count:,} pixels of the row"
+        if count > limit:
+            wrong = f"image_max_pixels_per_row: {limit:,} is less than the {count:,} pixels of the row"
             raise ConfigError(f"{wrong} of {images[0]['location']}", "raise it, or lower image_max_pixels")
     return pixels
 

@@ -322,8 +322,8 @@ class _Tasks:
                 problem = (
                     f"{location}: the score {wrong:g} is not in {low:g} to {high:g}, which loss_type: {loss} needs"
                 )
-                other = "cosent" if self.config.method == "embedding" else "ranknet"
-                raise DataError(problem, f"divide the scores by their largest value, or set loss_type: {other}")
+                alternative = "cosent" if self.config.method == "embedding" else "ranknet"
+                raise DataError(problem, f"divide the scores by their largest value, or set loss_type: {alternative}")
             rows.append(scores)
         return rows
 

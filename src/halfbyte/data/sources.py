@@ -210,7 +210,7 @@ def closest(path: Path) -> str:
 
 def _files_in(folder: Path) -> list[Path]:
     files: list[Path] = []
-    others = 0  # files that are no pictures
+    other_files = 0  # files that are no pictures
 
     def refuse(error: OSError) -> None:
         raise DataError(
@@ -225,8 +225,8 @@ def _files_in(folder: Path) -> list[Path]:
             names = [name for name in names if name not in (DESCRIPTION, SAVED_SPLITS)]
         paths = (Path(directory, name) for name in names if not name.startswith("."))
         files += [path for path in paths if path.is_file()]
-        others += sum(Path(name).suffix.lower() not in PICTURES for name in names)
-        if others > MOST_FILES:
+        other_files += sum(Path(name).suffix.lower() not in PICTURES for name in names)
+        if other_files > MOST_FILES:
             raise DataError(f"{folder} holds more than {MOST_FILES:,} files", "give a folder that contains only data")
     files.sort()
     data_files = [file for file in files if suffix_of(file) in READERS]

@@ -170,8 +170,8 @@ def _updates(run: RunConfig, adapter: AdapterLayers, folder: Path) -> dict[str, 
         raise CheckpointError(
             f"{folder} has the task type {adapter.task}, and fit reads models that generate text", fix
         )
-    if other := sorted(adapter.replaced.keys() | adapter.experts.keys() | adapter.routers.keys()):
-        raise CheckpointError(f"{folder} trains {other[0]}, and only adapters of linear layers can be fitted", fix)
+    if unfit := sorted(adapter.replaced.keys() | adapter.experts.keys() | adapter.routers.keys()):
+        raise CheckpointError(f"{folder} trains {unfit[0]}, and only adapters of linear layers can be fitted", fix)
     if adapter.stacks or any(len(shape) == 3 for shape in adapter.shapes.values()):
         raise CheckpointError(f"{run.origin.name} is a mixture of experts, which fit does not support", fix)
     updates = {}

@@ -215,9 +215,9 @@ class HQQ(Format):
         zero_dtype = "float32" if "zeros32" in flags else "float16"
         format_ = cls(int(bits), int(group), "range" not in flags, scale_dtype, zero_dtype, "ordered" in flags)
         if format_.spec.split(":")[3:] != flags:
-            known = "range, float16 or float32, zeros32, ordered"
+            options = "range, float16 or float32, zeros32, ordered"
             raise ModelError(
-                f"hqq has no option {':'.join(flags)}", f"write some of {known}, in this order, or nothing"
+                f"hqq has no option {':'.join(flags)}", f"write some of {options}, in this order, or nothing"
             )
         return format_
 

@@ -109,7 +109,7 @@ def to_planes(
     format_ = HQQ(bits, size, False, scale_dtype, str(zero_dtype).removeprefix("torch."), order is not None)
     chunk = max(CHUNK // max(codes.shape[1], 1), 1)
     parts = {
-        "packed": torch.cat([pack_planes(some.reshape(-1, BLOCK), bits) for some in codes.split(chunk)]),
+        "packed": torch.cat([pack_planes(rows.reshape(-1, BLOCK), bits) for rows in codes.split(chunk)]),
         "scales": scales.repeat_interleave(repeats, 1).reshape(-1),
         "zeros": zeros.to(zero_dtype).repeat_interleave(repeats, 1).reshape(-1),
     }

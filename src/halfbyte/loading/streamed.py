@@ -56,7 +56,7 @@ class Moments:
             rows = [x.reshape(-1, x.shape[-1])]
         else:
             tokens = x.reshape(*self.mask.shape, x.shape[-1])
-            rows = [row[kept] for row, kept in zip(tokens, self.mask, strict=True)]
+            rows = [row[is_token] for row, is_token in zip(tokens, self.mask, strict=True)]
         for row in rows if self.by_row else [torch.cat(rows)]:
             if len(row):
                 values = row.float() / row.float().max().abs() if self.by_row else row.float()

@@ -120,8 +120,8 @@ def _fused_forward(module: Any, in_block: bool) -> Forward | None:
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight"):
         return rms_norm_forward if _computes(forward, "norm") else None
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
-        known = type(getattr(module, "act_fn", None)) in ACTIVATION_NAMES
-        return gated_forward if known and _computes(forward, "unit") else None
+        is_known = type(getattr(module, "act_fn", None)) in ACTIVATION_NAMES
+        return gated_forward if is_known and _computes(forward, "unit") else None
     if _takes_segments(module) and all(hasattr(module, name) for name in ("qkv", "proj", "num_heads", "scaling")):
         rotation = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb_vision", None)
         equal = module.qkv.out_features == 3 * module.proj.in_features  # as many key heads as query heads
@@ -194,14 +194,14 @@ def _padded(linears: Sequence[Any], x: Tensor) -> list[tuple[Tensor, Tensor | No
     frozen = not (torch.is_grad_enabled() and x.requires_grad)
     if width % ALIGNED == 0 or not _reads_aligned(x) or not frozen or on_compiler():
         return None
-    more, dense = -width % PADDED, []
-    for linear, sides in zip(linears, ((0, 0, 0, more), (0, 0, 0, more), (0, more)), strict=True):
+    padding, dense = -width % PADDED, []
+    for linear, sides in zip(linears, ((0, 0, 0, padding), (0, 0, 0, padding), (0, padding)), strict=True):
         weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
         is_plain = type(linear).forward is nn.Linear.forward or is_quantized(weight)
         if not is_plain or weight is None or weight.requires_grad or linear._forward_hooks:
             return None
         values = weight.dequantize(x.dtype) if is_quantized(weight) else weight.to(x.dtype)
-        bias = bias if bias is None or len(sides) == 2 else F.pad(bias, (0, more))
+        bias = bias if bias is None or len(sides) == 2 else F.pad(bias, (0, padding))
         dense.append((F.pad(values, sides), bias))
     return dense
 
