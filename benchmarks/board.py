@@ -242,40 +242,42 @@ def program(text: str, *words: str, **environment: str) -> Iterator[None]:
         process.wait(30)
 
 
-def hover_ms(board: Board, path: str) -> dict[str, float] | None:
-    """Return percentiles of the ms that the cursor takes to follow the pointer on a page; None without a browser."""
+@contextlib.contextmanager
+def new_page() -> Iterator[Any]:
+    """Yield a page of a new browser; None without playwright or Chromium."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if importlib.util.find_spec("playwright") is None or chromium is None:
-        return None
+        yield None
+        return
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        yield browser.new_page(viewport={"width": 1280, "height": 900})
+        browser.close()
+
+
+def hover_ms(board: Board, path: str) -> dict[str, float] | None:
+    """Return percentiles of the ms that the cursor takes to follow the pointer on a page; None without a browser."""
+    with new_page() as page:
+        if page is None:
+            return None
         page.goto(board.url)
         page.get_by_role("heading", name="Runs").wait_for()
         page.goto(f"http://127.0.0.1:{board.port}{path}")
         moves = page.evaluate(HOVER)
-        browser.close()
     return {"p50": round(moves[50], 1), "p95": round(moves[95], 1)}
 
 
 def shown_in_browser(address: str, name: str) -> float | None:
     """Return the seconds from the request of a page in a new browser until a name is on it; None without a browser."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if importlib.util.find_spec("playwright") is None or chromium is None:
-        return None
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
+    with new_page() as page:
+        if page is None:
+            return None
         start = time.perf_counter()
         page.goto(address, wait_until="commit")
         page.get_by_text(re.compile(name)).first.wait_for(timeout=120_000)
-        seconds = time.perf_counter() - start
-        browser.close()
-    return round(seconds, 3)
+        return round(time.perf_counter() - start, 3)
 
 
 def six_curves(fetch: Callable[[], Any]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
+from ..optim.parameters import closure_loss
 from ._ops import UPSTREAM, kernels
 from .updates import UpdateBatch, collected
 
@@ -89,10 +90,7 @@ def _with_subclasses(cls: Any) -> Iterator[Any]:
 @torch.no_grad()
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Update all parameters of a bitsandbytes optimizer."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
+    loss = closure_loss(closure)
     if not self.initialized:
         self.check_overrides()
         self.to_gpu()

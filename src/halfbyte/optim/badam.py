@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from .groups import LAYER
-from .parameters import check_gradient, check_unique
+from .parameters import check_gradient, check_unique, closure_loss
 from .state_dicts import check_saved_groups
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
@@ -214,10 +214,7 @@ class BAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the active block; after the last step of its interval, activate the next one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         for position in self._active_elements:
             self._check(position)
         for position, (_, stepped) in self._active_elements.items():

@@ -27,7 +27,7 @@ from .clipping import ClippedGradients, Clipping, clip_unchanged, multiply
 from .compiled import opaque_clip, opaque_step, register
 from .launches import DeviceParameters, ParameterSet, StepTensors
 from .offload import Windows
-from .parameters import FULL_ELEMENTS, check_unique, local_of, parameter_name, shard_groups
+from .parameters import FULL_ELEMENTS, check_unique, closure_loss, local_of, parameter_name, shard_groups
 from .state_dicts import (
     CORRECTIONS,
     RESUME,
@@ -235,10 +235,7 @@ class FusedOptimizer(Optimizer):
                 changed its shape, dtype or device so that its state does not fit it; or host memory for the state is
                 not free.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         if self.backward is not None:
             if getattr(self, "grad_scale", None) is not None:
                 raise TrainingError("the backward has updated with scaled gradients", "train without a GradScaler")

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..utils.errors import CheckpointError
 from .backward import weak_hook
+from .parameters import closure_loss
 
 MOMENTS = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # AdaLomo's attributes: name of a parameter → tensor
 STEPS = "step_num"  # AdaLomo's number of steps
@@ -69,10 +70,7 @@ class Lomo(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weight whose gradient came last; the backward has updated the others."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         self._begin()
         self.inner.grad_func(0)
         self._begun = False

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from ..ops.low_rank import dequantize_basis, gaussian, quantize_basis, refresh_basis
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
 from .backward import BackwardCheck, second_backward, weak_hook
-from .parameters import check_gradient, check_unique
+from .parameters import check_gradient, check_unique, closure_loss
 from .state_dicts import check_saved_groups
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
@@ -558,10 +558,7 @@ class LowRankOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; layerwise: only count the step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         if self.layerwise:
             self._updated.clear()
             self._check.end_step()

@@ -30,7 +30,7 @@ from ..ops.muon import BLOCK, apply_directions, directions, symmetric_product
 from ..ops.optimizer import Parameters
 from ..utils.errors import CheckpointError, ModelError, TrainingError
 from .groups import embedding_weights, trained_parameters
-from .parameters import check_gradient, check_unique, parameter_name
+from .parameters import check_gradient, check_unique, closure_loss, parameter_name
 from .state_dicts import check_saved_groups
 
 Method = Literal["newton_schulz", "polar_express"]
@@ -228,10 +228,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; return the result of `closure`, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         scaling = {key: getattr(self, key, None) for key in ("found_inf", "grad_scale")}
         for number, group in enumerate(self.param_groups):  # before anything changes
             for index, parameter in enumerate(group["params"]):

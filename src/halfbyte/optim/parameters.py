@@ -1,9 +1,10 @@
-"""Checks and properties of one parameter: its local shard, name, gradient, and offset in the full parameter."""
+"""What optimizers of any rule need: checks and properties of one parameter (its local shard, name, gradient, and offset
+in the full parameter), and the loss of a step's closure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ from ..utils.errors import ConfigError, TrainingError
 
 FIRST_ELEMENT = "first_element"  # attribute of a slice of a parameter: number of its first element in the parameter
 FULL_ELEMENTS = "full_elements"  # attribute of a slice of a parameter: elements of the parameter
+
+
+def closure_loss(closure: Callable[[], Any] | None) -> Any:
+    """Return what the closure of `Optimizer.step` returns, with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def local_of(tensor: Tensor) -> Tensor:

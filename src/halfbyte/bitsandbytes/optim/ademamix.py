@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...ops.optimizer import scheduled_beta3
+from ...optim.parameters import closure_loss
 from .optimizer import Optimizer2State
 
 
@@ -30,10 +31,7 @@ class _ReferenceAdEMAMix(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ...optim.parameters import closure_loss
 from .optimizer import Optimizer1State, refuse
 
 
@@ -75,10 +76,7 @@ class PytorchLARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
