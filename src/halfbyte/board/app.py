@@ -211,7 +211,8 @@ class Board:
             now = time.monotonic()
             if current != seen:
                 yield f"id: {current}\ndata: changed\n\n"
-                seen, changed, sent = current, now, now
+                seen = current
+                changed = sent = now
             elif now - sent > SILENT_SECONDS:
                 yield ":\n\n"
                 sent = now

@@ -58,7 +58,7 @@ class Weights:
 
 
 def saved_weights(run: Summary) -> list[Weights]:
-    """Return what a run has saved: the trained weights first, then its complete checkpoints, newest first."""
+    """Return the saved weights of a run: the trained ones first, then complete checkpoints, newest first."""
     folders = [path for path in run.folder.glob(layout.CHECKPOINTS) if not path.is_symlink()]
     names = [layout.CHECKPOINT.fullmatch(path.name) for path in folders if (path / layout.MANIFEST).is_file()]
     steps = sorted((int(name[1]) for name in names if name), reverse=True)

@@ -125,7 +125,10 @@ class Runs:
 
     def __init__(self, roots: Sequence[Path]):
         self.roots = [Path(root).absolute() for root in roots]
-        self._glances, self._small, self._jobs, self._ended = Cache(2000), Cache(6000), Cache(1), Cache(2000)
+        self._glances = Cache(2000)
+        self._small = Cache(6000)
+        self._jobs = Cache(1)
+        self._ended = Cache(2000)
         self._metrics: OrderedDict[Path, MetricsFile] = OrderedDict()
         self._lock = threading.Lock()
         self._ids: dict[Path, str] = {}

@@ -72,7 +72,10 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, token: str, access: Access, port: int, read_only: bool):
-        self.app, self.token, self.access, self.read_only = app, token, access, read_only
+        self.app = app
+        self.token = token
+        self.access = access
+        self.read_only = read_only
         self.cookie = f"halfbyte-board-{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -69,7 +69,8 @@ def new_page(source: Summary | None, read_only: bool) -> str:
     Args:
         source: the run that its keys are copied from.
     """
-    keys, origin, number = EXAMPLE, "", ""
+    keys = EXAMPLE
+    origin = number = ""
     if source is not None:
         number = source.id
         origin = f'<p>Copied from <a href="/run/{number}">{text(source.name)}</a>; give another output_dir.</p>'

@@ -254,7 +254,9 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision, tokenizer: Any) -
         CheckpointError: a missing weight.
     """
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision.layers)
-    expected, optional, unused = vision.tensors, vision.optional_tensors, re.compile(vision.tower.unused)
+    expected = vision.tensors
+    optional = vision.optional_tensors
+    unused = re.compile(vision.tower.unused)
     planned = {}
     for key, weight in weights.items():
         if not BESIDE_TEXT.search(key):

@@ -114,7 +114,7 @@ SENDERS: dict[str, Callable[[Any, Details], None]] = {
 
 @dataclass(frozen=True)
 class Opening:
-    """What a tracker needs to begin a run, or to continue one.
+    """Names of a run for a tracker, and the id of the run that it continues.
 
     Attributes:
         name: `run_name`.
