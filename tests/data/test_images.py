@@ -366,6 +366,16 @@ def test_only_rows_with_images_need_the_processor(places, tmp_path):
         prepared(tmp_path / "model", place / "data.jsonl")
 
 
+@pytest.mark.parametrize("change", [{"patch_size": 28}, {"merge_size": 1}, "llava"], ids=str)
+def test_the_processor_of_another_model_is_refused(change, places, tmp_path):
+    save_image_model(tmp_path / "model", "qwen2_5_vl")
+    file = tmp_path / "model/preprocessor_config.json"
+    other = places(change) / "model" / file.name if isinstance(change, str) else None
+    file.write_text(other.read_text() if other else json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ModelError, match="processor"):
+        prepared(tmp_path / "model", places("gemma3") / "data.jsonl")
+
+
 def test_a_text_row_with_the_word_image_stays_text(tmp_path):
     """On a text model, also where a column of links is named image."""
     save_model(tmp_path / "model", "llama")

@@ -219,3 +219,15 @@ def test_features_that_depend_on_the_row_are_left_out(tmp_path, monkeypatch):
             continue
         with context as (rows, _, numbers):
             assert (rows, numbers) == (run.data.train, None)
+
+
+def test_a_processor_with_other_tokens_than_the_tower_has_features_is_refused(tmp_path):
+    save_image_model(tmp_path / "model", "gemma3")
+    write_image_rows(tmp_path)
+    run, model = prepared(tmp_path)
+    image_features.check_features(run, model)
+    file = tmp_path / "model/processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_seq_length": 9}))
+    run, _ = prepared(tmp_path)
+    with pytest.raises(ModelError, match="processor"):
+        image_features.check_features(run, model)

@@ -52,6 +52,7 @@ LOADED = ("processor", "model_config", "position_model", "token_types")  # attri
 CHANNELS = 3
 AXES = ("time", "height", "width")  # of M-RoPE
 PROBE_SIDE = 64  # pixels
+PATCHES = {"patch_size": "patch_size", "merge_size": "spatial_merge_size", "temporal_patch_size": "temporal_patch_size"}
 OTHER = "use another model"
 WITHOUT_IMAGES = "remove the images from the rows, or use another model"
 
@@ -232,6 +233,27 @@ class ImageProcessor:
         for reason in (reason for reason, applies in missing.items() if applies):
             raise ModelError(f"{self.model_config.model_type} is not trained on images: {reason}", OTHER)
         return processor
+
+    def check(self) -> None:
+        """Check that the processor takes a small image, and has the patches of the model's vision tower.
+
+        Raises:
+            ModelError: its files are of another model.
+        """
+        tower, name = getattr(self.model_config, "vision_config", None), self.origin.name
+        for key, of_tower in PATCHES.items():  # key of processors → key of towers
+            expected = getattr(tower, of_tower, None)
+            for part in (self.processor.image_processor, self.processor):
+                size = getattr(part, key, None)
+                if isinstance(size, int) and isinstance(expected, int) and size != expected:
+                    wrong = (
+                        f"the image processor of {name} has {key} {size}, and its vision tower {of_tower} {expected}"
+                    )
+                    raise ModelError(wrong, MISSING)
+        try:
+            self.expansion((PROBE_SIDE, PROBE_SIDE), several=False, location="a small image")
+        except DataError as error:
+            raise ModelError(error.message, MISSING) from error
 
     def expanded(
         self, text: str, turns: Sequence[Turn] | None, images: Sequence[Mapping[str, Any]], location: str, longest: int

@@ -342,10 +342,12 @@ def check_image_run(config: DataSection, processor: ImageProcessor) -> None:
 
     Raises:
         ConfigError: they do not.
+        ModelError: the model's processor is missing, or of another model.
     """
     if config.streaming:
         wrong = "streaming: the rows have images, and rows with images are read before training"
         raise ConfigError(wrong, "set streaming: false")
+    processor.check()
     key = "packing" if config.packing else "padding_free"
     if not getattr(config, key):
         return

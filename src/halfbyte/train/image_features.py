@@ -22,7 +22,7 @@ from .. import __version__
 from ..batch import LABELS, model_inputs, to_device
 from ..data.collate import make_collator
 from ..data.image_features import FEATURES, PIXELS, has_features, token_bytes, write_features
-from ..data.image_processor import ImageProcessor
+from ..data.image_processor import MISSING, ImageProcessor
 from ..data.images import IMAGES, STORED
 from ..data.tables import with_column
 from ..modeling.architectures import non_text_modules
@@ -81,6 +81,38 @@ def with_features(
     with reading_features(model, layout):
         release_tower(model)
         yield cache.named(rows), None if held_out is None else cache.named(held_out), results
+
+
+@torch.no_grad()
+def check_features(run: PreparedRun, model: Any) -> None:
+    """Check that the vision tower gives a feature for each token of the smallest image of a run.
+
+    Models that do not compute the features of an image by themselves are not checked.
+
+    Raises:
+        ModelError: the processor's files are of another model.
+    """
+    splits = [split for split in (run.data.train, run.data.eval) if split is not None]
+    images = (image for rows in splits for row in _images(rows) for image in row)
+    if (image := min(images, key=lambda image: image["tokens"], default=None)) is None:
+        return
+    processor = ImageProcessor(run.config, run.tokenizer)
+    columns = to_device(processor.image_columns(image, processor.copies(image)), run.machine.device)
+    model.eval()
+    try:
+        with compute_autocast(model, run.machine.compute_dtype):
+            _, features = image_outputs(model, columns)
+    except ModelError as error:
+        if error.__cause__ is None:
+            return
+        problem = error.message
+    else:
+        if len(features) == image["tokens"]:
+            return
+        problem = f"an image has {image['tokens']} tokens, and the tower gives {len(features)} features"
+    raise ModelError(
+        f"the image processor of {run.config.model_name_or_path} does not fit the model: {problem}", MISSING
+    )
 
 
 class _Cache:

@@ -40,7 +40,7 @@ from ..utils.waiting import showing_waits
 from . import checks, samples
 from .background import BackgroundRun
 from .hub import HubRepository
-from .image_features import with_features
+from .image_features import check_features, with_features
 from .loop import Steps, TrainingLoop, drive, seed_process
 from .preflight import PreparedRun, prepare_run
 from .reference import add_reference
@@ -199,6 +199,7 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
             verified = patch_and_verify(run, model, ids, console)
         else:
             verified = patch_and_verify_stages(run, model, pipelined, ids)
+        check_features(run, model)
         results = verified.results
         if run.storage_loss is not None:
             results["storage_loss"] = asdict(run.storage_loss)
