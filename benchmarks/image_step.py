@@ -8,9 +8,9 @@ Models have public shapes and random weights (`benchmarks.image_models`); their 
 call. Frozen weights are NF4 with nested scales, LoRA of rank 16 is on the seven linears of the language model, and the
 tower is frozen in 16 bits.
 
-- step: four rows with one picture of a megapixel each and about 160 characters, one per token. halfbyte and Hugging
-  Face with PEFT and bitsandbytes run in their own processes, on the same weights. Both save all activations; a peer
-  that runs out of memory is run again with its gradient checkpointing.
+- step: four rows with one picture of a megapixel each and about 160 characters, one per token. halfbyte, also without
+  CUDA graphs, and Hugging Face with PEFT and bitsandbytes run in their own processes, on the same weights. All save all
+  activations; a peer that runs out of memory is run again with its gradient checkpointing.
 - packing: `halfbyte train` on uneven pictures and texts, packed and padded. Speeds are of the second epoch, in tokens
   without padding.
 - cache: `halfbyte train` on pictures in every step, on cached features, and on text rows of equal length.
@@ -150,9 +150,9 @@ def step(place: Place, save: Callable[..., None]) -> None:
     place.model(options.shape, options.layers)
     place.rows("step", ROWS)
     runs: dict[str, Any] = {}
-    for name in ("halfbyte", *filter(None, options.peers.split(","))):
+    for name in ("halfbyte", "halfbyte, eager", *filter(None, options.peers.split(","))):
         modes = (True,) if options.checkpointing else (False, True)
-        for checkpointing in modes if name != "halfbyte" else modes[:1]:
+        for checkpointing in modes[:1] if name.startswith("halfbyte") else modes:
             label = f"{name}, checkpointed" if checkpointing else name
             runs[label] = run = run_peer([*own_command(options), "--part", name, *["--checkpointing"] * checkpointing])
             save(runs=runs)
@@ -195,14 +195,16 @@ def collated(place: Place, folder: Path, data: Path, count: int, device: str | N
     return config, to_device(collate([rows[number] for number in range(count)]), torch.device(place.options.device))
 
 
-def halfbyte(place: Place) -> dict[str, Any]:
-    """Time halfbyte's step."""
+def halfbyte(place: Place, graphs: bool = True) -> dict[str, Any]:
+    """Time halfbyte's step; on a GPU with `graphs`, as `halfbyte train` runs it: the tower, then a CUDA graph."""
     import halfbyte as library
     from halfbyte.adapters.lora import add_adapter
     from halfbyte.loading.load import load_model
     from halfbyte.modeling.compute_dtype import compute_autocast, no_input_casts
     from halfbyte.modeling.head import causal_lm_loss
+    from halfbyte.modeling.language_inputs import LanguageInputs
     from halfbyte.modeling.vision import bind_vision
+    from halfbyte.train.stepper import GraphedStepper
 
     folder, data = place.model(place.options.shape, place.options.layers), place.options.work / "rows-step/data.jsonl"
     config, batch = collated(place, folder, data, ROWS, place.options.device)
@@ -213,14 +215,23 @@ def halfbyte(place: Place) -> dict[str, Any]:
     report = library.patch(model)
     bind_vision(model)
     print(report)
+    count = (batch["labels"][..., 1:] != -100).sum()
 
-    def loss_of() -> Any:
+    def loss_of(columns: Any = batch) -> Any:
         with compute_autocast(model, torch.bfloat16):
-            loss_sum, tokens = causal_lm_loss(model, batch)
-        return loss_sum / tokens
+            return causal_lm_loss(model, columns)[0] / count
+
+    def with_sums(columns: Any, _: Any) -> Any:
+        loss = loss_of(columns)
+        return loss, loss.detach()[None]
 
     with no_input_casts(model, torch.bfloat16):
-        return timed_step(place, model, loss_of, batch)
+        if not graphs or place.options.device == "cpu":
+            return timed_step(place, model, loss_of, batch)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        stepper = GraphedStepper(trained, language_inputs=LanguageInputs(model))
+        backward = partial(stepper.forward_backward, with_sums, [batch], count, may_capture=True)
+        return timed_step(place, model, backward, batch) | {"captured": stepper.holds_graphs}
 
 
 def bitsandbytes(place: Place) -> dict[str, Any]:
@@ -333,6 +344,7 @@ def _timed_pictures(place: Place, batches: Iterable[dict[str, Any]]) -> dict[str
 
 PARTS: dict[str, Callable[[Place], dict[str, Any]]] = {
     "halfbyte": halfbyte,
+    "halfbyte, eager": partial(halfbyte, graphs=False),
     "bitsandbytes": bitsandbytes,
     "halfbyte, prepared": prepared_pictures,
     "TRL, prepared": prepared_by_trl,
@@ -341,7 +353,11 @@ PARTS: dict[str, Callable[[Place], dict[str, Any]]] = {
 
 
 def timed_step(place: Place, model: Any, loss_of: Callable[[], Any], batch: dict[str, Any]) -> dict[str, Any]:
-    """Time the training step of a loss, and describe model and batch."""
+    """Time the training step of a loss, and describe model and batch.
+
+    Args:
+        loss_of: returns the loss; without a graph if it has added the gradients itself.
+    """
     from benchmarks.step_peers import training_step
     from halfbyte.train.reference import plain_tensors
 

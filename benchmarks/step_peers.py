@@ -130,7 +130,8 @@ def training_step(model: Any, loss_of: Any, paged: bool = False) -> Any:
 
     def step() -> Any:
         loss = loss_of()
-        loss.backward()
+        if loss.requires_grad:  # otherwise it has added its gradients
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()

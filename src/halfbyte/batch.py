@@ -34,6 +34,9 @@ LONGEST = ("max_length_q", "max_length_k")  # a number that no document's length
 # Stored images of a prepared row (`data.images`), in the order of its documents; collators make the model's inputs.
 IMAGES = "images"
 
+# Prefix of the arguments of the language model of a model that reads images, computed before (`language_columns`).
+LANGUAGE_INPUTS = "language_model"
+
 # How sequences of the batch relate to each other and to other processes.
 REAL_TOKENS = "real_tokens"  # [B, T]: 1 for tokens that are not padding, for the routers of a mixture of experts
 BRANCHES, KEY_POSITIONS = "branches", "key_places"  # answers that share a prompt, see `data.shared_prefix`
@@ -118,6 +121,24 @@ def model_inputs(batch: Batch, *excluded: str) -> dict[str, Any]:
     """Return the columns that the model's forward takes, without `excluded`."""
     left_out = {*excluded, *(column.name for column in COLUMNS.values() if not column.in_forward)}
     return {name: value for name, value in batch.items() if name not in left_out}
+
+
+def language_columns(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a language model's arguments, with tensors at any depth, as columns of a batch, and their structure."""
+    from torch.utils._pytree import keystr, tree_flatten_with_path
+
+    leaves, structure = tree_flatten_with_path(dict(arguments))
+    return {LANGUAGE_INPUTS: structure} | {f"{LANGUAGE_INPUTS}{keystr(path)}": value for path, value in leaves}
+
+
+def language_arguments(batch: Batch) -> dict[str, Any]:
+    """Return the arguments that `language_columns` has flattened."""
+    from torch.utils._pytree import tree_unflatten
+
+    structure = batch[LANGUAGE_INPUTS]
+    leaves = [value for name, value in batch.items() if name.startswith(f"{LANGUAGE_INPUTS}[")]
+    arguments: dict[str, Any] = tree_unflatten(leaves, structure)
+    return arguments
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:

@@ -76,16 +76,23 @@ def test_planned_bytes_are_those_that_the_tower_allocates(name, frozen, checkpoi
     assert planned.saved == pytest.approx(saved, rel=0.05)
 
 
-def test_image_rows_are_planned_without_cuda_graphs(tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "captures"),
+    [({}, True), ({"freeze_vision_tower": False}, False), ({"modules_to_save": ["embed_tokens"]}, False)],
+)
+def test_image_rows_are_planned_with_cuda_graphs_if_nothing_before_the_language_model_is_trained(
+    keys, captures, tmp_path
+):
+    """The plan then also counts the embeddings that graphs read."""
     save_image_model(tmp_path, "qwen2_5_vl")
     write_image_rows(tmp_path)
-    config = configured(tmp_path)
+    config = configured(tmp_path, **keys)
     tokenizer, model_config = load_run_tokenizer(config), load_model_config(str(tmp_path))
     shapes = ModelShapes(config, model_config, torch.device("cuda"))
-    images = most_images(config, prepare(config, tokenizer), tokenizer, cached=False)
-    for shapes.images, captures in ((None, True), (images, False)):
-        plan = estimate(config, model_config, device="cuda", capacity_bytes=2**30, shapes=shapes)
-        assert plan.use_graphs is captures
+    shapes.images = most_images(config, prepare(config, tokenizer), tokenizer, cached=False)
+    plan = estimate(config, model_config, device="cuda", capacity_bytes=2**30, shapes=shapes)
+    assert plan.use_graphs is captures
+    assert shapes.vision_bytes(64, 0, False, graphs=0) > shapes.vision_bytes(64, 0, False)
 
 
 def test_the_plan_has_a_line_for_images(tmp_path):

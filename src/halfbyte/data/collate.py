@@ -134,8 +134,8 @@ class PackedCollator:
 
     If `fused`, the batch also has the arguments of transformers' flash attention: cu_seq_lens_q and cu_seq_lens_k
     (int32, start of each document in the flattened batch; the last value repeats as padding, which means empty
-    documents), and max_length_q and max_length_k (a power of two that no document exceeds). Batches with images have
-    none: transformers would pass them to the vision tower, too, and the language model finds them in position_ids.
+    documents), and max_length_q and max_length_k (a power of two that no document exceeds). transformers would also
+    pass them to a vision tower, which `modeling.vision.bind_vision` prevents.
     """
 
     pad_token_id: int
@@ -169,10 +169,12 @@ class PackedCollator:
             **collate_columns(rows, self.rounded),
         }
         all_lengths = [length for document_lengths in documents for length in document_lengths]
+        if self.fused:
+            batch |= _bounds(all_lengths)
         if self.images is not None and IMAGES in rows[0]:
             images = [image for row in rows for image in row[IMAGES]]
-            return batch | self.images.packed_columns(images, batch["input_ids"], all_lengths)
-        return batch | _bounds(all_lengths) if self.fused else batch
+            batch |= self.images.packed_columns(images, batch["input_ids"], all_lengths)
+        return batch
 
 
 Collator = PaddedCollator | PackedCollator

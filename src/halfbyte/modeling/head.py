@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..autograd.gemms import dense
 from ..autograd.lora import dropped
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
-from ..batch import HEAD_ROWS, ROPE_POSITIONS
+from ..batch import HEAD_ROWS, LANGUAGE_INPUTS, ROPE_POSITIONS, language_arguments
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.base import is_quantized
 from ..layers.plain import Adapter, PlainLinear, has_hooks, read_linear
@@ -35,6 +35,7 @@ from ..ops import IGNORE_INDEX
 from ..ops.linear_head import HeadAdapter, head_logits
 from ..utils.errors import DataError, ModelError
 from ..utils.notices import notice
+from .architectures import text_model
 from .attention import with_shared_prefixes
 from .layer import causal_lm_of
 from .projections import dora_adapter
@@ -108,7 +109,7 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
         if getattr(output, "aux_loss", None) is not None:  # a mixture's, a mean: weighted as in transformers
             loss = loss + _text_config(model).router_aux_loss_coef * output.aux_loss * trained_tokens
         return loss, trained_tokens
-    hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
+    hidden = last_hidden_state(causal_lm, inputs)
     if HEAD_ROWS in batch:
         rows = batch[HEAD_ROWS]
         hidden, labels = (x.flatten(0, 1).index_select(0, rows) for x in (hidden, labels))
@@ -241,6 +242,19 @@ def backbone_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     return inputs
 
 
+def last_hidden_state(causal_lm: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """Return the last hidden states [B, T, H], after the final norm, of inputs as `backbone_inputs` returns them.
+
+    If they hold the arguments of the language model (`batch.language_columns`), only this runs.
+    """
+    if LANGUAGE_INPUTS in inputs:
+        output = text_model(causal_lm)(**language_arguments(inputs))
+    else:
+        output = causal_lm.base_model(**inputs, use_cache=False)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
 def uses_hidden_states(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether the loss is computed from the backbone's hidden states, without full logits."""
     return not isinstance(verified_head(model, inputs), str)
@@ -266,7 +280,7 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
         logits = model(**inputs, use_cache=False).logits[selected].float()
         return -F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
-    hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[selected]
+    hidden = last_hidden_state(causal_lm, inputs)[selected]
     (weight, adapter), vocabulary = head_terms(causal_lm, hidden), _sharded_vocabularies.get(causal_lm)
     if vocabulary is not None:
         return vocabulary.log_probs_and_argmax(hidden, weight, targets, softcap=head.softcap, scale=head.scale)
@@ -388,8 +402,8 @@ def aligned_log_probs_at(
 def hidden_states_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> Tensor:
     """Return the last hidden states [N, H], after the final norm, at positions `at` [N] of the flattened batch."""
     causal_lm = causal_lm_of(model)
-    output = causal_lm.base_model(**with_shared_prefixes(model, backbone_inputs(model, inputs)), use_cache=False)
-    return _select_rows(output.last_hidden_state, at)
+    inputs = with_shared_prefixes(model, backbone_inputs(model, inputs))
+    return _select_rows(last_hidden_state(causal_lm, inputs), at)
 
 
 def outputs_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:
@@ -408,7 +422,7 @@ def _outputs(
     if isinstance(head, str):
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
         return model(**inputs, use_cache=False).logits, None
-    return causal_lm.base_model(**inputs, use_cache=False).last_hidden_state, head
+    return last_hidden_state(causal_lm, inputs), head
 
 
 def _select_rows(x: Tensor, at: Tensor) -> Tensor:

@@ -15,18 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..batch import BOUNDS, LONGEST
 from ..utils.errors import ModelError
 from ..utils.hardware import is_out_of_memory
-from .architectures import non_text_modules
+from .architectures import non_text_modules, text_model
 from .layer import causal_lm_of
 from .tower import bind_tower, unbind_tower
 
 FEATURES = "get_image_features"
+ADD_DEEPSTACK = "_deepstack_process"  # method of Qwen3-VL's language model: adds features of images to hidden states
 OFF = "set vision_cache: false"
 
 
 def bind_vision(model: nn.Module) -> str:
     """Bind fused forwards to the model's towers (`modeling.tower`), and run frozen towers without a graph.
+
+    Language models that add deepstack features then also take them for all tokens, see `_add_deepstack`.
 
     Returns:
         Description of the attention; "" if nothing was bound. `unbind_vision` undoes it.
@@ -38,6 +42,9 @@ def bind_vision(model: nn.Module) -> str:
     if FEATURES not in vars(backbone):
         modules = [causal_lm.get_submodule(name) for name in names]
         setattr(backbone, FEATURES, MethodType(_without_graph(type(backbone), modules), backbone))
+    text = text_model(causal_lm)
+    if hasattr(text, ADD_DEEPSTACK):
+        setattr(text, ADD_DEEPSTACK, MethodType(_add_deepstack, text))
     segmented = [bind_tower(causal_lm.get_submodule(name)) for name in names]
     return "halfbyte: all images of a batch at once" if any(segmented) else ""
 
@@ -46,12 +53,15 @@ def unbind_vision(model: nn.Module) -> None:
     """Undo `bind_vision`; does nothing on a model that is not bound."""
     causal_lm = causal_lm_of(model)
     vars(getattr(causal_lm, "base_model", causal_lm)).pop(FEATURES, None)
+    vars(text_model(causal_lm) or causal_lm).pop(ADD_DEEPSTACK, None)
     for name in non_text_modules(causal_lm):
         unbind_tower(causal_lm.get_submodule(name))
 
 
 def _without_graph(backbone: type, modules: Sequence[nn.Module]) -> Callable[..., Any]:
     """Return a backbone's `get_image_features` that makes no graph if nothing of its tower and projector is trained.
+
+    It drops the bounds of packed documents, which a tower would take for those of its images.
 
     Args:
         modules: tower and projector.
@@ -61,10 +71,23 @@ def _without_graph(backbone: type, modules: Sequence[nn.Module]) -> Callable[...
     @functools.wraps(original)  # transformers' `generate` takes the names of the tower's inputs from its signature
     def features(self: Any, *args: Any, **kwargs: Any) -> Any:
         trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        kwargs = {name: value for name, value in kwargs.items() if name not in (*BOUNDS, *LONGEST)}
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
             return original(self, *args, **kwargs)
 
     return features
+
+
+def _add_deepstack(self: Any, hidden: Tensor, is_image: Tensor | None, features: Tensor) -> Tensor:
+    """Add features [N, H] to the hidden states [B, T, H] of image tokens, as the class does.
+
+    Args:
+        is_image: bool [B, T]; None: features are [B, T, H], 0 outside of images. No synchronization.
+    """
+    if is_image is None:
+        return hidden + features.to(hidden.dtype)
+    output: Tensor = getattr(type(self), ADD_DEEPSTACK)(self, hidden, is_image, features)
+    return output
 
 
 # --- features that were computed before ------------------------------------------------------------------------------

@@ -227,8 +227,8 @@ class _Planner:
         self.hosted_state = (hosted or 0) // self.slices  # bytes of optimizer state in host memory
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
         captures = graphs and row.updates == "all" and {*layout.axes} <= CAPTURED and not self._reduces_in_backward
-        captures = captures and not experts.layers and shapes.images is None  # towers read sizes of images
-        self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
+        captures = captures and not experts.layers and may_capture(self.config, shapes.device, shapes.dtype)
+        self.may_capture = captures and shapes.images_before_graphs
         self.vocabulary = shapes.text_config.vocab_size
         self.pipeline = self._pipeline(recomputed)
         self.stages = self.pipeline.stages
@@ -398,7 +398,12 @@ class _Planner:
             optimizer=self.optimizer * trained.bytes // max(self.trained.bytes * self.slices, 1),
             activations=transient - logits,
             logits=logits,
-            vision=self.shapes.vision_bytes(transient - self._image_bytes, {*choice.levels} != {"keep"}),
+            vision=self.shapes.vision_bytes(
+                largest.tokens,
+                transient - self._image_bytes,
+                {*choice.levels} != {"keep"},
+                graphs if choice.graphs else None,
+            ),
             graphs=graphs,
             runtime=runtime + GRAPH_RUNTIME * choice.graphs,
             activation_checkpointing=set(choice.levels) != {"keep"},

@@ -39,6 +39,7 @@ from ..modeling.checkpointing import TILE_ROWS
 from ..modeling.config_facts import has_sinks
 from ..modeling.experts import names_of
 from ..modeling.families import family_of_config
+from ..modeling.language_inputs import IMAGES_EAGER, unsplit_reason
 from ..modeling.layer import causal_lm_of, decoder_layers
 from ..modeling.packing import isolate_tiny_model
 from ..modeling.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
@@ -334,11 +335,26 @@ class ModelShapes:
         left_out = sum(self.layer_gradients()[len(steps[0].layers) :]) * self._copy_ratio()
         return replace(steps[-1], initial=steps[-1].initial + int(left_out), layers=layers)
 
-    def vision_bytes(self, transient: int, checkpointed: bool) -> int:
+    @property
+    def images_before_graphs(self) -> bool:
+        """Return whether the images of a batch, if it has some, can be computed before its CUDA graph."""
+        if self.images is None:
+            return True
+        reason = unsplit_reason(self.model) if self.config.method == "sft" else f"with method: {self.config.method}"
+        if reason is not None:
+            notice("image-graphs", f"{IMAGES_EAGER}: {reason}")
+        return reason is None
+
+    def vision_bytes(self, tokens: int, transient: int, checkpointed: bool, graphs: int | None = None) -> int:
         """Bytes of vision tower, projector and features of `images`, beyond those of the language model, `transient`.
 
         A frozen tower frees what it allocates before the language model runs; a trained one keeps what its backward
         reads, which runs when the language model has freed its own.
+
+        Args:
+            tokens: tokens of the micro-batch.
+            graphs: bytes outside of the CUDA graphs' pool that are free while the tower runs; None: no graphs, so the
+                bytes of the language model are. Graphs also read a copy of the embeddings, and of deepstack features.
         """
         if self.images is None:
             return 0
@@ -347,6 +363,10 @@ class ModelShapes:
         parts = map(self.causal_lm.get_submodule, non_text_modules(self.causal_lm))
         trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
         tower = self._tower(trained and checkpointed)
+        if graphs is not None:
+            tower_config = getattr(self.causal_lm.config, "vision_config", None)
+            deepstack = len(getattr(tower_config, "deepstack_visual_indexes", None) or ())
+            return features + (1 + 2 * deepstack) * tokens * width + max(0, tower.peak - graphs)
         return features + max(tower.saved if trained else 0, tower.peak - transient)
 
     @cached_method

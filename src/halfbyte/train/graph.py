@@ -32,10 +32,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..autograd.gemms import gradient_dtype
 from ..batch import SYNCED_SHAPE, Batch
 from ..data.batch_shapes import MAX_GRAPHS
+from ..memory.allocators import Result
 from ..memory.pinned import AFTER_CAPTURE
 from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..optim.fused import FusedOptimizer
@@ -208,6 +210,7 @@ class ShapeGraphs:
         self._to_warm_up: set[Shapes] = set()
         self._warm_up_each = mesh.shares_collectives
         self._largest = 0  # size of the largest captured shape
+        self._inputs: dict[tuple[str, torch.dtype], Tensor] = {}  # memory of the graphs' inputs, [elements]
         self._eager_only = False
 
     def __call__(self, batch: Batch, may_capture: bool = True) -> Tensor:
@@ -253,11 +256,22 @@ class ShapeGraphs:
         return sum(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"])
 
     def _eager(self, batch: Batch) -> Tensor:
-        self.stream.wait_stream(torch.cuda.current_stream())
+        return self.on_stream(lambda: self.step(batch))
+
+    def on_stream(self, work: Callable[[], Result]) -> Result:
+        """Run `work` eagerly on the capture stream; another stream would cache as much memory again.
+
+        Returns:
+            Its result. The current stream may read the tensors in it.
+        """
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            result = self.step(batch)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        result.record_stream(torch.cuda.current_stream())  # it reads the result later
+            result = work()
+        current.wait_stream(self.stream)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(current)  # it reads the result later
         return result
 
     def _capture(self, batch: Batch, warm: bool) -> _Captured | None:
@@ -271,7 +285,7 @@ class ShapeGraphs:
                 return None
         elif reservable_bytes(self.stream.device) < self.pool_bytes:  # the most that a smaller shape takes
             free_cached_memory(self.stream.device)  # synchronizes, so it is called only if memory is short
-        inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
+        inputs = {key: self._input(key, value) if isinstance(value, Tensor) else value for key, value in batch.items()}
         reserved_bytes = torch.cuda.memory_reserved(self.stream.device)
         try:
             captured = _Captured(self.step, inputs, self.stream, self.pool)
@@ -292,6 +306,13 @@ class ShapeGraphs:
         elif warm:
             notice("cuda-graph", f"{self.steps_name} run eagerly, not as a CUDA graph: {reason}")
         return None
+
+    def _input(self, key: str, value: Tensor) -> Tensor:
+        """Return a copy of a batch's tensor that a graph will read, in memory that the graphs of all shapes share."""
+        memory = self._inputs.get((key, value.dtype))
+        if memory is None or memory.numel() < value.numel():  # graphs of other shapes keep the smaller memory
+            memory = self._inputs[key, value.dtype] = value.new_empty(value.numel())
+        return memory[: value.numel()].view(value.shape).copy_(value)
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
         return captured.replay(batch)
@@ -314,6 +335,7 @@ class ShapeGraphs:
         self.pool = torch.cuda.graph_pool_handle()
         self.pool_bytes = 0
         self._largest = 0
+        self._inputs = {}
         free_cached_memory(self.stream.device)
 
     def give_up(self) -> None:

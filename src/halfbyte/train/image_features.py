@@ -37,6 +37,7 @@ from ..utils.hardware import is_out_of_memory
 from ..utils.notices import notice
 from ..utils.text import one_line, size
 from ..utils.waiting import progress_bars
+from .inputs import rows_with_most_images
 from .preflight import PreparedRun
 from .reference import describe, plain_tensors
 from .verify import HIDDEN_TOLERANCE, HIDDEN_TOLERANCE_16
@@ -178,7 +179,7 @@ class _Cache:
             The layout of the features, and numbers for checks.json.
         """
         start = time.time()
-        rows = self._checked_rows()
+        rows = rows_with_most_images(self.splits, CHECKED_ROWS)
         checked = {image["sha256"] for row in _images(rows) for image in row}
         missing = [key for key, image in self.images.items() if not has_features(self.file(key), image["tokens"])]
         layout, features, _ = self._outputs(missing[0] if missing else min(checked))
@@ -202,13 +203,6 @@ class _Cache:
         console.print(one_line(f"{line}, {seconds:.1f} s"), soft_wrap=True)
         numbers = {"images": len(self.images), "computed": len(missing), "bytes": stored, "seconds": seconds}
         return layout, {**numbers, "difference": difference, "folder": str(self.folder)}
-
-    def _checked_rows(self) -> Dataset:
-        """Return the rows with most images."""
-        rows = next(rows for rows in self.splits if any(_images(rows)))
-        counts = [len(row) for row in _images(rows)]
-        numbers = sorted(range(len(counts)), key=lambda number: -counts[number])[:CHECKED_ROWS]
-        return rows.select([number for number in numbers if counts[number]])
 
     @torch.no_grad()
     def _outputs(self, key: str) -> tuple[VisionOutput, Tensor, dict[str, Tensor]]:

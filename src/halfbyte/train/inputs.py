@@ -7,7 +7,7 @@ so a moved file is the same input.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -235,6 +235,17 @@ def check_images(config: RunConfig, shapes: ModelShapes, data: PreparedData, ran
 def has_image_rows(data: PreparedData) -> bool:
     """Return whether rows of a run have images."""
     return any(IMAGES in rows.column_names for rows in (data.train, data.eval) if rows is not None)
+
+
+def rows_with_most_images(splits: Iterable[Any], count: int) -> Any | None:
+    """Return at most `count` rows with most images, of the first of `splits` that has any; None without images."""
+    with_images = (rows for rows in splits if IMAGES in rows.column_names and any(rows[IMAGES]))
+    rows = next(with_images, None)
+    if rows is None:
+        return None
+    counts = [len(images) for images in rows[IMAGES]]
+    numbers = sorted(range(len(counts)), key=lambda number: -counts[number])[:count]
+    return rows.select([number for number in numbers if counts[number]])
 
 
 def most_images(

@@ -94,7 +94,7 @@ class ModelSource:
 
     def stepper(self, run: PreparedRun, model: Any, verified: Verified) -> Stepper:
         """Return the stepper of the run, without pipeline."""
-        return make_stepper(run, model, verified.graphs)
+        return make_stepper(run, model, verified)
 
     def digests(self, run: PreparedRun) -> Future[dict[str, Any]]:
         """Return the digests of the run's models for its checkpoints, see `digests_of_models`."""
@@ -220,9 +220,11 @@ def loss_scaler(run: PreparedRun) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(run.machine.device.type, enabled=run.machine.compute_dtype == torch.float16)
 
 
-def make_stepper(run: PreparedRun, model: Any, graphs: bool) -> Stepper:
-    """Return the stepper of a run without pipeline; it captures CUDA graphs if `graphs`."""
-    return GraphedStepper(list(trained_parameters(model).values()), run.mesh) if graphs else Stepper()
+def make_stepper(run: PreparedRun, model: Any, verified: Verified) -> Stepper:
+    """Return the stepper of a run without pipeline; it captures CUDA graphs if `verified` allows it."""
+    if not verified.graphs:
+        return Stepper()
+    return GraphedStepper(list(trained_parameters(model).values()), run.mesh, verified.language_inputs)
 
 
 @contextlib.contextmanager

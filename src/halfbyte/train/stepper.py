@@ -19,6 +19,7 @@ from ..mesh.mesh import SINGLE_PROCESS, Mesh
 from ..mesh.reduction import is_norm_distributed
 from ..methods.base import Method
 from ..modeling.compute_dtype import compute_autocast
+from ..modeling.language_inputs import LanguageInputs
 from ..optim.fused import FusedOptimizer
 from ..parallel.padding import pad_to_longest
 from ..parallel.shard.optimizer import ReplicatedOptimizer
@@ -100,13 +101,17 @@ class GraphedStepper(Stepper):
     Args:
         parameters: the trained parameters.
         mesh: of the run.
+        language_inputs: replaces the images of a micro-batch before its graph; None: the rows have none.
     """
 
     is_eager = False
     captures = True
 
-    def __init__(self, parameters: Sequence[Tensor], mesh: Mesh = SINGLE_PROCESS):
+    def __init__(
+        self, parameters: Sequence[Tensor], mesh: Mesh = SINGLE_PROCESS, language_inputs: LanguageInputs | None = None
+    ):
         self.mesh = mesh
+        self.language_inputs = language_inputs
         self.graphs = GraphedBackward(self._micro_batch, parameters, mesh)
         self.optimizer_graph: GraphedOptimizer | None = None
         self._forward: Forward
@@ -116,12 +121,18 @@ class GraphedStepper(Stepper):
         self, forward: Forward, batches: Iterable[Batch], loss_count: Tensor, may_capture: bool = False
     ) -> Tensor:
         self._forward = forward
-        # the capture stream also runs eager micro-batches: another stream would cache as much memory again
-        results = (self.graphs({**batch, LOSS_COUNT: loss_count}, may_capture) for batch in batches)
+        results = (self.graphs(self._graph_inputs(batch, loss_count), may_capture) for batch in batches)
         total = next(results)
         for sums in results:
             total = total + sums
         return total
+
+    def _graph_inputs(self, batch: Batch, loss_count: Tensor) -> dict[str, Any]:
+        """Return the columns that a graph reads; images are computed for them here."""
+        if self.language_inputs is not None:
+            compute = partial(self.language_inputs, batch, lambda batch: self._forward(batch, loss_count))
+            batch = self.retry_without_graphs(partial(self.graphs.on_stream, compute))
+        return {**batch, LOSS_COUNT: loss_count}
 
     def _micro_batch(self, batch: Batch) -> Tensor:
         """Run forward and backward of a micro-batch and return its sums [n]. A CUDA graph can capture this."""

@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..batch import Batch, model_inputs, to_device
+from ..batch import LABELS, Batch, model_inputs, to_device
 from ..data.answer_documents import first_prompt, with_own_prompts
 from ..data.collate import make_collator
 from ..data.collate_answers import answer_collator
 from ..mesh.mesh import Mesh
 from ..modeling.compute_dtype import compute_autocast
-from ..modeling.head import causal_lm_loss, hidden_states_at
+from ..modeling.head import backbone_inputs, causal_lm_loss, hidden_states_at, last_hidden_state
+from ..modeling.language_inputs import IMAGES_EAGER, LanguageInputs
+from ..modeling.layer import causal_lm_of
 from ..modeling.packing import isolate_for_run, remove_isolation
 from ..modeling.patch import PatchReport, patch, patch_attention, unpatch
 from ..modeling.projections import configured_recipe
@@ -25,15 +27,18 @@ from ..ops.fp8_scaling import DelayedScaling
 from ..parallel.context import context_parallel, context_shard
 from ..utils.console import Console, is_verbose
 from ..utils.errors import TrainingError
+from ..utils.hardware import is_out_of_memory
+from ..utils.notices import notice
 from ..utils.waiting import waiting
 from .checks import ROUNDING, logits
-from .inputs import has_image_rows
+from .inputs import has_image_rows, rows_with_most_images
 from .pipeline_stepper import PipelinedStepper
 from .preflight import PreparedRun
 
 # Tolerance of a token's hidden states, relative; in 16 bits rounding errors grow through the layers.
 HIDDEN_TOLERANCE = {torch.float32: 1e-4}
 HIDDEN_TOLERANCE_16 = 0.1
+SPLIT_ROWS = 2  # rows of `split_check`
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,14 @@ class Verified:
         report: report of `patch`; None if the model runs transformers' forwards.
         fp8_scales: delayed scales of the fp8 recipe.
         graphs: whether steps may be captured in CUDA graphs.
+        language_inputs: replaces the images of a micro-batch before its graph; None: the rows have none.
     """
 
     results: dict[str, Any]
     report: PatchReport | None
     fp8_scales: DelayedScaling | None = None
     graphs: bool = False
+    language_inputs: LanguageInputs | None = None
 
 
 @waiting("checking the model's loss")
@@ -94,9 +101,15 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
             results["divided"] = divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.method == "positions"  # other methods read the batch's values
     captures = run.plan.use_graphs and by_positions
+    language_inputs = None
+    splits = [rows for rows in (run.data.train, run.data.eval) if rows is not None]
+    if captures and (rows := rows_with_most_images(splits, SPLIT_ROWS)) is not None:
+        batch = to_device(plain([*rows]), device)
+        language_inputs, results["split_forward"] = split_check(model, batch, dtype)
+        captures = language_inputs is not None
     if run.config.precision.recipe != "bf16":  # on a CPU too
         fp8_scales = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
-    return Verified(results, report, fp8_scales, captures)
+    return Verified(results, report, fp8_scales, captures, language_inputs)
 
 
 @waiting("checking the model's loss")
@@ -214,6 +227,37 @@ def shared_check(model: nn.Module, shared: Batch, separate: Batch, dtype: torch.
             "set use_kernels: false, and please report the model",
         )
     return {"median_difference": difference, "largest_difference": float(off.max()), "tokens": len(off)}
+
+
+@torch.no_grad()
+def split_check(model: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[LanguageInputs | None, dict[str, Any]]:
+    """Compare hidden states of a model that reads images with those of its forward in two parts.
+
+    Returns:
+        The first part, and numbers for checks.json. None if hidden states differ by more than rounding, or the model
+        cannot be split; a notice gives the reason.
+    """
+    model.eval()
+    language_inputs = LanguageInputs(model)
+
+    def hidden(columns: Batch) -> Tensor:
+        with compute_autocast(model, dtype):
+            inputs = backbone_inputs(model, model_inputs(columns, LABELS))
+            return last_hidden_state(causal_lm_of(model), inputs).float()
+
+    try:
+        expected = hidden(batch)
+        difference = float((hidden(language_inputs(batch, hidden)) - expected).abs().mean() / expected.abs().mean())
+    except Exception as error:  # of the model's own code
+        if is_out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        notice("image-graphs", f"{IMAGES_EAGER}: {reason}")
+        return None, {"error": reason}
+    if not difference <= HIDDEN_TOLERANCE.get(dtype, HIDDEN_TOLERANCE_16):
+        notice("image-graphs", f"{IMAGES_EAGER}: in two parts, hidden states differ by {difference:.3g}")
+        return None, {"difference": difference}
+    return language_inputs, {"difference": difference, "tokens": expected.shape[0] * expected.shape[1]}
 
 
 @torch.no_grad()
