@@ -139,6 +139,18 @@ def test_a_new_run_in_the_same_folder_is_a_new_run_in_its_trackers(fake_trackers
     assert json.loads((tmp_path / "trackers.json").read_text())["Wandb"] != ids["Wandb"]
 
 
+def test_swanlab_gets_configuration_and_answers(fake_trackers, tmp_path):
+    followers = begun(tmp_path)
+    (swanlab,) = [
+        callback._swanlab for callback in followers._callbacks if type(callback).__name__ == "SwanLabCallback"
+    ]
+    swanlab.config, swanlab.Text, logged = {}, lambda *texts: texts, []
+    swanlab.log = logged.append
+    followers.send(Details({"configuration": {"r": 4}}, [(2, "Why?", "So.", None)]))
+    assert swanlab.config == {"halfbyte/configuration": {"r": 4}}
+    assert logged == [{"answers": [("Why?\n\nSo.", "step 2")]}]
+
+
 @pytest.mark.slow
 def test_tensorboard_gets_numbers_configuration_plan_and_answers(place, tmp_path, monkeypatch):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -104,11 +104,23 @@ def _to_trackio(callback: Any, details: Details) -> None:
         trackio.log({"report": trackio.Markdown(str(details.report))})
 
 
+def _to_swanlab(callback: Any, details: Details) -> None:
+    swanlab = callback._swanlab
+    if details.documents:
+        swanlab.config.update({f"halfbyte/{name}": document for name, document in details.documents.items()})
+    if details.answers:
+        texts = [swanlab.Text(f"{prompt}\n\n{answer}", f"step {step}") for step, prompt, answer, _ in details.answers]
+        swanlab.log({"answers": texts})
+    if details.report is not None:
+        swanlab.log({"report": swanlab.Text(str(details.report))})
+
+
 SENDERS: dict[str, Callable[[Any, Details], None]] = {
     "TensorBoardCallback": _to_tensorboard,
     "WandbCallback": _to_wandb,
     "MLflowCallback": _to_mlflow,
     "TrackioCallback": _to_trackio,
+    "SwanLabCallback": _to_swanlab,
 }
 
 
@@ -171,7 +183,7 @@ def _open_trackio(callback: Any, opening: Opening) -> Opened:
 
 def _open_swanlab(callback: Any, opening: Opening) -> Opened | None:
     swanlab = callback._swanlab
-    if swanlab.get_run() is not None:  # the user's
+    if swanlab.has_run() if hasattr(swanlab, "has_run") else swanlab.get_run() is not None:  # the user's
         return None
     names = {"project": opening.project or os.getenv("SWANLAB_PROJECT"), "experiment_name": opening.name}
     if os.getenv("SWANLAB_MODE", "cloud") not in ("cloud", "online"):  # such runs cannot be continued
