@@ -71,7 +71,8 @@ def _to_tensorboard(callback: Any, details: Details) -> None:
 
 def _to_wandb(callback: Any, details: Details) -> None:
     wandb = callback._wandb
-    wandb.config.update({f"halfbyte/{name}": document for name, document in details.documents.items()})
+    documents = {f"halfbyte/{name}": document for name, document in details.documents.items()}
+    wandb.config.update(documents, allow_val_change=True)  # a resumed run may have other keys
     if details.answers:
         wandb.log({"answers": wandb.Table(columns=[*ANSWERS], data=[[*map(str, row)] for row in details.answers])})
     if details.report is not None:
