@@ -33,11 +33,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration
 
 from benchmarks.harness import parser_of, write_result
+from benchmarks.llamacpp_reader import MARKER, logits_after
 
 HELD_OUT, COMPARED, SEED, SIDE, PATCH = 297, 100, 7, 32, 8
 IMAGE, QUESTION = "<image>", "Which digit?"
@@ -175,32 +177,9 @@ def transformers_tokens(folder: Path, files: Sequence[Path]) -> list[int]:
 
 def llamacpp_tokens(gguf: Path, mmproj: Path, prompt: str, files: Sequence[Path]) -> list[int]:
     """Return the likeliest first token of the answer about each image, by llama.cpp."""
-    from cyllama.llama import llama_cpp
-
-    class Model(llama_cpp.LlamaModel):
-        """cyllama 0.2.18's get_logits_ith asks a model for what only its vocabulary has."""
-
-        @property
-        def n_vocab(self) -> Any:
-            return self.get_vocab().n_vocab
-
-    llama_cpp.llama_backend_init()
-    model = Model(str(gguf), llama_cpp.LlamaModelParams(), verbose=False)
-    keys = llama_cpp.LlamaContextParams()
-    keys.n_ctx = keys.n_batch = keys.n_ubatch = 256
-    keys.n_threads = keys.n_threads_batch = torch.get_num_threads()
-    context = llama_cpp.LlamaContext(model, keys, verbose=False)
-    options = llama_cpp.MtmdContextParams()
-    options.use_gpu = options.warmup = False
-    reader = llama_cpp.MtmdContext(str(mmproj), model, options)
-    text = prompt.replace(IMAGE, llama_cpp.get_default_media_marker())
-    tokens = []
-    for file in files:
-        bitmap = llama_cpp.MtmdBitmap.create_image(SIDE, SIDE, Image.open(file).convert("RGB").tobytes())
-        context.kv_cache_clear()
-        reader.eval_chunks(context, reader.tokenize(text, [bitmap], False, True), 0, 0, keys.n_batch, True)
-        tokens.append(int(torch.tensor(context.get_logits_ith(-1)).argmax()))
-    return tokens
+    images = [np.array(Image.open(file).convert("RGB")) for file in files]
+    logits, _ = logits_after(str(gguf), str(mmproj), [prompt.replace(IMAGE, MARKER)] * len(files), images)
+    return logits.argmax(1).tolist()
 
 
 def equal_tokens(work: Path, name: str) -> int:

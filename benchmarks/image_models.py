@@ -184,7 +184,7 @@ def image_tokenizer(shape: ImageShape) -> Any:
     return tokenizer
 
 
-def model_config(name: str, layers: int | None, is_tiny: bool, tokenizer: Any) -> Any:
+def model_config(shape: ImageShape, layers: int | None, is_tiny: bool, tokenizer: Any) -> Any:
     """Return the config of a shape.
 
     Args:
@@ -192,7 +192,6 @@ def model_config(name: str, layers: int | None, is_tiny: bool, tokenizer: Any) -
     """
     import transformers
 
-    shape = SHAPES[name]
     keys = dict(shape.config)
     for part, smaller in shape.tiny.items() if is_tiny else ():
         keys[part] = keys[part] | smaller
@@ -206,7 +205,7 @@ def model_config(name: str, layers: int | None, is_tiny: bool, tokenizer: Any) -
     return config
 
 
-def write_model(folder: Path, name: str, layers: int | None, is_tiny: bool, device: str | None) -> None:
+def write_model(folder: Path, shape: ImageShape, layers: int | None, is_tiny: bool, device: str | None) -> None:
     """Write a model's folder.
 
     Args:
@@ -214,9 +213,8 @@ def write_model(folder: Path, name: str, layers: int | None, is_tiny: bool, devi
     """
     from transformers import AutoModelForImageTextToText
 
-    shape = SHAPES[name]
     tokenizer = image_tokenizer(shape)
-    config = model_config(name, layers, is_tiny, tokenizer)
+    config = model_config(shape, layers, is_tiny, tokenizer)
     if device is not None:
         torch.manual_seed(0)
         with torch.device(device):

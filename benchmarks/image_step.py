@@ -101,7 +101,7 @@ class Place:
             spawned = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))  # its memory is free afterwards
             with spawned as processes:
                 device = self.options.device if weights else None
-                processes.submit(write_model, folder, shape, layers, self.options.tiny, device).result()
+                processes.submit(write_model, folder, SHAPES[shape], layers, self.options.tiny, device).result()
         return folder
 
     def rows(self, name: str, count: int, is_uneven: bool = False) -> Path:

@@ -15,7 +15,7 @@ def place_of(folder, *words):
 def test_text_rows_have_as_many_tokens_as_rows_with_pictures(tmp_path):
     place = place_of(tmp_path, "cache")
     folder = tmp_path / "model"
-    image_models.write_model(folder, "qwen2.5-vl-7b", 1, True, None)
+    image_models.write_model(folder, image_models.SHAPES["qwen2.5-vl-7b"], 1, True, None)
     data = place.rows("cache", 1)
     row = image_step.prepared(place.config(folder, data))[2][0]
     extra = row["images"][0]["tokens"] + image_step.AROUND_IMAGE

@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from halfbyte.cli import app
 from halfbyte.config import RunConfig
 from halfbyte.export.gguf_adapter import export_adapter
-from halfbyte.export.gguf_model import export_gguf
+from halfbyte.export.gguf_model import export_gguf, open_source
+from halfbyte.export.merge import merge
 from halfbyte.gguf.graph import checked_family
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.helpers.image_families import MODELS_OF_IMAGES
 from tests.helpers.merge_runs import save_run, tensors
 from tests.helpers.vision_models import IMAGE, LINE_BREAK, MODELS, PROCESSOR, WORDS, save_vision_model
@@ -141,25 +143,91 @@ def test_what_llamacpp_would_compute_otherwise_is_refused(tmp_path, name, part, 
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
 
 
-def test_without_the_processors_numbers_there_is_no_file(tmp_path):
+def exported_with(folder, **processor):
+    """Keys of the vision part's file with this preprocessor_config.json."""
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    report = export_gguf(folder, "f16", folder / f"{len(list(folder.iterdir()))}.gguf", device="cpu")
+    return keys_of(report.mmproj)
+
+
+def test_settings_of_the_processor_are_completed_from_its_class(tmp_path):
+    """transformers' class has defaults, and values may be normalised or scaled otherwise, or not at all."""
+    mean, std = (f"clip.vision.image_{name}" for name in ("mean", "std"))
+    save_vision_model(tmp_path, "gemma3")
+    found = exported_with(tmp_path)
+    assert (found[mean], found[std]) == ([0.5] * 3, [0.5] * 3)
+    found = exported_with(tmp_path, image_std=[0.25] * 3)
+    assert (found[mean], found[std]) == ([0.5] * 3, [0.25] * 3)
+    found = exported_with(tmp_path, **PROCESSOR, do_normalize=False)
+    assert (found[mean], found[std]) == ([0.0] * 3, [1.0] * 3)
+    found = exported_with(tmp_path, **PROCESSOR, rescale_factor=1 / 510)
+    assert found[mean] == pytest.approx([2 * value for value in PROCESSOR["image_mean"]])
+    assert found[std] == pytest.approx([2 * value for value in PROCESSOR["image_std"]])
+    save_vision_model(tmp_path / "idefics3", "idefics3")
+    assert exported_with(tmp_path / "idefics3", **PROCESSOR)["clip.vision.preproc_image_size"] == 4 * 364
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "keys", "flags"),
+    [
+        ("qwen2_5_vl", {"min_pixels": 8 * 28**2, "max_pixels": 4096 * 28**2}, {}, ""),
+        ("qwen2_5_vl", {"min_pixels": 4 * 28**2, "max_pixels": 512 * 28**2}, {},
+         "--image-min-tokens 4 --image-max-tokens 512"),
+        ("qwen3_vl", {"size": {"shortest_edge": 8 * 32**2, "longest_edge": 4096 * 32**2}},
+         {"image_max_pixels": 100 * 32**2}, "--image-max-tokens 100"),
+        ("glm4v", {"size": {"shortest_edge": 16 * 28**2, "longest_edge": 400 * 28**2}}, {}, "--image-max-tokens 200"),
+    ],
+)  # fmt: skip
+def test_flags_for_limits_of_images_that_the_file_cannot_have_are_reported(tmp_path, name, limits, keys, flags):
+    save_vision_model(tmp_path / "m", name, dtype=torch.bfloat16)
+    (tmp_path / "m/preprocessor_config.json").write_text(json.dumps(PROCESSOR | limits))
+    run = save_run(tmp_path / "run", tmp_path / "m", tokenizer=tmp_path / "m", load_in_4bit=False, **keys)
+    reset_notices()
+    open_source(str(run), "cpu")
+    assert notices_so_far().get("gguf-image-tokens", "").partition(" with --")[2] == flags.removeprefix("--")
+
+
+def test_a_file_without_settings_that_no_class_completes_is_named(tmp_path):
     save_vision_model(tmp_path / "m", "gemma3")
-    (tmp_path / "m/preprocessor_config.json").unlink()
+    file = tmp_path / "m/preprocessor_config.json"
+    for keys, error in (
+        ({"image_processor_type": "NoSuchProcessor", "auto_map": {}}, r"preprocessor_config\.json.*image_mean"),
+        (PROCESSOR | {"image_std": None}, r"preprocessor_config\.json.*image_std"),
+    ):
+        file.write_text(json.dumps(keys))
+        with pytest.raises(CheckpointError, match=error):
+            export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
+    file.unlink()
     with pytest.raises(CheckpointError, match=r"preprocessor_config\.json"):
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
     (tmp_path / "m/processor_config.json").write_text(json.dumps({"image_processor": PROCESSOR}))
     assert export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf").mmproj
 
 
-@pytest.mark.parametrize("name", ["llava_siglip", "mistral3", "glm4v", "gemma4"])
-def test_an_adapter_on_the_tower_is_merged_into_its_file(tmp_path, name):
+QUICK = ("llava_siglip", "mistral3", "qwen3_vl", "gemma4")
+# Linear layers that are convolutions in the file, or matrices in the file that are convolutions or no layers.
+LINEAR_PATCHES = {"gemma4": {"v.patch_embd.weight"}, "lfm2_vl": {"v.patch_embd.weight"}}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_adapters_of_tower_and_projector_are_merged_into_their_file(tmp_path, name):
+    """All matrices change, and they are those of the merged checkpoint."""
     save_vision_model(tmp_path / "m", name, dtype=torch.bfloat16)
-    keys = {"load_in_4bit": False, "freeze_vision_tower": False}
+    keys = {"load_in_4bit": False, "freeze_vision_tower": False, "freeze_multi_modal_projector": name == "gemma3"}
     run = save_run(tmp_path / "run", tmp_path / "m", tokenizer=tmp_path / "m", **keys)
-    merged, base = (values_of(export_gguf(folder, "f32", device="cpu").mmproj) for folder in (run, tmp_path / "m"))
-    changed = {name for name, value in merged.items() if not np.array_equal(value, base[name])}
-    matrices = {name for name in base if ".blk." in name and base[name].ndim == 2}
-    assert changed - {"v.patch_embd.weight"} == matrices  # Gemma 4's is a linear layer
-    with pytest.raises(CheckpointError, match=r"vision_tower|visual"):
+    merge(run, tmp_path / "merged", verify=False)
+    of_run, of_merged, base = (
+        values_of(export_gguf(folder, "f32", device="cpu").mmproj)
+        for folder in (run, tmp_path / "merged", tmp_path / "m")
+    )
+    assert of_run.keys() == of_merged.keys()
+    assert [key for key, value in of_run.items() if not np.array_equal(value, of_merged[key])] == []
+    changed = {key for key, value in of_run.items() if not np.array_equal(value, base[key])}
+    parts = (".blk.", "mm.", ".deepstack.")
+    matrices = {key for key, value in base.items() if value.ndim == 2 and any(part in key for part in parts)}
+    frozen = {"mm.input_projection.weight"} if name == "gemma3" else set()
+    assert changed == (matrices | LINEAR_PATCHES.get(name, set())) - frozen
+    with pytest.raises(CheckpointError, match=r"vision|visual|projector"):
         export_adapter(run)
 
 

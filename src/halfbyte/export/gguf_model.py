@@ -287,7 +287,12 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
         end_ids=joined_stop_tokens(learned, declared_stop_tokens(base.folder), [tokenizer.eos_token_id]),
         device=target,
         merged=merged,
-        vision=vision_of(read_model_config(config.origin), base.folder, list(weights)),
+        vision=vision_of(
+            read_model_config(config.origin),
+            base.folder,
+            list(weights),
+            (config.image_min_pixels, config.image_max_pixels),
+        ),
         trusted=config.origin.trust_remote_code,
         generation=read_generation_config(base.folder),
         trained=merged_weights,

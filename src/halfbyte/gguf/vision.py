@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..modeling.families import Tower, family_of_config, tower_of, towers
 from ..reading import look, read_json
+from ..reading.boundary import answered
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
 from .quants import Type
@@ -35,7 +36,7 @@ class Vision:
 
     Attributes:
         config: transformers config of the full model.
-        processor: preprocessor_config.json.
+        processor: preprocessor_config.json, completed.
         tower: its kind of vision tower.
     """
 
@@ -99,7 +100,9 @@ def square_side(size: int | Sequence[int]) -> int:
     return int(size if isinstance(size, int) else size[0])
 
 
-def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
+def vision_of(
+    config: Any, folder: Path, names: list[str], pixels: tuple[int | None, int | None] = (None, None)
+) -> Vision | None:
     """Return the vision part of the model in `folder`, or None.
 
     A model with an unsupported vision part returns None with a notice if its language model also exists as a model of
@@ -108,10 +111,11 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
     Args:
         config: transformers config of the full model.
         names: of its tensors.
+        pixels: fewest and most of an image in training; None: the processor's limit.
 
     Raises:
         ModelError: an unsupported vision part, by its first tensor or the config key.
-        CheckpointError: no preprocessor_config.json.
+        CheckpointError: no preprocessor_config.json, or one without keys that the file needs.
     """
     vision = [name for name in names if BESIDE_TEXT.search(name)]
     if not vision:
@@ -135,20 +139,73 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
     _check_config(config, tower)
     if tower.notice:
         notice(f"gguf-{config.model_type}", tower.notice)
-    return Vision(config, _processor(folder), tower)
+    part = Vision(config, _processor(folder, tower), tower)
+    if any(tower.image_tokens):
+        _report_token_limits(part, pixels)
+    return part
 
 
-def _processor(folder: Path) -> dict[str, Any]:
-    """Read the image processor's configuration."""
-    for name in ("preprocessor_config.json", "processor_config.json"):
+def _report_token_limits(vision: Vision, pixels: tuple[int | None, int | None]) -> None:
+    """Report the flags with which llama.cpp scales images as the processor does, whose limits no key of the file has.
+
+    Args:
+        pixels: as in `vision_of`.
+    """
+    tower, vision_config = vision.tower, vision.config.vision_config
+    frames = vision_config.temporal_patch_size if tower.limited_frames else 1
+    unit = (vision_config.patch_size * vision_config.spatial_merge_size) ** 2 * frames
+    size = vision.processor.get("size") or {}
+    flags = []
+    for name, edge, limit, default in zip(
+        ("min", "max"), ("shortest_edge", "longest_edge"), pixels, tower.image_tokens, strict=True
+    ):
+        limit = limit or vision.processor.get(f"{name}_pixels") or size.get(edge)
+        if limit and limit // unit != default:
+            flags.append(f"--image-{name}-tokens {max(limit // unit, 1)}")
+    if flags:
+        least, most = tower.image_tokens
+        notice(
+            "gguf-image-tokens",
+            f"llama.cpp scales images to between {least} and {most} tokens, the model was trained with other limits:"
+            f" start llama-server and llama-mtmd-cli with {' '.join(flags)}",
+        )
+
+
+def _processor(folder: Path, tower: Tower) -> dict[str, Any]:
+    """Read the image processor's configuration, with the defaults of its class for what the file leaves out.
+
+    `image_mean` and `image_std` are those of values in [0, 1], as llama.cpp normalises them.
+
+    Raises:
+        CheckpointError: no such file, or keys that are neither in it nor in its class.
+    """
+    file, stored = _processor_file(folder)
+    needed = {"image_mean", "image_std", *(name.partition(".")[0] for name in tower.processor_keys.values())}
+    if missing := sorted(needed - stored.keys()):
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        with answered(f"{file} has no {missing[0]}, and its class cannot say the default", f"add {missing[0]} to it"):
+            defaults = AutoImageProcessor.from_pretrained(folder, backend="pil").to_dict()
+        stored = defaults | stored
+    for key in ("image_mean", "image_std"):
+        if not isinstance(stored.get(key), Sequence) or len(stored[key]) != 3:
+            raise CheckpointError(f"{file}: {key}: {stored.get(key)} is no list of three numbers", f"correct {key}")
+    if stored.get("do_normalize") is False:
+        stored |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    factor = 255 * stored.get("rescale_factor", 1 / 255) if stored.get("do_rescale", True) else 255.0
+    return stored | {key: [value / factor for value in stored[key]] for key in ("image_mean", "image_std")}
+
+
+def _processor_file(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file with the image processor's configuration, which transformers reads, and the configuration."""
+    for name, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", "")):
         if look(folder / name, CheckpointError):
             stored = read_json(folder / name, CheckpointError, "re-download the checkpoint")
-            stored = stored.get("image_processor", stored) if isinstance(stored, dict) else {}
-            if "image_mean" in stored and "image_std" in stored:
-                return stored
+            stored = stored.get(key) if key and isinstance(stored, dict) else stored
+            if isinstance(stored, dict):
+                return folder / name, stored
     raise CheckpointError(
-        f"{folder} has no preprocessor_config.json with image_mean and image_std",
-        "copy it from the model that this one was made from",
+        f"{folder} has no preprocessor_config.json", "copy it from the model that this one was made from"
     )
 
 
@@ -330,9 +387,7 @@ def _parts_in_file(name: str, weight: Weight, vision: Vision) -> Iterator[Planne
     elif name == "v.patch_embd.weight" and len(weight.shape) == 2:  # of patches [rows, columns, colours]
         side = square_side(vision.config.vision_config.patch_size)
         shape = (weight.shape[0], weight.shape[1] // side**2, side, side)
-        yield Planned(
-            name, shape, [lambda: weight.read().view(shape[0], side, side, -1).permute(0, 3, 1, 2).contiguous()]
-        )
+        yield Planned(name, shape, [partial(_patch_kernel, weight, side)])
     elif not weight.shape:
         yield Planned(name, (1,), [lambda: weight.read().view(1)])
     else:

@@ -192,6 +192,9 @@ class Tower:
             "": there are none.
         positions: the vision config's key for the number of learned positions, of which llama.cpp derives the image
             side; "": `image_size`.
+        image_tokens: fewest and most tokens to which llama.cpp scales an image, whatever the processor's limits on
+            pixels are; (0, 0): the processor has none.
+        limited_frames: whether these limits count the pixels of all frames of a patch.
         causal_widths: hidden sizes of language models that read images causally in the graph, which lets the others'
             image tokens attend in both directions; empty: the config has no such choice.
         notice: note for users of llama.cpp.
@@ -223,6 +226,8 @@ class Tower:
     feature_layers: str = ""
     deepstack: str = ""
     positions: str = ""
+    image_tokens: tuple[int, int] = (0, 0)
+    limited_frames: bool = False
     causal_widths: tuple[int, ...] = ()
     notice: str = ""
 
@@ -348,7 +353,7 @@ QWEN_VISION = Tower(
     layers="depth", heads="num_heads", epsilon=1e-6, image_size=560, projected="out_hidden_size",
     required={"vision_config.window_size": (112,), "vision_config.spatial_merge_size": (2,),
               "vision_config.temporal_patch_size": (2,)},
-    unwindowed="fullatt_block_indexes",
+    unwindowed="fullatt_block_indexes", image_tokens=(8, 4096),
 )  # fmt: skip
 MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}  # of Qwen3-VL, and names in the file
 QWEN3_VISION = Tower(
@@ -359,6 +364,7 @@ QWEN3_VISION = Tower(
     names={f"visual.merger.{name}": in_file for name, in_file in MERGER.items()},
     layers="depth", heads="num_heads", epsilon=1e-6, projected="out_hidden_size", positions="num_position_embeddings",
     required={"vision_config.spatial_merge_size": (2,), "vision_config.temporal_patch_size": (2,)},
+    image_tokens=(8, 4096),
 )  # fmt: skip
 SHIFTED = (
     "llama.cpp of 2025 and 2026 shifts the positions of {}'s patches by one{} (its issue 25814); the file is correct"
@@ -437,6 +443,7 @@ GLM4V = Tower(
     layers="depth", heads="num_heads", norm="rms_norm_eps", projected="out_hidden_size",
     required={"vision_config.temporal_patch_size": (2,), "vision_config.spatial_merge_size": (2,),
               "vision_config.rope_parameters.rope_theta": (10000,)},
+    image_tokens=(8, 4096), limited_frames=True,
 )  # fmt: skip
 LFM2_VISION = Tower(
     "lfm2", ("siglip2_vision_model",), TANH,
