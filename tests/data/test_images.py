@@ -338,12 +338,13 @@ def test_an_image_longer_than_a_row_names_the_pixels_that_fit(places, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "error"),
-    [({"image_max_pixels": 10_000}, "image_max_pixels"), ({"image_min_pixels": 10_000}, "image_min_pixels")],
+    ("name", "keys"),
+    [("gemma3", {"image_max_pixels": 10_000}), ("gemma3", {"image_min_pixels": 10_000}),
+     ("qwen2_5_vl", {"image_max_pixels": 1}), ("qwen2_5_vl", {"image_min_pixels": 9_000, "image_max_pixels": 8_000})],
 )  # fmt: skip
-def test_keys_that_do_not_go_with_images_are_named(keys, error, places):
-    place = places("gemma3")
-    with pytest.raises(ConfigError, match=error):
+def test_keys_that_do_not_go_with_images_are_named(name, keys, places):
+    place = places(name)
+    with pytest.raises(ConfigError, match=next(iter(keys))):
         prepared(place / "model", place / "data.jsonl", **keys)
 
 

@@ -155,12 +155,16 @@ def test_a_packed_run_resumes_with_equal_bytes(tmp_path, capsys):
     assert report["rows"] < report["documents"] == 8
 
 
-def test_limits_on_pixels_travel_with_the_adapter(tmp_path):
-    place = write_place(tmp_path, "qwen2_5_vl")
-    train(configured(place, tmp_path / "out", max_steps=1, image_max_pixels=56**2))
-    inputs = inputs_of(tmp_path / "out/adapter", "qwen2_5_vl", place / "pictures/5-0.png")
-    original = inputs_of(place / "model", "qwen2_5_vl", place / "pictures/5-0.png")
-    assert inputs["image_grid_thw"].prod() < original["image_grid_thw"].prod()
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "glm4v"])
+def test_limits_on_pixels_travel_with_the_adapter(name, tmp_path):
+    """Also GLM's, whose processors count two frames of an image."""
+    place = write_place(tmp_path, name)
+    train(configured(place, tmp_path / "out", max_steps=1, image_max_pixels=56**2, sample_prompts=0))
+    inputs = inputs_of(tmp_path / "out/adapter", name, place / "pictures/5-0.png")
+    original = inputs_of(place / "model", name, place / "pictures/5-0.png")
+    assert inputs["image_grid_thw"].prod() * 14**2 <= 56**2 < original["image_grid_thw"].prod() * 14**2
+    report = json.loads((tmp_path / "out/data_report.json").read_text())["train"]["images"]
+    assert report["largest"] * 28**2 <= 56**2
     shutil.copytree(tmp_path / "out/adapter", tmp_path / "adapter")  # without its run
     assert saved_config(find(str(tmp_path / "adapter"))).image_max_pixels == 56**2
 

@@ -14,7 +14,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,17 +64,20 @@ class ImageFamily:
     Attributes:
         resizes: whether the number of an image's tokens follows its size, within limits on its pixels.
         by_count: whether an image has other tokens if its row has several.
+        frames: how often the processor's limits on pixels count an image (GLM's count two frames of a video).
         cross_attention: whether the text reads images by cross-attention, so that a batch has inputs for each row.
         refused: why models of the type do not train on images; "": they do.
     """
 
     resizes: bool = False
     by_count: bool = False
+    frames: int = 1
     cross_attention: bool = False
     refused: str = ""
 
 
 FOLLOWS_SIZE = ImageFamily(resizes=True)
+GLM = ImageFamily(resizes=True, frames=2)
 ANY = ImageFamily()
 # model_type → how its models take images. Types that are not listed run as `ANY`, if their processor passes its checks.
 IMAGE_FAMILIES = {
@@ -82,9 +85,9 @@ IMAGE_FAMILIES = {
     "evolla": ImageFamily(refused="it reads proteins"),
     "gemma3": ANY,
     "gemma4": ANY,
-    "glm46v": FOLLOWS_SIZE,
-    "glm4v": FOLLOWS_SIZE,
-    "glm4v_moe": FOLLOWS_SIZE,
+    "glm46v": GLM,
+    "glm4v": GLM,
+    "glm4v_moe": GLM,
     "idefics3": ANY,
     "internvl": ANY,
     "lfm2_vl": ANY,
@@ -159,7 +162,7 @@ class ImageProcessor:
 
     def __init__(self, config: RunKeys, tokenizer: PreTrainedTokenizerBase):
         self.origin, self.tokenizer = config.origin, tokenizer
-        self.pixels = {key: getattr(config, key) for key in PIXEL_KEYS}
+        self.limits: dict[str, int] = {key: limit for key in PIXEL_KEYS if (limit := getattr(config, key)) is not None}
         self._expansions: dict[tuple[tuple[int, int], bool], Expansion] = {}
 
     def __getstate__(self) -> dict[str, Any]:  # tokenizing processes load their own
@@ -213,13 +216,14 @@ class ImageProcessor:
 
         require_pillow()
         family, (name, revision) = self.family, (self.origin.name, self.origin.revision)
-        limits = {key: limit for key, limit in self.pixels.items() if limit is not None}
-        if limits and not family.resizes:
-            wrong = f"{next(iter(limits))}: images of {self.model_config.model_type} have one number of tokens"
+        if self.limits and not family.resizes:
+            wrong = f"{next(iter(self.limits))}: images of {self.model_config.model_type} have one number of tokens"
             raise ConfigError(wrong, "remove it")
-        options = {key.removeprefix("image_"): limit for key, limit in limits.items()}
         with answered(f"cannot load the image processor of {name}", MISSING, ModelError), _packages_named(name):
-            image_processor = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil", **options)
+            load = partial(AutoImageProcessor.from_pretrained, name, revision=revision, backend="pil")
+            image_processor = load()
+            if self.limits:
+                image_processor = load(**self.size_options(image_processor))
             order_levels_first(image_processor)
             processor_class = _processor_class(self.model_config)
             parts = {"image_processor": image_processor, "tokenizer": self.tokenizer}
@@ -233,6 +237,23 @@ class ImageProcessor:
         for reason in (reason for reason, applies in missing.items() if applies):
             raise ModelError(f"{self.model_config.model_type} is not trained on images: {reason}", OTHER)
         return processor
+
+    def size_options(self, image_processor: Any) -> dict[str, Any]:
+        """Return the options of a transformers image processor that set the run's limits on pixels.
+
+        Raises:
+            ConfigError: the smallest number is above the largest.
+        """
+        frames = self.family.frames
+        stored = (int(image_processor.size[edge]) // frames for edge in EDGES.values())
+        pixels = dict(zip(PIXEL_KEYS, stored, strict=True)) | self.limits
+        least, most = pixels.values()
+        if least > most:
+            bounds = f"from {least:,} to {most:,} pixels"
+            wrong = f"{' and '.join(self.limits)}: images would have {bounds}, with the model's own limits"
+            raise ConfigError(wrong, f"set both {' and '.join(PIXEL_KEYS)}, the first below the second")
+        size = {EDGES[key]: number * frames for key, number in pixels.items()}
+        return {"size": size, "min_pixels": least, "max_pixels": most}
 
     def check(self) -> None:
         """Check that the processor takes a small image, and has the patches of the model's vision tower.
@@ -505,17 +526,16 @@ class ImageProcessor:
         return ids, {**stored, "tokens": expansion.tokens}
 
 
-def save_processor_files(source: Path, folder: Path, config: RunKeys) -> None:
+def save_processor_files(source: Path, folder: Path, processor: ImageProcessor) -> None:
     """Copy a model's processor files, with the limits on pixels of a run, so that other tools prepare images alike."""
-    limits = {key: getattr(config, key) for key in PIXEL_KEYS if getattr(config, key) is not None}
+    limits = processor.size_options(processor.processor.image_processor) if processor.limits else {}
     for file in (source / name for name in PROCESSOR_FILES):
         if not file.is_file():
             continue
         content = read_json(file, ModelError)
         options = content if file.name == PROCESSOR_FILES[0] else content.get("image_processor", {})
-        for key, limit in limits.items() if options else ():
-            options[key.removeprefix("image_")] = limit
-            options["size"] = {**options.get("size", {}), EDGES[key]: limit}
+        if options:
+            options |= limits
         write_json(folder / file.name, content)
 
 

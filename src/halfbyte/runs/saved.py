@@ -180,8 +180,10 @@ def saved_config(paths: SavedPaths, overrides: Iterable[str] = (), dataset: str 
 
 def _pixel_limits(adapter: Path) -> dict[str, int]:
     """Return the limits on pixels that an adapter's processor was saved with, as keys of a configuration."""
-    file = adapter / "preprocessor_config.json"
+    file, with_parts = (adapter / name for name in ("preprocessor_config.json", "processor_config.json"))
     stored = read_json(file, CheckpointError) if file.is_file() else {}
+    if not stored and with_parts.is_file():
+        stored = read_json(with_parts, CheckpointError).get("image_processor") or {}
     return {f"image_{key}": stored[key] for key in ("min_pixels", "max_pixels") if stored.get(key)}
 
 

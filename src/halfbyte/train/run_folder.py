@@ -13,7 +13,7 @@ import torch
 
 from ..config import RunConfig, dump_config, dump_given
 from ..config.run_config import with_specs
-from ..data.image_processor import save_processor_files
+from ..data.image_processor import ImageProcessor, save_processor_files
 from ..data.images import thumbnail
 from ..export.task_files import write_task_files
 from ..formats import KBit
@@ -258,7 +258,7 @@ def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[st
                     initial.convert(temporary)
                 run.tokenizer.save_pretrained(temporary)
                 if has_image_rows(run.data):
-                    save_processor_files(run.files.folder(), temporary, run.config)
+                    save_processor_files(run.files.folder(), temporary, ImageProcessor(run.config, run.tokenizer))
                 write_task_files(temporary, run.config, run.files.config, run.tokenizer.pad_token_id)
                 if not run.config.use_peft:
                     write_json(temporary / GENERATION, generation_keys(temporary, run.tokenizer, run.data.report))
