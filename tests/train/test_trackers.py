@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from halfbyte import finetune
 from halfbyte.train import trackers
 from halfbyte.train.trackers import Details, Trackers
+from halfbyte.utils.notices import notices_so_far
 
 
 class Sound(TrainerCallback):
@@ -130,6 +131,13 @@ def test_a_resumed_run_continues_in_its_trackers(fake_trackers, tmp_path, run_na
     assert fake_trackers["SwanLab"][0]["id"] == ids["SwanLab"]
     assert fake_trackers["TensorBoard"] == [{"log_dir": str(tmp_path / ids["TensorBoard"]), "purge_step": 8}]
     assert fake_trackers["Trackio"] == [{"name": ids["Trackio"]}]
+
+
+def test_damaged_ids_make_a_new_run(fake_trackers, tmp_path):
+    (tmp_path / "trackers.json").write_text('{"Wandb": ')
+    begun(tmp_path, 3)
+    assert "tracker ids" in notices_so_far()
+    assert fake_trackers["Wandb"][0]["id"] == json.loads((tmp_path / "trackers.json").read_text())["Wandb"]
 
 
 def test_a_new_run_in_the_same_folder_is_a_new_run_in_its_trackers(fake_trackers, tmp_path):

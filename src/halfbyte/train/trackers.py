@@ -26,7 +26,7 @@ from ..formats import KBit
 from ..plan.memory_plan import MemoryPlan
 from ..reading import read_json, read_text
 from ..runs.layout import TRACKERS
-from ..utils.errors import ConfigError, first_line
+from ..utils.errors import ConfigError, HalfbyteError, first_line
 from ..utils.files import write_json
 from ..utils.notices import notice
 
@@ -269,12 +269,11 @@ class Trackers:
     def _open(self, args: Any, state: Any) -> None:
         """Open the run in each tracker, the same one if the run is resumed, and write trackers.json."""
         file = self.folder / TRACKERS
-        ids = read_json(file) if state.global_step and file.exists() else {}
+        ids = _stored_ids(file) if state.global_step else {}
 
         def open_run(callback: Any) -> None:
-            name = _name_of(callback)
-            stored = ids.get(name, "") if isinstance(ids, dict) else ""
-            opening = Opening(args.run_name, self.project, self.folder, str(stored), state.global_step)
+            number = str(ids.get(_name_of(callback), ""))
+            opening = Opening(args.run_name, self.project, self.folder, number, state.global_step)
             opener = OPENERS.get(type(callback).__name__)
             if opener is not None and (opened := opener(callback, opening)) is not None:
                 self._opened[callback] = opened
@@ -309,6 +308,18 @@ class Trackers:
                 self._callbacks.remove(callback)
                 name = _name_of(callback)
                 notice(f"tracker {name}", f"report_to: {name} gets nothing more of this run: {first_line(error)}")
+
+
+def _stored_ids(file: Path) -> dict[str, Any]:
+    """Return the ids in trackers.json; none if there is no such file, or it cannot be read."""
+    if not file.exists():
+        return {}
+    try:
+        ids = read_json(file)
+    except HalfbyteError as error:
+        notice("tracker ids", f"{error.message}. The run is a new one in its trackers")
+        return {}
+    return ids if isinstance(ids, dict) else {}
 
 
 def _name_of(callback: Any) -> str:
