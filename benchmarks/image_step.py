@@ -187,11 +187,11 @@ def collated(place: Place, folder: Path, data: Path, count: int, device: str | N
         device: whose batches halfbyte's collator makes; None: as peers take them, with an attention mask.
     """
     from halfbyte.batch import to_device
-    from halfbyte.data.collate import make_collator, with_head_rows
+    from halfbyte.data.collate import head_share, make_collator, with_head_rows
 
     config, tokenizer, rows = prepared(place.config(folder, data))
     collate: Any = make_collator(config, tokenizer, None if device is None else torch.device(device))
-    collate = collate if device is None else with_head_rows(collate, rounded=True)
+    collate = collate if device is None else with_head_rows(collate, head_share(rows))
     return config, to_device(collate([rows[number] for number in range(count)]), torch.device(place.options.device))
 
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halfbyte.data.collate import PackedCollator, PaddedCollator, make_collator, with_head_rows
+from halfbyte.data.collate import PackedCollator, PaddedCollator, head_share, make_collator, with_head_rows
 
 PAD = 0
 SIZES = {
@@ -195,21 +196,28 @@ def test_packed_loss_is_the_sum_of_the_documents_losses():
 
 
 @pytest.mark.parametrize("collate", [PaddedCollator(PAD), PackedCollator(PAD), PackedCollator(PAD, one_row=True)])
-@pytest.mark.parametrize(("trained", "rounded", "shares"), [
-    (0, False, {}), (3, False, {}), (60, False, None), (0, True, {0.25}), (4, True, {0.5}), (60, True, None),
-])  # fmt: skip
-def test_the_head_computes_what_comes_before_trained_tokens(collate, trained, rounded, shares):
-    """Of documents whose last tokens are trained; None: the head computes all positions."""
+@pytest.mark.parametrize("share", [None, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize("trained", [0, 3, 60])
+def test_the_head_computes_what_comes_before_trained_tokens(collate, trained, share):
+    """Of documents whose last tokens are trained."""
     rows = packed_rows()
     for row in rows:
         for start, end in split(row):
             row["labels"][start : max(end - trained, start)] = [-100] * max(end - start - trained, 0)
-    batch = with_head_rows(collate, rounded)(rows)
-    if shares is None:
+    batch = with_head_rows(collate, share)(rows)
+    wanted = set((batch["labels"].flatten()[1:] != -100).nonzero().flatten().tolist())
+    total = batch["labels"].numel()
+    count = max(len(wanted), 1) if share is None else int(share * total)
+    if count < len(wanted) or count > 0.75 * total:
         assert "head_rows" not in batch
         return
-    chosen, total = batch["head_rows"], batch["labels"].numel()
-    wanted = set((batch["labels"].flatten()[1:] != -100).nonzero().flatten().tolist())
-    assert wanted <= set(chosen.tolist())
-    assert len(set(chosen.tolist())) == len(chosen)
-    assert len(chosen) in ({int(share * total) for share in shares} if rounded else {max(len(wanted), 1)})
+    chosen = batch["head_rows"].tolist()
+    assert wanted <= set(chosen)
+    assert len(set(chosen)) == len(chosen) == count
+
+
+@pytest.mark.parametrize(("trained", "share"), [(1, 0.125), (3, 0.375), (6, 0.75), (8, None)])
+def test_a_run_has_one_share_for_nearly_all_rows(trained, share):
+    row = {"input_ids": list(range(8)), "labels": [-100] * (8 - trained) + [1] * trained}
+    full = {"input_ids": list(range(8)), "labels": [1] * 8}
+    assert head_share(Dataset.from_list([row] * 2000 + [full] * 50)) == share

@@ -24,7 +24,7 @@ CACHED = {"vision_cache": True, "gradient_accumulation_steps": 2, "lora_dropout"
 
 
 def run(folder, output, **keys):
-    """Train on rows with none to several images; return the losses."""
+    """Train on rows with none to several images; return the losses and the norms of gradients."""
     reset_notices()
     keys = {"model_name_or_path": str(folder / "model"), "dataset": str(folder / "data.jsonl"), "max_steps": 7,
             "output_dir": str(output), "device": "cpu", "dtype": "float32", "max_length": 400, "r": 4,
@@ -32,7 +32,7 @@ def run(folder, output, **keys):
             "vision_cache": False, "sample_prompts": 0} | keys  # fmt: skip
     train(load_config(None, keys))
     records = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return [record[name] for record in records if record["kind"] == "train" for name in ("loss", "grad_norm")]
 
 
 def write_place(folder, name, dtype=torch.float32):
@@ -84,10 +84,11 @@ def test_runs_with_graphs_equal_eager_ones(name, keys, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "_Captured", captured)
     monkeypatch.setattr("halfbyte.train.setup.make_stepper", graphed)
     counts = image_counts(monkeypatch)
-    assert run(place, tmp_path / "graphed", **keys) == pytest.approx(eager, rel=1e-6)
+    assert run(place, tmp_path / "graphed", **keys) == pytest.approx(eager, rel=1e-5)
     assert len(set(counts)) > 1
-    token_shapes = [(batch["input_ids"].shape, batch.get("language_model['max_length_q']")) for batch in captures]
-    assert 0 < len(set(token_shapes)) == len(captures)
+    names = ("input_ids", "head_rows", "language_model['max_length_q']")  # these do not depend on images
+    shapes = [tuple(getattr(batch.get(name), "shape", batch.get(name)) for name in names) for batch in captures]
+    assert 0 < len(set(shapes)) == len(captures)
     assert not any("pixel_values" in batch for batch in captures)
 
 
@@ -95,10 +96,10 @@ def test_runs_with_graphs_equal_eager_ones(name, keys, tmp_path, monkeypatch):
 @pytest.mark.parametrize("keys", [{}, PACKED], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "mistral3", "gemma3"])
 def test_graphs_replay_the_language_model_on_a_gpu(name, keys, tmp_path, monkeypatch):
-    """Losses of steps with and without graphs are equal up to the order of sums."""
+    """Losses and gradients with and without graphs are equal up to rounding, at a rate that does not amplify it."""
     place = write_place(tmp_path, name, torch.bfloat16)
     keys = {"device": "cuda", "dtype": "bfloat16", "max_steps": 12, "load_in_4bit": True} | keys
-    keys |= {"learning_rate": 1e-3}
+    keys |= {"learning_rate": 1e-5}
     replays, replay = [], graph._Captured.replay
 
     def counted(self, batch):
@@ -107,14 +108,11 @@ def test_graphs_replay_the_language_model_on_a_gpu(name, keys, tmp_path, monkeyp
 
     monkeypatch.setattr(graph._Captured, "replay", counted)
     counts = image_counts(monkeypatch)
-    losses = run(place, tmp_path / "graphs", **keys)
+    numbers = run(place, tmp_path / "graphs", **keys)
     checks = json.loads((tmp_path / "graphs/checks.json").read_text())
     monkeypatch.setattr("halfbyte.train.setup.make_stepper", lambda run, model, verified: Stepper())
     expected = run(place, tmp_path / "eager", **keys)
-    assert losses == pytest.approx(expected, rel=1e-2)
-    if name == "gemma3" and keys.get("packing"):  # masks of packed rows are made from values
-        assert not replays
-        return
+    assert numbers == pytest.approx(expected, rel=3e-2)
     assert "cuda-graph" not in notices_so_far()
     assert checks["split_forward"]["difference"] < 1e-2
     assert any("language_model['inputs_embeds']" in columns for columns in replays)

@@ -30,7 +30,8 @@ from .images import IMAGES
 
 Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
 
-HEAD_SHARES = (1 / 4, 1 / 2)  # shares of a rounded batch that the head may compute, since each costs a CUDA graph
+HEAD_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of a batch that the head may compute
+SAMPLED_ROWS = 512  # by which a run's share is chosen
 LENGTHS, DOCUMENTS = 128, 32  # fused batches have a multiple of these tokens per row, and of these documents
 WIDTHS, FINER = 4, 8  # widths per octave; finer for rows of several sampled answers, whose total lengths vary little
 
@@ -51,27 +52,38 @@ def make_collator(config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: t
     return PaddedCollator(pad, fused, config.max_length, rounded, images)
 
 
-def with_head_rows(collate: Callable[[Any], Batch], rounded: bool) -> Callable[[Any], Batch]:
+def head_share(rows: Any) -> float | None:
+    """Return the share of a batch that the head computes in a run on a GPU: one, since each costs CUDA graphs.
+
+    It is the smallest of `HEAD_SHARES` that the trained tokens of nearly all of `rows` do not exceed, of which some are
+    read; None: none of these shares.
+    """
+    sample = rows.select(range(0, len(rows), -(-len(rows) // SAMPLED_ROWS)))
+    shares = sorted(sum(label != IGNORE_INDEX for label in labels) / len(labels) for labels in sample["labels"])
+    usual = shares[int(0.95 * (len(shares) - 1))]
+    return next((share for share in HEAD_SHARES if usual <= share), None)
+
+
+def with_head_rows(collate: Callable[[Any], Batch], share: float | None) -> Callable[[Any], Batch]:
     """Return a collator whose batches name the positions that the head computes, `batch.HEAD_ROWS`.
 
     These are the tokens before trained ones, in their order. A batch of which the head would compute nearly all
     positions has no such column.
 
     Args:
-        rounded: their number is one of `HEAD_SHARES` of the batch; other positions fill it up.
+        share: of the batch's positions that are named, by others in addition; None: those before trained tokens only.
     """
 
     def collated(rows: Any) -> Batch:
         batch = collate(rows)
         trained = F.pad(batch["labels"][:, 1:] != IGNORE_INDEX, (0, 1)).flatten()
-        count, total = max(int(trained.sum()), 1), len(trained)  # a head of no rows is a special case for kernels
-        if rounded:
-            count = next((int(share * total) for share in HEAD_SHARES if count <= share * total), total)
-        if count > HEAD_SHARES[-1] * total:
+        needed = max(int(trained.sum()), 1)  # a head of no rows is a special case for kernels
+        count = needed if share is None else int(share * len(trained))
+        if count < needed or count > HEAD_SHARES[-1] * len(trained):
             return batch
-        rows = trained.nonzero().flatten()
-        untrained = (~trained).nonzero().flatten()[: count - len(rows)]
-        return batch | {HEAD_ROWS: torch.cat([rows, untrained]).sort().values}
+        positions = trained.nonzero().flatten()
+        others = (~trained).nonzero().flatten()[: count - len(positions)]
+        return batch | {HEAD_ROWS: torch.cat([positions, others]).sort().values}
 
     return collated
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ..config import RunConfig, load_config
-from ..data.collate import rounds_widths, with_head_rows
+from ..data.collate import head_share, rounds_widths, with_head_rows
 from ..data.rows import RowTable
 from ..mesh.mesh import present_mesh
 from ..methods.base import Collate
@@ -294,8 +294,12 @@ def _collator(run: PreparedRun) -> Collate:
     """Return the collator of the run's batches. In one process, the head skips positions before untrained tokens."""
     device = run.machine.device
     collate = run.method.collator(run.config, run.tokenizer, device)
-    skips = run.method.skips_rows and run.mesh.size == 1
-    return with_head_rows(collate, rounds_widths(device)) if skips else collate
+    if not run.method.skips_rows or run.mesh.size > 1:
+        return collate
+    if not rounds_widths(device):
+        return with_head_rows(collate, None)
+    share = head_share(run.data.train) if run.data.stream is None else None
+    return collate if share is None else with_head_rows(collate, share)
 
 
 def _samples_log(
