@@ -14,7 +14,8 @@ tower is frozen in 16 bits.
 - packing: `halfbyte train` on uneven pictures and texts, packed and padded. Speeds are of the second epoch, in tokens
   without padding.
 - cache: `halfbyte train` on pictures in every step, on cached features, and on text rows of equal length.
-- tower: the features of 16 uneven pictures by transformers' loop, by halfbyte's attention, and from an NF4 tower.
+- tower: the features of 16 uneven pictures by transformers' loop, by halfbyte's tower, and from an NF4 tower; and their
+  forward and backward with LoRA on the tower's linears, by PEFT's forward of linears and by halfbyte's.
 - memory: planned and measured bytes of eight runs of `halfbyte train`.
 - prepare: pictures per second from JPEG files to a batch, on two cores of the CPU, and the memory that they take.
   halfbyte collates in threads, TRL in the main process (its default) and in two processes of torch's DataLoader; both
@@ -517,6 +518,8 @@ def tower(place: Place, save: Callable[..., None]) -> None:
     }  # fmt: skip
     save(**result)
     exact = features(model)
+    runs |= adapted_runs(options, model, images)
+    save(**result)
     del model
     free_memory()
     for name in ("nf4", "int8"):
@@ -530,6 +533,36 @@ def tower(place: Place, save: Callable[..., None]) -> None:
         free_memory()
         save(**result)
     print(json.dumps({name: value for name, value in result.items() if name != "grids"}, indent=1))
+
+
+def adapted_runs(options: argparse.Namespace, model: Any, images: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the times of forward and backward of a tower with LoRA, by PEFT's and by halfbyte's forward of linears.
+
+    Args:
+        model: bound by `bind_vision`; it has the adapters afterwards.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    from halfbyte.layers.plain import is_plain_lora
+    from halfbyte.modeling.architectures import FREEZE_TOWER, all_linear, vision_part, vision_parts
+    from halfbyte.modeling.vision import bind_vision, unbind_vision
+
+    parts = vision_parts(model)
+    targets = [name for name in all_linear(model, [FREEZE_TOWER]) if vision_part(name, parts) == FREEZE_TOWER]
+    unbind_vision(model)
+    get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
+    bind_vision(model)
+    device = torch.device(options.device).type
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            features = torch.cat([*model.model.get_image_features(**images).pooler_output])
+        features.float().square().sum().backward()
+
+    runs = {"LoRA, halfbyte": forward_ms(options, step)}
+    for module in filter(is_plain_lora, model.modules()):
+        vars(module).pop("forward", None)
+    return runs | {"LoRA, PEFT": forward_ms(options, step)}
 
 
 def forward_ms(options: argparse.Namespace, forward: Callable[[], Any]) -> dict[str, float]:

@@ -73,6 +73,7 @@ def test_names_in_target_modules_leave_frozen_parts_out(tmp_path):
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
 def test_loss_and_gradients_equal_transformers_and_peft(name, tmp_path):
+    """Gradients are as close to PEFT's in float64 as PEFT's own in float32 are, which is up to 1e-5."""
     save_image_model(tmp_path, name)
     write_image_rows(tmp_path)
     config = configured(tmp_path, **dict.fromkeys(KEYS, False), init_lora_weights=False)
@@ -88,14 +89,16 @@ def test_loss_and_gradients_equal_transformers_and_peft(name, tmp_path):
     trained = {key: value for key, value in other.named_parameters() if value.requires_grad}
     loss = other(**batch, use_cache=False).loss
     expected = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+    exact_loss = other.double()(**batch | {"pixel_values": batch["pixel_values"].double()}, use_cache=False).loss
+    exact = torch.autograd.grad(exact_loss, list(trained.values()), materialize_grads=True)
     halfbyte.patch(model)
     total, count = causal_lm_loss(model, batch)
     gradients = torch.autograd.grad(total / count, [state[key] for key in trained], materialize_grads=True)
     assert (total / count).item() == pytest.approx(loss.item(), rel=1e-5)
     unread = {"llava": 12, "qwen3_vl": 0}[name]  # tensors of a last layer that nothing reads
     assert sum(bool(gradient.any()) for gradient in gradients) == len(trained) - unread
-    for gradient, wanted in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+    for gradient, wanted, true in zip(gradients, expected, exact, strict=True):
+        assert (gradient - true).norm() <= 2 * (wanted - true).norm() + 1e-6 * true.norm()
 
 
 def test_saved_adapter_of_a_quantized_tower_reloads_and_merges(tmp_path):

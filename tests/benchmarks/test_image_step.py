@@ -37,4 +37,5 @@ def test_the_tower_gives_the_features_of_the_loop(tmp_path):
     image_step.main([*words, "--json", str(tmp_path / "result.json")])
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["relative_difference"] < 1e-2
+    assert {"LoRA, PEFT", "LoRA, halfbyte"} <= result["runs"].keys()
     assert result["runs"]["int8"]["sqnr_db"] > result["runs"]["nf4"]["sqnr_db"] > 10

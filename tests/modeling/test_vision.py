@@ -9,9 +9,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import halfbyte
 from halfbyte.autograd import attention as causal
+from halfbyte.config import load_config
 from halfbyte.formats import Blockwise4
+from halfbyte.layers.plain import is_plain_lora
+from halfbyte.loading.load import load_model
+from halfbyte.modeling import projections, vision
 from halfbyte.modeling import tower as tower_forwards
-from halfbyte.modeling import vision
 from halfbyte.modeling.architectures import all_linear, non_text_modules
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.tensor import QuantizedTensor
@@ -25,6 +28,9 @@ GRIDS = {
     "equal": [(1, 8, 8), (1, 8, 8)],
     "windows": [(1, 16, 16), (1, 16, 16), (1, 16, 6)],
 }
+
+
+LORA = {"r": 4, "lora_alpha": 12, "init_lora_weights": False}
 
 
 @pytest.fixture
@@ -116,6 +122,66 @@ def test_gated_units_of_odd_widths_are_padded_with_zeros(storage, tmp_path, monk
     assert sizes == [64, 64, 32]
     unit(x.requires_grad_())
     assert sizes[3:] == [42, 42, 32]
+
+
+def test_adapters_on_odd_widths_are_computed_without_a_graph(tmp_path, monkeypatch):
+    monkeypatch.setattr(tower_forwards, "_reads_aligned", lambda x: True)
+    model = save_image_model(tmp_path, "qwen2_5_vl")
+    unit, x = model.model.visual.blocks[0].mlp, torch.randn(5, 32)
+    for name, size in ("gate_proj", (42, 32)), ("up_proj", (42, 32)), ("down_proj", (32, 42)):
+        linear = torch.nn.Linear(size[1], size[0])
+        weight = QuantizedTensor.quantize(linear.weight.detach(), Blockwise4("nf4", 64, True))
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        setattr(unit, name, linear)
+    get_peft_model(model, LoraConfig(target_modules=r".*blocks\.0\.mlp\.\w+_proj", **LORA))
+    with torch.no_grad():
+        expected = unit(x)
+        vision.bind_vision(model)
+        torch.testing.assert_close(unit(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llava"])
+@pytest.mark.parametrize("storage", ["plain", "nf4"])
+def test_loras_of_a_tower_equal_peft(name, storage, tmp_path, monkeypatch):
+    """Features and gradients; each linear of tower and projector runs as one function, unless it has hooks."""
+    save_image_model(tmp_path, name)
+    parts = ["freeze_vision_tower"] + ["freeze_multi_modal_projector"] * (name != "gemma3")
+    keys = {"load_in_4bit": storage == "nf4", "bnb_4bit_blocksize": 32, "quantize_vision_tower": storage == "nf4"}
+    config = load_config(None, {"model_name_or_path": str(tmp_path), "dataset": "d", "output_dir": "o"} | keys)
+    model = load_model(str(tmp_path), config.storage, device="cpu", dtype="float32")
+    model = get_peft_model(model, LoraConfig(target_modules=all_linear(model, parts), **LORA))
+    backbone = model.get_base_model().model
+    towers = [model.get_base_model().get_submodule(part) for part in non_text_modules(model.get_base_model())]
+    linears = [module for tower in towers for module in tower.modules() if is_plain_lora(module)]
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and "language_model" not in n}
+    inputs = features_inputs(model.get_base_model(), name)
+
+    def computed():
+        features = torch.cat([*backbone.get_image_features(**inputs).pooler_output])
+        return features, torch.autograd.grad(
+            (features * features.cos()).sum(), list(trained.values()), materialize_grads=True
+        )
+
+    called = []  # not the pooling head's, in whose place attention of torch reads the weight
+    handles = [linear.register_forward_hook(lambda *args: called.append(1)) for linear in linears]
+    expected, expected_gradients = computed()
+    for handle in handles:
+        handle.remove()
+    calls = []
+    function = projections.lora_linear
+    monkeypatch.setattr(projections, "lora_linear", lambda *args: calls.append(1) or function(*args))
+    vision.bind_vision(model)
+    features, gradients = computed()
+    assert len(calls) == len(called) > 8
+    assert (features - expected).norm() <= 1e-5 * expected.norm()
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-12
+    seen = []
+    linears[0].base_layer.register_forward_hook(lambda *args: seen.append(1))
+    computed()
+    assert seen
+    vision.unbind_vision(model)
+    assert not any("forward" in vars(module) for module in backbone.modules())
 
 
 @pytest.mark.gpu

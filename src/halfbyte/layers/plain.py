@@ -7,8 +7,8 @@ They read it here, at every call, since an adapter can change between calls (`se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ class FrozenLinear(nn.Linear):
         return frozen_linear(input, self.weight, self.bias)
 
 
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+EQUAL_FORWARDS: set[Callable[..., Any]] = set()  # bound to instances; see `equals_its_class`
 FORWARDS = (nn.Linear.forward, FrozenLinear.forward)  # forwards that compute x·Wᵀ + b
 
 
@@ -183,9 +186,16 @@ def read_adapters(
     return adapters
 
 
+def equals_its_class(forward: Forward) -> Forward:
+    """Mark a forward that is bound to instances and computes what their class does, so that `hooked` allows it."""
+    EQUAL_FORWARDS.add(forward)
+    return forward
+
+
 def hooked(module: nn.Module) -> bool:
     """Whether the module has hooks or an instance forward, which a fused function would bypass."""
-    return has_hooks(module) or "forward" in module.__dict__
+    forward = module.__dict__.get("forward")
+    return has_hooks(module) or (forward is not None and getattr(forward, "__func__", None) not in EQUAL_FORWARDS)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from ..autograd.lora import GemmRecipe, LoRA, OutputUse, RowLoRA, lora_linear, l
 from ..config import Precision
 from ..dispatch import autocast_dtype, on_compiler
 from ..formats.float8 import E4M3, E5M2
-from ..layers.plain import hooked, read_linear
+from ..layers.plain import equals_its_class, hooked, read_linear
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..utils.errors import ConfigError, ModelError
 from ..utils.notices import notice
@@ -196,6 +196,16 @@ def project_output(
     read = read_projections([module])
     use: OutputUse = "unchanged" if scales is None or read is None else defer(read[0], x.dtype, scales)
     return _project(x, [module], read, recipe, [use])[0]
+
+
+@equals_its_class
+def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run PEFT's LoRA around a linear as `project` does; for linears whose callers call them one by one."""
+    read = None if args or kwargs else read_projections([self])
+    if read is None:
+        output: Tensor = type(self).forward(self, x, *args, **kwargs)
+        return output
+    return _project(x, [self], read, None, ["overwritten"])[0]
 
 
 def defer(projection: Projection, dtype: torch.dtype, scales: list[Scale]) -> OutputUse:

@@ -12,6 +12,7 @@ bf16).
 Norms, RoPE of towers of Qwen's and GLM's kind, and gated units run as one kernel each; patches are embedded by a GEMM
 in place of a convolution. Rows of other than a multiple of 16 bytes, as the 3,420 values of Qwen2.5-VL's MLPs, have no
 fast GEMM in cuBLAS: frozen weights are then padded with zeros for the call, which takes a fraction of what it saves.
+Linears with LoRA are computed with their adapters (`projections.lora_forward`).
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ from ..autograd.norms import layer_norm, rms_norm
 from ..autograd.rope import rope
 from ..dispatch import on_compiler
 from ..formats.base import is_quantized
+from ..layers.plain import is_plain_lora, read_linear
 from ..ops.rope import rotate
 from .families import ACTIVATIONS
 from .layer import epsilon
 from .patch_record import existing_record, record
+from .projections import lora_forward
 
 VISION_NAME = "halfbyte_flash_vision"  # transformers gives `cu_seqlens` to implementations named "...flash..."
 LONG = 1024  # patches from which cuDNN's attention is faster; each number and length of images is compiled once
@@ -111,6 +114,8 @@ def _fused_forward(module: Any, in_block: bool) -> Forward | None:
             torch's LayerNorm returns fp32, which would matter elsewhere.
     """
     forward = type(module).forward
+    if is_plain_lora(module):
+        return lora_forward
     if type(module) is nn.LayerNorm:
         plain = in_block and module.weight is not None and module.bias is not None and len(module.normalized_shape) == 1
         return layer_norm_forward if plain else None
@@ -196,10 +201,11 @@ def _padded(linears: Sequence[Any], x: Tensor) -> list[tuple[Tensor, Tensor | No
         return None
     padding, dense = -width % PADDED, []
     for linear, sides in zip(linears, ((0, 0, 0, padding), (0, 0, 0, padding), (0, padding)), strict=True):
-        weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
-        is_plain = type(linear).forward is nn.Linear.forward or is_quantized(weight)
-        if not is_plain or weight is None or weight.requires_grad or linear._forward_hooks:
+        read = read_linear(linear)
+        if isinstance(read, str) or read.adapters or read.weight.requires_grad:
             return None
+        weight: Any = read.weight
+        bias = read.bias
         values = weight.dequantize(x.dtype) if is_quantized(weight) else weight.to(x.dtype)
         bias = bias if bias is None or len(sides) == 2 else F.pad(bias, (0, padding))
         dense.append((F.pad(values, sides), bias))
@@ -246,7 +252,7 @@ def attention_forward(
     return self.proj(out.flatten(-2).flatten(0, 1))
 
 
-FORWARDS = (rms_norm_forward, layer_norm_forward, patch_forward, gated_forward, attention_forward)
+FORWARDS = (rms_norm_forward, layer_norm_forward, patch_forward, gated_forward, attention_forward, lora_forward)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
