@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..adapter_kinds import LORA, adapter_kind
 from ..adapters.expert_adapters import expert_wrappers
 from ..adapters.lora import add_adapter
+from ..config.methods import PAIRED
 from ..config.schema import RunKeys
 from ..data.batch_shapes import Shape
 from ..data.collate import PackedCollator
@@ -58,6 +59,7 @@ from .vision import BatchImages, TowerBytes, vision_bytes
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc overhead
 CPU_PRIMITIVES = 112 * 2**20  # oneDNN GEMMs compiled for many lengths, see hardware.limit_primitive_caches
+SPLIT_METHODS = ("sft", *PAIRED)  # whose micro-batches run one forward of the language model's arguments
 LONG = 8 * TILE_ROWS  # tokens; longer batches are extrapolated from replays of this length and its half
 
 
@@ -340,7 +342,8 @@ class ModelShapes:
         """Return whether the images of a batch, if it has some, can be computed before its CUDA graph."""
         if self.images is None:
             return True
-        reason = unsplit_reason(self.model) if self.config.method == "sft" else f"with method: {self.config.method}"
+        is_split = self.config.method in SPLIT_METHODS
+        reason = unsplit_reason(self.model) if is_split else f"with method: {self.config.method}"
         if reason is not None:
             notice("image-graphs", f"{IMAGES_EAGER}: {reason}")
         return reason is None
