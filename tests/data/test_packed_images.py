@@ -170,7 +170,8 @@ def test_padding_and_documents_of_text_have_equal_positions(name, models):
     batch = PackedCollator(0, False, True, 400, True, collate.images)(rows)
     text, axes = batch["position_ids"], batch[ROPE_POSITIONS]
     assert axes.shape == (*text.shape, 3)
-    assert "cu_seq_lens_q" not in batch  # towers would take them for bounds of images
+    starts = (text == 0).flatten().nonzero().flatten()
+    assert torch.equal(batch["cu_seq_lens_q"].unique()[:-1].long(), starts)
     for row, positions, row_axes in zip(rows, text, axes, strict=True):
         length = sum(row["seq_lengths"])
         for part, part_axes in [*zip(positions[:length].split(row["seq_lengths"]),
