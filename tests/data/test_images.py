@@ -19,6 +19,7 @@ from halfbyte.data.image_processor import ImageProcessor
 from halfbyte.data.images import MOST_PIXELS, ImageSource, opened
 from halfbyte.data.prepare import prepare
 from halfbyte.data.tables import digest_of_rows
+from halfbyte.export.gguf_model import export_gguf
 from halfbyte.loading.tokenizers import load_run_tokenizer
 from halfbyte.modeling.architectures import all_linear
 from halfbyte.modeling.head import causal_lm_loss
@@ -378,12 +379,15 @@ def test_the_processor_of_another_model_is_refused(change, places, tmp_path):
 
 
 def test_a_text_row_with_the_word_image_stays_text(tmp_path):
-    """On a text model, also where a column of links is named image."""
+    """On a text model, also of a GGUF file, and where a column of links is named image or video."""
     save_model(tmp_path / "model", "llama")
+    export_gguf(str(tmp_path / "model"), "f32", tmp_path / "model.gguf", device="cpu")
     path = write_rows(tmp_path / "d.jsonl", {"prompt": "an <image> tag", "completion": "html"})
-    linked = write_rows(tmp_path / "e.jsonl", {"prompt": "hi", "completion": "x", "image": "https://a.b/c.png"})
+    links = {"image": "https://a.b/c.png", "video": "https://a.b/c.mp4"}
+    linked = write_rows(tmp_path / "e.jsonl", {"prompt": "hi", "completion": "x"} | links)
     for dataset in (path, linked):
-        assert "images" not in prepared(tmp_path / "model", dataset).column_names
+        for model in ("model", "model.gguf"):
+            assert "images" not in prepared(tmp_path / model, dataset).column_names
 
 
 def test_a_moved_image_is_the_same_input_and_another_is_not(places, tmp_path):

@@ -172,7 +172,8 @@ class ImageProcessor:
     def model_config(self) -> Any:
         from transformers import AutoConfig
 
-        name = self.origin.name
+        # A GGUF file has its config in the folder that it is unpacked in, like its tokenizer.
+        name = self.tokenizer.name_or_path if Path(self.origin.name).is_file() else self.origin.name
         revision = self.origin.revision
         trust = self.origin.trust_remote_code
         with answered(f"cannot read the config of {name}", error=ModelError):
