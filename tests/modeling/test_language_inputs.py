@@ -18,12 +18,15 @@ from halfbyte.utils.errors import ModelError
 from tests.helpers.image_families import MODELS_OF_IMAGES
 from tests.helpers.image_models import NEEDS_TORCHVISION, save_image_model, write_image_rows
 
-FAST = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "mistral3")
-NAMES = [
+FAST = (("qwen2_5_vl", True), ("qwen3_vl", False), ("qwen3_vl", True), ("qwen3_5", True), ("llava", False))
+CASES = [
     pytest.param(
-        name, marks=[NEEDS_TORCHVISION] * (name in ("lfm2_vl", "llama4")) + [pytest.mark.slow] * (name not in FAST)
+        *(name, packing),
+        marks=[NEEDS_TORCHVISION] * (name in ("lfm2_vl", "llama4"))
+        + [pytest.mark.slow] * ((name, packing) not in FAST),
     )
     for name in MODELS_OF_IMAGES
+    for packing in (False, True)
     if name != "mllama"
 ]
 
@@ -63,8 +66,7 @@ def shapes(columns):
     return {name: value.shape if isinstance(value, torch.Tensor) else value for name, value in columns.items()}
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "packing"), CASES)
 def test_loss_and_gradients_equal_those_of_one_forward(name, packing, tmp_path):
     """Also of batches without images, whose columns have the same names and shapes where the tokens have."""
     model = adapted(tmp_path, name)

@@ -6,6 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfbyte.adapters.lora import add_adapter
 from halfbyte.config import load_config
+from halfbyte.data.batch_shapes import Shape
 from halfbyte.data.collate import make_collator
 from halfbyte.data.prepare import prepare
 from halfbyte.loading.find import load_model_config
@@ -76,23 +77,21 @@ def test_planned_bytes_are_those_that_the_tower_allocates(name, frozen, checkpoi
     assert planned.saved == pytest.approx(saved, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("keys", "captures"),
-    [({}, True), ({"freeze_vision_tower": False}, False), ({"modules_to_save": ["embed_tokens"]}, False)],
-)
-def test_image_rows_are_planned_with_cuda_graphs_if_nothing_before_the_language_model_is_trained(
-    keys, captures, tmp_path
-):
+def test_image_rows_are_planned_with_cuda_graphs_if_nothing_before_the_language_model_is_trained(tmp_path):
     """The plan then also counts the embeddings that graphs read."""
     save_image_model(tmp_path, "qwen2_5_vl")
     write_image_rows(tmp_path)
-    config = configured(tmp_path, **keys)
-    tokenizer, model_config = load_run_tokenizer(config), load_model_config(str(tmp_path))
-    shapes = ModelShapes(config, model_config, torch.device("cuda"))
-    shapes.images = most_images(config, prepare(config, tokenizer), tokenizer, cached=False)
-    plan = estimate(config, model_config, device="cuda", capacity_bytes=2**30, shapes=shapes)
-    assert plan.use_graphs is captures
-    assert shapes.vision_bytes(64, 0, False, graphs=0) > shapes.vision_bytes(64, 0, False)
+    for keys in ({"freeze_vision_tower": False}, {"modules_to_save": ["embed_tokens"]}, {"method": "kto"}, {}):
+        config = configured(tmp_path, **keys)
+        tokenizer, model_config = load_run_tokenizer(config), load_model_config(str(tmp_path))
+        shapes = ModelShapes(config, model_config, torch.device("cuda"))
+        assert shapes.images_before_graphs
+        shapes.images = most_images(configured(tmp_path), prepare(config, tokenizer), tokenizer, cached=False)
+        assert shapes.images_before_graphs is not bool(keys)
+    assert estimate(config, model_config, device="cuda", capacity_bytes=2**30, shapes=shapes).use_graphs
+    batch = Shape(2, 64)
+    width = batch.tokens * shapes.text_config.hidden_size * shapes.dtype.itemsize
+    assert shapes.vision_bytes(batch, 0, False, graphs=0) == shapes.vision_bytes(batch, 0, False) + width
 
 
 def test_the_plan_has_a_line_for_images(tmp_path):

@@ -399,7 +399,7 @@ class _Planner:
             activations=transient - logits,
             logits=logits,
             vision=self.shapes.vision_bytes(
-                largest.tokens,
+                largest,
                 transient - self._image_bytes,
                 {*choice.levels} != {"keep"},
                 graphs if choice.graphs else None,

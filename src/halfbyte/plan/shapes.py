@@ -59,6 +59,7 @@ from .vision import BatchImages, TowerBytes, vision_bytes
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc overhead
 CPU_PRIMITIVES = 112 * 2**20  # oneDNN GEMMs compiled for many lengths, see hardware.limit_primitive_caches
+MASK_COPIES = 4  # of two types of layers, computed and read by a graph, a byte per pair of tokens
 SPLIT_METHODS = ("sft", *PAIRED)  # whose micro-batches run one forward of the language model's arguments
 LONG = 8 * TILE_ROWS  # tokens; longer batches are extrapolated from replays of this length and its half
 
@@ -348,16 +349,16 @@ class ModelShapes:
             notice("image-graphs", f"{IMAGES_EAGER}: {reason}")
         return reason is None
 
-    def vision_bytes(self, tokens: int, transient: int, checkpointed: bool, graphs: int | None = None) -> int:
+    def vision_bytes(self, batch: Shape, transient: int, checkpointed: bool, graphs: int | None = None) -> int:
         """Bytes of vision tower, projector and features of `images`, beyond those of the language model, `transient`.
 
         A frozen tower frees what it allocates before the language model runs; a trained one keeps what its backward
         reads, which runs when the language model has freed its own.
 
         Args:
-            tokens: tokens of the micro-batch.
             graphs: bytes outside of the CUDA graphs' pool that are free while the tower runs; None: no graphs, so the
-                bytes of the language model are. Graphs also read a copy of the embeddings, and of deepstack features.
+                bytes of the language model are. Graphs also read a copy of the embeddings, of deepstack features, and
+                of the masks of images that see themselves.
         """
         if self.images is None:
             return 0
@@ -369,7 +370,11 @@ class ModelShapes:
         if graphs is not None:
             tower_config = getattr(self.causal_lm.config, "vision_config", None)
             deepstack = len(getattr(tower_config, "deepstack_visual_indexes", None) or ())
-            return features + (1 + 2 * deepstack) * tokens * width + max(0, tower.peak - graphs)
+            inputs = (1 + 2 * deepstack) * batch.tokens * width
+            family = family_of_config(self.text_config)
+            if family is not None and family.bidirectional_images:
+                inputs += MASK_COPIES * batch.rows * batch.length**2
+            return features + inputs + max(0, tower.peak - graphs)
         return features + max(tower.saved if trained else 0, tower.peak - transient)
 
     @cached_method
