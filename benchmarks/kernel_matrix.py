@@ -325,8 +325,9 @@ class Row:
             for case in cases:
                 self.refuse(reason, case)
 
-    def sorted_refusals(self) -> dict[str, list[str]]:
-        return {reason: sorted(cases) for reason, cases in sorted(self.refused.items())}
+    def sorted(self) -> dict[str, Any]:
+        """Fields by name, refusals in one order."""
+        return asdict(self) | {"refused": {reason: sorted(cases) for reason, cases in sorted(self.refused.items())}}
 
     def refuse(self, reason: str, case: str) -> None:
         cases = self.refused.setdefault(reason, [])
@@ -378,27 +379,28 @@ which kernel takes which call, and why the others do not.
 """
 
 
-def rendered(results: dict[str, dict[str, dict]]) -> str:
+def rendered(results: dict[str, dict[str, dict[str, Row]]]) -> str:
     """The page."""
     targets = [target for target in TARGETS if target.name in results]
+    rows = {target.name: joined(results[target.name]) for target in targets}
     lines = [HEAD, "| kernel | " + " | ".join(f"{t.name}<br>{t.device.name}" for t in targets) + " |"]
     lines.append("|---" * (len(targets) + 1) + "|")
     notes: list[str] = []
-    for name in sorted({name for rows in results.values() for name in rows}):
-        cells = [_cell(results[target.name].get(name), notes) for target in targets]
+    for name in sorted({kernel for kernels in rows.values() for kernel in kernels}):
+        cells = [_cell(rows[target.name].get(name), notes) for target in targets]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", *[f"{i}. {note}" for i, note in enumerate(notes, start=1)], "", *_choices(targets)]
     return "\n".join(lines) + "\n"
 
 
-def _cell(row: dict | None, notes: list[str]) -> str:
+def _cell(row: Row | None, notes: list[str]) -> str:
     if row is None:
         return "-"
-    runs = f"{row['shared_bytes'] / KIB:.0f} KiB" if row["forms"] else ""
-    if row["spilled_bytes"] >= SPILLED:
-        runs += f", spills {row['spilled_bytes']} B"
+    runs = f"{row.shared_bytes / KIB:.0f} KiB" if row.forms else ""
+    if row.spilled_bytes >= SPILLED:
+        runs += f", spills {row.spilled_bytes} B"
     numbers = []
-    for reason, cases in row["refused"].items():
+    for reason, cases in row.sorted()["refused"].items():
         note = f"{reason}: {', '.join(cases)}"
         if note not in notes:
             notes.append(note)
@@ -441,44 +443,70 @@ def slots_of(target: Target, dtype: torch.dtype, size: int) -> int:
     return found.triton[0].constants[4]
 
 
-def measure_part(part: tuple[str, str]) -> tuple[str, dict[str, Row]]:
-    """The rows of one group of cases on the target of that name."""
+def measure_part(part: tuple[str, str]) -> tuple[str, str, dict[str, Row]]:
+    """The target's name, the group's name, and the rows of that group of cases on that target."""
     name, group = part
     target = next(target for target in TARGETS if target.name == name)
     with mock.patch.object(nvrtc, "_nvrtc", any_nvrtc):
-        return name, measure(target, CASES[group])
+        return name, group, measure(target, CASES[group])
 
 
-def measure_all(names: Sequence[str], processes: int, groups: Sequence[str] = ()) -> dict[str, dict[str, dict]]:
-    """The rows of these groups of cases, or all, on the targets of these names, as they are written."""
+def measure_parts(
+    names: Sequence[str], processes: int, groups: Sequence[str] = ()
+) -> Iterator[tuple[str, str, dict[str, Row]]]:
+    """Yield (target, group of cases, rows) as each is measured: these groups, or all, on the targets of these names."""
     longest_first = sorted(groups or CASES, key=lambda group: -len(CASES[group]))
     parts = [(name, group) for group in longest_first for name in names]
-    joined: dict[str, dict[str, Row]] = {name: {} for name in names}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for name, rows in pool.imap_unordered(measure_part, parts):
-            for kernel, row in rows.items():
-                joined[name].setdefault(kernel, Row()).join(row)
-    return {
-        name: {kernel: asdict(row) | {"refused": row.sorted_refusals()} for kernel, row in sorted(rows.items())}
-        for name, rows in joined.items()
-    }
+        yield from pool.imap_unordered(measure_part, parts)
+
+
+def joined(groups: dict[str, dict[str, Row]]) -> dict[str, Row]:
+    """One row per kernel of a target, from the rows of each group of cases: several groups may launch one kernel."""
+    rows: dict[str, Row] = {}
+    for group in sorted(groups):
+        for kernel, row in groups[group].items():
+            rows.setdefault(kernel, Row()).join(row)
+    return dict(sorted(rows.items()))
 
 
 def main() -> None:
-    """Measure the targets and the groups of cases named on the command line, or all, and write the page anew."""
+    """Measure the targets and the groups of cases named on the command line, or all, and write the page anew.
+
+    Results are kept for each target and group, and written after each, so that an interrupted run loses one group.
+    """
     if any_nvrtc() is None:
         raise SystemExit("install nvidia-cuda-nvrtc first: CUDA kernels would have no rows")
     names = [target.name for target in TARGETS if target.name in sys.argv[1:]] or [target.name for target in TARGETS]
     chosen = [group for group in CASES if group in sys.argv[1:]]
-    results, found = read_results(), measure_all(names, os.cpu_count() or 1, chosen)
-    results |= {name: (results.get(name, {}) if chosen else {}) | rows for name, rows in found.items()}
-    ordered = {key: dict(sorted(results[key].items())) for key in sorted(results)}
-    files.write_text(RESULTS, json.dumps(ordered, indent=1) + "\n")
-    files.write_text(PAGE, rendered(read_results()))
+    results = read_results()
+    for name, group, rows in measure_parts(names, os.cpu_count() or 1, chosen):
+        results.setdefault(name, {})[group] = rows
+        write_results(results)
+        print(name, group, flush=True)
+    files.write_text(PAGE, rendered(results))
 
 
-def read_results() -> dict[str, dict[str, dict]]:
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+def read_results() -> dict[str, dict[str, dict[str, Row]]]:
+    """Rows of each target, group of cases and kernel, from the results' file."""
+    text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else "{}"
+    return {
+        name: {group: {kernel: Row(**row) for kernel, row in rows.items()} for group, rows in groups.items()}
+        for name, groups in json.loads(text).items()
+    }
+
+
+def write_results(results: dict[str, dict[str, dict[str, Row]]]) -> None:
+    """Write the rows of the groups that exist, one kernel a line."""
+    lines = []
+    for name in sorted(results):
+        groups = []
+        for group in sorted(results[name].keys() & CASES.keys()):
+            rows = results[name][group]
+            kernels = [f"   {json.dumps(kernel)}: {json.dumps(rows[kernel].sorted())}" for kernel in sorted(rows)]
+            groups.append(f"  {json.dumps(group)}: {{\n" + ",\n".join(kernels) + "\n  }")
+        lines.append(f" {json.dumps(name)}: {{\n" + ",\n".join(groups) + "\n }")
+    files.write_text(RESULTS, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
