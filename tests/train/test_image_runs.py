@@ -148,6 +148,10 @@ def test_a_packed_run_resumes_with_equal_bytes(tmp_path, capsys):
     train(configured(place, tmp_path / "half", **keys), resume=str(tmp_path / "half/checkpoint-2"))
     first, second = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("full", "half"))
     assert all(torch.equal(first[key], second[key]) for key in first)
+    file = place / "model/preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.1, 0.1, 0.1]}))
+    with pytest.raises(ConfigError, match="image_processor"):
+        train(configured(place, tmp_path / "half", **keys), resume=str(tmp_path / "half/checkpoint-2"))
     isolation = json.loads((tmp_path / "full/checks.json").read_text())["isolation"]
     assert (isolation["way"], isolation["change"]) == ("positions", 0)
     report = json.loads((tmp_path / "full/data_report.json").read_text())["train"]

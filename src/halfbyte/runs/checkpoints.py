@@ -70,6 +70,7 @@ INPUTS = MODELS | {
     "chat_template_path": "the tokenizer or its chat template",  # before the data, whose tokens depend on it
     "adapter_path": "the adapter that the run started from",
     "eval_dataset": "the held-out data",
+    "image_processor": "the base model's preprocessor_config.json or processor_config.json",
 }
 
 

@@ -23,7 +23,7 @@ from ..config.initialisations import read_by
 from ..config.methods import TASKS
 from ..config.policy import DISTILLING, POLICY, SAMPLING
 from ..data.batches import largest_id, longest_row
-from ..data.image_processor import PIXEL_KEYS, ImageProcessor
+from ..data.image_processor import PIXEL_KEYS, PROCESSOR_FILES, ImageProcessor
 from ..data.images import IMAGES
 from ..data.prepare import PreparedData
 from ..data.tables import digest_of_rows
@@ -65,22 +65,31 @@ def data_identity(config: RunConfig, data: PreparedData, files: ModelFiles) -> d
         columns of reward functions), and the digests of other inputs by the key that names them; None: no such input.
     """
     sizes = {name: data.report["train"][name] for name in ("rows", "tokens", "trained_tokens")}
-    # The tokenizer's files and the chat template that is used instead of its own.
-    digest = hashlib.sha256()
     folder = files.folder()
     template = [] if config.chat_template_path is None else [Path(config.chat_template_path)]
-    for path in [folder / name for name in TOKENIZER_FILES] + template:
-        if path.is_file():
-            with open_bytes(path) as stream:
-                content = hashlib.file_digest(stream, "sha256")
-            digest.update(f"{path.name if path.parent == folder else ''} {content.hexdigest()}".encode())
+    has_images = has_image_rows(data)
     return {
         **sizes,
         "digest": digest_of_rows(data.train),
         "eval_dataset": None if data.eval is None else digest_of_rows(data.eval),
         "adapter_path": adapter_digest(Path(config.adapter_path)) if config.adapter_path else None,
-        "chat_template_path": digest.hexdigest(),
+        # the tokenizer's files and the chat template that is used instead of its own
+        "chat_template_path": _digest_of_files([folder / name for name in TOKENIZER_FILES] + template, folder),
+        "image_processor": _digest_of_files([folder / name for name in PROCESSOR_FILES], folder)
+        if has_images
+        else None,
     }
+
+
+def _digest_of_files(paths: Iterable[Path], folder: Path) -> str:
+    """Return the SHA-256 of the files that exist, of those in `folder` with their names."""
+    digest = hashlib.sha256()
+    for path in paths:
+        if path.is_file():
+            with open_bytes(path) as stream:
+                content = hashlib.file_digest(stream, "sha256")
+            digest.update(f"{path.name if path.parent == folder else ''} {content.hexdigest()}".encode())
+    return digest.hexdigest()
 
 
 def model_reader(config: RunConfig, files: ModelFiles) -> Callable[[], dict[str, Any]]:
