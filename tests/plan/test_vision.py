@@ -94,6 +94,13 @@ def test_image_rows_are_planned_with_cuda_graphs_if_nothing_before_the_language_
     assert shapes.vision_bytes(batch, 0, False, graphs=0) == shapes.vision_bytes(batch, 0, False) + width
 
 
+def test_gated_units_of_a_trained_tower_are_planned_without_their_kernel(tmp_path):
+    """The kernel would read the addresses of fake tensors, which ends the process."""
+    save_image_model(tmp_path, "gemma4")
+    write_image_rows(tmp_path)
+    assert prepare_run(configured(tmp_path, freeze_vision_tower=False, max_steps=9), writes=False).plan.vision > 0
+
+
 def test_the_plan_has_a_line_for_images(tmp_path):
     """A frozen tower frees its bytes before the language model runs; a cached one computes one image at a time."""
     save_image_model(tmp_path, "qwen2_5_vl")

@@ -26,7 +26,7 @@ from ..modeling.layer import causal_lm_of
 from ..modeling.transformers_versions import enable_checkpointing
 from ..modeling.vision import FEATURES, bind_vision
 from ..utils.notices import silent
-from .ledger import Ledger
+from .ledger import Ledger, kernels
 from .replay import give_shapes_a_device
 
 GRID, PIXELS = "image_grid_thw", "pixel_values"
@@ -144,7 +144,10 @@ def _replayed(
         ledger.ignore(tensor.grad for tensor in tensors if tensor.grad is not None)
         trained = any(tensor.requires_grad for tensor in tensors)
         autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype.itemsize == 2)
-        with no_input_casts(model.train(), dtype), ledger, torch.set_grad_enabled(trained), autocast:
+        calls = (
+            kernels(ledger, "cpu") if fake else contextlib.nullcontext()
+        )  # kernels would read fake tensors' addresses
+        with no_input_casts(model.train(), dtype), ledger, calls, torch.set_grad_enabled(trained), autocast:
             output = getattr(backbone, FEATURES)(**inputs)
             saved = ledger.live
             if trained:
