@@ -493,7 +493,9 @@ class ImageProcessor:
         if (flat := [image for row in images for image in row]) and flat[0].get(FEATURES):
             return dict(feature_columns(flat))
         texts = [number for number, row in enumerate(images) if row or self.family.cross_attention]
-        pictures = [[opened(image) for image in images[number]] for number in texts]
+        sources = {image["sha256"]: image for image in flat}  # answers to a prompt share its images
+        decoded = {digest: opened(image) for digest, image in sources.items()}
+        pictures = [[decoded[image["sha256"]] for image in images[number]] for number in texts]
         first, *others = [image["location"] for image in flat]
         names = f"{first} and {len(others)} more" if others else first
         with answered(f"the processor of {self.origin.name} refuses the images of {names}", error=DataError):
