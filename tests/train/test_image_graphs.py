@@ -21,10 +21,12 @@ from halfbyte.train.verify import split_check
 from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.helpers.graph_stand_in import StandIn
 from tests.helpers.image_models import save_image_model, write_image_rows
-from tests.methods.test_image_rows import write_pairs
+from tests.methods.test_image_rows import write_pairs, write_prompts
 
 PACKED = {"packing": True, "max_length": 200, "per_device_train_batch_size": 1}
 
+POLICY = {"method": "grpo", "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 5,
+          "reward_funcs": [{"regex": "[a-m]"}], "num_iterations": 2}  # fmt: skip
 CACHED = {"vision_cache": True, "gradient_accumulation_steps": 2, "lora_dropout": 0.1}
 
 
@@ -46,7 +48,7 @@ def run(folder, output, **keys):
 
 def write_place(folder, name, dtype=torch.float32, method="sft"):
     save_image_model(folder / "model", name, dtype)
-    write_image_rows(folder) if method == "sft" else write_pairs(folder)
+    {"sft": write_image_rows, "dpo": write_pairs, "grpo": write_prompts}[method](folder)
     return folder
 
 
@@ -69,6 +71,7 @@ def image_counts(monkeypatch):
         ("qwen2_5_vl", PACKED),
         pytest.param("qwen2_5_vl", CACHED, marks=pytest.mark.slow),
         pytest.param("qwen3_vl", {"method": "dpo"}, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", POLICY, marks=pytest.mark.slow),
         pytest.param("llava", {"neftune_noise_alpha": 5.0}, marks=pytest.mark.slow),
     ],
 )

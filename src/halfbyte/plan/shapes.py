@@ -15,6 +15,7 @@ from ..adapter_kinds import LORA, adapter_kind
 from ..adapters.expert_adapters import expert_wrappers
 from ..adapters.lora import add_adapter
 from ..config.methods import PAIRED
+from ..config.policy import POLICY
 from ..config.schema import RunKeys
 from ..data.batch_shapes import Shape
 from ..data.collate import PackedCollator
@@ -60,7 +61,7 @@ CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward t
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc overhead
 CPU_PRIMITIVES = 112 * 2**20  # oneDNN GEMMs compiled for many lengths, see hardware.limit_primitive_caches
 MASK_COPIES = 4  # of two types of layers, computed and read by a graph, a byte per pair of tokens
-SPLIT_METHODS = ("sft", *PAIRED)  # whose micro-batches run one forward of the language model's arguments
+SPLIT_METHODS = ("sft", *PAIRED, *POLICY)  # whose micro-batches run one forward, or two of the same tokens
 LONG = 8 * TILE_ROWS  # tokens; longer batches are extrapolated from replays of this length and its half
 
 

@@ -104,7 +104,8 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
     language_inputs = None
     splits = [rows for rows in (run.data.train, run.data.eval) if rows is not None]
     if captures and (rows := rows_with_most_images(splits, SPLIT_ROWS)) is not None:
-        collate = plain if run.method.rows == "text" else run.method.collator(run.config, run.tokenizer, device)
+        is_text = run.method.rows in ("text", "prompts")  # prompts have room for an answer, as a document
+        collate = plain if is_text else run.method.collator(run.config, run.tokenizer, device)
         batch = to_device(collate([*rows]), device)
         language_inputs, results["split_forward"] = split_check(model, batch, dtype)
         captures = language_inputs is not None
