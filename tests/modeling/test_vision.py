@@ -1,5 +1,6 @@
 """The vision tower in training: its attention equals transformers' loop over images, and frozen towers save nothing."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -140,16 +141,18 @@ def test_adapters_on_odd_widths_are_computed_without_a_graph(tmp_path, monkeypat
         torch.testing.assert_close(unit(x), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llava"])
-@pytest.mark.parametrize("storage", ["plain", "nf4"])
-def test_loras_of_a_tower_equal_peft(name, storage, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "storage", "dora"),
+    [*itertools.product(["qwen2_5_vl", "gemma3", "llava"], ["plain", "nf4"], [False]), ("qwen2_5_vl", "plain", True)],
+)
+def test_loras_of_a_tower_equal_peft(name, storage, dora, tmp_path, monkeypatch):
     """Features and gradients; each linear of tower and projector runs as one function, unless it has hooks."""
     save_image_model(tmp_path, name)
     parts = ["freeze_vision_tower"] + ["freeze_multi_modal_projector"] * (name != "gemma3")
     keys = {"load_in_4bit": storage == "nf4", "bnb_4bit_blocksize": 32, "quantize_vision_tower": storage == "nf4"}
     config = load_config(None, {"model_name_or_path": str(tmp_path), "dataset": "d", "output_dir": "o"} | keys)
     model = load_model(str(tmp_path), config.storage, device="cpu", dtype="float32")
-    model = get_peft_model(model, LoraConfig(target_modules=all_linear(model, parts), **LORA))
+    model = get_peft_model(model, LoraConfig(target_modules=all_linear(model, parts), use_dora=dora, **LORA))
     backbone = model.get_base_model().model
     towers = [model.get_base_model().get_submodule(part) for part in non_text_modules(model.get_base_model())]
     linears = [module for tower in towers for module in tower.modules() if is_plain_lora(module)]
