@@ -62,14 +62,22 @@ def feature_columns(images: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     Raises:
         DataError: a file is damaged or gone.
     """
-    files = []
-    for image in images:
-        try:
-            files.append(read_tensors(Path(image[FEATURES])))
-        except CheckpointError as error:
-            raise DataError(error.message, "start the run again, which computes the features again") from error
-    for file in files:
-        if (scale := file.pop(SCALE, None)) is not None:
-            file[FEATURES] = dequantize_float8(file[FEATURES], scale.float(), "row", scale.dtype)
-    columns = {name: torch.cat([file[name] for file in files]) for name in files[0]}
+    paths = [image[FEATURES] for image in images]
+    files = {path: _read(Path(path)) for path in dict.fromkeys(paths)}  # once: answers to a prompt share its images
+    columns = {name: torch.cat([files[path][name] for path in paths]) for name in files[paths[0]]}
     return {PIXELS: columns.pop(FEATURES), **columns}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, with features in their own dtype.
+
+    Raises:
+        DataError: as `feature_columns`.
+    """
+    try:
+        tensors = read_tensors(path)
+    except CheckpointError as error:
+        raise DataError(error.message, "start the run again, which computes the features again") from error
+    if (scale := tensors.pop(SCALE, None)) is not None:
+        tensors[FEATURES] = dequantize_float8(tensors[FEATURES], scale.float(), "row", scale.dtype)
+    return tensors
