@@ -46,6 +46,7 @@ bitplane, blockwise4, e2m1 = map(on_gpu, ("formats.bitplane", "formats.blockwise
 float8_weights, hqq, int4, int8 = map(on_gpu, ("formats.float8", "formats.hqq", "formats.int4", "formats.int8"))
 attention, blockwise_cuda, causal_conv = map(on_gpu, ("ops.attention", "ops.blockwise_cuda", "ops.causal_conv"))
 chunk_scan, losses, delta_net = map(on_gpu, ("ops.chunk_scan", "ops.cross_entropy", "ops.delta_net"))
+delta_rule = on_gpu("ops.delta_rule")
 decode, divergence, experts, float8 = map(on_gpu, ("ops.decode", "ops.divergence", "ops.experts", "ops.float8"))
 glu, lora_glu, muon, norms = map(on_gpu, ("ops.glu", "ops.lora_glu", "ops.muon", "ops.norms"))
 dora, dropout = map(on_gpu, ("ops.dora", "ops.dropout"))
@@ -334,6 +335,19 @@ def scan(dtype, width):
     chunk_scan.chunk_outputs(x, factors, b, b, skip, begins, states)
     after = chunk_scan.chunk_state_gradients(x, factors, b)
     chunk_scan.chunk_gradients(x, x, factors, b, b, skip, begins, states, after)
+
+
+DELTA_HEADS = ((128, 128), (16, 16), (32, 32), (64, 64), (96, 192), (256, 256))  # Dk and Dv
+
+
+@cases("delta", "gated delta rule, heads of {1}", apart((BF16, FP16, FP32), DELTA_HEADS), [(BF16, DELTA_HEADS[0])])
+def gated_delta_rule(dtype, sizes):
+    query, value = empty(1, ROWS, 2, sizes[0], dtype=dtype), empty(1, ROWS, 4, sizes[1], dtype=dtype)
+    gates, first = empty(1, ROWS, 4), empty(1, ROWS, dtype=torch.bool)
+    for first_or_none in (first, None):
+        rows = query, query, value, gates, gates, first_or_none
+        delta_rule.delta_rule(*rows)
+        delta_rule.delta_rule_backward(value, *rows)
 
 
 @cases("attention", "attention in training, heads of {1}", itertools.product((FP16, BF16), HEADS), [(BF16, WIDEST)])

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..ops import causal_conv as conv_ops
 from ..ops import chunk_scan as scan_ops
 from ..ops import delta_rule as ops
-from ..ops.delta_rule import Rows, parts_of
 from .function import OnceFunction
 
 
@@ -23,17 +22,12 @@ class _DeltaRule(OnceFunction):
     def forward(ctx, *rows):
         ctx.save_for_backward(*rows)
         with _fp32_matmuls(rows[2]):
-            outs = [ops.delta_rule(head_rows)[0] for head_rows in parts_of(Rows(*rows))]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+            return ops.delta_rule(*rows)[0]
 
     @staticmethod
     def backward(ctx, grad):
-        groups = parts_of(Rows(*ctx.saved_tensors))
-        grads = grad.split([group.value.shape[2] for group in groups], 2)
         with _fp32_matmuls(grad):
-            gradients = [ops.delta_rule_backward(tensors, group) for tensors, group in zip(grads, groups, strict=True)]
-        by_input = zip(*(tensors[:5] for tensors in gradients), strict=True)
-        return *(tensors[0] if len(tensors) == 1 else torch.cat(tensors, 2) for tensors in by_input), None
+            return *ops.delta_rule_backward(grad, *ctx.saved_tensors), None
 
 
 @contextlib.contextmanager

@@ -47,3 +47,11 @@ def empty_contiguous(like: Tensor, dtype: torch.dtype) -> Tensor:
 def empty_statistic(x: Tensor) -> Tensor:
     """An empty fp32 tensor with one number for each row of x [..., D]."""
     return torch.empty([*x.shape[:-1]], dtype=torch.float32, device=x.device)  # a torch.Size takes 3 µs longer
+
+
+def by_token(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [R, T, ·, ·] with contiguous tokens and the distance of two tokens; copies only where that is needed."""
+    stride = x.stride(1)
+    if x.stride() != (x.shape[1] * stride, stride, x.shape[3], 1):
+        x = x.contiguous()
+    return x, x.stride(1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import op
-from .delta_rule import Rows, delta_rule, parts_of, unit
+from .delta_rule import delta_rule, unit
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,6 +97,4 @@ def delta_rows(
         [D, L, Hv, Dv] in mixed's dtype, and the final states [D, Hv, Dk, Dv] in fp32 (fp64).
     """
     decay, beta = (gate.where(real.unsqueeze(-1), 0) for gate in (decay, beta))
-    rows = Rows(*heads_of(mixed, key_heads, states), decay, beta)
-    outs, behind = zip(*map(delta_rule, parts_of(rows)), strict=True)
-    return torch.cat(outs, 2), torch.cat(behind, 1)
+    return delta_rule(*heads_of(mixed, key_heads, states), decay, beta)

@@ -15,16 +15,20 @@ uses Mᵀ. Arithmetic is fp32 (fp64 for fp64 input).
 
 Where a document starts inside a sequence, S is 0: G restarts there, and every term across the boundary is an exact 0.
 
-Backward recomputes all of this: a layer saves only q, k, v, g and β.
+Backward recomputes all of this: a layer saves only q, k, v, g and β. On GPUs both passes are kernels
+(`kernels/triton/delta_rule.py`); this module is the specification.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..dispatch import op
 
 CHUNK = 64  # tokens
 LEAST = 8  # rows of the blocks that are inverted as sums of powers, at the cost of at most one digit of precision
@@ -51,10 +55,10 @@ class Rows(NamedTuple):
     first: Tensor | None = None
 
 
-def parts_of(rows: Rows) -> list[Rows]:
-    """Split the inputs by heads, so that each part has at most `AT_ONCE` tokens times heads."""
+def parts_of(rows: Rows, at_once: int) -> list[Rows]:
+    """Split the inputs by key heads, so that each part has at most `at_once` tokens times value heads."""
     count, heads = rows.value.shape[:3].numel(), rows.key.shape[2]
-    count_of_groups = min(-(-count // AT_ONCE), heads)
+    count_of_groups = min(-(-count // at_once), heads)
     tensors = rows.query, rows.key, rows.value, rows.decay, rows.beta
     split = zip(*(x.tensor_split(count_of_groups, 2) for x in tensors), strict=True)
     return [Rows(*tensors_of_group)._replace(first=rows.first) for tensors_of_group in split]
@@ -238,8 +242,47 @@ def _states_backward(direct: Tensor, matrices: Tensor) -> Tensor:
     return after_chunk
 
 
-def delta_rule(rows: Rows) -> tuple[Tensor, Tensor]:
-    """out [D, L, Hv, Dv] in the value's dtype, and the final states [D, Hv, Dk, Dv] in fp32 (fp64)."""
+@op("triton.delta_rule")
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, first: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule from a state of zero; arguments as in `Rows`.
+
+    Returns:
+        out [D, L, Hv, Dv] in the value's dtype, and the final states [D, Hv, Dk, Dv] in fp32 (fp64).
+    """
+    parts = parts_of(Rows(query, key, value, decay, beta, first), AT_ONCE)
+    outs, states = zip(*map(_forward, parts), strict=True)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2), torch.cat(states, 1)
+
+
+@op("triton.delta_rule")
+def delta_rule_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    first: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g and β from the gradient [D, L, Hv, Dv] of `delta_rule`'s out, each in its input's dtype."""
+    parts = parts_of(Rows(query, key, value, decay, beta, first), AT_ONCE)
+    return join_heads(_backward(*x) for x in zip(split_like(grad, parts), parts, strict=True))
+
+
+def split_like(grad: Tensor, parts: list[Rows]) -> tuple[Tensor, ...]:
+    """Split grad [D, L, Hv, Dv] by the value heads of `parts`."""
+    return grad.split([rows.value.shape[2] for rows in parts], 2)
+
+
+def join_heads(parts: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Concatenate the gradients of parts, each with its heads in dimension 2."""
+    return tuple(x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True))
+
+
+def _forward(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Out and final states, as `delta_rule`."""
     chunks = _chunks(rows)
     states = _states(chunks, _transitions(chunks))
     state = states[:-1]
@@ -248,8 +291,8 @@ def delta_rule(rows: Rows) -> tuple[Tensor, Tensor]:
     return _by_token(out, rows.value), states[-1].flatten(1, 2)
 
 
-def delta_rule_backward(grad: Tensor, rows: Rows) -> Rows:
-    """Gradients of `rows` from the gradient [D, L, Hv, Dv] of `delta_rule`'s out, each in the input's dtype."""
+def _backward(grad: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+    """Gradients, as `delta_rule_backward`."""
     chunks = _chunks(rows)
     matrices, start_query = _transitions(chunks), chunks.query * chunks.start_decay
     state = _states(chunks, matrices)[:-1]
@@ -285,7 +328,7 @@ def delta_rule_backward(grad: Tensor, rows: Rows) -> Rows:
     d_decay = _by_token(d_decay.unsqueeze(-1), rows.decay.unsqueeze(-1)).squeeze(-1)
     d_beta = _by_token(d_beta.unsqueeze(-1), rows.beta.unsqueeze(-1)).squeeze(-1)
     d_value *= chunks.beta
-    return Rows(
+    return (
         _unit_backward(d_query, rows.query),
         _unit_backward(d_key, rows.key),
         _by_token(d_value, rows.value),

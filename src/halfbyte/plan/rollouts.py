@@ -26,7 +26,7 @@ from ..generation.rollouts import PACKED_MAX_ROWS, PREFILL_TOKENS, pages_needed
 from ..generation.schedule import RESERVED_SEATS, Group, Row, page_count
 from ..layers import QuantizedLinear
 from ..modeling.config_facts import layer_sizes, max_layer_sizes
-from ..ops.delta_rule import Rows, delta_rule, parts_of
+from ..ops.delta_rule import delta_rule
 from ..utils.errors import ConfigError
 from ..utils.text import size
 from .auxiliary import AuxiliaryModels
@@ -196,6 +196,5 @@ def delta_rule_bytes(net: Any, tokens: int, dtype: torch.dtype) -> int:
     ledger = Ledger()
     ledger.ignore(iter((key, value, gates)))
     with ledger:
-        for rows in parts_of(Rows(key, key, value, gates, gates)):
-            delta_rule(rows)
+        delta_rule(key, key, value, gates, gates)
     return ledger.peak

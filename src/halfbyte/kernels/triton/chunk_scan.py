@@ -17,6 +17,7 @@ from torch import Tensor
 from ...ops import chunk_scan as reference
 from ...ops.chunk_scan import CHUNK, ScanGradients
 from ..device import device_of
+from ..operands import by_token
 from ..tiling import ceil_div, power_of_2
 from .launch import Launcher
 
@@ -245,14 +246,6 @@ _head_launcher, _group_launcher = Launcher(_head_gradients), Launcher(_group_gra
 WARPS = 4  # 8 are slower in all kernels; so are chunks of 128 tokens
 
 
-def _by_token(x: Tensor) -> tuple[Tensor, int]:
-    """Return x [R, T, ·, ·] with contiguous tokens and the distance of two tokens; copies only where that is needed."""
-    stride = x.stride(1)
-    if x.stride() != (x.shape[1] * stride, stride, x.shape[3], 1):
-        x = x.contiguous()
-    return x, x.stride(1)
-
-
 def _blocks(size: int, width: int) -> tuple[int, int]:
     """SIZE and WIDTH of a kernel: powers of two, at least 16."""
     wide = max(power_of_2(width), 16)
@@ -263,7 +256,7 @@ def _blocks(size: int, width: int) -> tuple[int, int]:
 def _walk(backward: bool, x: Tensor, factors: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Launch `_states`; returns the states of all chunks, and the final ones (forward only)."""
     (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
-    (x, x_stride), (b, b_stride) = _by_token(x), _by_token(b)
+    (x, x_stride), (b, b_stride) = by_token(x), by_token(b)
     states = torch.empty(ceil_div(tokens, CHUNK), rows, heads, size, width, dtype=x.dtype, device=x.device)
     final = states if backward else torch.empty(states.shape[1:], dtype=torch.float32, device=x.device)
     columns, wide = _blocks(size, width)
@@ -314,9 +307,9 @@ def chunk_outputs(
     x: Tensor, factors: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, begins: Tensor, states: Tensor
 ) -> Tensor:
     (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
-    (x, x_stride) = _by_token(x)
-    (b, b_stride) = _by_token(b)
-    (c, c_stride) = _by_token(c)
+    (x, x_stride) = by_token(x)
+    (b, b_stride) = by_token(b)
+    (c, c_stride) = by_token(c)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     skip_or_y = y if skip is None else skip.contiguous()
     _outputs_launcher(
@@ -340,7 +333,7 @@ def chunk_gradients(
     state_gradients: Tensor,
 ) -> ScanGradients:
     (rows, tokens, heads, width), (groups, size) = x.shape, b.shape[2:]
-    (grad, grad_stride), (x, x_stride), (b, b_stride), (c, c_stride) = map(_by_token, (grad, x, b, c))
+    (grad, grad_stride), (x, x_stride), (b, b_stride), (c, c_stride) = map(by_token, (grad, x, b, c))
     begins = begins.contiguous()
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grad_step, grad_decay = torch.empty(2, rows, tokens, heads, dtype=torch.float32, device=x.device)
