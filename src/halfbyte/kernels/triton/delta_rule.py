@@ -29,6 +29,8 @@ from .launch import Launcher
 
 WIDEST = 256  # largest Dk and Dv
 BLOCK = 64  # largest part of Dk or Dv per step of a loop
+STAGES = 2  # of the loops over chunks, where a block has PIPELINED_BYTES of shared memory
+PIPELINED_BYTES = 160 * 1024
 COLUMNS = 32  # values of a state per program of the walks, and per step where Dk is not divided
 AT_ONCE = 1 << 19  # tokens times value heads that are computed at once
 # Rows of the factors of a chunk's tokens, as `_factors` writes them.
@@ -197,6 +199,7 @@ def _states(
     key_ptr, factors_ptr, weight_ptr, change_ptr, states_ptr, final_ptr,
     tokens, key_heads, heads, key_size, value_size, key_stride,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """States before each chunk and after the last one, and Δ in the place of U."""
     blocks, chunks = VALUES // COLUMNS, tl.cdiv(tokens, CHUNK)
@@ -205,7 +208,7 @@ def _states(
     key_offset = head // (heads // key_heads) * key_size
     i, d, v = tl.arange(0, CHUNK), tl.arange(0, KEYS), program % blocks * COLUMNS + tl.arange(0, COLUMNS)
     state = tl.zeros((KEYS, COLUMNS), tl.float32)
-    for chunk in range(chunks):
+    for chunk in tl.range(chunks, num_stages=STAGES):
         tile = ((row * heads + head) * chunks + chunk).to(tl.int64)
         tl.store(states_ptr + tile * KEYS * VALUES + _at(d, v, VALUES), state)
         change_at = change_ptr + tile * CHUNK * VALUES + _at(i, v, VALUES)
@@ -256,6 +259,7 @@ def _state_gradients(
     query_ptr, key_ptr, grad_ptr, factors_ptr, weight_ptr, direct_ptr, after_ptr,
     tokens, key_heads, heads, key_size, value_size, query_stride, key_stride, grad_stride,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the states after each chunk, and of Δ in the place of its direct part."""
     blocks, chunks = VALUES // COLUMNS, tl.cdiv(tokens, CHUNK)
@@ -264,7 +268,7 @@ def _state_gradients(
     key_offset = head // (heads // key_heads) * key_size
     i, d, v = tl.arange(0, CHUNK), tl.arange(0, KEYS), program % blocks * COLUMNS + tl.arange(0, COLUMNS)
     after = tl.zeros((KEYS, COLUMNS), tl.float32)
-    for turn in range(chunks):
+    for turn in tl.range(chunks, num_stages=STAGES):
         chunk = chunks - 1 - turn
         tile = ((row * heads + head) * chunks + chunk).to(tl.int64)
         tl.store(after_ptr + tile * KEYS * VALUES + _at(d, v, VALUES), after)
@@ -440,10 +444,11 @@ def _key_gradients(
     tl.store(grad_key_ptr + at, grad_key, mask=inside[:, None] & (d < key_size)[None, :])
 
 
-_factors_launcher, _prepare_launcher = Launcher(_factors), Launcher(_prepare)
-_states_launcher, _outputs_launcher = Launcher(_states), Launcher(_outputs)
-_state_gradients_launcher, _pair_launcher = Launcher(_state_gradients), Launcher(_pair_gradients)
-_query_launcher, _key_launcher = Launcher(_query_gradients), Launcher(_key_gradients)
+# Loops of few steps are not pipelined: buffers of later steps would exceed 64 or 99 KiB of shared memory.
+_factors_launcher, _prepare_launcher = Launcher(_factors), Launcher(_prepare, num_stages=1)
+_states_launcher, _outputs_launcher = Launcher(_states), Launcher(_outputs, num_stages=1)
+_state_gradients_launcher, _pair_launcher = Launcher(_state_gradients), Launcher(_pair_gradients, num_stages=1)
+_query_launcher, _key_launcher = Launcher(_query_gradients, num_stages=1), Launcher(_key_gradients, num_stages=1)
 WARPS = 4
 WIDE_WARPS = 8  # of programs with several accumulators [CHUNK, Dk]
 
@@ -493,8 +498,14 @@ class _Call:
         return self.keys, self.values, self.key_block, self.value_block
 
     @property
-    def walk(self) -> tuple[Any, ...]:
+    def wide(self) -> tuple[Any, ...]:
+        """Constants of programs that hold all of Dk."""
         return self.precision, CHUNK, self.keys, self.values, self.columns
+
+    @property
+    def walk(self) -> tuple[Any, ...]:
+        """Constants of programs that walk over a sequence."""
+        return *self.wide, _stages(self.value, self.keys)
 
     @property
     def walkers(self) -> int:
@@ -529,6 +540,11 @@ def _precision(x: Tensor) -> str:
     if device_of(x).backend in ("hip", "cpu"):
         return "ieee"
     return "tf32" if x.element_size() == 2 else "tf32x3"
+
+
+def _stages(x: Tensor, keys: int) -> int:
+    """Chunks that a walk loads ahead plus one, as far as shared memory allows."""
+    return STAGES if x.element_size() == 2 and keys <= 128 and device_of(x).shared_bytes >= PIPELINED_BYTES else 1
 
 
 def _forward(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -568,13 +584,13 @@ def _backward(grad: Tensor, rows: Rows) -> tuple[Tensor, ...]:
     programs = call.documents * call.key_heads * call.chunks
     _query_launcher(
         programs, (call.query, call.key, grad, call.factors, states, grad_scores, grad_starts, grad_query),
-        (*call.sizes, call.query_stride, call.key_stride, grad_stride, call.scale), call.walk, warps=WIDE_WARPS,
+        (*call.sizes, call.query_stride, call.key_stride, grad_stride, call.scale), call.wide, warps=WIDE_WARPS,
     )  # fmt: skip
     _key_launcher(
         programs,
         (call.query, call.key, call.factors, states, after, call.change, grad_change, grad_scores, inverse,
          grad_sums, grad_starts, grad_beta_parts, grad_key, grad_decay, grad_beta),
-        (*call.sizes[:4], call.query_stride, call.key_stride), call.walk, warps=WIDE_WARPS,
+        (*call.sizes[:4], call.query_stride, call.key_stride), call.wide, warps=WIDE_WARPS,
     )  # fmt: skip
     return grads
 
