@@ -17,7 +17,7 @@ def inputs(rows, tokens, key_heads, heads, key_size, value_size, dtype, packed=T
     sizes = [key_heads * key_size, key_heads * key_size, heads * value_size]
     mixed = random(rows, tokens, sum(sizes), dtype=dtype)
     query, key, value = (
-        x.unflatten(-1, (n, -1)) for x, n in zip(mixed.split(sizes, -1), (key_heads, key_heads, heads))
+        x.unflatten(-1, (n, -1)) for x, n in zip(mixed.split(sizes, -1), (key_heads, key_heads, heads), strict=True)
     )
     decay, beta = -random(rows, tokens, heads).abs(), random(rows, tokens, heads).sigmoid()
     first = torch.zeros(rows, tokens, dtype=torch.bool, device=DEVICE)

@@ -378,7 +378,7 @@ def notify_slow_scans(device: torch.device) -> None:
     why = f"{PACKAGE} {fla_missing_reason()}", "pip install 'halfbyte[scans]'"
     if fla_missing_reason() is None:
         why = f"{PACKAGE} has no backward on Hopper with this Triton", "install tilelang, or Triton 3.7.1"
-    notice("scans", f"{why[0]}: halfbyte runs gated delta nets with torch matmuls, more slowly; {why[1]}")
+    notice("scans", f"{why[0]}: halfbyte runs gated delta nets with its own kernels; {why[1]}")
 
 
 def recurrent_layers(model: nn.Module) -> Iterator[nn.Module]:

@@ -21,7 +21,7 @@ Backward recomputes all of this: a layer saves only q, k, v, g and β. On GPUs b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -251,9 +251,7 @@ def delta_rule(
     Returns:
         out [D, L, Hv, Dv] in the value's dtype, and the final states [D, Hv, Dk, Dv] in fp32 (fp64).
     """
-    parts = parts_of(Rows(query, key, value, decay, beta, first), AT_ONCE)
-    outs, states = zip(*map(_forward, parts), strict=True)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 2), torch.cat(states, 1)
+    return forward_in_parts(_forward, Rows(query, key, value, decay, beta, first), AT_ONCE)
 
 
 @op("triton.delta_rule")
@@ -266,19 +264,30 @@ def delta_rule_backward(
     beta: Tensor,
     first: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, g and β from the gradient [D, L, Hv, Dv] of `delta_rule`'s out, each in its input's dtype."""
-    parts = parts_of(Rows(query, key, value, decay, beta, first), AT_ONCE)
-    return join_heads(_backward(*x) for x in zip(split_like(grad, parts), parts, strict=True))
+    """Gradients of `delta_rule`'s first five arguments, each in its argument's dtype.
+
+    Args:
+        grad: gradient of out [D, L, Hv, Dv].
+    """
+    return backward_in_parts(_backward, grad, Rows(query, key, value, decay, beta, first), AT_ONCE)
 
 
-def split_like(grad: Tensor, parts: list[Rows]) -> tuple[Tensor, ...]:
-    """Split grad [D, L, Hv, Dv] by the value heads of `parts`."""
-    return grad.split([rows.value.shape[2] for rows in parts], 2)
+def forward_in_parts(
+    forward: Callable[[Rows], tuple[Tensor, Tensor]], rows: Rows, at_once: int
+) -> tuple[Tensor, Tensor]:
+    """Run `forward` on parts of the heads, as `parts_of` makes them; join outs and final states."""
+    outs, states = zip(*map(forward, parts_of(rows, at_once)), strict=True)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2), torch.cat(states, 1)
 
 
-def join_heads(parts: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Concatenate the gradients of parts, each with its heads in dimension 2."""
-    return tuple(x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True))
+def backward_in_parts(
+    backward: Callable[[Tensor, Rows], tuple[Tensor, ...]], grad: Tensor, rows: Rows, at_once: int
+) -> tuple[Tensor, ...]:
+    """Run `backward` on parts of the heads, as `parts_of` makes them; join the gradients."""
+    parts = parts_of(rows, at_once)
+    grads = grad.split([part.value.shape[2] for part in parts], 2)
+    by_input = zip(*map(backward, grads, parts), strict=True)
+    return tuple(x[0] if len(x) == 1 else torch.cat(x, 2) for x in by_input)
 
 
 def _forward(rows: Rows) -> tuple[Tensor, Tensor]:

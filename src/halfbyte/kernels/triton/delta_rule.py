@@ -13,7 +13,7 @@ A program adds up the value heads of a key head in one order, so the bytes of gr
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops import delta_rule as reference
-from ...ops.delta_rule import CHUNK, EPSILON, LEAST, Rows, join_heads, parts_of, split_like
+from ...ops.delta_rule import CHUNK, EPSILON, LEAST, Rows, backward_in_parts, forward_in_parts
 from ..device import device_of
 from ..operands import by_token
 from ..tiling import ceil_div, power_of_2
@@ -613,12 +613,9 @@ def backward_obstacle(grad: Tensor, *rows: Any) -> str | None:
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    parts = parts_of(Rows(query, key, value, decay, beta, first), AT_ONCE)
-    outs, states = zip(*map(_forward, parts), strict=True)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 2), torch.cat(states, 1)
+    return forward_in_parts(_forward, Rows(query, key, value, decay, beta, first), AT_ONCE)
 
 
 @reference.delta_rule_backward.kernel("cuda", "xpu", unless=backward_obstacle)
 def delta_rule_backward(grad: Tensor, *rows: Any) -> tuple[Tensor, ...]:
-    parts = parts_of(Rows(*rows), AT_ONCE)
-    return join_heads(_backward(*x) for x in zip(split_like(grad, parts), parts, strict=True))
+    return backward_in_parts(_backward, grad, Rows(*rows), AT_ONCE)
