@@ -141,11 +141,12 @@ def _inverse(lower, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.cons
     inverse = tl.where(row == column, 1.0, 0.0) - block + square
     inverse -= tl.dot(block, square, input_precision=PRECISION)
     inverse = tl.dot(inverse, fourth, inverse, input_precision=PRECISION)
-    for doubling in tl.static_range(3):
-        width = LEAST << doubling
+    width = LEAST
+    for _ in range(3):  # a loop, since unrolled the kernel compiles for minutes
         of_pair = (row // (2 * width) == column // (2 * width)) & (row // width != column // width)
         below = tl.dot(tl.where(of_pair, lower, 0.0), inverse, input_precision=PRECISION)
         inverse -= tl.dot(inverse, below, input_precision=PRECISION)
+        width *= 2
     return inverse
 
 
