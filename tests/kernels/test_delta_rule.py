@@ -41,14 +41,12 @@ def in_fp64(tensors):
 
 
 def tolerance(dtype):
-    """Relative error: fp32 sums, or on a GPU three TF32 products for fp32 inputs and one for 16 bits."""
-    if dtype is torch.float32:
-        return 5e-6 if INTERPRETED else 2e-5
-    return torch.finfo(dtype).eps / 2 if INTERPRETED else 4e-3
+    """Relative error: fp32 sums and one rounding of results in the interpreter, TF32 products on a GPU."""
+    return (5e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 2) if INTERPRETED else 4e-3
 
 
 # rows, tokens, key heads, value heads, Dk, Dv
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])  # GPUs compute fp32 by the reference
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 70, 1, 3, 24, 40), (2, 66, 1, 1, 80, 16)])
 def test_values_and_gradients(sizes, packed, dtype):
@@ -61,12 +59,12 @@ def test_values_and_gradients(sizes, packed, dtype):
 
 def test_documents_do_not_change_each_other():
     """Replacing one document leaves all bits of the others' results."""
-    given = inputs(1, 130, 1, 2, 16, 16, torch.float32)
+    given = inputs(1, 130, 1, 2, 16, 16, torch.float16)
     changed = [x.clone() for x in given]
     begin, end = 41, 63  # a document of row 0
     for x in changed[:5]:
         x[:, begin:end] *= -3 if x.shape[-1] == 16 else 0.5
-    grad = random(*given[2].shape)
+    grad = random(*given[2].shape, dtype=torch.float16)
     same = torch.ones(130, dtype=torch.bool, device=DEVICE)
     same[begin:end] = False
     for left, right in zip(computed(kernels, grad, given), computed(kernels, grad, changed), strict=True):
@@ -75,10 +73,10 @@ def test_documents_do_not_change_each_other():
 
 
 def test_some_heads_at_a_time(monkeypatch):
-    given = inputs(1, 66, 2, 4, 16, 16, torch.float32, packed=False)
-    grad = random(*given[2].shape)
+    given = inputs(1, 66, 2, 2, 16, 16, torch.float16, packed=False)
+    grad = random(*given[2].shape, dtype=torch.float16)
     whole = computed(kernels, grad, given)
-    monkeypatch.setattr(kernels, "AT_ONCE", 2 * 66)
+    monkeypatch.setattr(kernels, "AT_ONCE", 66)
     assert all(map(torch.equal, computed(kernels, grad, given), whole))
 
 

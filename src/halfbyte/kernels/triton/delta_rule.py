@@ -3,10 +3,10 @@
 Programs that walk over a sequence make only the states between chunks and their gradients, for some columns of one
 head. All else is computed for all chunks in parallel: 4 launches forward, 7 backward.
 
-Factors of tokens (norms, decays, β) multiply rows of fp32 operands, so the 16-bit q, k, v and their gradients enter
-matmuls exactly. k·k and q·k of 16-bit inputs are products of 16 bits with fp32 sums; all other matmuls have at least
-one fp32 operand. NVIDIA's GPUs compute these in TF32 for 16-bit inputs and in three TF32 products (close to fp32) for
-fp32 inputs, AMD's in fp32. Intermediate tensors are fp32, 4.5 KB a token and value head with heads of 128.
+Factors of tokens (norms, decays, β) multiply rows of fp32 operands, so the 16-bit q, k, v and out's gradient enter
+matmuls exactly. Products k·k and q·k are exact; all other matmuls have at least one fp32 operand and run in TF32 on
+NVIDIA's GPUs, in fp32 on AMD's. All sums and intermediate tensors are fp32, 4.9 KB a token and value head with heads
+of 128. fp32 inputs would need three TF32 products each, which compile for minutes and spill 1.5 KB a thread.
 
 A program adds up the value heads of a key head in one order, so the bytes of gradients repeat.
 """
@@ -538,14 +538,12 @@ class _Call:
 
 def _precision(x: Tensor) -> str:
     """Triton's `input_precision` of matmuls with fp32 operands, for inputs x."""
-    if device_of(x).backend in ("hip", "cpu"):
-        return "ieee"
-    return "tf32" if x.element_size() == 2 else "tf32x3"
+    return "ieee" if device_of(x).backend in ("hip", "cpu") else "tf32"
 
 
 def _stages(x: Tensor, keys: int) -> int:
     """Chunks that a walk loads ahead plus one, as far as shared memory allows."""
-    return STAGES if x.element_size() == 2 and keys <= 128 and device_of(x).shared_bytes >= PIPELINED_BYTES else 1
+    return STAGES if keys <= 128 and device_of(x).shared_bytes >= PIPELINED_BYTES else 1
 
 
 def _forward(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -600,8 +598,8 @@ def obstacle(query: Tensor, key: Tensor, value: Tensor, *_: object) -> str | Non
     """Return why the kernels do not take these q, k and v, or None."""
     if max(key.shape[3], value.shape[3]) > WIDEST:
         return f"takes heads of up to {WIDEST}"
-    if not query.dtype is key.dtype is value.dtype or value.dtype is torch.float64:
-        return "takes q, k and v of one dtype, fp32 or 16 bits"
+    if not query.dtype is key.dtype is value.dtype or value.element_size() != 2:
+        return "takes q, k and v of one 16-bit dtype"
     device = device_of(value)
     return "needs tensor cores for TF32" if device.backend == "cuda" and not device.at_least((8, 0)) else None
 
