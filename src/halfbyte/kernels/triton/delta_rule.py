@@ -399,7 +399,7 @@ def _key_gradients(
     tile = ((row * heads + key_head * in_group) * tl.cdiv(tokens, CHUNK) + chunk).to(tl.int64)
     key_rstd = _factor(factors_ptr, tile, i, KEY_RSTD, CHUNK)
     query_rstd = _factor(factors_ptr, tile, i, QUERY_RSTD, CHUNK)
-    key = _tile(key_ptr, index, inside, key_stride, key_head * key_size, d, key_size).to(tl.float32) * key_rstd[:, None]
+    key = _tile(key_ptr, index, inside, key_stride, key_head * key_size, d, key_size).to(tl.float32)
     grad_key = tl.zeros((CHUNK, KEYS), tl.float32)
     grad_scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     grad_products = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -422,7 +422,8 @@ def _key_gradients(
         of_start *= -start[:, None]
         of_end *= _factor(factors_ptr, tile, i, END, CHUNK)[:, None]
         grad_key += of_start * beta[:, None] + of_end
-        from_start, from_end = tl.sum(of_start * key, axis=1), tl.sum(of_end * key, axis=1)
+        from_start = tl.sum(of_start * key, axis=1) * key_rstd
+        from_end = tl.sum(of_end * key, axis=1) * key_rstd
         through = tl.sum(tl.where(i == CHUNK - 1, start, 0.0), axis=0)
         grad_sums = tl.load(grad_sums_ptr + tile * CHUNK + i) + tl.load(grad_starts_ptr + tile * CHUNK + i)
         grad_sums += beta * from_start - from_end
@@ -436,12 +437,12 @@ def _key_gradients(
         matrix_at = tile * CHUNK * CHUNK + _at(i, i, CHUNK)
         grad_scores += tl.load(grad_scores_ptr + matrix_at)
         grad_products += tl.load(grad_products_ptr + matrix_at)
-    grad_key = tl.dot(grad_products, key, grad_key, input_precision=PRECISION)
+    grad_key = tl.dot(grad_products * key_rstd[None, :], key, grad_key, input_precision=PRECISION)
     query = _tile(query_ptr, index, inside, query_stride, key_head * key_size, d, key_size).to(tl.float32)
     scaled = tl.trans(grad_scores * query_rstd[:, None])
     grad_key = tl.dot(scaled, query, grad_key, input_precision=PRECISION)
     at = _at(index.to(tl.int64) * key_heads + key_head, d, key_size)
-    grad_key = _unit_gradient(grad_key, key, key_rstd).to(grad_key_ptr.dtype.element_ty)
+    grad_key = _unit_gradient(grad_key, key * key_rstd[:, None], key_rstd).to(grad_key_ptr.dtype.element_ty)
     tl.store(grad_key_ptr + at, grad_key, mask=inside[:, None] & (d < key_size)[None, :])
 
 
