@@ -337,7 +337,7 @@ def scan(dtype, width):
     chunk_scan.chunk_gradients(x, x, factors, b, b, skip, begins, states, after)
 
 
-@cases("delta", "gated delta rule, heads of {1}", apart((BF16,), (128, 256)))
+@cases("delta", "gated delta rule, heads of {1}", itertools.product((BF16,), (128, 256)))
 def gated_delta_rule(dtype, size):
     """Heads of Qwen3-Next and Qwen3.5, and the widest ones that kernels take."""
     query, value = empty(1, ROWS, 2, size, dtype=dtype), empty(1, ROWS, 4, size, dtype=dtype)
